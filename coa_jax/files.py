@@ -90,6 +90,13 @@ def replace_folder(new: Path, path: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def cache_folder(name: str) -> Path:
+    """``$XDG_CACHE_HOME/coa_jax/NAME`` or ``~/.cache/coa_jax/NAME``."""
+    base = os.environ.get("XDG_CACHE_HOME", "")
+    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
+    return root / "coa_jax" / name
+
+
 def write_json(path: Path, value: Any) -> None:
     """Replaces a JSON file (see `replace`)."""
     try:

@@ -24,6 +24,10 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _cache = tempfile.mkdtemp(prefix="coa_jax-compiled-")
     atexit.register(shutil.rmtree, _cache, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
+# Token counts of records, of this run of the suite only.
+if "COA_JAX_LENGTHS" not in os.environ:
+    os.environ["COA_JAX_LENGTHS"] = tempfile.mkdtemp(prefix="coa_jax-lengths-")
+    atexit.register(shutil.rmtree, os.environ["COA_JAX_LENGTHS"], ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 

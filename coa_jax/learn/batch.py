@@ -229,17 +229,53 @@ def unpack(
 _GAINED = ("advantage", "old_logp", "ref_logp", "value", "returns")
 
 
+def first_fit(sizes: Sequence[int] | np.ndarray, length: int) -> list[list[int]]:
+    """Says which row has which sequences: the longest first, each in the first row with room.
+
+    Args:
+        sizes: tokens of each sequence; of equal ones the first comes first.
+        length: tokens of a row.
+
+    Returns:
+        Numbers of the sequences of each row.
+
+    Raises:
+        UserError: a sequence is longer than a row.
+    """
+    rows: list[list[int]] = []
+    sizes = np.asarray(sizes, np.int64)
+    room = np.full(len(sizes), length)
+    for number in np.argsort(-sizes, kind="stable").tolist():
+        _check_size(int(sizes[number]), length)
+        row = int(np.argmax(room >= sizes[number]))
+        if row == len(rows):
+            rows.append([])
+        rows[row].append(number)
+        room[row] -= sizes[number]
+    return rows
+
+
+def _check_size(size: int, length: int) -> None:
+    if size > length:
+        raise UserError(
+            f"a sequence has {size} tokens and the batch rows {length}: raise row_length or "
+            "drop long sequences"
+        )
+
+
 def _fill(examples: Sequence[Example], length: int, unfolded: int) -> list[_Row]:
     """Says which row has which sequences; see `pack`."""
     rows: list[_Row] = []
-    for example in _in_order(examples, unfolded):
+    if not unfolded:
+        for members in first_fit([len(example.tokens) for example in examples], length):
+            rows.append(_Row())
+            for number in members:
+                rows[-1].add(examples[number], b"")
+        return rows
+    for example in _in_order(examples):
         size = len(example.tokens)
-        if size > length:
-            raise UserError(
-                f"a sequence has {size} tokens and the batch rows {length}: raise row_length or "
-                "drop long sequences"
-            )
-        prompt = _prompt(example) if unfolded else b""
+        _check_size(size, length)
+        prompt = _prompt(example)
         with_room = [row for row in rows if row.has_room(size, prompt, length, unfolded)]
         row = next((row for row in with_room if prompt in row.prompts), None)
         if row is None and with_room:
@@ -257,10 +293,8 @@ def _prompt(example: Example) -> bytes:
     return example.tokens[: max(first - 1, 0)].astype(np.int32).tobytes()
 
 
-def _in_order(examples: Sequence[Example], unfolded: int) -> list[Example]:
-    """In the order of packing: the longest first, or the prompt with the most tokens first."""
-    if not unfolded:
-        return sorted(examples, key=lambda e: -len(e.tokens))
+def _in_order(examples: Sequence[Example]) -> list[Example]:
+    """In the order of packing with shared prompts: the prompt with the most tokens first."""
     groups: dict[bytes, list[Example]] = {}
     for example in examples:
         groups.setdefault(_prompt(example), []).append(example)
@@ -291,7 +325,7 @@ class _Row:
     def has_room(self, size: int, prompt: bytes, length: int, unfolded: int) -> bool:
         """Whether a sequence fits."""
         fits = self.size + size - self.left_out(prompt) <= length
-        return fits and (not unfolded or self.unfolded + size <= unfolded)
+        return fits and self.unfolded + size <= unfolded
 
     def add(self, example: Example, prompt: bytes) -> None:
         """Takes a sequence."""

@@ -4,19 +4,19 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Annotated
 
 import jax
 from absl import logging
 
-from coa_jax.bounds import Count, OneOf, Size
-from coa_jax.learn.batch import Batch
+from coa_jax.bounds import Between, Count, OneOf, Size
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.clock import Clock, Profile
+from coa_jax.learn.data import Update, read_ahead
 from coa_jax.learn.losses import Loss
-from coa_jax.learn.metrics import memory, sequence_lengths, train_speed
+from coa_jax.learn.metrics import memory, train_speed
 from coa_jax.learn.room import check_rows
 from coa_jax.learn.step import TrainState, check_updates, init_state, run_state, train_step
 from coa_jax.learn.stop import end_run, stop_on_sigterm
@@ -42,12 +42,15 @@ class FitConfig(TrainingConfig):
 
     Attributes:
         batch_size: examples of an update.
+        data_workers: processes of each host that read, tokenise and pack the next updates; 0 for a
+            thread of the process that trains, which is enough unless ``time/data`` grows.
         validate_every: updates between two measurements of the validation loss, where there is one.
         keep_best: metric of an update whose best checkpoint stays too; empty for none.  The
             validation loss is that of the checkpoint, ``loss`` that of the parameters before.
     """
 
     batch_size: Size
+    data_workers: Annotated[int, Between(0, 1024)] = 0
     validate_every: Count = 1
     keep_best: Annotated[str, OneOf("", "loss")] = ""
 
@@ -61,10 +64,11 @@ def fit(
     weights: Callable[[], Params],
     loss: Loss,
     compute: Compute,
-    batches_from: Callable[[int], tuple[list[Batch], int]],
+    updates: Callable[[int, int], Sequence[Update]],
     epoch: int,
     longest: int,
     phase: str = "sft",
+    complete: Callable[[Update], Update] | None = None,
     validate: Callable[[TrainState], float] | None = None,
     evaluate: Callable[[TrainState, int], dict[str, float]] | None = None,
     hurry: Callable[[], None] = lambda: None,
@@ -82,11 +86,11 @@ def fit(
             A run that goes on asks for them only where they stay as they are beside adapters.
         loss: loss of an update.
         compute: how to compute; rows are split over its mesh.
-        batches_from: micro-batches of the update that begins at a cursor, on the host, and the
-            cursor of the next.
+        updates: the updates from a cursor on, as many as the second argument says.
         epoch: examples of one pass.
         longest: tokens of the longest sequence, whose positions begin anew in every one of a row.
         phase: name in metrics and checkpoints.
+        complete: adds to an update what the devices compute before the step; None for nothing.
         validate: a figure of held-out data.
         evaluate: figures of the policy after an update, by its number; {} after most.
         hurry: cuts an evaluation short when the run shall end; signal handlers may call it.
@@ -101,6 +105,7 @@ def fit(
         contextlib.closing(checkpoints),
         contextlib.closing(Profile(config.profile_steps, run.path / "profile")) as profile,
         stop_on_sigterm(hurry) as stop,
+        read_ahead(updates(cursor, total - step), config.data_workers) as ahead,
         progress(phase.upper(), total=total, initial=step) as bar,
     ):
         clock, stopping = Clock(*_PARTS), False
@@ -108,24 +113,29 @@ def fit(
             profile.before(step + 1)
             processes.doing(f"data of update {step + 1}")
             with clock("data"):
-                batches, cursor = batches_from(cursor)
+                data = next(ahead)
+                cursor = data.cursor
+            if complete is not None:
+                with clock("score"):
+                    data = complete(data)
             processes.meet(f"update {step + 1}", config.mesh.wait_seconds)
             processes.doing(f"update {step + 1}")
             with clock("update"):
                 state, stats = train_step(
                     state,
-                    batches,
+                    data.batches,
                     loss=loss,
                     model=model.config,
                     compute=compute,
                     optimizer=config.optimizer,
                     capacity=-(-config.batch_size // config.rows),
+                    rows=data.rows,
+                    count=data.tokens,
                 )
             step += 1
             stats["epoch"] = cursor / epoch
-            lengths = sequence_lengths(batches)
             stats |= train_speed(
-                model.config, lengths, stats["tokens"], clock.seconds["update"], adapters
+                model.config, data.lengths, stats["tokens"], clock.seconds["update"], adapters
             )
             if validate is not None and (step % config.validate_every == 0 or step == total):
                 with clock("validation"):

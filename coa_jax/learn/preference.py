@@ -22,9 +22,11 @@ from absl import logging
 from coa_jax.bounds import Count, OneOf, Place, Positive, Prose
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, pack, split_rows, trajectory_example
+from coa_jax.learn.data import Update, shuffled
 from coa_jax.learn.experience import score
 from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.logps import token_logps
+from coa_jax.learn.metrics import sequence_lengths
 from coa_jax.learn.objectives import Stats
 from coa_jax.learn.rejection import read_graded, value
 from coa_jax.model.api import load_model
@@ -79,13 +81,10 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
     print(f"{len(pairs)} pairs of {tasks} tasks", flush=True)
     model = load_model(config.model, mesh=mesh)
     reference = model.params
-    stream = grain.MapDataset.source(pairs).seed(config.seed).shuffle().repeat()
     compute = config.compute(model.config, mesh)
+    order = shuffled([len(pairs)], (1.0,), config.seed)
 
-    def batches_from(cursor: int) -> tuple[list[Batch], int]:
-        end = cursor + config.batch_size
-        chosen = [stream[index] for index in range(cursor, end)]
-        batches = pair_batches(chosen, config.row_length, config.rows)
+    def with_reference(update: Update) -> Update:
         processes.meet("scores of the reference", config.mesh.wait_seconds)
 
         def scored(batch: Batch) -> Batch:
@@ -93,7 +92,7 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
             logps = score(reference, placed, model=model.config, compute=compute)
             return batch._replace(ref_logp=to_host(logps))
 
-        return [scored(batch) for batch in batches], end
+        return dataclasses.replace(update, batches=[scored(batch) for batch in update.batches])
 
     fit(
         config,
@@ -103,11 +102,43 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
         weights=lambda: jax.tree.map(jnp.copy, reference),  # updates take the memory of these
         loss=DPOLoss(config.beta),
         compute=compute,
-        batches_from=batches_from,
+        updates=lambda cursor, number: PairUpdates(pairs, order, cursor, number, config),
+        complete=with_reference,
         epoch=len(pairs),
         longest=max(len(trajectory.tokens) for pair in pairs for trajectory in pair),
         phase="dpo",
     )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class PairUpdates(Sequence[Update]):
+    """The updates of a run from a cursor on; each process has all rows.
+
+    Attributes:
+        pairs: that are learned.
+        order: gives the index of the pair at each position of the stream.
+        cursor, number: see `data.Updates`.
+        config: settings of the run.
+    """
+
+    pairs: Sequence[Pair]
+    order: grain.MapDataset
+    cursor: int
+    number: int
+    config: DPOConfig
+
+    def __len__(self) -> int:
+        return self.number
+
+    def __getitem__(self, number: int) -> Update:  # type: ignore[override]
+        if not 0 <= number < self.number:
+            raise IndexError(number)
+        size = self.config.batch_size
+        start = self.cursor + number * size
+        chosen = [self.pairs[self.order[position]] for position in range(start, start + size)]
+        batches = pair_batches(chosen, self.config.row_length, self.config.rows)
+        tokens = sum(float(np.sum(batch.mask, dtype=np.float64)) for batch in batches)
+        return Update(batches, 0, sequence_lengths(batches), tokens, start + size)
 
 
 def make_pairs(

@@ -14,18 +14,18 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import grain
 from absl import logging
 
 from coa_jax.bounds import Between, Count, Place, Prose
 from coa_jax.errors import UserError
-from coa_jax.learn.batch import Batch, record_example, trajectory_example
-from coa_jax.learn.data import fitting_records, next_batches
+from coa_jax.learn.batch import trajectory_example
+from coa_jax.learn.data import RecordReader, Updates, examples_in_memory, join, shuffled
 from coa_jax.learn.fit import FitConfig, fit
+from coa_jax.learn.lengths import fitting, measure
 from coa_jax.learn.losses import SFTLoss
 from coa_jax.model.api import describe_model, load_weights
-from coa_jax.parallel.placement import training_mesh
-from coa_jax.records import ProtocolName, iterate_records, read_records
+from coa_jax.parallel.placement import own_rows, training_mesh
+from coa_jax.records import ProtocolName, Records, iterate_records
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
 from coa_jax.trajectory import Trajectory, read_trajectories
@@ -63,27 +63,27 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
     """Fine-tunes on the trajectories that were right and writes the model to ``output``."""
     mesh = training_mesh(config.mesh, config.rows)
     chosen = _chosen(config) if config.traces else []
-    records = read_records(config.data, config.protocol) if config.data else []
     model = describe_model(config.model)
-    examples = [trajectory_example(trajectory, 0.0) for trajectory in chosen]
+    parts = [examples_in_memory([trajectory_example(trajectory, 0.0) for trajectory in chosen])]
     if config.data:
         prompt = load_prompt(config.prompt_style, config.model)
-        warn_of_prompts(records, prompt, "records", "config.prompt_style")
-        length = config.row_length
-        kept, _ = fitting_records(
-            model.tokenizer, records, prompt=prompt, length=length, source=config.data
-        )
-        print(f"{len(kept)} records of {config.data}", flush=True)
-        examples += [record_example(model.tokenizer, record, prompt) for record in kept]
-    stream = grain.MapDataset.source(examples).seed(config.seed).shuffle().repeat()
+        reader = RecordReader(Records(config.data, config.protocol), model.tokenizer, prompt)
+        measured = measure(reader, config.data_workers, config.mesh.wait_seconds)
+        warn_of_prompts(measured.wording, prompt, "records", "config.prompt_style")
+        parts.append(fitting(reader, measured, config.row_length))
+        print(f"{len(parts[-1])} records of {config.data}", flush=True)
+    examples = join(parts)
 
-    def batches_from(cursor: int) -> tuple[list[Batch], int]:
-        return next_batches(
-            stream,
-            cursor,
+    def updates(cursor: int, number: int) -> Updates:
+        return Updates(
+            examples=examples,
+            order=shuffled([len(examples)], (1.0,), config.seed),
+            cursor=cursor,
+            number=number,
             batch_size=config.batch_size,
             rows=config.rows,
             length=config.row_length,
+            own=own_rows(mesh, config.rows),
         )
 
     fit(
@@ -94,9 +94,9 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
         weights=functools.partial(load_weights, config.model, mesh),
         loss=SFTLoss(),
         compute=config.compute(model.config, mesh),
-        batches_from=batches_from,
+        updates=updates,
         epoch=len(examples),
-        longest=max(len(example.tokens) for example in examples),
+        longest=int(examples.sizes.max()),
         phase="rft",
     )
 

@@ -10,18 +10,27 @@ from typing import Annotated
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from coa_jax.bounds import Natural, OneOf, Place, Positive, Share
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
-from coa_jax.learn.batch import Batch, Example, pack, record_example, split_rows
-from coa_jax.learn.data import Augmentation, example_stream, fitting_records, next_batches
+from coa_jax.learn.batch import Batch, first_fit
+from coa_jax.learn.data import (
+    Augmentation,
+    Examples,
+    MicroBatches,
+    RecordReader,
+    Updates,
+    join,
+    read_ahead,
+    shuffled,
+)
 from coa_jax.learn.fingerprints import digest, fingerprint
 from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.held_out import METRICS, HeldOut, HeldOutConfig, check_best
+from coa_jax.learn.lengths import Measured, fitting, measure
 from coa_jax.learn.losses import SFTLoss
 from coa_jax.learn.step import TrainState
 from coa_jax.model.api import Model, describe_model, load_weights
@@ -30,15 +39,14 @@ from coa_jax.model.compute import Compute
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.params import Params, merge_adapters, without_adapters
 from coa_jax.model.tokenizer import eos_ids
-from coa_jax.parallel.placement import put_batch, training_mesh
+from coa_jax.parallel.placement import own_rows, put_batch, training_mesh
 from coa_jax.protocol import FormatName, Level, Prompt
-from coa_jax.records import ProtocolName, read_records
+from coa_jax.records import ProtocolName, Records
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Graders, GradersConfig
-from coa_jax.tasks.base import with_level
-from coa_jax.tasks.prompts import load_prompt, make_card, warn_of_prompts
+from coa_jax.tasks.prompts import Wording, load_prompt, make_card, warn_of_prompts
 from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig
 
@@ -52,7 +60,7 @@ class SFTConfig(FitConfig):
 
     Attributes:
         data: files of records to learn: one path, several with commas, a pattern or a folder;
-            docs/data.md shows the forms that are read.
+            docs/data.md shows the forms that are read, also of data sets of the hub.
         weights: how often records of each path in ``data`` are learned, in proportion to the
             others; empty to learn all records equally often.
         validation: files of records whose loss is measured; empty for none.
@@ -141,62 +149,68 @@ def train(
         raise ValueError("rename_share needs an augmentation that renames")
     mesh = training_mesh(config.mesh, config.rows)
     prompt = load_prompt(config.prompt_style, config.model)
-    parts = [
-        with_level(read_records(path, config.protocol), config.level, config.format)
-        for path in config.parts
-    ]
-    records = [record for part in parts for record in part]
-    held_out = read_records(config.validation, config.protocol) if config.validation else []
-    held_out = with_level(held_out, config.level, config.format)
-    warn_of_prompts(records, prompt, "records", "config.prompt_style")
-    card = make_card(prompt, records)
-    run.keep_json(f"sft-{CARD}", card)
     model = describe_model(config.model)
+
+    def reader(source: str) -> RecordReader:
+        records = Records(source, config.protocol)
+        return RecordReader(records, model.tokenizer, prompt, config.level, config.format)
+
+    def measured(reader: RecordReader) -> Measured:
+        return measure(reader, config.data_workers, config.mesh.wait_seconds)
+
+    readers = [reader(path) for path in config.parts]
+    found = [measured(part) for part in readers]
+    wording = sum((part.wording for part in found), Wording())
+    warn_of_prompts(wording, prompt, "records", "config.prompt_style")
+    parts = [
+        fitting(part, its, config.row_length) for part, its in zip(readers, found, strict=True)
+    ]
+    examples, longest = join(parts), max(int(part.sizes.max()) for part in parts)
+    validation: Examples | None = None
+    if config.validation:
+        held_out = reader(config.validation)
+        validation = fitting(held_out, measured(held_out), config.row_length)
+        longest = max(longest, int(validation.sizes.max()))
+    card = make_card(prompt, wording)
+    run.keep_json(f"sft-{CARD}", card)
     architecture = dataclasses.replace(model.config, lora=config.lora)
     model = dataclasses.replace(model, config=architecture, card=card)
-    fitting = functools.partial(
-        fitting_records, model.tokenizer, prompt=prompt, length=config.row_length
-    )
-    found = [fitting(part, source=path) for path, part in zip(config.parts, parts, strict=True)]
-    kept, longest = [r for part, _ in found for r in part], max(size for _, size in found)
-    validation: Sequence[Example] = ()
-    if held_out:
-        held_out, _ = fitting(held_out, source=config.validation)
-        validation = [record_example(model.tokenizer, r, prompt) for r in held_out]
-        longest = max(longest, *(len(example.tokens) for example in validation))
     compute = config.compute(model.config, mesh)
-    stream = example_stream(
-        model.tokenizer,
-        [part for part, _ in found],
-        prompt=prompt,
-        length=config.row_length,
-        seed=config.seed,
-        weights=config.weights or (1.0,),
-        change=augmentation and augmentation(model.tokenizer, kept, prompt),
-    )
+    own = own_rows(mesh, config.rows)
+    change = None
+    if augmentation is not None:
+        pairs = zip(readers, parts, strict=True)
+        records = [part.record(row) for part, its in pairs for row in its.place.tolist()]
+        change = augmentation(model.tokenizer, records, prompt)
+    order = shuffled([len(part) for part in parts], config.weights or (1.0,), config.seed)
 
-    def batches_from(cursor: int) -> tuple[list[Batch], int]:
-        return next_batches(
-            stream,
-            cursor,
+    def updates(cursor: int, number: int) -> Updates:
+        return Updates(
+            examples=examples,
+            order=order,
+            cursor=cursor,
+            number=number,
             batch_size=config.batch_size,
             rows=config.rows,
             length=config.row_length,
+            own=own,
+            change=change,
         )
 
     def validate(state: TrainState) -> float:
+        assert validation is not None
         return mean_loss(state, validation, config, model.config, compute)
 
-    measured = _held_out(config, run, prompt, tools) if config.evaluate_every else None
+    evaluation = _held_out(config, run, prompt, tools) if config.evaluate_every else None
 
     def evaluate(state: TrainState, step: int) -> dict[str, float]:
-        if measured is None or not measured.due(step):
+        if evaluation is None or not evaluation.due(step):
             return {}
-        return measured.measure(
+        return evaluation.measure(
             step,
             digest(fingerprint(state.model)),
             model.tokenizer,
-            lambda: _engines(config, model, state, [task.protocol for task in measured.tasks]),
+            lambda: _engines(config, model, state, [task.protocol for task in evaluation.tasks]),
         )
 
     fit(
@@ -207,12 +221,12 @@ def train(
         weights=functools.partial(load_weights, config.model, mesh),
         loss=SFTLoss(),
         compute=compute,
-        batches_from=batches_from,
-        epoch=len(kept),
+        updates=updates,
+        epoch=len(examples),
         longest=longest,
         validate=validate if validation else None,
-        evaluate=evaluate if measured else None,
-        hurry=measured.abandon if measured else lambda: None,
+        evaluate=evaluate if evaluation else None,
+        hurry=evaluation.abandon if evaluation else lambda: None,
     )
 
 
@@ -259,18 +273,21 @@ def _engines(
 
 def mean_loss(
     state: TrainState,
-    examples: Sequence[Example],
+    examples: Examples,
     config: SFTConfig,
     model: ModelConfig,
     compute: Compute,
 ) -> float:
     """Mean loss over the policy's tokens of all examples."""
-    total, count = jnp.zeros(()), 0.0
-    for batch in split_rows(pack(examples, config.row_length), config.rows):
-        placed = put_batch(batch, compute.mesh)
-        total += _loss(state.model, placed, model=model, compute=compute)
-        count += float(np.sum(batch.mask))
-    return float(total) / max(count, 1.0)
+    rows, length = config.rows, config.row_length
+    own, layout = own_rows(compute.mesh, rows), first_fit(examples.sizes, length)
+    batches = MicroBatches(layout, examples.__getitem__, rows, length, own)
+    total = jnp.zeros(())
+    with read_ahead(batches, workers=0) as ahead:
+        for batch in ahead:
+            placed = put_batch(batch, compute.mesh, rows)
+            total += _loss(state.model, placed, model=model, compute=compute)
+    return float(total) / max(float(examples.losses.sum()), 1.0)
 
 
 @functools.partial(jax.jit, static_argnames=("model", "compute"))

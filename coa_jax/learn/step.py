@@ -286,6 +286,8 @@ def train_step(
     optimizer: OptimizerConfig,
     allowed: jax.Array | None = None,
     capacity: int = 0,
+    rows: int = 0,
+    count: float | None = None,
 ) -> tuple[TrainState, dict[str, float]]:
     """One update from micro-batches of one shape.
 
@@ -300,6 +302,9 @@ def train_step(
         compute: how to compute; rows are split over its mesh; static.
         optimizer: settings of the optimiser, static.
         allowed: table of the constraint under which the batches were sampled; None without one.
+        rows: rows of a whole micro-batch, where ``batches`` has this process's rows only, see
+            `put_batch`; 0 where it has all.
+        count: tokens of all processes that have a loss; None to count those of ``batches``.
         capacity: micro-batches that the program has room for: the most that a step of the run can
             have.  By default, and where there are more, the next power of two from 4 on, so that
             few programs are compiled.
@@ -311,12 +316,13 @@ def train_step(
     number = len(batches)
     if number > capacity:
         capacity = max(1 << (number - 1).bit_length(), 4)
-    count = float(sum(np.sum(batch.mask, dtype=np.float64) for batch in batches))
+    if count is None:
+        count = float(sum(np.sum(batch.mask, dtype=np.float64) for batch in batches))
     state, stats = in_turn(
         compute.mesh,
         train_program,
         state,
-        put_batch(stack(batches, capacity), compute.mesh),
+        put_batch(stack(batches, capacity), compute.mesh, rows),
         np.int32(number),
         np.float32(max(count, 1.0)),
         allowed,

@@ -72,6 +72,15 @@ class Watch:
             return None
         return sum(first) / _FIRST, sum(last) / _FIRST
 
+    def last(self, row: Row, name: str) -> Sequence[float]:
+        """The newest values of a metric, as many as are compared; that of the first row is none."""
+        seen = self._last.get(name)
+        if seen is None:  # the first row of a run waits until reading has begun
+            self._last[name] = deque(maxlen=_FIRST)
+            return ()
+        seen.append(_value(row, name) or 0.0)
+        return seen
+
     def lowest(self, value: float, step: int) -> tuple[float, int]:
         """The lowest validation loss so far and its step."""
         self._best = min(self._best, (value, step))
@@ -223,6 +232,18 @@ def overfitting(watch: Watch, row: Row) -> str | None:
     )
 
 
+def starved(watch: Watch, row: Row) -> str | None:
+    """Compares sums over some rows: a single slow read is no sign of a slow pipeline."""
+    waits, steps = watch.last(row, "time/data"), watch.last(row, "time/step")
+    waited, total = sum(waits), sum(steps)
+    if len(waits) < _FIRST or waited <= 0.05 * total:
+        return None
+    return (
+        f"the last {_FIRST} steps waited {waited / total:.0%} of their time for data (above 5 %): "
+        "raise data_workers, or keep the data on a faster disk"
+    )
+
+
 def diverged(watch: Watch, row: Row) -> str | None:
     # JSON has no NaN; `RunDir.metrics` writes null.
     if _value(row, "loss") is not None:
@@ -242,6 +263,7 @@ RULES: dict[Rule, str] = {
     entropy_collapse: "policy/entropy",
     mismatch: "mismatch/abs_logp_mean",
     overfitting: "validation/loss",
+    starved: "time/data",
     diverged: "loss",
 }
 """Each rule and the metric that it judges."""

@@ -157,18 +157,45 @@ def replicate(array: jax.Array, mesh: Mesh | None) -> jax.Array:
     return jax.make_array_from_callback(whole.shape, sharding, lambda index: whole[index])
 
 
-def put_batch(batch: T, mesh: Mesh | None) -> T:
+def own_rows(mesh: Mesh | None, rows: int) -> list[int]:
+    """Rows of a micro-batch that devices of this process compute, in ascending order.
+
+    Args:
+        mesh: mesh of the run; None for one device.
+        rows: rows of the micro-batch.
+    """
+    if mesh is None:
+        return list(range(rows))
+    sharding = sharding_for(mesh, ("batch", None), shape=(rows, 1))
+    parts = sharding.addressable_devices_indices_map((rows, 1)).values()
+    return sorted({row for part in parts if part for row in range(*part[0].indices(rows))})
+
+
+def put_batch(batch: T, mesh: Mesh | None, rows: int = 0) -> T:
     """Splits the rows of every array ``[..., R, T]`` of a batch over the mesh's batch axes.
 
-    Every process holds the whole batch and contributes its own rows.
+    Args:
+        batch: arrays on the host.
+        mesh: mesh of the run; None for one device.
+        rows: R of the whole batch, where the arrays have this process's `own_rows` only; 0 where
+            every process holds all rows.
     """
     if mesh is None:
         return batch
+    own = own_rows(mesh, rows) if rows else []
 
     def place(array: np.ndarray) -> jax.Array:
-        sharding = sharding_for(
-            mesh, (*(None,) * (array.ndim - 2), "batch", None), shape=array.shape
-        )
-        return jax.make_array_from_callback(array.shape, sharding, lambda index: array[index])
+        *outer, held, length = array.shape
+        shape = (*outer, rows or held, length)
+        sharding = sharding_for(mesh, (*(None,) * len(outer), "batch", None), shape=shape)
+
+        def part(index: Any) -> np.ndarray:
+            if not rows:
+                return array[index]
+            start, stop, _ = index[-2].indices(rows)
+            first = own.index(start)
+            return array[(*index[:-2], slice(first, first + stop - start), index[-1])]
+
+        return jax.make_array_from_callback(shape, sharding, part)
 
     return jax.tree.map(place, batch)

@@ -61,9 +61,11 @@ from coa_jax.protocol.spec import (
     add_protocol,
     at_level,
     get_protocol,
+    known_protocols,
     names_with_levels,
     protocol_names,
     protocol_with_tools,
+    restore_protocols,
     split_level,
 )
 
@@ -111,6 +113,7 @@ __all__ = [
     "format_reflection",
     "get_protocol",
     "in_format",
+    "known_protocols",
     "make_parser",
     "messages_of",
     "names_with_levels",
@@ -127,6 +130,7 @@ __all__ = [
     "protocol_with_tools",
     "quote_tool_text",
     "render_prompt",
+    "restore_protocols",
     "split_answers",
     "split_level",
     "violations",

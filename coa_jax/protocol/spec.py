@@ -18,7 +18,7 @@ from __future__ import annotations
 
 import dataclasses
 import types
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 from coa_jax.bounds import OneOf
@@ -354,6 +354,16 @@ def add_protocol(protocol: Protocol) -> None:
     if ":" in protocol.name:
         raise UserError(f"the protocol {protocol.name!r}: choose a name without a colon")
     _PROTOCOLS[protocol.name] = protocol
+
+
+def known_protocols() -> tuple[Protocol, ...]:
+    """All protocols of this process as they are now, for `restore_protocols` in another one."""
+    return tuple(_PROTOCOLS.values())
+
+
+def restore_protocols(protocols: Iterable[Protocol]) -> None:
+    """Enters what `known_protocols` returned in the process that sent it."""
+    _PROTOCOLS.update({protocol.name: protocol for protocol in protocols})
 
 
 def add_note(tool: str, note: str) -> None:

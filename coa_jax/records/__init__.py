@@ -1,7 +1,8 @@
 """Reads trajectories to learn from, in the forms in which they are published and exchanged.
 
 Our own JSONL, LLaMA-Factory's alpaca and ShareGPT files, OpenAI ``messages``, everything that
-``coa_jax.distill.export`` writes, in JSON, JSONL, parquet or TFDS.  docs/data.md shows each form.
+``coa_jax.distill.export`` writes, in JSON, JSONL, parquet, ArrayRecord, TFDS or on the hub.
+docs/data.md shows each form.
 
 A file that is damaged is refused.  A row from which nothing can be learned safely, for example one
 with an observation that is never closed, is left out and counted.
@@ -9,12 +10,14 @@ with an observation that is never closed, is left out and counted.
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
+import itertools
 import os
 from collections import Counter, defaultdict
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Annotated, NamedTuple
+from typing import Annotated, Any, NamedTuple
 
 from absl import logging
 
@@ -24,8 +27,9 @@ from coa_jax.errors import UserError
 from coa_jax.protocol import find_protocols, get_protocol, names_with_levels
 from coa_jax.records.columns import columns_of, renamed
 from coa_jax.records.forms import from_tfds, made_of
-from coa_jax.records.rows import Row, find_files, read_rows
+from coa_jax.records.rows import Row, find_files, open_rows, read_rows
 from coa_jax.records.split import Unusable, parts_of, parts_of_turns
+from coa_jax.records.tables import stamp
 from coa_jax.trajectory import DistilledRecord
 
 __all__ = [
@@ -33,6 +37,7 @@ __all__ = [
     "LeftOut",
     "ProtocolName",
     "Read",
+    "Records",
     "from_tfds",
     "iterate_records",
     "parts_of",
@@ -84,27 +89,79 @@ def iterate_records(source: str | os.PathLike[str], protocol: str = "") -> Itera
     Raises:
         UserError: a file cannot be read, or a row is damaged; the message names file and row.
     """
+    for path in _opened(source, protocol):
+        info = columns_of(path)
+        for row in read_rows(path):
+            yield _found(row, info, protocol)
+
+
+def _opened(source: str | os.PathLike[str], protocol: str) -> list[Path]:
+    """Returns the files of a source, whose protocols are known from now on."""
     paths = find_files(source)
     for path in paths:
         find_protocols(path)
     if protocol:
         get_protocol(protocol)
-    for path in paths:
-        info = columns_of(path)
-        for row in read_rows(path):
-            value, dropped = row.value, ""
-            if isinstance(value, dict) and value.keys() == {"filter", "record"}:
-                value, dropped = value["record"], str(value["filter"])
-            try:
-                made = made_of(renamed(value, info), f"{path.stem}:{row.number}", protocol)
-            except Unusable as why:
-                yield LeftOut(path, row.number, row.where, str(why))
-                continue
-            except reading.MALFORMED as error:
-                raise UserError(f"{row.where}: {_short(reading.reason(error))}") from error
-            except UserError as error:
-                raise UserError(f"{row.where}: {_short(str(error))}") from None
-            yield Read(made.record, row, made.tags, dropped)
+    return paths
+
+
+def _found(row: Row, info: Mapping[str, Any], protocol: str) -> Read | LeftOut:
+    """Makes a record of a row, see `iterate_records`."""
+    value, dropped = row.value, ""
+    if isinstance(value, dict) and value.keys() == {"filter", "record"}:
+        value, dropped = value["record"], str(value["filter"])
+    try:
+        made = made_of(renamed(value, info), f"{row.path.stem}:{row.number}", protocol)
+    except Unusable as why:
+        return LeftOut(row.path, row.number, row.where, str(why))
+    except reading.MALFORMED as error:
+        raise UserError(f"{row.where}: {_short(reading.reason(error))}") from error
+    except UserError as error:
+        raise UserError(f"{row.where}: {_short(str(error))}") from None
+    return Read(made.record, row, made.tags, dropped)
+
+
+class Records:
+    """The rows of some files, each read when it is asked for.
+
+    Memory holds where the rows begin, 16 bytes a row.  An instance can be sent to another process.
+    """
+
+    def __init__(self, source: str | os.PathLike[str], protocol: str = "") -> None:
+        """Opens the files.
+
+        Args:
+            source: files, as for `rows.find_files`.
+            protocol: protocol of the rows that name none; "" to tell it by their tags.
+
+        Raises:
+            UserError: a file cannot be read, or is damaged where its rows begin and end.
+        """
+        self.source, self.protocol = os.fspath(source), protocol
+        paths = _opened(source, protocol)
+        self._files = [open_rows(path) for path in paths]
+        self._columns = [columns_of(path) for path in paths]
+        self._ends = list(itertools.accumulate(map(len, self._files)))
+
+    def __len__(self) -> int:
+        return self._ends[-1]
+
+    def __getitem__(self, index: int) -> Read | LeftOut:
+        """Reads a row.
+
+        Raises:
+            UserError: the row is damaged; the message names file and row.
+        """
+        if not 0 <= index < len(self):
+            raise IndexError(index)
+        file = bisect.bisect_right(self._ends, index)
+        rows = self._files[file]
+        row = rows[index - self._ends[file] + len(rows)]
+        return _found(row, self._columns[file], self.protocol)
+
+    def stamps(self) -> list[str]:
+        """Returns a text for each file that changes when the file is written anew."""
+        return [f"{rows.path.absolute()} {len(rows)} {stamp(rows.path)}" for rows in self._files]
 
 
 def _short(reason: str) -> str:
@@ -128,11 +185,8 @@ def read_records(source: str | os.PathLike[str], protocol: str = "") -> list[Dis
         counts.add(found)
         if isinstance(found, Read):
             records.append(found.record)
-    if counts.left_out and not records:
-        first = counts.left_out[0]
-        raise UserError(
-            f"{first.where}: {first.reason}; none of the {len(counts.left_out)} rows can be learned"
-        )
+    if not records:
+        counts.check_some()
     for line in counts.lines():
         logging.warning("%s: %s", source, line)
     return records
@@ -143,22 +197,40 @@ class Counts:
     """What a person should know about the rows of some files.
 
     Attributes:
-        left_out: the rows that are not learned.
+        left_out: reason -> rows that are left out for it, and the places of the first two.
         told: protocol -> records whose tags told it.
         tags: protocol -> tags by which it was told.
     """
 
-    left_out: list[LeftOut] = dataclasses.field(default_factory=list)
+    left_out: dict[str, tuple[int, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
     told: Counter[str] = dataclasses.field(default_factory=Counter)
     tags: dict[str, set[str]] = dataclasses.field(default_factory=lambda: defaultdict(set))
 
     def add(self, found: Read | LeftOut) -> None:
         """Counts a row."""
         if isinstance(found, LeftOut):
-            self.left_out.append(found)
+            self._leave_out(found.reason, 1, (found.where,))
         elif found.tags:
             self.told[found.record.protocol] += 1
             self.tags[found.record.protocol].update(found.tags)
+
+    def merge(self, later: Counts) -> None:
+        """Adds what was counted of later rows."""
+        for reason, (number, where) in later.left_out.items():
+            self._leave_out(reason, number, where)
+        self.told.update(later.told)
+        for name, tags in later.tags.items():
+            self.tags[name].update(tags)
+
+    def _leave_out(self, reason: str, number: int, where: tuple[str, ...]) -> None:
+        before, first = self.left_out.get(reason, (0, ()))
+        self.left_out[reason] = before + number, (*first, *where)[:2]
+
+    def check_some(self) -> None:
+        """Raises UserError where rows are left out; called where no row is a record."""
+        for reason, (_, where) in self.left_out.items():
+            number = sum(number for number, _ in self.left_out.values())
+            raise UserError(f"{where[0]}: {reason}; none of the {number} rows can be learned")
 
     def lines(self) -> list[str]:
         """Returns a line for each protocol that tags told, and for each reason to leave rows out.
@@ -170,10 +242,7 @@ class Counts:
             f"({', '.join(sorted(self.tags[name]))}); set protocol if it is another"
             for name, number in self.told.items()
         ]
-        reasons: dict[str, list[str]] = defaultdict(list)
-        for row in self.left_out:
-            reasons[row.reason].append(row.where)
-        for reason, where in reasons.items():
-            named = ", ".join([*where[:2], *(["..."] if where[2:] else [])])
-            lines.append(f"rows left out: {len(where)}, because {reason} ({named})")
+        for reason, (number, where) in self.left_out.items():
+            named = ", ".join([*where, *(["..."] if number > 2 else [])])
+            lines.append(f"rows left out: {number}, because {reason} ({named})")
         return lines

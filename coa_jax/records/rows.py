@@ -1,30 +1,35 @@
-"""Rows of record files: which files a setting means, and their JSON values one after the other.
+"""Rows of record files: which files a setting means, and the JSON value of a row by its number.
 
 A file is recognised by its first bytes, not by its name: parquet, a JSON list, or one JSON object a
-line.  Rows are read one at a time, so that memory does not grow with the file, and a row larger
-than `LONGEST` is refused before it is decoded.
+line.  Rows stay in their file until they are asked for: `open_rows` keeps where each row begins,
+16 bytes a row.  A row larger than `LONGEST` is refused before it is decoded.
 """
 
 from __future__ import annotations
 
+import array
 import codecs
+import dataclasses
+import functools
 import glob
 import io
 import json
 import os
 import re
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import IO, Any, NamedTuple
 
+import numpy as np
+
 from coa_jax import jsonl, reading
 from coa_jax.errors import UserError
-from coa_jax.installed import missing
+from coa_jax.records import tables
 
 LONGEST = 16 << 20
 """Bytes of a row; a trajectory of 32,768 tokens has about 150 kB."""
 
-SUFFIXES = (".json", ".jsonl", ".parquet")
+SUFFIXES = (".json", ".jsonl", ".parquet", ".array_record")
 _LISTS = ("data", "rows", "records")  # keys under which a JSON object may hold its list of rows
 _COMPRESSED = {b"\x1f\x8b": "gunzip", b"\x28\xb5\x2f\xfd": "unzstd", b"PK\x03\x04": "unzip"}
 _CHUNK = 1 << 20
@@ -47,12 +52,52 @@ class Row(NamedTuple):
     value: Any
 
 
+@dataclasses.dataclass(frozen=True, eq=False)
+class Rows:
+    """The rows of a file, each read when it is asked for; pickling copies no row.
+
+    Attributes:
+        path: the file.
+        size: how many rows there are.
+        read: gives the JSON value of the row at an index.
+        lines: line of each row in a JSONL file, from 1; None for files without lines.
+    """
+
+    path: Path
+    size: int
+    read: Callable[[int], Any]
+    lines: np.ndarray | None = None
+
+    def __len__(self) -> int:
+        return self.size
+
+    def __getitem__(self, index: int) -> Row:
+        """Reads a row.
+
+        Raises:
+            UserError: the row cannot be read, or is not JSON; the message names file and row.
+        """
+        if not 0 <= index < self.size:
+            raise IndexError(index)
+        number = index + 1 if self.lines is None else int(self.lines[index])
+        where = f"{self.path}: row {number}" if self.lines is None else f"{self.path}:{number}"
+        try:
+            return Row(self.path, number, where, self.read(index))
+        except UserError:
+            raise
+        except OSError as error:
+            raise UserError(f"{where}: cannot be read: {error.strerror or error}") from error
+        except Exception as error:  # TFDS, Arrow and ArrayRecord each have errors of their own
+            raise UserError(f"{where}: {reading.reason(error)}") from error
+
+
 def find_files(source: str | os.PathLike[str]) -> list[Path]:
     """Returns the files that a setting names.
 
     Args:
         source: a path; several with commas; a pattern with ``*``; a folder, of which all files with
-            one of `SUFFIXES` are taken; or ``FOLDER/SPLIT`` of a TFDS data set.
+            one of `SUFFIXES` are taken; ``FOLDER/SPLIT`` of a TFDS data set; or a data set of
+            `records.data_sets`, whose name is returned as if it were a path.
 
     Raises:
         UserError: a file is missing, or a folder holds files of several kinds.
@@ -62,7 +107,7 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     files: list[Path] = []
     for name in filter(None, names):
         path = Path(name)
-        if is_tfds(path.parent) and not path.exists():
+        if is_data_set(path) or (is_tfds(path.parent) and not path.exists()):
             files.append(path)
         elif path.is_dir() and is_tfds(path):
             raise UserError(f"{path}: is a TFDS data set; name a split of it, as in {path}/train")
@@ -94,41 +139,47 @@ def _in_folder(folder: Path) -> list[Path]:
     return found
 
 
+def is_data_set(path: Path) -> bool:
+    """Whether a path is the name of a data set of `records.data_sets`."""
+    return str(path).startswith(("hf:", "tfds:"))
+
+
 def is_tfds(folder: Path) -> bool:
     """Whether a folder is a data set that TFDS has prepared."""
     return (folder / "features.json").is_file() and (folder / "dataset_info.json").is_file()
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yields the rows of a file.
+    """Yields the rows of a file; see `open_rows`."""
+    rows = open_rows(path)
+    return (rows[index] for index in range(len(rows)))
+
+
+def open_rows(path: Path) -> Rows:
+    """Opens a file of rows.
 
     Raises:
-        UserError: the file cannot be read, or a row is not JSON; the message names file and row.
+        UserError: the file cannot be read, or is damaged where its rows begin and end.
     """
-    if is_tfds(path.parent) and not path.exists():
-        yield from _numbered(path, _tfds(path))
-        return
+    if is_data_set(path) or (is_tfds(path.parent) and not path.exists()):
+        return Rows(path, *tables.data_set(path))
     try:
         with reading.open_file(path) as file:
             start = file.read(4)
             if start == b"PAR1":
-                yield from _numbered(path, _parquet(path))
-                return
+                return Rows(path, *tables.parquet(path))
+            if path.suffix == ".array_record":
+                return Rows(path, *tables.array_record(path))
             for magic, program in _COMPRESSED.items():
                 if start.startswith(magic):
                     raise UserError(f"{path}: is compressed; give the file that {program} makes")
             file.seek(0)
             if _first_character(file) == b"[":
-                yield from _numbered(path, _list_items(path, file))
-            else:
-                yield from _lines(path, file)
+                spans = np.fromiter(_list_spans(path, file), np.dtype((np.int64, 2)))
+                return Rows(path, len(spans), functools.partial(_span, path, spans))
+            return _open_lines(path, file)
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror or error}") from error
-
-
-def _numbered(path: Path, values: Iterator[Any]) -> Iterator[Row]:
-    for number, value in enumerate(values, start=1):
-        yield Row(path, number, f"{path}: row {number}", value)
 
 
 def _first_character(file: IO[bytes]) -> bytes:
@@ -143,41 +194,52 @@ def _first_character(file: IO[bytes]) -> bytes:
     return found
 
 
-# --- JSON ----------------------------------------------------------------------------------
+# --- JSON lines ----------------------------------------------------------------------------
 
 
-def _lines(path: Path, file: IO[bytes]) -> Iterator[Row]:
-    number = 0
+def _open_lines(path: Path, file: IO[bytes]) -> Rows:
+    starts, lines = array.array("q"), array.array("q")
+    number = at = 0
     while line := file.readline(LONGEST + 1):
         number += 1
-        where = f"{path}:{number}"
         if len(line) > LONGEST:
-            raise UserError(f"{where}: {_too_long('line')}")
-        if number == 1:
-            line = line.removeprefix(codecs.BOM_UTF8)
-        if not line.strip():
-            continue
-        try:
-            value = jsonl.loads(line.decode())
-        except (ValueError, RecursionError) as error:
-            if number == 1:
-                document = _document(file)
-                if document is not None:
-                    yield from _numbered(path, iter(document))
-                    return
-            torn = "" if line.endswith(b"\n") else " (the last line is cut off)"
-            raise UserError(f"{where}: {reading.reason(error)}{torn}") from error
-        rows = _wrapped(value)
-        if rows is None:
-            yield Row(path, number, where, value)
-        else:
-            yield from _numbered(path, iter(rows))
+            raise UserError(f"{path}:{number}: {_too_long('line')}")
+        if number == 1 and (rows := _document(file, line)) is not None:
+            return Rows(path, len(rows), rows.__getitem__)
+        if not line.isspace():
+            starts.append(at)
+            lines.append(number)
+        at += len(line)
+    places = np.asarray(starts, np.int64)
+    read = functools.partial(_line, path, places)
+    return Rows(path, len(places), read, np.asarray(lines, np.int64))
 
 
-def _document(file: IO[bytes]) -> list[Any] | None:
-    """Returns the rows of a file that is one JSON object over several lines, or None."""
+def _line(path: Path, starts: np.ndarray, index: int) -> Any:
+    with reading.open_file(path) as file:
+        file.seek(int(starts[index]))
+        line = file.readline(LONGEST + 1)
+    try:
+        return jsonl.loads(line.removeprefix(codecs.BOM_UTF8).decode())
+    except (ValueError, RecursionError) as error:
+        if line.endswith(b"\n"):
+            raise
+        raise ValueError(f"{reading.reason(error)} (the last line is cut off)") from error
+
+
+def _document(file: IO[bytes], line: bytes) -> list[Any] | None:
+    """Returns the rows of a file that is one JSON object, which may stand on several lines.
+
+    None where the first line is a row.  The file is then as it was.
+    """
+    try:
+        return _wrapped(jsonl.loads(line.removeprefix(codecs.BOM_UTF8).decode()))
+    except (ValueError, RecursionError):
+        pass
+    here = file.tell()
     file.seek(0)
     text = file.read(LONGEST + 1)
+    file.seek(here)
     if len(text) > LONGEST:
         return None
     try:
@@ -196,21 +258,45 @@ def _wrapped(value: Any) -> list[Any] | None:
     return None
 
 
-def _list_items(path: Path, file: IO[bytes]) -> Iterator[Any]:
-    """Yields the items of a JSON list; the list is never in memory as a whole."""
-    reader = io.TextIOWrapper(file, encoding="utf-8-sig", newline="")
+def _too_long(what: str) -> str:
+    return f"a {what} of more than {LONGEST >> 20} MiB, which no trajectory has"
+
+
+# --- a JSON list ---------------------------------------------------------------------------
+
+
+def _span(path: Path, spans: np.ndarray, index: int) -> Any:
+    start, end = map(int, spans[index])
+    with reading.open_file(path) as file:
+        file.seek(start)
+        return jsonl.DECODER.decode(file.read(end - start).decode())
+
+
+def _list_spans(path: Path, file: IO[bytes]) -> Iterator[tuple[int, int]]:
+    """Yields the bytes [start, end) of each item of a JSON list, which is never read as a whole."""
+    bom = len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
+    file.seek(bom)
+    reader = io.TextIOWrapper(file, encoding="utf-8", newline="")
     text, at, number, ended = "", 0, 0, False
+    counted, byte = 0, bom  # the character up to which bytes are counted, and their number
 
     def where() -> str:
         return f"{path}: row {number + 1}"
 
+    def bytes_to(end: int) -> int:
+        nonlocal counted, byte
+        byte += len(text[counted:end].encode())
+        counted = end
+        return byte
+
     def more() -> None:
-        nonlocal text, at, ended
+        nonlocal text, at, ended, counted
+        bytes_to(at)
         try:
             chunk = reader.read(max(_CHUNK, len(text) - at))
         except UnicodeDecodeError as error:
             raise UserError(f"{where()}: not UTF-8 ({error.reason})") from error
-        text, at, ended = text[at:] + chunk, 0, not chunk
+        text, at, ended, counted = text[at:] + chunk, 0, not chunk, 0
 
     def skip_blanks() -> str:
         """Returns the next character that is not white space, "" at the end of the file."""
@@ -230,7 +316,7 @@ def _list_items(path: Path, file: IO[bytes]) -> Iterator[Any]:
             skip_blanks()
             while True:
                 try:
-                    value, end = jsonl.DECODER.raw_decode(text, at)
+                    _, end = jsonl.DECODER.raw_decode(text, at)
                     break
                 except json.JSONDecodeError as error:
                     if ended:
@@ -242,8 +328,9 @@ def _list_items(path: Path, file: IO[bytes]) -> Iterator[Any]:
                     more()
                 except (ValueError, RecursionError) as error:
                     raise UserError(f"{where()}: {reading.reason(error)}") from error
+            start = bytes_to(at)
             at = end
-            yield value
+            yield start, bytes_to(end)
             number += 1
             mark = skip_blanks()
             at += 1
@@ -254,46 +341,3 @@ def _list_items(path: Path, file: IO[bytes]) -> Iterator[Any]:
                 raise UserError(f"{where()}: not JSON: expected ',' or ']', found {found}")
     if skip_blanks():
         raise UserError(f"{path}: text follows the list of rows; a file holds one list")
-
-
-def _too_long(what: str) -> str:
-    return f"a {what} of more than {LONGEST >> 20} MiB, which no trajectory has"
-
-
-# --- binary files --------------------------------------------------------------------------
-
-
-def _parquet(path: Path) -> Iterator[Any]:
-    try:
-        import pyarrow
-        import pyarrow.parquet
-    except ImportError:
-        raise missing(f"{path}: parquet", "pyarrow", "tasks") from None
-    try:
-        with pyarrow.parquet.ParquetFile(path) as file:
-            for batch in file.iter_batches(batch_size=64):
-                yield from batch.to_pylist()
-    except (pyarrow.ArrowException, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path}: damaged parquet ({reason}); fetch it again") from error
-
-
-def _tfds(path: Path) -> Iterator[Any]:
-    try:
-        import tensorflow_datasets as tfds
-    except ImportError:
-        raise missing(f"{path}: a TFDS data set", "tensorflow-datasets", "tfds") from None
-    try:
-        builder = tfds.builder_from_directory(str(path.parent))
-        known = list(builder.info.splits)
-        source = builder.as_data_source(split=path.name) if path.name in known else None
-    except Exception as error:  # TFDS, ArrayRecord and protobuf each have errors of their own
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path.parent}: damaged TFDS data set ({reason})") from error
-    if source is None:
-        raise UserError(f"{path}: no such split; {path.parent} has {', '.join(known) or 'none'}")
-    for number in range(len(source)):
-        try:
-            yield source[number]
-        except Exception as error:
-            raise UserError(f"{path}: row {number + 1}: cannot be read ({error})") from error

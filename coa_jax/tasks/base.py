@@ -54,10 +54,11 @@ def with_level(asked: Sequence[Leveled], level: str, form: str = "") -> list[Lev
     Raises:
         UserError: the level or the format is unknown, or a record is in a format other than tags.
     """
-    return [_with_level(a, level, form) for a in asked]
+    return [one_with_level(a, level, form) for a in asked]
 
 
-def _with_level(asked: Leveled, level: str, form: str) -> Leveled:
+def one_with_level(asked: Leveled, level: str, form: str = "") -> Leveled:
+    """One task or record as `with_level` returns it."""
     name = at_level(asked.protocol, level, form)
     changed: dict[str, Any] = {"protocol": name}
     if hasattr(asked, "parts"):

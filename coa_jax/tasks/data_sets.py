@@ -10,13 +10,11 @@ requests. A path is a local folder with data files, or a prepared TFDS folder.
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 
-from coa_jax.errors import UserError
-from coa_jax.installed import missing
+from coa_jax.records.data_sets import open_hub, open_tfds
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.columns import Columns
 from coa_jax.tasks.rows import Row, draw, plain
@@ -47,18 +45,8 @@ def load_hub(
         UserError: the library is not installed, the hub cannot be reached, the data set,
             configuration, split or column does not exist, or a row is not a task.
     """
-    name, config, part = _parts(source, 3, "hf:NAME:CONFIG:SPLIT")
     mapped = Columns(columns or {}, answer_after, grader, protocol or "generalist", source)
-    try:
-        import datasets
-    except ImportError:
-        raise missing(f"tasks={source}", "datasets", "hub") from None
-    try:
-        found = datasets.load_dataset(
-            name, config or None, split=part or split, revision=revision or None
-        )
-    except Exception as error:  # errors of the library, file systems and parsers
-        raise _refused(source, error) from error
+    found = open_hub(source, split, revision, "tasks")
     wanted = {column.partition(".")[0] for column in mapped.resolved(found.column_names).values()}
     rows = found.select_columns(sorted(wanted))  # images in other columns are not decoded
     return draw(mapped.tasks(map(plain, rows)), n, seed, source)
@@ -86,40 +74,9 @@ def load_tfds(
         UserError: the library is not installed, the data set, split or column does not exist, or a
             row is not a task.
     """
-    name, part = _parts(source, 2, "tfds:NAME:SPLIT")
     mapped = Columns(columns or {}, answer_after, grader, protocol or "generalist", source)
-    try:
-        import tensorflow_datasets as tfds
-    except ImportError:
-        raise missing(f"tasks={source}", "tensorflow-datasets", "tfds") from None
-    part = part or split
-    try:
-        if Path(name).is_dir():
-            builder = tfds.builder_from_directory(name)
-        else:
-            where = {"data_dir": data_dir} if data_dir else {}
-            builder = tfds.builder(name, file_format="array_record", **where)
-            builder.download_and_prepare()
-        known = list(builder.info.splits)
-        rows = builder.as_data_source(split=part) if part.partition("[")[0] in known else None
-    except Exception as error:  # TFDS, ArrayRecord and protobuf have their own errors
-        raise _refused(source, error) from error
-    if rows is None:
-        raise UserError(f"tasks={source}: there is no split {part!r}; there are {', '.join(known)}")
+    rows = open_tfds(source, split, data_dir, "tasks")
     return draw(mapped.tasks(_rows(rows)), n, seed, source)
-
-
-def _parts(source: str, count: int, form: str) -> list[str]:
-    """Splits a source at its colons after the first; omitted parts are ""."""
-    found = source.split(":", count)[1:]
-    if not found or not found[0]:
-        raise UserError(f"tasks={source}: give {form}")
-    return [*found, *[""] * (count - len(found))]
-
-
-def _refused(source: str, error: Exception) -> UserError:
-    text = " ".join(str(error).split())
-    return UserError(f"tasks={source}: {type(error).__name__}: {text[:200]}")
 
 
 def _rows(source: Sequence[Any]) -> Iterator[Row]:

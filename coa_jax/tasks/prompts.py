@@ -21,6 +21,7 @@ message with which the policy was trained.
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
 import os
 from collections.abc import Iterable, Mapping, Sequence
@@ -206,26 +207,79 @@ def _common(kinds: Iterable[_Kind]) -> Prompt | None:
 # --- the card of a model -----------------------------------------------------------------------
 
 
-def make_card(prompt: Prompt, asked: Sequence[Asked]) -> dict[str, Any]:
+@dataclasses.dataclass(frozen=True)
+class Wording:
+    """Prompts of many tasks or records, as far as the card and the warnings need them.
+
+    Attributes:
+        number: number of tasks or records.
+        protocols: names of their protocols, sorted.
+        without: number of tasks or records without a user message of their own.
+        own: number of tasks or records with instructions of their own.
+        replaced: whether the prompt replaces the instructions of the first of those.
+        kinds: kinds of instructions of the style ``data``, at most two.
+    """
+
+    number: int = 0
+    protocols: tuple[str, ...] = ()
+    without: int = 0
+    own: int = 0
+    replaced: bool = False
+    kinds: tuple[_Kind, ...] = ()
+
+    def __add__(self, later: Wording) -> Wording:
+        """Returns the wording of both collections together."""
+        return Wording(
+            self.number + later.number,
+            tuple(sorted({*self.protocols, *later.protocols})),
+            self.without + later.without,
+            self.own + later.own,
+            (self if self.own else later).replaced,
+            tuple(dict.fromkeys((*self.kinds, *later.kinds)))[:2],
+        )
+
+
+def wording_of(one: Asked, prompt: Prompt) -> Wording:
+    """Returns the wording of a single task or record under a prompt."""
+    own = one.prompt.strip() not in ("", one.question.strip())
+    style_data = prompt.style == "data"
+    messages = messages_of(one, prompt) if style_data or own else None
+    return Wording(
+        1,
+        (one.protocol,),
+        int(not one.prompt),
+        int(own),
+        own and messages is not None and messages.user.strip() != one.prompt.strip(),
+        (_kind(messages, one.question),) if style_data and messages is not None else (),
+    )
+
+
+def make_card(prompt: Prompt, asked: Sequence[Asked] | Wording) -> dict[str, Any]:
     """Builds the card ``agent.json``: how a policy was asked in training.
 
     Args:
         prompt: prompt of the training run.
-        asked: tasks or records of the run.
+        asked: tasks or records of the run, or their wording.
 
     Returns:
         ``protocol`` ("" for several), ``prompt_style`` (a style, or a template; "" if the rows of
         the style ``data`` have different instructions) and ``system``.
     """
-    protocols = {one.protocol for one in asked}
+    wording = _whole(asked, prompt)
     chosen: Prompt | None = prompt
     if prompt.style == "data":
-        chosen = _common({_kind(messages_of(one, prompt), one.question) for one in asked})
+        chosen = _common(wording.kinds)
     return {
-        "protocol": protocols.pop() if len(protocols) == 1 else "",
+        "protocol": wording.protocols[0] if len(wording.protocols) == 1 else "",
         "prompt_style": chosen.style if chosen else "",
         "system": chosen.system if chosen else None,
     }
+
+
+def _whole(asked: Sequence[Asked] | Wording, prompt: Prompt) -> Wording:
+    if isinstance(asked, Wording):
+        return asked
+    return sum((wording_of(one, prompt) for one in asked), Wording())
 
 
 def protocol_of_model(model: str | Path | Mapping[str, Any]) -> str:
@@ -272,31 +326,32 @@ def _prompt_of_card(card: Mapping[str, Any], path: Path) -> Prompt:
 # --- warnings of a run ---------------------------------------------------------------------------
 
 
-def warn_of_prompts(asked: Sequence[Asked], prompt: Prompt, what: str, setting: str) -> None:
+def warn_of_prompts(
+    asked: Sequence[Asked] | Wording, prompt: Prompt, what: str, setting: str
+) -> None:
     """Warns if a prompt replaces instructions of rows, if rows lack the prompt that the style
     requires, or if a prompt from a file does not mention the packages that programs can import.
 
     Args:
-        asked: tasks or records.
+        asked: tasks or records, or their wording.
         prompt: prompt of the run.
         what: plural noun for them, for example ``tasks``.
         setting: name of the setting, for example ``config.rollout.prompt_style``.
     """
-    notes = {note for one in asked for note in get_protocol(one.protocol).notes.values() if note}
-    if notes and prompt.is_template and LIBRARIES not in prompt.style:
+    wording = _whole(asked, prompt)
+    notes = {note for name in wording.protocols for note in get_protocol(name).notes.values()}
+    if notes - {""} and prompt.is_template and LIBRARIES not in prompt.style:
         logging.warning(
             "%s: the prompt does not name the packages of code_libraries; write %s where the "
             "sentence about them belongs", setting, LIBRARIES,
         )  # fmt: skip
-    own = [one for one in asked if one.prompt.strip() not in ("", one.question.strip())]
-    without = sum(not one.prompt for one in asked)
-    if prompt.style == "data" and without:
+    if prompt.style == "data" and wording.without:
         logging.warning(
             "%d of %d %s have no prompt of their own: %s=data uses our instructions for them",
-            without, len(asked), what, setting,
+            wording.without, wording.number, what, setting,
         )  # fmt: skip
-    elif own and messages_of(own[0], prompt).user.strip() != own[0].prompt.strip():
+    elif wording.own and wording.replaced:
         logging.warning(
             "%d of %d %s have instructions of their own, which %s replaces; %s=data keeps them",
-            len(own), len(asked), what, setting, setting,
+            wording.own, wording.number, what, setting, setting,
         )  # fmt: skip

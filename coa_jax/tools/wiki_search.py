@@ -27,6 +27,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 
+from coa_jax import files
 from coa_jax.errors import UserError
 from coa_jax.tools import factbook_pages, factbook_relations, words
 from coa_jax.tools.base import Observation, ToolContext, is_repeat
@@ -177,9 +178,7 @@ def _checksum(file: Path) -> str:
 
 def default_cache_dir() -> Path:
     """Returns ``$XDG_CACHE_HOME/coa_jax/wiki`` or ``~/.cache/coa_jax/wiki``."""
-    base = os.environ.get("XDG_CACHE_HOME", "")
-    root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
-    return root / "coa_jax" / "wiki"
+    return files.cache_folder("wiki")
 
 
 def _key(passage_chars: int, passages: Sequence[Passage] | None) -> str:

@@ -43,6 +43,19 @@ def test_a_row_that_is_bad_is_warned_of_and_its_neighbour_is_not(row, words):
     assert Watch().see(good) == []
 
 
+def test_steps_that_wait_for_data_are_warned_of_once_they_are_several():
+    def rows(*waits):
+        return [{"time/data": wait, "time/step": 2.0} for wait in waits]
+
+    watch = Watch()
+    # The first step waits until reading has begun; one slow read is no sign of a slow pipeline.
+    assert [watch.see(row) for row in rows(9.0, 0.0, 0.0, 0.4, 0.0, 0.0, 0.0)] == [[]] * 7
+    found = [text for row in rows(*[0.2] * 5) for text in watch.see(row)]
+    assert len(found) == 1
+    assert "waited 6% of their time for data" in found[0]
+    assert "raise data_workers" in found[0]
+
+
 def steady(name: str, *values: float) -> list[dict[str, float]]:
     return [{name: value, "step": step} for step, value in enumerate(values, 1)]
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import json
+import shutil
 
 import numpy as np
 import pyarrow
@@ -298,6 +299,11 @@ def test_what_export_writes_trains_as_what_it_was_made_from(tmp_path, style):
     files = {form: f"{tmp_path}/train_{form}.json" for form in ("alpaca", "sharegpt")}
     files |= {"messages": f"{tmp_path}/train_messages.jsonl"}
     files |= {"tfds": f"{tmp_path}/tfds/coa/1.0.0/train"}
+    for form, name in (("tfds", "tfds"), ("messages", "hub")):
+        named = {"tfds": f"tfds:{tmp_path}/tfds/coa/1.0.0:train", "hub": f"hf:{tmp_path}/hub"}[name]
+        (tmp_path / "hub").mkdir(exist_ok=True)
+        shutil.copy(tmp_path / "train_messages.jsonl", tmp_path / "hub" / "train.jsonl")
+        files[f"{form} by name"] = named
     by_id = {record.id: record for record in records}
     for form, path in files.items():
         found = read_records(path)
@@ -309,7 +315,7 @@ def test_what_export_writes_trains_as_what_it_was_made_from(tmp_path, style):
             assert (record.parts, record.gold, record.answer, record.question) == (
                 *(source.parts, source.gold, source.answer, source.question),
             )
-            for other in {style, "data" if form != "tfds" else style}:
+            for other in {style, "data" if "tfds" not in form else style}:
                 ours, theirs = example(source, style), example(record, other)
                 assert theirs.tokens.tolist() == ours.tokens.tolist()
                 assert np.array_equal(theirs.mask, ours.mask)

@@ -1,0 +1,239 @@
+"""Token counts of records, taken once: they decide which records are learned, and the rows.
+
+The processes of a run each count a part of the records, with workers if there are many, and tell
+each other the result.  It is kept in ``$COA_JAX_LENGTHS`` (``~/.cache/coa_jax/lengths``) under a
+name that depends on the files, the tokenizer and the prompt: the next run counts nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import dataclasses
+import hashlib
+import io
+import json
+import os
+import zipfile
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from absl import logging
+
+from coa_jax import files, reading
+from coa_jax.errors import UserError
+from coa_jax.learn.data import Examples, RecordReader, examples_of, loss_tokens, read_ahead
+from coa_jax.model.tokenizer import chat_template
+from coa_jax.parallel import processes
+from coa_jax.progress import progress
+from coa_jax.records import Counts, LeftOut
+from coa_jax.tasks.base import one_with_level
+from coa_jax.tasks.prompts import Wording, wording_of
+
+_VERSION = 1  # of the files in the cache
+_CHUNK = 64  # rows that a worker counts at a time
+_FEW = 32  # chunks for which no worker is started
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """What is known of some rows, each as long as they are.
+
+    Attributes:
+        sizes: int32 ``[N]``, tokens of each record; 0 for a row that is no record.
+        losses: int32 ``[N]``, tokens of each record that have a loss.
+        counts: rows that are left out, and protocols that tags told.
+        wording: how the questions of the records are put.
+    """
+
+    sizes: np.ndarray
+    losses: np.ndarray
+    counts: Counts
+    wording: Wording
+
+
+@dataclasses.dataclass(frozen=True)
+class _Chunks(Sequence[Measured]):
+    """Measures chunks of rows.
+
+    Attributes:
+        reader: reads and tokenises the rows.
+        numbers: which chunks.
+    """
+
+    reader: RecordReader
+    numbers: Sequence[int]
+
+    def __len__(self) -> int:
+        return len(self.numbers)
+
+    def __getitem__(self, index: int) -> Measured:  # type: ignore[override]
+        start = self.numbers[index] * _CHUNK
+        rows = range(start, min(start + _CHUNK, len(self.reader.records)))
+        sizes, losses = (np.zeros(len(rows), np.int32) for _ in range(2))
+        counts, wording = Counts(), Wording()
+        for at, row in enumerate(rows):
+            found = self.reader.records[row]
+            counts.add(found)
+            if isinstance(found, LeftOut):
+                continue
+            record = one_with_level(found.record, self.reader.level, self.reader.format)
+            wording += wording_of(record, self.reader.prompt)
+            example = self.reader.example(record)
+            sizes[at], losses[at] = len(example.tokens), loss_tokens(example)
+        return Measured(sizes, losses, counts, wording)
+
+
+def measure(reader: RecordReader, workers: int, seconds: float) -> Measured:
+    """Measures all rows of a reader, or reads from the cache what is known of them.
+
+    All processes of a run call this in the same order.
+
+    Args:
+        reader: reads and tokenises the rows.
+        workers: processes of this host that tokenise; 0 for this process.
+        seconds: see `processes.meet`.
+
+    Raises:
+        UserError: a row is damaged.
+    """
+    path = _folder() / f"{_digest(reader)}.npz"
+    known = _read(path, len(reader.records))
+    if _all_know(known is not None, seconds):
+        assert known is not None
+        return known
+    chunks = range(-(-len(reader.records) // _CHUNK))
+    mine = _Chunks(reader, processes.share(chunks))
+    workers = workers if len(mine) > _FEW else 0
+    shown = len(chunks) > _FEW and processes.index() == 0
+    with (
+        read_ahead(mine, workers, buffer=2 * max(workers, 1)) as results,
+        progress("LENGTHS", total=len(mine) * _CHUNK, enabled=shown) as bar,
+    ):
+        parts = []
+        for part in results:
+            parts.append(part)
+            bar.update(len(part.sizes))
+    whole = _merged(processes.gather(parts, "lengths of records", seconds))
+    with contextlib.suppress(OSError):  # a folder that cannot be written saves no time, that is all
+        _write(path, whole)
+    return whole
+
+
+def _all_know(known: bool, seconds: float) -> bool:
+    """Whether all processes of the run find the lengths in their cache."""
+    if processes.count() == 1:  # also in a notebook, whose event loop is running
+        return known
+    return all(asyncio.run(processes.exchange(known, "known lengths of records", seconds)))
+
+
+def _merged(parts: Sequence[Measured]) -> Measured:
+    empty = np.zeros(0, np.int32)
+    counts = Counts()
+    for part in parts:
+        counts.merge(part.counts)
+    return Measured(
+        np.concatenate([empty, *(part.sizes for part in parts)]),
+        np.concatenate([empty, *(part.losses for part in parts)]),
+        counts,
+        sum((part.wording for part in parts), Wording()),
+    )
+
+
+def fitting(reader: RecordReader, measured: Measured, length: int) -> Examples:
+    """The examples of at most ``length`` tokens; logs what is left out, and inferred protocols.
+
+    Raises:
+        UserError: there is no record, or none fits.
+    """
+    source, sizes = reader.records.source, measured.sizes
+    number = int(np.count_nonzero(sizes))
+    if not number:
+        measured.counts.check_some()
+        raise UserError(f"{source}: holds no record")
+    for line in measured.counts.lines():
+        logging.warning("%s: %s", source, line)
+    kept = np.flatnonzero((sizes > 0) & (sizes <= length))
+    if not len(kept):
+        raise UserError(
+            f"{source}: none of the {number} records fits in {length} tokens: raise row_length"
+        )
+    if len(kept) < number:
+        logging.warning(
+            "%s: %d of %d records have more than %d tokens and are left out",
+            source, number - len(kept), number, length,
+        )  # fmt: skip
+    return examples_of(reader, sizes[kept], measured.losses[kept], kept)
+
+
+# --- the cache ------------------------------------------------------------------------------
+
+
+def _folder() -> Path:
+    named = os.environ.get("COA_JAX_LENGTHS")
+    return Path(named) if named else files.cache_folder("lengths")
+
+
+def _digest(reader: RecordReader) -> str:
+    """A name for everything that the lengths depend on."""
+    first: list[int] = []
+    if len(reader.records) and not isinstance(found := reader.records[0], LeftOut):
+        # The ids of a record tell versions of this package apart that tokenise otherwise.
+        record = one_with_level(found.record, reader.level, reader.format)
+        first = reader.example(record).tokens.tolist()
+    tokenizer = reader.tokenizer
+    parts = (
+        _VERSION,
+        reader.records.stamps(),
+        (reader.records.protocol, reader.level, reader.format, repr(reader.prompt)),
+        (tokenizer.backend_tokenizer.to_str(), chat_template(tokenizer)),
+        first,
+    )
+    return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
+
+
+def _read(path: Path, number: int) -> Measured | None:
+    """Returns what the cache has; None where it has nothing that can be read."""
+    try:
+        with np.load(path, allow_pickle=False) as held:
+            sizes, losses = held["sizes"], held["losses"]
+            notes = json.loads(str(held["notes"]))
+        counts, wording = notes["counts"], notes["wording"]
+        if not sizes.shape == losses.shape == (number,):
+            return None
+        return Measured(
+            sizes,
+            losses,
+            Counts(
+                {why: (rows, tuple(where)) for why, (rows, where) in counts["left_out"].items()},
+                Counter(counts["told"]),
+                {name: set(tags) for name, tags in counts["tags"].items()},
+            ),
+            Wording(
+                **{
+                    **wording,
+                    "protocols": tuple(wording["protocols"]),
+                    "kinds": tuple(
+                        (before, tuple(map(tuple, turns))) for before, turns in wording["kinds"]
+                    ),
+                }
+            ),
+        )
+    except (OSError, EOFError, zipfile.BadZipFile, *reading.MALFORMED):
+        return None
+
+
+def _write(path: Path, measured: Measured) -> None:
+    counts: dict[str, Any] = {
+        "left_out": measured.counts.left_out,
+        "told": measured.counts.told,
+        "tags": {name: sorted(tags) for name, tags in measured.counts.tags.items()},
+    }
+    notes = json.dumps({"counts": counts, "wording": dataclasses.asdict(measured.wording)})
+    buffer = io.BytesIO()
+    np.savez(buffer, sizes=measured.sizes, losses=measured.losses, notes=np.array(notes))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.replace(path, buffer.getvalue())

@@ -1,0 +1,96 @@
+"""Opens data sets of the Hugging Face hub and of TFDS, whose rows are read by their number.
+
+    hf:NAME:CONFIG:SPLIT       hf:openai/gsm8k:main:train, hf:/data/my_set
+    tfds:NAME:SPLIT            tfds:gsm8k:train, tfds:/data/tfds/my_set/1.0.0:test
+
+CONFIG may be left out where the data set has one only; SPLIT where the caller has a default.  A
+path is a local folder with data files, or a prepared TFDS folder.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from coa_jax.errors import UserError
+from coa_jax.installed import missing
+
+
+def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> Any:
+    """Opens a data set with the ``datasets`` library, which keeps what it downloads.
+
+    ``HF_HUB_OFFLINE=1`` reads what is kept; ``HF_HOME`` says where, and ``HF_TOKEN`` opens gated
+    data sets.
+
+    Args:
+        source: ``hf:NAME:CONFIG:SPLIT``.
+        split: split that is taken where the source names none.
+        revision: branch, tag or commit of the data set; "" for the newest.
+        setting: name of the setting that errors give beside the source.
+
+    Returns:
+        A ``datasets.Dataset``, whose rows stay in files until they are asked for.
+
+    Raises:
+        UserError: the library is not installed, the hub cannot be reached, or there is no such
+            data set, configuration or split.
+    """
+    where = f"{setting}={source}" if setting else source
+    name, config, part = [*source.split(":", 3)[1:], "", "", ""][:3]
+    if not name:
+        raise UserError(f"{where}: give hf:NAME:CONFIG:SPLIT")
+    try:
+        import datasets
+    except ImportError:
+        raise missing(where, "datasets", "hub") from None
+    try:
+        return datasets.load_dataset(
+            name, config or None, split=part or split, revision=revision or None
+        )
+    except Exception as error:  # of the library, its file systems and the readers of its formats
+        raise _refused(where, error) from error
+
+
+def open_tfds(source: str, split: str, data_dir: str = "", setting: str = "") -> Sequence[Any]:
+    """Opens a data set of TFDS, prepared as ArrayRecord, without TensorFlow.
+
+    Args:
+        source: ``tfds:NAME:SPLIT``.
+        split: split that is taken where the source names none.
+        data_dir: where prepared data sets are; "" for ``TFDS_DATA_DIR``, or the library's own.
+        setting: name of the setting that errors give beside the source.
+
+    Raises:
+        UserError: the library is not installed, or there is no such data set or split.
+    """
+    where = f"{setting}={source}" if setting else source
+    name, part = source.partition(":")[2], ""
+    if ":" in name:
+        name, _, part = name.rpartition(":")
+    if not name:
+        raise UserError(f"{where}: give tfds:NAME:SPLIT")
+    try:
+        import tensorflow_datasets as tfds
+    except ImportError:
+        raise missing(where, "tensorflow-datasets", "tfds") from None
+    part = part or split
+    try:
+        if Path(name).is_dir():
+            builder = tfds.builder_from_directory(name)
+        else:
+            place = {"data_dir": data_dir} if data_dir else {}
+            builder = tfds.builder(name, file_format="array_record", **place)
+            builder.download_and_prepare()
+        known = list(builder.info.splits)
+        rows = builder.as_data_source(split=part) if part.partition("[")[0] in known else None
+    except Exception as error:  # TFDS, ArrayRecord and protobuf each have errors of their own
+        raise _refused(where, error) from error
+    if rows is None:
+        raise UserError(f"{where}: there is no split {part!r}; there are {', '.join(known)}")
+    return rows
+
+
+def _refused(where: str, error: Exception) -> UserError:
+    text = " ".join(str(error).split())
+    return UserError(f"{where}: {type(error).__name__}: {text[:200]}")

@@ -1,0 +1,150 @@
+"""Files and data sets whose libraries read a row by its number: parquet, ArrayRecord, TFDS, hub.
+
+Each function opens one kind and returns how many rows there are, and a function that reads one.
+That function can be sent to another process, where the file is opened again.  A file that was
+written anew is opened anew: its `stamp` is part of what is remembered.
+"""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from coa_jax import jsonl
+from coa_jax.errors import UserError
+from coa_jax.installed import missing
+from coa_jax.records.data_sets import open_hub, open_tfds
+
+Opened = tuple[int, Callable[[int], Any]]
+"""Number of rows, and what reads the row at an index."""
+
+_HELD = 1 << 30  # bytes of decoded parquet that stay in memory
+
+
+def stamp(path: Path) -> str:
+    """A text that changes when the file, or the data set that the path names, is written anew."""
+    if str(path).startswith("hf:"):
+        return str(_hub(path)._fingerprint)
+    if str(path).startswith("tfds:"):
+        return ""  # TFDS has its version in the name
+    status = (path if path.exists() else path.parent / "dataset_info.json").stat()
+    return f"{status.st_size}:{status.st_mtime_ns}"
+
+
+# --- ArrayRecord files of JSON -------------------------------------------------------------
+
+
+def array_record(path: Path) -> Opened:
+    """Opens an ArrayRecord file whose records are JSON.
+
+    Raises:
+        UserError: it is no such file.
+    """
+    seen = stamp(path)
+    try:
+        size = _array_record(path, seen).num_records()
+    except RuntimeError as error:
+        raise UserError(f"{path}: not an ArrayRecord file, or its end is missing") from error
+    return size, functools.partial(_array_record_row, path, seen)
+
+
+@functools.lru_cache(maxsize=256)
+def _array_record(path: Path, seen: str) -> Any:
+    from array_record.python.array_record_module import ArrayRecordReader
+
+    reader = ArrayRecordReader(os.fspath(path), "readahead_buffer_size:0")
+    if not reader.ok():
+        raise RuntimeError
+    return reader
+
+
+def _array_record_row(path: Path, seen: str, index: int) -> Any:
+    (row,) = _array_record(path, seen).read([index])
+    return jsonl.loads(row.decode())
+
+
+# --- parquet -------------------------------------------------------------------------------
+
+
+def parquet(path: Path) -> Opened:
+    """Opens a parquet file.
+
+    Parquet is decoded a row group at a time.  Of a file that has more than 1 GiB decoded, only some
+    groups stay in memory, and rows in random order are slow to read.
+
+    Raises:
+        UserError: pyarrow is not installed, or the file is damaged.
+    """
+    try:
+        import pyarrow
+        import pyarrow.parquet
+    except ImportError:
+        raise missing(f"{path}: parquet", "pyarrow", "tasks") from None
+    try:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            groups = [file.metadata.row_group(i) for i in range(file.metadata.num_row_groups)]
+            ends = np.cumsum([0, *(group.num_rows for group in groups)], dtype=np.int64)
+            size = sum(group.total_byte_size for group in groups)
+    except (pyarrow.ArrowException, ValueError) as error:
+        reason = " ".join(str(error).split())[:200]
+        raise UserError(f"{path}: damaged parquet ({reason}); fetch it again") from error
+    held = min(len(groups), _HELD * len(groups) // max(size, 1)) or 1
+    return int(ends[-1]), functools.partial(_parquet_row, path, stamp(path), ends, held)
+
+
+def _parquet_row(path: Path, seen: str, ends: np.ndarray, held: int, index: int) -> Any:
+    group = int(np.searchsorted(ends, index, side="right")) - 1
+    table = _row_groups(path, seen, held)(group)
+    return table.slice(index - int(ends[group]), 1).to_pylist()[0]
+
+
+@functools.lru_cache(maxsize=64)
+def _row_groups(path: Path, seen: str, held: int) -> Callable[[int], Any]:
+    """Gives row groups of a file as Arrow tables, of which ``held`` stay in memory."""
+    import pyarrow.parquet
+
+    @functools.lru_cache(maxsize=held)
+    def table(group: int) -> Any:
+        with pyarrow.parquet.ParquetFile(path) as file:
+            return file.read_row_group(group)
+
+    return table
+
+
+# --- data sets -----------------------------------------------------------------------------
+
+
+def data_set(path: Path) -> Opened:
+    """Opens ``hf:NAME:CONFIG:SPLIT``, ``tfds:NAME:SPLIT`` or ``FOLDER/SPLIT`` of TFDS.
+
+    Raises:
+        UserError: see `open_hub` and `open_tfds`.
+    """
+    if str(path).startswith("hf:"):
+        return len(_hub(path)), functools.partial(_hub_row, path)
+    seen = stamp(path)
+    return len(_tfds(path, seen)), functools.partial(_tfds_row, path, seen)
+
+
+@functools.lru_cache(maxsize=64)
+def _hub(path: Path) -> Any:
+    return open_hub(str(path), "train")
+
+
+def _hub_row(path: Path, index: int) -> Any:
+    return _hub(path)[index]
+
+
+@functools.lru_cache(maxsize=64)
+def _tfds(path: Path, seen: str) -> Sequence[Any]:
+    named = str(path).startswith("tfds:")
+    return open_tfds(str(path) if named else f"tfds:{path.parent}:{path.name}", "train")
+
+
+def _tfds_row(path: Path, seen: str, index: int) -> Any:
+    return _tfds(path, seen)[index]
