@@ -41,7 +41,7 @@ from coa_jax.errors import UserError
 from coa_jax.extensions import importable
 from coa_jax.installed import ROOT, config_files
 from coa_jax.overrides import check_key, join_new_keys, suggest, switches, wrong_value
-from coa_jax.urls import refuse_urls
+from coa_jax.storage.given import check_places
 
 # Flags defined by the helpers below belong to the module that calls them (for --help).
 flags.disclaim_key_flags()
@@ -352,9 +352,9 @@ def _parse_flags(argv: list[str], positional: bool) -> list[str]:
     if len(rest) > 1 and not positional:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
     given = [name for name in flags.FLAGS if flags.FLAGS[name].present and name != "config"]
-    refuse_urls({f"--{name}": flags.FLAGS[name].value for name in given})
+    check_places({f"--{name}": flags.FLAGS[name].value for name in given})
     if "config" in flags.FLAGS:
-        refuse_urls(dict(_leaves(flags.FLAGS.config, "--config")))
+        check_places(dict(_leaves(flags.FLAGS.config, "--config")))
     return rest
 
 

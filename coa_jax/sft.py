@@ -14,13 +14,14 @@ from absl import flags
 from coa_jax.api import train_sft
 from coa_jax.cli import run_main
 from coa_jax.learn.command import define_flags
+from coa_jax.storage import shown
 
 
 def main(argv: list[str]) -> None:
     """Entry point."""
     values = flags.FLAGS
     run = train_sft(values.config, values.workdir, wandb_project=values.wandb_project)
-    print(f"model -> {run.model}")
+    print(f"model -> {shown(run.model)}")
 
 
 if __name__ == "__main__":

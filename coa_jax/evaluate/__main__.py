@@ -14,6 +14,7 @@ from absl import flags
 
 from coa_jax.api import evaluate_policy
 from coa_jax.cli import config_flag, run_main, workdir_flag
+from coa_jax.storage import shown
 
 
 def define_flags() -> None:
@@ -28,7 +29,7 @@ def main(argv: list[str]) -> None:
     values = flags.FLAGS
     evaluation = evaluate_policy(values.config, values.workdir, fresh=values.fresh)
     print(evaluation)
-    print(f"page -> {evaluation.page}")
+    print(f"page -> {shown(evaluation.page)}")
 
 
 if __name__ == "__main__":

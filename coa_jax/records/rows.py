@@ -20,6 +20,7 @@ from typing import IO, Any, NamedTuple
 from coa_jax import jsonl, reading
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
+from coa_jax.storage import local
 
 LONGEST = 16 << 20
 """Bytes of a row; a trajectory of 32,768 tokens has about 150 kB."""
@@ -51,8 +52,8 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     """Returns the files that a setting names.
 
     Args:
-        source: a path; several with commas; a pattern with ``*``; a folder, of which all files with
-            one of `SUFFIXES` are taken; or ``FOLDER/SPLIT`` of a TFDS data set.
+        source: a path or a URL; several with commas; a pattern with ``*``; a folder, of which all
+            files with one of `SUFFIXES` are taken; or ``FOLDER/SPLIT`` of a TFDS data set.
 
     Raises:
         UserError: a file is missing, or a folder holds files of several kinds.
@@ -60,7 +61,7 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     text = os.fspath(source)
     names = [text] if os.path.exists(text) else [name.strip() for name in text.split(",")]
     files: list[Path] = []
-    for name in filter(None, names):
+    for name in map(local, filter(None, names)):
         path = Path(name)
         if is_tfds(path.parent) and not path.exists():
             files.append(path)

@@ -17,6 +17,7 @@ import numpy as np
 
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
+from coa_jax.storage import local
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.columns import Columns
 from coa_jax.tasks.rows import Row, draw, plain
@@ -94,6 +95,7 @@ def load_tfds(
         raise missing(f"tasks={source}", "tensorflow-datasets", "tfds") from None
     part = part or split
     try:
+        name = local(name)
         if Path(name).is_dir():
             builder = tfds.builder_from_directory(name)
         else:

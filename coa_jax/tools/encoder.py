@@ -28,6 +28,7 @@ from coa_jax.model.compute import REFERENCE
 from coa_jax.model.encoder import BertConfig, bind, load_params, read_bert_config
 from coa_jax.model.params import Params
 from coa_jax.model.safetensors_io import Checkpoint
+from coa_jax.storage import model_folder
 
 _SHORTEST = 16
 """Tokens of the smallest shape that is compiled; the others double from there."""
@@ -88,7 +89,7 @@ class Encoder:
         Raises:
             UserError: a file is missing or not of a model that is known; the message names it.
         """
-        folder = Path(config.path).expanduser()
+        folder = model_folder(config.path).expanduser()
         try:
             self._load(folder, config)
             # Ids beyond the vocabulary show in the use only.
