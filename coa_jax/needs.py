@@ -13,18 +13,21 @@ programs fit the chips.  Each fault is a line on stderr; then the exit code is 1
 from __future__ import annotations
 
 import dataclasses
+import functools
 import importlib.metadata
+import json
 import os
 import re
 import subprocess
 import sys
 import urllib.parse
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
 from absl import flags
 
+from coa_jax import storage
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.errors import UserError
 from coa_jax.installed import install_hint, requirements_of
@@ -63,8 +66,10 @@ class Needs:
         return "\n".join([*lines, f"calls of tools: at most {self.calls:,}"])
 
 
-def needs_of(command: str, config: Mapping[str, Any], wandb: bool = False) -> Needs:
-    """What a command needs with a config."""
+def needs_of(
+    command: str, config: Mapping[str, Any], wandb: bool = False, workdir: str = ""
+) -> Needs:
+    """What a command needs with a config, and with a work directory."""
     tools = config.get("tools", {})
     groups = {path: group for path, group in _groups(config) if _is_used(path, group, tools)}
     servers = {f"{path}.url".lstrip("."): group["url"] for path, group in groups.items()}
@@ -78,7 +83,7 @@ def needs_of(command: str, config: Mapping[str, Any], wandb: bool = False) -> Ne
     paths = {"model": str(config.get("model") or ""), **sources}
     paths = {key: _path_of(path) for key, path in paths.items() if "/" in path}
     return Needs(
-        tuple(sorted(_extras(command, config, sources, wandb))),
+        tuple(sorted({*_extras(command, config, sources, wandb), *_stores(config, workdir)})),
         tuple(sorted(filter(None, keys))),
         servers,
         paths,
@@ -126,9 +131,15 @@ def _extras(
     return {extra for extra, asked in wanted.items() if asked}
 
 
+def _stores(config: Mapping[str, Any], workdir: str) -> set[str]:
+    """The extras for the buckets that a config or the work directory names."""
+    text = f"{workdir} {json.dumps(config, default=str)}"
+    return {extra for scheme, (_, extra) in storage.SCHEMES.items() if f"{scheme}://" in text}
+
+
 def _path_of(source: str) -> str:
     """The file of ``aime:/mnt/data/aime.jsonl:protocol=code``."""
-    return re.sub(r":\w+=[^/]*$", "", re.sub(r"^\w+:(?=[/.\w])", "", source))
+    return re.sub(r":\w+=[^/]*$", "", re.sub(r"^\w+:(?!//)(?=[/.\w])", "", source))
 
 
 def _most_calls(config: Mapping[str, Any]) -> int:
@@ -141,14 +152,14 @@ def _most_calls(config: Mapping[str, Any]) -> int:
 
 
 def faults_of(
-    needs: Needs, config: Mapping[str, Any], workdir: Path, hosts: int = 1
+    needs: Needs, config: Mapping[str, Any], workdir: str | Path, hosts: int = 1
 ) -> Iterator[str]:
     """A line for each thing that this machine lacks.
 
     Args:
         needs: of the run.
         config: of the run.
-        workdir: where the run is written; made if it is not there.
+        workdir: where the run is written, a local path or a URL; made if it is not there.
         hosts: how many the run has.
     """
     for extra in needs.extras:
@@ -164,15 +175,13 @@ def faults_of(
                 "that all of them reach"
             )
     for setting, path in needs.paths.items():
-        if not Path(path).exists() and not any(c in path for c in "*?,"):
+        if storage.is_url(path):
+            yield from _fault_of(storage.check, path)
+        elif storage.hub_id(path) is not None and setting == "model":
+            yield from _fault_of(functools.partial(storage.model_folder, weights=False), path)
+        elif not Path(path).exists() and not any(c in path for c in "*?,"):
             yield f"config.{setting}: {path} does not exist on this machine"
-    try:
-        workdir.mkdir(parents=True, exist_ok=True)
-        probe = workdir / f".writable-{os.getpid()}"
-        probe.write_bytes(b"")
-        probe.unlink()
-    except OSError as error:
-        yield f"--workdir={workdir} cannot be written: {error.strerror or error}"
+    yield from _unwritable(workdir)
     try:
         tools = build(ToolsConfig, config["tools"], "config.tools") if "tools" in config else None
         graders = None
@@ -183,6 +192,28 @@ def faults_of(
         check_ready(float(config.get("probe_s") or 10.0), graders=graders, tools=tools)
     except UserError as error:
         yield str(error)
+
+
+def _fault_of(look: Callable[[str], object], place: str) -> Iterator[str]:
+    try:
+        look(place)
+    except UserError as error:
+        yield str(error)
+
+
+def _unwritable(place: str | Path) -> Iterator[str]:
+    """A line if the work directory cannot be written."""
+    if storage.is_url(place):
+        yield from _fault_of(storage.check_writable, str(place))
+        return
+    workdir = Path(place)
+    try:
+        workdir.mkdir(parents=True, exist_ok=True)
+        probe = workdir / f".writable-{os.getpid()}"
+        probe.write_bytes(b"")
+        probe.unlink()
+    except OSError as error:
+        yield f"--workdir={workdir} cannot be written: {error.strerror or error}"
 
 
 def _is_installed(requirement: str) -> bool:
@@ -212,7 +243,7 @@ def main(argv: list[str]) -> int:
     if len(argv) != 2 or argv[1] not in COMMANDS:
         raise UserError(f"of which command? one of {', '.join(COMMANDS)}")
     config = values.config.to_dict()
-    needs = needs_of(argv[1], config, bool(values.wandb_project))
+    needs = needs_of(argv[1], config, bool(values.wandb_project), values.workdir or "")
     print(needs)
     if values.call_price:
         print(f"money for tools: at most {needs.calls * values.call_price:,.2f}")
@@ -220,7 +251,7 @@ def main(argv: list[str]) -> int:
         return 0
     if not values.workdir:
         raise UserError("--workdir is missing: the directory of the run, which has to be writable")
-    faults = list(faults_of(needs, config, Path(values.workdir), values.hosts))
+    faults = list(faults_of(needs, config, values.workdir, values.hosts))
     if values.topology:
         given = [argument for argument in sys.argv[1:] if argument.startswith("--config")]
         aot = [sys.executable, "-m", "coa_jax.aot", f"--topology={values.topology}", *given]
@@ -235,4 +266,4 @@ def main(argv: list[str]) -> int:
 
 
 if __name__ == "__main__":
-    run_main(main, define_flags, positional=True)
+    run_main(main, define_flags, positional=True, opens_places=False)

@@ -15,7 +15,7 @@ from coa_jax.storage.hub import (
     weights_apart,
 )
 from coa_jax.storage.mirror import Mirror, mirror_of, run_folder, visited
-from coa_jax.storage.places import SCHEMES, check, is_url, join, scheme_of
+from coa_jax.storage.places import SCHEMES, check, check_writable, is_url, join, scheme_of
 
 __all__ = [
     "SCHEMES",
@@ -23,6 +23,7 @@ __all__ = [
     "RemoteFiles",
     "check",
     "check_push",
+    "check_writable",
     "exists",
     "hub_id",
     "is_url",

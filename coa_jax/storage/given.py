@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from coa_jax.errors import UserError
-from coa_jax.storage.places import SCHEMES, check, is_url
+from coa_jax.storage.places import check, is_url
 
 _SCHEME = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*)://")
 _PLACE = re.compile(r"(?:\w+:)?(?P<url>[A-Za-z][A-Za-z0-9+.-]*://.*)")
@@ -22,13 +22,14 @@ _LOCAL_ONLY = re.compile(r".*(?:\.store\.path|\.cache)|--copy")
 """Those of files that several processes write at a time, and of files for an editor."""
 
 
-def check_places(values: Mapping[str, Any]) -> None:
+def check_places(values: Mapping[str, Any], *, ask: bool = True) -> None:
     """Refuses addresses that cannot be opened, and asks the store of every other one.
 
     An http address is fine for a service and refused where a file belongs.
 
     Args:
         values: flag with its dashes, or dotted setting (``--config.model``) -> value.
+        ask: whether stores are asked.
 
     Raises:
         UserError: a value is, or holds, an address that nothing here can open, or its store
@@ -39,28 +40,24 @@ def check_places(values: Mapping[str, Any]) -> None:
             continue
         for text in value if isinstance(value, tuple | list) else (value,):
             for place in str(text).split(",") if isinstance(text, str) else ():
-                _check_place(name, place.strip())
+                _check_place(name, place.strip(), ask)
 
 
-def _check_place(name: str, place: str) -> None:
+def _check_place(name: str, place: str, ask: bool) -> None:
     found = _SCHEME.search(place)
     if found is None:
         return
     names_files = _NAMES_FILES.fullmatch(name) is not None
+    if found[1] in ("http", "https") and not names_files:
+        return
     whole = _PLACE.fullmatch(place)
-    if found[1] in ("http", "https"):
-        if names_files:
-            raise UserError(
-                f"{name}={place}: no command opens {found[0]} addresses; download the files, or "
-                f"give a place that begins with {' or '.join(f'{s}://' for s in SCHEMES)}"
-            )
-    elif whole is None or whole["url"][: len(found[0])] != found[0]:
+    if whole is None or not whole["url"].startswith(found[0]):
         raise UserError(f"{name}={place}: {found[0]} stands in the middle; mend the address")
-    elif _LOCAL_ONLY.fullmatch(name) or not names_files:
-        is_url(whole["url"])  # one that nothing opens is refused as such
-        raise UserError(f"{name}={place}: only a local path will do here")
-    else:
-        try:
+    try:
+        is_url(whole["url"])  # refuses a scheme that nothing opens
+        if _LOCAL_ONLY.fullmatch(name) or not names_files:
+            raise UserError(f"{place}: only a local path will do here")
+        if ask:
             check(whole["url"])
-        except UserError as error:
-            raise UserError(f"{name}: {error}") from error
+    except UserError as error:
+        raise UserError(f"{name}: {error}") from error

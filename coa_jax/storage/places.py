@@ -11,6 +11,7 @@ import functools
 import logging
 import os
 import re
+import secrets
 from collections.abc import Iterator
 from typing import Any
 
@@ -152,6 +153,20 @@ def check(url: str) -> None:
             fs.ls(place, detail=False)
         except FileNotFoundError:
             _check_bucket(fs, url, bucket)
+
+
+def check_writable(url: str) -> None:
+    """Writes an object below a URL and removes it.
+
+    Raises:
+        UserError: see `telling`.
+    """
+    check(url)
+    fs = file_system(scheme_of(url))
+    probe = join(url, f".writable-{secrets.token_hex(4)}").partition("://")[2]
+    with telling(url):
+        fs.pipe_file(probe, b"?")
+        fs.rm_file(probe)
 
 
 def _check_bucket(fs: Any, url: str, bucket: str) -> None:

@@ -74,7 +74,9 @@ def check_readers(root: str, kind: str, name: str, output: Path) -> None:
     there = load_file(seen(f"{root}/{name}") / "model" / "model.safetensors")
     for key in there:
         np.testing.assert_array_equal(exported[key], there[key])
-    np.testing.assert_array_equal(model.params["embed"]["embedding"], there["model.embed_tokens.weight"])
+    np.testing.assert_array_equal(
+        model.params["embed"]["embedding"], there["model.embed_tokens.weight"]
+    )
 
 
 @pytest.mark.parametrize("kind", ["sft", pytest.param("rl", marks=pytest.mark.slow)])
