@@ -25,19 +25,21 @@ from tests.learn.tiny_runs import rl_config, sft_config
 STEPS = {"sft": 6, "rl": 3}
 
 
-def prepare(root: str) -> None:
-    """Uploads an untrained policy, a trained one, their data and tasks."""
-    model = tiny_policy.policy()
+def prepare(kind: str, root: str) -> None:
+    """Uploads the policy and the data of a kind of run."""
     tasks = [
         json.dumps({"id": task.id, "question": task.question, "answer": task.gold[0]})
         for task in tiny_policy.TASKS
     ]
     with tempfile.TemporaryDirectory() as made:
         folder = Path(made)
-        tiny_policy.write_untrained(folder / "base")
-        save_model(Model(model.config, model.params, model.tokenizer), folder / "model")
-        write_records(folder / "data.jsonl", tiny_policy.records())
-        (folder / "tasks.jsonl").write_text("\n".join(tasks) + "\n")
+        if kind == "rl":
+            model = tiny_policy.policy()
+            save_model(Model(model.config, model.params, model.tokenizer), folder / "model")
+            (folder / "tasks.jsonl").write_text("\n".join(tasks) + "\n")
+        else:
+            tiny_policy.write_untrained(folder / "base")
+            write_records(folder / "data.jsonl", tiny_policy.records())
         storage.upload(folder, root)
 
 

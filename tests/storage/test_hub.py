@@ -14,7 +14,6 @@ import pytest
 from coa_jax.errors import UserError
 from coa_jax.model.hub_card import hub_card
 from coa_jax.storage import check_push, hub_id
-from tests import tiny_policy
 from tests.hub_server import TOKEN, Hub, hub_server
 
 NAME = "Org/Tiny-1B"
@@ -26,10 +25,11 @@ def hub() -> Iterator[Hub]:
         yield server
 
 
-@pytest.fixture(scope="module")
-def files(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
-    folder = tiny_policy.write_untrained(tmp_path_factory.mktemp("model") / "tiny")
-    return {path.name: path.read_bytes() for path in folder.iterdir()}
+@pytest.fixture
+def files() -> dict[str, bytes]:
+    """What a repository holds; nobody looks into the files."""
+    names = ("config.json", "tokenizer.json", "model.safetensors")
+    return {name: name.encode() * 100 for name in names}
 
 
 def run(hub: Hub, home: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
@@ -44,9 +44,18 @@ def run(hub: Hub, home: Path, *arguments: str, **env: str) -> subprocess.Complet
     )
 
 
-def folder_of(place: str, *, weights: bool = True) -> tuple[str, ...]:
-    code = f"from coa_jax.storage import model_folder, shown\nf = model_folder({place!r}, weights={weights})"
-    return "-c", code + "\nprint(*sorted(p.name for p in f.iterdir()), shown(f))"
+def folder_of(place: str, *, weights: bool = True) -> tuple[str, str]:
+    """A program that prints what is in the folder of a model, or why there is none."""
+    lines = (
+        "from coa_jax.errors import UserError",
+        "from coa_jax.storage import model_folder, shown",
+        "try:",
+        f"    folder = model_folder({place!r}, weights={weights})",
+        "    print(*sorted(path.name for path in folder.iterdir()), shown(folder))",
+        "except UserError as error:",
+        "    print(error)",
+    )
+    return "-c", "\n".join(lines)
 
 
 def test_a_model_of_the_hub_is_downloaded_once(hub, files, tmp_path):
@@ -66,7 +75,9 @@ def test_a_model_of_the_hub_is_downloaded_once(hub, files, tmp_path):
 def test_a_revision_is_the_one_that_was_asked_for(hub, files, tmp_path):
     first = hub.add(NAME, {**files, "note.txt": b"first"})
     hub.add(NAME, {"note.txt": b"second"})
-    code = "from coa_jax.storage import model_folder\nprint((model_folder({!r}) / 'note.txt').read_text())"
+    code = (
+        "from coa_jax.storage import model_folder as at\nprint((at({!r}) / 'note.txt').read_text())"
+    )
     for place, text in ((f"{NAME}@{first}", "first"), (NAME, "second")):
         done = run(hub, tmp_path, "-c", code.format(place))
         assert done.stdout.strip() == text, done.stderr
@@ -86,10 +97,15 @@ def test_what_the_hub_refuses_is_one_line(hub, files, tmp_path, place, env, said
     hub.add(NAME, files)
     hub.add("Org/Gated", files)
     hub.gated.add("Org/Gated")
-    done = run(hub, tmp_path, "-m", "coa_jax.ask", f"--model={place}", "who?", **env)
-    line = done.stderr.splitlines()[-1]
-    assert (done.returncode, line.startswith(f"error: {place}: ")) == (2, True), done.stderr
-    assert said in line
+    done = run(hub, tmp_path, *folder_of(place), **env)
+    assert done.stdout.startswith(f"{place}: "), done.stderr
+    assert said in done.stdout
+
+
+def test_a_command_that_the_hub_refuses_says_so_in_a_line(hub, tmp_path):
+    done = run(hub, tmp_path, "-m", "coa_jax.ask", "--model=Org/Nothing", "who?")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: Org/Nothing: there is no such folder")
 
 
 def test_a_path_that_exists_is_no_id_of_the_hub(tmp_path, monkeypatch):
@@ -108,7 +124,10 @@ def test_a_model_is_pushed_with_its_large_files(hub, files, tmp_path):
     for name, data in files.items():
         (folder / name).write_bytes(data)
     (folder / "README.md").write_text(hub_card("Qwen/Qwen3-4B", "rl", 7, {}, {}))
-    code = f"from coa_jax.storage import push_model\nfrom pathlib import Path\nprint(push_model(Path({str(folder)!r}), {NAME!r}, 'rl step 7'))"
+    code = (
+        "from pathlib import Path\nfrom coa_jax.storage import push_model\n"
+        f"print(push_model(Path({str(folder)!r}), {NAME!r}, 'rl step 7'))"
+    )
     done = run(hub, tmp_path / "home", "-c", code, HF_TOKEN=TOKEN)
     found = hub.find(NAME, "main")
     assert found is not None, done.stderr

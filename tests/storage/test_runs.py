@@ -21,9 +21,7 @@ from safetensors.numpy import load_file
 
 from coa_jax import files, storage
 from coa_jax.api import load_policy
-from coa_jax.errors import UserError
 from coa_jax.export import export
-from coa_jax.run_dir import RunDir
 from coa_jax.storage.places import file_system
 from coa_jax.trajectory import read_trajectories
 from tests.buckets import BUCKET, SCHEMES, free_port
@@ -33,11 +31,23 @@ ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module", params=SCHEMES)
-def root(request, clouds) -> str:
-    """A folder of each store with a policy, data and tasks."""
-    url = f"{request.param}://{BUCKET}/{secrets.token_hex(4)}"
-    prepare(url)
-    return url
+def store(request, clouds) -> str:
+    """An empty folder of each store."""
+    return f"{request.param}://{BUCKET}/{secrets.token_hex(4)}"
+
+
+@pytest.fixture(scope="module")
+def root_of(store):
+    """The folder of a store with the policy and the data of a kind of run."""
+    made = {}
+
+    def of(kind: str) -> str:
+        if kind not in made:
+            made[kind] = f"{store}/{kind}"
+            prepare(kind, made[kind])
+        return made[kind]
+
+    return of
 
 
 def rows(folder: Path, phase: str) -> list[dict]:
@@ -80,7 +90,8 @@ def check_readers(root: str, kind: str, name: str, output: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["sft", pytest.param("rl", marks=pytest.mark.slow)])
-def test_a_run_whose_places_are_all_urls(root, kind, tmp_path, monkeypatch):
+def test_a_run_whose_places_are_all_urls(root_of, kind, tmp_path, monkeypatch):
+    root = root_of(kind)
     monkeypatch.chdir(tmp_path)
     run_kind(kind, root, f"{kind}-plain")
     assert list(tmp_path.iterdir()) == []
@@ -88,28 +99,20 @@ def test_a_run_whose_places_are_all_urls(root, kind, tmp_path, monkeypatch):
     check_readers(root, kind, f"{kind}-plain", tmp_path / "exported")
 
 
-def test_a_directory_in_use_is_refused(root, monkeypatch):
-    monkeypatch.setenv("COA_JAX_LEASE_SECONDS", "2")
-    with RunDir(f"{root}/used"), pytest.raises(UserError, match=r"in use by process \d+ on"):
-        storage.Mirror(f"{root}/used").open(active=True)
-    with RunDir(f"{root}/used"):
-        pass
-
-
 # --- runs that are killed ------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
-def whole(root, tmp_path_factory):
+def whole(root_of, tmp_path_factory):
     """Runs that nobody interrupts, by kind; their compiled programs serve the others."""
     found = {}
 
-    def of(kind: str) -> tuple[Path, Path]:
+    def of(kind: str) -> tuple[str, Path, Path]:
         if kind not in found:
-            compiled = tmp_path_factory.mktemp("compiled") / kind
-            run_kind(kind, root, f"{kind}-whole")
+            compiled, root = tmp_path_factory.mktemp("compiled") / kind, root_of(kind)
+            run_kind(kind, root, "whole")
             shutil.copytree(os.environ["JAX_COMPILATION_CACHE_DIR"], compiled)
-            found[kind] = seen(f"{root}/{kind}-whole"), compiled
+            found[kind] = root, seen(f"{root}/whole"), compiled
         return found[kind]
 
     return of
@@ -190,8 +193,8 @@ def check_same(root: str, kind: str, name: str, first: Path) -> None:
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(STEPS))
-def test_a_run_killed_at_ten_random_moments_ends_with_the_same_parameters(root, whole, kind):
-    first, compiled = whole(kind)
+def test_a_run_killed_at_ten_random_moments_ends_with_the_same_parameters(whole, kind):
+    root, first, compiled = whole(kind)
     chance, kills, part, longest = random.Random(5), 0, 0, 8.0
     while kills < 10:
         name = f"{kind}-killed-{part}"
@@ -210,8 +213,8 @@ def test_a_run_killed_at_ten_random_moments_ends_with_the_same_parameters(root, 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("kind", list(STEPS))
-def test_two_processes_that_are_killed_end_with_the_parameters_of_two(root, whole, kind):
-    _, compiled = whole(kind)
+def test_two_processes_that_are_killed_end_with_the_parameters_of_two(whole, kind):
+    root, _, compiled = whole(kind)
     chance = random.Random(6)
     run_two(root, kind, f"{kind}-two", compiled, None)
     first = seen(f"{root}/{kind}-two")
