@@ -116,8 +116,8 @@ class Lease:
         while not self._closing.wait(self._seconds / 4):
             try:
                 self._look()
-            except UserError as error:
-                logging.warning("%s", error)
+            except Exception as error:  # `check` raises it again where it matters
+                logging.warning("%s: its lease is not renewed: %s", self.url, error)
 
     def _look(self) -> None:
         if self._read_token() != self._token:

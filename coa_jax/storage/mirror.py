@@ -270,8 +270,8 @@ class _Beat:
         while not self._over.wait(interval()):
             try:
                 self._mirror.sync()
-            except UserError as error:  # raised again by the next `sync` of the run itself
-                logging.warning("%s", error)
+            except Exception as error:  # the next `sync` of the run itself raises it again
+                logging.warning("%s: not up to date: %s", self._mirror.url, error)
 
     def stop(self) -> None:
         self._over.set()

@@ -98,7 +98,9 @@ def test_rows_of_a_tensor_are_fetched_alone(bucket, tmp_path):
             assert left.dtype == right.dtype and left.shape == right.shape
 
 
-@pytest.mark.parametrize("content", [b"\x01", b"\xff" * 100, b"\x10" + b"\0" * 7 + b"[1,2,3]         "])
+@pytest.mark.parametrize(
+    "content", [b"\x01", b"\xff" * 100, b"\x10" + b"\0" * 7 + b"[1,2,3]         "]
+)
 def test_damaged_weights_in_a_bucket_are_named(bucket, tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     storage.upload(tmp_path, f"{bucket}/m")
