@@ -16,6 +16,7 @@ from coa_jax.learn import rl, sft
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.api import Model, save_model
 from coa_jax.parallel import processes
+from coa_jax.parallel.placement import MeshConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.small.augment import renaming
 from coa_jax.trajectory import write_records
@@ -45,6 +46,8 @@ def prepare(kind: str, root: str) -> None:
 
 def config_of(kind: str, root: str, **changes: Any) -> Any:
     """The settings of a run of a kind, whose model and data are below a URL."""
+    if processes.count() > 1:
+        changes = {"mesh": MeshConfig(fsdp=-1), "rows": 2, **changes}
     if kind == "rl":
         return rl_config(f"{root}/model", f"{root}/tasks.jsonl", **changes)
     optimizer = OptimizerConfig(learning_rate=1e-2, total_steps=STEPS["sft"], warmup_steps=2)
