@@ -72,7 +72,7 @@ def emulators() -> Iterator[dict[str, str]]:
     from moto.server import ThreadedMotoServer
 
     logging.getLogger("werkzeug").setLevel(logging.ERROR)
-    logging.getLogger("gcp_storage_emulator").setLevel(logging.ERROR)
+    logging.getLogger("gcp_storage_emulator").setLevel(logging.CRITICAL)
     _teach_conditions()
     google_port = free_port()
     google = create_server("127.0.0.1", google_port, in_memory=True, default_bucket=BUCKET)
