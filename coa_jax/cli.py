@@ -42,7 +42,8 @@ from coa_jax.errors import UserError
 from coa_jax.extensions import importable
 from coa_jax.installed import ROOT, config_files
 from coa_jax.overrides import check_key, join_new_keys, suggest, switches, wrong_value
-from coa_jax.urls import refuse_urls
+from coa_jax.storage import shown
+from coa_jax.storage.given import check_places
 
 # Flags defined by the helpers below belong to the module that calls them (for --help).
 flags.disclaim_key_flags()
@@ -69,6 +70,7 @@ def run_main(
     define_flags: Callable[[], None] | None = None,
     *,
     positional: bool = False,
+    opens_places: bool = True,
 ) -> NoReturn:
     """Parses the command line, runs `main` and exits the process.
 
@@ -76,11 +78,13 @@ def run_main(
         main: called with `[program, *positional arguments]`; its return value is the exit code.
         define_flags: defines the flags of the command, including `config_flag`.
         positional: whether positional arguments are allowed.
+        opens_places: whether the command opens the places that its flags name. If so, the stores
+            are asked for the buckets at the start.
     """
 
     def parse(argv: list[str]) -> list[str]:
         importable(Path())
-        rest = _parse_flags(argv, positional)
+        rest = _parse_flags(argv, positional, opens_places)
         if not flags.FLAGS["verbosity"].present:
             # Libraries log every checkpoint at the level info; --verbosity=0 shows it.
             logging.set_verbosity(logging.WARNING)
@@ -130,7 +134,7 @@ def run_main(
 def explain(error: BaseException) -> str | None:
     """Returns the line for an error that the user can correct, or None for a bug of ours."""
     if isinstance(error, UserError | flags.Error | app.UsageError):
-        return _one_line(str(error))
+        return _one_line(shown(str(error)))
     for cause in _chain(error):
         if isinstance(cause, OSError) and cause.errno in _FULL:
             return _disk_full(cause.filename or _workdir(), _FULL[cause.errno])
@@ -325,7 +329,7 @@ def _suggest_file(path: str) -> str:
     return hint or "; `coa-jax configs` lists those that come with the package"
 
 
-def _parse_flags(argv: list[str], positional: bool) -> list[str]:
+def _parse_flags(argv: list[str], positional: bool, opens_places: bool) -> list[str]:
     """Parses with absl, after checks that give clearer messages than absl does."""
     if "config" in flags.FLAGS and not _asks_for_help(argv):
         argv = _config_first(argv)
@@ -354,9 +358,10 @@ def _parse_flags(argv: list[str], positional: bool) -> list[str]:
     if len(rest) > 1 and not positional:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
     given = [name for name in flags.FLAGS if flags.FLAGS[name].present and name != "config"]
-    refuse_urls({f"--{name}": flags.FLAGS[name].value for name in given})
+    places = {f"--{name}": flags.FLAGS[name].value for name in given}
     if "config" in flags.FLAGS:
-        refuse_urls(dict(_leaves(flags.FLAGS.config, "--config")))
+        places |= dict(_leaves(flags.FLAGS.config, "--config"))
+    check_places(places, ask=opens_places)
     return rest
 
 

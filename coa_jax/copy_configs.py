@@ -17,7 +17,7 @@ from absl import flags
 from coa_jax.cli import run_main
 from coa_jax.errors import UserError
 from coa_jax.installed import ROOT, config_files, first_line
-from coa_jax.urls import refuse_urls
+from coa_jax.storage.given import check_places
 
 
 def copy_configs(target: Path) -> int:
@@ -56,7 +56,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"unexpected argument {rest[-1]!r}; --copy takes one directory")
     if copy:
         target = rest[0] if rest else "configs" if copy == "true" else copy
-        refuse_urls({"--copy": target})
+        check_places({"--copy": target})
         print(f"{copy_configs(Path(target))} files -> {target}")
         return
     width = max(len(str(path)) for path in config_files())

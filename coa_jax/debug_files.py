@@ -16,6 +16,7 @@ from coa_jax import jsonl
 from coa_jax.cli import load_config, run_main, workdir_flag
 from coa_jax.distill.__main__ import distill
 from coa_jax.scratch import make_policy
+from coa_jax.storage import output
 from coa_jax.tasks.examples import write_examples
 
 QUESTIONS = (
@@ -56,9 +57,9 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
     """Entry point."""
-    folder = Path(flags.FLAGS.workdir)
-    make_debug_files(folder)
-    print(f"policy, data and questions -> {folder}")
+    with output(flags.FLAGS.workdir) as folder:
+        make_debug_files(folder)
+    print(f"policy, data and questions -> {flags.FLAGS.workdir}")
 
 
 if __name__ == "__main__":

@@ -30,6 +30,7 @@ from coa_jax.model.tokenizer import decode_ids, encode_plain, load_tokenizer
 from coa_jax.progress import progress
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
+from coa_jax.storage import run_folder
 from coa_jax.tasks import Task, load_tasks
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.trajectory import Author, Trajectory, iterate_trajectories
@@ -216,7 +217,7 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
     """Entry point."""
-    print(describe(measure(flags.FLAGS.config, Path(flags.FLAGS.workdir))))
+    print(describe(measure(flags.FLAGS.config, run_folder(flags.FLAGS.workdir))))
 
 
 if __name__ == "__main__":

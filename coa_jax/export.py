@@ -3,6 +3,7 @@
     python -m coa_jax.export --workdir=runs/rl --output=exported
     python -m coa_jax.export --workdir=runs/quickstart --phase=rl --step=16 --output=exported
     python -m coa_jax.export --workdir=runs/rl --best --output=exported
+    python -m coa_jax.export --workdir=gs://bucket/runs/rl --push=Org/Name
 
 The run may still be in progress. ``--best`` selects the checkpoint with the best value of the
 metric in the run's ``keep_best``. For RL's ``reward/mean``, the samples of a step are drawn before
@@ -10,12 +11,15 @@ its updates, and the selected policy is the one after the updates. Architecture 
 from the model that the run's config starts from. ``agent.json`` next to the weights has the prompt
 and the protocol of the training, which ``ask`` and ``serve`` use. The tensors are bfloat16;
 ``--dtype=float32`` keeps every bit of training in twice the bytes. transformers, vLLM and
-``coa_jax`` can load the exported directory.
+``coa_jax`` can load the exported directory. ``--push`` uploads the directory to the Hugging Face
+Hub with a model card (`coa_jax.model.hub_card`); ``--output`` is then optional.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -23,7 +27,7 @@ from typing import Any
 import jax
 from absl import flags
 
-from coa_jax import files
+from coa_jax import files, storage
 from coa_jax.cli import run_main, workdir_flag
 from coa_jax.errors import UserError
 from coa_jax.learn.checkpoint import Checkpoints, Damaged
@@ -31,6 +35,7 @@ from coa_jax.learn.step import OptimizerConfig, run_state
 from coa_jax.model.api import Model, describe_model, load_weights, save_model
 from coa_jax.model.card import CARD, read_card
 from coa_jax.model.config import LoraConfig
+from coa_jax.model.hub_card import hub_card
 from coa_jax.model.params import (
     merge_adapters,
     without_adapters,
@@ -39,8 +44,12 @@ from coa_jax.parallel.mesh import make_mesh
 from coa_jax.parallel.placement import MeshConfig, training_mesh
 from coa_jax.protocol import find_protocols, write_protocols
 from coa_jax.settings import build
+from coa_jax.storage.arrays import checkpoints_of
+from coa_jax.storage.mirror import NAMES_ONLY
 
 PHASES = ("rl", "sft", "rft", "dpo")
+
+_SKIPPED = (*NAMES_ONLY, "traces.jsonl", "metrics.jsonl", "steps.jsonl", "spool", "evaluations")
 
 
 def export(
@@ -71,7 +80,7 @@ def export(
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise UserError(f"--output={output} exists already: choose another directory")
     phase = phase or _only_phase(workdir)
-    directory = workdir / "checkpoints" / phase
+    directory = checkpoints_of(workdir) / phase
     if not directory.is_dir():
         raise UserError(f"{directory} does not exist: the run has no checkpoint of that phase yet")
     config = _phase_config(files.read_json_object(workdir / "config.json"), phase, workdir)
@@ -141,7 +150,7 @@ def _restored(
 def _only_phase(workdir: Path) -> str:
     if not workdir.is_dir():
         raise UserError(f"--workdir={workdir} does not exist: name the directory of a run")
-    found = [phase for phase in PHASES if (workdir / "checkpoints" / phase).is_dir()]
+    found = [phase for phase in PHASES if (checkpoints_of(workdir) / phase).is_dir()]
     if not found:
         raise UserError(f"{workdir} has no checkpoints: name the directory of a training run")
     if len(found) > 1:
@@ -164,30 +173,44 @@ def _phase_config(config: Mapping[str, Any], phase: str, workdir: Path) -> Mappi
 def define_flags() -> None:
     """Defines the flags of the command."""
     workdir_flag("directory of the run")
-    flags.DEFINE_string("output", None, "directory to write", required=True)
+    flags.DEFINE_string("output", None, "directory to write, a local path or a URL")
+    flags.DEFINE_string("push", "", "Org/Name of the Hub model to which the files are uploaded")
     flags.DEFINE_enum("phase", None, PHASES, "phase of the checkpoint, if the run has several")
     flags.DEFINE_integer("step", None, "step of the checkpoint (default: the newest)")
     flags.DEFINE_bool("best", False, "export the best checkpoint by keep_best")
     flags.DEFINE_enum(
-        "dtype", "bfloat16", ["bfloat16", "float32", "float16"], "of the saved tensors"
+        "dtype", "bfloat16", ["bfloat16", "float32", "float16"], "dtype of the saved tensors"
     )
 
 
 def main(_: list[str]) -> None:
     """Entry point."""
     values = flags.FLAGS
-    output = Path(values.output)
     if values.best and values.step is not None:
         raise UserError("--best and --step both choose a checkpoint: give one of them")
-    phase, step = export(
-        Path(values.workdir),
-        output,
-        values.phase or "",
-        values.step,
-        values.dtype,
-        values.best,
-    )
-    print(f"{phase} step {step} -> {output}")
+    if not (values.output or values.push):
+        raise UserError("give --output, a directory to write, or --push with a name on the Hub")
+    if values.push:
+        storage.check_push(values.push)
+    if storage.is_url(values.output or "") and storage.exists(values.output):
+        raise UserError(f"--output={values.output} is there already: choose another directory")
+    with contextlib.ExitStack() as stack:
+        # Neither trajectories nor metrics are needed of a run in a bucket.
+        workdir = stack.enter_context(storage.visited(values.workdir, _SKIPPED))
+        if values.output:
+            output = stack.enter_context(storage.output(values.output))
+        else:
+            output = Path(stack.enter_context(tempfile.TemporaryDirectory())) / "model"
+        choice = values.phase or "", values.step, values.dtype, values.best
+        phase, step = export(workdir, output, *choice)
+        if values.push:
+            config = _phase_config(files.read_json_object(workdir / "config.json"), phase, workdir)
+            card = hub_card(str(config["model"]), phase, step, config, read_card(output))
+            (output / "README.md").write_text(card, encoding="utf-8")
+            what = f"{phase} step {step}"
+            print(f"{what} -> {storage.push_model(output, values.push, what)}")
+    if values.output:
+        print(f"{phase} step {step} -> {values.output}")
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ from pathlib import Path
 
 from coa_jax.cli import run_main
 from coa_jax.errors import UserError
-from coa_jax.urls import refuse_urls
+from coa_jax.storage.given import check_places
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,7 +109,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"give one of {', '.join(WEIGHTS)}, and a directory if you like")
     weights = WEIGHTS[name]
     directory = directory or f"weights/{weights.name}"
-    refuse_urls({"--out": directory})
+    check_places({"--copy": directory})
     print(fetch(weights, Path(directory)))
 
 

@@ -11,12 +11,14 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
+import json
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
 from absl import flags
 
+from coa_jax import storage
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.errors import UserError
 from coa_jax.installed import requirements_of
@@ -54,8 +56,10 @@ class Needs:
         return "\n".join([*lines, f"cost: {self.cost}"])
 
 
-def needs_of(command: str, config: Mapping[str, Any], wandb: bool = False) -> Needs:
-    """What a command needs with a config."""
+def needs_of(
+    command: str, config: Mapping[str, Any], wandb: bool = False, workdir: str = ""
+) -> Needs:
+    """What a command needs with a config, and with a work directory."""
     tools = config.get("tools", {})
     groups = {path: group for path, group in _groups(config) if _is_used(path, group, tools)}
     servers = {f"{path}.url".lstrip("."): group["url"] for path, group in groups.items()}
@@ -69,7 +73,7 @@ def needs_of(command: str, config: Mapping[str, Any], wandb: bool = False) -> Ne
     paths = {"model": str(config.get("model") or ""), **sources}
     paths = {key: _path_of(path) for key, path in paths.items() if "/" in path}
     return Needs(
-        tuple(sorted(_extras(command, config, sources, wandb))),
+        tuple(sorted({*_extras(command, config, sources, wandb), *_stores(config, workdir)})),
         tuple(sorted(filter(None, keys))),
         servers,
         paths,
@@ -117,9 +121,15 @@ def _extras(
     return {extra for extra, asked in wanted.items() if asked}
 
 
+def _stores(config: Mapping[str, Any], workdir: str) -> set[str]:
+    """The extras for the buckets that a config or the work directory names."""
+    text = f"{workdir} {json.dumps(config, default=str)}"
+    return {extra for scheme, (_, extra) in storage.SCHEMES.items() if f"{scheme}://" in text}
+
+
 def _path_of(source: str) -> str:
     """The file of ``aime:/mnt/data/aime.jsonl:protocol=code``."""
-    return re.sub(r":\w+=[^/]*$", "", re.sub(r"^\w+:(?=[/.\w])", "", source))
+    return re.sub(r":\w+=[^/]*$", "", re.sub(r"^\w+:(?!//)(?=[/.\w])", "", source))
 
 
 # --- what a run can cost -------------------------------------------------------------------
@@ -232,8 +242,8 @@ def main(argv: list[str]) -> None:
     config = values.config.to_dict()
     if "graders" in config:
         build(GradersConfig, config["graders"], "config.graders").check_judge()
-    print(needs_of(argv[1], config, bool(values.wandb_project)))
+    print(needs_of(argv[1], config, bool(values.wandb_project), values.workdir or ""))
 
 
 if __name__ == "__main__":
-    run_main(main, define_flags, positional=True)
+    run_main(main, define_flags, positional=True, opens_places=False)

@@ -39,6 +39,7 @@ from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.small.augment import renaming
 from coa_jax.small.scratch import ScratchConfig, write_policy
+from coa_jax.storage import run_folder
 from coa_jax.tasks import load_splits
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.prompts import load_prompt
@@ -254,12 +255,12 @@ def main(argv: list[str]) -> None:
         for part in ("distill", "teacher", "policy", "sft", "rl", "evaluate"):
             config[part].seed = seed
     warn_untested()
-    summary = run_pipeline(config, Path(flags.FLAGS.workdir))
+    summary = run_pipeline(config, run_folder(flags.FLAGS.workdir))
     for stage in ("teacher", "base", "sft", "rl"):
         block = summary[stage]
         low, high = block["ci95"]
         print(f"{stage:8} pass@1 {shown_rate(block['pass_at_1'])}  95 % {low:.3f}-{high:.3f}")
-    print(f"report -> {Path(flags.FLAGS.workdir) / 'report' / 'index.html'}")
+    print(f"report -> {flags.FLAGS.workdir}/report/index.html")
 
 
 if __name__ == "__main__":

@@ -13,8 +13,6 @@ parameters after each step. Exit code 0: all bits are equal. 1: some differ.
 
 from __future__ import annotations
 
-from pathlib import Path
-
 from absl import flags
 
 from coa_jax import files
@@ -25,6 +23,8 @@ from coa_jax.learn.command import define_flags
 from coa_jax.learn.rl import repeat
 from coa_jax.protocol import find_protocols
 from coa_jax.settings import build
+from coa_jax.storage import shown, visited
+from coa_jax.storage.mirror import NAMES_ONLY
 
 
 def main(argv: list[str]) -> int:
@@ -33,13 +33,14 @@ def main(argv: list[str]) -> int:
     if values.check != "false":
         return check("rl")
     if values.replay:
-        run_path = Path(values.replay)
-        find_protocols(run_path)
-        found = repeat(build(RLRun, files.read_json_object(run_path / "config.json")), run_path)
+        with visited(values.replay, (*NAMES_ONLY, "traces.jsonl", "spool")) as run_path:
+            find_protocols(run_path)
+            config = files.read_json_object(run_path / "config.json")
+            found = repeat(build(RLRun, config), run_path)
         print(found)
         return 0 if found.identical else 1
     run = train_rl(values.config, values.workdir, wandb_project=values.wandb_project)
-    print(f"model -> {run.model}")
+    print(f"model -> {shown(run.model)}")
     return 0
 
 

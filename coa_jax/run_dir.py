@@ -3,6 +3,7 @@
 All that a run writes besides its checkpoints goes through `RunDir`, which keeps the files sound
 over `kill -9`, a full disk and a resume: rows are appended whole or not at all, whole files are
 replaced atomically, and a lock keeps a second run out.  It knows nothing of what the rows mean.
+A directory in a bucket has a local mirror (`coa_jax.storage`) and a lease in place of the lock.
 """
 
 from __future__ import annotations
@@ -22,10 +23,11 @@ from typing import Any
 
 from absl import logging
 
-from coa_jax import files, jsonl, shards
+from coa_jax import files, jsonl, shards, storage
 from coa_jax.errors import UserError
 from coa_jax.event_file import EventFile
 from coa_jax.protocol import write_protocols
+from coa_jax.storage.arrays import checkpoints_of
 from coa_jax.wandb_run import WandbRun
 
 # Descriptors of locks this process holds.  A forked worker closes its copies: a lock must end
@@ -47,7 +49,7 @@ class RunDir:
     """A run directory that this process writes; a context manager.
 
     Attributes:
-        path: the directory.
+        path: the directory; for a URL its local mirror.
         active: whether anything is written.  In a run of several processes only the first
             one is active; calls on the others do nothing.
     """
@@ -58,22 +60,25 @@ class RunDir:
         """Makes the directory and locks it.
 
         Args:
-            path: the directory.
+            path: the directory, a local path or a URL.
             active: see above.
             wandb_project: project of W&B that gets the metrics too; empty for none.
 
         Raises:
             UserError: the directory cannot be written, or another run is writing it.
         """
-        if "://" in os.fspath(path):
-            raise UserError(f"workdir {path}: not a mounted path; mount the bucket and name that")
-        self.path = Path(path)
+        self.path = storage.run_folder(path)
+        self._mirror = storage.mirror_of(self.path)
         self.active = active
         self._events: dict[str, EventFile] = {}
         self._purge_from: dict[str, int] = {}
         self._wandb_project = wandb_project
         self._wandb: WandbRun | None = None
         self._lock: int | None = None
+        # The run of a part of the directory leaves it to that of the whole.
+        self._is_whole = self._mirror is not None and self._mirror.path == self.path
+        if self._mirror is not None and self._is_whole:
+            self._mirror.open(active=active)
         if active:
             self._lock = _open_locked(self.path)
             for name in ("metrics.jsonl", "traces.jsonl"):
@@ -81,8 +86,17 @@ class RunDir:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints go."""
-        return self.path / "checkpoints"
+        """Where checkpoints go; an `epath.Path` in a bucket."""
+        return checkpoints_of(self.path)
+
+    def sync(self) -> None:
+        """Returns when all that was written is in the bucket, where the directory is in one.
+
+        Raises:
+            UserError: it cannot be written, or another run has taken the directory over.
+        """
+        if self._mirror is not None:
+            self._mirror.sync()
 
     def __enter__(self) -> RunDir:
         return self
@@ -106,6 +120,8 @@ class RunDir:
             _held_locks.discard(self._lock)
             os.close(self._lock)
             self._lock = None
+        if self._mirror is not None and self._is_whole:
+            self._mirror.close()
 
     def config_changes(self, config: Any) -> list[str]:
         """Returns how a config differs from the one that is there, as `key: old -> new`."""
@@ -307,7 +323,9 @@ def _plain(value: Any) -> Any:
         value = value.item()
     if isinstance(value, float) and not math.isfinite(value):
         return None
-    return value if isinstance(value, str | int | float | None) else str(value)
+    if isinstance(value, int | float | None):
+        return value
+    return storage.shown(str(value))  # a mirror has another name in every process
 
 
 def _differences(old: Any, new: Any, key: str = "") -> list[str]:

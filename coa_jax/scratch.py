@@ -21,6 +21,7 @@ from coa_jax.records import read_records
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.small.scratch import ScratchConfig, write_policy
+from coa_jax.storage import run_folder, shown
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.prompts import load_prompt
 
@@ -60,7 +61,8 @@ def make_policy(values: ml_collections.ConfigDict, workdir: Path) -> Path:
 
 def main(argv: list[str]) -> None:
     """Entry point."""
-    print(f"model -> {make_policy(flags.FLAGS.config, Path(flags.FLAGS.workdir))}")
+    model = make_policy(flags.FLAGS.config, run_folder(flags.FLAGS.workdir))
+    print(f"model -> {shown(model)}")
 
 
 if __name__ == "__main__":

@@ -15,6 +15,7 @@ from coa_jax.api import train_sft
 from coa_jax.check import check
 from coa_jax.cli import run_main
 from coa_jax.learn.command import define_flags
+from coa_jax.storage import shown
 
 
 def main(argv: list[str]) -> int:
@@ -23,7 +24,7 @@ def main(argv: list[str]) -> int:
     if values.check != "false":
         return check("sft")
     run = train_sft(values.config, values.workdir, wandb_project=values.wandb_project)
-    print(f"model -> {run.model}")
+    print(f"model -> {shown(run.model)}")
     return 0
 
 

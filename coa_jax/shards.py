@@ -17,6 +17,7 @@ from typing import IO
 
 from coa_jax import files
 from coa_jax.errors import UserError
+from coa_jax.storage import local
 
 FORMATS = ("jsonl.gz", "array_record")
 """JSON lines packed with gzip; ArrayRecord, packed with zstd, of one JSON object in a record."""
@@ -89,7 +90,7 @@ def parts(path: str | os.PathLike[str]) -> list[Path]:
     Raises:
         UserError: a folder without any, or a file of another kind.
     """
-    path = Path(path)
+    path = Path(local(os.fspath(path)))
     one = path.name.endswith(_SUFFIXES) or not path.exists()
     found = [path] if one else of_run(path) or _shards(path)
     if not found:

@@ -40,6 +40,7 @@ from coa_jax.evaluate.policy import weights_name
 from coa_jax.progress import progress
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
+from coa_jax.storage import run_folder, shown
 from coa_jax.tasks.judge import Judge, JudgeConfig
 from coa_jax.tools.corpus import read_corpus
 from coa_jax.tools.make import ToolsConfig, check_protocol, make_tools
@@ -231,7 +232,7 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
     """Entry point."""
-    workdir = Path(flags.FLAGS.workdir)
+    workdir = run_folder(flags.FLAGS.workdir)
     summary = synthesize(flags.FLAGS.config, workdir)
     print(describe(summary))
     if not summary["kept"]["tasks"]:
@@ -242,7 +243,7 @@ def main(argv: list[str]) -> None:
             else "the author cannot read any document of these splits: without a model it knows "
             "sentences of the Factbook only; use configs/synthesize/endpoint.py"
         )
-    print(f"{summary['kept']['tasks']} questions -> {workdir}/questions.jsonl")
+    print(f"{summary['kept']['tasks']} questions -> {shown(workdir)}/questions.jsonl")
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ from coa_jax.protocol import (
     part_violations,
 )
 from coa_jax.protocol import violations as text_violations
+from coa_jax.storage import local
 
 T = TypeVar("T")
 
@@ -386,6 +387,7 @@ def iterate_trajectories(
     Raises:
         UserError: see `read_trajectories`.
     """
+    path = local(os.fspath(path))
     find_protocols(path)
     for part in shards.parts(path):
         yield from jsonl.read_lines(part, decode, growing=growing)

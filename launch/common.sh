@@ -6,7 +6,7 @@ COA_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 # The head of the script, without its hashes.
 usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; }
 # A path from the root of the file system.
-absolute() { case "$1" in /*) echo "$1" ;; *) echo "$PWD/$1" ;; esac; }
+absolute() { case "$1" in /* | *://*) echo "$1" ;; *) echo "$PWD/$1" ;; esac; }
 fail() { echo "error: $*" >&2; exit 2; }
 
 # do_it COMMAND...: prints a command as it could be typed, and runs it unless dry_run is yes.

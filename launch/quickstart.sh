@@ -26,7 +26,7 @@ done
 [ -n "$workdir" ] || { echo "error: --workdir needs a directory" >&2; exit 2; }
 # The command runs in the repository; a relative directory is meant from where the user stands.
 case "$workdir" in
-  /* | runs/quickstart) ;;
+  /* | *://* | runs/quickstart) ;;
   *) workdir="$PWD/$workdir" ;;
 esac
 

@@ -22,8 +22,9 @@ PACKAGE = REPOSITORY / "coa_jax"
 ROOMS = (
     ("errors",),
     ("reading",),
-    ("bounds", "files", "installed", "overrides", "progress", "urls"),
+    ("bounds", "files", "installed", "overrides", "progress"),
     ("extensions",),
+    ("storage",),
     ("parallel",),
     ("event_file", "wandb_run", "cli", "jsonl", "settings", "shards"),
     ("protocol",),

@@ -242,8 +242,8 @@ def test_a_workdir_where_nobody_may_write_is_refused():
 
 
 def test_a_bucket_address_is_refused():
-    with pytest.raises(UserError, match="not a mounted path"):
-        RunDir("gs://bucket/run")
+    with pytest.raises(UserError, match="az:// is not supported; give a local path"):
+        RunDir("az://bucket/run")
 
 
 @pytest.fixture

@@ -40,6 +40,7 @@ from coa_jax.progress import Bar, progress
 from coa_jax.protocol import Level
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
+from coa_jax.storage import run_folder
 from coa_jax.tasks import Task, load_splits
 from coa_jax.tasks.base import with_level
 from coa_jax.tools.make import ToolsConfig, make_tools
@@ -270,7 +271,7 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
     """Entry point."""
-    config, workdir = flags.FLAGS.config, Path(flags.FLAGS.workdir)
+    config, workdir = flags.FLAGS.config, run_folder(flags.FLAGS.workdir)
     kinds = (("smolagents", run_and_read), ("traces", read))
     summary = next((f for key, f in kinds if key in config), distill)(config, workdir)
     if "teacher" in summary:

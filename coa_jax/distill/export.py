@@ -40,6 +40,7 @@ from coa_jax.installed import missing
 from coa_jax.protocol import LEVELS, Prompt, get_protocol, messages_of, write_protocols
 from coa_jax.records import from_tfds, parts_of_turns, read_records
 from coa_jax.records.split import Parts
+from coa_jax.storage import local, output
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
 from coa_jax.trajectory import DistilledRecord
@@ -380,7 +381,7 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     """Entry point."""
     values = flags.FLAGS
-    data = Path(values.data)
+    data = Path(local(values.data))
     records = read_records(values.data, values.protocol)
     if not records:
         raise UserError(f"{data}: contains no record, so there is nothing to export")
@@ -388,14 +389,8 @@ def main(argv: list[str]) -> None:
     records = with_level(records, values.level, values.format)
     if prompt.style != "data":  # the default, for records of every kind
         warn_of_prompts(records, prompt, "records", "--prompt_style")
-    out = export(
-        records,
-        Path(values.out),
-        data.stem,
-        values.forms,
-        prompt,
-        funnel_of(data),
-    )
+    with output(values.out) as folder:
+        out = export(records, folder, data.stem, values.forms, prompt, funnel_of(data))
     print(f"{len(records)} records -> {values.out}")
     if out:
         print(

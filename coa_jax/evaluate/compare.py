@@ -28,6 +28,7 @@ from coa_jax.cli import run_main
 from coa_jax.errors import UserError
 from coa_jax.evaluate.figures import COMPARABLE
 from coa_jax.evaluate.metrics import standard_error
+from coa_jax.storage import is_url, local, output
 
 _RESAMPLES = 10_000
 _FEWEST = 10  # tasks for an interval: with fewer, resampling makes it too narrow
@@ -174,7 +175,7 @@ def load(path: str) -> dict[str, Any]:
     Raises:
         UserError: the file is not a result file.
     """
-    outcome = files.read_json_object(Path(path), limit=None)
+    outcome = files.read_json_object(Path(local(path)), limit=None)
     if outcome.get("format") not in COMPARABLE:
         raise UserError(f"{path}: not a result file of coa_jax.evaluate")
     try:
@@ -229,15 +230,17 @@ def main(argv: list[str]) -> None:
     """Entry point."""
     if len(argv) != 3:
         raise UserError("give two result files: ... compare A/results.json B/results.json")
-    out = Path(flags.FLAGS.out) if flags.FLAGS.out else None
+    given = flags.FLAGS.out
+    out = Path(given) if given and not is_url(given) else None
     if out is not None and (out.is_dir() or not out.parent.is_dir()):
         raise UserError(f"--out={out}: give a file in a directory that exists")
     a, b = load(argv[1]), load(argv[2])
     found = compare(a, b)
     print(text(a, b, found))
-    if out is not None:
+    if given:
         value = {"a": argv[1], "b": argv[2], **dataclasses.asdict(found)}
-        files.write_json(out, json.loads(json.dumps(value)))
+        with output(given) as path:
+            files.write_json(path, json.loads(json.dumps(value)))
 
 
 if __name__ == "__main__":

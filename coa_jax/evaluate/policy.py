@@ -7,7 +7,6 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -26,6 +25,7 @@ from coa_jax.protocol import Messages
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Request, RolloutConfig, message_ids
+from coa_jax.storage import model_folder
 from coa_jax.tasks import Task
 from coa_jax.tools.base import Tool
 from coa_jax.trajectory import Trajectory
@@ -180,7 +180,7 @@ def weights_name(path: str) -> str:
     Raises:
         UserError: the model does not exist.
     """
-    root = Path(path).expanduser()
+    root = model_folder(path).expanduser()
     if not root.exists():
         raise UserError(f"{path}: there is no model; give a directory or a GGUF file")
     named = hashlib.blake2b(digest_size=8)

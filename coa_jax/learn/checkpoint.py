@@ -17,7 +17,7 @@ import os
 import sys
 import time
 import traceback
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -33,8 +33,11 @@ from coa_jax.learn.step import TrainState
 from coa_jax.model.config import PROJECTIONS
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import MeshConfig
+from coa_jax.storage.arrays import is_bucket, prepared
 
 _FINGERPRINT, _EXTRA, _STATE = "fingerprint", "extra", "state"
+
+_Mode = ocp.options.AtomicityMode
 
 _EARLIER = ("params.embed", *(f"params.{projection}.a" for projection in PROJECTIONS))
 """Arrays that only earlier versions named so, of a model and of its adapters."""
@@ -95,18 +98,21 @@ class Checkpoints:
         *,
         read_only: bool = False,
         wait_seconds: float = MeshConfig.wait_seconds,
+        before_save: Callable[[], None] = lambda: None,
     ):
         """Opens the directory, which is made when it does not exist.
 
         What a killed run left half written is removed.
 
         Args:
-            directory: of nothing but checkpoints.
+            directory: of nothing but checkpoints; a local path or a URL.
             keep: how many of the newest stay.
             best: a metric; the checkpoint with its best value stays too, the lowest for a name that
                 ends in ``loss`` and the highest for any other.  Empty for none.
             read_only: whether nothing is changed, not even by a cleaning up: a run may be writing.
             wait_seconds: see `processes.meet`.
+            before_save: called in each process before it begins to write a checkpoint, for what
+                must be safe when the checkpoint is.
         """
         if keep < 1:
             raise UserError(f"keep_last is {keep}; a run needs at least 1 checkpoint to go on from")
@@ -119,7 +125,8 @@ class Checkpoints:
                 get_metric_fn=self._quality, n=1, keep_checkpoints_without_metrics=False
             )
             policy = checkpoint_managers.AnyPreservationPolicy([policy, highest])
-        self.directory, self._wait_seconds = Path(directory).resolve(), wait_seconds
+        self.directory, self._wait_seconds = prepared(directory), wait_seconds
+        self._before_save = before_save
         verbosity = logging.get_verbosity()
         if read_only:
             logging.set_verbosity(logging.ERROR)  # Orbax warns that the directory is read only
@@ -133,6 +140,10 @@ class Checkpoints:
                     read_only=read_only,
                     cleanup_tmp_directories=not read_only,
                     enable_async_checkpointing=True,
+                    atomicity_options=ocp.options.AtomicityOptions(
+                        # Elsewhere a folder that is renamed appears at once, whole.
+                        mode=_Mode.COMMIT_FILE if is_bucket(self.directory) else _Mode.AUTO
+                    ),
                 ),
             )
         finally:
@@ -181,6 +192,7 @@ class Checkpoints:
                 before it are there.
         """
         self.wait()
+        self._before_save()
         self._saved = time.monotonic()
         trees = {_STATE: state, **(more or {})}
         marks = {name: fingerprint(_plain(tree)) for name, tree in trees.items()}
@@ -252,7 +264,7 @@ class Checkpoints:
                 good,
                 aside.name,
             )
-            os.rename(self.directory / str(step), aside)
+            (self.directory / str(step)).rename(aside)
         if faults:
             processes.meet("setting aside of damaged checkpoints", self._wait_seconds)
             self._manager.reload()

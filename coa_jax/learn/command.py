@@ -14,6 +14,7 @@ from coa_jax.installed import warn_untested
 from coa_jax.parallel import processes
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
+from coa_jax.storage import run_folder, shown
 from coa_jax.tools.net.budget import spending
 
 # Flags defined by the helper below belong to the command that calls it (for --help).
@@ -67,7 +68,7 @@ def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tupl
     ):
         run.write_config(config)
         processes.meet("what the run has spent", 600.0)  # all have read it before any spends
-        yield run, workdir / "model"
+        yield run, run.path / "model"
 
 
 def run_fit(kind: type[C], train: Callable[[C, RunDir, Path], None]) -> None:
@@ -79,6 +80,6 @@ def run_fit(kind: type[C], train: Callable[[C, RunDir, Path], None]) -> None:
     """
     values = flags.FLAGS
     config = build(kind, values.config)
-    with run_at(Path(values.workdir), values.config, values.wandb_project) as (run, output):
+    with run_at(run_folder(values.workdir), values.config, values.wandb_project) as (run, output):
         train(config, run, output)
-    print(f"model -> {output}")
+    print(f"model -> {shown(output)}")

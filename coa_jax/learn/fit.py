@@ -177,6 +177,7 @@ def _resume(
         config.keep_last,
         config.keep_best,
         wait_seconds=config.mesh.wait_seconds,
+        before_save=run.sync,
     )
     restored = None
     if checkpoints.steps():

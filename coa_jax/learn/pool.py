@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from coa_jax import files, reading
 from coa_jax.bounds import Bounded, Natural, NotNegative, Place, Prose, Share
 from coa_jax.errors import UserError
+from coa_jax.storage import local
 from coa_jax.tasks import Task
 
 Score = tuple[int, int]
@@ -228,7 +229,7 @@ def with_pass_rates(config: PoolConfig, tasks: Sequence[Task], name: str) -> lis
         UserError: the file of pass rates cannot be read, or no task is left.
     """
     if config.pass_rates:
-        rates = _read_rates(Path(config.pass_rates))
+        rates = _read_rates(Path(local(config.pass_rates)))
         tasks = [
             dataclasses.replace(task, metadata={**task.metadata, "pass_rate": rates[task.id]})
             if task.id in rates

@@ -94,6 +94,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             config.keep_last,
             config.keep_best,
             wait_seconds=config.mesh.wait_seconds,
+            before_save=run.sync,
         )
     ) as checkpoints:
         held_out = measured_by(config, run, tasks, prompt, graders, tools, environments)

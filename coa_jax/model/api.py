@@ -21,8 +21,10 @@ from coa_jax.model.gguf_io import GgufFile, gguf_file
 from coa_jax.model.hf_config import read_config
 from coa_jax.model.hf_weights import TensorSource, load_params
 from coa_jax.model.params import Params, bind, param_dtype, shardings
+from coa_jax.model.ranged_io import RangedCheckpoint
 from coa_jax.model.safetensors_io import Checkpoint
 from coa_jax.model.tokenizer import MissingTokenizer, find_tokenizer, gguf_tokenizer
+from coa_jax.storage import model_folder, weights_apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +52,8 @@ def load_model(
 
     Args:
         path: a directory with ``config.json``, safetensors and, if the tokenizer is used, the
-            tokenizer files; a ``.gguf`` file; or a directory with one such file.
+            tokenizer files; a ``.gguf`` file; or a directory with one such file. The path may be a
+            URL of a bucket, or a Hub id, ``Org/Name`` or ``Org/Name@revision``.
         dtype: dtype of the parameters, ``"float32"`` or ``"bfloat16"``. float32 holds bfloat16,
             float16 and dequantised weights without loss.
         mesh: mesh on which the parameters are placed, by the training rules of
@@ -61,36 +64,52 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))
-    source, config = _source(Path(path))
-    model = _described(Path(path), source, config)
+    folder = model_folder(path)
+    source, config = _source(path, folder)
+    model = _described(folder, source, config)
     params = load_params(source, config, jnp.dtype(dtype), shardings(config, mesh))
     return dataclasses.replace(model, params=params)
 
 
 def describe_model(path: str | Path) -> Model:
     """Loads a model like :func:`load_model`, but without parameters; reads no weights."""
-    return _described(Path(path), *_source(Path(path)))
+    folder = model_folder(path, weights=False)
+    if (gguf := gguf_file(folder)) is not None:
+        file = GgufFile(gguf)
+        return _described(folder, file, file.config)
+    return _described(folder, None, _config(folder))
 
 
 def load_weights(path: str | Path, mesh: jax.sharding.Mesh | None = None) -> Params:
     """Loads the float32 parameters of a model; see :func:`load_model`."""
-    source, config = _source(Path(path))
+    source, config = _source(path, model_folder(path))
     return load_params(source, config, jnp.float32, shardings(config, mesh))
 
 
-def _source(path: Path) -> tuple[TensorSource, ModelConfig]:
-    """Opens the weights of a model; returns the tensor source and the architecture."""
-    gguf = gguf_file(path)
+def _source(path: str | Path, folder: Path) -> tuple[TensorSource, ModelConfig]:
+    """Opens the weights of a model; returns the tensor source and the architecture.
+
+    Args:
+        path: the model.
+        folder: see `storage.model_folder`.
+    """
+    gguf = gguf_file(folder)
     if gguf is not None:
         file = GgufFile(gguf)
         return file, file.config
-    if not path.is_dir():
-        raise UserError(f"{path} does not exist: give a model directory or a .gguf file")
-    config = read_config(path)
-    return Checkpoint(path), config
+    config = _config(folder)
+    if (apart := weights_apart(path, folder)) is not None:
+        return RangedCheckpoint(str(path), apart), config
+    return Checkpoint(folder), config
 
 
-def _described(path: Path, source: TensorSource, config: ModelConfig) -> Model:
+def _config(folder: Path) -> ModelConfig:
+    if not folder.is_dir():
+        raise UserError(f"{folder} does not exist: give a model directory or a .gguf file")
+    return read_config(folder)
+
+
+def _described(path: Path, source: TensorSource | None, config: ModelConfig) -> Model:
     tokenizer = gguf_tokenizer(source) if isinstance(source, GgufFile) else find_tokenizer(path)
     if not isinstance(tokenizer, MissingTokenizer):
         largest = max(tokenizer.get_vocab().values())

@@ -11,6 +11,7 @@ from typing import Any
 
 from coa_jax import files
 from coa_jax.protocol import find_protocols
+from coa_jax.storage import model_folder
 
 CARD = "agent.json"
 
@@ -20,9 +21,13 @@ def read_card(path: str | Path) -> dict[str, Any]:
 
     Also registers the protocols that the training run of the model stored there.
 
+    Args:
+        path: the model: a local path, a URL, or an id of the Hub.
+
     Raises:
         UserError: the card cannot be read, or is not a JSON object.
     """
-    find_protocols(path)
-    file = Path(path) / CARD
+    folder = model_folder(path, weights=False)
+    find_protocols(folder)
+    file = folder / CARD
     return files.read_json_object(file) if file.is_file() else {}

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 from pathlib import Path
 
+from coa_jax import storage
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf_config import read_config
@@ -70,8 +71,8 @@ def architecture_of(model: str) -> tuple[str, ModelConfig]:
     Raises:
         UserError: the directory does not exist and its path has no known name.
     """
-    if (Path(model) / "config.json").is_file():
-        return model, read_config(model)
+    if storage.is_url(model) or (Path(model) / "config.json").is_file():
+        return model, read_config(storage.model_folder(model, weights=False))
     text = model.lower().replace("-coder", "")
     last = Path(text).name
     named = [name for name in ARCHITECTURES if (name == last if name == "tiny" else name in text)]

@@ -20,6 +20,7 @@ from coa_jax import reading
 from coa_jax.errors import UserError
 from coa_jax.model.chat_template import TEMPLATE, ChatTemplateError, render
 from coa_jax.model.gguf_io import GgufFile, gguf_file
+from coa_jax.storage import model_folder
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
 _LARGEST = 256 << 20  # bytes of a tokenizer file; the largest vocabularies need 35 MB
@@ -78,7 +79,7 @@ def load_tokenizer(path: str | Path) -> Any:
     Raises:
         UserError: the tokenizer file is missing or damaged; the message names it.
     """
-    tokenizer = find_tokenizer(path)
+    tokenizer = find_tokenizer(model_folder(path, weights=False))
     if isinstance(tokenizer, MissingTokenizer):
         raise UserError(tokenizer.message)
     return tokenizer

@@ -15,6 +15,7 @@ from typing import Any
 
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
+from coa_jax.storage import local
 
 
 def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> Any:
@@ -66,8 +67,9 @@ def open_tfds(source: str, split: str, data_dir: str = "", setting: str = "") ->
     """
     where = f"{setting}={source}" if setting else source
     name, part = source.partition(":")[2], ""
-    if ":" in name:
-        name, _, part = name.rpartition(":")
+    folder, _, last = name.rpartition(":")
+    if folder and not last.startswith("//"):  # the colon is not that of a URL
+        name, part = folder, last
     if not name:
         raise UserError(f"{where}: give tfds:NAME:SPLIT")
     try:
@@ -76,6 +78,7 @@ def open_tfds(source: str, split: str, data_dir: str = "", setting: str = "") ->
         raise missing(where, "tensorflow-datasets", "tfds") from None
     part = part or split
     try:
+        name = local(name)
         if Path(name).is_dir():
             builder = tfds.builder_from_directory(name)
         else:

@@ -25,6 +25,7 @@ import numpy as np
 from coa_jax import jsonl, reading
 from coa_jax.errors import UserError
 from coa_jax.records import tables
+from coa_jax.storage import local
 
 LONGEST = 16 << 20
 """Bytes of a row; a trajectory of 32,768 tokens has about 150 kB."""
@@ -95,9 +96,9 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     """Returns the files that a setting names.
 
     Args:
-        source: a path; several with commas; a pattern with ``*``; a folder, of which all files with
-            one of `SUFFIXES` are taken; ``FOLDER/SPLIT`` of a TFDS data set; or a data set of
-            `records.data_sets`, whose name is returned as if it were a path.
+        source: a path or a URL; several with commas; a pattern with ``*``; a folder, of which all
+            files with one of `SUFFIXES` are taken; ``FOLDER/SPLIT`` of a TFDS data set; or a data
+            set of `records.data_sets`, whose name is returned as if it were a path.
 
     Raises:
         UserError: a file is missing, or a folder holds files of several kinds.
@@ -105,7 +106,7 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     text = os.fspath(source)
     names = [text] if os.path.exists(text) else [name.strip() for name in text.split(",")]
     files: list[Path] = []
-    for name in filter(None, names):
+    for name in map(local, filter(None, names)):
         path = Path(name)
         if is_data_set(path) or (is_tfds(path.parent) and not path.exists()):
             files.append(path)

@@ -10,6 +10,7 @@ from absl import flags
 
 from coa_jax.cli import run_main, workdir_flag
 from coa_jax.report.build import TRACES_PER_STAGE, build_report
+from coa_jax.storage import shown, visited
 
 
 def define_flags() -> None:
@@ -22,7 +23,9 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
     """Builds the page."""
-    print(build_report(flags.FLAGS.workdir, flags.FLAGS.traces_per_stage))
+    with visited(flags.FLAGS.workdir, names_only=("model", "model-adapters")) as folder:
+        page = build_report(folder, flags.FLAGS.traces_per_stage)
+    print(shown(page))
 
 
 if __name__ == "__main__":

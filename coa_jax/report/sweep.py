@@ -27,6 +27,7 @@ from coa_jax.errors import UserError
 from coa_jax.report.charts import Interval, Series, interval_bar, line_chart, number
 from coa_jax.report.page import as_number, fixed, phase_title, series_of, step_of, whole_page
 from coa_jax.report.traces import STAGES, escape
+from coa_jax.storage import shown, visited
 
 _CHARTS = (
     ("Mean reward", "reward/mean"),
@@ -312,9 +313,10 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
     """Builds the page and prints the table."""
-    path, rows = build_sweep(Path(flags.FLAGS.workdir))
+    with visited(flags.FLAGS.workdir) as folder:
+        path, rows = build_sweep(folder)
     print(table(rows))
-    print(f"report -> {path}")
+    print(f"report -> {shown(path)}")
 
 
 if __name__ == "__main__":

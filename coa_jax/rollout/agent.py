@@ -8,6 +8,7 @@ import dataclasses
 from collections.abc import AsyncGenerator, Callable
 from pathlib import Path
 
+from coa_jax import storage
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
 from coa_jax.environments.base import EnvironmentConfig, tags_of
@@ -31,14 +32,20 @@ def load_policy(path: str | Path, dtype: str = "float32") -> Model:
     """Loads a policy.
 
     Args:
-        path: Hugging Face directory, GGUF file, or directory of a finished training run.
+        path: Hugging Face directory, GGUF file, or directory of a finished training run, each a
+            local path or a URL; or a Hub id.
         dtype: dtype of the parameters, ``float32`` or ``bfloat16``.
 
     Raises:
         UserError: there is no policy at the path, or its files cannot be used.
     """
-    trained = Path(path) / "model"
-    return load_model(trained if (trained / "config.json").is_file() else path, dtype)
+    if storage.is_url(path):
+        trained: str | Path = storage.join(str(path), "model")
+        there = storage.exists(storage.join(str(trained), "config.json"))
+    else:
+        trained = Path(path) / "model"
+        there = (trained / "config.json").is_file()
+    return load_model(trained if there else path, dtype)
 
 
 class Agent:

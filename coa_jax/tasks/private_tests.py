@@ -19,6 +19,7 @@ from typing import Any
 
 from coa_jax import reading
 from coa_jax.errors import UserError
+from coa_jax.storage import local
 from coa_jax.tasks.code_tests import Case, Tests, read_tests
 
 _DAMAGED = (*reading.MALFORMED, EOFError, ImportError, pickle.UnpicklingError, zlib.error)
@@ -88,7 +89,7 @@ def check_folder(folder: str) -> Path:
     Raises:
         UserError: the folder does not exist.
     """
-    root = Path(folder).expanduser()
+    root = Path(local(folder)).expanduser()
     if not root.is_dir():
         raise UserError(f"{root}: the folder of private tests is not there")
     return root

@@ -43,6 +43,7 @@ from coa_jax.protocol import (
     get_protocol,
     messages_of,
 )
+from coa_jax.storage import local
 from coa_jax.tasks.rows import Row, read_rows
 
 _MARKS = ("\nTask:", "\nQuestion:")
@@ -116,8 +117,8 @@ def load_prompt(style: str, model: str | Path | Mapping[str, Any] = "") -> Promp
         return Prompt(style)
     if style == "model":
         return _prompt_of_model(model)
-    path = Path(style)
-    if not os.path.isfile(style):  # also False for an impossible path
+    path = Path(local(style))
+    if not os.path.isfile(path):  # also False for an impossible path
         raise UserError(
             f"prompt_style {style!r} is neither {', '.join(PROMPT_STYLES)}, model nor a file: give "
             "one of these words, or the path of a text, JSON or parquet file with instructions"

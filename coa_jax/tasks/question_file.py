@@ -14,6 +14,7 @@ from absl import logging
 from coa_jax import jsonl
 from coa_jax.errors import UserError
 from coa_jax.protocol import Messages, get_protocol
+from coa_jax.storage import local
 from coa_jax.tasks.base import SPLITS, Task
 from coa_jax.tasks.checks import checked
 from coa_jax.tasks.prompts import read_messages
@@ -94,7 +95,7 @@ def load_question_file(
         if not rest.startswith(":") or name != "protocol":
             raise UserError(f"{source}: option {rest!r} is not understood; use :protocol=NAME")
         get_protocol(protocol)
-    rows = jsonl.read_lines(path, lambda row: _task(row, protocol, source))
+    rows = jsonl.read_lines(local(str(path)), lambda row: _task(row, protocol, source))
     tasks = [task for found, task in rows if found in (None, split)]
     if not tasks:
         raise UserError(

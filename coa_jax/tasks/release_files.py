@@ -23,6 +23,7 @@ from typing import Any
 from coa_jax import reading
 from coa_jax.errors import UserError
 from coa_jax.protocol import Messages, get_protocol
+from coa_jax.storage import local
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.checks import checked
 from coa_jax.tasks.code_tests import read_tests
@@ -83,11 +84,11 @@ def _options(source: str) -> tuple[Path, str]:
         if not found:
             continue
         if not rest:
-            return Path(path + suffix), ""
+            return Path(local(path + suffix)), ""
         name, _, protocol = rest.removeprefix(":").partition("=")
         if rest.startswith(":") and name == "protocol":
             get_protocol(protocol)
-            return Path(path + suffix), protocol
+            return Path(local(path + suffix)), protocol
     raise UserError(f"{source}: options are not understood; use :protocol=NAME")
 
 

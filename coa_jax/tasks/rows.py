@@ -16,6 +16,7 @@ from typing import Any
 from coa_jax import jsonl, reading
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
+from coa_jax.storage import local
 from coa_jax.tasks.base import Task
 
 Row = Mapping[str, Any]
@@ -25,11 +26,12 @@ _LISTS = ("data", "Data", "rows")  # keys of the list of rows in JSON files
 
 
 def find_files(pattern: str) -> list[Path]:
-    """Returns the files that match a path, which may contain ``*``, sorted by name.
+    """Returns the files that a path or a URL matches, which may contain ``*``, sorted by name.
 
     Raises:
         UserError: there is none.
     """
+    pattern = local(pattern)
     found = [Path(name) for name in sorted(glob.glob(pattern))] if "*" in pattern else []
     found = found or [Path(pattern)]
     if not found[0].exists():

@@ -7,6 +7,7 @@ from typing import Any
 
 from coa_jax import jsonl
 from coa_jax.errors import UserError
+from coa_jax.storage import local
 from coa_jax.tools.factbook_pages import Passage
 
 
@@ -19,7 +20,7 @@ def read_corpus(path: str) -> tuple[Passage, ...]:
     Raises:
         UserError: the file cannot be read or is empty, or a line is malformed (``path:line: why``).
     """
-    passages = tuple(jsonl.read_lines(Path(path).expanduser(), _passage))
+    passages = tuple(jsonl.read_lines(Path(local(str(path))).expanduser(), _passage))
     if not passages:
         raise UserError(f"{path}: the file has no passages")
     return passages

@@ -28,6 +28,7 @@ from coa_jax.model.compute import REFERENCE
 from coa_jax.model.encoder import BertConfig, bind, load_params, read_bert_config
 from coa_jax.model.params import Params
 from coa_jax.model.safetensors_io import Checkpoint
+from coa_jax.storage import model_folder
 
 _SHORTEST = 16
 """Length of the smallest compiled shape in tokens; further shapes double from there."""
@@ -89,7 +90,7 @@ class Encoder:
         Raises:
             UserError: a file is missing, or the model is not supported; the message names the file.
         """
-        folder = Path(config.path).expanduser()
+        folder = model_folder(config.path).expanduser()
         try:
             self._load(folder, config)
             # Ids outside the vocabulary are only detected by running the model.

@@ -7,7 +7,6 @@ import functools
 import inspect
 import json
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Annotated, Any, TypeAlias
 
 from coa_jax.bounds import (
@@ -38,6 +37,7 @@ from coa_jax.protocol import (
     split_level,
 )
 from coa_jax.settings import build
+from coa_jax.storage import version
 from coa_jax.tools.base import Tool
 from coa_jax.tools.budgeted import Budgeted
 from coa_jax.tools.code import CodeTool
@@ -408,8 +408,7 @@ def _index(config: ToolsConfig) -> str:
     if config.retrieval != "bm25":
         parts.append(dataclasses.asdict(config.encoder))
     if config.corpus:
-        file = Path(config.corpus).expanduser().resolve()
-        parts += [str(file), file.stat().st_size, file.stat().st_mtime_ns]
+        parts.append(version(config.corpus))
     return json.dumps(parts)
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from coa_jax.errors import UserError
 from coa_jax.installed import install_hint
 from coa_jax.settings import build
+from coa_jax.storage import local
 from coa_jax.tools import page_text
 from coa_jax.tools.base import Tool, ToolContext, call
 from coa_jax.tools.code_libraries import find_libraries, try_imports
@@ -152,7 +153,7 @@ async def _wiki(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
         Encoder(config.encoder)  # raises an error if its files are wrong
         how += f" with {config.encoder.path}"
     if config.corpus:
-        there = Path(config.corpus).expanduser().is_file()
+        there = Path(local(config.corpus)).expanduser().is_file()
         return there, f"{how} of {config.corpus}{'' if there else ', which is not there'}"
     there = _factbook()
     return there, f"{how} of the World Factbook" + ("" if there else ", not installed")

@@ -19,6 +19,7 @@ from pathlib import Path
 from coa_jax.bounds import Bounded, Bytes, Count, Place
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_inspection
+from coa_jax.storage import local
 from coa_jax.tools.base import Observation, Outcome, ToolContext, time_for
 from coa_jax.tools.net.address import Guard
 from coa_jax.tools.net.chat import ChatConfig, chat, check_client
@@ -83,7 +84,7 @@ class VisualInspector:
         """
         if config.chat:
             check_client()
-        self._folder = Path(config.folder).expanduser().resolve() if config.folder else None
+        self._folder = Path(local(config.folder)).expanduser().resolve() if config.folder else None
         if self._folder is not None and not self._folder.is_dir():
             raise UserError(f"visual_inspector.folder: {config.folder} is not a folder")
         self._config, self._blame = config, Blame()

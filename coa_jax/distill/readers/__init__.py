@@ -29,6 +29,7 @@ from coa_jax.distill.readers.base import (
 from coa_jax.errors import UserError
 from coa_jax.extensions import Bound, Kind, bind, refuse_result
 from coa_jax.reading import reason
+from coa_jax.storage import local
 
 __all__ = ["READERS", "Malformed", "Problem", "ReadReport", "Trace", "read_traces"]
 
@@ -79,7 +80,7 @@ def read_traces(
     read = bind(READERS, form, options or {}, "traces.format")
     single = each_line(lambda value: _one(form, read, value))
     try:
-        data = Path(path).read_bytes()
+        data = Path(local(str(path))).read_bytes()
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     if data.startswith(_GZIP):

@@ -1,0 +1,81 @@
+"""The model card of an exported policy, ``README.md`` in a repository of the Hugging Face Hub."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Mapping
+from typing import Any
+
+import coa_jax
+
+_STAGES = {
+    "sft": "supervised fine-tuning on distilled trajectories",
+    "rl": "reinforcement learning with live tools",
+    "rft": "rejection sampling fine-tuning",
+    "dpo": "direct preference optimisation",
+}
+
+
+def hub_card(
+    base: str, phase: str, step: int, config: Mapping[str, Any], card: Mapping[str, Any]
+) -> str:
+    """A model card in the form of the Hub: a header of YAML, then text.
+
+    It tells nothing of paths, addresses and services of whoever trained the model.
+
+    Args:
+        base: the model that the training began with, as the config names it.
+        phase: ``sft``, ``rl``, ``rft`` or ``dpo``.
+        step: number of the checkpoint.
+        config: settings of the phase.
+        card: what ``agent.json`` of the policy holds.
+    """
+    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(@.*)?", base) is not None
+    base = base.partition("@")[0] if on_hub else base.rstrip("/").rpartition("/")[2]
+    head = ["library_name: transformers", "tags:", "- coa_jax", "- chain-of-agents", f"- {phase}"]
+    if on_hub:
+        head.append(f"base_model: {json.dumps(base)}")
+    protocol = card.get("protocol") or "that of the task"
+    rows = {"base model": base, "stage": _STAGES[phase], "checkpoint": step, "protocol": protocol}
+    rows |= {
+        name: config[name]
+        for name in ("seed", "batch_size", "groups", "group_size", "row_length")
+        if _is_plain(config.get(name))
+    }
+    optimizer = config.get("optimizer", {})
+    rows |= {
+        f"optimizer: {name}": optimizer[name]
+        for name in ("learning_rate", "total_steps", "warmup_steps")
+        if _is_plain(optimizer.get(name))
+    }
+    table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows.items())
+    return "\n".join(
+        [
+            "---",
+            *head,
+            "---",
+            "",
+            "# A Chain-of-Agents policy",
+            "",
+            "This model plays the roles of a multi-agent system itself: it thinks, plans, calls",
+            "tools and checks its answer in one context ([paper](https://arxiv.org/abs/2508.13167)).",
+            "",
+            "| | |",
+            "|---|---|",
+            table,
+            "",
+            "`agent.json` holds the prompt and the protocol of the training.",
+            "",
+            f"Trained with coa_jax {coa_jax.__version__}.",
+            "",
+        ]
+    )
+
+
+def _is_plain(value: Any) -> bool:
+    return isinstance(value, str | int | float) and value != ""
+
+
+def _cell(value: Any) -> str:
+    return str(value).replace("|", "\\|").replace("\n", " ")

@@ -1,0 +1,214 @@
+"""Local copies of files in buckets, made once on each host and kept in the temporary folder."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import fnmatch
+import hashlib
+import os
+import stat
+import tempfile
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from coa_jax import files
+from coa_jax.errors import UserError
+from coa_jax.storage.places import file_system, is_url, join, scheme_of, telling
+
+PART = ".part-"
+"""Between the name of a file and the place of a further part of it."""
+
+_shown: dict[str, str] = {}
+"""Local folder -> the URL that it stands for."""
+
+
+def shown(text: str | os.PathLike[str]) -> str:
+    """A message, or a path, with URLs in place of the local folders that stand for them."""
+    text = os.fspath(text)
+    for folder, url in _shown.items():
+        text = text.replace(folder, url)
+    return text
+
+
+def stands_for(folder: Path, url: str) -> None:
+    """Notes that messages name ``url`` where they would name a local folder."""
+    _shown[str(folder)] = url.rstrip("/")
+
+
+def own_folder() -> Path:
+    """Our folder in the temporary folder (``TMPDIR``); no other user may write to it.
+
+    Raises:
+        UserError: somebody else owns what is there.
+    """
+    path = Path(tempfile.gettempdir()) / f"coa_jax-{os.getuid()}"
+    path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    found = path.lstat()
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise UserError(f"{path}: belongs to somebody else; set TMPDIR to a folder of your own")
+    return path
+
+
+def local(place: str, leave_out: str = "") -> str:
+    """The local path of an input: what is in a bucket is copied first, anything else is as it was.
+
+    A copy is made once on each host, and anew when the object has changed.
+
+    Args:
+        place: a file; a folder, which is copied whole; or a pattern with ``*``.
+        leave_out: pattern of the names of files that stay where they are.
+
+    Raises:
+        UserError: the place cannot be read, or nothing is there.
+    """
+    if not is_url(place):
+        return place
+    url = place.rstrip("/")
+    fs = file_system(scheme_of(url))
+    inside = url.partition("://")[2]
+    with telling(place):
+        if "*" in inside:
+            root = inside.partition("*")[0].rpartition("/")[0]
+            matching: dict[str, Any] = fs.glob(inside, detail=True)
+            found = {n: info for n, info in matching.items() if info["type"] == "file"}
+            result = inside.removeprefix(root).lstrip("/")
+        else:
+            found = _objects(fs, inside)
+            root, _, result = inside.rpartition("/")
+        found = {n: info for n, info in found.items() if not fnmatch.fnmatch(n, leave_out)}
+        if not found:
+            raise UserError(f"{place}: nothing is there; mend the address")
+        folder = _folder_of(f"{scheme_of(url)}://{root}")
+        _copy(fs, found, root, folder)
+    return str(folder / result)
+
+
+def _objects(fs: Any, inside: str) -> dict[str, Any]:
+    """The object of a name and its parts, or those below it: name -> what the store says of it."""
+    with contextlib.suppress(FileNotFoundError):
+        info = fs.info(inside)
+        if info["type"] == "file":
+            parts: dict[str, Any] = fs.glob(f"{inside}{PART}*", detail=True)
+            return {inside: info, **parts}
+    below: dict[str, Any] = fs.find(inside, detail=True)
+    return {name: info for name, info in below.items() if not name.endswith("/")}
+
+
+def _folder_of(url: str) -> Path:
+    digest = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
+    folder = own_folder() / "copies" / digest
+    folder.mkdir(parents=True, exist_ok=True)
+    stands_for(folder, url)
+    return folder
+
+
+def _copy(fs: Any, found: Mapping[str, Any], root: str, folder: Path) -> None:
+    """Copies objects to a folder unless it has them; several processes may do so at a time."""
+    with locked(folder / ".lock"):
+        marks_file = folder / ".marks"
+        marks = files.read_json_object(marks_file, None) if marks_file.exists() else {}
+        for whole in (name for name in found if PART not in name):
+            pieces = joined(whole, {name: int(info["size"] or 0) for name, info in found.items()})
+            relative = whole.removeprefix(root).lstrip("/")
+            path, mark = folder / relative, " ".join(_mark(found[name]) for name in pieces)
+            if marks.get(relative) == mark and path.is_file():
+                continue
+            path.parent.mkdir(parents=True, exist_ok=True)
+            fresh = path.with_name(f".{path.name}.fresh")
+            fs.get_file(whole, str(fresh))
+            with open(fresh, "ab") as file:
+                for name in pieces[1:]:
+                    file.write(fs.cat_file(name))
+            os.replace(fresh, path)
+            marks[relative] = mark
+            files.write_json(marks_file, marks)
+
+
+def joined(whole: str, sizes: Mapping[str, int]) -> list[str]:
+    """The objects that a file consists of, see `coa_jax.storage.mirror`.
+
+    Args:
+        whole: name of the first one.
+        sizes: bytes of all objects, by name.
+    """
+    pieces, end = [whole], sizes[whole]
+    while (name := f"{whole}{PART}{end:015d}") in sizes and sizes[name]:
+        pieces.append(name)
+        end += sizes[name]
+    return pieces
+
+
+def _mark(info: Mapping[str, Any]) -> str:
+    """What changes with the content of an object."""
+    return f"{info.get('size')} {info.get('generation') or info.get('ETag') or info.get('mtime')}"
+
+
+def version(place: str) -> str:
+    """What changes with the content of a file: of a URL without a copy of it.
+
+    Raises:
+        UserError: it is not there.
+    """
+    if not is_url(place):
+        found = Path(place).expanduser().resolve()
+        return f"{found} {found.stat().st_size} {found.stat().st_mtime_ns}"
+    with telling(place):
+        return f"{place} {_mark(file_system(scheme_of(place)).info(place.partition('://')[2]))}"
+
+
+def exists(url: str) -> bool:
+    """Whether there is an object of this name.
+
+    Raises:
+        UserError: the bucket cannot be read.
+    """
+    with telling(url):
+        return bool(file_system(scheme_of(url)).exists(url.partition("://")[2]))
+
+
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Holds the lock of a local file, which ends with the process."""
+    with open(path, "a") as file:
+        fcntl.flock(file, fcntl.LOCK_EX)
+        yield
+
+
+@contextlib.contextmanager
+def output(place: str) -> Iterator[Path]:
+    """A local path for a file or a folder to be written, which is uploaded in the end.
+
+    Args:
+        place: a local path, which is given as it is, or a URL; whatever is below it is replaced.
+
+    Raises:
+        UserError: the upload fails; the files are gone then.
+    """
+    if not is_url(place):
+        yield Path(place)
+        return
+    url = place.rstrip("/")
+    with tempfile.TemporaryDirectory(prefix="output-", dir=own_folder()) as folder:
+        stands_for(Path(folder), url.rpartition("/")[0])
+        path = Path(folder) / url.rpartition("/")[2]
+        yield path
+        upload(path, url)
+
+
+def upload(path: Path, url: str) -> None:
+    """Uploads a file, or a folder whose old objects that are not in it go afterwards."""
+    fs, inside = file_system(scheme_of(url)), url.partition("://")[2]
+    with telling(url):
+        if path.is_file():
+            fs.put_file(str(path), inside)
+            return
+        old = {name for name in fs.find(inside)}
+        for file in sorted(path.rglob("*")):
+            if file.is_file():
+                name = join(inside, file.relative_to(path).as_posix())
+                fs.put_file(str(file), name)
+                old.discard(name)
+        if old:
+            fs.rm(sorted(old))

@@ -1,0 +1,173 @@
+"""The lease of a run directory in a bucket, which has no locks: one object with its holder.
+
+The holder writes the object again every quarter of `seconds()`.  Whoever finds that it has not
+changed for `seconds()`, by his own clock, takes the lease over; one whose holder was on this host
+and is gone is taken over at once.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import secrets
+import socket
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+from absl import logging
+
+from coa_jax.errors import UserError
+from coa_jax.storage.places import file_system, join, scheme_of, telling
+
+NAME = "lease.json"
+
+
+def seconds() -> float:
+    """Silence after which a holder counts as dead (``COA_JAX_LEASE_SECONDS``, 60 by default)."""
+    text = os.environ.get("COA_JAX_LEASE_SECONDS", "60")
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 86400:
+        raise UserError(f"COA_JAX_LEASE_SECONDS is {text!r}; give seconds above 0")
+    return value
+
+
+class Lease:
+    """A lease that this process holds, until `close`."""
+
+    def __init__(self, url: str):
+        """Takes the lease of a directory; waits for as long as a dead holder may look alive.
+
+        Raises:
+            UserError: another run holds it, or the bucket cannot be written.
+        """
+        self.url, self._seconds = url, seconds()
+        self._fs = file_system(scheme_of(url))
+        self._path = join(url, NAME).partition("://")[2]
+        self._token = secrets.token_hex(8)
+        self._lost = ""
+        self._renewed = 0.0
+        self._take()
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._renew, daemon=True, name="lease")
+        self._thread.start()
+
+    def _take(self) -> None:
+        first, since = self._read(), time.monotonic()
+        while (now := self._read()) is not None and not _is_gone(now):
+            if first is None or now != first:
+                raise UserError(
+                    f"workdir {self.url}: in use by process {now.get('pid')} on {now.get('host')};"
+                    " wait for it, stop it or choose another --workdir"
+                )
+            waited = time.monotonic() - since
+            if waited >= self._seconds:
+                logging.warning("%s: its last run fell silent; taking its lease over", self.url)
+                break
+            time.sleep(min(0.5, self._seconds / 20))
+        with telling(self.url):
+            if now is not None:
+                self._fs.rm_file(self._path)
+            # A store that cannot refuse to overwrite has the last writer as the holder.
+            with contextlib.suppress(FileExistsError):
+                self._write("create")
+                self._settle()
+        if self._read_token() != self._token:
+            raise UserError(
+                f"workdir {self.url}: another run has just taken it; choose another --workdir"
+            )
+
+    def _settle(self) -> None:
+        """Gives a run that saw the same moment the time to write."""
+        time.sleep(min(0.2, self._seconds / 20))
+
+    def _read(self) -> dict[str, Any] | None:
+        with telling(self.url):
+            try:
+                found = json.loads(self._fs.cat_file(self._path))
+            except FileNotFoundError:
+                return None
+            except ValueError:
+                return {}
+        return found if isinstance(found, dict) else {}
+
+    def _read_token(self) -> str:
+        return str((self._read() or {}).get("token"))
+
+    def _write(self, mode: str) -> None:
+        now = time.monotonic()
+        held = {
+            "token": self._token,
+            "host": socket.gethostname(),
+            "pid": os.getpid(),
+            "place": _place(),
+            "started": _started(os.getpid()),
+            "renewed": time.time(),
+        }
+        self._fs.pipe_file(self._path, json.dumps(held).encode(), mode=mode)
+        self._renewed = now
+
+    def _renew(self) -> None:
+        while not self._closing.wait(self._seconds / 4):
+            try:
+                self._look()
+            except Exception as error:  # `check` raises it again where it matters
+                logging.warning("%s: its lease is not renewed: %s", self.url, error)
+
+    def _look(self) -> None:
+        if self._read_token() != self._token:
+            self._lost = f"workdir {self.url}: another run has taken it over; this one ends"
+            return
+        with telling(self.url):
+            self._write("overwrite")
+
+    def check(self) -> None:
+        """Makes sure that this process still holds the lease, before it writes.
+
+        Raises:
+            UserError: it does not, because it was silent for too long.
+        """
+        if not self._lost and time.monotonic() - self._renewed > self._seconds / 2:
+            self._look()
+        if self._lost:
+            raise UserError(self._lost)
+
+    def close(self) -> None:
+        """Gives the lease back."""
+        self._closing.set()
+        self._thread.join()
+        with contextlib.suppress(UserError, FileNotFoundError):
+            if not self._lost and self._read_token() == self._token:
+                with telling(self.url):
+                    self._fs.rm_file(self._path)
+
+
+def _place() -> str:
+    """Names the machine since its start and its space of process numbers."""
+    boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+    return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+
+
+def _started(pid: int) -> str:
+    """When a process of this machine started; "" if it is gone."""
+    try:
+        text = Path(f"/proc/{pid}/stat").read_text()
+    except OSError:
+        return ""
+    state, *rest = text.rpartition(")")[2].split()
+    return "" if state in "ZX" else rest[18]
+
+
+def _is_gone(held: dict[str, Any]) -> bool:
+    """Whether the holder was a process of this machine that has ended."""
+    pid = held.get("pid")
+    return (
+        held.get("place") == _place()
+        and isinstance(pid, int)
+        and _started(pid) != held.get("started")
+    )

@@ -1,0 +1,414 @@
+"""The local mirror of a run directory in a bucket.
+
+A run reads and writes local files in the temporary folder, which may be appended to, renamed and
+locked; `Mirror.sync` brings the bucket to the same state.  Objects can only be written whole, so a
+file that has grown is kept in parts: the object of its name, and then ``NAME.part-OFFSET``, each
+written anew until it has `WHOLE` bytes.  A part counts only where the ones before it end.  Thus a
+reader, and a run that goes on after a kill between two writes, sees a file as it was at some
+moment.
+
+Checkpoints are no part of the mirror: Orbax writes them to the bucket itself.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import dataclasses
+import fcntl
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import zlib
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from typing import IO
+
+from absl import logging
+
+from coa_jax.errors import UserError
+from coa_jax.storage import lease as leases
+from coa_jax.storage.copies import PART, joined, own_folder, stands_for
+from coa_jax.storage.places import file_system, is_url, scheme_of, telling
+
+WHOLE = 8 << 20
+"""Bytes from which on a part of a growing file is complete."""
+CHECKPOINTS = "checkpoints"
+NAMES_ONLY = ("traces", "tensorboard", "profile", "model", "model-adapters")
+"""Folders of which a run that goes on needs the names of files, and not their content."""
+
+
+@dataclasses.dataclass
+class _Chunk:
+    """An object with a part of a file.
+
+    Attributes:
+        name: of the object.
+        offset, size: the bytes of the file that it has.
+        crc: checksum of these bytes; 0 where they were not read.
+    """
+
+    name: str
+    offset: int
+    size: int
+    crc: int
+
+
+@dataclasses.dataclass
+class _File:
+    """What the bucket has of a file, and the local file of that moment."""
+
+    chunks: list[_Chunk]
+    seen: tuple[int, int, int] | None = None
+
+
+class Mirror:
+    """A folder in a bucket and its local mirror.
+
+    Attributes:
+        url: the folder in the bucket.
+        path: the local folder.
+    """
+
+    def __init__(self, url: str):
+        """Makes an empty mirror, which is removed when the process ends."""
+        self.url = url.rstrip("/")
+        self._fs = file_system(scheme_of(self.url))
+        self._root = self.url.partition("://")[2]
+        folder, self._lock_file = _new_folder()
+        self.path = folder / self._root.rpartition("/")[2]
+        self.path.mkdir()
+        stands_for(self.path, self.url)
+        self._files: dict[str, _File] = {}
+        self._syncing = threading.Lock()
+        self.lease: leases.Lease | None = None
+        self._beat: _Beat | None = None
+
+    # --- from the bucket -------------------------------------------------------------------
+
+    def fill(self, names_only: Iterable[str] = (), *, own: bool = False) -> None:
+        """Brings the local folder to the state of the bucket.
+
+        Args:
+            names_only: first parts of names whose files are made empty here, and left as they are
+                in the bucket.
+            own: whether this process is the one that writes: it removes parts that a killed run
+                has left behind.
+
+        Raises:
+            UserError: the bucket cannot be read.
+        """
+        skipped = tuple(names_only)
+        with self._syncing, telling(self.url):
+            found, stale = _files_of(self._objects())
+            for relative, file in found.items():
+                path = self.path / relative
+                path.parent.mkdir(parents=True, exist_ok=True)
+                if relative.split("/")[0] in skipped:
+                    path.touch()
+                else:
+                    self._fetch(file, path)
+                file.seen = _seen(path)
+                self._files[relative] = file
+            if own and stale:
+                self._fs.rm([f"{self._root}/{name}" for name in stale])
+
+    def _objects(self) -> Iterator[tuple[str, int]]:
+        below = self._fs.find(self._root, detail=True)
+        for name, info in below.items():
+            relative = name.removeprefix(self._root).lstrip("/")
+            if relative and relative != leases.NAME and CHECKPOINTS not in relative.split("/"):
+                yield relative, int(info.get("size") or 0)
+
+    def _fetch(self, file: _File, path: Path) -> None:
+        first, *rest = file.chunks
+        self._fs.get_file(f"{self._root}/{first.name}", str(path))
+        # The object may have been written anew since it was listed.
+        first.size, first.crc = path.stat().st_size, _checksum(path)
+        for number, chunk in enumerate(rest, 1):
+            if chunk.offset != path.stat().st_size:
+                del file.chunks[number:]
+                return
+            data = self._fs.cat_file(f"{self._root}/{chunk.name}")
+            chunk.size, chunk.crc = len(data), zlib.crc32(data)
+            with open(path, "ab") as whole:
+                whole.write(data)
+
+    # --- to the bucket ---------------------------------------------------------------------
+
+    def sync(self) -> None:
+        """Brings the bucket to the state of the local folder; returns when it is there.
+
+        Names that begin with a dot are left out: files that are not finished, and locks.
+
+        Raises:
+            UserError: the bucket cannot be written, or another run has taken the directory over.
+        """
+        with self._syncing:
+            if self.lease is not None:
+                self.lease.check()
+            with telling(self.url):
+                here = dict(self._local())
+                for relative, path in here.items():
+                    self._put(relative, path)
+                for relative in [name for name in self._files if name not in here]:
+                    self._remove(self._files.pop(relative).chunks)
+
+    def _local(self) -> Iterator[tuple[str, Path]]:
+        for folder, folders, names in os.walk(self.path):
+            folders[:] = [n for n in folders if n != CHECKPOINTS and not n.startswith(".")]
+            for name in names:
+                path = Path(folder) / name
+                if not name.startswith(".") and path.is_file():
+                    yield path.relative_to(self.path).as_posix(), path
+
+    def _put(self, relative: str, path: Path) -> None:
+        try:
+            seen = _seen(path)
+            file = self._files.get(relative)
+            if file is not None and file.seen == seen:
+                return
+            grown = file is not None and file.seen is not None and _has_grown(file.seen, seen)
+            if file is None or not grown:
+                self._put_whole(relative, path, file)
+            else:
+                self._put_rest(relative, path, file)
+            self._files[relative].seen = seen
+        except FileNotFoundError:
+            if path.exists():
+                raise
+            # It was removed meanwhile, and goes from the bucket with the next `sync`.
+
+    def _put_whole(self, relative: str, path: Path, file: _File | None) -> None:
+        size = path.stat().st_size
+        # A file that goes on growing while it is sent is sent up to here.
+        with open(path, "rb") as data:
+            if size <= WHOLE:
+                block = data.read(size)
+                self._fs.pipe_file(f"{self._root}/{relative}", block)
+                crc = zlib.crc32(block)
+            else:
+                self._fs.put_file(str(path), f"{self._root}/{relative}")
+                size = int(self._fs.info(f"{self._root}/{relative}")["size"])
+                crc = _checksum(path, size)
+        if file is not None:
+            self._remove(file.chunks[1:])
+        self._files[relative] = _File([_Chunk(relative, 0, size, crc)])
+
+    def _put_rest(self, relative: str, path: Path, file: _File) -> None:
+        """Sends what a file has grown by, and what has changed before."""
+        with open(path, "rb") as data:
+            keep = len(file.chunks)
+            while keep and not self._is_same(data, file.chunks[keep - 1]):
+                keep -= 1
+            if keep and file.chunks[keep - 1].size < WHOLE:
+                keep -= 1
+            changed, file.chunks = file.chunks[keep:], file.chunks[:keep]
+            end = file.chunks[-1].offset + file.chunks[-1].size if keep else 0
+            data.seek(end)
+            rest = data.read()
+        name = relative if not keep else f"{relative}{PART}{end:015d}"
+        self._fs.pipe_file(f"{self._root}/{name}", rest)
+        self._remove([chunk for chunk in changed if chunk.name != name])
+        file.chunks.append(_Chunk(name, end, len(rest), zlib.crc32(rest)))
+
+    def _is_same(self, data: IO[bytes], chunk: _Chunk) -> bool:
+        data.seek(chunk.offset)
+        return _checksum_of(data, chunk.size) == chunk.crc
+
+    def _remove(self, chunks: Iterable[_Chunk]) -> None:
+        """Removes objects, the last part first, so that the rest is always a file's beginning."""
+        for chunk in sorted(chunks, key=lambda chunk: -chunk.offset):
+            with contextlib.suppress(FileNotFoundError):
+                self._fs.rm_file(f"{self._root}/{chunk.name}")
+
+    # --- the run ---------------------------------------------------------------------------
+
+    def open(self, *, active: bool) -> None:
+        """Begins a run in the directory: takes the lease, fills the mirror, and syncs from now on.
+
+        Args:
+            active: whether this process is the first of the run, which holds the lease.
+
+        Raises:
+            UserError: see `leases.Lease` and `fill`.
+        """
+        if active:
+            self.lease = leases.Lease(self.url)
+        others = () if active else ("traces.jsonl",)
+        self.fill((*NAMES_ONLY, *others), own=active)
+        self._beat = _Beat(self)
+
+    def close(self) -> None:
+        """Ends the run: sends what is left, and gives the lease back.
+
+        Raises:
+            UserError: see `sync`.
+        """
+        if self._beat is not None:
+            self._beat.stop()
+            self._beat = None
+        try:
+            self.sync()
+        finally:
+            if self.lease is not None:
+                self.lease.close()
+                self.lease = None
+
+
+class _Beat:
+    """Syncs a mirror again and again in the background."""
+
+    def __init__(self, mirror: Mirror):
+        self._mirror, self._over = mirror, threading.Event()
+        self._thread = threading.Thread(target=self._run, daemon=True, name="mirror")
+        self._thread.start()
+
+    def _run(self) -> None:
+        while not self._over.wait(interval()):
+            try:
+                self._mirror.sync()
+            except Exception as error:  # the next `sync` of the run itself raises it again
+                logging.warning("%s: not up to date: %s", self._mirror.url, error)
+
+    def stop(self) -> None:
+        self._over.set()
+        self._thread.join()
+
+
+def interval() -> float:
+    """Seconds between two syncs (``COA_JAX_SYNC_SECONDS``, 15 by default): what a kill can lose."""
+    text = os.environ.get("COA_JAX_SYNC_SECONDS", "15")
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 86400:
+        raise UserError(f"COA_JAX_SYNC_SECONDS is {text!r}; give seconds above 0")
+    return value
+
+
+def _files_of(objects: Iterable[tuple[str, int]]) -> tuple[dict[str, _File], list[str]]:
+    """(Files by name, names of parts that do not count) of objects, which are (name, bytes)."""
+    sizes = dict(objects)
+    files, used = {}, set[str]()
+    for whole in (name for name in sizes if PART not in name):
+        chunks, end = [], 0
+        for name in joined(whole, sizes):
+            chunks.append(_Chunk(name, end, sizes[name], 0))
+            end += sizes[name]
+        files[whole] = _File(chunks)
+        used |= {chunk.name for chunk in chunks}
+    return files, [name for name in sizes if name not in used]
+
+
+def _checksum(path: Path, size: int = sys.maxsize) -> int:
+    with open(path, "rb") as data:
+        return _checksum_of(data, size)
+
+
+def _checksum_of(data: IO[bytes], size: int) -> int:
+    """Checksum of the next bytes of a file."""
+    found = 0
+    while size > 0 and (block := data.read(min(size, 1 << 20))):
+        found, size = zlib.crc32(block, found), size - len(block)
+    return found
+
+
+def _seen(path: Path) -> tuple[int, int, int]:
+    found = path.stat()
+    return found.st_ino, found.st_size, found.st_mtime_ns
+
+
+def _has_grown(before: tuple[int, int, int], now: tuple[int, int, int]) -> bool:
+    return before[0] == now[0] and before[1] > 0
+
+
+# --- folders -------------------------------------------------------------------------------
+
+
+def _new_folder() -> tuple[Path, int]:
+    """A folder for a mirror, and its lock, by which a later process tells that this one is gone."""
+    root = own_folder() / "mirrors"
+    root.mkdir(exist_ok=True)
+    for old in root.iterdir():
+        _remove_if_left(old)
+    folder = Path(tempfile.mkdtemp(dir=root))
+    lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    atexit.register(_remove_own, folder, os.getpid())
+    return folder, lock
+
+
+def _remove_own(folder: Path, owner: int) -> None:
+    if os.getpid() == owner:  # and not in a worker that was forked
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _remove_if_left(folder: Path) -> None:
+    try:
+        lock = os.open(folder / ".lock", os.O_RDWR)
+    except OSError:
+        return  # it is being made
+    try:
+        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        shutil.rmtree(folder, ignore_errors=True)
+    except BlockingIOError:
+        pass
+    finally:
+        os.close(lock)
+
+
+# --- the mirrors of this process -----------------------------------------------------------
+
+_mirrors: dict[Path, Mirror] = {}
+
+
+def run_folder(place: str | os.PathLike[str]) -> Path:
+    """The local folder of a run directory; for a URL an empty mirror, which `RunDir` fills.
+
+    Raises:
+        UserError: the URL has no scheme or names no bucket that can be used.
+    """
+    if not is_url(place):
+        return Path(place)
+    url = os.fspath(place).rstrip("/")
+    for path, mirror in _mirrors.items():
+        if mirror.url == url:
+            return path
+    mirror = Mirror(url)
+    _mirrors[mirror.path] = mirror
+    return mirror.path
+
+
+def mirror_of(path: str | os.PathLike[str]) -> Mirror | None:
+    """The mirror that a local path lies in; None for any other path."""
+    path = Path(path)
+    return next((_mirrors[p] for p in (path, *path.parents) if p in _mirrors), None)
+
+
+@contextlib.contextmanager
+def visited(
+    place: str | os.PathLike[str], names_only: Iterable[str] = NAMES_ONLY
+) -> Iterator[Path]:
+    """The local folder of a run, which may be going on; what is written there is sent in the end.
+
+    Args:
+        place: directory of the run, a local path or a URL.
+        names_only: see `Mirror.fill`.
+
+    Raises:
+        UserError: the place cannot be read, nothing is there, or it cannot be written.
+    """
+    path = run_folder(place)
+    mirror = mirror_of(path)
+    if mirror is None:
+        yield path
+        return
+    mirror.fill(names_only)
+    if not any(path.iterdir()):
+        raise UserError(f"{os.fspath(place)}: nothing is there; mend the address")
+    yield path
+    mirror.sync()

@@ -1,0 +1,157 @@
+"""Models of the Hub, from a local server that speaks its routes."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from coa_jax.errors import UserError
+from coa_jax.model.hub_card import hub_card
+from coa_jax.storage import check_push, hub_id
+from tests.hub_server import TOKEN, Hub, hub_server
+
+NAME = "Org/Tiny-1B"
+
+
+@pytest.fixture
+def hub() -> Iterator[Hub]:
+    with hub_server() as server:
+        yield server
+
+
+@pytest.fixture
+def files() -> dict[str, bytes]:
+    """What a repository holds; nobody looks into the files."""
+    names = ("config.json", "tokenizer.json", "model.safetensors")
+    return {name: name.encode() * 100 for name in names}
+
+
+def run(hub: Hub, home: Path, *arguments: str, **env: str) -> subprocess.CompletedProcess[str]:
+    """Runs Python with the Hub of the test; huggingface_hub reads its settings once a process."""
+    settings = {"HF_ENDPOINT": hub.url, "HF_HOME": str(home), "HF_HUB_OFFLINE": "0", "HF_TOKEN": ""}
+    return subprocess.run(
+        [sys.executable, *arguments],
+        env={**os.environ, **settings, "HF_HUB_DISABLE_XET": "1", **env},
+        capture_output=True,
+        text=True,
+        timeout=120,
+    )
+
+
+def folder_of(place: str, *, weights: bool = True) -> tuple[str, str]:
+    """A program that prints what is in the folder of a model, or why there is none."""
+    lines = (
+        "from coa_jax.errors import UserError",
+        "from coa_jax.storage import model_folder, shown",
+        "try:",
+        f"    folder = model_folder({place!r}, weights={weights})",
+        "    print(*sorted(path.name for path in folder.iterdir()), shown(folder))",
+        "except UserError as error:",
+        "    print(error)",
+    )
+    return "-c", "\n".join(lines)
+
+
+def test_a_model_of_the_hub_is_downloaded_once(hub, files, tmp_path):
+    hub.add(NAME, {**files, "pytorch_model.bin": b"torch", "onnx/model.onnx": b"onnx"})
+    described = run(hub, tmp_path, *folder_of(NAME, weights=False))
+    assert "model.safetensors" not in described.stdout.split(), described.stderr
+    whole = run(hub, tmp_path, *folder_of(NAME))
+    assert whole.stdout.split() == [*sorted(files), NAME], whole.stderr
+    assert not [r for r in hub.requests if "pytorch_model" in r or "onnx" in r]
+    hub.requests.clear()
+    assert run(hub, tmp_path, *folder_of(NAME)).stdout == whole.stdout
+    assert not [r for r in hub.requests if r.startswith("GET") and "resolve" in r]
+    offline = run(hub, tmp_path, *folder_of(NAME), HF_HUB_OFFLINE="1")
+    assert offline.stdout == whole.stdout
+
+
+def test_a_revision_is_the_one_that_was_asked_for(hub, files, tmp_path):
+    first = hub.add(NAME, {**files, "note.txt": b"first"})
+    hub.add(NAME, {"note.txt": b"second"})
+    code = (
+        "from coa_jax.storage import model_folder as at\nprint((at({!r}) / 'note.txt').read_text())"
+    )
+    for place, text in ((f"{NAME}@{first}", "first"), (NAME, "second")):
+        done = run(hub, tmp_path, "-c", code.format(place))
+        assert done.stdout.strip() == text, done.stderr
+
+
+@pytest.mark.parametrize(
+    ("place", "env", "said"),
+    [
+        ("Org/Nothing", {}, "there is no such folder here, and the Hub has no such model"),
+        (f"{NAME}@{'0' * 40}", {}, "the model has no such revision on the Hub"),
+        ("Org/Gated", {}, "its authors give access on request"),
+        (NAME, {"HF_HUB_OFFLINE": "1"}, "its files are not in the cache of the Hub"),
+        (NAME, {"HF_ENDPOINT": "http://127.0.0.1:9"}, "its files are not in the cache of the Hub"),
+    ],
+)
+def test_what_the_hub_refuses_is_one_line(hub, files, tmp_path, place, env, said):
+    hub.add(NAME, files)
+    hub.add("Org/Gated", files)
+    hub.gated.add("Org/Gated")
+    done = run(hub, tmp_path, *folder_of(place), **env)
+    assert done.stdout.startswith(f"{place}: "), done.stderr
+    assert said in done.stdout
+
+
+def test_a_command_that_the_hub_refuses_says_so_in_a_line(hub, tmp_path):
+    done = run(hub, tmp_path, "-m", "coa_jax.ask", "--model=Org/Nothing", "who?")
+    assert done.returncode == 2
+    assert done.stderr.splitlines()[-1].startswith("error: Org/Nothing: there is no such folder")
+
+
+def test_a_path_that_exists_is_no_id_of_the_hub(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert hub_id("runs/sft") == ("runs/sft", None)
+    (tmp_path / "runs" / "sft").mkdir(parents=True)
+    assert hub_id("runs/sft") is None
+    for place in ("/mnt/a", "./a/b", "gs://a/b", "a", "a/b/c", "a/../b"):
+        assert hub_id(place) is None
+    assert hub_id("Org/Name@refs/pr/1") == ("Org/Name", "refs/pr/1")
+
+
+def test_a_model_is_pushed_with_its_large_files(hub, files, tmp_path):
+    folder = tmp_path / "out"
+    folder.mkdir()
+    for name, data in files.items():
+        (folder / name).write_bytes(data)
+    (folder / "README.md").write_text(hub_card("Qwen/Qwen3-4B", "rl", 7, {}, {}))
+    code = (
+        "from pathlib import Path\nfrom coa_jax.storage import push_model\n"
+        f"print(push_model(Path({str(folder)!r}), {NAME!r}, 'rl step 7'))"
+    )
+    done = run(hub, tmp_path / "home", "-c", code, HF_TOKEN=TOKEN)
+    found = hub.find(NAME, "main")
+    assert found is not None, done.stderr
+    assert done.stdout.strip() == f"{hub.url}/{NAME}/commit/{found[0]}"
+    assert {name: found[1][name] for name in files} == files
+    assert hub.messages == ["rl step 7"]
+    assert b'base_model: "Qwen/Qwen3-4B"' in found[1]["README.md"]
+    assert list(hub.objects.values()) == [files["model.safetensors"]]
+
+
+def test_a_push_without_a_token_or_a_name_is_refused_at_the_start(monkeypatch, hub, tmp_path):
+    with pytest.raises(UserError, match="give an id of the Hub, Org/Name"):
+        check_push("model")
+    done = run(hub, tmp_path, "-m", "coa_jax.export", f"--workdir={tmp_path}", "--push=Org/Name")
+    assert done.returncode == 2
+    assert done.stderr.strip() == (
+        "error: --push=Org/Name: no token for the Hub; run `hf auth login` or set HF_TOKEN"
+    )
+
+
+def test_the_card_of_a_pushed_model_names_no_path_of_the_trainer():
+    config = {"seed": 3, "optimizer": {"learning_rate": 1e-5}, "data": "gs://secret/data"}
+    text = hub_card("gs://secret/models/Base", "sft", 12, config, {"protocol": "web"})
+    assert "secret" not in text and "base_model" not in text
+    assert "| base model | Base |" in text and "| protocol | web |" in text
+    assert "| optimizer: learning_rate | 1e-05 |" in text
+    json.dumps(text)

@@ -1,0 +1,253 @@
+"""The mirror of a run directory: what a reader and a successor find after any number of writes."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import fsspec
+import hypothesis
+import pytest
+from hypothesis import strategies as st
+
+from coa_jax import files, storage
+from coa_jax.errors import UserError
+from coa_jax.run_dir import RunDir
+from coa_jax.storage import mirror as mirrors
+
+URL = "gs://bucket/run"
+
+
+class Killed(Exception):
+    """The end of a process at a write."""
+
+
+class Dying:
+    """A file system whose process is killed at a write."""
+
+    def __init__(self, fs: Any):
+        self._fs, self.left = fs, 10**9
+
+    def __getattr__(self, name: str) -> Any:
+        found = getattr(self._fs, name)
+        if name not in ("pipe_file", "put_file", "rm_file", "rm"):
+            return found
+
+        def write(*given: Any, **named: Any) -> Any:
+            if not self.left:
+                raise Killed
+            self.left -= 1
+            return found(*given, **named)
+
+        return write
+
+
+@pytest.fixture
+def memory(monkeypatch):
+    """A bucket in this process."""
+    fs = fsspec.filesystem("memory", skip_instance_cache=True)
+    fs.store, fs.pseudo_dirs = {}, [""]
+    dying = Dying(_Rootless(fs))
+    monkeypatch.setattr(mirrors, "file_system", lambda scheme: dying)
+    monkeypatch.setattr(mirrors, "WHOLE", 64)
+    return dying
+
+
+class _Rootless:
+    """Names without the slash that this file system puts first."""
+
+    def __init__(self, fs: Any):
+        self._fs = fs
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._fs, name)
+
+    def find(self, path: str, detail: bool = False) -> Any:
+        found = self._fs.find(path, detail=True)
+        return {name.lstrip("/"): info for name, info in found.items()}
+
+
+def read(url: str = URL) -> dict[str, bytes]:
+    """What a reader finds."""
+    mirror = storage.Mirror(url)
+    mirror.fill()
+    return {
+        path.relative_to(mirror.path).as_posix(): path.read_bytes()
+        for path in mirror.path.rglob("*")
+        if path.is_file()
+    }
+
+
+def test_what_was_written_is_what_a_reader_finds(memory):
+    mirror = storage.Mirror(URL)
+    (mirror.path / "deep").mkdir()
+    (mirror.path / "a.json").write_bytes(b"1")
+    (mirror.path / "deep" / "b.bin").write_bytes(os.urandom(1000))
+    (mirror.path / ".lock").write_bytes(b"left out")
+    mirror.sync()
+    assert read() == {
+        "a.json": b"1",
+        "deep/b.bin": (mirror.path / "deep" / "b.bin").read_bytes(),
+    }
+    files.replace(mirror.path / "a.json", b"22")
+    (mirror.path / "deep" / "b.bin").unlink()
+    mirror.sync()
+    assert read() == {"a.json": b"22"}
+
+
+def test_a_growing_file_is_sent_in_parts_and_not_again_and_again(memory):
+    mirror = storage.Mirror(URL)
+    path, sent = mirror.path / "traces.jsonl", 0
+    for number in range(100):
+        files.append(path, b"%06d\n" % number)
+        mirror.sync()
+        sent += max(len(data) for data in _objects(memory).values())
+    names = sorted(_objects(memory))
+    assert names[0].endswith("/traces.jsonl") and len(names) > 5
+    assert max(map(len, _objects(memory).values())) < 64 + 7
+    assert read() == {"traces.jsonl": path.read_bytes()}
+
+
+def _objects(memory: Any) -> dict[str, bytes]:
+    return {name: memory.cat_file(name) for name in memory.find("bucket/run")}
+
+
+operations = st.lists(
+    st.one_of(
+        st.tuples(st.just("append"), st.integers(1, 200)),
+        st.tuples(st.just("cut"), st.integers(0, 400)),
+        st.tuples(st.just("replace"), st.integers(0, 300)),
+        st.tuples(st.just("remove"), st.just(0)),
+        st.tuples(st.just("sync"), st.just(0)),
+        st.tuples(st.just("restart"), st.just(0)),
+    ),
+    max_size=25,
+)
+
+
+def apply(path: Path, operation: str, size: int, number: int) -> None:
+    data = b"".join(b"%d-%d;" % (number, at) for at in range(size))[:size]
+    if operation == "append":
+        files.append(path, data)
+    elif operation == "cut" and path.exists() and path.stat().st_size > size:
+        os.truncate(path, size)
+    elif operation == "replace":
+        files.replace(path, data)
+    elif operation == "remove":
+        path.unlink(missing_ok=True)
+
+
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(operations)
+def test_any_sequence_of_writes_arrives(memory, steps):
+    memory._fs._fs.store.clear()
+    mirror = storage.Mirror(URL)
+    for number, (operation, size) in enumerate(steps):
+        if operation == "sync":
+            mirror.sync()
+        elif operation == "restart":
+            mirror.sync()
+            mirror = storage.Mirror(URL)
+            mirror.fill(own=True)
+        else:
+            apply(mirror.path / "file", operation, size, number)
+    mirror.sync()
+    there = mirror.path / "file"
+    assert read() == ({"file": there.read_bytes()} if there.exists() else {})
+
+
+@hypothesis.settings(suppress_health_check=[hypothesis.HealthCheck.function_scoped_fixture])
+@hypothesis.given(st.lists(st.integers(1, 150), min_size=2, max_size=12), st.integers(0, 12))
+def test_a_kill_between_two_writes_leaves_the_beginning_of_a_growing_file(memory, sizes, writes):
+    """No less than the sync before had sent, and no byte that was never written there."""
+    memory._fs._fs.store.clear()
+    memory.left = 10**9
+    mirror = storage.Mirror(URL)
+    path = mirror.path / "file"
+    for number, size in enumerate(sizes[:-1]):
+        apply(path, "append", size, number)
+        mirror.sync()
+    before, memory.left = path.stat().st_size, writes
+    for number, size in enumerate(sizes):
+        apply(path, "append", size, 100 + number)
+        try:
+            mirror.sync()
+        except Killed:
+            break
+        before = path.stat().st_size
+    memory.left = 10**9
+    found = read()["file"]
+    assert len(found) >= before and path.read_bytes().startswith(found)
+
+
+@pytest.mark.parametrize("writes", range(6))
+def test_a_kill_while_rows_are_taken_back_leaves_rows_of_one_moment(memory, writes):
+    mirror = storage.Mirror(URL)
+    path = mirror.path / "metrics.jsonl"
+    rows = [b'{"step": %d}\n' % step for step in range(40)]
+    for row in rows:
+        files.append(path, row)
+        mirror.sync()
+    files.drop_last_rows(path, lambda row: True if row["step"] > 11 else None)
+    files.append(path, b'{"step": 12, "new": 1}\n')
+    memory.left = writes
+    try:
+        mirror.sync()
+    except Killed:
+        memory.left = 10**9
+    found = read()["metrics.jsonl"]
+    new = [*rows[:12], b'{"step": 12, "new": 1}\n']
+    assert b"".join(rows).startswith(found) or b"".join(new) == found
+    assert found.startswith(b"".join(rows[:12]))
+    successor = storage.Mirror(URL)
+    successor.fill(own=True)
+    assert (successor.path / "metrics.jsonl").read_bytes() == found
+
+
+# --- against the emulated clouds -----------------------------------------------------------
+
+
+def test_names_of_large_folders_are_enough_to_go_on(bucket):
+    with RunDir(f"{bucket}/run") as run:
+        (run.path / "traces").mkdir()
+        (run.path / "traces" / "rl-00000001-00.jsonl.gz").write_bytes(b"packed")
+        run.metrics(1, "rl", loss=1.0)
+    mirror = storage.Mirror(f"{bucket}/run")
+    mirror.fill(mirrors.NAMES_ONLY)
+    kept = mirror.path / "traces" / "rl-00000001-00.jsonl.gz"
+    assert kept.read_bytes() == b""
+    mirror.sync()
+    assert read(f"{bucket}/run")["traces/rl-00000001-00.jsonl.gz"] == b"packed"
+    kept.unlink()
+    mirror.sync()
+    assert "traces/rl-00000001-00.jsonl.gz" not in read(f"{bucket}/run")
+
+
+def test_a_directory_belongs_to_one_run_at_a_time(bucket, monkeypatch):
+    monkeypatch.setenv("COA_JAX_LEASE_SECONDS", "1")
+    first = storage.Mirror(f"{bucket}/run")
+    first.open(active=True)
+    try:
+        with pytest.raises(UserError, match=r"in use by process \d+ on .*; wait for it"):
+            storage.Mirror(f"{bucket}/run").open(active=True)
+    finally:
+        first.close()
+    with RunDir(f"{bucket}/run"):
+        pass
+
+
+def test_a_run_that_fell_silent_is_succeeded_and_ends(bucket, monkeypatch):
+    monkeypatch.setenv("COA_JAX_LEASE_SECONDS", "0.8")
+    silent = storage.Mirror(f"{bucket}/run")
+    silent.open(active=True)
+    assert silent.lease is not None and silent._beat is not None
+    silent.lease._closing.set()  # as if its machine stood still
+    silent._beat.stop()
+    successor = storage.Mirror(f"{bucket}/run")
+    successor.open(active=True)
+    (silent.path / "late.json").write_bytes(b"{}")
+    with pytest.raises(UserError, match="another run has taken it over; this one ends"):
+        silent.sync()
+    successor.close()
+    assert "late.json" not in read(f"{bucket}/run")

@@ -1,0 +1,205 @@
+"""Places by URL: what is read from where, and what stores refuse."""
+
+from __future__ import annotations
+
+import secrets
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import save_file
+
+from coa_jax import jsonl, storage
+from coa_jax.errors import UserError
+from coa_jax.model.ranged_io import RangedCheckpoint
+from coa_jax.model.safetensors_io import Checkpoint
+from coa_jax.needs import faults_of, needs_of
+from coa_jax.records.rows import find_files
+from coa_jax.storage import arrays
+from coa_jax.storage.places import telling
+from tests.buckets import free_port
+
+
+def put(url: str, text: str) -> None:
+    with storage.output(url) as path:
+        path.write_text(text)
+
+
+# --- inputs and outputs --------------------------------------------------------------------
+
+
+def test_an_input_is_copied_once_and_again_when_it_changes(bucket):
+    put(f"{bucket}/a.jsonl", '{"n": 1}\n')
+    first = Path(storage.local(f"{bucket}/a.jsonl"))
+    before = first.stat()
+    assert storage.local(f"{bucket}/a.jsonl") == str(first)
+    assert first.stat().st_mtime_ns == before.st_mtime_ns and first.stat().st_ino == before.st_ino
+    put(f"{bucket}/a.jsonl", '{"n": 22}\n')
+    assert Path(storage.local(f"{bucket}/a.jsonl")).read_text() == '{"n": 22}\n'
+
+
+def test_patterns_folders_and_lists_name_files_as_they_do_locally(bucket):
+    for name in ("x/a.jsonl", "x/b.jsonl", "y/c.json"):
+        put(f"{bucket}/{name}", "{}\n")
+    for source, names in (
+        (f"{bucket}/x/*.jsonl", ["a.jsonl", "b.jsonl"]),
+        (f"{bucket}/x", ["a.jsonl", "b.jsonl"]),
+        (f"{bucket}/x/b.jsonl, {bucket}/y/c.json", ["b.jsonl", "c.json"]),
+    ):
+        assert [path.name for path in find_files(source)] == names
+
+
+def test_messages_name_the_url_and_not_the_copy(bucket):
+    put(f"{bucket}/bad.jsonl", '{"a": 1}\nnonsense\n')
+    with pytest.raises(UserError) as seen:
+        list(jsonl.read_lines(storage.local(f"{bucket}/bad.jsonl"), dict))
+    assert storage.shown(str(seen.value)).startswith(f"{bucket}/bad.jsonl:2: not JSON")
+
+
+def test_an_output_folder_replaces_what_was_there(bucket):
+    for names in (("a", "b"), ("b", "c")):
+        with storage.output(f"{bucket}/out") as folder:
+            folder.mkdir()
+            for name in names:
+                (folder / name).write_text("".join(names))
+    copy = Path(storage.local(f"{bucket}/out"))
+    assert storage.exists(f"{bucket}/out/c") and not storage.exists(f"{bucket}/out/a")
+    assert (copy / "b").read_text() == "bc"
+
+
+def test_a_failed_command_leaves_no_output(bucket):
+    with pytest.raises(RuntimeError), storage.output(f"{bucket}/out") as folder:
+        folder.mkdir()
+        (folder / "half").write_text("1")
+        raise RuntimeError
+    assert not storage.exists(f"{bucket}/out")
+
+
+# --- weights -------------------------------------------------------------------------------
+
+
+def test_rows_of_a_tensor_are_fetched_alone(bucket, tmp_path):
+    values = np.random.default_rng(0)
+    tensors = {
+        "half": values.standard_normal((7, 5)).astype(np.float16),
+        "wide": values.standard_normal((300, 20)).astype(np.float32),
+        "flat": values.standard_normal(9),
+    }
+    save_file(tensors, tmp_path / "model.safetensors")
+    storage.upload(tmp_path, f"{bucket}/m")
+    files = storage.weights_apart(f"{bucket}/m", tmp_path)
+    assert files is not None
+    there, here = RangedCheckpoint("m", files), Checkpoint(tmp_path)
+    assert there.shapes == here.shapes
+    for name in tensors:
+        for rows in (slice(None), slice(2, 5), slice(5, 5), slice(1, 7)):
+            left, right = there.read(name, rows), here.read(name, rows)
+            np.testing.assert_array_equal(left, right)
+            assert left.dtype == right.dtype and left.shape == right.shape
+
+
+@pytest.mark.parametrize(
+    "content", [b"\x01", b"\xff" * 100, b"\x10" + b"\0" * 7 + b"[1,2,3]         "]
+)
+def test_damaged_weights_in_a_bucket_are_named(bucket, tmp_path, content):
+    (tmp_path / "model.safetensors").write_bytes(content)
+    storage.upload(tmp_path, f"{bucket}/m")
+    files = storage.weights_apart(f"{bucket}/m", tmp_path)
+    assert files is not None
+    with pytest.raises(UserError, match=r"m/model\.safetensors is truncated or not a"):
+        RangedCheckpoint("m", files)
+
+
+# --- refusals ------------------------------------------------------------------------------
+
+
+def test_a_bucket_that_is_not_there_is_named(bucket):
+    url = bucket.replace("bucket", f"no-{secrets.token_hex(4)}", 1)
+    with pytest.raises(UserError, match=r"there is no bucket 'no-\w+', or these credentials"):
+        storage.check(f"{url}/x")
+    storage.check(f"{bucket}/not/there/yet")
+    with pytest.raises(UserError, match="nothing is there; mend the address"):
+        storage.local(f"{bucket}/not/there/yet")
+
+
+class HttpError(Exception):
+    """As gcsfs names its own."""
+
+
+class NoCredentialsError(Exception):
+    """As botocore names its own."""
+
+
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (NoCredentialsError("Unable to locate credentials"), "no valid credentials"),
+        (HttpError("Anonymous caller does not have storage.objects.list access"), "credentials"),
+        (HttpError("Invalid Credentials, 401"), "no valid credentials"),
+        (OSError("Forbidden: https://storage.googleapis.com/b"), "permission denied"),
+        (PermissionError(1, "Access Denied"), "permission denied"),
+        (FileNotFoundError("b/no/o"), "there is no such bucket or object"),
+        (ConnectionError("Cannot connect to host"), "the store is out of reach"),
+    ],
+)
+def test_what_a_store_answers_is_one_line(error, why):
+    with pytest.raises(UserError, match=f"^gs://b/x: .*{why}"), telling("gs://b/x"):
+        raise error
+
+
+def test_faults_of_this_machine_are_not_blamed_on_the_store():
+    with pytest.raises(OSError, match="No space left"), telling("gs://b/x"):
+        raise OSError(28, "No space left on device", "/tmp/x")
+    with pytest.raises(KeyError), telling("gs://b/x"):
+        raise KeyError("a fault of ours")
+
+
+def test_a_store_out_of_reach_is_said_so(clouds):
+    import s3fs
+
+    fs = s3fs.S3FileSystem(
+        endpoint_url=f"http://127.0.0.1:{free_port()}",
+        config_kwargs={"retries": {"max_attempts": 0}},
+    )
+    with pytest.raises(UserError, match="s3://b: the store is out of reach"), telling("s3://b"):
+        fs.ls("b")
+
+
+# --- launchers and mounts ------------------------------------------------------------------
+
+
+def test_launchers_learn_the_extras_of_buckets():
+    config = {"model": "Org/Name", "data": "s3://b/a.jsonl,s3://b/c.jsonl"}
+    assert {"gcs", "s3"} <= set(needs_of("sft", config, workdir="gs://b/run").extras)
+    assert not {"gcs", "s3"} & set(needs_of("sft", {"model": "/m/n"}, workdir="/runs").extras)
+    assert needs_of("rl", {"tasks": "aime:gs://b/x.jsonl"}).paths == {"tasks": "gs://b/x.jsonl"}
+
+
+def test_a_check_looks_into_buckets(bucket):
+    config = {"model": f"{bucket.replace('bucket', 'nobucket', 1)}/m"}
+    faults = list(faults_of(needs_of("sft", config), config, f"{bucket}/run"))
+    assert [fault for fault in faults if "there is no bucket 'nobucket'" in fault]
+    assert not [fault for fault in faults if "/run" in fault]
+
+
+@pytest.mark.parametrize(
+    ("kind", "folder", "bucket"),
+    [
+        ("fuse.gcsfuse lab", "/mnt/lab/runs", True),
+        ("fuse.rclone lab:", "/mnt/lab", True),
+        ("fuse.sshfs host:", "/mnt/lab/runs", False),
+        ("ext4 /dev/sda", "/mnt/lab/runs", False),
+        ("fuse.gcsfuse lab", "/mnt/other", False),
+    ],
+)
+def test_mounted_buckets_are_told_from_other_folders(monkeypatch, kind, folder, bucket):
+    lines = ["1 0 8:1 / / rw - ext4 /dev/root rw", f"2 1 0:9 / /mnt/lab rw,nosuid - {kind} rw"]
+    read = Path.read_text
+    monkeypatch.setattr(
+        Path,
+        "read_text",
+        lambda path, *given, **named: (
+            "\n".join(lines) if str(path) == "/proc/self/mountinfo" else read(path, *given, **named)
+        ),
+    )
+    assert arrays.is_bucket(Path(folder)) is bucket

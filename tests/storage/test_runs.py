@@ -1,0 +1,258 @@
+"""Runs whose directory, model and data are in buckets, also killed ones."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import random
+import secrets
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+
+from coa_jax import files, storage
+from coa_jax.api import load_policy
+from coa_jax.export import export
+from coa_jax.storage.places import file_system
+from coa_jax.trajectory import read_trajectories
+from tests.buckets import BUCKET, SCHEMES, free_port
+from tests.storage.bucket_runs import STEPS, prepare, run_kind
+
+ROOT = Path(__file__).parents[2]
+
+
+@pytest.fixture(scope="module", params=SCHEMES)
+def store(request, clouds) -> str:
+    """An empty folder of each store."""
+    return f"{request.param}://{BUCKET}/{secrets.token_hex(4)}"
+
+
+@pytest.fixture(scope="module")
+def root_of(store):
+    """The folder of a store with the policy and the data of a kind of run."""
+    made = {}
+
+    def of(kind: str) -> str:
+        if kind not in made:
+            made[kind] = f"{store}/{kind}"
+            prepare(kind, made[kind])
+        return made[kind]
+
+    return of
+
+
+def rows(folder: Path, phase: str) -> list[dict]:
+    return [row for row in files.read_jsonl(folder / "metrics.jsonl") if row["phase"] == phase]
+
+
+def seen(url: str, names_only: tuple[str, ...] = ()) -> Path:
+    """What a reader finds in the directory of a run now."""
+    mirror = storage.Mirror(url)
+    mirror.fill(names_only)
+    return mirror.path
+
+
+# --- a run from its start to its end -------------------------------------------------------
+
+
+def check_everything_is_in_the_bucket(root: str, kind: str, name: str, run: Path) -> None:
+    """The bucket has every file of the run's own folder, byte by byte."""
+    folder = seen(f"{root}/{name}")
+    written = [path for path in run.rglob("[!.]*") if path.is_file()]
+    assert len(written) > 8
+    for path in written:
+        assert (folder / path.relative_to(run)).read_bytes() == path.read_bytes(), path
+    assert [row["step"] for row in rows(folder, kind)] == list(range(1, STEPS[kind] + 1))
+    assert files.read_json_object(folder / "config.json")["model"].startswith(root)
+    assert not (folder / "lease.json").exists()
+    if kind == "rl":
+        there = read_trajectories(f"{root}/{name}/traces.jsonl")
+        assert {t.metadata["step"] for t in there} == set(range(1, STEPS[kind] + 1))
+
+
+def check_readers(root: str, kind: str, name: str, output: Path) -> None:
+    """`export` reads the checkpoint, `load_policy` the model, without the run."""
+    with storage.visited(f"{root}/{name}") as folder:
+        assert export(folder, output, dtype="float32") == (kind, STEPS[kind])
+    model = load_policy(f"{root}/{name}")
+    exported = load_file(output / "model.safetensors")
+    there = load_file(seen(f"{root}/{name}") / "model" / "model.safetensors")
+    for key in there:
+        np.testing.assert_array_equal(exported[key], there[key])
+    np.testing.assert_array_equal(
+        model.params["embed"]["embedding"], there["model.embed_tokens.weight"]
+    )
+
+
+@pytest.mark.parametrize("kind", ["sft", pytest.param("rl", marks=pytest.mark.slow)])
+def test_a_run_whose_places_are_all_urls(root_of, kind, tmp_path, monkeypatch):
+    root = root_of(kind)
+    monkeypatch.chdir(tmp_path)
+    run = run_kind(kind, root, f"{kind}-plain")
+    assert list(tmp_path.iterdir()) == []
+    check_everything_is_in_the_bucket(root, kind, f"{kind}-plain", run)
+    check_readers(root, kind, f"{kind}-plain", tmp_path / "exported")
+
+
+# --- runs that are killed ------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def whole(root_of, tmp_path_factory):
+    """Runs that nobody interrupts, by kind; their compiled programs serve the others."""
+    found = {}
+
+    def of(kind: str) -> tuple[str, Path, Path]:
+        if kind not in found:
+            compiled, root = tmp_path_factory.mktemp("compiled") / kind, root_of(kind)
+            run_kind(kind, root, "whole")
+            shutil.copytree(os.environ["JAX_COMPILATION_CACHE_DIR"], compiled)
+            found[kind] = root, seen(f"{root}/whole"), compiled
+        return found[kind]
+
+    return of
+
+
+@contextlib.contextmanager
+def started(
+    kind: str, root: str, name: str, compiled: Path, **env: str
+) -> Iterator[subprocess.Popen[bytes]]:
+    settings = {
+        "JAX_COMPILATION_CACHE_DIR": str(compiled),
+        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
+        "JAX_PLATFORMS": "cpu",
+        "COA_JAX_SYNC_SECONDS": "0.3",
+        "COA_JAX_LEASE_SECONDS": "4",
+    }
+    process = subprocess.Popen(
+        [sys.executable, "-m", "tests.storage.bucket_runs", kind, root, name],
+        cwd=ROOT,
+        env={**os.environ, **settings, **env},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def holder(root: str, name: str) -> int:
+    """Process that holds the lease of a run."""
+    fs = file_system(storage.scheme_of(root))
+    try:
+        return int(json.loads(fs.cat_file(f"{root}/{name}/lease.json"))["pid"])
+    except (FileNotFoundError, KeyError, ValueError):
+        return 0
+
+
+def kill_once(kind: str, root: str, name: str, compiled: Path, delay: float) -> bool:
+    """Kills a run so many seconds after it has the directory; False if it ended before."""
+    with started(kind, root, name, compiled) as process:
+        while process.poll() is None and holder(root, name) != process.pid:
+            time.sleep(0.05)
+        end = time.monotonic() + delay
+        while process.poll() is None and time.monotonic() < end:
+            time.sleep(0.01)
+        if process.poll() is not None:
+            errors = process.communicate()[1].decode()
+            assert process.returncode == 0, errors[-3000:]
+            return False
+        os.kill(process.pid, signal.SIGKILL)
+        process.wait()
+    return True
+
+
+def check_same(root: str, kind: str, name: str, first: Path) -> None:
+    second = seen(f"{root}/{name}")
+    left, right = (load_file(f / "model" / "model.safetensors") for f in (first, second))
+    assert left.keys() == right.keys()
+    for key in left:
+        np.testing.assert_array_equal(left[key], right[key])
+    history = [rows(folder, kind) for folder in (first, second)]
+    assert [row["step"] for row in history[1]] == list(range(1, STEPS[kind] + 1))
+    assert [row["loss"] for row in history[0]] == [row["loss"] for row in history[1]]
+    if kind == "rl":
+        mine, theirs = (
+            [
+                (t.metadata["step"], t.task_id, t.sample_id, t.tokens.tolist())
+                for t in read_trajectories(folder / "traces.jsonl")
+            ]
+            for folder in (first, second)
+        )
+        assert mine == theirs
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(STEPS))
+def test_a_run_killed_at_ten_random_moments_ends_with_the_same_parameters(whole, kind):
+    root, first, compiled = whole(kind)
+    chance, kills, part, longest = random.Random(5), 0, 0, 8.0
+    while kills < 10:
+        name = f"{kind}-killed-{part}"
+        begun = time.monotonic()
+        if kill_once(kind, root, name, compiled, chance.uniform(0, longest)):
+            kills += 1
+            continue
+        longest = max(2.0, min(longest, 0.7 * (time.monotonic() - begun)))
+        check_same(root, kind, name, first)  # it came to its end; the next one begins anew
+        part += 1
+    with started(kind, root, name, compiled) as process:
+        errors = process.communicate()[1].decode()
+        assert process.returncode == 0, errors[-3000:]
+    check_same(root, kind, name, first)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", list(STEPS))
+def test_two_processes_that_are_killed_end_with_the_parameters_of_two(whole, kind):
+    root, _, compiled = whole(kind)
+    chance = random.Random(6)
+    run_two(root, kind, f"{kind}-two", compiled, None)
+    first = seen(f"{root}/{kind}-two")
+    for _ in range(3):
+        run_two(root, kind, f"{kind}-two-killed", compiled, chance.uniform(2, 12))
+    run_two(root, kind, f"{kind}-two-killed", compiled, None)
+    check_same(root, kind, f"{kind}-two-killed", first)
+
+
+def run_two(root: str, kind: str, name: str, compiled: Path, delay: float | None) -> None:
+    """Runs two processes to their end, or kills both after a time."""
+    address = f"127.0.0.1:{free_port()}"
+    with contextlib.ExitStack() as stack:
+        both = [
+            stack.enter_context(
+                started(
+                    kind,
+                    root,
+                    name,
+                    compiled,
+                    COA_JAX_COORDINATOR=address,
+                    COA_JAX_NUM_PROCESSES="2",
+                    COA_JAX_PROCESS_ID=str(number),
+                )
+            )
+            for number in range(2)
+        ]
+        if delay is None:
+            for process in both:
+                errors = process.communicate(timeout=400)[1].decode()
+                assert process.returncode == 0, errors[-3000:]
+            return
+        while both[0].poll() is None and holder(root, name) != both[0].pid:
+            time.sleep(0.05)
+        time.sleep(delay)
+        for process in both:
+            process.kill()
