@@ -133,6 +133,17 @@ def complete(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:
     return ConfigDict(_overridable(dataclasses.asdict(build(cls, values))))
 
 
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with others put over them, group by group."""
+    result = dict(one)
+    for name, value in other.items():
+        known = result.get(name)
+        if isinstance(value, Mapping) and isinstance(known, Mapping):
+            value = merged(known, value)
+        result[name] = value
+    return result
+
+
 def _overridable(value: Any) -> Any:
     """The same settings, in which every value tells its type: an empty tuple would not."""
     if isinstance(value, dict):
