@@ -6,7 +6,8 @@ Needs: 2 CPU cores, 12 GiB of memory, the sandbox for programs (bubblewrap, or L
 ``coa-jax fetch smollm2``, which the script runs.
 Takes: about two hours on 2 cores that do nothing else, by the measured speed of each part; see
 docs/reproduction.md.
-Gives: ``summary.json``, ``report/index.html`` and a result file for each evaluation, from which ``python -m coa_jax.claims`` makes a table.
+Gives: ``summary.json``, ``report/index.html`` and a result file for each evaluation, from which
+``python -m coa_jax.claims`` makes a table.
 
 Variants: ``factbook.py:hermes`` teaches the same work as plain tool calling (docs/formats.md),
 without controls; ``factbook.py:debug`` has the same stages on a tiny policy of random weights.
