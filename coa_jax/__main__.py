@@ -36,6 +36,7 @@ COMMANDS = {
     "export-data": "distill.export",
     "ablation": "ablation",
     "economy": "economy",
+    "claims": "claims",
     "replay": "rollout.replay",
     "aot": "aot",
     "needs": "needs",

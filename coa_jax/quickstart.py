@@ -8,6 +8,7 @@ one that finished, and within SFT and RL after the last checkpoint.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import json
@@ -23,6 +24,9 @@ from coa_jax.bounds import MAX_INT, Bounded, Name, Natural, Place, Seed
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill import DistillConfig, evaluate_teacher
 from coa_jax.distill.dataset import distill_split
+from coa_jax.distill.economy import policy_economy
+from coa_jax.distill.pipeline import graded_runs, run_teacher
+from coa_jax.economy import read_traces
 from coa_jax.errors import UserError
 from coa_jax.evaluate.figures import shown_rate, table
 from coa_jax.evaluate.run import EvaluateConfig, evaluate_model, load
@@ -32,7 +36,7 @@ from coa_jax.learn.rejection import RFTConfig
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.api import load_model, save_model
-from coa_jax.model.tokenizer import encode_plain
+from coa_jax.model.tokenizer import encode_plain, load_tokenizer
 from coa_jax.progress import Bar, progress
 from coa_jax.protocol import TAGS, FormatName, Level
 from coa_jax.records import read_records
@@ -116,6 +120,8 @@ class Command(Bounded):
         sft_more: whether to fine-tune a control: the policy of SFT for the time that RL took.
         rft: settings of a control that is fine-tuned on the right trajectories of RL, see
             `learn.rejection`, without paths; empty for none.
+        economy: whether to count the tokens that the policy of RL saves against the teacher, on the
+            held-out tasks.
         measures: name -> further evaluation, see `Measure`.
         minutes: stage -> minutes that it takes on 2 CPU cores, for the estimate of what is left.
     """
@@ -133,6 +139,7 @@ class Command(Bounded):
     base: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     sft_more: bool = False
     rft: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    economy: bool = False
     measures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     minutes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
@@ -291,6 +298,21 @@ class Pipeline:
         outcome = evaluate_model(path, tasks, config, self.run, stage, tools, told)
         print(table(outcome), flush=True)
 
+    def economy(self) -> None:
+        """Counts the tokens of the teacher and of the policy of RL on the held-out tasks."""
+        tokenizer = load_tokenizer(self.models / "rl")
+        named = {tool.name: tool for tool in self.tools}
+        traces = read_traces(str(self.run.path / "traces.jsonl"), "evaluate-rl")
+        logs = asyncio.run(run_teacher(self.held_out, named, self.teacher, self.teacher.minds()))
+        runs = graded_runs(self.held_out, logs, self.teacher.judges)
+        told = policy_economy(
+            {run.task.id: run for run in runs},
+            traces,
+            list(named),
+            lambda text: len(encode_plain(tokenizer, text)),
+        )
+        self.run.summary({"economy": told}, anew=True)
+
     def report(self) -> None:
         """Builds the page."""
         build_report(self.run.path)
@@ -314,6 +336,8 @@ def stages_of(pipeline: Pipeline) -> list[tuple[str, Callable[[], None]]]:
         names.append(name)
         stages.append((name, getattr(pipeline, name)))
         stages.append((f"evaluate_{name}", functools.partial(pipeline.evaluate, name)))
+    if pipeline.config.economy:
+        stages.append(("economy", pipeline.economy))
     for name, measure in pipeline.measures.items():
         if measure.policy not in names or name in names:
             raise UserError(

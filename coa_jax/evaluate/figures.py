@@ -16,7 +16,7 @@ from coa_jax.evaluate.sample import Measured, Sample
 FORMAT = 1
 FIELDS = (
     *("level", "topic", "hops", "kind", "lang", "answer_type", "platform", "data_source"),
-    "source",
+    *("source", "wording"),
 )
 """Fields of the metadata by which results are broken down."""
 

@@ -97,7 +97,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     )
     config.measures = ConfigDict(_measures())
     config.minutes = ConfigDict(_MINUTES)
-    config.sft_more = variant == "tags"
+    config.economy = config.sft_more = variant == "tags"
     config.rft = ConfigDict(_rft() if variant == "tags" else {})
     return _in_small(config) if debug else config
 
@@ -117,6 +117,8 @@ _MINUTES = {
     "evaluate_natural_sft": 2,
     "evaluate_natural_rl": 2,
     "evaluate_scaling": 10,
+    "evaluate_unseen": 3,
+    "economy": 1,
 }
 
 
@@ -216,6 +218,24 @@ def _measures() -> dict[str, Any]:
         "natural_sft": {"policy": "sft", "evaluate": natural},
         "natural_rl": {"policy": "rl", "evaluate": natural},
         "scaling": {"policy": "rl", "evaluate": {"mixture": people, "samples": 4}},
+        # The prompt describes the two tools, which no training trajectory has.
+        "unseen": {
+            "policy": "rl",
+            "evaluate": {
+                "mixture": {"unseen": {"tasks": "examples.unseen_tools.questions:load"}},
+                "num_tasks": 40,
+                "engine": {"slots": 16, "max_length": 1280},
+                "rollout": {"max_tokens": 1280, "prompt_style": "full"},
+            },
+            "tools": {
+                "names": ("units", "calendar"),
+                "protocol": "unseen",
+                "own": {
+                    "units": {"path": "examples.unseen_tools.tools:Units"},
+                    "calendar": {"path": "examples.unseen_tools.tools:Calendar"},
+                },
+            },
+        },
     }
 
 
@@ -235,22 +255,24 @@ def _in_small(config: ConfigDict) -> ConfigDict:
     )
     config.distill.train, config.distill.validation = 20, 5
     config.sft.optimizer.total_steps, config.sft.optimizer.warmup_steps = 2, 1
-    config.sft.dtype, config.sft.row_length = "float32", 2048
+    config.sft.dtype, config.sft.row_length = "float32", 1536
     config.rl.optimizer.total_steps = 1
     config.rl.optimizer.warmup_steps = 0
     config.rl.groups = config.rl.group_size = 2
     config.rl.num_tasks = 4
-    for part in (config.rl, config.evaluate):
-        part.engine.slots, part.engine.max_length, part.rollout.max_tokens = 4, 384, 384
+    # One shape for all stages, so that few programs are compiled.
+    shape = {"slots": 4, "max_length": 1536}
+    for part in (config.rl, config.evaluate, config.base, config.measures.unseen.evaluate):
+        part.engine.update(shape)
+        part.rollout.max_tokens = 1536
+    config.rl.row_length = 1536
     if config.rft:
         config.rft.optimizer.total_steps = 1
         config.rft.min_reward = -1.0
-        config.rft.dtype = "float32"
+        config.rft.dtype, config.rft.row_length = "float32", 1536
     for mixture in (config.evaluate.mixture, config.base.mixture):
         mixture.people.num_tasks, mixture.maths.num_tasks = 4, 2
-    config.base.engine = ConfigDict({"slots": 4, "max_length": 2048})
-    config.base.rollout.max_tokens = 2048
     config.measures.scaling.evaluate.mixture.people.num_tasks = 3
-    for name in ("natural_sft", "natural_rl"):
+    for name in ("natural_sft", "natural_rl", "unseen"):
         config.measures[name].evaluate.num_tasks = 4
     return config
