@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
+from ml_collections import ConfigDict
 
 from coa_jax.cli import load_config
 from coa_jax.errors import UserError
@@ -20,7 +21,7 @@ def small_config():
     """Without the controls, whose updates are compiled anew."""
     config = load_config(CONFIG)
     config.sft_more = False
-    config.rft.clear()
+    config.rft = ConfigDict()
     return config
 
 
