@@ -35,7 +35,7 @@ from coa_jax.learn import rejection, rl, sft
 from coa_jax.learn.rejection import RFTConfig
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
-from coa_jax.model.api import load_model, save_model
+from coa_jax.model.api import describe_model, load_model, save_model
 from coa_jax.model.tokenizer import encode_plain, load_tokenizer
 from coa_jax.progress import Bar, progress
 from coa_jax.protocol import TAGS, FormatName, Level
@@ -191,6 +191,8 @@ class Pipeline:
         self.rl_config = self.config.rl_config(run.path)
         self.rft_config = self.config.rft_config(run.path)
         self.measures = self.config.further()
+        if self.config.model:
+            describe_model(self.config.model)  # refused now, not after the data are made
         self.told_tools = config.tools.to_dict()
         self.data, self.models = run.path / "data", run.path / "models"
         self.tools = make_tools(self.config.tools)
@@ -266,7 +268,11 @@ class Pipeline:
 
     def sft_more(self) -> None:
         """Fine-tunes the policy of SFT on, for as long as RL took."""
-        config, took = self.sft_config, _summary(self.run)["timings_s"]
+        config = self.sft_config
+        # From the rows of metrics: the timing of a stage that went on after a kill lacks its start.
+        took = {
+            phase: sum(row["time/step"] for row in self.run.rows(phase)) for phase in ("sft", "rl")
+        }
         updates = max(1, round(config.optimizer.total_steps * took["rl"] / took["sft"]))
         optimizer = dataclasses.replace(
             config.optimizer, total_steps=updates, warmup_steps=min(5, updates - 1)
@@ -412,9 +418,11 @@ def main(argv: list[str]) -> None:
     """Entry point."""
     config, seed = flags.FLAGS.config, flags.FLAGS.seed
     if model := flags.FLAGS.model:
-        config.model = model
+        with config.unlocked():
+            config.model = model
     if seed is not None:
-        for part in ("distill", "teacher", "policy", "sft", "rl", "evaluate"):
+        parts = ("distill", "teacher", "policy", "sft", "rl", "evaluate", "rft")
+        for part in (part for part in parts if config.get(part)):
             config[part].seed = seed
     warn_untested()
     summary = run_pipeline(config, Path(flags.FLAGS.workdir))

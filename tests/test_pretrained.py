@@ -76,6 +76,14 @@ def test_a_measure_of_an_unknown_policy_is_refused(tmp_path):
         run_pipeline(config, tmp_path)
 
 
+def test_a_missing_model_is_refused_before_the_data_are_made(tmp_path):
+    config = small_config()
+    config.model = str(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        run_pipeline(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "data").exists()
+
+
 def test_parts_of_a_mixture_have_their_shares():
     parts = {
         "people": {"tasks": "factbook_people", "weight": 3.0},

@@ -4,8 +4,8 @@ r"""The whole pipeline on SmolLM2-135M-Instruct: the claims of the paper in smal
 
 Needs: 2 CPU cores, 12 GiB of memory, the sandbox for programs (bubblewrap, or Landlock), and
 ``coa-jax fetch smollm2``, which the script runs.
-Takes: about two hours on 2 cores that do nothing else, by the measured speed of each part; see
-docs/reproduction.md.
+Takes: no run was timed.  An update of SFT takes 15 seconds of a processor, from which two and a
+quarter hours on 2 free cores are estimated.
 Gives: ``summary.json``, ``report/index.html`` and a result file for each evaluation, from which
 ``python -m coa_jax.claims`` makes a table.
 
@@ -102,23 +102,24 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     return _in_small(config) if debug else config
 
 
+# Of 2 cores that do nothing else: estimates from the processor seconds of single updates.
 _MINUTES = {
     "distill": 1,
     "base": 1,
     "evaluate_base": 5,
-    "sft": 20,
+    "sft": 9,
     "evaluate_sft": 6,
-    "rl": 35,
+    "rl": 37,
     "evaluate_rl": 6,
-    "sft_more": 35,
+    "sft_more": 37,
     "evaluate_sft_more": 6,
-    "rft": 12,
+    "rft": 8,
     "evaluate_rft": 6,
+    "economy": 1,
     "evaluate_natural_sft": 2,
     "evaluate_natural_rl": 2,
     "evaluate_scaling": 10,
-    "evaluate_unseen": 3,
-    "economy": 1,
+    "evaluate_unseen": 2,
 }
 
 
@@ -140,7 +141,7 @@ def _sft() -> dict[str, Any]:
             OptimizerConfig,
             {
                 "learning_rate": 3e-4,
-                "total_steps": 100,
+                "total_steps": 60,
                 "warmup_steps": 5,
                 "final_ratio": 0.1,
                 "weight_decay": 0.01,
@@ -174,7 +175,7 @@ def _rl(engine: dict[str, Any], rollout: dict[str, Any]) -> dict[str, Any]:
             OptimizerConfig,
             {
                 "learning_rate": 2e-5,
-                "total_steps": 12,
+                "total_steps": 10,
                 "warmup_steps": 1,
                 "final_ratio": 0.3,
                 "weight_decay": 0.0,
@@ -202,7 +203,7 @@ def _rft() -> dict[str, Any]:
         "remat": "dots",
         "optimizer": complete(
             OptimizerConfig,
-            {"learning_rate": 2e-5, "total_steps": 16, "warmup_steps": 1, "final_ratio": 0.3},
+            {"learning_rate": 2e-5, "total_steps": 12, "warmup_steps": 1, "final_ratio": 0.3},
         ),
         "checkpoint_every": 8,
         "keep_last": 1,
