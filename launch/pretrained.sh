@@ -8,11 +8,25 @@
 # report/index.html.  The same command continues an interrupted run.
 set -euo pipefail
 
-here="$(dirname "${BASH_SOURCE[0]}")"
-case " $* " in
-  *" -h "* | *" --help "*) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 0 ;;
-  *" --model"* | *:debug*) ;;
-  *) bash "$here/fetch_smollm2.sh" ;;
-esac
-exec bash "$here/quickstart.sh" --workdir="$(cd "$here/.." && pwd)/runs/pretrained" \
-  --config=configs/pretrained/factbook.py "$@"
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+fetch=1
+rest=()
+while [ $# -gt 0 ]; do
+  case "$1" in
+    -h | --help) usage; exit 0 ;;
+    --model=*) rest+=("--model=$(absolute "${1#*=}")"); fetch= ;;
+    --model)
+      [ $# -ge 2 ] || { echo "error: --model needs a directory or a file" >&2; exit 2; }
+      rest+=("--model=$(absolute "$2")")
+      fetch=
+      shift
+      ;;
+    --config=*:*debug*) rest+=("$1"); fetch= ;; # a policy of random weights
+    *) rest+=("$1") ;;
+  esac
+  shift
+done
+[ -z "$fetch" ] || bash "$COA_ROOT/launch/fetch_smollm2.sh" >&2
+exec bash "$COA_ROOT/launch/quickstart.sh" --workdir="$COA_ROOT/runs/pretrained" \
+  --config=configs/pretrained/factbook.py ${rest[@]+"${rest[@]}"}

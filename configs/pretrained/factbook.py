@@ -4,7 +4,7 @@ r"""The whole pipeline on SmolLM2-135M-Instruct: the claims of the paper in smal
 
 Needs: 2 CPU cores, 12 GiB of memory, the sandbox for programs (bubblewrap, or Landlock), and
 ``coa-jax fetch smollm2``, which the script runs.
-Takes: no run was timed.  An update of SFT takes 15 seconds of a processor, from which two and a
+Takes: no run was timed.  An update of SFT took 15 to 21 seconds of one core, from which two and a
 quarter hours on 2 free cores are estimated.
 Gives: ``summary.json``, ``report/index.html`` and a result file for each evaluation, from which
 ``python -m coa_jax.claims`` makes a table.
