@@ -245,6 +245,29 @@ def saved(key: str) -> Callable[[Folders], Figure | None]:
     return figure
 
 
+def calls_per_solved(stage: str) -> Callable[[Folders], Figure | None]:
+    """Tool calls of all samples, of failures too, for each solved one."""
+
+    def figure(folders: Folders) -> Figure | None:
+        costs = [outcome["figures"]["costs"] for outcome in folders.outcomes(stage)]
+        values = tuple(cost["calls_per_solved"] for cost in costs)
+        if not values or None in values:
+            return None
+        n = sum(outcome["figures"]["n"] for outcome in folders.outcomes(stage))
+        return Figure(_mean(values), None, n, values)
+
+    return figure
+
+
+def team_calls_per_solved(folders: Folders) -> Figure | None:
+    """The same of the team that taught the policy."""
+    blocks = [block for block in folders.summaries("teacher") if block["pass_at_1"]]
+    if not blocks:
+        return None
+    values = tuple(block["tool_calls_per_task"] / block["pass_at_1"] for block in blocks)
+    return Figure(_mean(values), None, sum(block["n"] for block in blocks), values)
+
+
 # --- the claims ------------------------------------------------------------------------------
 
 _TOPICS = ("single", "chain", "comparison", "counting", "arithmetic")
@@ -272,8 +295,15 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim("wordings", _NO_FIGURE, "RL, known wordings: pass@1", rate("rl", wording="known")),
     Claim("wordings", _NO_FIGURE, "RL, held-out wordings: pass@1", rate("rl", wording="new")),
+    Claim(
+        "wordings",
+        _NO_FIGURE,
+        "RL minus SFT, held-out wordings",
+        difference("rl", "sft", wording="new"),
+    ),
     Claim("natural", _NO_FIGURE, "SFT, natural questions: pass@1", rate("natural_sft")),
     Claim("natural", _NO_FIGURE, "RL, natural questions: pass@1", rate("natural_rl")),
+    Claim("natural", _NO_FIGURE, "RL minus SFT, natural", difference("natural_rl", "natural_sft")),
     *(
         Claim("natural", _NO_FIGURE, f"RL, natural, {kind}", rate("natural_rl", kind=kind))
         for kind in _NATURAL
@@ -294,6 +324,8 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim("economy", "84.6 % (§5.1)", "tokens saved, both solved", saved("both_solved")),
     Claim("economy", "84.6 % (§5.1)", "the same, prompts resent", saved("both_solved_resent")),
+    Claim("economy", "fewest (Fig 5)", "tool calls per solved task: RL", calls_per_solved("rl")),
+    Claim("economy", "more (Fig 5)", "tool calls per solved task: team", team_calls_per_solved),
     Claim("scaling", "GAIA 55.3 (Tab 13)", "pass@1 of four samples", rate("scaling")),
     Claim("scaling", "GAIA 69.9 (Tab 13)", "pass@3", at_k("scaling", 3)),
     Claim("scaling", _NO_FIGURE, "majority of four", scaled("scaling", "majority")),

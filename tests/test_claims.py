@@ -23,7 +23,8 @@ def write_stage(folder, stage, tasks, tools=None, scaling=None):
         {"id": name, **fields, "samples": [{"value": v, "calls": calls} for v, calls in samples]}
         for name, fields, samples in tasks
     ]
-    figures = {"costs": {"tools": tools or {}}, "scaling": scaling or {}}
+    costs = {"tools": tools or {}, "calls_per_solved": 2.5}
+    figures = {"costs": costs, "scaling": scaling or {}, "n": len(tasks)}
     path = folder / "evaluate" / stage / "results.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"tasks": rows, "figures": figures}))
@@ -43,7 +44,9 @@ def folders(tmp_path):
             write_stage(run, stage, tasks)
         saved = {"both_solved": 0.2 + 0.2 * seed, "both_solved_resent": -0.1}
         block = {"saved": saved, "both_solved": {"samples": 5}}
-        (run / "summary.json").write_text(json.dumps({"economy": block}))
+        teacher = {"pass_at_1": 0.5, "tool_calls_per_task": 1 + seed, "n": 20}
+        summary = {"economy": block, "teacher": teacher}
+        (run / "summary.json").write_text(json.dumps(summary))
         runs.append(run)
     return Folders(runs)
 
@@ -65,6 +68,12 @@ def test_differences_are_paired_by_task(folders):
 def test_savings_are_read_from_the_summary(folders):
     figure = claims.saved("both_solved")(folders)
     assert figure.value == pytest.approx(0.3) and figure.n == 10 and figure.interval is None
+
+
+def test_tool_calls_count_those_of_failures_too(folders):
+    assert claims.calls_per_solved("rl")(folders).value == 2.5
+    team = claims.team_calls_per_solved(folders)
+    assert team.seeds == (2.0, 4.0) and team.n == 40
 
 
 def test_samples_and_calls(tmp_path):
