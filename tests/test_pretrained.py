@@ -45,8 +45,7 @@ def test_the_pipeline_runs_every_stage_and_goes_on_where_it_was(tmp_path, capsys
 @pytest.mark.timeout(1800)
 def test_the_controls_start_from_the_policy_of_sft(tmp_path):
     config = load_config(CONFIG)
-    for name in MEASURES:
-        del config.measures[name]
+    config.measures = ConfigDict()
     summary = run_pipeline(config, tmp_path)
     for stage in ("sft_more", "rft"):
         assert (tmp_path / "models" / stage / "config.json").is_file()
@@ -62,8 +61,7 @@ def test_a_pretrained_model_is_taken_as_the_base(tmp_path):
     run_pipeline(small_config(), first)
     config = small_config()
     config.model = str(first / "models" / "sft")
-    for name in MEASURES:
-        del config.measures[name]
+    config.measures = ConfigDict()
     run_pipeline(config, tmp_path / "second")
     base, given = (load_model(p) for p in (tmp_path / "second/models/base", config.model))
     assert base.config == given.config and len(base.tokenizer) == len(given.tokenizer)
