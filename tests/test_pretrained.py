@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
 
 import pytest
@@ -12,6 +13,8 @@ from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
 from coa_jax.quickstart import Tasks, left_minutes, run_pipeline
 from coa_jax.tasks.mixture import load_shares
+from examples.unseen_tools.questions import load
+from examples.unseen_tools.tools import Calendar, Units
 
 CONFIG = "configs/pretrained/factbook.py:debug"
 MEASURES = ("natural_sft", "natural_rl", "scaling", "unseen")
@@ -90,6 +93,20 @@ def test_parts_of_a_mixture_have_their_shares():
     tasks = load_shares(Tasks("", 40, 0, mixture=parts), "train", 40, 0)
     assert [task.source for task in tasks].count("people") == 30
     assert len(tasks) == 40 and len({task.id for task in tasks}) == 40
+
+
+def test_the_unseen_tools_answer_their_questions_and_refuse_other_calls():
+    tools = {"units": Units(), "calendar": Calendar()}
+    for task in load(20, seed=3):
+        words = task.question.rstrip("?").split()
+        call = f"{words[3]} {words[4]} {words[6]}"
+        if task.metadata["topic"] == "calendar":
+            call = f"{words[-1]} {words[4]}"
+        found = asyncio.run(tools[task.metadata["topic"]](call, None))
+        assert found.ok and task.gold[0] in found.text
+    for tool, call in (("units", "3 mile"), ("units", "3 mile inch"), ("calendar", "May 3")):
+        found = asyncio.run(tools[tool](call, None))
+        assert not found.ok and found.outcome == "bad_call"
 
 
 def test_the_estimate_follows_the_speed_of_this_machine():

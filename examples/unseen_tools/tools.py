@@ -8,7 +8,7 @@ UNITS = {"km": 1000.0, "mile": 1609.344, "m": 1.0, "foot": 0.3048, "kg": 1.0, "p
 
 
 class Units:
-    """Converts a measure. Write NUMBER UNIT UNIT, e.g. 3 mile km. Knows km, mile, m, foot, kg."""
+    """Converts a measure. Write NUMBER UNIT UNIT, e.g. 3 mile km. Has km mile m foot kg pound."""
 
     name, deadline = "units", 1.0
 
