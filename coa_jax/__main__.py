@@ -37,6 +37,7 @@ COMMANDS = {
     "export-data": "distill.export",
     "ablation": "ablation",
     "economy": "economy",
+    "claims": "claims",
     "replay": "rollout.replay",
     "aot": "aot",
     "needs": "needs",

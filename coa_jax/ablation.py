@@ -36,7 +36,7 @@ from coa_jax.learn.sft import SFTConfig
 from coa_jax.progress import Bar, progress
 from coa_jax.records import read_records
 from coa_jax.run_dir import RunDir
-from coa_jax.settings import build
+from coa_jax.settings import build, merged
 from coa_jax.small.augment import renaming
 from coa_jax.small.scratch import ScratchConfig, write_policy
 from coa_jax.storage import run_folder
@@ -227,18 +227,7 @@ def _arm(teacher: Mapping[str, Any], arm: Any, where: str) -> dict[str, Any]:
     fixed = next((name for name in _OF_RUNS if name in arm), None)
     if fixed is not None:
         raise UserError(f"{where}.{fixed}: all arms select from the same runs; set config.teacher")
-    return _merged(teacher, arm)
-
-
-def _merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Merges settings recursively; the second argument takes precedence."""
-    merged = dict(one)
-    for name, value in other.items():
-        known = merged.get(name)
-        if isinstance(value, Mapping) and isinstance(known, Mapping):
-            value = _merged(known, value)
-        merged[name] = value
-    return merged
+    return merged(teacher, arm)
 
 
 def _show(bar: Bar, done: int) -> None:

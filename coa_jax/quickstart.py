@@ -8,40 +8,47 @@ one that finished, and within SFT and RL after the last checkpoint.
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import functools
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import ml_collections
 from absl import flags
 
-from coa_jax.bounds import MAX_INT, Bounded, Natural, Place, Seed
+from coa_jax.bounds import MAX_INT, Bounded, Name, Natural, Place, Seed
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.distill import DistillConfig, evaluate_teacher
 from coa_jax.distill.dataset import distill_split
+from coa_jax.distill.economy import policy_economy
+from coa_jax.distill.pipeline import graded_runs, run_teacher
+from coa_jax.economy import read_traces
+from coa_jax.errors import UserError
 from coa_jax.evaluate.figures import shown_rate, table
 from coa_jax.evaluate.run import EvaluateConfig, evaluate_model, load
 from coa_jax.installed import warn_untested
-from coa_jax.learn import rl, sft
+from coa_jax.learn import rejection, rl, sft
+from coa_jax.learn.rejection import RFTConfig
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
-from coa_jax.model.api import load_model
-from coa_jax.model.tokenizer import encode_plain
+from coa_jax.model.api import describe_model, load_model, save_model
+from coa_jax.model.tokenizer import encode_plain, load_tokenizer
 from coa_jax.progress import Bar, progress
 from coa_jax.protocol import TAGS, FormatName, Level
 from coa_jax.records import read_records
 from coa_jax.report import build_report
 from coa_jax.run_dir import RunDir
-from coa_jax.settings import build
+from coa_jax.settings import build, merged
 from coa_jax.small.augment import renaming
 from coa_jax.small.scratch import ScratchConfig, write_policy
 from coa_jax.storage import run_folder
-from coa_jax.tasks import load_splits
+from coa_jax.tasks import Task, load_splits
 from coa_jax.tasks.base import with_level
+from coa_jax.tasks.mixture import load_shares
 from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tools.make import ToolsConfig, make_tools
 
@@ -53,10 +60,12 @@ class Tasks(Bounded):
     The names of the splits are those of `load_splits`.
 
     Attributes:
-        tasks: source of the tasks, see `tasks.load_tasks`.
+        tasks: source of the tasks, see `tasks.load_tasks`; "" where ``mixture`` has several.
         train, validation: number of tasks of each split.
         seed: seed of the choice of tasks.
         level: level of the protocols' rules; "" for the level of each task.
+        task_options: of the source, where ``mixture`` is empty.
+        mixture: name -> source, see `tasks.mixture.Part`; weights say how many of the tasks.
     """
 
     tasks: Place
@@ -64,6 +73,30 @@ class Tasks(Bounded):
     validation: Natural
     seed: Seed = 0
     level: Level = ""
+    task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+
+    def load(self) -> dict[str, list[Task]]:
+        """The tasks of each split."""
+        sizes = {"train": self.train, "validation": self.validation}
+        if not self.mixture and not self.task_options:
+            return load_splits(self.tasks, sizes, self.seed)
+        return {name: load_shares(self, name, size, self.seed) for name, size in sizes.items()}
+
+
+@dataclasses.dataclass(frozen=True)
+class Measure(Bounded):
+    """A further evaluation, after the training stages.
+
+    Attributes:
+        policy: directory of the policy in ``models``.
+        evaluate: settings that differ from those of the other evaluations.
+        tools: settings of the tools that differ from those of the run.
+    """
+
+    policy: Name
+    evaluate: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    tools: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -78,9 +111,20 @@ class Command(Bounded):
         distill: tasks that the teacher solves.
         teacher: how the teacher works, and which of its trajectories are kept.
         policy: shape of the untrained policy.
+        model: pretrained policy to begin with: a Hugging Face directory or a GGUF file; "" for an
+            untrained one of the shape ``policy``.
         sft: settings of fine-tuning, as in the command ``sft``.
         rl: settings of reinforcement learning, as in the command ``rl``.
         evaluate: settings of each evaluation.
+        base: settings of the base model's evaluation that differ, such as a prompt that explains
+            the protocol.
+        sft_more: whether to fine-tune a control: the policy of SFT for the time that RL took.
+        rft: settings of a control that is fine-tuned on the right trajectories of RL, see
+            `learn.rejection`, without paths; empty for none.
+        economy: whether to count the tokens that the policy of RL saves against the teacher, on the
+            held-out tasks.
+        measures: name -> further evaluation, see `Measure`.
+        minutes: stage -> minutes that it takes on 2 CPU cores, for the estimate of what is left.
     """
 
     prompt_style: Place
@@ -92,6 +136,13 @@ class Command(Bounded):
     rl: Mapping[str, Any]
     evaluate: EvaluateConfig
     format: FormatName = ""
+    model: Place = ""
+    base: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    sft_more: bool = False
+    rft: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    economy: bool = False
+    measures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    minutes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def sft_config(self, path: Path) -> SFTConfig:
         """The settings of SFT in a work directory."""
@@ -112,6 +163,20 @@ class Command(Bounded):
             values["rollout"] = {**values["rollout"], "format": self.format}
         return build(RLConfig, values, "config.rl")
 
+    def rft_config(self, path: Path) -> RFTConfig | None:
+        """The settings of RFT in a work directory; None where it is not wanted."""
+        if not self.rft:
+            return None
+        paths = {"model": str(path / "models" / "sft"), "traces": str(path / "traces.jsonl")}
+        return build(RFTConfig, {**self.rft, **paths, "phase": "rl"}, "config.rft")
+
+    def further(self) -> dict[str, Measure]:
+        """The further evaluations by name."""
+        return {
+            name: build(Measure, values, f"config.measures.{name}")
+            for name, values in self.measures.items()
+        }
+
 
 class Pipeline:
     """The stages over one work directory."""
@@ -125,6 +190,10 @@ class Pipeline:
         self.config, self.run = build(Command, config), run
         self.sft_config = self.config.sft_config(run.path)
         self.rl_config = self.config.rl_config(run.path)
+        self.rft_config = self.config.rft_config(run.path)
+        self.measures = self.config.further()
+        if self.config.model:
+            describe_model(self.config.model)  # refused now, not after the data are made
         self.told_tools = config.tools.to_dict()
         self.data, self.models = run.path / "data", run.path / "models"
         self.tools = make_tools(self.config.tools)
@@ -134,13 +203,28 @@ class Pipeline:
             self.evaluation = dataclasses.replace(self.evaluation, rollout=budgets)
         rollout = self.evaluation.rollout
         self.held_out = with_level(load(self.evaluation), rollout.level, rollout.format)
+        self.evaluations = {
+            "base": self._changed(self.config.base, "config.base"),
+            **{
+                name: self._changed(measure.evaluate, f"config.measures.{name}.evaluate")
+                for name, measure in self.measures.items()
+            },
+        }
+
+    def _changed(self, changes: Mapping[str, Any], where: str) -> EvaluateConfig:
+        """The settings of an evaluation with those that differ."""
+        if not changes:
+            return self.evaluation
+        known = dataclasses.asdict(self.evaluation)
+        if "mixture" in changes:
+            known["mixture"] = {}
+        return build(EvaluateConfig, merged(known, changes), where)
 
     def distill(self) -> None:
         """Lets the teacher solve training tasks, and held-out ones to measure it."""
         source = self.config.distill
         named = {tool.name: tool for tool in self.tools}
-        sizes = {split: getattr(source, split) for split in ("train", "validation")}
-        for split, tasks in load_splits(source.tasks, sizes, source.seed).items():
+        for split, tasks in source.load().items():
             with progress(f"distil {split}", total=len(tasks)) as bar:
                 distill_split(
                     split,
@@ -153,13 +237,13 @@ class Pipeline:
                 )
 
     def base(self) -> None:
-        """Makes the untrained policy."""
-        write_policy(
-            self.config.policy,
-            with_level(read_records(self.data / "train.jsonl"), "", self.config.format),
-            load_prompt(self.config.prompt_style),
-            self.models / "base",
-        )
+        """Makes the untrained policy, or copies the pretrained one."""
+        records = with_level(read_records(self.data / "train.jsonl"), "", self.config.format)
+        if self.config.model:
+            save_model(load_model(self.config.model), self.models / "base", overwrite=True)
+            return
+        prompt = load_prompt(self.config.prompt_style)
+        write_policy(self.config.policy, records, prompt, self.models / "base")
 
     def evaluate_teacher(self) -> None:
         """Measures the teacher, unfiltered, on the held-out tasks."""
@@ -183,22 +267,110 @@ class Pipeline:
         """Reinforces the fine-tuned policy with live tools."""
         rl.train(self.rl_config, self.run, self.models / "rl", self.tools)
 
-    def evaluate(self, stage: str) -> None:
-        """Measures a policy on the held-out tasks."""
-        outcome = evaluate_model(
-            self.models / stage,
-            self.held_out,
-            self.evaluation,
-            self.run,
-            stage,
-            self.tools,
-            self.told_tools,
+    def sft_more(self) -> None:
+        """Fine-tunes the policy of SFT on, for as long as RL took."""
+        config = self.sft_config
+        # From the rows of metrics: the timing of a stage that went on after a kill lacks its start.
+        took = {
+            phase: sum(row["time/step"] for row in self.run.rows(phase)) for phase in ("sft", "rl")
+        }
+        updates = max(1, round(config.optimizer.total_steps * took["rl"] / took["sft"]))
+        optimizer = dataclasses.replace(
+            config.optimizer, total_steps=updates, warmup_steps=min(5, updates - 1)
         )
+        config = dataclasses.replace(
+            config, model=str(self.models / "sft"), seed=config.seed + 1, optimizer=optimizer
+        )
+        with RunDir(self.run.path / "controls" / "sft_more") as run:
+            output = self.models / "sft_more"
+            sft.train(config, run, output, renaming(config.rename_share), self.tools)
+
+    def rft(self) -> None:
+        """Fine-tunes the policy of SFT on the right trajectories of RL."""
+        assert self.rft_config is not None
+        with RunDir(self.run.path / "controls" / "rft") as run:
+            rejection.train(self.rft_config, run, self.models / "rft")
+
+    def evaluate(self, policy: str, stage: str = "") -> None:
+        """Measures a policy on the held-out tasks, or as a further evaluation says."""
+        stage = stage or policy
+        config = self.evaluations.get(stage, self.evaluation)
+        tasks, tools, told = self.held_out, self.tools, self.told_tools
+        if stage in self.measures and (changes := self.measures[stage].tools):
+            told = merged(told, changes)
+            tools = make_tools(build(ToolsConfig, told, f"config.measures.{stage}.tools"))
+        if config is not self.evaluation:
+            tasks = with_level(load(config), config.rollout.level, config.rollout.format)
+        path = self.models / policy
+        outcome = evaluate_model(path, tasks, config, self.run, stage, tools, told)
         print(table(outcome), flush=True)
+
+    def economy(self) -> None:
+        """Counts the tokens of the teacher and of the policy of RL on the held-out tasks."""
+        tokenizer = load_tokenizer(self.models / "rl")
+        named = {tool.name: tool for tool in self.tools}
+        traces = read_traces(str(self.run.path / "traces.jsonl"), "evaluate-rl")
+        logs = asyncio.run(run_teacher(self.held_out, named, self.teacher, self.teacher.minds()))
+        runs = graded_runs(self.held_out, logs, self.teacher.judges)
+        told = policy_economy(
+            {run.task.id: run for run in runs},
+            traces,
+            list(named),
+            lambda text: len(encode_plain(tokenizer, text)),
+        )
+        self.run.summary({"economy": told}, anew=True)
 
     def report(self) -> None:
         """Builds the page."""
         build_report(self.run.path)
+
+
+def stages_of(pipeline: Pipeline) -> list[tuple[str, Callable[[], None]]]:
+    """The stages by name, in their order."""
+    names = ["base", "sft", "rl"]
+    stages: list[tuple[str, Callable[[], None]]] = [
+        ("distill", pipeline.distill),
+        ("base", pipeline.base),
+        ("evaluate_teacher", pipeline.evaluate_teacher),
+        ("evaluate_base", lambda: pipeline.evaluate("base")),
+        ("sft", pipeline.sft),
+        ("evaluate_sft", lambda: pipeline.evaluate("sft")),
+        ("rl", pipeline.rl),
+        ("evaluate_rl", lambda: pipeline.evaluate("rl")),
+    ]
+    controls = {"sft_more": pipeline.config.sft_more, "rft": bool(pipeline.config.rft)}
+    for name in (name for name, wanted in controls.items() if wanted):
+        names.append(name)
+        stages.append((name, getattr(pipeline, name)))
+        stages.append((f"evaluate_{name}", functools.partial(pipeline.evaluate, name)))
+    if pipeline.config.economy:
+        stages.append(("economy", pipeline.economy))
+    for name, measure in pipeline.measures.items():
+        if measure.policy not in names or name in names:
+            raise UserError(
+                f"config.measures.{name}: policy {measure.policy!r} is none of {', '.join(names)}, "
+                "or the name of the measure is one of these"
+            )
+        measured = functools.partial(pipeline.evaluate, measure.policy, name)
+        stages.append((f"evaluate_{name}", measured))
+    return stages
+
+
+def left_minutes(
+    expected: Mapping[str, Any], timings: Mapping[str, float], stages: Sequence[str]
+) -> float | None:
+    """Minutes that the stages without a timing will take; None where nothing is known of them.
+
+    Args:
+        expected: stage -> minutes.
+        timings: stage -> seconds of the stages that are done, by which this machine is compared.
+        stages: all of them.
+    """
+    known = [name for name in timings if name in expected]
+    took, should = sum(timings[n] / 60 for n in known), sum(float(expected[n]) for n in known)
+    speed = took / should if should >= 1 else 1.0
+    left = [float(expected[name]) for name in stages if name not in timings and name in expected]
+    return speed * sum(left) if left else None
 
 
 def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
@@ -206,22 +378,16 @@ def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
     with RunDir(workdir) as run:
         run.keep_config(config)
         pipeline = Pipeline(config, run)
-        stages: list[tuple[str, Callable[[], None]]] = [
-            ("distill", pipeline.distill),
-            ("base", pipeline.base),
-            ("evaluate_teacher", pipeline.evaluate_teacher),
-            ("evaluate_base", lambda: pipeline.evaluate("base")),
-            ("sft", pipeline.sft),
-            ("evaluate_sft", lambda: pipeline.evaluate("sft")),
-            ("rl", pipeline.rl),
-            ("evaluate_rl", lambda: pipeline.evaluate("rl")),
-        ]
+        stages = stages_of(pipeline)
+        names = [name for name, _ in stages]
         timings = dict(_summary(run).get("timings_s", {}))
-        for name, stage in stages:
+        for number, (name, stage) in enumerate(stages, 1):
             if name in timings:
                 print(f"{name}: done before", flush=True)
                 continue
-            print(f"{name} ...", flush=True)
+            minutes = left_minutes(pipeline.config.minutes, timings, names)
+            left = "" if minutes is None else f" (about {minutes:.0f} minutes left)"
+            print(f"{number}/{len(stages)} {name} ...{left}", flush=True)
             start = time.monotonic()
             stage()
             timings[name] = round(time.monotonic() - start, 2)
@@ -243,6 +409,7 @@ def define_flags() -> None:
     """The flags of the command."""
     config_flag("configs/quickstart/factbook.py")
     workdir_flag("where the run is written", "runs/quickstart")
+    flags.DEFINE_string("model", "", "short for config.model: a pretrained policy to begin with")
     flags.DEFINE_integer(
         "seed", None, "short for the seeds of data, policy, SFT and RL", 0, MAX_INT
     )
@@ -251,12 +418,18 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     """Entry point."""
     config, seed = flags.FLAGS.config, flags.FLAGS.seed
+    if model := flags.FLAGS.model:
+        with config.unlocked():
+            config.model = model
     if seed is not None:
-        for part in ("distill", "teacher", "policy", "sft", "rl", "evaluate"):
+        parts = ("distill", "teacher", "policy", "sft", "rl", "evaluate", "rft")
+        for part in (part for part in parts if config.get(part)):
             config[part].seed = seed
     warn_untested()
     summary = run_pipeline(config, run_folder(flags.FLAGS.workdir))
-    for stage in ("teacher", "base", "sft", "rl"):
+    for stage in ("teacher", "base", "sft", "rl", "sft_more", "rft"):
+        if stage not in summary:
+            continue
         block = summary[stage]
         low, high = block["ci95"]
         print(f"{stage:8} pass@1 {shown_rate(block['pass_at_1'])}  95 % {low:.3f}-{high:.3f}")

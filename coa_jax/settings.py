@@ -135,6 +135,17 @@ def complete(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:
     return ConfigDict(_overridable(dataclasses.asdict(build(cls, values))))
 
 
+def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
+    """Settings with others put over them, group by group."""
+    result = dict(one)
+    for name, value in other.items():
+        known = result.get(name)
+        if isinstance(value, Mapping) and isinstance(known, Mapping):
+            value = merged(known, value)
+        result[name] = value
+    return result
+
+
 def _overridable(value: Any) -> Any:
     """Replaces values whose type cannot be inferred, such as an empty tuple."""
     if isinstance(value, dict):

@@ -51,6 +51,7 @@ SPECS = [
         for stage, sizes in stages.items()
         for size in sizes
     ),
+    *(f"configs/pretrained/factbook.py:{variant}" for variant in ("hermes", "debug")),
 ]
 
 # Loads a config as a command does, with overrides, and prints it.
@@ -87,6 +88,7 @@ COMMANDS = {
     "ablation": ablation.Command,
     "economy": economy.Command,
     "quickstart": quickstart.Command,
+    "pretrained": quickstart.Command,
 }
 """Folder of configs -> the settings of its command."""
 
@@ -103,6 +105,8 @@ def build_all(stage: str, values: dict[str, Any]) -> Any:
     if isinstance(command, quickstart.Command):
         command.sft_config(Path("run"))
         command.rl_config(Path("run"))
+        command.rft_config(Path("run"))
+        command.further()
     elif isinstance(command, ablation.Command):
         command.sft_config(Path("run"), "unfiltered", 0)
     return command
@@ -110,7 +114,8 @@ def build_all(stage: str, values: dict[str, Any]) -> Any:
 
 def test_each_stage_has_configs():
     assert set(PIPELINE) <= set(CONFIGS)
-    stages = {*STAGES, *BASELINES, "quickstart", "serve", "synthesize", "ablation", "economy"}
+    others = {"quickstart", "pretrained", "serve", "synthesize", "ablation", "economy"}
+    stages = {*STAGES, *BASELINES, *others}
     assert {Path(path).parts[1] for path in CONFIGS} == stages
 
 
@@ -122,8 +127,8 @@ def test_the_docstring_gives_the_command(path):
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     text = module.__doc__ or ""
-    if stage == "quickstart":
-        assert "    bash launch/quickstart.sh" in text
+    if stage in ("quickstart", "pretrained"):
+        assert f"    bash launch/{stage}.sh" in text
     elif stage == "serve":
         assert f"    python -m coa_jax.serve --config={path}\n" in text
     else:

@@ -275,6 +275,24 @@ def test_quickstart_passes_its_arguments_on(echoing, arguments, passed):
     assert result.stdout.strip() == f"[-m][coa_jax.quickstart]{expected}", result.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "fetched", "passed"),
+    [
+        ([], True, "[{root}/runs/pretrained][--config=configs/pretrained/factbook.py]"),
+        (
+            ["--workdir", "there", "--model", "a b", "--seed", "3"],
+            False,
+            "[{cwd}/there][--config=configs/pretrained/factbook.py][--model={cwd}/a b][--seed][3]",
+        ),
+    ],
+)
+def test_pretrained_fetches_its_model_unless_one_is_given(echoing, arguments, fetched, passed):
+    result = echoing("pretrained.sh", *arguments)
+    expected = passed.format(cwd=echoing.root.parent, root=echoing.root)
+    assert result.stdout.strip() == f"[-m][coa_jax.quickstart][--workdir]{expected}", result.stderr
+    assert ("[coa_jax.fetch][smollm2]" in result.stderr) == fetched
+
+
 def test_quickstart_without_a_directory_after_workdir_is_refused(echoing):
     result = echoing("quickstart.sh", "--workdir")
     assert (result.returncode, result.stdout) == (2, "")
@@ -309,7 +327,7 @@ REMOTE = ["tpu_pod.sh", "tpu_vm.sh", "tpu_queue.sh", "xpk.sh", "slurm.sh", "sky.
     "script",
     [
         *("quickstart.sh", "test.sh", "fetch_smollm2.sh", "fetch_minilm.sh", "debug_files.sh"),
-        *("algorithms.sh", *REMOTE),
+        *("algorithms.sh", "pretrained.sh", *REMOTE),
     ],
 )
 def test_help_is_the_head_of_the_script(tree, script):

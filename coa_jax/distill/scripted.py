@@ -32,7 +32,7 @@ from coa_jax.protocol import (
     parse_double_check,
     parse_reflection,
 )
-from coa_jax.tasks.factbook_grammar import Arithmetic
+from coa_jax.tasks.factbook_grammar import Computed
 
 UNKNOWN = "unknown"
 """The answer of a team that did not understand the question or found no further call to try."""
@@ -64,7 +64,7 @@ def _state(view: AgentView) -> Progress:
 
 def _ask_for_step(view: AgentView, state: Progress, again: bool = False) -> Action:
     """Assigns the current step to the agent that can do it."""
-    if isinstance(state.step, Arithmetic):
+    if isinstance(state.step, Computed):
         text = f"Step {state.number}: {operands(state.step, state.answers)}."
     else:
         text = f"Step {state.number}{' again' if again else ''}."

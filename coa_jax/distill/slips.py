@@ -13,7 +13,14 @@ from collections.abc import Sequence
 from coa_jax.distill.chance import uniform
 from coa_jax.distill.expressions import Expression
 from coa_jax.distill.steps import AnyStep, number_of, programs
-from coa_jax.tasks.factbook_grammar import Arithmetic, Inverse, Lookup, Neighbour
+from coa_jax.tasks.factbook_grammar import (
+    Arithmetic,
+    Comparison,
+    Computed,
+    Inverse,
+    Lookup,
+    Neighbour,
+)
 from coa_jax.tools.factbook_relations import RELATIONS
 
 
@@ -113,12 +120,14 @@ def wrong_value(step: AnyStep, answers: Sequence[str]) -> str:
         answers: answers of all steps; the last one is right.
     """
     right = answers[-1]
+    if isinstance(step, Comparison):
+        return next(str(name) for name in step.subjects if name != right)
     for other in reversed(answers[:-1]):
         if other.casefold() != right.casefold():
             return other
     if number_of(right) is not None:
         return _misread(right)
-    if isinstance(step, Expression | Arithmetic):
+    if isinstance(step, Expression | Computed):
         return f"{right}0"
     return step.value if isinstance(step, Inverse) else str(step.subject)
 

@@ -16,6 +16,9 @@ from coa_jax.distill.expressions import Expression, read_expression
 from coa_jax.distill.messages import Kind, Message
 from coa_jax.tasks.factbook_grammar import (
     Arithmetic,
+    Comparison,
+    Computed,
+    Count,
     Inverse,
     Lookup,
     Neighbour,
@@ -27,6 +30,7 @@ from coa_jax.tasks.factbook_grammar import (
     source_for,
     understand,
 )
+from coa_jax.tasks.factbook_people_grammar import understand_people
 from coa_jax.tools.factbook_relations import RELATIONS
 
 AnyStep = Step | Expression
@@ -40,7 +44,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 @functools.lru_cache(maxsize=4096)
 def steps_of(question: str) -> tuple[AnyStep, ...] | None:
     """Returns the steps of a question, or None for a question of another kind."""
-    program = understand(question)
+    program = understand(question) or understand_people(question)
     if program is not None:
         return program.steps
     expression = read_expression(question)
@@ -93,15 +97,21 @@ def wording(step: AnyStep) -> str:
     return f"compute {step.what}" if isinstance(step, Expression) else describe(step)
 
 
-def operands(step: Arithmetic, answers: Sequence[str]) -> str:
-    """Writes an arithmetic step with its numbers as in the documents."""
+def operands(step: Computed, answers: Sequence[str]) -> str:
+    """Writes a step that needs no search, with its numbers or list as in the documents."""
+    if isinstance(step, Count):
+        return f"count {answers[step.items.step]}"
+    if isinstance(step, Comparison):
+        values = [answers[ref.step] for ref in step.values]
+        pairs = zip(step.subjects, values, strict=True)
+        return f"{step.operation} of {', '.join(f'{name} {value}' for name, value in pairs)}"
     sign = {"sum": "+", "difference": "-", "ratio": "/"}[step.operation]
     return f"{answers[step.a.step]} {sign} {answers[step.b.step]}"
 
 
 def tool_for(step: AnyStep) -> str:
     """Returns the agent that carries out a step."""
-    return "code" if isinstance(step, Arithmetic | Expression) else "search"
+    return "code" if isinstance(step, Computed | Expression) else "search"
 
 
 def queries(step: AnyStep) -> tuple[str, ...]:
@@ -121,7 +131,7 @@ def programs(step: AnyStep, answers: Sequence[str]) -> tuple[str, ...]:
         setup = f"{step.setup}\n" if step.setup else ""
         source = f"{setup}print({step.source})"
         return source, f"{setup}value = {step.source}\nprint(value)"
-    assert isinstance(step, Arithmetic)
+    assert isinstance(step, Computed)
     source = source_for(step, answers)
     return source, f"value = {source[len('print(') : -1]}\nprint(value)"
 
@@ -166,6 +176,9 @@ def _read_program(
     if observation.outcome != "ok":
         return "The program failed."
     line = printed(observation.content)
+    if isinstance(step, Comparison):
+        known = line in step.subjects
+        return (str(line), "The program") if known else "It did not print one of the names."
     value = None if line is None else number_of(line)
     if line is None or value is None:
         return "It did not print one number."

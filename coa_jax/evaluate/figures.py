@@ -18,7 +18,7 @@ COMPARABLE = (1, 2)
 """Formats that `compare` accepts: both have the same samples of tasks."""
 FIELDS = (
     *("level", "topic", "hops", "kind", "lang", "answer_type", "platform", "data_source"),
-    "source",
+    *("source", "wording"),
 )
 """Metadata fields by which results are broken down."""
 

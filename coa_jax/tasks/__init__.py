@@ -48,6 +48,7 @@ SOURCES = Kind(
     {
         "factbook": "coa_jax.tasks.factbook:load_source",
         "arithmetic": "coa_jax.tasks.arithmetic:load_source",
+        "factbook_people": "coa_jax.tasks.factbook_people:load_source",
         "textarena": "coa_jax.environments.textarena:load",
         **dict.fromkeys(BENCHMARKS, "coa_jax.tasks.benchmark_files:load_benchmark"),
         "hf": "coa_jax.tasks.data_sets:load_hub",

@@ -211,7 +211,7 @@ def _all_programs(split: str) -> Iterator[Program]:
 
 
 @dataclasses.dataclass(frozen=True)
-class _Item:
+class Item:
     """A program that makes good questions."""
 
     program: Program
@@ -238,9 +238,9 @@ _normal = functools.cache(normalize_answer)
 
 
 @functools.cache
-def _items(split: str) -> tuple[_Item, ...]:
+def items_of(split: str) -> tuple[Item, ...]:
     """All programs of a split, each once, without those that give their answer away."""
-    items: dict[Program, _Item] = {}
+    items: dict[Program, Item] = {}
     seen = frozenset() if split == "train" else _training_phrases()
     for program in _all_programs(split):
         solution = solve(program)
@@ -255,9 +255,7 @@ def _items(split: str) -> tuple[_Item, ...]:
         last = program.steps[-1]
         source = program.steps[-2] if isinstance(last, Arithmetic) else last
         relation = getattr(source, "relation", "neighbour")
-        items[program] = _Item(
-            program, solution.gold, solution.entities, kind_of(program), relation
-        )
+        items[program] = Item(program, solution.gold, solution.entities, kind_of(program), relation)
     return tuple(items.values())
 
 
@@ -273,11 +271,11 @@ def _distinct(program: Program) -> int:
 def _training_phrases() -> frozenset[str]:
     """Every run of words in what training questions are made of: wording, names and values."""
     parts = {render(item.program, t) for item in _one_of_each() for t in range(TEMPLATES)}
-    for item in _items("train"):
+    for item in items_of("train"):
         for step in item.program.steps:
             if isinstance(step, Inverse):
                 parts.add(step.value)
-            elif not isinstance(step, Arithmetic) and isinstance(step.subject, str):
+            elif isinstance(step, Lookup | Neighbour) and isinstance(step.subject, str):
                 parts.add(step.subject)
     phrases = set()
     for part in parts:
@@ -288,16 +286,16 @@ def _training_phrases() -> frozenset[str]:
     return frozenset(phrases)
 
 
-def _one_of_each() -> Iterator[_Item]:
+def _one_of_each() -> Iterator[Item]:
     """One training item of every kind and relation, so that all wording is covered."""
-    firsts: dict[tuple[object, ...], _Item] = {}
-    for item in _items("train"):
+    firsts: dict[tuple[object, ...], Item] = {}
+    for item in items_of("train"):
         relations = tuple(getattr(step, "relation", "") for step in item.program.steps)
         firsts.setdefault((item.kind, relations), item)
     return iter(firsts.values())
 
 
-def _task(item: _Item, template: int, split: str, protocol: str, source: str) -> Task:
+def _task(item: Item, template: int, split: str, protocol: str, source: str) -> Task:
     question = render(item.program, template)
     digest = hashlib.sha256(question.encode()).hexdigest()[:16]
     metadata = {
@@ -311,7 +309,7 @@ def _task(item: _Item, template: int, split: str, protocol: str, source: str) ->
     return Task(f"factbook-{split}-{digest}", question, protocol, item.gold, source, metadata)
 
 
-def _interleave(pool: Iterable[_Item], *salt: object) -> list[_Item]:
+def take_turns(pool: Iterable[Item], *salt: object) -> list[Item]:
     """A fixed shuffle in which the relations take turns."""
     order = sorted(pool, key=lambda item: fraction(*salt, item.program))
     turn: collections.Counter[str] = collections.Counter()
@@ -328,7 +326,7 @@ def _kind_weight(kind: str) -> float:
     return {"lookup": 3.0, "density": 0.5}.get(last, 1 / 3 if last in OPERATIONS else 1.0)
 
 
-def _shares(total: int, weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
+def shares(total: int, weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
     """Splits a total by weight, never more than a size; what one cannot take goes to others."""
     counts = [0] * len(weights)
     for _ in range(min(total, sum(sizes))):
@@ -371,8 +369,8 @@ def load_factbook(
     if n is not None and n < 0:
         raise UserError(f"factbook: n is {n}; give 0 or more, or None for all")
     arithmetic = options.arithmetic and "code" in get_protocol(options.protocol).tools
-    pools: dict[str, list[_Item]] = collections.defaultdict(list)
-    for item in _items(split):
+    pools: dict[str, list[Item]] = collections.defaultdict(list)
+    for item in items_of(split):
         plain = not isinstance(item.program.steps[-1], Arithmetic)
         if options.weights.get(item.program.hops, 0) > 0 and (plain or arithmetic):
             pools[item.kind].append(item)
@@ -385,10 +383,10 @@ def load_factbook(
         options.weights[h] * _kind_weight(k) / total[h] for k, h in zip(kinds, hops, strict=True)
     ]
     sizes = [len(pools[kind]) * options.templates for kind in kinds]
-    counts = sizes if n is None else _shares(n, weights, sizes)
-    chosen: list[tuple[_Item, int]] = []
+    counts = sizes if n is None else shares(n, weights, sizes)
+    chosen: list[tuple[Item, int]] = []
     for kind, count in zip(kinds, counts, strict=True):
-        order = _interleave(pools[kind], seed) if count else []
+        order = take_turns(pools[kind], seed) if count else []
         for position in range(count):
             turn, place = divmod(position, len(order))
             first = int(fraction(seed, "wording", order[place].program) * options.templates)
@@ -399,7 +397,7 @@ def load_factbook(
 
 def count_items(split: str) -> collections.Counter[tuple[int, str]]:
     """How many programs there are by (hops, kind); every one has `TEMPLATES` wordings."""
-    return collections.Counter((item.program.hops, item.kind) for item in _items(split))
+    return collections.Counter((item.program.hops, item.kind) for item in items_of(split))
 
 
 __all__ = [

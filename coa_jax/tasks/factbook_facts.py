@@ -12,7 +12,17 @@ import decimal
 import functools
 import hashlib
 
-from coa_jax.tasks.factbook_grammar import Arithmetic, Inverse, Neighbour, Program, Ref
+from coa_jax.tasks.factbook_grammar import (
+    Arithmetic,
+    Comparison,
+    Computed,
+    Count,
+    Inverse,
+    Neighbour,
+    Program,
+    Ref,
+    bind,
+)
 from coa_jax.tools.factbook_pages import load_entities
 from coa_jax.tools.factbook_relations import INVERTIBLE, RELATIONS
 
@@ -85,6 +95,10 @@ def solve(program: Program) -> Solution | None:
             used += [value] if value else []
         elif isinstance(step, Arithmetic):
             value = compute(step.operation, values[step.a.step], values[step.b.step])
+        elif isinstance(step, Count):
+            value = str(len(values[step.items.step].split("; ")))
+        elif isinstance(step, Comparison):
+            value = _extreme(step, values)
         else:
             subject = values[step.subject.step] if isinstance(step.subject, Ref) else step.subject
             key = "neighbour" if isinstance(step, Neighbour) else step.relation
@@ -96,6 +110,15 @@ def solve(program: Program) -> Solution | None:
             return None
         values.append(value)
     return Solution(accepted_answers(program, values[-1]), tuple(dict.fromkeys(used)))
+
+
+def _extreme(step: Comparison, values: list[str]) -> str | None:
+    """The name with the largest or smallest value; None where two have the same."""
+    numbers = [to_decimal(values[ref.step]) for ref in step.values]
+    wanted = max(numbers) if step.operation == "largest" else min(numbers)
+    bound = bind(step, values)
+    assert isinstance(bound, Comparison)
+    return str(bound.subjects[numbers.index(wanted)]) if numbers.count(wanted) == 1 else None
 
 
 def compute(operation: str, a: str, b: str) -> str:
@@ -110,7 +133,7 @@ def compute(operation: str, a: str, b: str) -> str:
 def accepted_answers(program: Program, value: str) -> tuple[str, ...]:
     """What is accepted as the answer of a program (`Task.gold`), given the value of its result."""
     last = program.steps[-1]
-    if isinstance(last, Arithmetic):
+    if isinstance(last, Computed):
         return (value,)
     relation = getattr(last, "relation", "neighbour")
     if relation == "borders":

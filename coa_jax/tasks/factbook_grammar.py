@@ -81,7 +81,26 @@ class Arithmetic:
     b: Ref
 
 
-Step = Lookup | Inverse | Neighbour | Arithmetic
+@dataclasses.dataclass(frozen=True)
+class Comparison:
+    """The subject whose value is the ``largest`` or the ``smallest`` of several numbers."""
+
+    operation: str
+    values: tuple[Ref, ...]
+    subjects: tuple[Subject, ...]
+
+
+@dataclasses.dataclass(frozen=True)
+class Count:
+    """How many members the list has that an earlier step found."""
+
+    items: Ref
+
+
+Computed = Arithmetic | Comparison | Count
+"""Steps that a program carries out, without a search."""
+
+Step = Lookup | Inverse | Neighbour | Computed
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,13 +112,22 @@ class Program:
     @property
     def hops(self) -> int:
         """Number of steps that need a search, 1 to 4 (arithmetic is not one)."""
-        return sum(not isinstance(step, Arithmetic) for step in self.steps)
+        return sum(not isinstance(step, Computed) for step in self.steps)
 
 
 def bind(step: Step, answers: Sequence[str]) -> Step:
-    """Replaces a reference by the answer of that step; arithmetic and literals stay as they are."""
-    if isinstance(step, Lookup | Neighbour) and isinstance(step.subject, Ref):
-        return dataclasses.replace(step, subject=answers[step.subject.step])
+    """Replaces subjects that are references by the answers of those steps.
+
+    Arithmetic, numbers to compare and literals stay as they are.
+    """
+
+    def bound(subject: Subject) -> Subject:
+        return answers[subject.step] if isinstance(subject, Ref) else subject
+
+    if isinstance(step, Lookup | Neighbour):
+        return dataclasses.replace(step, subject=bound(step.subject))
+    if isinstance(step, Comparison):
+        return dataclasses.replace(step, subjects=tuple(map(bound, step.subjects)))
     return step
 
 
@@ -111,7 +139,7 @@ def query_for(step: Step) -> str:
     """
     if isinstance(step, Inverse):
         return f"{RELATIONS[step.relation].noun} {step.value}"
-    if isinstance(step, Arithmetic) or isinstance(step.subject, Ref):
+    if isinstance(step, Computed) or isinstance(step.subject, Ref):
         raise ValueError(f"no search query for {step}")
     relation = RELATIONS[step.relation if isinstance(step, Lookup) else "neighbour"]
     return f"{relation.noun} {relation.preposition} {step.subject}"
@@ -129,7 +157,7 @@ def read_value(step: Step, title: str, text: str) -> str | None:
         The answer as the passage words it, a list joined by "|", or None when the passage does
         not state what the step asks for.
     """
-    if isinstance(step, Arithmetic):
+    if isinstance(step, Computed):
         return None
     relation = RELATIONS["neighbour" if isinstance(step, Neighbour) else step.relation]
     found = factbook_relations.read(relation, text)
@@ -143,14 +171,26 @@ def read_value(step: Step, title: str, text: str) -> str | None:
     return value.replace("; ", "|") if relation.key == "borders" else value
 
 
-def source_for(step: Arithmetic, answers: Sequence[str]) -> str:
-    """The Python program that prints the answer of an arithmetic step.
+def source_for(step: Computed, answers: Sequence[str]) -> str:
+    """The Python program that prints the answer of a step that needs no search.
 
     Args:
-        step: the step.
+        step: the step; bound, where it compares.
         answers: texts of the answers of all earlier steps; thousands separators are allowed.
     """
-    a, b = (answers[ref.step].replace(",", "").strip() for ref in (step.a, step.b))
+
+    def number(ref: Ref) -> str:
+        return answers[ref.step].replace(",", "").strip()
+
+    if isinstance(step, Count):
+        return f'print(len("{answers[step.items.step]}".split("|")))'
+    if isinstance(step, Comparison):
+        pairs = zip(map(number, step.values), step.subjects, strict=True)
+        choose = {"largest": "max", "smallest": "min"}[step.operation]
+        listed = ", ".join(f'({value}, "{subject}")' for value, subject in pairs)
+        return f"print({choose}({listed})[1])"
+    assert isinstance(step, Arithmetic)
+    a, b = number(step.a), number(step.b)
     if step.operation == "ratio":
         return f"print(round({a} / {b}, 2))"
     return f"print({a} {'+' if step.operation == 'sum' else '-'} {b})"
@@ -163,6 +203,10 @@ def describe(step: Step) -> str:
     if isinstance(step, Arithmetic):
         sign = {"sum": "+", "difference": "-", "ratio": "/"}[step.operation]
         return f"#{step.a.step + 1} {sign} #{step.b.step + 1}"
+    if isinstance(step, Comparison):
+        return f"the {step.operation} of {', '.join(f'#{ref.step + 1}' for ref in step.values)}"
+    if isinstance(step, Count):
+        return f"the number of #{step.items.step + 1}"
     subject = f"#{step.subject.step + 1}" if isinstance(step.subject, Ref) else step.subject
     if isinstance(step, Neighbour):
         return wording.NEIGHBOUR[0].format(entity=subject)
@@ -201,6 +245,8 @@ def render(program: Program, template: int = 0) -> str:
         if last.relation == "borders":
             return wording.ASK_BORDERS[template].format(entity=entity(last.subject))
         return _phrase(wording.ASK_LOOKUP[template], last, entity(last.subject))
+    if not isinstance(last, Arithmetic):
+        raise ValueError("only people's wordings ask for comparisons and counts")
     a, b = steps[last.a.step], steps[last.b.step]
     if not isinstance(a, Lookup) or not isinstance(b, Lookup):
         raise ValueError("arithmetic takes the answers of lookups")

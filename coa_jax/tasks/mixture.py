@@ -102,6 +102,28 @@ def _of_part(task: Task, name: str) -> Task:
     return dataclasses.replace(task, id=f"{name}/{task.id}", source=name, metadata=metadata)
 
 
+def load_shares(sources: Sources, split: str, n: int, seed: int) -> list[Task]:
+    """``n`` tasks in all, of each part as many as its weight is of all weights, rounded.
+
+    A part that names its ``num_tasks`` gives that many.
+
+    Args:
+        sources: the settings.
+        split, n, seed: see `load_parts`.
+
+    Raises:
+        UserError: see `load_parts`.
+    """
+    parts = parts_of(sources)
+    total = sum(part.weight for part in parts.values())
+    found = []
+    for name, part in parts.items():
+        number = part.num_tasks or round(n * part.weight / total)
+        tasks = load_tasks(part.tasks, part.split or split, number, seed, "", part.options)
+        found += [_of_part(task, name) if name else task for task in tasks]
+    return found
+
+
 def stream_of(sources: Sources, tasks: Mapping[str, Sequence[Task]], seed: int) -> Sequence[Task]:
     """Returns an endless stream of tasks in training order; see `alternate`.
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coa_jax.tasks.factbook import _items
+from coa_jax.tasks.factbook import items_of
 from coa_jax.tasks.factbook_grammar import (
     TEMPLATES,
     Arithmetic,
@@ -80,7 +80,7 @@ def test_understand_is_the_inverse_of_render(program, template):
 
 @pytest.mark.parametrize("split", ["train", "validation", "test"])
 def test_every_generated_question_is_understood(split):
-    for item in _items(split)[::7]:
+    for item in items_of(split)[::7]:
         for template in range(TEMPLATES):
             assert understand(render(item.program, template)) == item.program
 

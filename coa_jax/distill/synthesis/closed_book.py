@@ -30,7 +30,14 @@ from coa_jax.rollout.collect import collect
 from coa_jax.rollout.request import Request, RolloutConfig, prompt_ids
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.factbook_facts import compute, to_decimal
-from coa_jax.tasks.factbook_grammar import Arithmetic, Inverse, Neighbour, Step, understand
+from coa_jax.tasks.factbook_grammar import (
+    Arithmetic,
+    Computed,
+    Inverse,
+    Neighbour,
+    Step,
+    understand,
+)
 from coa_jax.tasks.prompts import load_prompt
 
 _SYSTEM = (
@@ -119,7 +126,7 @@ class Prior:
         return compute(last.operation, a, b)
 
     def _pick(self, step: Step, episode: str, draw: str) -> str:
-        if isinstance(step, Arithmetic):
+        if isinstance(step, Computed):
             return ""
         known = self._entities if isinstance(step, Inverse) else self._values
         options = known["neighbour" if isinstance(step, Neighbour) else step.relation]

@@ -1,0 +1,246 @@
+"""Questions about the World Factbook in the wordings of people, with held-out wordings.
+
+The source ``factbook_people``: lookups and chains of the source ``factbook``, and comparisons,
+counts and arithmetic besides.  Questions of the train split use the known templates of
+`factbook_people_wording` alone.  Half of those of the other splits use the held-out ones.  Every
+entity on the way to an answer belongs to the split of the question.
+"""
+
+from __future__ import annotations
+
+import collections
+import functools
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
+
+from coa_jax.errors import UserError
+from coa_jax.protocol import get_protocol
+from coa_jax.tasks import factbook_people_wording as wording
+from coa_jax.tasks.base import Task, check_split
+from coa_jax.tasks.factbook import Item, items_of, shares, take_turns
+from coa_jax.tasks.factbook_facts import facts, fraction, solve, split_of
+from coa_jax.tasks.factbook_grammar import (
+    Arithmetic,
+    Comparison,
+    Computed,
+    Count,
+    Lookup,
+    Neighbour,
+    Program,
+    Ref,
+    kind_of,
+)
+from coa_jax.tasks.factbook_people_grammar import render_people, understand_people
+
+SOURCE = "factbook_people"
+TOPICS: Mapping[str, float] = {
+    "single": 0.3,
+    "chain": 0.3,
+    "comparison": 0.15,
+    "counting": 0.1,
+    "arithmetic": 0.15,
+}
+"""Kinds of questions and their shares."""
+
+_PARTNERS = 12  # how many other entities an entity is compared with
+_HASTY = 0.15  # share of questions that are typed without capital letters and question mark
+
+
+def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]:
+    """Loads what a source names, e.g. ``factbook_people:protocol=mhqa,topics=single/chain``.
+
+    ``topics`` keeps the shares of the topics it names.  ``wording=known`` or ``wording=new`` keeps
+    the questions with known templates, or those with held-out ones.
+
+    Raises:
+        UserError: see `load_people`, or an unknown option.
+    """
+    options = {"protocol": "generalist", "topics": "/".join(TOPICS), "wording": ""}
+    for item in filter(None, (part.strip() for part in source.partition(":")[2].split(","))):
+        name, equals, value = item.partition("=")
+        if name not in options or not equals:
+            raise UserError(
+                f"{SOURCE}: option {item!r} is not understood; use protocol=mhqa, "
+                "topics=single/chain or wording=known"
+            )
+        options[name] = value
+    topics = tuple(options["topics"].split("/"))
+    return load_people(
+        split, n, seed, topics, options["wording"], options["protocol"], source=source
+    )
+
+
+def load_people(
+    split: str,
+    n: int | None = None,
+    seed: int = 0,
+    topics: tuple[str, ...] = tuple(TOPICS),
+    words: str = "",
+    protocol: str = "generalist",
+    source: str = SOURCE,
+) -> list[Task]:
+    """A fixed sample of questions, balanced over topics, kinds and relations.
+
+    Args:
+        split: ``train``, ``validation`` or ``test``.
+        n: number of questions; None for each program once.  Fewer come back when there are not so
+            many.
+        seed: which sample, and in which words.
+        topics: of `TOPICS`.
+        words: ``known`` or ``new`` for the questions in these wordings only, "" for both; the train
+            split has known ones alone.
+        protocol: of the tasks; without the tool ``code`` it gets no question that needs a program.
+        source: recorded in the tasks.
+
+    Raises:
+        UserError: an unknown split, topic or protocol, a negative n, or the train split with
+            ``words="new"``.
+    """
+    check_split(split)
+    unknown = [topic for topic in topics if topic not in TOPICS]
+    if unknown:
+        raise UserError(f"{SOURCE}: no topic {unknown[0]!r}; known are {', '.join(TOPICS)}")
+    if words not in ("", "known", "new"):
+        raise UserError(f"{SOURCE}: wording={words}; give known or new")
+    if words == "new" and split == "train":
+        raise UserError(f"{SOURCE}: the train split has no held-out wordings")
+    if n is not None and n < 0:
+        raise UserError(f"{SOURCE}: n is {n}; give 0 or more, or None for all")
+    programs = "code" in get_protocol(protocol).tools
+    pools: dict[tuple[str, str], list[Item]] = collections.defaultdict(list)
+    for item in _items(split):
+        topic = _topic(item.program)
+        if topic in topics and (programs or not isinstance(item.program.steps[-1], Computed)):
+            pools[topic, item.kind].append(item)
+    keys = sorted(pools)
+    in_topic = collections.Counter(topic for topic, _ in keys)
+    weights = [TOPICS[topic] / in_topic[topic] for topic, _ in keys]
+    sizes = [len(pools[key]) for key in keys]
+    counts = sizes if n is None else shares(n, weights, sizes)
+    tasks: dict[str, Task] = {}
+    for key, count in zip(keys, counts, strict=True):
+        order = take_turns(pools[key], seed) if count else []
+        made = (_task(item, split, seed, words, protocol, source) for item in order)
+        for task in itertools.islice(filter(None, made), count):
+            tasks.setdefault(task.id, task)
+    return sorted(tasks.values(), key=lambda task: fraction(seed, "order", task.id))
+
+
+def _topic(program: Program) -> str:
+    last = program.steps[-1]
+    if isinstance(last, Comparison):
+        return "comparison"
+    if isinstance(last, Count):
+        return "counting"
+    if isinstance(last, Arithmetic):
+        return "arithmetic"
+    return "single" if len(program.steps) == 1 else "chain"
+
+
+def _task(item: Item, split: str, seed: int, words: str, protocol: str, source: str) -> Task | None:
+    """The task of an item; None where its question can be read as something else too."""
+    question, new = _worded(item.program, split, seed, words)
+    if repr(understand_people(question)).casefold() != repr(item.program).casefold():
+        return None
+    digest = hashlib.sha256(question.encode()).hexdigest()[:16]
+    metadata = {
+        "hops": item.program.hops,
+        "kind": item.kind,
+        "topic": _topic(item.program),
+        "wording": "new" if new else "known",
+        "relation": item.relation,
+        "entities": list(item.entities),
+        "arithmetic": isinstance(item.program.steps[-1], Computed),
+    }
+    return Task(f"people-{split}-{digest}", question, protocol, item.gold, source, metadata)
+
+
+def _worded(program: Program, split: str, seed: int, words: str) -> tuple[str, bool]:
+    """A question, and whether its wording is held out."""
+    drawn = fraction(seed, "held out", program) < 0.5
+    new = split != "train" and (words == "new" or (not words and drawn))
+    kept = wording.held_out if new else wording.known
+
+    def choose(templates: wording.Templates) -> str:
+        options = kept(templates)
+        return options[int(fraction(seed, program, templates) * len(options))]
+
+    question = render_people(program, choose)
+    if fraction(seed, "hasty", program) < _HASTY:
+        question = question.lower().rstrip("?.")
+    return question, new
+
+
+# --- programs --------------------------------------------------------------------------------
+
+
+@functools.cache
+def _items(split: str) -> tuple[Item, ...]:
+    """All programs of a split that people's wordings can ask for."""
+    plain = [item for item in items_of(split) if _is_asked(item.program)]
+    further = dict.fromkeys(_further(split))
+    return (*plain, *filter(None, (_item(program, split) for program in further)))
+
+
+def _is_asked(program: Program) -> bool:
+    """Whether people would ask for it: few descriptions, and values that go together."""
+    last, neighbours = program.steps[-1], sum(isinstance(s, Neighbour) for s in program.steps)
+    if isinstance(last, Arithmetic):
+        return program.hops == 2 and not neighbours and _is_worded(program)
+    return neighbours <= 1 and program.hops <= 3
+
+
+def _is_worded(program: Program) -> bool:
+    try:
+        render_people(program, lambda templates: templates[0])
+    except KeyError:
+        return False
+    return True
+
+
+def _further(split: str) -> Iterator[Program]:
+    """Comparisons, and numbers of border countries."""
+    names = [name for name in facts() if split_of(name) == split]
+    for name in names:
+        yield Program((Lookup("borders", name), Count(Ref(0))))
+        neighbour = facts()[name].get("neighbour", "")
+        if neighbour in facts() and split_of(neighbour) == split:
+            steps = (Neighbour(name), Lookup("borders", Ref(0)), Count(Ref(1)))
+            yield Program(steps)
+        others = sorted(set(names) - {name}, key=lambda other: fraction("compare", name, other))
+        for number, other in enumerate(others[:_PARTNERS]):
+            relations = sorted(wording.COMPARE)
+            relation = relations[int(fraction(name, other) * len(relations))]
+            operations = sorted(wording.COMPARE[relation])
+            operation = operations[number % len(operations)]
+            yield _comparison(relation, operation, (name, other))
+            third = others[(number + 1) % len(others)]
+            if number < 3:
+                relation = sorted(wording.COMPARE_THREE)[number % 2]
+                yield _comparison(relation, "largest", (name, other, third))
+
+
+def _comparison(relation: str, operation: str, names: tuple[str, ...]) -> Program:
+    lookups = tuple(Lookup(relation, name) for name in names)
+    refs = tuple(Ref(index) for index in range(len(names)))
+    return Program((*lookups, Comparison(operation, refs, names)))
+
+
+def _item(program: Program, split: str) -> Item | None:
+    """The item of a comparison or a count; None where it has no answer or leaves the split."""
+    solution = solve(program)
+    if solution is None:
+        return None
+    entities = solution.entities
+    if isinstance(program.steps[-1], Count):  # the members of the list are not asked about
+        entities = entities[: len(program.steps) - 1]
+    if any(split_of(entity) != split for entity in entities):
+        return None
+    last = program.steps[-1]
+    lookup = program.steps[-2] if isinstance(last, Computed) else last
+    relation = getattr(lookup, "relation", "neighbour")
+    return Item(program, solution.gold, entities, kind_of(program), relation)
+
+
+__all__ = ["SOURCE", "TOPICS", "load_people", "load_source"]

@@ -1,0 +1,221 @@
+"""Writes programs as people ask questions, and reads the questions back.
+
+* `render_people(program, choose)` writes a program; `choose` picks one template of a tuple,
+* `understand_people(question)` is the inverse, up to small and capital letters.
+
+A text may fit several templates, since a name may be any few words.  The reading that leaves the
+fewest characters to names is taken.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
+
+from coa_jax.tasks import factbook_people_wording as wording
+from coa_jax.tasks.factbook_grammar import (
+    Arithmetic,
+    Comparison,
+    Count,
+    Inverse,
+    Lookup,
+    Neighbour,
+    Program,
+    Ref,
+    Step,
+    Subject,
+)
+
+Choose = Callable[[wording.Templates], str]
+"""Picks one of several templates."""
+
+_Part = tuple[tuple[Step, ...], Subject, int]
+"""(steps, how the next step refers to their result, characters left to names)."""
+
+_LONGEST_NAME = 7  # words
+_NO_NAME = re.compile(
+    r"[?\":]|\b(that|which|whose|what|is|does)\b"
+    r"|\bthe (country|state|nation|neighbour|owner|homeland)\b",
+    re.IGNORECASE,
+)
+
+
+# --- writing ---------------------------------------------------------------------------------
+
+
+def render_people(program: Program, choose: Choose) -> str:
+    """Writes a program as a question.
+
+    Args:
+        program: lookups, chains, two values of one relation with arithmetic or a comparison, or
+            the number of border countries.
+        choose: picks the template of the question and of each phrase in it.
+
+    Raises:
+        KeyError: there is no wording for the program.
+    """
+    steps, last = program.steps, program.steps[-1]
+
+    def entity(subject: Subject) -> str:
+        if isinstance(subject, str):
+            return subject
+        step = steps[subject.step]
+        if isinstance(step, Inverse):
+            return choose(wording.INVERSE[step.relation]).format(value=step.value)
+        if isinstance(step, Neighbour):
+            return choose(wording.NEIGHBOUR).format(entity=entity(step.subject))
+        raise KeyError(f"a lookup cannot be the subject of another step: {step}")
+
+    if isinstance(last, Inverse):
+        return choose(wording.ASK_INVERSE[last.relation]).format(value=last.value)
+    if isinstance(last, Neighbour):
+        return _start(choose(wording.ASK_NEIGHBOUR).format(entity=entity(last.subject)))
+    if isinstance(last, Lookup):
+        return _start(choose(wording.ASK[last.relation]).format(entity=entity(last.subject)))
+    if isinstance(last, Count):
+        return _start(choose(wording.ASK_COUNT).format(entity=entity(_lookup(steps, -2).subject)))
+    refs = last.values if isinstance(last, Comparison) else (last.a, last.b)
+    lookups = [_lookup(steps, ref.step) for ref in refs]
+    relation = lookups[0].relation
+    if _is_density(lookups, last):
+        return _start(choose(wording.ASK_DENSITY).format(entity=entity(lookups[0].subject)))
+    if any(lookup.relation != relation for lookup in lookups):
+        raise KeyError("the values are of different relations")
+    if isinstance(last, Comparison):
+        tables = {2: wording.COMPARE, 3: wording.COMPARE_THREE}
+        templates = tables[len(lookups)][relation][last.operation]
+    else:
+        templates = wording.ARITHMETIC[relation][last.operation]
+    names = [entity(lookup.subject) for lookup in lookups]
+    return _start(choose(templates).format(**dict(zip("abc", names, strict=False))))
+
+
+def _lookup(steps: Sequence[Step], index: int) -> Lookup:
+    step = steps[index]
+    if not isinstance(step, Lookup):
+        raise KeyError(f"arithmetic takes the answers of lookups, not of {step}")
+    return step
+
+
+def _is_density(lookups: Sequence[Lookup], last: Step) -> bool:
+    a, b = lookups[0], lookups[-1]
+    ratio = isinstance(last, Arithmetic) and last.operation == "ratio"
+    return ratio and (a.relation, b.relation, a.subject) == ("population", "area", b.subject)
+
+
+def _start(question: str) -> str:
+    """A question that a phrase may begin."""
+    return question[:1].upper() + question[1:]
+
+
+# --- reading ---------------------------------------------------------------------------------
+
+
+def understand_people(question: str) -> Program | None:
+    """Reads a question back; None for a text that `render_people` does not write."""
+    readings = list(_readings(question.strip().rstrip("?.!").strip()))
+    return min(readings, key=lambda reading: reading[1])[0] if readings else None
+
+
+def _readings(text: str) -> Iterator[tuple[Program, int]]:
+    """(program, characters left to names) of each way to read a question."""
+    for steps, _, size in _inverse(text, wording.ASK_INVERSE, 0):
+        yield Program(steps), size
+    for (entity,) in _slots(text, wording.ASK_NEIGHBOUR):
+        for steps, subject, size in _entity(entity, 0):
+            yield Program((*steps, Neighbour(subject))), size
+    for (entity,) in _slots(text, wording.ASK_COUNT):
+        for steps, subject, size in _entity(entity, 0):
+            count = Count(Ref(len(steps)))
+            yield Program((*steps, Lookup("borders", subject), count)), size
+    for (entity,) in _slots(text, wording.ASK_DENSITY):
+        for steps, subject, size in _entity(entity, 0):
+            lookups = (Lookup("population", subject), Lookup("area", subject))
+            ratio = Arithmetic("ratio", Ref(len(steps)), Ref(len(steps) + 1))
+            yield Program((*steps, *lookups, ratio)), size
+    for relation, templates in wording.ASK.items():
+        for (entity,) in _slots(text, templates):
+            for steps, subject, size in _entity(entity, 0):
+                yield Program((*steps, Lookup(relation, subject))), size
+    yield from _of_several(text)
+
+
+def _of_several(text: str) -> Iterator[tuple[Program, int]]:
+    """Readings as a comparison of values, or as arithmetic on two."""
+    for relation, operations in (*wording.COMPARE.items(), *wording.COMPARE_THREE.items()):
+        for operation, templates in operations.items():
+            for steps, refs, subjects, size in _values(text, templates, relation):
+                yield Program((*steps, Comparison(operation, refs, subjects))), size
+    for relation, operations in wording.ARITHMETIC.items():
+        for operation, templates in operations.items():
+            for steps, (a, b), _, size in _values(text, templates, relation):
+                yield Program((*steps, Arithmetic(operation, a, b))), size
+
+
+def _values(
+    text: str, templates: wording.Templates, relation: str
+) -> Iterator[tuple[tuple[Step, ...], tuple[Ref, ...], tuple[Subject, ...], int]]:
+    """(steps, where the values are, whose they are, characters left to names)."""
+    for slots in _slots(text, templates):
+        steps: tuple[Step, ...] = ()
+        refs: tuple[Ref, ...] = ()
+        subjects: tuple[Subject, ...] = ()
+        total = 0
+        for slot in slots:
+            found = min(_entity(slot, len(steps)), key=lambda part: part[2], default=None)
+            if found is None:
+                break
+            before, subject, size = found
+            steps = (*steps, *before, Lookup(relation, subject))
+            refs, subjects = (*refs, Ref(len(steps) - 1)), (*subjects, subject)
+            total += size
+        else:
+            yield steps, refs, subjects, total
+
+
+def _entity(text: str, offset: int) -> Iterator[_Part]:
+    """Readings of a phrase for an entity; its first step gets the index ``offset``."""
+    yield from _inverse(text, wording.INVERSE, offset)
+    for (inner,) in _slots(text, wording.NEIGHBOUR):
+        for steps, subject, size in _entity(inner, offset):
+            yield (*steps, Neighbour(subject)), Ref(offset + len(steps)), size
+    if not _NO_NAME.search(text) and len(text.split()) <= _LONGEST_NAME:
+        yield (), text, len(text)
+
+
+def _inverse(text: str, table: Mapping[str, wording.Templates], offset: int) -> Iterator[_Part]:
+    """Readings as the country that a value identifies."""
+    for relation, templates in table.items():
+        for (value,) in _slots(text, templates):
+            if '"' not in value and "?" not in value:
+                yield (Inverse(relation, value),), Ref(offset), len(value)
+
+
+def _slots(text: str, templates: wording.Templates) -> Iterator[tuple[str, ...]]:
+    """What stands in the slots of each template that fits a text, in the order of their names."""
+    for template in templates:
+        for pattern in _regexes(template):
+            if match := pattern.fullmatch(text):
+                yield tuple(match[name] for name in sorted(match.groupdict()))
+
+
+@functools.cache
+def _regexes(template: str) -> tuple[re.Pattern[str], ...]:
+    """A template as patterns: with the first slots as long, and as short as they can be.
+
+    With both, an "and" in the name of either of two countries is read rightly.
+    """
+    parts = re.split(r"\{(\w+)\}", template.rstrip("?."))
+
+    def pattern(lazy: str) -> str:
+        text, seen = "", set[str]()
+        for literal, slot in itertools.zip_longest(parts[::2], parts[1::2]):
+            text += re.escape(literal)
+            if slot:
+                text += f"(?P={slot})" if slot in seen else f"(?P<{slot}>.+{lazy})"
+                seen.add(slot)
+        return text
+
+    return tuple(re.compile(pattern(lazy), re.IGNORECASE) for lazy in ("", "?"))

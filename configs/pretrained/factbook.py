@@ -1,0 +1,279 @@
+r"""The whole pipeline on SmolLM2-135M-Instruct: the claims of the paper in small, on a CPU.
+
+    bash launch/pretrained.sh --workdir runs/pretrained --seed 0
+
+Needs: 2 CPU cores, 12 GiB of memory, the sandbox for programs (bubblewrap, or Landlock), and
+``coa-jax fetch smollm2``, which the script runs.
+Takes: no run was timed.  An update of SFT took 15 to 21 seconds of one core, from which two and a
+quarter hours on 2 free cores are estimated.
+Gives: ``summary.json``, ``report/index.html`` and a result file for each evaluation, from which
+``python -m coa_jax.claims`` makes a table.
+
+Variants: ``factbook.py:hermes`` teaches the same work as plain tool calling (docs/formats.md),
+without controls; ``factbook.py:debug`` has the same stages on a tiny policy of random weights.
+
+Choices: questions in the wordings of people, whose held-out half only the evaluation asks; two
+passages in an observation, of which at most one states the fact; the brief prompt, which saves
+some 700 tokens a trajectory; a policy that is not fine-tuned to the end, so that RL has something
+to find.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import ml_collections
+from ml_collections import ConfigDict
+
+from coa_jax.engine.config import EngineConfig
+from coa_jax.learn.algorithms import Algorithm
+from coa_jax.learn.step import OptimizerConfig
+from coa_jax.learn.variants import parse_variant
+from coa_jax.rollout.request import RolloutConfig
+from coa_jax.settings import complete
+
+NATURAL = "configs/pretrained/natural_questions.jsonl"
+_MATHS = (
+    "arithmetic:chain_sum,basic_arithmetic,products,decimal_chain_sum,gcd,lcm,simple_equations,"
+    "count_primes,count_bits"
+)
+MIXTURE = {
+    "people": {"tasks": "factbook_people", "weight": 0.8},
+    "maths": {"tasks": _MATHS, "weight": 0.2},
+}
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """The configuration; see the variants above."""
+    variant, debug = parse_variant(arg, ("tags", "hermes"))
+    config = ConfigDict()
+    config.prompt_style = "brief"
+    config.format = "hermes" if variant == "hermes" else ""
+    config.model = "weights/SmolLM2-135M-Instruct"
+    config.tools = ConfigDict({"names": ("wiki_search", "code"), "top_k": 2})
+    config.distill = ConfigDict(
+        {"tasks": "", "mixture": MIXTURE, "train": 800, "validation": 40, "seed": 0, "level": ""}
+    )
+    config.teacher = ConfigDict({"mistake_rate": 0.05, "unrecovered_rate": 0.02, "seed": 0})
+    config.policy = ConfigDict({"seed": 0})
+    engine = {"slots": 32, "max_length": 768, "chunk": 16}
+    rollout = {
+        "max_tokens": 768,
+        "max_turn_tokens": 192,
+        "max_tool_calls": 8,
+        "max_observation_tokens": 160,
+        "prompt_style": config.prompt_style,
+    }
+    config.sft = ConfigDict(_sft())
+    config.rl = ConfigDict(_rl(engine, rollout))
+    config.evaluate = ConfigDict(
+        {
+            "tasks": "",
+            "mixture": {
+                "people": {"tasks": "factbook_people", "num_tasks": 160},
+                "maths": {"tasks": _MATHS, "num_tasks": 40},
+            },
+            "split": "test",
+            "num_tasks": 200,
+            "samples": 1,
+            "seed": 0,
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "top_k": 0,
+            "engine": complete(EngineConfig, engine),
+            "rollout": complete(RolloutConfig, rollout),
+        }
+    )
+    # The untouched model reads the rules of the protocol in its prompt.
+    config.base = ConfigDict(
+        {
+            "mixture": {
+                "people": {"tasks": "factbook_people", "num_tasks": 40},
+                "maths": {"tasks": _MATHS, "num_tasks": 10},
+            },
+            "engine": {"slots": 16, "max_length": 1792},
+            "rollout": {"max_tokens": 1792, "prompt_style": "full"},
+        }
+    )
+    config.measures = ConfigDict(_measures())
+    config.minutes = ConfigDict(_MINUTES)
+    config.economy = config.sft_more = variant == "tags"
+    config.rft = ConfigDict(_rft() if variant == "tags" else {})
+    return _in_small(config) if debug else config
+
+
+# Of 2 cores that do nothing else: estimates from the processor seconds of single updates.
+_MINUTES = {
+    "distill": 1,
+    "base": 1,
+    "evaluate_base": 5,
+    "sft": 9,
+    "evaluate_sft": 6,
+    "rl": 37,
+    "evaluate_rl": 6,
+    "sft_more": 37,
+    "evaluate_sft_more": 6,
+    "rft": 8,
+    "evaluate_rft": 6,
+    "economy": 1,
+    "evaluate_natural_sft": 2,
+    "evaluate_natural_rl": 2,
+    "evaluate_scaling": 10,
+    "evaluate_unseen": 2,
+}
+
+
+def _sft() -> dict[str, Any]:
+    """Fine-tuning of all parameters."""
+    return {
+        "seed": 0,
+        "rename_share": 0.0,
+        "rows": 1,
+        "batch_size": 4,
+        "row_length": 704,
+        "dtype": "bfloat16",
+        "export_dtype": "float32",
+        "remat": "dots",
+        "validate_every": 40,
+        "checkpoint_every": 20,
+        "keep_last": 1,
+        "optimizer": complete(
+            OptimizerConfig,
+            {
+                "learning_rate": 3e-4,
+                "total_steps": 60,
+                "warmup_steps": 5,
+                "final_ratio": 0.1,
+                "weight_decay": 0.01,
+            },
+        ),
+    }
+
+
+def _rl(engine: dict[str, Any], rollout: dict[str, Any]) -> dict[str, Any]:
+    """GRPO with live tools; of 8 groups about 5 have a signal."""
+    return {
+        "tasks": "",
+        "mixture": MIXTURE,
+        "num_tasks": 1000,
+        "seed": 0,
+        "groups": 8,
+        "group_size": 8,
+        "max_sampled": 1.0,
+        "mini_batch": 0,
+        "format_reward": True,
+        "temperature": 1.0,
+        "rows": 1,
+        "row_length": 768,
+        "dtype": "float32",
+        "export_dtype": "float32",
+        "remat": "dots",
+        "algorithm": complete(
+            Algorithm, {"name": "dapo", "overlong_buffer": 0, "negative_weight": 0.25}
+        ),
+        "optimizer": complete(
+            OptimizerConfig,
+            {
+                "learning_rate": 2e-5,
+                "total_steps": 10,
+                "warmup_steps": 1,
+                "final_ratio": 0.3,
+                "weight_decay": 0.0,
+                "b2": 0.99,
+            },
+        ),
+        "engine": complete(EngineConfig, engine),
+        "rollout": complete(RolloutConfig, {**rollout, "strict": True}),
+        "checkpoint_every": 1,
+        "keep_last": 1,
+    }
+
+
+def _rft() -> dict[str, Any]:
+    """The control that imitates the right trajectories of RL."""
+    return {
+        "min_reward": 1.0,
+        "per_task": 4,
+        "seed": 0,
+        "batch_size": 16,
+        "rows": 1,
+        "row_length": 768,
+        "dtype": "bfloat16",
+        "export_dtype": "float32",
+        "remat": "dots",
+        "optimizer": complete(
+            OptimizerConfig,
+            {"learning_rate": 2e-5, "total_steps": 12, "warmup_steps": 1, "final_ratio": 0.3},
+        ),
+        "checkpoint_every": 8,
+        "keep_last": 1,
+    }
+
+
+def _measures() -> dict[str, Any]:
+    """The evaluations besides those of the stages."""
+    columns = {"columns": {"kind": "kind", "hops": "hops"}}
+    natural = {"mixture": {"natural": {"tasks": NATURAL, "options": columns}}, "num_tasks": 0}
+    people = {"people": {"tasks": "factbook_people", "num_tasks": 80}}
+    return {
+        "natural_sft": {"policy": "sft", "evaluate": natural},
+        "natural_rl": {"policy": "rl", "evaluate": natural},
+        "scaling": {"policy": "rl", "evaluate": {"mixture": people, "samples": 4}},
+        # The prompt describes the two tools, which no training trajectory has.
+        "unseen": {
+            "policy": "rl",
+            "evaluate": {
+                "mixture": {"unseen": {"tasks": "examples.unseen_tools.questions:load"}},
+                "num_tasks": 40,
+                "engine": {"slots": 16, "max_length": 1280},
+                "rollout": {"max_tokens": 1280, "prompt_style": "full"},
+            },
+            "tools": {
+                "names": ("units", "calendar"),
+                "protocol": "unseen",
+                "own": {
+                    "units": {"path": "examples.unseen_tools.tools:Units"},
+                    "calendar": {"path": "examples.unseen_tools.tools:Calendar"},
+                },
+            },
+        },
+    }
+
+
+def _in_small(config: ConfigDict) -> ConfigDict:
+    """The same stages in seconds, with a tiny policy of random weights."""
+    config.model = ""
+    config.policy.update(
+        {
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_layers": 1,
+            "num_heads": 2,
+            "num_kv_heads": 1,
+            "head_dim": 16,
+            "induction": False,
+        }
+    )
+    config.distill.train, config.distill.validation = 20, 5
+    config.sft.optimizer.total_steps, config.sft.optimizer.warmup_steps = 2, 1
+    config.sft.dtype, config.sft.row_length = "float32", 1536
+    config.rl.optimizer.total_steps = 1
+    config.rl.optimizer.warmup_steps = 0
+    config.rl.groups = config.rl.group_size = 2
+    config.rl.num_tasks = 4
+    # One shape for all stages, so that few programs are compiled.
+    shape = {"slots": 4, "max_length": 1536}
+    for part in (config.rl, config.evaluate, config.base, config.measures.unseen.evaluate):
+        part.engine.update(shape)
+        part.rollout.max_tokens = 1536
+    config.rl.row_length = 1536
+    if config.rft:
+        config.rft.optimizer.total_steps = 1
+        config.rft.min_reward = -1.0
+        config.rft.dtype, config.rft.row_length = "float32", 1536
+    for mixture in (config.evaluate.mixture, config.base.mixture):
+        mixture.people.num_tasks, mixture.maths.num_tasks = 4, 2
+    config.measures.scaling.evaluate.mixture.people.num_tasks = 3
+    for name in ("natural_sft", "natural_rl", "unseen"):
+        config.measures[name].evaluate.num_tasks = 4
+    return config

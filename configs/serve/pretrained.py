@@ -1,0 +1,29 @@
+r"""Serves the policy of launch/pretrained.sh.
+
+    python -m coa_jax.serve --config=configs/serve/pretrained.py
+
+Needs: ``pip install -e .[serve]`` and the policy of configs/pretrained/factbook.py in
+runs/pretrained; another one by ``--config.model=DIR``.
+Takes: until it is stopped.
+Gives: the same as configs/serve/factbook.py, with the tools and budgets of this policy.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.cli import load_config
+from coa_jax.settings import complete
+from coa_jax.tools.make import ToolsConfig
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """The configuration."""
+    pretrained = load_config("configs/pretrained/factbook.py")
+    config = load_config("configs/serve/factbook.py")
+    config.model = "runs/pretrained/models/rl"
+    config.engine = pretrained.evaluate.engine
+    config.rollout = pretrained.evaluate.rollout
+    config.rollout.prompt_style = "model"
+    config.tools = complete(ToolsConfig, pretrained.tools)
+    return config

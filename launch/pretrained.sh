@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# The whole pipeline on a small pretrained model, on a CPU: the claims of the paper in small.
+#
+#   bash launch/pretrained.sh [--workdir DIR] [--seed N] [--model M] [--config=FILE] [--config.KEY=VALUE ...]
+#
+# M is a model directory or a GGUF file; without it SmolLM2-135M-Instruct is fetched (98 MB).
+# Writes DIR (default runs/pretrained): metrics, traces, checkpoints, summary.json and the page
+# report/index.html.  The same command continues an interrupted run.
+set -euo pipefail
+
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+fetch=1
+rest=()
+while [ $# -gt 0 ]; do
+  case "$1" in
+    -h | --help) usage; exit 0 ;;
+    --model=*) rest+=("--model=$(absolute "${1#*=}")"); fetch= ;;
+    --model)
+      [ $# -ge 2 ] || { echo "error: --model needs a directory or a file" >&2; exit 2; }
+      rest+=("--model=$(absolute "$2")")
+      fetch=
+      shift
+      ;;
+    --config=*:*debug*) rest+=("$1"); fetch= ;; # a policy of random weights
+    *) rest+=("$1") ;;
+  esac
+  shift
+done
+[ -z "$fetch" ] || bash "$COA_ROOT/launch/fetch_smollm2.sh" >&2
+exec bash "$COA_ROOT/launch/quickstart.sh" --workdir="$COA_ROOT/runs/pretrained" \
+  --config=configs/pretrained/factbook.py ${rest[@]+"${rest[@]}"}

@@ -1,0 +1,147 @@
+"""Questions in people's wordings: read back as meant, held out where promised, solvable, right."""
+
+from __future__ import annotations
+
+import asyncio
+import collections
+import re
+
+import pytest
+
+from coa_jax.distill import DistillConfig
+from coa_jax.distill.pipeline import run_teacher
+from coa_jax.errors import UserError
+from coa_jax.tasks import factbook_people_wording as wording
+from coa_jax.tasks import grade_answer, load_tasks
+from coa_jax.tasks.factbook_facts import facts, solve, split_of, to_decimal
+from coa_jax.tasks.factbook_grammar import Comparison, Count, Lookup, Program, Ref, understand
+from coa_jax.tasks.factbook_people import TOPICS, load_people
+from coa_jax.tasks.factbook_people_grammar import render_people, understand_people
+from coa_jax.tools.make import ToolsConfig, make_tools
+
+
+@pytest.fixture(scope="module")
+def test_tasks():
+    return load_people("test", 240)
+
+
+def templates():
+    """Every tuple of templates."""
+    tables = [wording.ASK, wording.ASK_INVERSE, wording.INVERSE]
+    nested = [wording.COMPARE, wording.COMPARE_THREE, wording.ARITHMETIC]
+    yield from (found for table in tables for found in table.values())
+    yield from (found for table in nested for group in table.values() for found in group.values())
+    yield from (wording.NEIGHBOUR, wording.ASK_NEIGHBOUR, wording.ASK_COUNT, wording.ASK_DENSITY)
+
+
+def test_every_relation_has_known_and_held_out_wordings():
+    assert len(list(templates())) > 60
+    for found in templates():
+        known, new = wording.known(found), wording.held_out(found)
+        assert known and new and (*known, *new) == found and len(set(found)) == len(found)
+
+
+def test_a_question_is_read_back_in_every_wording():
+    lookups = (Lookup("area", "Chad"), Lookup("area", "Trinidad and Tobago"))
+    two = Comparison("largest", (Ref(0), Ref(1)), ("Chad", "Trinidad and Tobago"))
+    programs = [
+        *(Program((Lookup(relation, "The Gambia"),)) for relation in wording.ASK),
+        Program((Lookup("borders", "Chad"), Count(Ref(0)))),
+        Program((*lookups, two)),
+    ]
+    for program in programs:
+        for number in range(8):
+            question = render_people(program, lambda found, n=number: found[n % len(found)])
+            assert understand_people(question) == program, question
+            assert understand(question) in (None, program), question
+
+
+def test_another_text_is_not_understood():
+    for text in ("", "?", "Who wrote Faust?", "What is the weather like in Bonn today?"):
+        assert understand_people(text) is None
+
+
+def test_comparisons_and_counts_are_computed_from_the_facts():
+    names = ("Chad", "Niger")
+    lookups = tuple(Lookup("area", name) for name in names)
+    for operation, choose in (("largest", max), ("smallest", min)):
+        program = Program((*lookups, Comparison(operation, (Ref(0), Ref(1)), names)))
+        wanted = choose(names, key=lambda name: to_decimal(facts()[name]["area"]))
+        assert solve(program).gold == (wanted,)
+    same = Comparison("largest", (Ref(0), Ref(1)), ("Chad", "Chad"))
+    assert solve(Program((lookups[0], lookups[0], same))) is None
+    count = solve(Program((Lookup("borders", "Chad"), Count(Ref(0)))))
+    assert count.gold == (str(len(facts()["Chad"]["borders"].split("; "))),)
+
+
+def test_samples_are_fixed_balanced_and_apart():
+    train, test = load_people("train", 300), load_people("test", 300)
+    assert {task.metadata["wording"] for task in train} == {"known"}
+    for split, tasks in (("train", train), ("test", test)):
+        assert len({task.id for task in tasks}) == len(tasks) > 290
+        asked = {task.question.casefold() for task in tasks}
+        assert len(asked) == len(tasks)
+        counts = collections.Counter(task.metadata["topic"] for task in tasks)
+        assert all(
+            abs(counts[topic] / len(tasks) - share) < 0.05 for topic, share in TOPICS.items()
+        )
+        assert {split_of(e) for task in tasks for e in task.metadata["entities"]} == {split}
+    assert load_people("test", 300) == test
+    assert load_people("test", 300, seed=1) != test
+
+
+def test_held_out_wordings_are_in_no_training_question(test_tasks):
+    counts = collections.Counter(task.metadata["wording"] for task in test_tasks)
+    assert min(counts["known"], counts["new"]) > 90
+
+    def fits(question, chosen):
+        return any(
+            all(part.casefold() in question.casefold() for part in _literals(template))
+            for found in templates()
+            for template in chosen(found)
+        )
+
+    new = [task for task in test_tasks if task.metadata["wording"] == "new"]
+    assert all(fits(task.question, wording.held_out) for task in new)
+    only = load_people("test", 100, words="known")
+    assert {task.metadata["wording"] for task in only} == {"known"}
+
+
+def _literals(template):
+    """The fixed words of a template."""
+    return [part.strip(" ?.") for part in re.split(r"\{\w+\}", template) if part.strip(" ?.")]
+
+
+def test_the_team_solves_the_questions_with_distractors_in_what_it_finds(test_tasks):
+    tasks = test_tasks[:80]
+    tools = {tool.name: tool for tool in make_tools(ToolsConfig(top_k=3))}
+    config = DistillConfig(mistake_rate=0.0, unrecovered_rate=0.0, seed=0)
+    logs = asyncio.run(run_teacher(tasks, tools, config, config.minds()))
+    solved = [
+        grade_answer(log.answer or "", task.gold) for task, log in zip(tasks, logs, strict=True)
+    ]
+    assert sum(solved) >= 0.97 * len(tasks)
+    calls = collections.Counter(len(log.calls) for log in logs)
+    assert len(calls) >= 3
+
+
+@pytest.mark.parametrize(
+    ("source", "part"),
+    [
+        ("factbook_people:hops=1", "not understood"),
+        ("factbook_people:topics=single/sport", "sport"),
+        ("factbook_people:wording=odd", "known or new"),
+        ("factbook_people:protocol=chess", "chess"),
+    ],
+)
+def test_wrong_options_are_refused(source, part):
+    with pytest.raises(UserError, match=part):
+        load_tasks(source, "test", 3)
+    with pytest.raises(UserError, match="held-out"):
+        load_tasks("factbook_people:wording=new", "train", 3)
+
+
+def test_a_protocol_without_programs_gets_no_question_that_needs_one():
+    tasks = load_tasks("factbook_people:protocol=mhqa", "validation", 60)
+    assert {task.metadata["topic"] for task in tasks} == {"single", "chain"}
+    assert {task.protocol for task in tasks} == {"mhqa"}

@@ -1,0 +1,127 @@
+"""The table of claims: figures come from result files alone, and what is missing says so."""
+
+from __future__ import annotations
+
+import json
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from coa_jax import claims
+from coa_jax.claims import Folders
+from coa_jax.cli import load_config
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+
+
+def write_stage(folder, stage, tasks, tools=None, scaling=None):
+    """A result file; tasks are (id, fields, grades)."""
+    rows = [
+        {"id": name, **fields, "samples": [{"value": v, "calls": calls} for v, calls in samples]}
+        for name, fields, samples in tasks
+    ]
+    costs = {"tools": tools or {}, "calls_per_solved": 2.5}
+    figures = {"costs": costs, "scaling": scaling or {}, "n": len(tasks)}
+    path = folder / "evaluate" / stage / "results.json"
+    path.parent.mkdir(parents=True)
+    path.write_text(json.dumps({"tasks": rows, "figures": figures}))
+
+
+@pytest.fixture
+def folders(tmp_path):
+    """Two seeds of 20 tasks: SFT solves 8 and 10 of them, RL 12 and 14."""
+    runs = []
+    for seed, (sft, rl) in enumerate(((8, 12), (10, 14))):
+        run = tmp_path / f"run{seed}"
+        for stage, solved in (("sft", sft), ("rl", rl)):
+            tasks = [
+                (f"t{i}", {"wording": "new" if i % 2 else "known"}, [(float(i < solved), {})])
+                for i in range(20)
+            ]
+            write_stage(run, stage, tasks)
+        saved = {"both_solved": 0.2 + 0.2 * seed, "both_solved_resent": -0.1}
+        block = {"saved": saved, "both_solved": {"samples": 5}}
+        teacher = {"pass_at_1": 0.5, "tool_calls_per_task": 1 + seed, "n": 20}
+        summary = {"economy": block, "teacher": teacher}
+        (run / "summary.json").write_text(json.dumps(summary))
+        runs.append(run)
+    return Folders(runs)
+
+
+def test_rates_are_means_over_tasks_and_seeds(folders):
+    figure = claims.rate("rl")(folders)
+    assert figure.value == pytest.approx(26 / 40) and figure.seeds == (0.6, 0.7)
+    assert figure.n == 40 and figure.interval[0] < 0.65 < figure.interval[1]
+    new = claims.rate("rl", wording="new")(folders)
+    assert new.n == 20 and new.seeds == (0.6, 0.7)
+
+
+def test_differences_are_paired_by_task(folders):
+    figure = claims.difference("rl", "sft")(folders)
+    assert figure.value == pytest.approx(0.2) and figure.seeds == (0.2, 0.2)
+    assert figure.signed and 0 < figure.interval[0] < 0.2 < figure.interval[1]
+
+
+def test_savings_are_read_from_the_summary(folders):
+    figure = claims.saved("both_solved")(folders)
+    assert figure.value == pytest.approx(0.3) and figure.n == 10 and figure.interval is None
+
+
+def test_tool_calls_count_those_of_failures_too(folders):
+    assert claims.calls_per_solved("rl")(folders).value == 2.5
+    team = claims.team_calls_per_solved(folders)
+    assert team.seeds == (2.0, 4.0) and team.n == 40
+
+
+def test_samples_and_calls(tmp_path):
+    right, wrong = (1.0, {"units": 1}), (0.0, {})
+    tasks = [("a", {}, [right, wrong, wrong]), ("b", {}, [wrong, wrong, wrong])]
+    tools = {"units": {"outcomes": {"ok": 3, "bad_call": 1}}, "code": {"outcomes": {"ok": 9}}}
+    write_stage(tmp_path, "unseen", tasks, tools, {"majority@3": entry(0.25)})
+    found = Folders([tmp_path])
+    assert claims.at_k("unseen", 2)(found).value == pytest.approx((2 / 3 + 0) / 2)
+    assert claims.at_k("unseen", 3)(found).value == 0.5
+    assert claims.scaled("unseen", "majority")(found).value == 0.25
+    calls = claims.well_formed("unseen", "units")(found)
+    assert calls.value == 0.75 and calls.n == 4
+    assert claims.helped("unseen", "units")(found).value == pytest.approx(1 / 6)
+
+
+def entry(value):
+    return {"pass_at_1": value, "ci95": [0.0, 1.0], "n": 2}
+
+
+def test_a_row_without_its_files_is_not_measured(folders):
+    lines = claims.table(folders).splitlines()
+    assert len(lines) == len(claims.CLAIMS) + 2
+    by_what = {line.split(" | ")[2]: line for line in lines[2:]}
+    assert "| 0.650 (" in by_what["SFT + RL: pass@1"]
+    missing = [line for line in lines if "not measured yet" in line]
+    assert len(missing) > 15 and all("launch/pretrained.sh" in line for line in missing)
+    # A seed without the stage leaves the row open: half of the seeds are no result.
+    (folders.runs[1] / "evaluate" / "rl" / "results.json").unlink()
+    assert claims.rate("rl")(folders) is None
+
+
+def test_the_code_of_the_table_holds_no_result():
+    text = (REPOSITORY / "coa_jax" / "claims.py").read_text()
+    measured = re.findall(r"\b0\.\d+", text)
+    assert not measured
+
+
+def test_every_stage_of_the_claims_is_one_of_the_pipeline():
+    config = load_config("configs/pretrained/factbook.py")
+    stages = {"base", "sft", "rl", "sft_more", "rft", *config.measures}
+    text = (REPOSITORY / "coa_jax" / "claims.py").read_text()
+    used = set(re.findall(r"(?:rate|difference|at_k|scaled|well_formed|helped)\(\"(\w+)\"", text))
+    assert used and used <= stages
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path):
+    command = [sys.executable, "-m", "coa_jax.claims"]
+    for arguments, part in (((), "give the folders"), ((str(tmp_path),), "no summary.json")):
+        done = subprocess.run([*command, *arguments], capture_output=True, text=True)
+        assert done.returncode == 2 and part in done.stderr and "Traceback" not in done.stderr

@@ -1,0 +1,118 @@
+"""The pipeline of configs/pretrained/factbook.py in small: stages, controls, measures, estimate."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+
+import pytest
+from ml_collections import ConfigDict
+
+from coa_jax.cli import load_config
+from coa_jax.errors import UserError
+from coa_jax.model.api import load_model
+from coa_jax.quickstart import Tasks, left_minutes, run_pipeline
+from coa_jax.tasks.mixture import load_shares
+from examples.unseen_tools.questions import load
+from examples.unseen_tools.tools import Calendar, Units
+
+CONFIG = "configs/pretrained/factbook.py:debug"
+MEASURES = ("natural_sft", "natural_rl", "scaling", "unseen")
+
+
+def small_config():
+    """Without the controls, whose updates are compiled anew."""
+    config = load_config(CONFIG)
+    config.sft_more = False
+    config.rft = ConfigDict()
+    return config
+
+
+def test_the_pipeline_runs_every_stage_and_goes_on_where_it_was(tmp_path, capsys):
+    summary = run_pipeline(small_config(), tmp_path)
+    assert set(summary["timings_s"]) >= {"base", "sft", "rl", "economy"}
+    for stage in ("base", "sft", "rl", *MEASURES):
+        result = json.loads((tmp_path / "evaluate" / stage / "results.json").read_text())
+        assert result["figures"]["n"] == summary[stage]["n"] > 0
+    tasks = json.loads((tmp_path / "evaluate" / "unseen" / "results.json").read_text())["tasks"]
+    assert {task["topic"] for task in tasks} == {"units", "calendar"}
+    by = json.loads((tmp_path / "evaluate" / "rl" / "results.json").read_text())["figures"]["by"]
+    assert set(by["source"]) == {"people", "maths"} and "wording" in by
+    out = capsys.readouterr().out
+    assert "1/13 distill" in out and "minutes left" in out
+    assert run_pipeline(small_config(), tmp_path) == summary
+    assert capsys.readouterr().out.count("done before") == 13
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_the_controls_start_from_the_policy_of_sft(tmp_path):
+    config = load_config(CONFIG)
+    config.measures = ConfigDict()
+    summary = run_pipeline(config, tmp_path)
+    for stage in ("sft_more", "rft"):
+        assert (tmp_path / "models" / stage / "config.json").is_file()
+        assert summary[stage]["n"] == 6
+        rows = (tmp_path / "controls" / stage / "metrics.jsonl").read_text().splitlines()
+        assert rows
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_pretrained_model_is_taken_as_the_base(tmp_path):
+    first = tmp_path / "first"
+    run_pipeline(small_config(), first)
+    config = small_config()
+    config.model = str(first / "models" / "sft")
+    config.measures = ConfigDict()
+    run_pipeline(config, tmp_path / "second")
+    base, given = (load_model(p) for p in (tmp_path / "second/models/base", config.model))
+    assert base.config == given.config and len(base.tokenizer) == len(given.tokenizer)
+
+
+def test_a_measure_of_an_unknown_policy_is_refused(tmp_path):
+    config = small_config()
+    config.measures.scaling.policy = "ppo"
+    with pytest.raises(UserError, match="policy 'ppo' is none of base, sft, rl"):
+        run_pipeline(config, tmp_path)
+
+
+def test_a_missing_model_is_refused_before_the_data_are_made(tmp_path):
+    config = small_config()
+    config.model = str(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="nowhere does not exist"):
+        run_pipeline(config, tmp_path / "run")
+    assert not (tmp_path / "run" / "data").exists()
+
+
+def test_parts_of_a_mixture_have_their_shares():
+    parts = {
+        "people": {"tasks": "factbook_people", "weight": 3.0},
+        "sums": {"tasks": "arithmetic:chain_sum", "weight": 1.0},
+    }
+    tasks = load_shares(Tasks("", 40, 0, mixture=parts), "train", 40, 0)
+    assert [task.source for task in tasks].count("people") == 30
+    assert len(tasks) == 40 and len({task.id for task in tasks}) == 40
+
+
+def test_the_unseen_tools_answer_their_questions_and_refuse_other_calls():
+    tools = {"units": Units(), "calendar": Calendar()}
+    for task in load(20, seed=3):
+        words = task.question.rstrip("?").split()
+        call = f"{words[3]} {words[4]} {words[6]}"
+        if task.metadata["topic"] == "calendar":
+            call = f"{words[-1]} {words[4]}"
+        found = asyncio.run(tools[task.metadata["topic"]](call, None))
+        assert found.ok and task.gold[0] in found.text
+    for tool, call in (("units", "3 mile"), ("units", "3 mile inch"), ("calendar", "May 3")):
+        found = asyncio.run(tools[tool](call, None))
+        assert not found.ok and found.outcome == "bad_call"
+
+
+def test_the_estimate_follows_the_speed_of_this_machine():
+    stages = ("a", "b", "c", "d")
+    expected = {"a": 2, "b": 4, "c": 6}
+    assert left_minutes(expected, {}, stages) == 12
+    assert left_minutes(expected, {"a": 240.0}, stages) == 20  # twice as slow as expected
+    assert left_minutes(expected, {"a": 240.0, "b": 480.0, "c": 720.0}, stages) is None
+    assert left_minutes({}, {}, stages) is None
