@@ -59,8 +59,8 @@ class SFTConfig(FitConfig):
     ``validation/loss``, or a figure of the evaluation.
 
     Attributes:
-        data: files of records to learn: one path, several with commas, a pattern or a folder;
-            docs/data.md shows the forms that are read, also of data sets of the hub.
+        data: records to learn: one path, several with commas, a pattern, a folder, or a data set
+            (``hf:NAME:CONFIG:SPLIT``, ``tfds:NAME:SPLIT``); docs/data.md shows the forms.
         weights: how often records of each path in ``data`` are learned, in proportion to the
             others; empty to learn all records equally often.
         validation: files of records whose loss is measured; empty for none.
