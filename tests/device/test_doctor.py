@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coa_jax.device import attention, doctor, policy
+from coa_jax.device import attention, doctor, policy, speed
 from coa_jax.device.checks import Check, guarded, within
 from coa_jax.engine import programs
 from coa_jax.model import decoder
@@ -173,3 +173,19 @@ def test_an_exception_is_a_failed_check_and_the_report_goes_on(monkeypatch, tmp_
 def test_a_place_that_cannot_be_written_is_told_before_anything_runs(tmp_path, capsys):
     assert doctor.main(["--device", f"--out={tmp_path}/none/report.json"]) == 2
     assert "give a file in a directory that exists" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("used", "seconds", "verdicts"),
+    [
+        (None, 1.5, ["skip", "pass"]),
+        (0.9e9, 1.5, ["pass", "pass"]),
+        (1.2e9, 5.0, ["look", "look"]),
+        (0.9e9, 0.5, ["pass", "look"]),  # faster than all limits: the prediction is wrong
+    ],
+)
+def test_memory_and_time_far_from_the_prediction_are_to_be_looked_at(used, seconds, verdicts):
+    roofline = {"step_s": 1.0, "serial_s": 2.0}
+    predicted = {"programs": [{"bytes_per_chip": {"total": 10**9}, "roofline": roofline}]}
+    step = {"step_s": {"median": seconds}, "share_of_peak": 0.5}
+    assert [check.verdict for check in speed._beside(step, used, predicted)] == verdicts
