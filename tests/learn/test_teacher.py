@@ -167,7 +167,7 @@ def test_a_constraint_fits_a_teacher_with_more_or_fewer_embeddings():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"teacher": TeacherConfig()}, r"opd_coef is 1 and there is no teacher: name it in"),
+        ({"teacher": TeacherConfig()}, r"opd_coef is 1 and there is no teacher: name a model in"),
         ({"algorithm": Algorithm("ppo")}, r"teacher.model is 'teacher', and the algorithm asks"),
         (
             {"teacher": TeacherConfig("http://localhost:1/v1", "m"), "temperature": 0.7},
