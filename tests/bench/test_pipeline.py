@@ -110,7 +110,7 @@ def test_a_run_samples_waits_and_earns_what_the_workload_says(tmp_path):
         (None, "No such file or directory; give 5, 20, 60 or a file"),
         ("[]", "not a workload"),
         ("{", "not a workload"),
-        ('{"groups": []}', "different sizes, or there is none"),
+        ('{"groups": []}', "different sizes, or there are none"),
         ('{"groups": [{"samples": [{"lengths": [3], "seconds": [1], "observations": [2]}]}]}',
          "not a workload"),
     ],

@@ -69,7 +69,7 @@ TURN = ("rollouts", 0, "turns", 0)
         (changed(["seed"], 2**31), "seed is 2147483648; give a whole number from 0 to 2147483647"),
         (changed(["rollouts"], []), "rollouts is empty"),
         (changed(["rollouts", 0], 5), r"rollouts\[0\].prompt is missing"),
-        (changed(["rollouts", 0, "prompt"], 1), r"rollouts\[0\].prompt is 1, there are 1 prompts"),
+        (changed(["rollouts", 0, "prompt"], 1), r"rollouts\[0\].prompt is 1; it must be below 1"),
         (changed(["rollouts", 0, "final_gen_tokens"], 0), "final_gen_tokens is 0; .* from 1"),
         (changed([*TURN, "gen_tokens"], 2.5), r"turns\[0\].gen_tokens is 2.5; .* whole number"),
         (changed([*TURN, "tool_latency_s"], -1), "tool_latency_s is -1; it must be a number"),
@@ -188,10 +188,10 @@ def test_flags_change_the_preset():
 @pytest.mark.parametrize(
     ("given_values", "message"),
     [
-        ({"rollouts": 5}, "--rollouts=5 is no multiple of --group_size=2"),
+        ({"rollouts": 5}, "--rollouts=5 is not a multiple of --group_size=2"),
         ({"vocab_size": 64}, "--vocab_size=64: give more than 64"),
-        ({"turns": 0, "slow_tool": 20.0}, "--slow_tool needs a call"),
-        ({"gen_tokens": ["4"]}, "--gen_tokens=4: give the least and the most, as 24,72"),
+        ({"turns": 0, "slow_tool": 20.0}, "--slow_tool needs a tool call"),
+        ({"gen_tokens": ["4"]}, "--gen_tokens=4: give minimum and maximum, e.g. 24,72"),
         ({"gen_tokens": ["5", "4"]}, "--gen_tokens=5,4: give the least"),
         ({"final_tokens": ["0", "4"]}, "--final_tokens=0,4: give the least"),
         ({"tool_seconds": ["0", "inf"]}, "--tool_seconds=0,inf: .* as 0.05,2"),
