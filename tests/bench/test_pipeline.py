@@ -1,4 +1,4 @@
-"""Runs over workloads with long tails do what the file says, and the floor is arithmetic."""
+"""Runs follow their long-tailed workload file, and the lower bounds are computed correctly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a slow tool costs the others is measured, and a cost that is there is found."""
+"""The cost of a slow tool for other rollouts is measured, and an existing cost is found."""
 
 from __future__ import annotations
 
