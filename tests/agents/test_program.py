@@ -1,4 +1,4 @@
-"""Programs in processes of their own, and the leash that they are on."""
+"""Agent programs run as separate processes under a supervisor, which ends them."""
 
 from __future__ import annotations
 

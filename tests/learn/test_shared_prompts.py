@@ -1,4 +1,4 @@
-"""A prompt that samples share is computed once, and nothing else changes."""
+"""A prompt that samples share is computed once, with unchanged results."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs whose rollouts go on while they learn: bounded staleness, exact repetition, kills."""
+"""Runs whose rollouts overlap with updates: bounded staleness, exact replay, kills."""
 
 from __future__ import annotations
 

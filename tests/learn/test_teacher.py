@@ -1,4 +1,4 @@
-"""On-policy distillation: a local teacher, one behind a server, and a student that moves to it."""
+"""On-policy distillation: local teachers, teachers on a server, and a student that learns."""
 
 from __future__ import annotations
 
