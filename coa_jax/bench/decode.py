@@ -53,6 +53,9 @@ def decode_once(
 
     Returns:
         Seconds of the prefill, and seconds per decoding step.
+
+    Raises:
+        RuntimeError: without a protocol, another number of tokens was decoded.
     """
     _begin(engine, prompts, new, protocol)
     _drain(engine)

@@ -40,6 +40,7 @@ class ForcedEpisode(Episode):
     """An episode whose turns end after a given number of tokens, whatever their text is."""
 
     def __init__(self, request: Request, sample: int, script: Script):
+        """Starts the episode of a sample; ``script`` fixes its lengths, calls and observations."""
         super().__init__(
             task_id=request.task.id,
             sample_id=sample,

@@ -297,8 +297,8 @@ def measure(
     def config(steps: int, changes: Mapping[str, Any] | None) -> RLConfig:
         return rl_config(workload, folder, steps=steps, groups=groups, slots=slots, changes=changes)
 
-    # In a run without tool latency and with the default ``max_staleness=0``, rollouts do not run
-    # beside an update, so its time is undisturbed.
+    # In a run without tool latency and with the default ``max_staleness=0``, no rollouts run during
+    # an update, so its time is undisturbed.
     alone, _ = run_rl(config(4, None), workload, folder / "alone", tool_share=0.0)
     update_s = statistics.median(
         row["time/update"] + row["time/publish"] for row in alone.figures[1:]

@@ -109,6 +109,9 @@ def measure_once(
     """Runs a workload once; returns the measurements, and trajectories in the workload's order.
 
     Over several engines, seconds are means and counts are sums.
+
+    Raises:
+        RuntimeError: the number of sampled tokens differs from the workload's.
     """
     for one in engines:
         one.restart()

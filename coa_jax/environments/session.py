@@ -208,6 +208,13 @@ class Session(ToolLoop):
         offered: Mapping[str, Any],
         tools: Mapping[str, Tool],
     ):
+        """Prepares the session; `reset` creates the environment.
+
+        Args:
+            environments: environments of the run.
+            offered: values for the parameters of the environment's class, see `ENVIRONMENTS`.
+            tools: tools of the run.
+        """
         super().__init__(tools)
         self._all, self._offered = environments, offered
         self.whole_turns = not environments.tools

@@ -1,4 +1,4 @@
-"""Samples and grades groups continuously, in a background thread beside the updates.
+"""Samples and grades groups continuously, in a background thread, while updates run.
 
 A free slot of an engine is refilled immediately.  A trajectory is graded and written to disk when
 it finishes; a group can enter a step when all of its samples are graded.  `admission.Ledger`

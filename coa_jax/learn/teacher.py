@@ -37,6 +37,7 @@ class TeacherConfig(ServedModel):
             no teacher.
         url: an OpenAI-compatible server whose ``/completions`` supports ``prompt_logprobs``, such
             as vLLM or ``coa_jax.serve``; "" for a local model.
+        attempts: maximum number of attempts per request, see `ServedModel`.
         concurrency: number of sequences that a process sends to the server at a time.
     """
 

@@ -53,7 +53,13 @@ def critic_state(config: RLConfig, params: Params) -> TrainState | None:
 
 
 def critic_run_state(config: RLConfig, model: ModelConfig, mesh: Mesh | None) -> TrainState | None:
-    """Shapes and shardings of the result of `critic_state`."""
+    """Shapes and shardings of the result of `critic_state`.
+
+    Args:
+        config: settings of the run.
+        model: architecture of the policy.
+        mesh: devices of the run; None for one device.
+    """
     if not config.chosen.needs_critic:
         return None
     return abstract_state(abstract_critic(model, mesh), critic_optimizer(config))
