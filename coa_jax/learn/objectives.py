@@ -1,9 +1,8 @@
 """Formulas of reinforcement learning from advantages to losses, each with its source.
 
-This module has the weights of tokens, KL estimates, losses, corrections for the sampling policy,
-and the objectives of policy and critic; `learn.advantages` has the advantages.  It does not depend
-on the model: a policy appears as log-probabilities, float32 ``[R, T]`` for R packed rows of T
-tokens.
+Here are the weights of tokens, KL estimates, losses, corrections for the sampling policy, and the
+objectives of policy and critic.  No formula depends on the model: a policy appears as
+log-probabilities, float32 ``[R, T]`` for R packed rows of T tokens.
 
 Only tokens that the policy wrote (``mask`` 1) are actions.  Text of the environment between two
 actions is part of the transition: it has no value, reward or advantage, and is excluded from means.
@@ -60,9 +59,6 @@ def weigh(batches: Sequence[Batch], normalise: str, length: int = 1) -> list[Bat
 
     Returns:
         The batches with ``weight``, float32 ``[R, T]``; it stays None if all weights are 1.
-
-    Raises:
-        ValueError: ``normalise`` is another name.
     """
     if normalise == "token":
         return list(batches)
@@ -111,9 +107,6 @@ def kl_estimate(kind: str, logp: ArrayLike, other: ArrayLike) -> jax.Array:
 
     Returns:
         One estimate per token, of the same shape.
-
-    Raises:
-        ValueError: ``kind`` is another name.
     """
     d = jnp.asarray(logp) - other
     if kind == "k1":
@@ -153,10 +146,7 @@ def surrogate(
 
     Args:
         algorithm: a resolved algorithm, see `Algorithm.resolve`.
-        logp: log-probabilities under the current policy, float32 ``[R, T]``.
-        old_logp: log-probabilities under the old policy, float32 ``[R, T]``.
-        advantages: advantages A, float32 ``[R, T]``.
-        entropy: entropies of the current policy, float32 ``[R, T]``.
+        logp, old_logp, advantages, entropy: arrays as described above, float32 ``[R, T]``.
         batch: packed rows; only ``mask`` and ``segment_ids`` are read.
 
     Returns:
@@ -235,10 +225,8 @@ def clip(
     1912.09729 eq 4).
 
     Args:
-        ratio: r, float32 ``[R, T]``.
-        advantages: A, float32 ``[R, T]``.
-        clip_low: r is clipped from below at ``1 - clip_low``.
-        clip_high: r is clipped from above at ``1 + clip_high``.
+        ratio, advantages: r and A, float32 ``[R, T]``.
+        clip_low, clip_high: r is clipped to ``[1 - clip_low, 1 + clip_high]``.
         dual_clip: c; 0 for no dual clip.
 
     Returns:
@@ -297,15 +285,7 @@ def _beyond(ratio: jax.Array, advantages: jax.Array, low: float, high: float) ->
 
 
 def segment_sums(x: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
-    """For each token the sum of ``x`` over the token's sequence.
-
-    Args:
-        x: ``[R, T]``, packed rows.
-        segment_ids: int32 ``[R, T]``, number of each token's sequence in its row.
-
-    Returns:
-        ``[R, T]`` of the dtype of ``x``.
-    """
+    """For each token the sum of ``x [R, T]`` over the token's sequence in its packed row."""
     x, ids = jnp.asarray(x), jnp.asarray(segment_ids)
     rows, length = x.shape
     sums = jnp.zeros((rows, length + 1), x.dtype)
@@ -314,16 +294,7 @@ def segment_sums(x: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
 
 
 def segment_means(x: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
-    """For each token the mean of ``x`` over the policy tokens of the token's sequence.
-
-    Args:
-        x: ``[R, T]``, packed rows; 0 where ``mask`` is 0.
-        mask: ``[R, T]``, 1 at policy tokens.
-        segment_ids: int32 ``[R, T]``, number of each token's sequence in its row.
-
-    Returns:
-        ``[R, T]``.
-    """
+    """`segment_sums` of ``x``, which is 0 where ``mask`` is 0, over the number of policy tokens."""
     return segment_sums(x, segment_ids) / jnp.maximum(segment_sums(mask, segment_ids), 1.0)
 
 
@@ -392,8 +363,7 @@ def policy_objective(
     ``batch.weight``, rho comes from `correction` and the surrogate from `surrogate`.
 
     Args:
-        logp: log-probabilities under the current policy, float32 ``[R, T]``.
-        entropy: entropies of the current policy, float32 ``[R, T]``.
+        logp, entropy: log-probabilities and entropies of the current policy, float32 ``[R, T]``.
         batch: packed rows, with ``weight``, ``old_logp`` and ``ref_logp`` as the algorithm needs
             them.  With ``old_logp=trainer`` and no ``batch.old_logp``, the current policy is the
             old policy.
