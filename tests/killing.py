@@ -1,4 +1,4 @@
-"""A command that is killed once its file of finished work has grown."""
+"""Kills a command once its output file has grown."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tool, a task source and rewards as somebody outside of the package writes them."""
+"""A tool, a task source and rewards as a user of the package would write them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ablation end to end with a policy of no size, and its statistics against SciPy."""
+"""The ablation end to end with a minimal policy, and its statistics against SciPy."""
 
 import dataclasses
 import json

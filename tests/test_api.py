@@ -1,4 +1,4 @@
-"""The package from Python, from the first question to the last figure, with the tiny policy."""
+"""The Python API, from the first question to the evaluation, with the tiny policy."""
 
 from __future__ import annotations
 

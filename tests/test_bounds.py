@@ -1,4 +1,4 @@
-"""Settings keep the types and bounds of their annotations, whoever makes them."""
+"""Settings keep the types and bounds of their annotations, however they are constructed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Weights from packages: what is there and whole is left, what is not is replaced or refused."""
+"""Weights from packages: intact files are kept, others are replaced or refused."""
 
 from __future__ import annotations
 

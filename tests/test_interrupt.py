@@ -1,4 +1,4 @@
-"""A command that is stopped, or a rollout that ends, takes the programs of the model with it."""
+"""A command that is stopped, or a rollout that ends, ends the programs of the model too."""
 
 from __future__ import annotations
 

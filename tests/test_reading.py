@@ -1,4 +1,4 @@
-"""Files of others are read within bounds, and only files."""
+"""Untrusted files are read within bounds, and only if they are regular files."""
 
 from __future__ import annotations
 

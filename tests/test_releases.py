@@ -1,4 +1,4 @@
-"""What a release says of itself: its version, its images and its workflow."""
+"""Metadata of a release: its version, its images and its workflow."""
 
 from __future__ import annotations
 

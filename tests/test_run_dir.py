@@ -1,4 +1,4 @@
-"""A run directory stays sound over kills, full disks, resumes and second runs."""
+"""A run directory stays consistent through kills, full disks, resumes and second runs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Configs become frozen dataclasses, and mistakes in them are named."""
+"""Configs become frozen dataclasses, and mistakes in them are reported by name."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Time on the virtual clock passes in order, at once, and never while something runs."""
+"""Time on the virtual clock is ordered, passes at once, and stands while something runs."""
 
 from __future__ import annotations
 

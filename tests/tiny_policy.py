@@ -1,6 +1,6 @@
-"""A tiny policy that has learnt a few episodes by heart, so that it really calls real tools.
+"""A tiny policy that has memorised a few episodes, so that it calls real tools.
 
-It is trained from nothing in seconds, once for all tests of a session.
+It is trained from scratch in seconds, once per test session.
 """
 
 from __future__ import annotations

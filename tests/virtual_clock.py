@@ -5,9 +5,9 @@
         runner.run(asyncio.sleep(3600))
     assert clock.now == 3600
 
-The clock stands while anything runs: a callback, a call of an executor, or what `hold` encloses.
-When nothing does, it jumps to the next timer.  Sockets, pipes and processes do not stop it, so code
-that waits for one of these under a timeout has no place here.
+The clock stands while anything runs: a callback, a call in an executor, or a block under `hold`.
+When nothing runs, the clock jumps to the next timer.  It does not wait for sockets, pipes or
+processes, so do not use it with code that waits for one of these under a timeout.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Programs that we did not write, which solve tasks through the policy over HTTP.
+"""Trains the policy through external agent programs, which call it over HTTP.
 
-`sampler.AgentSampler` stands in the place of the engines' own sampler: for each sample it starts a
-program (`program`, below a `leash`), serves the program's chat completions (`app`) and writes down
-what was sampled (`session`).  docs/agents.md says what a program has to do.
+`sampler.AgentSampler` replaces the tool loop's sampler.  For each sample it starts an agent program
+(`program`, supervised by `leash`), serves chat completions to the program (`app`), and records the
+sampled tokens (`session`).  docs/agents.md describes the interface of a program.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ if TYPE_CHECKING:
 
 
 def agent_sampler(*arguments: Any, **options: Any) -> AgentSampler:
-    """An `AgentSampler`.
+    """Creates an `AgentSampler`; see there for the arguments and further errors.
 
     Raises:
-        UserError: its packages are not installed, or as `AgentSampler`.
+        UserError: the packages of the extra ``serve`` are not installed.
     """
     try:
         from coa_jax.agents.sampler import AgentSampler

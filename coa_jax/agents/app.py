@@ -1,4 +1,4 @@
-"""The endpoint of the programs: chat completions, each in the session of its key, and rewards."""
+"""The HTTP endpoint for agent programs: chat completions and rewards, by session key."""
 
 from __future__ import annotations
 
@@ -31,21 +31,30 @@ from coa_jax.web.guard import Guard, Rules, body_of
 from coa_jax.web.refusals import RefusalLog
 
 MODEL = "policy"
-"""The name of the policy; requests may name any other."""
+"""Name of the policy at the endpoint; requests may give any other model name."""
 
 _ROUTES = ("/health", "/reward", "/v1/models", "/v1/chat/completions")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Asked(Visit):
-    """A request of a program, and its place in the session."""
+    """A request of an agent program.
+
+    Attributes:
+        session: session of the program.
+        place: point in the session's tree of turns that the request continues.
+    """
 
     session: Session
     place: Place
 
 
 class Sessions(Service):
-    """The policy for many sessions at a time, and the sessions by their keys."""
+    """Serves the policy to many sessions at a time.
+
+    Attributes:
+        by_key: open sessions by their key.
+    """
 
     def __init__(
         self,
@@ -57,7 +66,16 @@ class Sessions(Service):
         *,
         recompute: bool = False,
     ):
-        """Sets up a service; ``most`` are the requests of a session.  See `Service`."""
+        """Sets up the service.
+
+        Args:
+            model: the policy; its tokenizer and architecture are used.
+            engines: decoding engines with the weights of ``version``.
+            config: settings of the server.
+            version: policy version of the engines' weights.
+            most: maximum number of requests per session.
+            recompute: whether running requests recompute their KV cache when weights change.
+        """
         super().__init__(
             model, engines, (), config, Prompt("brief"), version=version, recompute=recompute
         )
@@ -65,22 +83,28 @@ class Sessions(Service):
         self._most = most
 
     def prepare(self, session: Session, _: Service, body: ChatRequest) -> Visit:
-        """The request for the agent loop; it encodes what is new, so it runs in a thread.
+        """Turns the body of a chat request into a request for the engines.
 
-        Sampling is that of the run, whatever the program asks for: what is learned must be what
-        was sampled.
+        The method tokenises new messages, so callers run it in a thread.  Sampling parameters are
+        those of the run, whatever the program requests: training must use the distribution from
+        which tokens were sampled.
+
+        Args:
+            session: session of the program.
+            body: the chat request.
 
         Raises:
-            Refused: the session is used up, or the conversation is none that the policy can go on.
+            Refused: the session has used up its requests, or the policy cannot continue the
+                conversation, for example because it is too long.
         """
         length = self.config.engine.max_length
         messages = read_messages(body)
         if messages[-1][0] == "assistant":
-            raise Refused(400, "the last message is the assistant's; add one to answer", "messages")
+            raise Refused(400, "the last message is the assistant's; add a user's", "messages")
         session.asked += 1
         if session.asked > self._most:
             session.ended_by = session.ended_by or StopReason.TURNS
-            raise Refused(400, f"a session has {self._most} requests (agent.max_requests)")
+            raise Refused(400, f"a session may make {self._most} requests (agent.max_requests)")
         try:
             before, new = session.known(messages)
             check_length(self.model.tokenizer, [text for _, text in new], length, "messages")
@@ -109,9 +133,9 @@ class Sessions(Service):
         return Asked(**values, session=session, place=place)
 
     async def events(self, visit: Visit) -> AsyncGenerator[Event, None]:
-        """See `Service`; an answer is in its session before the program gets its end."""
+        """See `Service`; the session has a completion before the program receives its end."""
         assert isinstance(visit, Asked)
-        if visit.session.closed:  # while the request was read
+        if visit.session.closed:  # closed while the request was being read
             raise Refused(401, "the session has ended")
         said: dict[int, str] = defaultdict(str)
         events = super().events(visit)
@@ -142,12 +166,12 @@ class Sessions(Service):
             session.in_engine -= 1
 
     def running(self, session: Session) -> list[Asked]:
-        """The requests of a session in progress."""
+        """The running requests of a session."""
         return [v for v in self._visits if isinstance(v, Asked) and v.session is session]
 
 
 def make_app(service: Sessions, log: RefusalLog) -> FastAPI:
-    """The application; every request needs the key of a session as its bearer token."""
+    """Creates the application; every request needs the key of a session as its bearer token."""
     app = FastAPI(openapi_url=None)
 
     def session_of(request: Request) -> Session:
@@ -170,7 +194,7 @@ def make_app(service: Sessions, log: RefusalLog) -> FastAPI:
         try:
             given = Outcome.read(parse_json(body_of(request.scope), 1000, 1000))
         except ProgramError as error:
-            raise Refused(400, f"the body is not understood: {error}") from None
+            raise Refused(400, f"the body is not valid: {error}") from None
         session.given = given.over(session.given)
         return JSONResponse({"status": "ok"})
 

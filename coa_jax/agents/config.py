@@ -1,4 +1,4 @@
-"""Settings of programs that solve tasks through the policy."""
+"""Settings of agent programs, which solve tasks by calling the policy over HTTP."""
 
 from __future__ import annotations
 
@@ -20,24 +20,27 @@ AGENTS = Kind(
 )
 """An async function that solves a task through an OpenAI-compatible endpoint.
 
-``task`` is the object that a program reads on its standard input; the function returns what a
-program may print last: see docs/agents.md.
+Its parameter ``task`` is the JSON object that a program reads from its standard input.  It returns
+the value that a program would print as its last line; see docs/agents.md.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class AgentConfig(Bounded):
-    """A program in the place of the loop of tools; none by default.
+    """An agent program that replaces the tool loop; by default there is none.
 
     Attributes:
-        command: command line of the program, which is started once for each sample, in the working
+        command: command line of the program.  It is started once per sample, in the working
             directory and without a shell.
-        function: an async function in its place, ``package.module:name``, see `AGENTS`.
-        options: of the function.
-        concurrency: programs that run at a time; 0 for as many as there are slots.
-        seconds: wall time of a program (``deadline``); it holds with ``max_staleness=0`` too.
-        max_requests: completions of a session; further ones are refused (``turns``).
-        host, port: address of the endpoint; port 0 is any free port.  Every session has a key.
+        function: an async function instead of a program, ``package.module:name``, see `AGENTS`.
+        options: keyword arguments of the function.
+        concurrency: programs that run at a time; 0 for the number of the engines' slots.
+        seconds: time limit of a program in wall-clock seconds (stop reason ``deadline``); it
+            applies with ``max_staleness=0`` too.
+        max_requests: maximum number of completions per session; further requests are refused (stop
+            reason ``turns``).
+        host: address on which the endpoint listens; each session needs its own key.
+        port: port of the endpoint; 0 for any free port.
     """
 
     command: Place = ""
@@ -54,12 +57,12 @@ class AgentConfig(Bounded):
         if self.command and self.function:
             raise UserError("command and function are both set; give one of the two")
         if self.options and not self.function:
-            raise UserError("options are those of a function, and function is empty")
+            raise UserError("options are set, and function is empty; options belong to a function")
         try:
             shlex.split(self.command)
         except ValueError as error:
-            raise UserError(f"command is no command line: {error}") from None
+            raise UserError(f"command cannot be parsed as a command line: {error}") from None
 
     def __bool__(self) -> bool:
-        """Whether there is a program."""
+        """Whether there is a program or a function."""
         return bool(self.command or self.function)

@@ -1,11 +1,12 @@
-"""Runs one program, and ends it with all of its descendants.
+"""A supervisor process that runs one program, and kills the program's whole process tree.
 
-That happens when the program ends, when the leash gets SIGTERM, and when its owner is gone.
+It kills the process tree when the program exits, when it receives SIGTERM itself, and when the
+process that started it is gone.
 
     python -m coa_jax.agents.leash OWNER PROGRAM ARGUMENT...
 
-OWNER is the process that started the leash.  The exit code is that of the program, or 128 and the
-number of the signal that ended the program.  127: the program cannot be started.
+OWNER is the id of the process that started the supervisor.  The exit code is that of the program;
+128 plus the signal number if a signal ended the program; 127 if the program cannot be started.
 """
 
 from __future__ import annotations
@@ -27,11 +28,16 @@ _SWEEP_S = 5.0
 
 
 def run(owner: int, command: list[str]) -> int:
-    """Runs a program to its end; see the module."""
+    """Runs a program until it exits; returns the exit code, see the module's docstring.
+
+    Args:
+        owner: process id of the parent of this process.
+        command: the program and its arguments.
+    """
     _set(kernel.PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: _end())
     try:
-        # Whoever kills the leash itself kills the program.
+        # If this process is killed with SIGKILL, the kernel kills the program too.
         end_with_me = functools.partial(_set, kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         program = subprocess.Popen(command, preexec_fn=end_with_me)
     except OSError as error:
@@ -44,7 +50,7 @@ def run(owner: int, command: list[str]) -> int:
 
 
 def _set(option: int, value: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # only Linux has them
+    with contextlib.suppress(OSError, AttributeError):  # prctl exists on Linux only
         kernel.prctl(option, value)
 
 
@@ -60,7 +66,7 @@ def _end() -> None:
 
 
 def _sweep() -> None:
-    """Kills every descendant; one that its parent has left is a child of this process."""
+    """Kills every descendant; orphaned descendants become children of this process (subreaper)."""
     end = time.monotonic() + _SWEEP_S
     while (below := every_descendant(os.getpid())) and time.monotonic() < end:
         for process in below:

@@ -1,4 +1,4 @@
-"""Runs a program or an async function for one sample, and reads what it says at its end."""
+"""Runs an agent program or an async function for one sample, and reads its outcome."""
 
 from __future__ import annotations
 
@@ -18,21 +18,21 @@ from coa_jax.agents.config import AGENTS, AgentConfig
 from coa_jax.errors import UserError
 from coa_jax.extensions import bind
 
-_TAIL = 64 << 10  # bytes of a program's output that are kept
-_GRACE_S = 10.0  # that a leash has to end what is below it
+_TAIL = 64 << 10  # maximum number of bytes of a program's output that are kept
+_GRACE_S = 10.0  # seconds in which a supervisor (`leash`) must end the program's process tree
 
 
 class ProgramError(Exception):
-    """A program failed: that is no verdict on the policy."""
+    """A program failed; the sample is masked, because the failure says nothing of the policy."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """What a program says of its sample.
+    """The outcome that a program reports for its sample.
 
     Attributes:
-        answer: its final answer; None without one.
-        reward: its own grade; None leaves grading to the run's graders.
+        answer: final answer; None without an answer.
+        reward: reward that the program gives; None leaves grading to the run's graders.
     """
 
     answer: str | None = None
@@ -40,17 +40,21 @@ class Outcome:
 
     @classmethod
     def read(cls, value: Any) -> Outcome:
-        """Reads an object with ``answer``, ``reward`` or ``error``, a text (the answer), or None.
+        """Reads an outcome.
+
+        Args:
+            value: an object with ``answer``, ``reward`` or ``error``; a string, which is the
+                answer; or None.
 
         Raises:
-            ProgramError: it is something else, or tells of an error.
+            ProgramError: the value is something else, or has an ``error``.
         """
         if value is None:
             return cls()
         if isinstance(value, str):
             return cls(value)
         if not isinstance(value, Mapping) or not value.keys() & {"answer", "reward", "error"}:
-            raise ProgramError(f"it gave {str(value)[:200]!r}, not an answer or a reward")
+            raise ProgramError(f"it returned {str(value)[:200]!r}, not an answer or a reward")
         if value.get("error"):
             raise ProgramError(str(value["error"]))
         answer, reward = value.get("answer"), value.get("reward")
@@ -62,19 +66,19 @@ class Outcome:
         )
 
     def over(self, other: Outcome) -> Outcome:
-        """This one, and what the other says where this one says nothing."""
+        """This outcome, with missing fields filled in from the other outcome."""
         answer = other.answer if self.answer is None else self.answer
         return Outcome(answer, other.reward if self.reward is None else self.reward)
 
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """How a program reaches its session.
+    """The address and credentials by which a program reaches its session.
 
     Attributes:
-        url: address of the endpoint; clients of OpenAI want ``URL/v1``.
-        key: of the session.
-        model: a name for the policy.
+        url: address of the endpoint, without ``/v1``.
+        key: key of the session.
+        model: model name of the policy.
     """
 
     url: str
@@ -83,19 +87,19 @@ class Access:
 
     @property
     def base_url(self) -> str:
-        """Base URL for clients of OpenAI."""
+        """Base URL for OpenAI clients, with ``/v1``."""
         return f"{self.url}/v1"
 
 
 Agent = Callable[[Mapping[str, Any], Access], Awaitable[Outcome]]
-"""Solves a task, a JSON object, through the policy.  Cancelled, it ends what it has started."""
+"""Solves a task (a JSON object) by calling the policy.  If cancelled, it ends its processes."""
 
 
 def make_agent(config: AgentConfig) -> Agent:
-    """The program of a config.
+    """Creates the agent that a config names.
 
     Raises:
-        UserError: the function is not there, does not fit, or is not async.
+        UserError: the function does not exist, takes wrong parameters, or is not async.
     """
     if config.command:
         command = shlex.split(config.command)
@@ -113,7 +117,7 @@ def make_agent(config: AgentConfig) -> Agent:
                 api_key=access.key,
                 model=access.model,
             )
-        except Exception as error:  # whatever the code of others raises
+        except Exception as error:  # a user's function may raise anything
             raise ProgramError(f"{type(error).__name__}: {error}") from error
         return Outcome.read(found)
 
@@ -121,13 +125,18 @@ def make_agent(config: AgentConfig) -> Agent:
 
 
 async def run_command(command: list[str], task: Mapping[str, Any], access: Access) -> Outcome:
-    """Runs a program with a task on its standard input, below a `leash`.
+    """Runs a program, supervised by `leash`, with a task on its standard input.
 
-    Its outcome is in the last line that it prints: an object as `Outcome.read` takes it, or else
-    the answer itself.
+    The last line that the program prints is its outcome: a JSON object that `Outcome.read` accepts,
+    or the answer itself.
+
+    Args:
+        command: the program and its arguments.
+        task: the task, a JSON object.
+        access: address and key of the program's session.
 
     Raises:
-        ProgramError: it cannot be started, or its exit code is not 0.
+        ProgramError: the program cannot be started, or its exit code is not 0.
     """
     text = json.dumps(task)
     starting = asyncio.ensure_future(
@@ -137,20 +146,20 @@ async def run_command(command: list[str], task: Mapping[str, Any], access: Acces
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=environment(task["question"], access),
-            start_new_session=True,  # Ctrl-C is for this process, which ends its programs
+            start_new_session=True,  # Ctrl-C reaches this process only, which ends its programs
         )
     )
     try:
         process = await asyncio.shield(starting)
-    except asyncio.CancelledError:  # a leash that is killed while it starts could not end it
+    except asyncio.CancelledError:  # only a supervisor that has started can end the program
         await _end(await starting)
         raise
-    except OSError as error:  # no process or no file is left
+    except OSError as error:  # a limit on processes or open files is reached
         raise ProgramError(f"no process can be started: {error.strerror}") from error
     assert process.stdin and process.stdout and process.stderr
     reading = [asyncio.ensure_future(_tail(s)) for s in (process.stdout, process.stderr)]
     try:
-        with contextlib.suppress(OSError):  # it need not read
+        with contextlib.suppress(OSError):  # the program may exit without reading its input
             process.stdin.write(text.encode())
             await process.stdin.drain()
         process.stdin.close()
@@ -162,14 +171,14 @@ async def run_command(command: list[str], task: Mapping[str, Any], access: Acces
         for task_ in reading:
             task_.cancel()
     if code:
-        last = errors.strip().splitlines()[-1:] or ["without a word on its standard error"]
+        last = errors.strip().splitlines()[-1:] or ["its standard error is empty"]
         raise ProgramError(f"exit code {code}: {last[0][:500]}")
     lines = printed.strip().splitlines()
     return _said(lines[-1].strip()) if lines else Outcome()
 
 
 def _said(line: str) -> Outcome:
-    """What the last line of a program says."""
+    """Reads the outcome from the last line of a program's output."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -178,7 +187,7 @@ def _said(line: str) -> Outcome:
 
 
 def environment(question: str, access: Access) -> dict[str, str]:
-    """The variables of a program: ours, and those that clients of OpenAI read by themselves."""
+    """Environment variables of a program; OpenAI clients read ``OPENAI_...`` by themselves."""
     return {
         **os.environ,
         "OPENAI_BASE_URL": access.base_url,
@@ -190,7 +199,7 @@ def environment(question: str, access: Access) -> dict[str, str]:
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:
-    """The end of what a stream says until its end."""
+    """Reads a stream to its end, and returns its last part."""
     kept = b""
     while piece := await stream.read(_TAIL):
         kept = (kept + piece)[-_TAIL:]
@@ -198,7 +207,7 @@ async def _tail(stream: asyncio.StreamReader) -> str:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ends a leash, which ends what is below it."""
+    """Ends a supervisor, which ends the program's process tree."""
     for end in (process.terminate, process.kill):
         with contextlib.suppress(ProcessLookupError):
             end()

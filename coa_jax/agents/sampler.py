@@ -1,4 +1,4 @@
-"""Samples trajectories of programs outside: in the place of the engines' own sampler."""
+"""Samples trajectories by running external agent programs, instead of the tool loop."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from coa_jax.web.refusals import RefusalLog
 from coa_jax.web.server import Server, address_of, allow_connections, listen
 
 _HOPELESS = 8
-"""Programs that may fail one after the other before a single one has ended well."""
+"""Failures after which the run stops, if no program has succeeded before."""
 
 
 class AgentSampler:
-    """A `rollout.sampler.Sampler`: each sample is a run of a program that asks the policy."""
+    """A `rollout.sampler.Sampler` whose samples are runs of a program that calls the policy."""
 
     def __init__(
         self,
@@ -42,18 +42,19 @@ class AgentSampler:
         *,
         recompute: bool = False,
     ):
-        """Finds the program, and listens.
+        """Loads the agent, and opens the port of the endpoint.
 
         Args:
-            model: tokenizer and shapes of the policy.
-            engines: with free slots; each has the parameters of ``version``.
-            config: the program.
-            rollout: ``max_tokens`` bounds each conversation of a sample; its other budgets are
-                those of the loop of tools, which has no part here.
-            version, recompute: see `EngineSampler`.
+            model: the policy; its tokenizer and architecture are used.
+            engines: decoding engines with free slots and the weights of ``version``.
+            config: settings of the agent.
+            rollout: ``max_tokens`` bounds each conversation of a sample; the other budgets belong
+                to the tool loop and are ignored.
+            version: policy version of the engines' weights.
+            recompute: whether running requests recompute their KV cache when weights change.
 
         Raises:
-            UserError: the function is not there, or nothing can listen at the address.
+            UserError: the agent function does not exist, or the address cannot be used.
         """
         self._agent, self._config, self._rollout = make_agent(config), config, rollout
         shapes = engines[0].config
@@ -77,7 +78,7 @@ class AgentSampler:
         self._running: dict[asyncio.Task[Trajectory], Session] = {}
         self._refused: list[Trajectory] = []
         self._news = asyncio.Event()
-        self._failures: int | None = 0  # None once a program has ended well
+        self._failures: int | None = 0  # None once a program has succeeded
 
     def submit(self, request: Request) -> None:
         """See `Sampler`."""
@@ -96,7 +97,7 @@ class AgentSampler:
         self._news.set()
 
     def _end(self, task: asyncio.Task[Trajectory], session: Session) -> None:
-        """Ends a program, once: cancelled again, it would be torn out of its cleaning up."""
+        """Cancels a program once: a second cancellation would interrupt its cleanup."""
         if not session.cancelled:
             session.cancelled = True
             task.cancel()
@@ -119,7 +120,7 @@ class AgentSampler:
         return self._service.sampler.figures()
 
     async def finished(self) -> AsyncGenerator[Trajectory, None]:
-        """See `Sampler`; the endpoint is there, and programs run, as long as this does."""
+        """See `Sampler`; the endpoint and the programs run as long as this generator does."""
         log = RefusalLog()
         service = self._service
         async with service:
@@ -137,10 +138,10 @@ class AgentSampler:
                     for broken in (service.loop, serving):
                         if broken.done():
                             broken.result()
-                            raise RuntimeError("the endpoint of the agents has ended")
+                            raise RuntimeError("the endpoint of the agent programs has stopped")
                     for task in [task for task in self._running if task.done()]:
                         session = self._running.pop(task)
-                        if task.cancelled():  # before it began
+                        if task.cancelled():  # cancelled before it started
                             yield self._finished(session, StopReason.CANCELLED, Outcome(), 0.0)
                         else:
                             yield task.result()
@@ -152,7 +153,7 @@ class AgentSampler:
                 await asyncio.gather(serving, return_exceptions=True)
 
     def _begin(self) -> list[Trajectory]:
-        """Starts programs where there is room; gives what was cancelled before."""
+        """Starts waiting programs up to the limit; returns samples cancelled before their start."""
         refused, self._refused = self._refused, []
         while self._waiting and len(self._running) < self._room:
             session = self._session(*self._waiting.popleft())
@@ -164,7 +165,7 @@ class AgentSampler:
         return Session(self._service.model.tokenizer, request, sample, self._version, key)
 
     async def _run(self, session: Session) -> Trajectory:
-        """Runs one program to its end; every fault of a program is a trajectory too."""
+        """Runs one program until it ends; a program that fails yields a trajectory too."""
         clock, task = asyncio.get_running_loop().time, session.request.task
         began, outcome, fault = clock(), Outcome(), ""
         self._service.by_key[session.key] = session
@@ -179,11 +180,12 @@ class AgentSampler:
         except asyncio.CancelledError:
             reason = StopReason.CANCELLED
         except ProgramError as error:
-            # Most programs break down where the context is full: that is the policy's doing.
+            # Most programs fail when a request is refused because a budget is used up; the stop
+            # reason is then that budget, not a fault.
             reason, fault = session.ended_by or StopReason.FAULT, str(error)
         await self._leave(session)
         if session.ended_by is StopReason.FAULT:
-            reason, fault = StopReason.FAULT, "the policy's log-probabilities are no numbers"
+            reason, fault = StopReason.FAULT, "the policy's log-probabilities are not finite"
         outcome = outcome.over(session.given)
         said = outcome.answer is not None or outcome.reward is not None
         if reason is StopReason.EOS and said:
@@ -194,7 +196,10 @@ class AgentSampler:
         return self._finished(session, reason, outcome, clock() - began, **about)
 
     async def _leave(self, session: Session) -> None:
-        """Waits until nothing of a session is in the engines, which may get other weights then."""
+        """Closes a session, and waits until the engines hold none of its requests.
+
+        Otherwise new weights could be loaded while a request is still running.
+        """
         session.closed = True
         for visit in self._service.running(session):
             self._service.sampler.cancel(visit)
@@ -203,19 +208,23 @@ class AgentSampler:
         del self._service.by_key[session.key]
 
     def _count(self, session: Session, reason: StopReason, fault: str) -> None:
-        """Says what is wrong with a program, once, and ends a run in which no program works."""
+        """Logs the first failure of a program, and stops the run if no program succeeds.
+
+        Raises:
+            UserError: the first `_HOPELESS` programs have failed.
+        """
         if reason is not StopReason.FAULT:
             self._failures = None
         elif self._failures is not None:
             self._failures += 1
             if self._failures == 1:
                 logging.warning(
-                    "the agent's program failed on task %s (%s): the sample is masked, and others "
-                    "that fail are masked without a line", session.request.task.id, fault
+                    "the agent's program failed on task %s (%s): the sample is masked; further "
+                    "failures are masked without a warning", session.request.task.id, fault
                 )  # fmt: skip
             if self._failures == _HOPELESS:
                 raise UserError(
-                    f"the agent's program failed {_HOPELESS} times and never ended well: {fault}"
+                    f"the agent's program failed {_HOPELESS} times and never succeeded: {fault}"
                 )
 
     def _finished(

@@ -1,10 +1,10 @@
-"""What a program asks of the policy for one sample, written down as it was sampled.
+"""The conversations of an agent program for one sample, recorded as the sampled token ids.
 
-A session is a tree of turns.  A turn has the ids of the messages that a request adds to the turns
-before, and the ids that the policy sampled then.  A request is matched to the tree by the texts of
-its messages: the turns that it repeats are not rendered again, their ids stay as they are, and
-what it adds is rendered alone.  So no text is tokenised twice and no sampled token ever is.  A
-request that does not go on from the end of what is known begins a branch.
+A session is a tree of turns.  A turn has the token ids of the messages that a request adds to the
+previous turns, and the token ids that the policy sampled in reply.  A request is matched to the
+tree by the texts of its messages: turns that it repeats keep their token ids, and only its new
+messages are rendered and tokenised.  So no message is tokenised twice, and sampled tokens are never
+tokenised again.  A request that does not continue the last turn of a conversation starts a branch.
 """
 
 from __future__ import annotations
@@ -27,14 +27,15 @@ from coa_jax.trajectory import Author, SegmentSpan, StopReason, Trajectory
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Turn:
-    """A request and one answer to it.
+    """A request and one completion of it.
 
     Attributes:
-        before: the turn that the request continues; None for the beginning of a conversation.
-        messages: what the request adds.
-        added: ids of that, up to the opening of the policy's turn.
-        said: the answer's text as the program got it.
-        answer: what was sampled, after all ids before; the ids of its last policy tokens are new.
+        before: the turn that the request continues; None at the start of a conversation.
+        messages: new messages of the request.
+        added: token ids of the new messages, up to the opening of the policy's turn.
+        said: text of the completion as the program received it.
+        answer: trajectory of the completion: all earlier token ids, ``added`` and the new policy
+            tokens.
     """
 
     before: Turn | None
@@ -45,14 +46,14 @@ class Turn:
 
     @property
     def path(self) -> tuple[Turn, ...]:
-        """The turns of the conversation, this one last."""
+        """All turns of the conversation, from the first to this one."""
         return (*self.before.path, self) if self.before else (self,)
 
     def is_said(self, message: Message) -> bool:
-        """Whether a message is the answer of this turn.
+        """Whether a message repeats the completion of this turn.
 
-        Programs cut blanks off, write the stop string again that the endpoint has left out, and
-        write the JSON of calls in their own way.
+        Programs may strip white space, append the stop string that the endpoint left out, and
+        format the JSON of calls differently.
         """
         role, text = message
         said, text, written = self.said.strip(), text.strip(), self.answer.text.strip()
@@ -62,12 +63,14 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Where a request goes on.
+    """The point in the tree of turns that a request continues.
 
     Attributes:
-        before, messages, added: see `Turn`.
-        prompt: all ids, up to the opening of the policy's turn.
-        number: names this prompt in this session, for the key of its randomness.
+        before: see `Turn`.
+        messages: see `Turn`.
+        added: see `Turn`.
+        prompt: token ids of the whole conversation, up to the opening of the policy's turn.
+        number: identifies this prompt in this session; it seeds the sampling.
     """
 
     before: Turn | None
@@ -78,27 +81,30 @@ class Place:
 
 
 class Session:
-    """One sample; requests may come at the same time.
+    """The tree of turns of one sample; it supports concurrent requests.
 
     Attributes:
-        request, sample: what is sampled.
-        turns: in the order in which they ended.
-        given: what the program has said of the sample by a call.
-        ended_by: the budget that a request found used up, if one did.
-        in_engine: samples of requests that have not left the engines.
-        asked: requests so far.
-        cancelled: whether nobody wants the sample any more.
-        closed: whether the program has ended, so that nothing is sampled any more.
+        request: the trainer's request for the samples of a task.
+        sample: number of the sample.
+        key: key by which the endpoint identifies the session.
+        turns: turns in order of completion.
+        given: outcome that the program has posted to the endpoint's ``/reward``.
+        ended_by: the budget for which a request was refused; None if no budget was used up.
+        in_engine: completions that are still in the engines.
+        asked: number of requests so far.
+        cancelled: whether the sample was cancelled.
+        closed: whether the program has ended; further requests are refused.
     """
 
     def __init__(self, tokenizer: Any, request: Request, sample: int, version: int, key: str):
-        """Begins without a turn.
+        """Creates a session without turns.
 
         Args:
-            tokenizer: of the policy.
-            request, sample: what is sampled.
-            version: policy version that samples now.
-            key: by which the endpoint knows the session.
+            tokenizer: tokenizer of the policy.
+            request: the trainer's request for the samples of a task.
+            sample: number of the sample.
+            version: current policy version.
+            key: key by which the endpoint identifies the session.
         """
         self.request, self.sample, self.key = request, sample, key
         self.turns: list[Turn] = []
@@ -112,7 +118,7 @@ class Session:
         self._lock = threading.Lock()
 
     def known(self, messages: Sequence[Message]) -> tuple[Turn | None, tuple[Message, ...]]:
-        """The last turn that a conversation repeats, and the messages behind it."""
+        """The last turn that a conversation repeats, and the messages after that turn."""
         with self._lock:
             return self._known(None, tuple(messages))
 
@@ -128,10 +134,11 @@ class Session:
         return best
 
     def place(self, before: Turn | None, new: tuple[Message, ...]) -> Place:
-        """Where a request goes on; the messages that are new are encoded, and nothing else.
+        """Tokenises the new messages of a request, and returns the point that it continues.
 
         Args:
-            before, new: what `known` gave.
+            before: turn that the request continues, as returned by `known`.
+            new: messages after that turn, as returned by `known`.
         """
         if before is None:
             added = prompt = prompt_ids(self._tokenizer, new)
@@ -143,12 +150,18 @@ class Session:
             content = zlib.crc32(np.asarray(prompt, np.int32).tobytes())
             again = self._prompts[content]
             self._prompts[content] += 1
-        # Concurrent requests arrive in any order; their random keys must not depend on the order.
+        # Concurrent requests may arrive in any order; their random keys must not depend on it.
         name = f"{self.request.prompt_id} {self.sample} {content} {again}"
         return Place(before, new, tuple(added), tuple(prompt), zlib.crc32(name.encode()) >> 1)
 
     def add(self, place: Place, said: str, answer: Trajectory) -> None:
-        """Writes an answer down."""
+        """Records a completion.
+
+        Args:
+            place: point that the request continued.
+            said: text of the completion as the program received it.
+            answer: trajectory of the completion.
+        """
         turn = Turn(place.before, place.messages, place.added, said, answer)
         with self._lock:
             self.turns.append(turn)
@@ -157,21 +170,21 @@ class Session:
 
     @property
     def oldest(self) -> int | None:
-        """Oldest policy version of the turns; None without one."""
+        """Oldest policy version that sampled a turn; None without turns."""
         versions = [turn.answer.metadata["policy_versions"][0][1] for turn in self.turns]
         return min(versions, default=None)
 
     def trajectory(
         self, reason: StopReason, outcome: Outcome, about: Mapping[str, Any]
     ) -> Trajectory:
-        """The sample: the conversation of its last turn, and the others as its branches.
+        """Builds the trajectory: the conversation of the last turn, and the others as branches.
 
-        A token that was sampled is learned in one of them and is read in the others.
+        A sampled token is trained on in one conversation, and is part of the prompt in the others.
 
         Args:
-            reason: why it ended.
-            outcome: what the program says of it.
-            about: metadata.
+            reason: stop reason of the sample.
+            outcome: outcome that the program reported.
+            about: further metadata.
         """
         last = self.turns[-1] if self.turns else None
         leaves = [turn for turn in self.turns if not self._after[turn] and turn is not last]
@@ -206,7 +219,8 @@ class Session:
             author[begin:end] = Author.PROMPT if turn in learned else Author.POLICY
             if turn not in learned:
                 logp[begin:end] = turn.answer.logp[begin:end]
-            # What was read again for this turn was sampled by the versions of the turns before.
+            # The turn's prompt includes earlier turns, whose own versions are already recorded:
+            # only the versions of the new tokens count.
             (_, first), *later = turn.answer.metadata["policy_versions"]
             for position, version in ([start, first], *later):
                 if not versions or versions[-1][1] != version:

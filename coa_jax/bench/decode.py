@@ -1,17 +1,19 @@
-"""Measures plain decoding beside its floor.
+"""Measures decoding without tools, and compares it with a lower bound on the time of a step.
 
     python -m coa_jax.bench.decode --model=DIR --batch=1,8,32 --prompt=128 --new=64
     python -m coa_jax.bench.decode --random=qwen2.5-7b --dtype=bfloat16 --batch=32
     python -m coa_jax.bench.decode --model=DIR --batch=8,32 --constrain=web_wiki
 
-Random prompts are prefilled, then each sequence samples ``--new`` tokens at temperature 1; all
-programs are compiled before.  The floor of a step is the longer of two times, with the machine's
-bandwidth and FLOP/s measured in the same run: reading the weights and the keys and values in use
-once, and computing all products.  Prints one JSON object with a list over batch sizes; what is
-measured in each repeat is given as its median, smallest and largest value.  With ``--constrain``
-every repeat is followed by one in which only what a protocol allows is sampled, and
-``constrained.slower`` says how much longer its steps took: the median over pairs of repeats.  With
-``--profile`` one more run is profiled, and ``parts`` says where the time of its steps went.
+Random prompts are prefilled; then each sequence samples ``--new`` tokens at temperature 1.  All
+programs are compiled before the measurement.  The lower bound (``floor_ms``) is the larger of two
+times: reading the weights and the KV cache in use once, and computing all matrix products.  The
+memory bandwidth and the FLOP/s for it are measured in the same run.
+
+The command prints one JSON object with a list over batch sizes.  Measurements of the repeats are
+given as median, minimum and maximum.  With ``--constrain``, each repeat is followed by one whose
+sampling is constrained to a protocol; ``constrained.slower`` is the relative increase of the step
+time, over pairs of repeats.  With ``--profile``, one more run is profiled, and ``parts`` has the
+share of each part of a step.
 """
 
 from __future__ import annotations
@@ -43,13 +45,17 @@ def decode_once(
     """Prefills a prompt into each slot and samples ``new`` tokens in each.
 
     Args:
-        engine: as many slots as prompts.
-        prompts: int ``[B, P]``.
-        new: tokens to sample.
-        protocol: what is written has to obey it, and ends early with a call.
+        engine: an engine with one slot per prompt.
+        prompts: token ids, int ``[B, P]``.
+        new: tokens to sample per prompt.
+        protocol: protocol that constrains the sampling; a sequence then ends early with a tool
+            call.  None for no constraint.
 
     Returns:
-        Seconds of the prefill, and of the decoding by step.
+        Seconds of the prefill, and seconds per decoding step.
+
+    Raises:
+        RuntimeError: without a protocol, another number of tokens was decoded.
     """
     _begin(engine, prompts, new, protocol)
     _drain(engine)
@@ -95,15 +101,18 @@ def measure_batch(
     repeats: int,
     profile: bool = False,
 ) -> dict[str, Any]:
-    """Speed at one batch size, after a run that compiles.
+    """Measures one batch size, after a run that compiles the programs.
 
     Args:
         subject: the model.
-        batch: sequences.
-        constraint: of one protocol, for a measurement with it beside the one without.
-        prompt, new: tokens of each.
-        chunk, dtype: see `EngineConfig`.
-        repeats: measured runs.
+        batch: number of sequences.
+        constraint: constraint of one protocol, with which each repeat is measured too; None for
+            no constrained measurement.
+        prompt: tokens per prompt.
+        new: tokens to sample per sequence.
+        chunk: see `EngineConfig`.
+        dtype: see `EngineConfig`.
+        repeats: number of measured runs.
         profile: whether one more run is profiled.
     """
     shapes = EngineConfig(
@@ -115,7 +124,7 @@ def measure_batch(
     decode_once(engine, prompts, new)
     bound, protocol = None, None
     if constraint is not None:
-        # An engine takes its constraint when it is made.
+        # The constraint of an engine is fixed at its construction.
         (protocol,) = constraint.start
         bound = MeteredEngine(engine.params, subject.config, shapes, (), constraint)
         decode_once(bound, prompts, new, protocol)
@@ -151,13 +160,20 @@ def measure_batch(
 def measure(
     subject: Subject, batches: Sequence[int], protocol: str = "", **options: Any
 ) -> dict[str, Any]:
-    """The result of the command; ``options`` as for `measure_batch`."""
+    """Returns the result of the command.
+
+    Args:
+        subject: the model.
+        batches: batch sizes.
+        protocol: protocol to which sampling is constrained in further runs; "" for none.
+        options: keyword arguments of `measure_batch`.
+    """
     constraint = _constraint(subject, protocol) if protocol else None
     dtype = options["dtype"]
     itemsize = jnp.dtype(dtype).itemsize
     context = options["prompt"] + options["new"] / 2
     results = [measure_batch(subject, batch, constraint, **options) for batch in batches]
-    # Measured last, when the processor is as warm as it was for the decoding.
+    # Measured last, when the clock rate of a warm processor is the same as during decoding.
     bandwidth, peak = read_bandwidth(), peak_flops(dtype)
     for result in results:
         batch = result["batch"]
@@ -185,22 +201,22 @@ def _constraint(subject: Subject, protocol: str) -> Constraint | None:
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     define_model_flags()
-    flags.DEFINE_string("constrain", "", "protocol; measures decoding constrained to it as well")
-    flags.DEFINE_bool("profile", False, "says where the time of a step goes")
+    flags.DEFINE_string("constrain", "", "protocol to which decoding is constrained in extra runs")
+    flags.DEFINE_bool("profile", False, "profile one more run, and print the time of each part")
     flags.DEFINE_list("batch", ["1", "8", "32"], "batch sizes, separated by commas")
-    flags.DEFINE_integer("prompt", 128, "tokens of a prompt", lower_bound=1)
-    flags.DEFINE_integer("new", 64, "tokens to sample", lower_bound=1)
-    flags.DEFINE_integer("chunk", 16, "tokens between two visits of the host", lower_bound=1)
-    flags.DEFINE_integer("repeats", 3, "measured runs", lower_bound=1)
+    flags.DEFINE_integer("prompt", 128, "tokens per prompt", lower_bound=1)
+    flags.DEFINE_integer("new", 64, "tokens to sample per sequence", lower_bound=1)
+    flags.DEFINE_integer("chunk", 16, "tokens that the device decodes per call", lower_bound=1)
+    flags.DEFINE_integer("repeats", 3, "number of measured runs", lower_bound=1)
 
 
 def batch_sizes(values: Sequence[str]) -> tuple[int, ...]:
-    """Batch sizes of the command line.
+    """Reads the batch sizes of the command line.
 
     Raises:
-        UserError: none, or one that is not a whole number from 1.
+        UserError: there are none, or a value is not a positive integer.
     """
     if not values or not all(value.isdecimal() and int(value) >= 1 for value in values):
         raise UserError(f"--batch={','.join(values)}: give whole numbers from 1, such as 1,8,32")

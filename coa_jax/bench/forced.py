@@ -1,8 +1,8 @@
-"""Episodes whose lengths, calls and observations a workload fixes, for the real agent loop.
+"""Episodes for the real agent loop, with lengths, calls and observations from a workload.
 
-They differ from those of training in three places only: what ends a turn, what a tool does, and
-which ids it returns.  Sampled tokens are still put into text and parsed, since the host does that
-beside the device in training too.
+They differ from the episodes of training in three points only: what ends a turn, what a tool does,
+and which token ids it returns.  Sampled tokens are still detokenised and parsed, because the host
+does this work during training too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _PROTOCOL = "generalist"
 
 
 class _Words(TokenTable):
-    """Every token is the same short word, so that random weights cannot write a tag."""
+    """A table in which every token is the same short word, so no sampled text contains a tag."""
 
     def __init__(self) -> None:
         pass
@@ -37,9 +37,10 @@ class _Words(TokenTable):
 
 
 class ForcedEpisode(Episode):
-    """An episode in which the number of sampled tokens decides, not what they say."""
+    """An episode whose turns end after a given number of tokens, whatever their text is."""
 
     def __init__(self, request: Request, sample: int, script: Script):
+        """Starts the episode of a sample; ``script`` fixes its lengths, calls and observations."""
         super().__init__(
             task_id=request.task.id,
             sample_id=sample,
@@ -52,7 +53,7 @@ class ForcedEpisode(Episode):
         self.script = script
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
-        """See `Episode.feed`; the last token of a turn calls the tool, the very last one ends."""
+        """See `Episode.feed`; the last token of a turn calls the tool or ends the episode."""
         super().feed(token, logp)
         call = len(self.tool_calls)
         if self.turn_tokens < self.script.lengths[call]:
@@ -64,12 +65,16 @@ class ForcedEpisode(Episode):
 
 @dataclasses.dataclass(frozen=True)
 class ForcedEpisodes(Episodes):
-    """The rollouts of a workload (see `coa_jax.rollout.episodes.Episodes`)."""
+    """The rollouts of a workload (see `coa_jax.rollout.episodes.Episodes`).
+
+    Attributes:
+        workload: the workload.
+    """
 
     workload: Workload
 
     def requests(self) -> Iterator[Request]:
-        """One request a prompt; the number of a sample is that of its rollout."""
+        """Yields one request per prompt; the number of a sample is the index of its rollout."""
         for number, prompt in enumerate(self.workload.prompts):
             scripts = enumerate(self.workload.scripts)
             samples = tuple(i for i, script in scripts if script.prompt == number)
@@ -77,27 +82,27 @@ class ForcedEpisodes(Episodes):
             yield Request(task, prompt, self.workload.seed, number, samples)
 
     def begin(self, request: Request, sample: int) -> Episode:
-        """The episode of a rollout."""
+        """Starts the episode of a rollout."""
         return ForcedEpisode(request, sample, self.workload.scripts[sample])
 
     def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
-        """The workload's ids, whatever the tool said; that they fit is checked before."""
+        """Returns the workload's ids instead of the tool's text; their length has been checked."""
         calls = self.workload.scripts[episode.sample_id].calls
         return list(calls[len(episode.tool_calls)].observation), text
 
     def frame(self, episode: Episode) -> int:
-        """None: an observation is what the workload says."""
+        """Returns 0: observations have no tokens besides those of the workload."""
         return 0
 
 
 class Sleep:
-    """A tool that sleeps for as many seconds as its arguments say."""
+    """A tool that sleeps for the number of seconds in its arguments."""
 
     name = "sleep"
     deadline = math.inf
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """Sleeps; any number of calls sleep at the same time."""
+        """Sleeps; any number of calls may run at the same time."""
         began = time.monotonic()
         await asyncio.sleep(float(arguments))
         return Observation("", True, "ok", time.monotonic() - began)

@@ -1,4 +1,4 @@
-"""What all benchmarks share: spreads, counters of the process, the machine's ceilings, results."""
+"""Shared parts of the benchmarks: statistics, process counters, peak performance and results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """Median, smallest and largest of repeated measurements; not counts to five digits."""
+    """Median, minimum and maximum of repeated measurements; floats have five digits."""
     values = list(values)
     figures = {"median": statistics.median(values), "min": min(values), "max": max(values)}
     return {
@@ -39,7 +39,7 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 @functools.cache
 def _compile_count() -> list[int]:
-    """A cell that counts compilations from the first call on; JAX listeners live for ever."""
+    """A list whose one element counts compilations; shared, as JAX listeners cannot be removed."""
     cell = [0]
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
@@ -50,18 +50,18 @@ def _compile_count() -> list[int]:
 
 
 def compile_count() -> int:
-    """Programs that JAX has compiled, or loaded from its cache, since this was first called."""
+    """Programs that JAX compiled or loaded from its cache since the first call of this function."""
     return _compile_count()[0]
 
 
 def reset_peak_memory() -> None:
-    """Lets `peak_memory_mb` begin anew, where the kernel can do that (Linux)."""
+    """Resets the peak that `peak_memory_mb` reports, if the kernel supports it (Linux)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory_mb() -> float:
-    """Peak resident memory in 10^6 bytes since `reset_peak_memory`, else since the beginning."""
+    """Peak resident memory in 10^6 bytes since `reset_peak_memory`, or since the process began."""
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1.024e-3
@@ -74,9 +74,13 @@ def peak_memory_mb() -> float:
 
 
 def best_seconds(function: Callable[[], Any], seconds: float = 0.5) -> float:
-    """The fastest of several calls after a first one, for about so many seconds.
+    """Time of the fastest of several calls, after one call that is not counted.
 
-    The fastest and not the median: a ceiling is what the machine can do when nothing disturbs it.
+    It is the minimum, not the median, because it stands for the performance of an idle machine.
+
+    Args:
+        function: computation to time; its result is waited for.
+        seconds: the calls are repeated for about this time.
     """
     jax.block_until_ready(function())
     best, end = float("inf"), time.perf_counter() + seconds
@@ -88,10 +92,10 @@ def best_seconds(function: Callable[[], Any], seconds: float = 0.5) -> float:
 
 
 def read_bandwidth(megabytes: int = 512) -> float:
-    """Bytes a second at which a matrix-vector product reads a float32 matrix.
+    """Bytes per second at which a matrix-vector product reads a float32 matrix.
 
     Args:
-        megabytes: size of the matrix in MiB; it must exceed the caches.
+        megabytes: size of the matrix in MiB; must be larger than the processor's caches.
     """
     columns = 4096
     matrix = jnp.ones((megabytes * 2**18 // columns, columns), jnp.float32)
@@ -101,10 +105,10 @@ def read_bandwidth(megabytes: int = 512) -> float:
 
 
 def peak_flops(dtype: str, size: int = 0) -> float:
-    """FLOP/s of a square product, computed as the model's products are.
+    """FLOP/s of a square matrix product, computed by the same operation as in the model.
 
     Args:
-        dtype: of the operands.
+        dtype: dtype of the operands.
         size: rows and columns; 0 for 2048 on a CPU and 8192 on accelerators.
     """
     size = size or (2048 if jax.default_backend() == "cpu" else 8192)
@@ -117,23 +121,23 @@ def peak_flops(dtype: str, size: int = 0) -> float:
 
 
 def output_path(out: str | None) -> Path | None:
-    """Where the result goes; asked before measuring, since nobody wants to measure twice.
+    """Checks the path of the result before the measurement; None for no file.
 
     Raises:
-        UserError: a file cannot be made there.
+        UserError: the path is a directory, or its parent directory does not exist.
     """
     if out is None:
         return None
     path = Path(out)
     if path.is_dir() or not path.parent.is_dir():
-        raise UserError(f"--out={out}: give a file in a directory that exists")
+        raise UserError(f"--out={out}: give a file in an existing directory")
     return path
 
 
 def report(result: dict[str, Any], path: Path | None) -> None:
-    """Prints a result as one line of JSON and writes it to a file if there is one.
+    """Prints a result as one line of JSON, and writes it to ``path`` if given.
 
-    The machine, the version of JAX and the load of the machine are added.
+    The device, the number of cores, the load average and the version of JAX are added.
     """
     device = jax.devices()[0]
     result |= {

@@ -1,4 +1,4 @@
-"""The model that is measured: one from files, or random weights of a published architecture."""
+"""Loads the model to measure: from files, or random weights of a published architecture."""
 
 from __future__ import annotations
 
@@ -20,10 +20,13 @@ flags.disclaim_key_flags()
 
 @dataclasses.dataclass(frozen=True)
 class Subject:
-    """What is measured: its name in the results, its architecture, its stacked parameters.
+    """The model to measure.
 
     Attributes:
-        tokenizer: of a model that was loaded; random weights have none.
+        name: name of the model in the results.
+        config: architecture.
+        params: stacked parameters.
+        tokenizer: tokenizer of a loaded model; None for random weights.
     """
 
     name: str
@@ -33,23 +36,24 @@ class Subject:
 
 
 def define_model_flags() -> None:
-    """Flags of every benchmark: the model, its dtype, and where the result goes."""
+    """Defines the flags of every benchmark: the model, its dtype, and the path of the result."""
     flags.DEFINE_string("model", None, "Hugging Face directory or GGUF file")
-    flags.DEFINE_enum("random", None, sorted(ARCHITECTURES), "random weights of an architecture")
-    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "of the operands of products")
+    flags.DEFINE_enum("random", None, sorted(ARCHITECTURES), "architecture with random weights")
+    flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "dtype of the matmul operands")
     flags.DEFINE_string("out", None, "JSON file for the result, which is printed as well")
 
 
 def load_subject(model: str | None, random: str | None, dtype: str) -> Subject:
-    """Loads a model, or makes one.
+    """Loads a model, or creates one with random weights.
 
     Args:
         model: see `load_model`; None if ``random`` is given.
-        random: a name in `ARCHITECTURES`; None if ``model`` is given.
-        dtype: of the parameters.
+        random: name in `ARCHITECTURES`; None if ``model`` is given.
+        dtype: dtype of the parameters.
 
     Raises:
-        UserError: neither or both are given, no such architecture, or the model cannot be loaded.
+        UserError: neither or both are given, the architecture is unknown, or the model cannot be
+            loaded.
     """
     if (model is None) == (random is None):
         raise UserError("give either --model=DIR or --random=NAME")
@@ -57,11 +61,11 @@ def load_subject(model: str | None, random: str | None, dtype: str) -> Subject:
         loaded = load_model(model, dtype)
         return Subject(model, loaded.config, loaded.params, loaded.tokenizer)
     if random not in ARCHITECTURES:
-        raise UserError(f"no architecture {random!r}; there are {', '.join(ARCHITECTURES)}")
+        raise UserError(f"no architecture {random!r}; give one of {', '.join(ARCHITECTURES)}")
     config = ARCHITECTURES[random]
-    # Compiled, so that drawing, scaling and casting are one pass: a float32 copy of a large model
-    # may not fit beside it.
+    # Compiled, so that initialisation and casting are fused: a float32 copy of a large model may
+    # not fit into memory beside the result.
     init = jax.jit(init_params, static_argnames=("config", "dtype"))
     params = init(config, jax.random.key(0), dtype)
-    # Tied to a device, as those of a loaded model are.
+    # Committed to a device, like the parameters of a loaded model.
     return Subject(f"random {random}", config, jax.device_put(params, jax.local_devices()[0]))

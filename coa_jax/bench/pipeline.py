@@ -1,38 +1,39 @@
-"""Measures whole runs of RL whose tools and trajectories have long tails: steps per hour.
+"""Measures steps per hour of whole RL runs with long-tailed tool latencies and trajectory lengths.
 
     python -m coa_jax.bench.pipeline --workload=20 --workdir=runs/pipeline
     python -m coa_jax.bench.pipeline --workload=20 --workdir=runs/pipeline --set=max_staleness=2
 
-The command runs `coa_jax.rl` itself: loop, engine, grading, updates, checkpoints, all real.  A tiny
-policy samples real tokens; the workload decides how many a sample has, how long its tools sleep and
-whether its answer is right.  Workloads 5, 20 and 60 are kept in `coa_jax/bench/workloads`: the
-latency of a tool is log-normal with a median of 0.5 s and that many seconds as its 99th percentile,
-the length of a sample log-normal with a 99th percentile of eight times its median, and half of the
-groups have a signal.  Another file of the same form may be given (`pipeline_workload.py`).
+The command runs the code of `coa_jax.rl`: agent loop, engine, grading, updates and checkpoints.  A
+tiny policy samples real tokens.  The workload fixes the number of tokens of each sample, the time
+that its tools sleep, and whether its answer is right.  Workloads 5, 20 and 60 are in
+`coa_jax/bench/workloads`.  Their tool latency is log-normal with a median of 0.5 s and a 99th
+percentile of 5, 20 or 60 s; the length of a sample is log-normal with a 99th percentile of eight
+times the median; the rewards of half of the groups differ (the group has a signal).
+`pipeline_workload.py` describes the format of other workload files.
 
-The first steps and the last ones do not count: programs are compiled there, the groups in flight
-have all begun at once, and none begin any more.  Prints one JSON object:
+The first and the last steps are not counted: programs are compiled in the first steps, whose groups
+all start at once, and no groups start during the last steps.  The command prints one JSON object:
 
-    steps_per_hour       3600 by the median of the seconds of a step
-    steps_per_hour_mean  3600 by their mean; a loop that overlaps steps may end two at once
+    steps_per_hour       3600 / median seconds of a step
+    steps_per_hour_mean  3600 / mean seconds; overlapping steps may end at almost the same time
     occupied             share of the slots' time in which a slot has a sample ...
-    waiting              ... and in which the sample in it waits for its tool
-    staleness            age of a trajectory when its step began (step - 1 less the oldest version
-                         that sampled it) -> how many trajectories
-    time                 median seconds of a step by what the main thread did, see docs/metrics.md
-    floor                what the machine could do at best, from figures of the same process:
-        decode_s           D: tokens of a step by the tokens per second with all slots full and no
-                           tool, prefilling included
-        tools_s            T: seconds of a step's tools by the number of slots, each of which keeps
-                           its sample while a tool runs
-        update_s           U: update and publication without a rollout beside them
+    waiting              ... and in which that sample waits for a tool
+    staleness            age of a trajectory when its step began (step - 1 minus the oldest version
+                         that sampled it) -> number of trajectories
+    time                 median seconds of a step by phase of the main thread, see docs/metrics.md
+    floor                lower bounds, from measurements of the same process:
+        decode_s           D: tokens of a step / tokens per second with all slots full and no tools,
+                           including prefill
+        tools_s            T: tool seconds of a step / number of slots, because a slot keeps its
+                           sample while a tool runs
+        update_s           U: update and publication of weights, without concurrent rollouts
         step_s             D + max(U, T): decoding and updates share the devices
-        apart_s            max(D + T, U): decoding and updates have devices of their own
+        apart_s            max(D + T, U): decoding and updates have separate devices
         serial_s           D + T + U: nothing overlaps with an update
-    of_floor             floor.step_s by the mean seconds of a step: 1 is the best possible
+    of_floor             floor.step_s / mean seconds of a step: 1 is the best possible
 
-A step needs ``groups`` groups with a signal; the tokens and tools of a step are those of as many
-groups as hold so many on average.
+A step needs ``groups`` groups with a signal.  The tokens and tool seconds of a step are those of
+the number of groups that contains this many groups with a signal on average.
 """
 
 from __future__ import annotations
@@ -76,13 +77,13 @@ from coa_jax.small.bpe import train_bpe
 from coa_jax.tasks import Task
 
 EDGE = 3
-"""Steps at both ends of a run that do not count."""
+"""Number of steps at each end of a run that are not counted."""
 
 # --- a run -----------------------------------------------------------------------------------
 
 
 class _Run(RunDir):
-    """A run directory that notes when a step was over, and how old its trajectories were."""
+    """A run directory that records the end time of each step and the ages of its trajectories."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -109,17 +110,20 @@ class _Run(RunDir):
 def run_rl(
     config: RLConfig, workload: Workload, path: Path, tool_share: float = 1.0
 ) -> tuple[_Run, Watch]:
-    """Runs RL over a workload.
+    """Runs RL on a workload.
 
     Args:
-        config: of the run; its tasks are those of `write_inputs`.
-        workload: what the samples do.
+        config: settings of the run; its tasks are those of `write_inputs`.
+        workload: lengths, tool calls and answers of the samples.
         path: a new run directory.
-        tool_share: share of the tools' seconds that they sleep.
+        tool_share: factor on the time that the tools sleep.
+
+    Returns:
+        The run directory with its measurements, and the measurements of the samples.
     """
     watch = Watch()
     episodes = Episodes(workload, watch)
-    # In place of the class that reads the policy's text; and no token ends a sample.
+    # Replaces the class that parses the policy's text, and removes the end-of-sequence tokens.
     with (
         mock.patch.object(loop, "TextEpisodes", lambda *_: episodes),
         mock.patch.object(learner, "eos_ids", lambda _: list[int]()),
@@ -130,7 +134,7 @@ def run_rl(
 
 
 def write_inputs(workload: Workload, folder: Path) -> None:
-    """Writes the policy, with random weights, and a task for each group."""
+    """Writes a policy with random weights, and one task per group."""
     folder.mkdir(parents=True, exist_ok=True)
     questions = [f"Question {number} of {workload.name}." for number in range(len(workload.groups))]
     rows = [
@@ -153,16 +157,18 @@ def rl_config(
     slots: int,
     changes: Mapping[str, Any] | None = None,
 ) -> RLConfig:
-    """Settings of a run over the inputs in a folder.
+    """Settings of a run on the inputs in a folder.
 
     Args:
-        workload, folder: see `write_inputs`.
-        steps, groups: of the run and of a step.
-        slots: of the engine.
-        changes: other settings.
+        workload: see `write_inputs`.
+        folder: see `write_inputs`.
+        steps: steps of the run.
+        groups: groups per step.
+        slots: slots of the engine.
+        changes: fields of `RLConfig` to override.
 
     Raises:
-        UserError: there is no such setting.
+        UserError: a name in ``changes`` is not a field of `RLConfig`.
     """
     prompt = 128
     longest = -(-(workload.longest + prompt) // 128) * 128
@@ -200,7 +206,15 @@ _SETTINGS = {field.name for field in dataclasses.fields(RLConfig)}
 
 
 def full_rate(config: RLConfig, workload: Workload) -> float:
-    """Tokens per second while every slot decodes: no tool sleeps, and the queue is not empty."""
+    """Tokens per second while all slots are full and no tool sleeps.
+
+    Args:
+        config: settings of the run.
+        workload: samples to decode.
+
+    Raises:
+        UserError: the workload has too few samples to fill the slots.
+    """
     policy = load_model(config.model)
     engines = make_engines(policy.params, policy.config, config.engine, kind=MeteredEngine)
     for engine in engines:
@@ -235,14 +249,14 @@ def full_rate(config: RLConfig, workload: Workload) -> float:
 def floor(
     workload: Workload, groups: int, slots: int, rate: float, update_s: float
 ) -> dict[str, float]:
-    """The least seconds of a step; see the head of this file.
+    """Lower bounds on the seconds of a step; see the module's docstring.
 
     Args:
-        workload: what has to be done.
-        groups: with a signal, of a step.
-        slots: of the engine.
+        workload: samples of the run.
+        groups: groups with a signal per step.
+        slots: slots of the engine.
         rate: tokens per second with all slots full.
-        update_s: of an update and its publication.
+        update_s: seconds of an update and the publication of its weights.
     """
     sampled = groups / workload.signal
     decode = sampled * workload.per_group("tokens") / rate
@@ -267,21 +281,24 @@ def measure(
     edge: int = EDGE,
     changes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """The result of the command.
+    """Returns the result of the command.
 
     Args:
-        workload: what the samples do.
-        folder: where inputs and runs are written.
-        steps, groups, slots, changes: see `rl_config`; more steps than twice ``edge``.
-        edge: steps at the beginning, and at the end, that do not count.
+        workload: lengths, tool calls and answers of the samples.
+        folder: folder for inputs and runs.
+        steps: steps of the run; more than twice ``edge``.
+        groups: see `rl_config`.
+        slots: see `rl_config`.
+        edge: number of steps at each end of the run that are not counted.
+        changes: see `rl_config`.
     """
     write_inputs(workload, folder)
 
     def config(steps: int, changes: Mapping[str, Any] | None) -> RLConfig:
         return rl_config(workload, folder, steps=steps, groups=groups, slots=slots, changes=changes)
 
-    # Without tools and with the loop's defaults, which wait for a step's rollouts, an update has
-    # the machine for itself.
+    # In a run without tool latency and with the default ``max_staleness=0``, no rollouts run during
+    # an update, so its time is undisturbed.
     alone, _ = run_rl(config(4, None), workload, folder / "alone", tool_share=0.0)
     update_s = statistics.median(
         row["time/update"] + row["time/publish"] for row in alone.figures[1:]
@@ -323,23 +340,23 @@ def measure(
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     flags.DEFINE_string("workload", "20", "5, 20, 60, or a file of `pipeline_workload`")
     flags.DEFINE_string(
-        "workdir", None, "new folder for inputs and runs; by default a temporary one"
+        "workdir", None, "new folder for inputs and runs; by default a temporary folder"
     )
     flags.DEFINE_string("out", None, "JSON file for the result, which is printed as well")
     flags.DEFINE_integer("steps", 16, "steps of the run", lower_bound=2 * EDGE + 1)
-    flags.DEFINE_integer("groups", 8, "groups that a step learns from", lower_bound=1)
+    flags.DEFINE_integer("groups", 8, "groups that a step trains on", lower_bound=1)
     flags.DEFINE_integer("slots", 32, "sequences in progress at a time", lower_bound=1)
-    flags.DEFINE_multi_string("set", [], "a setting of RL, as max_staleness=2 (repeatable)")
+    flags.DEFINE_multi_string("set", [], "a setting of RL, e.g. max_staleness=2 (repeatable)")
 
 
 def given_changes(texts: Iterable[str]) -> dict[str, Any]:
-    """The settings of ``--set``: numbers, or else text.
+    """Reads the settings of ``--set``; a value that is not JSON is a string.
 
     Raises:
-        UserError: one is not NAME=VALUE.
+        UserError: a text is not of the form NAME=VALUE.
     """
     changes: dict[str, Any] = {}
     for text in texts:
@@ -361,7 +378,7 @@ def main(_: list[str]) -> None:
     with contextlib.ExitStack() as stack:
         folder = values.workdir or stack.enter_context(tempfile.TemporaryDirectory())
         if (Path(folder) / "run").exists():
-            raise UserError(f"--workdir={folder}: holds a run; give a new folder")
+            raise UserError(f"--workdir={folder}: contains a run; give a new folder")
         result = measure(
             workload,
             Path(folder),

@@ -1,4 +1,4 @@
-"""Samples of the pipeline benchmark: real tokens; the file decides number, tools and answer."""
+"""Samples of the pipeline benchmark: the policy samples tokens, the workload fixes all else."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PROTOCOL, RIGHT, WRONG = "generalist", "right", "wrong"
 
 
 class _Episode(ForcedEpisode):
-    """A sample whose turns, and whose answer, the workload fixes."""
+    """A sample whose turns and answer come from the workload."""
 
     def __init__(self, request: Request, sample: int, forced: Sample, watch: Watch):
         super().__init__(request, sample, forced.script)
@@ -36,7 +36,7 @@ class _Episode(ForcedEpisode):
     def finish(
         self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
     ) -> Trajectory:
-        """The record, the last words of which are read as the answer that is graded."""
+        """Returns the trajectory; its last policy segment becomes the workload's answer."""
         trajectory = super().finish(stop_reason, gold, metadata)
         self._slot[1] = time.perf_counter()
         if stop_reason != StopReason.ANSWER:
@@ -50,12 +50,13 @@ class _Episode(ForcedEpisode):
 
 @dataclasses.dataclass
 class Watch:
-    """What the samples of a run did, by `time.perf_counter`.
+    """Measurements of the samples of a run; times are those of `time.perf_counter`.
 
     Attributes:
-        occupied: from when to when a sample had a slot; until infinity if the run ended first.
-        waited: from when to when a tool slept.
-        tokens: that were sampled.
+        occupied: [start, end] of each sample's time in a slot; the end is infinity if the run
+            ended first.
+        waited: [start, end] of each sleep of a tool.
+        tokens: number of sampled tokens.
     """
 
     occupied: list[list[float]] = dataclasses.field(default_factory=list)
@@ -64,34 +65,45 @@ class Watch:
 
 
 def within(spans: Iterable[Sequence[float]], start: float, end: float) -> float:
-    """Seconds of all spans between two times."""
+    """Total seconds of the parts of all spans that lie between two times.
+
+    Args:
+        spans: [start, end] of each span.
+        start: first time.
+        end: second time.
+    """
     return sum(max(min(b, end) - max(a, start), 0.0) for a, b in spans)
 
 
 @dataclasses.dataclass(frozen=True)
 class Episodes(episodes.Episodes):
-    """The samples of a workload (see `coa_jax.rollout.episodes.Episodes`)."""
+    """The samples of a workload (see `coa_jax.rollout.episodes.Episodes`).
+
+    Attributes:
+        workload: the workload.
+        watch: collects the measurements.
+    """
 
     workload: Workload
     watch: Watch
 
     def begin(self, request: Request, sample: int) -> Episode:
-        """A sample of the group that the task names."""
+        """Starts a sample of the group whose index is the task's id."""
         forced = self.workload.groups[int(request.task.id)][sample]
         return _Episode(request, sample, forced, self.watch)
 
     def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
-        """The workload's ids, whatever the tool said."""
+        """Returns the workload's ids instead of the tool's text."""
         assert isinstance(episode, ForcedEpisode)
         return list(episode.script.calls[len(episode.tool_calls)].observation), text
 
     def frame(self, episode: Episode) -> int:
-        """None: an observation is what the workload says."""
+        """Returns 0: observations have no tokens besides those of the workload."""
         return 0
 
 
 class WatchedSleep(Sleep):
-    """Sleeps, for a share of the seconds, and notes when."""
+    """Sleeps for a share of the seconds, and records the start and the end."""
 
     def __init__(self, watch: Watch, share: float):
         self._watch, self._share = watch, share

@@ -1,16 +1,16 @@
-"""The workload of the pipeline benchmark: long tails of tools and of trajectories.
+"""Workloads of the pipeline benchmark, with long-tailed tool latencies and trajectory lengths.
 
     python -m coa_jax.bench.pipeline_workload --p99=20 --seed=20 --out=pipeline_20.json
 
-The command draws one.  The seconds of the tools and the lengths of the samples are quantiles at
-random places in equal parts of their distributions: median, 99th percentile and mean of a file are
-those of the distribution.  The file is a JSON object:
+The command draws a workload.  Tool latencies and sample lengths are drawn by stratified sampling,
+one value from each of n equally probable parts of the distribution, so that median, mean and 99th
+percentile of a file are close to those of the distribution.  The file is a JSON object:
 
     {"name": "pipeline_20", "seed": 20, "tool_p99_s": 20.0,
-     "groups": [{"samples": [{"lengths": [9, 30, 12],       tokens before each call, and at last
-                              "seconds": [0.4, 2.1],        of each call
+     "groups": [{"samples": [{"lengths": [9, 30, 12],       tokens before each call, and at the end
+                              "seconds": [0.4, 2.1],        latency of each call
                               "observations": [16, 9],      tokens that each call returns
-                              "right": true},               whether the answer is
+                              "right": true},               whether the answer is right
                              ...]}, ...]}
 """
 
@@ -36,7 +36,7 @@ from coa_jax.files import replace
 
 WORKLOADS = Path(__file__).parent / "workloads"
 FIRST_ID = 64
-"""Of the ids of observations."""
+"""First token id of every observation."""
 
 GROUPS, SIZE, CALLS, SIGNAL = 240, 4, 2, 0.5
 TOOL_MEDIAN_S, TOKENS, TAIL = 0.5, 48, 8
@@ -46,7 +46,12 @@ _Z99 = statistics.NormalDist().inv_cdf(0.99)
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """What a sample does: its turns, and whether its answer is right."""
+    """A sample of a workload.
+
+    Attributes:
+        script: lengths of the turns, and the tool calls.
+        right: whether the answer is right.
+    """
 
     script: Script
     right: bool
@@ -57,8 +62,8 @@ class Workload:
     """Groups of samples.
 
     Attributes:
-        name: in the results.
-        groups: all of one size.
+        name: name of the workload in the results.
+        groups: samples of each group; all groups have the same size.
     """
 
     name: str
@@ -71,7 +76,11 @@ class Workload:
         return mixed / len(self.groups)
 
     def per_group(self, figure: str) -> float:
-        """Mean of a group's ``tokens`` that are sampled, or of its ``seconds`` of tools."""
+        """Mean over groups of a group's sampled tokens or tool seconds.
+
+        Args:
+            figure: ``tokens`` or ``seconds``.
+        """
         scripts = [sample.script for group in self.groups for sample in group]
         if figure == "tokens":
             return sum(sum(script.lengths) for script in scripts) / len(self.groups)
@@ -79,7 +88,7 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample behind its prompt."""
+        """Tokens of the longest sample, without its prompt."""
         return max(
             sum(s.script.lengths) + sum(len(call.observation) for call in s.script.calls)
             for group in self.groups
@@ -88,10 +97,13 @@ class Workload:
 
 
 def read_workload(name: str) -> Workload:
-    """Reads a workload: 5, 20 or 60, or the path of a file.
+    """Reads a workload.
+
+    Args:
+        name: 5, 20 or 60, or the path of a file.
 
     Raises:
-        UserError: there is none of the name, or the file is malformed.
+        UserError: the file does not exist or is malformed.
     """
     path = WORKLOADS / f"pipeline_{name}.json"
     path = path if path.exists() else Path(name)
@@ -107,9 +119,9 @@ def read_workload(name: str) -> Workload:
     except OSError as error:
         raise UserError(f"--workload={name}: {error.strerror}; give 5, 20, 60 or a file") from error
     except (KeyError, TypeError, ValueError) as error:
-        raise UserError(f"{path}: not a workload of the pipeline: {error!r}") from error
+        raise UserError(f"{path}: not a workload of the pipeline benchmark: {error!r}") from error
     if len({len(group) for group in groups}) != 1:
-        raise UserError(f"{path}: the groups have different sizes, or there is none")
+        raise UserError(f"{path}: the groups have different sizes, or there are none")
     return Workload(path.stem, groups)
 
 
@@ -120,17 +132,17 @@ def _script(group: int, sample: Mapping[str, Any]) -> Script:
     ]
     lengths = tuple(map(int, sample["lengths"]))
     if len(lengths) != len(calls) + 1 or min(lengths) < 1:
-        raise ValueError(f"the lengths {lengths} of a sample with {len(calls)} calls")
+        raise ValueError(f"the lengths {lengths} do not fit a sample with {len(calls)} calls")
     return Script(group, lengths, tuple(calls))
 
 
 def draw(p99: float, seed: int, name: str) -> dict[str, Any]:
-    """A workload as the JSON object of the head of this file.
+    """Draws a workload, as the JSON object that the module's docstring describes.
 
     Args:
-        p99: seconds that one tool call of a hundred exceeds.
-        seed: of all that is drawn.
-        name: of the workload.
+        p99: 99th percentile of the tool latency, in seconds.
+        seed: seed of all random numbers.
+        name: name of the workload.
     """
     random = np.random.default_rng(seed)
 
@@ -145,7 +157,7 @@ def draw(p99: float, seed: int, name: str) -> dict[str, Any]:
     shares = random.dirichlet([4.0] * (CALLS + 1), samples)
     lengths = np.maximum(np.round(tokens[:, None] * shares), 1).astype(int)
     observations = random.integers(*_OBSERVATION, (samples, CALLS), endpoint=True)
-    # A group with a signal has one to three right answers of four, another one all or none.
+    # A group with a signal has one to three right answers of four; other groups have all or none.
     mixed = random.permutation(GROUPS) < SIGNAL * GROUPS
     right = np.where(mixed, random.integers(1, SIZE, GROUPS), random.choice([0, SIZE], GROUPS))
     order = random.permuted(np.tile(np.arange(SIZE), (GROUPS, 1)), axis=1)
@@ -163,9 +175,9 @@ def draw(p99: float, seed: int, name: str) -> dict[str, Any]:
 
 
 def define_flags() -> None:
-    """The flags of the command."""
-    flags.DEFINE_float("p99", 20.0, "99th percentile of a tool's seconds", lower_bound=0.6)
-    flags.DEFINE_integer("seed", 0, "of all that is drawn", 0, MAX_INT)
+    """Defines the flags of the command."""
+    flags.DEFINE_float("p99", 20.0, "99th percentile of the tool latency (s)", lower_bound=0.6)
+    flags.DEFINE_integer("seed", 0, "seed of all random numbers", 0, MAX_INT)
     flags.DEFINE_string("out", None, "file to write", required=True)
 
 

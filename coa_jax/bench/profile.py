@@ -1,4 +1,4 @@
-"""Where the time of a decoding step goes, from JAX's profiler and the compiled program."""
+"""Splits the time of a decoding step by parts of the model, with JAX's profiler."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from pathlib import Path
 import jax
 
 PARTS = ("norm", "qkv", "rope", "write", "attend", "out", "mlp", "head", "sample")
-"""Named scopes of a step, see `model.decoder` and `engine.sampling`."""
+"""Named scopes in a decoding step, see `model.decoder` and `engine.sampling`."""
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*op_name=\"([^\"]*)\"", re.MULTILINE)
 
 
 def part_of(op_name: str) -> str:
-    """The scope of an operation, e.g. ``mlp`` of ``jit(f)/while/body/mlp/dot_general``."""
+    """The part of an operation, e.g. ``mlp`` for ``jit(f)/while/body/mlp/dot_general``."""
     scopes = set(op_name.split("/"))
     return next((part for part in PARTS if part in scopes), "other")
 
 
 def profile_parts(run: Callable[[], object], program: str) -> dict[str, float]:
-    """Shares of the time that a program's operations take on the device.
+    """Measures the share of each part in the device time of a program's operations.
 
-    An operation that XLA has fused counts for the part of its last piece.  Operations that run side
-    by side both count, so that these are shares of work and not of the clock.
+    A fused operation counts for the part of its root instruction.  Operations that run concurrently
+    all count, so the shares are those of the summed operation times, not of wall-clock time.
 
     Args:
         run: executes the compiled program, and nothing else that takes time on the device.
-        program: its text, `jax.stages.Compiled.as_text`.
+        program: text of the compiled program, `jax.stages.Compiled.as_text`.
 
     Returns:
-        Part -> share, the largest first; together 1.
+        Share by part, the largest first; the shares sum to 1.
     """
     names = {name: part_of(op_name) for name, op_name in _INSTRUCTION.findall(program)}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,24 +1,26 @@
-"""Measures a whole step of GRPO: publish, rollouts, rewards, update.
+"""Measures whole steps of GRPO: publication of weights, rollouts, rewards and update.
 
     python -m coa_jax.bench.workload --rollouts=32 --group_size=4 --prompt_tokens=48 --turns=0 \
         --final_tokens=64,64 --out=w.json
     python -m coa_jax.bench.rl --model=DIR --workload=w.json
 
-`coa_jax/bench/workload.py` describes the file; with turns it has calls of tools.  The parts are
-those of `coa_jax.rl`: the engine, the agent loop, the training step, on-policy, without a KL term.
-Groups are the rollouts of one prompt; the reward is the share of sampled ids that are even, which
-any model can learn.  A row of a batch is a group, in which the prompt stands once; what is saved is
-lost again in attention where samples are far longer than their prompt (``--noshare_prompts``).  The
-first step compiles and is given apart.  Prints one JSON object; what is measured in each step is
-given as its median, smallest and largest value:
+`coa_jax/bench/workload.py` describes the workload file; with ``--turns`` it has tool calls.  The
+command uses the engine, the agent loop and the training step of `coa_jax.rl`, on-policy and without
+a KL penalty.  A group has the rollouts of one prompt; the reward is the share of even token ids,
+which any model can learn.  A row of a batch holds a group, whose prompt is stored once.  If samples
+are much longer than their prompt, this saves less than it costs in attention: use
+``--noshare_prompts``.  The first step compiles the programs and is reported separately.
 
-    step_s                   seconds of a step, which are, added up:
-    publish_s                  the parameters, brought into the layout of decoding
-    rollout_s                  of which decode_s and extend_s in the programs of the engine
+The command prints one JSON object.  Measurements of the steps are given as median, minimum and
+maximum:
+
+    step_s                   seconds of a step, which is the sum of
+    publish_s                  conversion of the parameters to the layout of the decoding engine
+    rollout_s                  rollouts, including decode_s and extend_s in programs of the engine
     update_s                   packing, forward and backward pass, optimiser
-    tokens_per_s             sampled tokens, by step_s
-    logp_gap_max             largest difference between a token's log-probability when it was
-                             sampled and in the update, before it changes anything
+    tokens_per_s             sampled tokens / step_s
+    logp_gap_max             largest difference between the log-probability of a token in sampling
+                             and in training, before the update changes the parameters
 """
 
 from __future__ import annotations
@@ -60,12 +62,13 @@ from coa_jax.trajectory import Author, Reward, Trajectory
 
 
 def row_lengths(workload: Workload, row_length: int, share_prompts: bool) -> tuple[int, int]:
-    """``row_length`` and ``attention_length`` of `RLConfig` for a workload.
+    """Returns ``row_length`` and ``attention_length`` of `RLConfig` for a workload.
 
     Args:
-        workload: its samples have to fit.
-        row_length: tokens of a row; 0 for those of a group that shares its prompt, in whole
-            blocks of 64, or else for the least multiple of 128 from 512 on that holds any sample.
+        workload: all its samples must fit.
+        row_length: tokens per row.  With 0 and shared prompts, a row holds the largest group,
+            rounded up to a multiple of 64; with 0 and without, the longest sample, rounded up to a
+            multiple of 128, and at least 512.
         share_prompts: whether the samples of a group share their prompt.
     """
     if not share_prompts:
@@ -74,7 +77,7 @@ def row_lengths(workload: Workload, row_length: int, share_prompts: bool) -> tup
     for script in workload.scripts:
         length, prompt = workload.length(script), len(workload.prompts[script.prompt])
         whole[script.prompt] += length
-        # The first has the prompt, the others a copy of its last token.
+        # The first sample has the whole prompt, the others a copy of the prompt's last token.
         folded[script.prompt] += length - (prompt - 1 if folded[script.prompt] else 0)
     row_length = row_length or -(-int(folded.max()) // 64) * 64
     groups = max(1, row_length // int(folded.max()))
@@ -91,17 +94,19 @@ def rl_config(
     remat: str,
     steps: int,
 ) -> RLConfig:
-    """Settings of a run of ``steps`` updates over the workload's groups.
+    """Settings of a run of ``steps`` updates on the workload's groups.
 
     Args:
-        workload: its groups have one size.
-        shapes: of the engine.
-        rows: of a micro-batch; 0 for as many as trajectories fill.
-        row_length, share_prompts: see `row_lengths`.
-        remat, steps: see `RLConfig`.
+        workload: a workload whose groups have the same size.
+        shapes: shapes of the engine.
+        rows: rows per micro-batch; 0 for as many as the trajectories need.
+        row_length: see `row_lengths`.
+        share_prompts: see `row_lengths`.
+        remat: see `RLConfig`.
+        steps: number of updates.
 
     Raises:
-        UserError: groups of different sizes, or of one.
+        UserError: the groups have different sizes, or one rollout only.
     """
     members = np.bincount([script.prompt for script in workload.scripts])
     if len(set(members)) > 1 or members[0] < 2:
@@ -113,7 +118,7 @@ def rl_config(
     per_row = max(1, max(row_length, attention_length) // workload.longest)
     return RLConfig(
         model="",
-        tasks="arithmetic",  # none is asked: the trajectories are given
+        tasks="arithmetic",  # required, but unused: the workload gives the trajectories
         num_tasks=len(members),
         seed=workload.seed,
         groups=len(members),
@@ -136,7 +141,7 @@ def rl_config(
 
 
 def graded(trajectories: Sequence[Trajectory], group_size: int) -> list[list[Trajectory]]:
-    """Groups, with the share of even ids among what the policy wrote as the reward."""
+    """Splits trajectories into groups; the reward is the share of even ids among policy tokens."""
     with_reward = [
         dataclasses.replace(
             t, reward=Reward(float(np.mean(t.tokens[t.author == Author.POLICY] % 2 == 0)))
@@ -158,12 +163,17 @@ def measure(
     steps: int = 3,
     attention: str = "auto",
 ) -> dict[str, Any]:
-    """The result of the command.
+    """Returns the result of the command.
 
     Args:
-        subject: the model, with float32 parameters; they are used up.
-        workload, shapes, rows, row_length, share_prompts, remat: see `rl_config`.
-        steps: measured steps.
+        subject: the model, with float32 parameters, which are donated.
+        workload: see `rl_config`.
+        shapes: see `rl_config`.
+        rows: see `rl_config`.
+        row_length: see `rl_config`.
+        share_prompts: see `rl_config`.
+        remat: see `rl_config`.
+        steps: number of measured steps.
         attention: see `RLConfig`.
     """
     config = rl_config(
@@ -191,7 +201,7 @@ def measure(
         trajectories = run_workload(engines, workload)
         groups = graded([trajectories[i] for i in order], config.group_size)
         times.append(time.perf_counter())
-        # The statistics are on the host when it returns, so the step is done.
+        # `update` returns statistics on the host, so the computation is complete.
         state, _, stats = update(config, state, model, groups, compute)
         times.append(time.perf_counter())
         publish_s, rollout_s, update_s = np.diff(times).tolist()
@@ -235,21 +245,21 @@ def measure(
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     define_model_flags()
     define_shape_flags()
-    flags.DEFINE_integer("rows", 0, "rows of a micro-batch; 0 for all", lower_bound=0)
-    flags.DEFINE_integer("row_length", 0, "tokens of a row; 0 for a group's", lower_bound=0)
-    flags.DEFINE_bool("share_prompts", True, "a row has the prompt of a group's samples once")
-    flags.DEFINE_enum("remat", "dots", list(POLICIES), "what the backward pass computes again")
-    flags.DEFINE_string("attention", "auto", "implementation of attention, see docs/kernels.md")
+    flags.DEFINE_integer("rows", 0, "rows per micro-batch; 0 for all", lower_bound=0)
+    flags.DEFINE_integer("row_length", 0, "tokens per row; 0 for those of a group", lower_bound=0)
+    flags.DEFINE_bool("share_prompts", True, "store the prompt of a group's samples once per row")
+    flags.DEFINE_enum("remat", "dots", list(POLICIES), "what the backward pass recomputes")
+    flags.DEFINE_string("attention", "auto", "attention kernel, see docs/kernels.md")
 
 
 def main(_: list[str]) -> None:
     """Entry point."""
     values = flags.FLAGS
     out = output_path(values.out)
-    # As in `coa_jax.rl`, parameters are float32 whatever the products are computed in.
+    # As in `coa_jax.rl`, parameters are float32, whatever the dtype of the matmul operands is.
     subject = load_subject(values.model, values.random, "float32")
     workload = read_workload(values.workload, subject.config.vocab_size)
     result = measure(

@@ -3,26 +3,26 @@
     python -m coa_jax.bench.rollout --model=DIR --workload=w.json --slots=32 --out=r.json
     python -m coa_jax.bench.rollout --random=qwen2.5-1.5b --dtype=bfloat16 --workload=w.json
 
-`coa_jax/bench/workload.py` describes the file.  All programs are compiled before the clock starts;
-a repeat lasts from the first prefill to the last token.  Prints one JSON object; what is measured
-in each repeat is given as its median, smallest and largest value:
+`coa_jax/bench/workload.py` describes the workload file.  All programs are compiled before the
+measurement; a repeat lasts from the first prefill to the last token.  The command prints one JSON
+object.  Measurements of the repeats are given as median, minimum and maximum:
 
-    wall_s                   seconds of a repeat, which are, added up (means of several engines):
+    wall_s                   seconds of a repeat, which is the sum of (means over several engines)
     decode_s, extend_s         decoding chunks; prefilling prompts and observations, and copying
                                the cache of a prompt to the other samples of its group
-    idle_s                     no slot could decode, because all waited for their tools
-    host_s                     the rest: taking tokens, starting and ending samples
-    tokens_per_s             sampled tokens that were kept, by wall_s
-    prefill_tokens_computed  positions that the prefill programs computed, padding included
-    prefill_tokens_needed    each prompt once and each observation once
-    decode_steps             steps of decoding, each over the rows of the program that was chosen
-    decode_occupancy         of rows times steps, the share in which a row was decoding ...
-    decode_useful            ... and in which its token was kept: what is sampled between a closed
-                             tag and the end of the chunk is forgotten
-    compiles_after_warmup    programs compiled in all repeats together; 0 is right
+    idle_s                     time in which no slot could decode, because all waited for tools
+    host_s                     the rest: processing tokens, starting and ending samples
+    tokens_per_s             sampled tokens that were kept / wall_s
+    prefill_tokens_computed  positions that the prefill programs computed, including padding
+    prefill_tokens_needed    tokens of each prompt once, and of each observation once
+    decode_steps             decoding steps; a step computes the rows of the selected program
+    decode_occupancy         share of rows x steps in which the row was decoding ...
+    decode_useful            ... and in which its token was kept: tokens sampled between a closing
+                             tag and the end of the chunk are discarded
+    compiles_after_warmup    programs compiled in all repeats together; should be 0
     peak_rss_mb              peak resident memory in all repeats together, in 10^6 bytes
-    logp_gap_max             largest difference between a token's log-probability when it was
-                             sampled and in the forward pass of training
+    logp_gap_max             largest difference between the log-probability of a token in sampling
+                             and in the forward pass of training
 """
 
 from __future__ import annotations
@@ -74,9 +74,10 @@ def run_workload(
     """Runs a workload in the agent loop of training.
 
     Args:
-        engines: their slots are free and hold ``workload.longest`` tokens; no stop tokens.
-        workload: what to run.
-        on_finish: called with each trajectory as it ends.
+        engines: engines without stop tokens, with free slots of at least ``workload.longest``
+            positions.
+        workload: the workload.
+        on_finish: called with each trajectory when it finishes.
 
     Returns:
         A trajectory for each rollout, in the workload's order.
@@ -98,16 +99,19 @@ def run_workload(
 
 
 def mean_of(engines: Sequence[MeteredEngine], name: str) -> float:
-    """A figure of the engines' meters; seconds of engines that work at the same time overlap."""
+    """Mean of a measurement over engines, which run at the same time, so seconds do not add up."""
     return float(np.mean([getattr(engine.meter, name) for engine in engines]))
 
 
 def measure_once(
     engines: Sequence[MeteredEngine], workload: Workload
 ) -> tuple[dict[str, float], list[Trajectory]]:
-    """Figures of one repeat, and its trajectories in the workload's order.
+    """Runs a workload once; returns the measurements, and trajectories in the workload's order.
 
-    Seconds of several engines are means, counts are sums.
+    Over several engines, seconds are means and counts are sums.
+
+    Raises:
+        RuntimeError: the number of sampled tokens differs from the workload's.
     """
     for one in engines:
         one.restart()
@@ -133,14 +137,14 @@ def measure_once(
 
 
 def logp_gap(subject: Subject, trajectories: Sequence[Trajectory], dtype: str) -> float:
-    """Largest |difference| of the log-probabilities of sampling and of the training forward pass.
+    """Largest absolute difference of log-probabilities between sampling and training.
 
     Args:
         subject: the model that sampled.
-        trajectories: at temperature 1.
-        dtype: of the products.
+        trajectories: trajectories that were sampled at temperature 1.
+        dtype: dtype of the matmul operands.
     """
-    # A multiple of 128, for which the forward pass leaves out keys that no query may see.
+    # For a multiple of 128 the forward pass skips blocks of keys that no query attends to.
     length = -(-max(len(t.tokens) for t in trajectories) // 128) * 128
     score = jax.jit(
         functools.partial(token_logps, compute=local_compute(dtype)), static_argnames=("config",)
@@ -158,7 +162,14 @@ def logp_gap(subject: Subject, trajectories: Sequence[Trajectory], dtype: str) -
 def measure(
     subject: Subject, workload: Workload, shapes: EngineConfig, repeats: int
 ) -> dict[str, Any]:
-    """Compiles, then runs the workload ``repeats`` times; the result of the command."""
+    """Compiles the programs, and runs the workload ``repeats`` times; returns the result.
+
+    Args:
+        subject: the model.
+        workload: the workload.
+        shapes: shapes of the engines.
+        repeats: number of measured runs.
+    """
     compile_count()
     began = time.perf_counter()
     engines = make_engines(subject.params, subject.config, shapes, kind=MeteredEngine)
@@ -192,7 +203,7 @@ def measure(
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     define_model_flags()
     define_shape_flags()
 

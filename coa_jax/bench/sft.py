@@ -1,14 +1,14 @@
-"""Measures the training step of fine-tuning beside the peak of the machine.
+"""Measures the training step of supervised fine-tuning, and compares it with peak FLOP/s.
 
     python -m coa_jax.bench.sft --model=DIR --batch=8 --length=256 --steps=3
     python -m coa_jax.bench.sft --random=qwen2.5-0.5b --dtype=bfloat16 --remat=full --rows=2
 
 A step is that of `coa_jax.sft`: forward and backward pass over all tokens, in micro-batches of
-``--rows`` sequences, and an AdamW update of float32 parameters.  The first step compiles and is
-given apart.  FLOPs are those of the model (`coa_jax.model.costs`): what ``--remat`` computes again
-does not count.  ``share_of_peak`` is of a large product on this machine, ``mfu`` of what the chip's
-maker states, where the chip is known.  Prints one JSON object; what is measured in each step is
-given as its median, smallest and largest value.
+``--rows`` sequences, and an AdamW update of float32 parameters.  The first step compiles the
+program and is reported separately.  FLOPs are those of the model (`coa_jax.model.costs`), without
+recomputation by ``--remat``.  ``share_of_peak`` is relative to a large matrix product on this
+machine; ``mfu`` is relative to the vendor's peak, if the chip is known.  The command prints one
+JSON object.  Measurements of the steps are given as median, minimum and maximum.
 """
 
 from __future__ import annotations
@@ -44,7 +44,13 @@ from coa_jax.parallel.chips import stated_flops
 
 
 def random_examples(vocab_size: int, batch: int, length: int) -> list[Example]:
-    """Sequences of random ids, all of which have a loss but the first."""
+    """Sequences of random token ids, in which every token has a loss.
+
+    Args:
+        vocab_size: ids are below it.
+        batch: number of sequences.
+        length: tokens per sequence.
+    """
     tokens = np.random.default_rng(0).integers(0, vocab_size, (batch, length), np.int32)
     zeros = np.zeros(length, np.float32)
     return [Example(row, np.ones(length, np.float32), zeros, zeros) for row in tokens]
@@ -62,16 +68,18 @@ def measure(
     attention: str = "auto",
     lora_rank: int = 0,
 ) -> dict[str, Any]:
-    """The result of the command.
+    """Returns the result of the command.
 
     Args:
-        subject: the model, with float32 parameters; they are used up.
-        batch, length: sequences of a step, tokens of each.
-        rows: sequences of a micro-batch.
-        dtype, remat: see `SFTConfig`.
-        steps: measured steps.
+        subject: the model, with float32 parameters, which are donated.
+        batch: sequences per step.
+        length: tokens per sequence.
+        rows: sequences per micro-batch.
+        dtype: see `SFTConfig`.
+        remat: see `SFTConfig`.
+        steps: number of measured steps.
         attention: see `SFTConfig`.
-        lora_rank: of adapters for all projections; 0 trains everything.
+        lora_rank: rank of LoRA adapters for all projections; 0 trains all parameters.
     """
     batches = split_rows(
         pack(random_examples(subject.config.vocab_size, batch, length), length), rows
@@ -88,7 +96,7 @@ def measure(
             reset_peak_memory()
             compiled = compile_count()
         began = time.perf_counter()
-        # The statistics are on the host when it returns, so the step is done.
+        # `train_step` returns statistics on the host, so the computation is complete.
         state, stats = train_step(
             state, batches, loss=SFTLoss(), model=model, compute=compute, optimizer=optimizer
         )
@@ -124,22 +132,22 @@ def measure(
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     define_model_flags()
-    flags.DEFINE_integer("batch", 8, "sequences of a step", lower_bound=1)
-    flags.DEFINE_integer("length", 256, "tokens of a sequence", lower_bound=2)
-    flags.DEFINE_integer("rows", 0, "sequences of a micro-batch; 0 for all", lower_bound=0)
-    flags.DEFINE_enum("remat", "dots", list(POLICIES), "what the backward pass computes again")
-    flags.DEFINE_integer("lora_rank", 0, "of adapters; 0 trains everything", lower_bound=0)
-    flags.DEFINE_string("attention", "auto", "implementation of attention, see docs/kernels.md")
-    flags.DEFINE_integer("steps", 3, "measured steps", lower_bound=1)
+    flags.DEFINE_integer("batch", 8, "sequences per step", lower_bound=1)
+    flags.DEFINE_integer("length", 256, "tokens per sequence", lower_bound=2)
+    flags.DEFINE_integer("rows", 0, "sequences per micro-batch; 0 for all", lower_bound=0)
+    flags.DEFINE_enum("remat", "dots", list(POLICIES), "what the backward pass recomputes")
+    flags.DEFINE_integer("lora_rank", 0, "rank of LoRA adapters; 0 for none", lower_bound=0)
+    flags.DEFINE_string("attention", "auto", "attention kernel, see docs/kernels.md")
+    flags.DEFINE_integer("steps", 3, "number of measured steps", lower_bound=1)
 
 
 def main(_: list[str]) -> None:
     """Entry point."""
     values = flags.FLAGS
     out = output_path(values.out)
-    # As in `coa_jax.sft`, parameters are float32 whatever the products are computed in.
+    # As in `coa_jax.sft`, parameters are float32, whatever the dtype of the matmul operands is.
     subject = load_subject(values.model, values.random, "float32")
     result = measure(
         subject,

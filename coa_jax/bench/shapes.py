@@ -1,4 +1,4 @@
-"""The workload of a benchmark of rollouts, and the shapes of the engine that runs it: flags."""
+"""Flags of the rollout benchmarks for the workload and the shapes of the engine."""
 
 from __future__ import annotations
 
@@ -16,30 +16,34 @@ flags.disclaim_key_flags()
 
 
 def define_shape_flags() -> None:
-    """Flags of the workload, of the engine and of the number of repeats."""
+    """Defines the flags of the workload, the engine and the number of repeats."""
     flags.DEFINE_string("workload", None, "JSON file of the workload", required=True)
     flags.DEFINE_integer(
-        "slots", 0, "sequences in progress at a time; 0 for all rollouts, 32 at most", lower_bound=0
+        "slots", 0, "sequences in progress at a time; 0 for min(rollouts, 32)", lower_bound=0
     )
-    flags.DEFINE_integer("chunk", 8, "tokens between two visits of the host", lower_bound=1)
+    flags.DEFINE_integer("chunk", 8, "tokens that the device decodes per call", lower_bound=1)
     flags.DEFINE_integer(
-        "max_length", 0, "positions of a slot; 0 for those of the workload", lower_bound=0
+        "max_length", 0, "positions per slot; 0 for the longest rollout", lower_bound=0
     )
     flags.DEFINE_multi_integer(
         "extend_buckets", [], "tokens of a prefill program (repeatable)", lower_bound=1
     )
     flags.DEFINE_integer(
-        "pages", 0, "pages of the cache that slots share; 0 for pages of their own", lower_bound=0
+        "pages", 0, "pages of a KV cache that slots share; 0 for unshared pages", lower_bound=0
     )
     flags.DEFINE_integer(
-        "engines", 0, "that share the slots; 0 for as many as pay on the platform", lower_bound=0
+        "engines", 0, "engines that share the slots; 0 for the platform's default", lower_bound=0
     )
-    flags.DEFINE_enum("cache_dtype", "", ["", "float32", "bfloat16", "int8"], "of keys and values")
-    flags.DEFINE_integer("repeats", 3, "measured runs", lower_bound=1)
+    flags.DEFINE_enum("cache_dtype", "", ["", "float32", "bfloat16", "int8"], "dtype of the cache")
+    flags.DEFINE_integer("repeats", 3, "number of measured runs", lower_bound=1)
 
 
 def given_shapes(values: Any, workload: Workload) -> EngineConfig:
-    """The shapes that the flags of `define_shape_flags` name, for a workload.
+    """Shapes of an engine from the flags of `define_shape_flags`.
+
+    Args:
+        values: values of the flags.
+        workload: the workload, which must fit.
 
     Raises:
         UserError: see `engine_shapes`.
@@ -70,13 +74,11 @@ def engine_shapes(
     cache_dtype: str = "",
     engines: int = 0,
 ) -> EngineConfig:
-    """Shapes of an engine for a workload.
+    """Shapes of an engine for a workload; see `EngineConfig` for the arguments not listed here.
 
     Args:
-        workload: has to fit.
-        slots, chunk, dtype, extend_buckets, extend_block, pages, cache_dtype, engines: see
-            `EngineConfig`.
-        max_length: positions of a slot; 0 for the longest rollout, rounded up to 128.
+        workload: the workload, whose rollouts must fit into a slot.
+        max_length: positions per slot; 0 for the longest rollout, rounded up to a multiple of 128.
 
     Raises:
         UserError: a rollout is longer than ``max_length``.
@@ -85,7 +87,7 @@ def engine_shapes(
     if workload.longest > max_length:
         raise UserError(
             f"the workload has a rollout of {workload.longest} tokens and --max_length is "
-            f"{max_length}; raise it, or leave it out"
+            f"{max_length}; raise --max_length, or leave it out"
         )
     return EngineConfig(
         slots=slots,

@@ -1,19 +1,19 @@
-"""Measures what one slow tool costs the rollouts that do not wait for it.
+"""Measures how much one slow tool call slows down the other rollouts.
 
     python -m coa_jax.bench.workload --slow_tool=20 --out=slow.json
     python -m coa_jax.bench.stalls --model=DIR --workload=slow.json --slots=32 --out=r.json
 
-Runs the workload as it is and with its longest call as quick as the median one, in turns.  The
-rollout of that call apart, the tokens of the others by the time until the last of them has ended
-are their throughput.  Prints one JSON object; what is measured is given as its median, smallest
-and largest value:
+The command alternates between the workload itself and a variant in which the longest tool call is
+as quick as the median call.  The throughput of the other rollouts is the number of their tokens,
+divided by the time until the last of them has finished.  The command prints one JSON object.
+Measurements are given as median, minimum and maximum:
 
-    others_tokens_per_s        throughput of the others beside the slow call ...
-    others_tokens_per_s_quick  ... and where it is quick
+    others_tokens_per_s        throughput of the other rollouts with the slow call ...
+    others_tokens_per_s_quick  ... and with the quick call
     lost                       share of the throughput that the slow call costs, from the medians;
-                               negative where the others gain the place of the one that waits
-    wall_s, wall_s_quick       until the last rollout of all has ended
-    compiles_after_warmup      programs compiled in all repeats together; 0 is right
+                               negative if the other rollouts gain from the waiting rollout's share
+    wall_s, wall_s_quick       seconds until all rollouts have finished
+    compiles_after_warmup      programs compiled in all repeats together; should be 0
 """
 
 from __future__ import annotations
@@ -40,13 +40,13 @@ from coa_jax.trajectory import Trajectory
 
 
 def quicken(workload: Workload) -> tuple[Workload, int]:
-    """A workload with its longest call as quick as the median one.
+    """Makes the longest call of a workload as quick as the median call.
 
     Returns:
-        The changed workload, and the number of the rollout that has the call.
+        The changed workload, and the index of the rollout with that call.
 
     Raises:
-        UserError: it has one rollout only, or no call is longer than all others.
+        UserError: the workload has one rollout only, or no single call is the longest.
     """
     seconds = sorted(call.seconds for script in workload.scripts for call in script.calls)
     if len(workload.scripts) < 2 or len(seconds) < 2 or seconds[-1] == seconds[-2]:
@@ -72,12 +72,12 @@ def throughput(engines: Sequence[Engine], workload: Workload, apart: int) -> tup
 
     Args:
         engines: see `run_workload`.
-        workload: at least two rollouts.
-        apart: number of a rollout that does not count.
+        workload: a workload with at least two rollouts.
+        apart: index of the rollout that is not counted.
 
     Returns:
-        Tokens a second of the other rollouts until the last of them has ended, and the seconds
-        until all have ended.
+        Tokens per second of the other rollouts until the last of them has finished, and the seconds
+        until all rollouts have finished.
     """
     ends: dict[int, float] = {}
     began = time.perf_counter()
@@ -94,7 +94,13 @@ def throughput(engines: Sequence[Engine], workload: Workload, apart: int) -> tup
 def measure(
     subject: Subject, workload: Workload, shapes: EngineConfig, repeats: int
 ) -> dict[str, Any]:
-    """Compiles, then runs both workloads ``repeats`` times; the result of the command.
+    """Compiles the programs, and runs both workloads ``repeats`` times; returns the result.
+
+    Args:
+        subject: the model.
+        workload: the workload with one slow call.
+        shapes: shapes of the engines; one slot per rollout.
+        repeats: number of measured runs of each workload.
 
     Raises:
         UserError: there are fewer slots than rollouts, or see `quicken`.
@@ -102,8 +108,8 @@ def measure(
     quick, apart = quicken(workload)
     if shapes.slots < len(workload.scripts):
         raise UserError(
-            f"--slots={shapes.slots}: give one for each of the {len(workload.scripts)} rollouts; "
-            "one that waits for a slot has no throughput"
+            f"--slots={shapes.slots}: give one slot for each of the {len(workload.scripts)} "
+            "rollouts, so that no rollout waits for a slot"
         )
     compile_count()
     engines: list[Engine] = make_engines(subject.params, subject.config, shapes)
@@ -132,7 +138,7 @@ def measure(
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     define_model_flags()
     define_shape_flags()
 

@@ -1,21 +1,22 @@
-"""The workload of the rollout benchmark: how many tokens, how long a tool takes, what it returns.
+"""Workloads of the rollout benchmarks: numbers of tokens, tool latencies and observations.
 
     python -m coa_jax.bench.workload --preset=W1 --out=w1.json
     python -m coa_jax.bench.workload --slow_tool=20 --out=slow.json   # 20 s once, 0.1 s elsewhere
 
-The command draws one from a seed and prints what it amounts to.  A workload is a JSON object:
+The command draws a workload from a seed, and prints its totals.  A workload is a JSON object:
 
     {"name": "two", "seed": 0,
      "prompts": [[5, 6, 7], ...],                       token ids of each prompt
      "rollouts": [{"prompt": 0,                         index into prompts
-                   "turns": [{"gen_tokens": 24,         sampled before the call
-                              "tool_latency_s": 0.35,   the tool sleeps
-                              "observation": [8, 9]},   token ids that follow
+                   "turns": [{"gen_tokens": 24,         tokens sampled before the call
+                              "tool_latency_s": 0.35,   seconds that the tool sleeps
+                              "observation": [8, 9]},   token ids that the tool returns
                              ...],
-                   "final_gen_tokens": 16}, ...]}       sampled after the last observation
+                   "final_gen_tokens": 16}, ...]}       tokens sampled after the last observation
 
-The weights decide nothing: every engine that runs it does the same work.  Other keys are ignored
-here; ``prompt_len`` and ``totals`` are for engines that work in lock-step or check their sums.
+The work does not depend on the model's weights, so engines can be compared on the same workload.
+Other keys are ignored here; ``prompt_len`` and ``totals`` are for other engines, which may need
+the length of the prompts or check their own totals.
 """
 
 from __future__ import annotations
@@ -40,7 +41,12 @@ from coa_jax.files import read_json_object, replace
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A tool call: the seconds it takes, and the token ids of what it returns."""
+    """A tool call.
+
+    Attributes:
+        seconds: time that the tool sleeps.
+        observation: token ids that the tool returns.
+    """
 
     seconds: float
     observation: tuple[int, ...]
@@ -51,9 +57,9 @@ class Script:
     """One rollout.
 
     Attributes:
-        prompt: index of its prompt.
-        lengths: tokens sampled before each call and, last, after all of them.
-        calls: one fewer than ``lengths``.
+        prompt: index of the rollout's prompt.
+        lengths: number of tokens sampled before each call and, last, after the last observation.
+        calls: tool calls, one fewer than ``lengths``.
     """
 
     prompt: int
@@ -66,10 +72,10 @@ class Workload:
     """Rollouts over shared prompts.
 
     Attributes:
-        name: in the results.
-        seed: of the sampling.
-        prompts: token ids of each.
-        scripts: one a rollout.
+        name: name of the workload in the results.
+        seed: seed of the sampling.
+        prompts: token ids of each prompt.
+        scripts: the rollouts.
     """
 
     name: str
@@ -79,24 +85,24 @@ class Workload:
 
     @property
     def generated_tokens(self) -> int:
-        """Tokens to sample."""
+        """Number of tokens to sample."""
         return sum(sum(script.lengths) for script in self.scripts)
 
     @property
     def prefill_tokens(self) -> int:
-        """Tokens to feed at least: each prompt once, and each observation."""
+        """Minimum number of tokens to prefill: each prompt once, and each observation."""
         prompts = sum(len(self.prompts[i]) for i in {script.prompt for script in self.scripts})
         calls = itertools.chain.from_iterable(script.calls for script in self.scripts)
         return prompts + sum(len(call.observation) for call in calls)
 
     def length(self, script: Script) -> int:
-        """Tokens of a rollout, its prompt included."""
+        """Tokens of a rollout, including its prompt."""
         observed = sum(len(call.observation) for call in script.calls)
         return len(self.prompts[script.prompt]) + sum(script.lengths) + observed
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest rollout."""
+        """Tokens of the longest rollout, including its prompt."""
         return max(map(self.length, self.scripts))
 
 
@@ -104,10 +110,10 @@ class Workload:
 
 
 def read_workload(path: str | Path, vocab_size: int) -> Workload:
-    """Reads a workload for a model with ids below ``vocab_size``.
+    """Reads a workload for a model whose token ids are below ``vocab_size``.
 
     Raises:
-        UserError: the file cannot be read, or is not a workload; the message names the place.
+        UserError: the file cannot be read, or is not a workload for this vocabulary.
     """
     path = Path(path)
     reader = _Reader(path, vocab_size)
@@ -128,7 +134,7 @@ def read_workload(path: str | Path, vocab_size: int) -> Workload:
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Takes JSON values apart; a UserError names the place of what does not fit."""
+    """Reads JSON values; a `UserError` names the position of an invalid value."""
 
     path: Path
     vocab_size: int
@@ -136,7 +142,7 @@ class _Reader:
     def script(self, value: Any, prompts: int, where: str) -> Script:
         prompt = self.number(value, "prompt", int, 0, where)
         if prompt >= prompts:
-            raise UserError(f"{self.path}: {where}.prompt is {prompt}, there are {prompts} prompts")
+            raise UserError(f"{self.path}: {where}.prompt is {prompt}; it must be below {prompts}")
         lengths, calls = [], []
         for i, turn in enumerate(self.list_of(value, "turns", where)):
             at = f"{where}.turns[{i}]"
@@ -148,7 +154,7 @@ class _Reader:
         return Script(prompt, tuple(lengths), tuple(calls))
 
     def get(self, value: Any, key: str, where: str) -> tuple[Any, str]:
-        """The value of a key and the name of its place."""
+        """The value of a key, and its position in the file."""
         name = f"{where}.{key}" if where else key
         if not isinstance(value, dict) or key not in value:
             raise UserError(f"{self.path}: {name} is missing; see coa_jax/bench/workload.py")
@@ -176,35 +182,37 @@ class _Reader:
             if type(token) is not int or not 0 <= token < self.vocab_size:
                 shown = reprlib.repr(token)
                 raise UserError(
-                    f"{self.path}: {where} holds {shown}, the model's ids go from 0 to "
-                    f"{self.vocab_size - 1}; write the workload for its vocabulary"
+                    f"{self.path}: {where} holds {shown}, and the model's ids go from 0 to "
+                    f"{self.vocab_size - 1}; draw a workload for this vocabulary (--vocab_size)"
                 )
         return tuple(found)
 
 
 # --- writing -------------------------------------------------------------------------------
 
-_FIRST_ID = 64  # below it many vocabularies keep tokens with a meaning of their own
+_FIRST_ID = 64  # smaller ids are control tokens in many vocabularies
 _QUICK_TOOL = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """What a workload is drawn from; whole numbers evenly, both ends of their range included.
+    """Parameters from which a workload is drawn.
+
+    Numbers of tokens are drawn uniformly from ranges that include both ends.
 
     Attributes:
-        rollouts: in groups that share a prompt.
-        group_size: rollouts of a prompt.
-        prompt_tokens: of each prompt.
-        turns: calls of each rollout.
-        gen_tokens: sampled before a call.
-        tool_seconds: of a call: log-normal around the middle of the range on a logarithmic scale,
-            clipped to it.
-        observation_tokens: returned by a call.
-        final_tokens: sampled after the last call.
-        vocab_size: ids are below it.
-        slow_tool: if not 0, the seconds of the first call of the first rollout; all others then
-            take a tenth of a second.
+        rollouts: number of rollouts.
+        group_size: number of rollouts that share a prompt.
+        prompt_tokens: tokens of each prompt.
+        turns: tool calls of each rollout.
+        gen_tokens: range of the tokens sampled before a call.
+        tool_seconds: range of the latency of a call; log-normal around the geometric mean of the
+            ends, clipped to the range.
+        observation_tokens: range of the tokens that a call returns.
+        final_tokens: range of the tokens sampled after the last call.
+        vocab_size: token ids are below it.
+        slow_tool: latency of the first call of the first rollout, in seconds; all other calls then
+            take 0.1 s.  0 draws all latencies from ``tool_seconds``.
     """
 
     rollouts: int = 32
@@ -221,12 +229,12 @@ class Recipe:
     def __post_init__(self) -> None:
         if self.rollouts % self.group_size:
             raise UserError(
-                f"--rollouts={self.rollouts} is no multiple of --group_size={self.group_size}"
+                f"--rollouts={self.rollouts} is not a multiple of --group_size={self.group_size}"
             )
         if self.vocab_size <= _FIRST_ID:
             raise UserError(f"--vocab_size={self.vocab_size}: give more than {_FIRST_ID}")
         if self.slow_tool and not self.turns:
-            raise UserError("--slow_tool needs a call: give --turns=1 or more")
+            raise UserError("--slow_tool needs a tool call: give --turns=1 or more")
 
 
 PRESETS = {
@@ -246,7 +254,13 @@ PRESETS = {
 
 
 def draw(recipe: Recipe, name: str, seed: int) -> dict[str, Any]:
-    """A workload as the JSON object of the head of this file."""
+    """Draws a workload, as the JSON object that the module's docstring describes.
+
+    Args:
+        recipe: parameters of the workload.
+        name: name of the workload.
+        seed: seed of all random numbers.
+    """
     random = np.random.default_rng(seed)
 
     def ids(size: int) -> list[int]:
@@ -293,12 +307,13 @@ def draw(recipe: Recipe, name: str, seed: int) -> dict[str, Any]:
 def totals(
     prompts: Sequence[Sequence[int]], rollouts: Sequence[dict[str, Any]]
 ) -> dict[str, int | float]:
-    """What rollouts amount to.
+    """Totals of a workload's rollouts.
 
     Returns:
-        ``generated`` tokens; tokens to prefill with prompts shared and the cache kept
-        (``prefill_once``), and with the whole context at every turn (``prefill_again``);
-        ``tool_seconds`` of all calls one after another, and of the rollout that waits longest.
+        ``generated``: tokens to sample; ``prefill_once``: tokens to prefill if prompts are shared
+        and the KV cache is kept; ``prefill_again``: tokens to prefill if every turn prefills its
+        whole context; ``tool_seconds``: summed latency of all calls; ``tool_seconds_longest``:
+        summed latency of the rollout that waits longest.
     """
     generated = once = again = 0
     waits = []
@@ -322,29 +337,29 @@ def totals(
 
 
 def define_flags() -> None:
-    """The flags of the command: those of a `Recipe`, over a preset."""
-    flags.DEFINE_enum("preset", "W1", list(PRESETS), "where the values not given come from")
+    """Defines the flags of the command: the fields of `Recipe`, which override a preset."""
+    flags.DEFINE_enum("preset", "W1", list(PRESETS), "recipe that the other flags override")
     flags.DEFINE_string("out", None, "file to write", required=True)
-    flags.DEFINE_integer("seed", 0, "of all that is drawn", 0, MAX_INT)
-    flags.DEFINE_integer("rollouts", None, "rollouts", lower_bound=1)
-    flags.DEFINE_integer("group_size", None, "rollouts of a prompt", lower_bound=1)
-    flags.DEFINE_integer("prompt_tokens", None, "of each prompt", lower_bound=1)
-    flags.DEFINE_integer("turns", None, "calls of each rollout", lower_bound=0)
-    flags.DEFINE_list("gen_tokens", None, "sampled before a call, as 24,72")
-    flags.DEFINE_list("tool_seconds", None, "of a call, as 0.05,2")
-    flags.DEFINE_list("observation_tokens", None, "returned by a call, as 32,128")
-    flags.DEFINE_list("final_tokens", None, "sampled after the last call, as 16,32")
-    flags.DEFINE_integer("vocab_size", None, "ids are below it", lower_bound=1)
+    flags.DEFINE_integer("seed", 0, "seed of all random numbers", 0, MAX_INT)
+    flags.DEFINE_integer("rollouts", None, "number of rollouts", lower_bound=1)
+    flags.DEFINE_integer("group_size", None, "rollouts per prompt", lower_bound=1)
+    flags.DEFINE_integer("prompt_tokens", None, "tokens per prompt", lower_bound=1)
+    flags.DEFINE_integer("turns", None, "tool calls per rollout", lower_bound=0)
+    flags.DEFINE_list("gen_tokens", None, "range of tokens sampled before a call, e.g. 24,72")
+    flags.DEFINE_list("tool_seconds", None, "range of the latency of a call, e.g. 0.05,2")
+    flags.DEFINE_list("observation_tokens", None, "range of tokens of a result, e.g. 32,128")
+    flags.DEFINE_list("final_tokens", None, "range of tokens after the last call, e.g. 16,32")
+    flags.DEFINE_integer("vocab_size", None, "token ids are below it", lower_bound=1)
     flags.DEFINE_float(
-        "slow_tool", None, "seconds of one call; all others take 0.1", lower_bound=0.0
+        "slow_tool", None, "seconds of one call; all other calls take 0.1", lower_bound=0.0
     )
 
 
 def given_recipe(values: Any) -> Recipe:
-    """The recipe that the flags name.
+    """The recipe of the flags.
 
     Raises:
-        UserError: a range is not two numbers in order, or the values do not go together.
+        UserError: a range is not two numbers in ascending order, or values contradict each other.
     """
     chosen: dict[str, Any] = {}
     for field in dataclasses.fields(Recipe):
@@ -363,7 +378,7 @@ def _bounds(name: str, texts: Sequence[str], kind: type) -> tuple[Any, Any]:
         low, high = 1, 0
     if not (0 if kind is float else 1) <= low <= high < float("inf"):
         example = "0.05,2" if kind is float else "24,72"
-        raise UserError(f"--{name}={','.join(texts)}: give the least and the most, as {example}")
+        raise UserError(f"--{name}={','.join(texts)}: give minimum and maximum, e.g. {example}")
     return low, high
 
 

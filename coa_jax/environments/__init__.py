@@ -1,4 +1,4 @@
-"""Environments: what answers the policy's turns, and when an episode is over."""
+"""Environments, which respond to the policy's turns with observations and rewards."""
 
 from coa_jax.environments.base import (
     ENVIRONMENTS,

@@ -1,4 +1,4 @@
-"""The contract between a trajectory and its environment; docs/environments.md explains it."""
+"""The interface of environments; docs/environments.md is its guide."""
 
 from __future__ import annotations
 
@@ -14,22 +14,23 @@ from coa_jax.tasks import Task
 from coa_jax.tasks.prompts import read_messages
 
 TURN = "turn"
-"""Stands in `ToolCall.tool` for a whole turn of the policy, which no tag calls."""
+"""Value of `ToolCall.tool` for a whole turn of the policy, without a tag."""
 RESET = "reset"
-"""Stands there for a reset that failed; one that went well is no call."""
+"""Value of `ToolCall.tool` for a reset that failed; successful resets are not recorded as calls."""
 ANSWER = "answer"
-"""Stands there, and in `Turn.tag`, for the policy's answer."""
+"""Value of `ToolCall.tool` and `Turn.tag` for the policy's answer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """What the policy did.
+    """An action of the policy.
 
     Attributes:
-        text: the body of the tag; without one, all that the policy wrote since it last read.
-        tag: the tool of the environment that it called, ``answer`` where it answered, "" for a
+        text: body of the tag; for a whole turn, all that the policy wrote since the last
+            observation.
+        tag: tag of the environment that the policy called, ``answer`` for its answer, "" for a
             whole turn.
-        number: of earlier turns of the trajectory that the environment has seen.
+        number: number of earlier actions of the trajectory that the environment has received.
     """
 
     text: str
@@ -39,11 +40,11 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """What came of a turn.
+    """The environment's response to an action.
 
     Attributes:
-        observation: what the policy reads next.
-        reward: of this turn; None for none.
+        observation: text that the policy reads next.
+        reward: reward of this turn; None for no reward.
         done: whether the episode is over.
     """
 
@@ -56,29 +57,35 @@ Messages = str | Sequence[tuple[str, str]] | Sequence[Mapping[str, str]]
 
 
 class Environment(Protocol):
-    """The state of one trajectory.  Methods may be async; others run in one thread of their own.
+    """The environment of one trajectory.
 
-    A class may also have an attribute ``tools``, tag -> what the policy is told of it.  With tools
-    the policy acts by these tags, which its protocol must have.  Without, its whole turns are its
-    actions: the end of a turn asks for a step, and the observation is the next message.  With the
-    attribute ``together`` the samples of a task act with each other, see `ENVIRONMENTS`.
+    Methods may be async; other methods of an environment run in a thread of its own.
+
+    A class may have two more attributes.  ``tools`` is a dict from tags to their descriptions for
+    the policy.  With ``tools``, the policy acts through these tags, which its protocol must have.
+    Without, each whole turn of the policy is an action: the end of the turn calls `step`, and the
+    observation is the next message.  ``together = True`` means that the samples of a task share an
+    environment, see `ENVIRONMENTS`.
     """
 
     def reset(self, task: Task) -> Messages | Awaitable[Messages]:
-        """Begins an episode.
+        """Starts an episode.
+
+        Args:
+            task: the task of the trajectory.
 
         Returns:
-            What the policy is asked, a text that the prompt style puts to it as it does a question;
-            or all messages as they are, (role, text) pairs that end with the user's.
+            A text, which the prompt style renders like a question; or all messages of the prompt
+            as (role, text) pairs, the last of which is the user's.
         """
         ...
 
     def step(self, turn: Turn) -> Step | Awaitable[Step]:
-        """Answers a turn; ``(observation, reward, done)`` will do for a `Step`."""
+        """Responds to an action; may return a tuple (observation, reward, done) for a `Step`."""
         ...
 
     def close(self) -> Awaitable[None] | None:
-        """Puts away what the episode holds; always called, also after an error.  Optional."""
+        """Releases the resources of the episode; optional.  Always called, also after an error."""
         ...
 
 
@@ -88,11 +95,11 @@ ENVIRONMENTS = Kind(
     {"textarena": "coa_jax.environments.textarena:TextArena"},
     offers=("task", "seed", "sample", "samples", "group"),
 )
-"""A class of environments, or a function that makes one; it is called for each trajectory.
+"""A class of environments, or a function that creates one; it is called once per trajectory.
 
-It may ask for ``task``; for ``seed``, a number that is the same for all samples of a task; for
-``sample``, the number of the trajectory among the ``samples`` of the task that run together; and
-for ``group``, a dict that the environments of these samples share.
+Its parameters may be any of ``task``; ``seed``, a number that is the same for all samples of a
+task; ``samples``, the numbers of the samples of the task that run together; ``sample``, the number
+of this trajectory among them; and ``group``, a dict that the environments of these samples share.
 """
 
 _STEP = (
@@ -105,12 +112,12 @@ class EnvironmentConfig(Extension):
     """The environment of a run.
 
     Attributes:
-        path: ``package.module:name`` or a short name; "" for the loop of tools alone.
-        options: its settings.
-        deadline_s: seconds that a reset, a step or a close may take.
-        concurrency: resets and steps that run at a time; 0 for any number.
-        credit: whether a turn's tokens learn from what came from that turn on (``turn``), or all
-            tokens from the whole (``trajectory``); see `learn.turns`.
+        path: ``package.module:name`` or a short name; "" for the tool loop without an environment.
+        options: keyword arguments of the environment.
+        deadline_s: time limit of a reset, a step or a close, in seconds.
+        concurrency: resets and steps that run at a time; 0 for no limit.
+        credit: credit assignment: ``turn`` trains the tokens of a turn on the rewards from that
+            turn on, ``trajectory`` trains all tokens on the whole reward; see `learn.turns`.
     """
 
     deadline_s: Seconds = 60.0
@@ -122,10 +129,10 @@ class EnvironmentConfig(Extension):
 
 
 def tags_of(config: EnvironmentConfig) -> dict[str, str]:
-    """The tags by which the policy acts, with what it is told of each; none for whole turns.
+    """The tags through which the policy acts, with their descriptions; {} for whole turns.
 
     Raises:
-        UserError: the environment is not there, or its ``tools`` are no such mapping.
+        UserError: the environment does not exist, or its ``tools`` are invalid.
     """
     if not config:
         return {}
@@ -134,7 +141,7 @@ def tags_of(config: EnvironmentConfig) -> dict[str, str]:
     if not isinstance(tools, Mapping) or not all(
         isinstance(text, str) for pair in tools.items() for text in pair
     ):
-        wanted = "tools as a dict from tags to what the policy is told of them"
+        wanted = "tools as a dict from tags to their descriptions"
         raise refuse_result(ENVIRONMENTS, config.path, tools, wanted, "config.environment.path")
     if taken := {TURN, RESET, ANSWER} & set(tools):
         raise UserError(f"config.environment.path: {taken.pop()!r} cannot be a tool's tag")
@@ -142,10 +149,14 @@ def tags_of(config: EnvironmentConfig) -> dict[str, str]:
 
 
 def read_step(value: Any, path: str) -> Step:
-    """What ``step`` gave.
+    """Checks and converts the result of `Environment.step`.
+
+    Args:
+        value: the result.
+        path: name of the environment, for the message.
 
     Raises:
-        MisfitError: it is none.
+        MisfitError: the result is not a step.
     """
     found = value
     if isinstance(found, tuple | list) and len(found) == 3:
@@ -165,10 +176,17 @@ def _is_reward(value: Any) -> bool:
 
 
 def read_reset(value: Any, path: str) -> str | tuple[tuple[str, str], ...]:
-    """What ``reset`` gave: a text, or (role, text) of each message.
+    """Checks and converts the result of `Environment.reset`.
+
+    Args:
+        value: the result.
+        path: name of the environment, for the message.
+
+    Returns:
+        A text, or the (role, text) pairs of messages.
 
     Raises:
-        MisfitError: it is neither.
+        MisfitError: the result is neither.
     """
     if isinstance(value, str):
         return value
@@ -184,5 +202,5 @@ def read_reset(value: Any, path: str) -> str | tuple[tuple[str, str], ...]:
 
 
 def shown_name(path: str) -> str:
-    """The name of an environment in sentences."""
+    """The short name of an environment for messages."""
     return path.rpartition(":")[2] if is_path(path) else path

@@ -1,4 +1,4 @@
-"""An environment while one trajectory runs: every call has a deadline, and none hurts the loop."""
+"""Runs the environment of one trajectory, with a deadline for each call and errors caught."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from coa_jax.tools.base import Observation, Tool, ToolContext, call, unavailable
 from coa_jax.tools.turns import Turns
 
 CLOSE_S = 10.0
-"""Seconds that a close may take, at most."""
+"""Upper bound on the time limit of a close, in seconds."""
 
 _WANTED = "an object with the methods reset(task) and step(turn)"
 
 Opener = Callable[[int, Mapping[str, Tool]], "ToolLoop"]
-"""Makes the session of a sample, by its number, beside the tools of the run."""
+"""Creates the session of a sample from the sample's number and the tools of the run."""
 
 
 class ToolLoop:
-    """The default environment: tools answer their tags, and the policy ends the episode itself.
+    """The default environment: tools respond to their tags, and the policy ends the episode.
 
     Attributes:
-        whole_turns: whether the end of the policy's turn asks for a step.
-        own: what the environment itself answers, beside the tools.
-        begun: the messages of its reset; () where the task alone says what is asked.
-        question: what the reset asks, where it gave a text; else "".
+        whole_turns: whether the end of a policy's turn is an action.
+        own: tags to which the environment itself responds; tools respond to the others.
+        begun: messages of the reset; () if the prompt is that of the task.
+        question: text that the reset returned; "" if it returned messages.
     """
 
     whole_turns = False
@@ -57,21 +57,31 @@ class ToolLoop:
     question = ""
 
     def __init__(self, tools: Mapping[str, Tool]):
-        """Begins a trajectory: a tool that has state gives it one of its own."""
+        """Starts a trajectory; each tool that has state begins a state for this trajectory."""
         self._tools = {name: _begin(tool) for name, tool in tools.items()}
         self._begun = [tool for name, tool in self._tools.items() if tool is not tools[name]]
 
     @property
     def holds(self) -> bool:
-        """Whether there is something to close."""
+        """Whether `close` has resources to release."""
         return bool(self._begun)
 
     async def reset(self, context: ToolContext) -> Observation:
-        """Begins the episode; the task says what is asked."""
+        """Starts the episode, whose prompt is that of the task.
+
+        Args:
+            context: deadline and identity of the call.
+        """
         return Observation("", True, "ok", 0.0)
 
     async def act(self, name: str, arguments: str, context: ToolContext) -> Observation:
-        """Answers a tag."""
+        """Responds to a tag with an observation.
+
+        Args:
+            name: name of the tag.
+            arguments: body of the tag.
+            context: deadline and identity of the call.
+        """
         tool = self._tools.get(name)
         return unavailable(name) if tool is None else await call(tool, arguments, context)
 
@@ -95,34 +105,43 @@ async def _end(tool: Any) -> None:
 
 
 class Environments:
-    """The environment of a run, of which each trajectory gets one of its own."""
+    """Creates the environments of a run, one for each trajectory.
+
+    Attributes:
+        config: settings of the environment.
+        prompt: prompt style in which the policy sees a text that a reset returns.
+        make: the environment's class or function, with its options bound.
+        tools: descriptions of the environment's tags; {} for whole turns.
+        together: whether the samples of a task share an environment.
+        turns: limits the resets and steps that run at a time; None for no limit.
+    """
 
     def __init__(self, config: EnvironmentConfig, prompt: Prompt):
-        """Finds it.
+        """Loads the environment's class or function.
 
         Args:
-            config: names it.
-            prompt: how a text that a reset gives is put to the policy.
+            config: settings of the environment.
+            prompt: prompt style in which the policy sees a text that a reset returns.
 
         Raises:
-            UserError: it is not there, or an option is wrong.
+            UserError: the environment does not exist, or an option is invalid.
         """
         self.config, self.prompt = config, prompt
         self.make = bind(ENVIRONMENTS, config.path, config.options, "config.environment")
         self.tools = tags_of(config)
-        # A sample that is asked again after the run was killed needs the others again.
+        # After a resume, a sample that is requested again needs the other samples of its task too.
         self.together = bool(getattr(self.make.found, "together", False))
         self.turns = Turns(config.concurrency) if config.concurrency else None
         self._warned: set[str] = set()
 
     def opener(self, task: Task, seed: int, prompt_id: int, samples: Sequence[int]) -> Opener:
-        """Makes the sessions of a task's samples, which run together.
+        """Returns a function that creates the sessions of a task's samples, which run together.
 
         Args:
             task: the task.
-            seed: of the run.
-            prompt_id: place of the task in the run.
-            samples: their numbers.
+            seed: seed of the run.
+            prompt_id: index of the task in the run.
+            samples: numbers of the samples.
         """
         drawn = hashlib.blake2b(f"{seed}/{prompt_id}".encode(), digest_size=4).digest()
         offered = {
@@ -138,21 +157,31 @@ class Environments:
         return opened
 
     def warn(self, what: str, observation: Observation, masks: bool = True) -> None:
-        """Tells a failure once."""
+        """Logs the first failure of each kind.
+
+        Args:
+            what: ``reset``, ``step`` or ``close``.
+            observation: observation of the failed call.
+            masks: whether the trajectory is masked because of the failure.
+        """
         why = observation.detail.get("exception", observation.text)
         kind = f"{what} {str(why).partition(':')[0]}"
         if kind not in self._warned:
             self._warned.add(kind)
-            then = "the trajectory is masked, and others" if masks else "others"
-            logging.warning("the environment %s: its %s failed (%s); %s for which this happens "
-                            "get no line", self.config.path, what, why, then)  # fmt: skip
+            then = "the trajectory is masked; " if masks else ""
+            logging.warning("the environment %s: its %s failed (%s); %sfurther failures of this "
+                            "kind are not logged", self.config.path, what, why, then)  # fmt: skip
 
 
 def graded_by_environment(config: EnvironmentConfig, tasks: Sequence[Task]) -> list[Task]:
-    """The tasks of a run, graded by its environment where they do not say by what.
+    """Makes the environment the grader of tasks that name no grader.
+
+    Args:
+        config: settings of the environment; without one the tasks are unchanged.
+        tasks: tasks of the run.
 
     Raises:
-        UserError: the environment is not there, or the policy could not act for want of the tags.
+        UserError: the environment does not exist, or a task's protocol has none of its tags.
     """
     if not config:
         return list(tasks)
@@ -160,16 +189,16 @@ def graded_by_environment(config: EnvironmentConfig, tasks: Sequence[Task]) -> l
     for name in dict.fromkeys(task.protocol for task in tasks):
         if tags and not set(tags) & set(get_protocol(name).tools):
             raise UserError(
-                f"config.environment: the policy acts by the tags {', '.join(tags)}, of which the "
-                f"protocol {name} of the tasks has none; name a protocol over them by "
-                "config.tools.protocol, and in the tasks"
+                f"config.environment: the policy acts through the tags {', '.join(tags)}, of which "
+                f"the protocol {name} of the tasks has none; define a protocol with these tags in "
+                "config.tools.protocol, and name it in the tasks"
             )
     own = {"grader": "environment"}
     return [dataclasses.replace(task, metadata={**own, **task.metadata}) for task in tasks]
 
 
 class Session(ToolLoop):
-    """The environment of one trajectory, beside the tools of the run."""
+    """The environment of one trajectory, in addition to the tools of the run."""
 
     holds = True
 
@@ -179,6 +208,13 @@ class Session(ToolLoop):
         offered: Mapping[str, Any],
         tools: Mapping[str, Tool],
     ):
+        """Prepares the session; `reset` creates the environment.
+
+        Args:
+            environments: environments of the run.
+            offered: values for the parameters of the environment's class, see `ENVIRONMENTS`.
+            tools: tools of the run.
+        """
         super().__init__(tools)
         self._all, self._offered = environments, offered
         self.whole_turns = not environments.tools
@@ -189,10 +225,11 @@ class Session(ToolLoop):
         self._refused: UserError | None = None
 
     async def reset(self, context: ToolContext) -> Observation:
-        """Makes the environment and begins its episode; `begun` then has the messages.
+        """Creates the environment and starts its episode; `begun` then has the messages.
 
         Raises:
-            UserError: it is no environment, its reset gave no messages, or it says what to mend.
+            UserError: the object is not an environment, its reset returned no messages, or the
+                environment raised the error itself.
         """
 
         async def begin() -> Observation:
@@ -220,7 +257,8 @@ class Session(ToolLoop):
         """See `ToolLoop.act`.
 
         Raises:
-            UserError: the environment gave what is no step, or says what to mend.
+            UserError: the environment returned something other than a step, or raised the error
+                itself.
         """
         if name not in self.own:
             return await super().act(name, arguments, context)
@@ -257,13 +295,13 @@ class Session(ToolLoop):
     async def _guarded(
         self, what: str, work: Callable[[], Awaitable[Observation]], context: ToolContext
     ) -> Observation:
-        """A call within its deadline; what hangs or raises is a fault."""
+        """Runs a call within its deadline; a call that hangs or raises is a fault."""
         seconds = self._all.config.deadline_s
 
         async def fitting() -> Observation:
             try:
                 return await work()
-            except UserError as error:  # no fault of one trajectory: the run ends with its line
+            except UserError as error:  # not a fault of one trajectory: the run ends with it
                 self._refused = error
                 raise
 
@@ -288,7 +326,7 @@ class Session(ToolLoop):
 
 @dataclasses.dataclass
 class _Job:
-    """Work in the form of a tool, for `coa_jax.tools.base.call`."""
+    """Wraps a call of the environment as a tool, so that `coa_jax.tools.base.call` can run it."""
 
     name: str
     deadline: float
@@ -299,9 +337,10 @@ class _Job:
 
 
 class _Thread:
-    """Runs what one environment does without awaiting, all of it in one thread.
+    """Runs the blocking methods of one environment in one thread.
 
-    The thread begins with the first job.  It is a daemon: one that hangs keeps no process alive.
+    The thread starts with the first job.  It is a daemon thread, so a method that hangs does not
+    keep the process alive.
     """
 
     def __init__(self) -> None:
@@ -325,8 +364,8 @@ class _Thread:
             error: Exception | None = None
             try:
                 result = function()
-            except BaseException as raised:  # noqa: BLE001 - it belongs to whoever waits
-                error = RuntimeError(repr(raised))  # what no future can carry to another thread
+            except BaseException as raised:  # noqa: BLE001 - the awaiting caller gets the error
+                error = RuntimeError(repr(raised))  # a future cannot hold e.g. StopIteration
                 if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
                     error = raised
             with contextlib.suppress(RuntimeError):  # the loop is closed
@@ -339,7 +378,7 @@ class _Thread:
         return await done
 
     def stop(self) -> None:
-        """Ends the thread behind the jobs that it has."""
+        """Ends the thread after its remaining jobs."""
         self._jobs.put(None)
 
     def _work(self) -> None:

@@ -1,9 +1,10 @@
 """The games of ``textarena`` (https://github.com/LeonGuertler/TextArena), played in this process.
 
-The policy's whole turns are its moves; a message has what the game has said since its last move.
-Against itself (``opponent="self"``) the samples 0 and 1 of a task play one game, 2 and 3 the next:
-each player is a trajectory of its own, with the reward of its side.  So ``group_size`` is even, the
-engine has at least two slots, and a deadline is longer than the other player's turn.
+Each whole turn of the policy is a move; the next message has the game's output since that move.  In
+self-play (``opponent="self"``), samples 0 and 1 of a task play one game, samples 2 and 3 the next,
+and so on: each player is a trajectory with the reward of its side.  Self-play therefore needs an
+even ``group_size``, an engine with at least two slots, and a deadline that is longer than the other
+player's turn.
 """
 
 from __future__ import annotations
@@ -20,19 +21,21 @@ from coa_jax.errors import UserError
 from coa_jax.installed import missing
 from coa_jax.tasks import Task
 
-_WAIT_S = 3600.0  # the session's deadline ends the wait of a player before
+_WAIT_S = 3600.0  # upper bound on a player's wait; the session's deadline is shorter
 _MOVE = re.compile(r"\[[^\[\]\n]{1,40}\]")
 _making = threading.Lock()
 _playing = threading.RLock()
-"""Games draw from Python's global generator: one at a time, each with a state of its own."""
+"""Serialises the games, which use Python's global random generator; each game has its own state."""
 
 
 def load(split: str, n: int | None, seed: int, games: str = "GuessTheNumber-v0") -> list[Task]:
-    """Tasks that play games, one after the other; without ``n`` a hundred.
+    """Creates tasks that play games in turn.
 
     Args:
-        split, n, seed: see `coa_jax.tasks.load_tasks`.
-        games: ids of games of textarena, joined by ``+``.
+        split: split of the tasks, see `coa_jax.tasks.load_tasks`.
+        n: number of tasks; None for 100.
+        seed: seed of the tasks.
+        games: ids of textarena games, joined by ``+``.
     """
     names = games.split("+")
     return [
@@ -58,19 +61,23 @@ class TextArena:
         players: int = 0,
         opponent: str = "self",
     ):
-        """Takes a seat.
+        """Joins a game, or creates it for the first player.
 
         Args:
-            task: its ``metadata["game"]`` names the game, if ``game`` does not.
-            seed, sample, samples, group: see `coa_jax.environments.ENVIRONMENTS`.
+            task: its ``metadata["game"]`` names the game if ``game`` is "".
+            seed: see `coa_jax.environments.ENVIRONMENTS`.
+            sample: see `coa_jax.environments.ENVIRONMENTS`.
+            samples: see `coa_jax.environments.ENVIRONMENTS`.
+            group: see `coa_jax.environments.ENVIRONMENTS`.
             game: id of a game.
-            players: how many it has; 0 for 1, or else 2.
-            opponent: ``self``; ``random``, who takes a move in brackets that the game has shown; or
-                the ``package.module:name`` of a function that is given the messages of the game and
-                a `random.Random`, and returns a move.
+            players: number of players; 0 for 1 if the game allows it, else 2.
+            opponent: ``self`` for self-play; ``random`` for random moves from those in brackets
+                that the game has shown; or ``package.module:name``, a function that takes the
+                game's messages to the player and a `random.Random`, and returns a move.
 
         Raises:
-            UserError: textarena is not installed, has no such game, or nobody plays the others.
+            UserError: textarena is not installed, it has no such game, or a game of self-play lacks
+                players.
         """
         name = game or str(task.metadata.get("game", ""))
         with _making:
@@ -81,9 +88,9 @@ class TextArena:
             number = sample if alone else sample // count
             if not alone and not {number * count + seat for seat in range(count)} <= set(samples):
                 raise UserError(
-                    f"environment.options.opponent is 'self', and of the {count} players of a game "
-                    f"some are missing among the samples {samples}: give a group_size, or samples, "
-                    f"that is a multiple of {count}, or opponent=random"
+                    f"environment.options.opponent is 'self', and a game has {count} players, some "
+                    f"of which are missing among the samples {samples}: give a group_size (or "
+                    f"samples) that is a multiple of {count}, or opponent=random"
                 )
             if number not in group:
                 group[number] = _Game(name, count, seed)
@@ -93,29 +100,29 @@ class TextArena:
         self._random = random.Random(f"{seed} {sample}")
 
     def reset(self, task: Task) -> list[tuple[str, str]]:
-        """What the game tells the player before the first move."""
+        """Returns the game's messages to the player before the player's first move."""
         step = self._await()
         return [("user", step.observation)]
 
     def step(self, turn: Turn) -> Step:
-        """Makes a move."""
+        """Makes a move, and waits until it is the player's turn again or the game is over."""
         text = turn.text if "[" in turn.text else f"[{turn.text.strip()}]"
         self._game.move(self._seat, text)
         return self._await()
 
     def close(self) -> None:
-        """Leaves the table."""
+        """Leaves the game."""
         self._game.leave(self._seat)
 
     def _await(self) -> Step:
-        """What there is to see when it is the player's turn, or the game is over."""
+        """Waits until it is the player's turn or the game is over; opponents move meanwhile."""
         while self._opponent and (seat := self._game.turn_of_others(self._seat)) is not None:
             self._game.move(seat, self._opponent(self._game.told(seat), self._random))
         return self._game.wait(self._seat)
 
 
 class _Game:
-    """A game, which several threads may play."""
+    """A game; its methods may be called from several threads."""
 
     def __init__(self, name: str, players: int, seed: int):
         self._changed = threading.Condition()
@@ -137,26 +144,26 @@ class _Game:
                 random.setstate(before)
 
     def move(self, seat: int, text: str) -> None:
-        """Makes a move, if the game still goes on."""
+        """Makes a move, if the game is not over."""
         with self._changed:
             if not self._over and self._env.state.current_player_id == seat:
                 self._over, _ = self._do(lambda: self._env.step(action=text))
                 self._changed.notify_all()
 
     def turn_of_others(self, seat: int) -> int | None:
-        """Who has to move, if it is somebody else and the game goes on."""
+        """The seat that has to move; None if it is ``seat`` or the game is over."""
         with self._changed:
             current: int = self._env.state.current_player_id
             return None if self._over or current == seat else current
 
     def told(self, seat: int) -> str:
-        """All that a player has been told."""
+        """All messages of the game to a player so far."""
         with self._changed:
             self._told[seat] += self._news(seat)
             return self._told[seat]
 
     def wait(self, seat: int) -> Step:
-        """Waits for a player's turn, or for the end."""
+        """Waits until it is a player's turn or the game is over; returns the new messages."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._over or self._left or self._env.state.current_player_id == seat,
@@ -172,13 +179,13 @@ class _Game:
             return Step(news or "It is your turn.")
 
     def leave(self, seat: int) -> None:
-        """A player plays no more; who is left has won."""
+        """Removes a player; the remaining player wins."""
         with self._changed:
             self._left.add(seat)
             self._changed.notify_all()
 
     def _news(self, seat: int) -> str:
-        """What the game has said to a player since; not the player's own moves."""
+        """New messages of the game to a player, without the player's own moves."""
         state = self._env.state
         messages, state.observations[seat] = state.observations[seat], []
         return "".join(f"{text}\n" for sender, text, _ in messages if sender != seat)
@@ -192,13 +199,13 @@ def _textarena() -> Any:
 
 
 def _make(name: str) -> Any:
-    """A game without the wrappers of textarena, which repeat what was said before."""
+    """Creates a game without textarena's wrappers, which repeat earlier messages."""
     try:
         env = _textarena().make(name)
     except ValueError:
         raise UserError(
-            f"environment: textarena has no game {name!r}; name one by environment.options.game, "
-            "or by metadata['game'] of the tasks, such as TicTacToe-v0"
+            f"environment: textarena has no game {name!r}; name a game such as TicTacToe-v0 in "
+            "environment.options.game, or in metadata['game'] of the tasks"
         ) from None
     while hasattr(env, "env"):
         env = env.env
@@ -206,7 +213,7 @@ def _make(name: str) -> Any:
 
 
 def _fits(name: str, players: int, seed: int) -> bool:
-    """Whether so many can play a game."""
+    """Whether a game can be played by this number of players."""
     try:
         _Game(name, players, seed)
     except AssertionError:
@@ -230,6 +237,6 @@ def _opponent(name: str) -> Callable[[str, random.Random], str]:
 
 
 def _random_move(told: str, draw: random.Random) -> str:
-    """A move of those that the game showed last; any square if it showed none."""
+    """A random move of those that the game showed last; without any, a number from 0 to 8."""
     shown = _MOVE.findall(told.rstrip().rpartition("\n")[2]) or _MOVE.findall(told)
     return draw.choice(shown) if shown else f"[{draw.randint(0, 8)}]"

@@ -1,11 +1,11 @@
-"""Which tasks are asked, and which groups make the next step.
+"""Decides which tasks are sampled next, and which groups of samples form the next training step.
 
-The decisions of a stream of groups, without clocks, threads or models: a `Ledger` is told what has
-ended and says what to do.  Several processes that tell their ledgers the same news in the same
-order decide the same.
+A group is the set of samples of one task.  A `Ledger` is told which groups have finished, and
+returns the tasks to sample and the groups to train on.  It uses no clock, thread or model:
+processes that report the same events to their ledgers in the same order reach the same decisions.
 
-Step s trains policy version s - 1 into version s.  The age of a group at step s is s - 1 less the
-oldest version that sampled one of its tokens.
+Step s updates policy version s - 1 to version s.  The age (staleness) of a group at step s is
+s - 1 minus the oldest policy version that sampled one of the group's tokens.
 """
 
 from __future__ import annotations
@@ -18,22 +18,23 @@ from typing import Any, NamedTuple
 from coa_jax.learn.pool import Pool, Score
 
 ATTEMPTS = 3
-"""How often a task is asked whose groups end too old each time, before it is given up."""
-_MEMORY = 0.5  # weight of the steps before the last one in the share of groups with a signal
+"""Attempts at a task before it is given up, if its group is too old each time."""
+_MEMORY = 0.5  # decay of earlier steps in the moving estimate of `Ledger.share`
 _LOWEST_SHARE = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """How a run composes its steps; see `RLConfig` for all but the last two.
+    """How a run composes its steps; derived from `RLConfig`.
 
     Attributes:
-        groups: groups of a step.
-        most: groups that a step looks at before it learns from fewer than ``groups``.
-        max_staleness: greatest age of a group that is learned.
-        in_order: whether groups are taken in the order of their tasks and not as they end.
-        in_flight: groups that are sampled at a time; 0 for as many as the share with a signal
-            makes necessary.
+        groups: groups per step.
+        most: maximum number of groups that a step examines.  If fewer than ``groups`` of these
+            have a signal (rewards that differ), the step trains on those that have one.
+        max_staleness: greatest age at which a group is trained on, in steps.
+        in_order: whether groups are taken in task order; else in order of completion.
+        in_flight: groups that are sampled at a time; 0 derives the number from the share of groups
+            with a signal.
         steps: steps of the run.
     """
 
@@ -47,18 +48,19 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class Composition:
-    """The groups of a step, by index of their task.
+    """The groups of a step, each identified by the index of its task.
 
     Attributes:
         step: number of the step, from 1.
-        used: groups to learn from.
-        examined: all groups that were looked at, in that order: the used ones, and groups without a
-            signal.
-        dropped: groups that ended too old since the step before.
-        discarded: groups that were asked, and are asked again with the next policy.
-        given_up: tasks that were dropped for the last time.
-        state: of the ledger after this step, for `Ledger.restore`.
-        scores: of each examined group.
+        used: groups to train on.
+        examined: all groups that were examined, in order: the used groups, and groups without a
+            signal (whose rewards do not differ).
+        dropped: groups that were dropped since the previous step because they were too old.
+        discarded: number of unfinished or unused groups that are sampled again with the next
+            policy version; only with ``max_staleness`` 0.
+        given_up: number of tasks that were dropped `ATTEMPTS` times and are not sampled again.
+        state: state of the ledger after this step, for `Ledger.restore`.
+        scores: (solved, graded) sample counts of each examined group, see `pool.Score`.
     """
 
     step: int
@@ -72,7 +74,7 @@ class Composition:
 
 
 class _Ended(NamedTuple):
-    """A group whose samples have all ended; see `Ledger.end`."""
+    """A group whose samples have all finished; see `Ledger.end` for the fields."""
 
     signal: bool
     oldest: int
@@ -80,38 +82,40 @@ class _Ended(NamedTuple):
 
 
 class Ledger:
-    """The groups that were asked, that have ended and that were learned.
+    """Tracks each group from the request for its samples to the step that trains on it.
 
     Attributes:
-        step: steps that were composed.
-        version: policy version that samples everywhere.
+        step: number of steps composed so far.
+        version: newest policy version that the samplers of all processes have received.
     """
 
     def __init__(self, rules: Rules, pool: Pool | None = None):
-        """A ledger of a run that begins.
+        """Creates the ledger of a new run.
 
         Args:
-            rules: of the run.
-            pool: says which tasks are passed over, and learns with every step; None for none.
+            rules: how the run composes its steps.
+            pool: chooses which tasks are skipped, and is updated with the scores of every step;
+                None samples every task in turn.
         """
         self.rules, self._pool = rules, pool
         self.step = self.version = 0
         self._next = 0  # index of the next new task
-        self._open: dict[int, int] = {}  # asked, and in no step yet: index -> attempts
-        self._again: list[int] = []  # of those, what has to be asked again
-        self._ended: dict[int, _Ended] = {}  # of those
+        self._open: dict[int, int] = {}  # requested, in no step yet: task index -> failed attempts
+        self._again: list[int] = []  # open tasks that must be requested again
+        self._ended: dict[int, _Ended] = {}  # open tasks whose groups have finished
         self._dropped: list[int] = []
         self._given_up = 0
-        self._found = self._looked = 0.0  # with a signal, and all, in earlier steps
+        # Decayed counts over earlier steps: groups with a signal, and all examined groups.
+        self._found = self._looked = 0.0
 
     @classmethod
     def restore(cls, rules: Rules, state: Mapping[str, Any], pool: Pool | None = None) -> Ledger:
-        """The ledger after a composed step; what was in flight then is asked again.
+        """Restores the ledger as it was after a step; tasks in flight then are requested again.
 
         Args:
-            rules: of the run.
-            state: `Composition.state`; {} for the beginning.
-            pool: as it was after that step.
+            rules: how the run composes its steps.
+            state: `Composition.state` of that step; {} for a new run.
+            pool: pool of tasks in its state after that step; None without a pool.
         """
         ledger = cls(rules, pool)
         if state:
@@ -124,32 +128,32 @@ class Ledger:
 
     @property
     def complete(self) -> bool:
-        """Whether all steps are composed."""
+        """Whether all steps of the run have been composed."""
         return self.step >= self.rules.steps
 
     @property
     def oldest_useful(self) -> int:
-        """The oldest version whose groups the next step still learns from."""
+        """The oldest policy version whose samples the next step may train on."""
         return self.step - self.rules.max_staleness
 
     def is_open(self, index: int) -> bool:
-        """Whether a task was asked and is neither in a step nor given up."""
+        """Whether a task has been requested and is neither in a step nor given up."""
         return index in self._open
 
     def end(self, index: int, signal: bool, oldest: int, score: Sequence[int] = (0, 0)) -> None:
-        """Notes a group whose samples have all ended.
+        """Records a group whose samples have all finished.
 
         Args:
-            index: of its task.
-            signal: whether its rewards differ.
-            oldest: oldest version that sampled one of its tokens.
-            score: for the pool.
+            index: index of the group's task.
+            signal: whether the rewards of the group differ.
+            oldest: oldest policy version that sampled one of the group's tokens.
+            score: (solved, graded) sample counts of the group, for the pool.
         """
         if index in self._open:
             self._ended[index] = _Ended(signal, oldest, (score[0], score[1]))
 
     def late(self, index: int) -> None:
-        """Notes a group that is too old; its task is asked again, `ATTEMPTS` times in all."""
+        """Drops a group that is too old; its task is attempted at most `ATTEMPTS` times."""
         if index not in self._open:
             return
         self._ended.pop(index, None)
@@ -162,7 +166,7 @@ class Ledger:
             self._given_up += 1
 
     def take(self) -> Composition | None:
-        """The next step as soon as what has ended decides it, else None."""
+        """Composes the next step; None while too few groups have finished."""
         if self.complete:
             return None
         for index, ended in list(self._ended.items()):
@@ -179,7 +183,7 @@ class Ledger:
         return None
 
     def _candidates(self) -> Iterable[int]:
-        """Groups that have ended, in the order in which a step takes them."""
+        """Task indices of finished groups, in the order in which a step takes them."""
         if not (self.rules.in_order or self.rules.max_staleness == 0):
             yield from list(self._ended)
             return
@@ -197,7 +201,7 @@ class Ledger:
             del self._open[index], self._ended[index]
         discarded = 0
         if self.rules.max_staleness == 0:
-            # The next step begins behind the last group of this one, whatever else has ended.
+            # The next step starts after the last task of this one, even if later groups finished.
             discarded, self._next = len(self._open), examined[-1] + 1
             self._open, self._ended, self._again = {}, {}, []
         self._found = _MEMORY * self._found + len(used)
@@ -216,15 +220,16 @@ class Ledger:
 
     @property
     def share(self) -> float:
-        """Estimated share of groups with a signal; 1 at the beginning."""
+        """Estimated share of groups with a signal; 1 at the start of a run."""
         found = self._found + sum(ended.signal for ended in self._ended.values())
         return max((found + 1) / (self._looked + len(self._ended) + 1), _LOWEST_SHARE)
 
     def admit(self) -> list[int]:
-        """Indices of the tasks to ask now, which are in flight from then on.
+        """Returns the indices of the tasks to sample now, and counts them as in flight.
 
-        Groups that begin now serve the steps up to ``version + max_staleness + 1``.  As many are in
-        flight as these steps still miss, divided by the share of groups with a signal.
+        A group that starts now can be used by the steps up to ``version + max_staleness + 1``.  The
+        number of groups in flight is the number that these steps still lack, divided by the
+        estimated share of groups with a signal.
         """
         rules = self.rules
         last = min(self.version + rules.max_staleness + 1, rules.steps)
@@ -242,7 +247,7 @@ class Ledger:
         return [*again, *new]
 
     def _take_next(self) -> int:
-        """The next index that is asked."""
+        """Index of the next task to sample; the pool may skip tasks."""
         index = self._next if self._pool is None else self._pool.next(self._next, self.step)
         self._next = index + 1
         return index

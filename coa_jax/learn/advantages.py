@@ -1,8 +1,8 @@
-"""Advantages: which samples, and which of their tokens, were better than expected.
+"""Advantage estimators: how much better each sample, or each token, was than expected.
 
-First come the functions over a group of samples, which configs choose by name and to which those of
-your own are equal (`algorithms.ADVANTAGES`, docs/extending.md); then what makes advantages of
-single tokens.
+The first part has the estimators over a group of samples.  A config selects one by name, or names a
+function of your own by import path (`algorithms.ADVANTAGES`, docs/extending.md).  The second part
+has the estimators of single tokens: GAE, whitening and the advantages of a teacher.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from coa_jax.learn.algorithms import Algorithm, marked
 from coa_jax.learn.batch import Batch
 from coa_jax.trajectory import Trajectory
 
-_BOUND = 20.0  # of differences of log-probabilities
+_BOUND = 20.0  # bound on the difference of two log-probabilities
 
 
 # --- advantages of a group (paper eq 10) ---------------------------------------------------
@@ -31,20 +31,23 @@ _BOUND = 20.0  # of differences of log-probabilities
 def advantages_of(
     algorithm: Algorithm, group: Sequence[Trajectory]
 ) -> list[tuple[Trajectory, np.ndarray]]:
-    """The graded trajectories of a group with their advantages.
+    """Computes the advantages of the graded trajectories of a group.
 
-    A sample that could not be graded neither counts for the others nor learns.
+    A sample that could not be graded is left out: it has no advantage, and does not enter the
+    baseline of the other samples.
 
     Args:
-        algorithm: resolved.
+        algorithm: a resolved algorithm, see `Algorithm.resolve`.
         group: samples of one task.
 
     Returns:
-        Each graded one with its advantage, float32, for all of its tokens ``[]`` or by token
-        ``[T]``.  Where the advantage is `whitened`, rewards stand in their place.
+        Each graded trajectory with its advantage, float32: one number for all tokens ``[]``, or one
+        per token ``[T]``.  If `Algorithm.whitened` is true, these are rewards, which
+        `experience.complete_experience` turns into advantages of tokens.
 
     Raises:
-        UserError: the function of the advantage fails, or gives something else than finite numbers.
+        UserError: the advantage function fails, or returns something other than finite numbers of
+            these shapes.
     """
     graded = [t for t in group if t.reward is not None and t.reward.value is not None]
     if not graded:
@@ -68,60 +71,63 @@ def advantages_of(
     )
     if not fit or not all(np.isfinite(value).all() for value in given):
         raise UserError(
-            f"{where}: {name} gave {shown(found)} for the rewards {values}; an advantage gives a "
-            f"finite number for each of the {len(graded)} samples, or for each an array of a "
-            "number a token"
+            f"{where}: {name} returned {shown(found)} for the rewards {values}; an advantage "
+            f"function returns, for each of the {len(graded)} samples, a finite number or an array "
+            "with a finite number per token"
         )
     if algorithm.of_sequence and any(value.ndim for value in given):
         raise UserError(
-            f"{where}: {name} gave a number a token; the ratio of sequences of "
-            f"algorithm.loss={algorithm.loss} needs one advantage a sequence: give loss=clip"
+            f"{where}: {name} returned a number per token; the sequence-level ratio of "
+            f"algorithm.loss={algorithm.loss} needs one advantage per sequence: give loss=clip"
         )
     return list(zip(graded, given, strict=True))
 
 
 def has_signal(rewards: Sequence[float | None] | np.ndarray) -> bool:
-    """Whether a group's graded rewards differ, so that its gradient is not zero."""
+    """Whether the graded rewards of a group differ, so that its advantages are not all zero."""
     return len({reward for reward in rewards if reward is not None}) > 1
 
 
 def less_mean(rewards: np.ndarray) -> np.ndarray:
-    """``R - mean`` (Dr.GRPO, arXiv 2503.20783 §3.2); 0 where rewards do not differ."""
-    # The mean of equal numbers need not be that number in floating point.
+    """``R - mean(R)`` (Dr. GRPO, arXiv 2503.20783 §3.2); 0 where all rewards are equal."""
+    # In floating point the mean of equal numbers may differ from them in the last bit.
     return rewards - rewards.mean() if has_signal(rewards) else np.zeros_like(rewards)
 
 
 def standard_scores(rewards: np.ndarray, eps: float = 1e-6) -> np.ndarray:
-    """``(R - mean) / (std + eps)`` (GRPO, arXiv 2402.03300 §4.1.2)."""
+    """``(R - mean(R)) / (std(R) + eps)`` (GRPO, arXiv 2402.03300 §4.1.2)."""
     return less_mean(rewards) / (rewards.std() + eps)
 
 
 def less_others(rewards: np.ndarray) -> np.ndarray:
-    """R less the mean of the others: ``(R - mean) n / (n - 1)`` (RLOO, arXiv 2402.14740 eq 5)."""
+    """R minus the mean of the other samples, ``(R - mean(R)) n / (n - 1)``.
+
+    RLOO, arXiv 2402.14740 eq 5.
+    """
     return less_mean(rewards) * (len(rewards) / max(len(rewards) - 1, 1))
 
 
 @marked(whitened=True, alone=True)
 def of_step(rewards: np.ndarray) -> np.ndarray:
-    """R itself, whitened over the step (REINFORCE++, arXiv 2501.03262)."""
+    """R, which is later whitened over the whole step (REINFORCE++, arXiv 2501.03262)."""
     return rewards
 
 
 @marked(whitened=True)
 def of_step_less_mean(rewards: np.ndarray) -> np.ndarray:
-    """``R - mean``, whitened over the step (REINFORCE++ with baseline, arXiv 2501.03262)."""
+    """``R - mean(R)``, later whitened over the step (REINFORCE++ baseline, arXiv 2501.03262)."""
     return less_mean(rewards)
 
 
 @marked(critic=True, alone=True)
 def of_critic(rewards: np.ndarray) -> np.ndarray:
-    """R itself, from which `gae` takes the values of a critic."""
+    """R, from which `gae` computes advantages with the values of a critic."""
     return rewards
 
 
 @marked(alone=True)
 def nothing(rewards: np.ndarray) -> np.ndarray:
-    """0, where a teacher alone says what is better, see `distillation`."""
+    """0 for every sample: only the teacher gives advantages, see `distillation`."""
     return np.zeros_like(rewards)
 
 
@@ -138,17 +144,19 @@ def gae(
 ) -> tuple[jax.Array, jax.Array]:
     """Generalised advantage estimation (Schulman et al., arXiv 1506.02438 eq 16).
 
-    ``A_t = d_t + gamma lam A_t'``, ``d_t = r_t + gamma V_t' - V_t``, where t' is the policy's next
-    token in the same sequence, with nothing after its last.  Values of 0 and lam 1 give discounted
-    sums of rewards.
+    ``A_t = d_t + gamma lam A_t'`` with ``d_t = r_t + gamma V_t' - V_t``, where t' is the next
+    policy token in the same sequence; ``A_t'`` and ``V_t'`` are 0 after the last policy token.
+    With values of 0 and ``lam`` 1, the advantages are discounted sums of rewards.
 
     Args:
-        rewards, values: float32 ``[R, T]``.
-        batch: ``mask`` and ``segment_ids`` are read.
-        gamma, lam: discount and trace decay.
+        rewards: reward at each token, float32 ``[R, T]`` for R packed rows of T tokens.
+        values: value of the state before each token, float32 ``[R, T]``.
+        batch: packed rows; only ``mask`` and ``segment_ids`` are read.
+        gamma: discount factor.
+        lam: trace decay (lambda).
 
     Returns:
-        Advantages and returns ``A + V``, float32 ``[R, T]``, 0 where the policy did not write.
+        Advantages A and returns A + V, both float32 ``[R, T]``, 0 where the policy did not write.
     """
 
     def step(carry: tuple[jax.Array, ...], column: tuple[jax.Array, ...]) -> tuple[Any, Any]:
@@ -172,17 +180,24 @@ def gae(
 
 
 def whiten(batches: Sequence[Batch], eps: float = 1e-8) -> list[Batch]:
-    """Advantages less their mean, over their standard deviation, over all tokens of the policy.
+    """Standardises advantages to mean 0 and variance 1 over all policy tokens of a step.
 
-    Global normalisation as in REINFORCE++ (arXiv 2501.03262); for PPO see Andrychowicz et al.
-    (arXiv 2006.05990 §3.5).  Advantages that do not differ become 0.
+    This is the global normalisation of REINFORCE++ (arXiv 2501.03262); for PPO see Andrychowicz et
+    al. (arXiv 2006.05990 §3.5).  If all advantages are equal, they become 0.
+
+    Args:
+        batches: all micro-batches of the step; ``advantage`` and ``mask`` are read.
+        eps: is added to the variance.
+
+    Returns:
+        The batches with standardised advantages, 0 where the policy did not write.
     """
     sums = [jax.device_get(_sums(b.advantage, b.mask, jnp.float32(0.0))) for b in batches]
     count = max(sum(float(np.sum(s[0])) for s in sums), 1.0)
     mean = sum(float(s[1]) for s in sums) / count
     around = [jax.device_get(_sums(b.advantage, b.mask, jnp.float32(mean))) for b in batches]
     variance = sum(float(s[2]) for s in around) / count
-    # Below that it is the rounding of the mean.
+    # A smaller variance is rounding error of the mean.
     scale = 1.0 / np.sqrt(variance + eps) if variance > (1e-6 * mean) ** 2 else 0.0
     return [
         b._replace(
@@ -210,8 +225,15 @@ def _standardise(
 def distillation(old: ArrayLike, teacher: ArrayLike) -> jax.Array:
     """Advantages ``log p_teacher - log p_old`` of tokens that the policy sampled.
 
-    Their mean is less the reverse KL divergence from the teacher, one token at a time, without a
-    sum over later ones (on-policy distillation: Lu et al. 2025, https://thinkingmachines.ai/blog/
+    Their expectation is the negative reverse KL divergence from the teacher, per token, without a
+    sum over later tokens (on-policy distillation: Lu et al. 2025, https://thinkingmachines.ai/blog/
     on-policy-distillation; Agarwal et al., arXiv 2306.13649 §3; Gu et al., arXiv 2306.08543 eq 1).
+
+    Args:
+        old: log-probabilities under the old policy, float32 ``[R, T]``.
+        teacher: log-probabilities of the same tokens under the teacher, float32 ``[R, T]``.
+
+    Returns:
+        Float32 ``[R, T]``, clipped to +-20.
     """
     return jnp.clip(jnp.asarray(teacher) - old, -_BOUND, _BOUND)

@@ -1,9 +1,10 @@
-"""The choice of a reinforcement-learning algorithm: named presets whose every knob can be turned.
+"""Reinforcement-learning algorithms: named presets, each setting of which can be overridden.
 
-An algorithm is advantage estimator x loss x normalisation x clip bounds.  A config names a preset
-and leaves the knobs unset (-1, or "" for a word); each that is set, in the file or on the command
-line (``--config.algorithm.name=gspo --config.algorithm.clip_high=0.001``), replaces the preset's.
-docs/algorithms.md has the table, docs/extending.md says how to write an advantage or a loss.
+An algorithm is a combination of advantage estimator, loss, normalisation and clip bounds.  A config
+names a preset.  A setting that is left unset (-1 for a number, "" for a string) has the preset's
+value; one that is set, in the file or on the command line (``--config.algorithm.name=gspo
+--config.algorithm.clip_high=0.001``), overrides it.  docs/algorithms.md lists the presets;
+docs/extending.md explains how to write an advantage or a loss.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from coa_jax.extensions import Bound, Kind, Named, bind
 F = TypeVar("F", bound=Callable[..., Any])
 
 UNSET = -1.0
-"""A number that no knob can have: as the preset says."""
+"""Marks an unset number: the preset's value applies.  No setting can have this value itself."""
 
 ADVANTAGES = Kind(
     "advantage",
@@ -39,11 +40,13 @@ ADVANTAGES = Kind(
 )
 """A NumPy function over the graded samples of a group; see `advantages.advantages_of`.
 
-It may ask for their ``rewards``, float64 ``[n]``; their ``lengths``, tokens that the policy wrote,
-int64 ``[n]``; and the ``trajectories`` themselves.  It gives a number for each sample, or for each
-an array of a number a token.  Marks (`marked`): ``alone`` if it does not compare samples,
-``whitened`` if it gives rewards, from which `advantages.gae` makes advantages that
-`advantages.whiten` scales, and ``critic`` if that takes values of a critic.
+Its parameters may be any of ``rewards``, float64 ``[n]``; ``lengths``, the number of policy tokens
+of each sample, int64 ``[n]``; and ``trajectories``, the n samples.  It returns, for each sample, a
+number or an array with one number per token.
+
+`marked` declares properties of the function: ``alone`` if it does not compare samples with each
+other; ``whitened`` if it returns rewards, from which `advantages.gae` computes advantages that
+`advantages.whiten` standardises; ``critic`` if `advantages.gae` then uses the values of a critic.
 """
 
 LOSSES = Kind(
@@ -60,9 +63,10 @@ LOSSES = Kind(
     ),
     needs=("logp", "log_ratio", "ratio"),
 )
-"""A pure JAX function that gives a loss for each token; see `objectives.surrogate`.
+"""A pure JAX function that returns the loss of each token; see `objectives.surrogate`.
 
-The mark ``of_sequence`` (`marked`) says that all tokens of a sequence need one advantage.
+The mark ``of_sequence`` (see `marked`) declares that the loss needs one advantage for all tokens of
+a sequence.
 """
 
 NORMALISATIONS = ("token", "sequence", "constant")
@@ -81,7 +85,7 @@ NAMES = (
 """Names of the presets."""
 
 LEVELS = ("token", "sequence", "geometric")
-"""Of what a correction takes the ratio, see `objectives.correction`."""
+"""Levels at which `objectives.correction` computes the ratio trainer / sampler."""
 
 Knob = Annotated[float, Between(0, 1e6, also=(-1,))]
 WholeKnob = Annotated[int, Between(0, MAX_INT, also=(-1,))]
@@ -89,53 +93,67 @@ WholeKnob = Annotated[int, Between(0, MAX_INT, also=(-1,))]
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(Bounded):
-    """A preset and the knobs that differ from it; `resolve` gives one without unset knobs.
+    """A preset with overrides; `resolve` returns an algorithm in which every setting has a value.
 
     Attributes:
-        name: grpo, dapo, dr_grpo, rloo, gspo, cispo, reinforce++, reinforce++_baseline, ppo or
-            opd.
-        advantage: ``group`` standard scores, ``mean`` or ``leave_one_out`` baselines within a
-            group, ``batch`` whitened over the step, ``batch_baseline`` the same after the group's
-            mean is taken off, ``gae`` with a critic, ``none`` where only a teacher counts.
-            Or ``package.module:name``, see `ADVANTAGES`.
-        advantage_options: its settings.
-        loss: ``clip`` by token, ``sequence_clip`` by sequence or ``cispo``; or
-            ``package.module:name``, see `LOSSES`.
-        loss_options: its settings, beside the bounds below, for which a loss may ask.
-        normalise: ``token``, ``sequence`` or ``constant``; see `objectives.weigh`.
-        learn_from: ``signal``: only groups whose rewards differ, sampling on until there are enough
-            and keeping what is left over for the next step; ``all`` groups otherwise.
-        clip_low: ratios below ``1 - clip_low`` stop pushing a token further down.
-        clip_high: ratios above ``1 + clip_high`` stop pushing it further up.
-        dual_clip: for negative advantages the loss is at most this multiple of it; 0 for none.
-        negative_weight: factor on negative advantages.  Below 1 what worked counts for more: pass@1
-            rises faster, at the price of variety and so of pass@k (Xiong et al. 2025, arXiv
-            2504.11343; Zhu et al. 2025, arXiv 2506.01347).
-        loss_length: tokens by which ``constant`` divides a sequence's sum.
-        kl: estimator of the divergence from the policy that the run began with, see
+        name: the preset: grpo, dapo, dr_grpo, rloo, gspo, cispo, reinforce++,
+            reinforce++_baseline, ppo or opd.
+        advantage: the advantage estimator.  ``group``: standard scores within a group; ``mean`` and
+            ``leave_one_out``: rewards minus a baseline of the group; ``batch``: rewards whitened
+            over the step; ``batch_baseline``: the same after subtraction of the group's mean;
+            ``gae``: with a critic; ``none``: only a teacher gives advantages.  Or
+            ``package.module:name``, see `ADVANTAGES`.
+        advantage_options: keyword arguments of the advantage function.
+        loss: the policy loss.  ``clip``: PPO's clip with a ratio per token; ``sequence_clip``: with
+            a ratio per sequence (GSPO); ``cispo``.  Or ``package.module:name``, see `LOSSES`.
+        loss_options: keyword arguments of the loss function, in addition to the clip bounds below,
+            which it may take as parameters.
+        normalise: how losses of tokens are averaged: ``token``, ``sequence`` or ``constant``; see
+            `objectives.weigh`.
+        learn_from: ``all`` groups, or only groups with a ``signal``, whose rewards differ.  With
+            ``signal``, sampling goes on until a step has enough such groups, and surplus groups
+            are kept for the next step.
+        clip_low: the loss has no gradient that lowers a token's probability where its ratio is
+            below ``1 - clip_low``.
+        clip_high: the loss has no gradient that raises a token's probability where its ratio is
+            above ``1 + clip_high``.
+        dual_clip: c of dual-clip PPO: for an advantage A < 0 the loss is at most ``-c A``; 0 for no
+            bound.
+        negative_weight: factor on negative advantages.  Below 1, successful samples count for
+            more: pass@1 rises faster, at the cost of diversity and so of pass@k (Xiong et al. 2025,
+            arXiv 2504.11343; Zhu et al. 2025, arXiv 2506.01347).
+        loss_length: tokens by which ``normalise=constant`` divides the sum over a sequence.
+        kl: estimator of the KL divergence from the initial policy of the run, see
             `objectives.kl_estimate`.
-        kl_in: where its penalty goes, into the ``loss`` or into the ``reward`` of each token.
-        kl_coef: its factor; 0 for none, which also saves the frozen copy of the parameters.
+        kl_in: where the KL penalty is added: to the ``loss``, or to the ``reward`` of each token.
+        kl_coef: factor of the KL penalty.  With 0 there is no penalty, and no frozen copy of the
+            parameters is kept.
         entropy_coef: factor of the entropy bonus; 0 for none.
-        opd_coef: factor of a teacher's advantages of tokens (on-policy distillation), which are
+        opd_coef: factor of the teacher's advantages of tokens (on-policy distillation), which are
             added to those of ``advantage``; 0 for no teacher.  See `advantages.distillation`.
-        old_logp: whose log-probabilities are the old ones, to which the loss takes its ratio: those
-            of the ``sampler``, or those that the ``trainer`` computes before the step's first
-            update (the proximal policy of decoupled PPO).
-        tis_cap: bound of the importance weight trainer / sampler by which a loss is multiplied; 0
-            for no weight, 1e6 for one that is hardly ever bounded.  See `objectives.correction`.
-        tis_level: whose ratio the weight is: that of the ``token``, the product of its
-            ``sequence``, or the ``geometric`` mean of that.
-        mask_low, mask_high: ratios trainer / sampler below and above which there is no loss; 0 for
-            no bound.
-        mask_level: whose ratio that is, as in ``tis_level``.
-        overlong_buffer: tokens before the budget ``rollout.max_tokens`` in which the reward falls;
-            0 for none.  See `learn.shaping`.
-        overlong_penalty: what is taken off where the budget is used up.
-        gamma, lam: discount and trace decay of generalised advantage estimation.
-        value_clip: how far a value may move from the old one before its loss stops; 0 for no bound.
-        critic_learning_rate: the critic's optimiser is the policy's, but for this
-        critic_warmup_steps: and for this.
+        old_logp: the log-probabilities in the denominator of the loss's ratio: those of the
+            ``sampler``, or those that the ``trainer`` computes before the step's first update (the
+            proximal policy of decoupled PPO).
+        tis_cap: upper bound of the importance weight trainer / sampler by which a loss is
+            multiplied (truncated importance sampling); 0 for no weight.  See
+            `objectives.correction`.
+        tis_level: ratio that is the importance weight: of the ``token``, the product over its
+            ``sequence``, or the ``geometric`` mean over its sequence.
+        mask_low: a token has no loss where its ratio trainer / sampler is below this; 0 for no
+            bound.
+        mask_high: a token has no loss where its ratio trainer / sampler is above this; 0 for no
+            bound.
+        mask_level: ratio to which ``mask_low`` and ``mask_high`` apply, as in ``tis_level``.
+        overlong_buffer: the reward falls over this many tokens before the budget
+            ``rollout.max_tokens``; 0 for no penalty.  See `learn.shaping`.
+        overlong_penalty: amount by which the reward is lowered at the budget.
+        gamma: discount factor of generalised advantage estimation.
+        lam: trace decay (lambda) of generalised advantage estimation.
+        value_clip: distance from the old value beyond which a critic's value has no gradient; 0
+            for no bound.
+        critic_learning_rate: learning rate of the critic; its other optimiser settings are the
+            policy's.
+        critic_warmup_steps: warm-up steps of the critic's learning rate.
     """
 
     name: Annotated[str, OneOf(*NAMES)] = "grpo"
@@ -170,45 +188,45 @@ class Algorithm(Bounded):
     critic_warmup_steps: WholeKnob = int(UNSET)
 
     def resolve(self, budget: int) -> Algorithm:
-        """The algorithm with every knob set.
+        """Returns the algorithm with every setting filled in from the preset.
 
         Args:
-            budget: tokens that a trajectory may have.
+            budget: maximum number of tokens of a trajectory.
 
         Raises:
-            UserError: there is no such preset, or the knobs do not go together.
+            UserError: the settings contradict each other.
         """
         known = presets(budget)
         knobs = {k: v for k, v in dataclasses.asdict(self).items() if v not in ("", UNSET)}
         chosen = dataclasses.replace(known[self.name], **knobs)
         if self.dual_clip > 0 and "dual_clip" not in chosen.loss_call.asks:
-            _refuse(chosen, "dual_clip", f"the loss {chosen.loss} does not ask for it: give 0")
+            _refuse(chosen, "dual_clip", f"the loss {chosen.loss} does not take it: give 0")
         _check(chosen, budget)
         return chosen
 
     @functools.cached_property
     def advantage_call(self) -> Bound:
-        """The function of ``advantage``."""
+        """The advantage function, with its options bound."""
         return bind(ADVANTAGES, self.advantage, self.advantage_options, "algorithm.advantage")
 
     @functools.cached_property
     def loss_call(self) -> Bound:
-        """The function of ``loss``."""
+        """The loss function, with its options bound."""
         return bind(LOSSES, self.loss, self.loss_options, "algorithm.loss")
 
     @property
     def alone(self) -> bool:
-        """Whether a sample has its advantage without others of its task."""
+        """Whether a sample's advantage does not depend on other samples of its task."""
         return has_mark(self.advantage_call, "alone")
 
     @property
     def needs_critic(self) -> bool:
-        """Whether values are learnt."""
+        """Whether a critic is trained."""
         return has_mark(self.advantage_call, "critic")
 
     @property
     def whitened(self) -> bool:
-        """Whether advantages of tokens are made of rewards, and scaled over the step."""
+        """Whether advantages of tokens come from `gae` and are standardised over the step."""
         return self.needs_critic or has_mark(self.advantage_call, "whitened")
 
     @property
@@ -218,33 +236,33 @@ class Algorithm(Bounded):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the policy of the beginning has to be kept."""
+        """Whether the initial policy is kept, for a KL penalty."""
         return self.kl_coef > 0
 
     @property
     def masks(self) -> bool:
-        """Whether ratios to the sampler beyond a bound have no loss."""
+        """Whether tokens whose ratio trainer / sampler is out of bounds have no loss."""
         return self.mask_low > 0 or self.mask_high > 0
 
     def check_stale(self, why: str) -> None:
-        """Refuses to learn from what older policies have sampled without a correction for it.
+        """Checks that samples of older policies are corrected for.
 
         Args:
-            why: begins the message: the setting by which data may be old.
+            why: the setting that allows older samples; the message starts with it.
 
         Raises:
-            UserError: the old log-probabilities are the trainer's, and no ratio to the sampler
-                weighs or masks.
+            UserError: the old log-probabilities are the trainer's, and neither an importance
+                weight nor a mask corrects for the sampler.
         """
         if self.old_logp == "trainer" and not self.tis_cap and not self.masks:
             raise UserError(
                 f"{why} and algorithm.old_logp is 'trainer': nothing corrects for the policy that "
-                "sampled; give algorithm.tis_cap=2, or algorithm.old_logp=sampler"
+                "sampled; give algorithm.tis_cap=2 or algorithm.old_logp=sampler"
             )
 
 
 def marked(**marks: bool) -> Callable[[F], F]:
-    """Decorator that says of an advantage or a loss what `ADVANTAGES` and `LOSSES` name."""
+    """Decorator that sets the marks of an advantage or a loss, see `ADVANTAGES` and `LOSSES`."""
 
     def mark(function: F) -> F:
         vars(function).update(marks)
@@ -254,12 +272,16 @@ def marked(**marks: bool) -> Callable[[F], F]:
 
 
 def has_mark(call: Bound, name: str) -> bool:
-    """Whether a function has a mark of `marked`."""
+    """Whether a function carries a mark that `marked` has set."""
     return bool(getattr(call.found, name, False))
 
 
 def presets(budget: int) -> dict[str, Algorithm]:
-    """The named algorithms, by name; sources and deviations are in docs/algorithms.md."""
+    """The presets by name; docs/algorithms.md has their sources and deviations.
+
+    Args:
+        budget: maximum number of tokens of a trajectory.
+    """
     plain = Algorithm(
         advantage="group",
         loss="clip",
@@ -321,7 +343,7 @@ def presets(budget: int) -> dict[str, Algorithm]:
 
 
 def _check(a: Algorithm, budget: int) -> None:
-    """Refuses what cannot work; ``a`` has no unset knob."""
+    """Raises `UserError` if settings of the resolved algorithm ``a`` contradict each other."""
     if a.overlong_buffer > budget:
         _refuse(a, "overlong_buffer", f"the budget is {budget} tokens: give at most that")
     if a.of_sequence and (a.whitened or a.opd_coef):
@@ -329,7 +351,8 @@ def _check(a: Algorithm, budget: int) -> None:
         _refuse(
             a,
             "loss",
-            f"a ratio of sequences needs one advantage a sequence, and {which} has one a token: "
+            f"a sequence-level ratio needs one advantage per sequence, and {which} has one per "
+            "token: "
             "give loss=clip, or " + ("opd_coef=0" if a.opd_coef else "advantage=group"),
         )
     if a.advantage == "none" and not a.opd_coef:
@@ -340,14 +363,14 @@ def _check(a: Algorithm, budget: int) -> None:
         _refuse(
             a,
             "kl_in",
-            f"advantage={a.advantage} takes one reward a sequence: give kl_in=loss, or "
+            f"advantage={a.advantage} takes one reward per sequence: give kl_in=loss, or "
             "advantage=batch or gae",
         )
     if a.kl_coef and a.kl_in == "loss" and a.kl == "k1":
         _refuse(
             a,
             "kl",
-            "in a loss its gradient is that of the log-probability, whose mean is zero: give k2 "
+            "as a loss k1 has the gradient of the log-probability, whose mean is zero: give k2 "
             "or k3, or kl_in=reward",
         )
     if a.tis_cap and a.old_logp == "sampler":

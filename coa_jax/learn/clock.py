@@ -1,4 +1,4 @@
-"""Where the time of a step goes, and the profiler's window on some steps."""
+"""Measures the time of a step by phase, and profiles a range of steps."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from coa_jax.errors import UserError
 
 
 class Clock:
-    """Seconds by name, since it was made."""
+    """Measures wall-clock seconds by phase, from the creation of the clock."""
 
     def __init__(self, *names: str) -> None:
-        """Starts; ``names`` are reported even if nothing of the kind happens."""
+        """Starts the clock; the phases ``names`` are reported even if they never run."""
         self.seconds: dict[str, float] = collections.defaultdict(float, dict.fromkeys(names, 0.0))
         self._began = time.monotonic()
 
     @contextlib.contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        """Adds the time of a block to a name."""
+        """Context manager that adds the time of its block to a phase."""
         began = time.monotonic()
         try:
             yield
@@ -35,7 +35,7 @@ class Clock:
         return time.monotonic() - self._began
 
     def report(self) -> dict[str, float]:
-        """Metrics of the time so far; what no block took is ``time/unaccounted``."""
+        """Metrics ``time/...`` so far; ``time/unaccounted`` is the time outside all phases."""
         total, parts = self.elapsed(), dict(self.seconds)
         return {
             **{f"time/{name}": seconds for name, seconds in parts.items()},
@@ -48,10 +48,14 @@ class Profile:
     """Records steps ``first`` to ``last`` with `jax.profiler`, for TensorBoard or xprof."""
 
     def __init__(self, steps: tuple[int, ...], directory: Path):
-        """Takes (first, last), or () for no recording.
+        """Checks the range of steps.
+
+        Args:
+            steps: (first, last) step to record; () for no recording.
+            directory: folder for the profile.
 
         Raises:
-            UserError: something else.
+            UserError: ``steps`` is neither () nor two positive numbers in ascending order.
         """
         if steps and (len(steps) != 2 or not 0 < steps[0] <= steps[1]):
             raise UserError(
@@ -62,18 +66,18 @@ class Profile:
         self._recording = False
 
     def before(self, step: int) -> None:
-        """Starts with the first step of the window; a resumed run may begin inside it."""
+        """Starts recording if the step is in the range; a resumed run may start inside it."""
         if self._steps and self._steps[0] <= step <= self._steps[1] and not self._recording:
             jax.profiler.start_trace(self._directory)
             self._recording = True
 
     def after(self, step: int) -> None:
-        """Ends with the last step of the window."""
+        """Stops recording after the last step of the range."""
         if self._recording and step >= self._steps[1]:
             self.close()
 
     def close(self) -> None:
-        """Writes what was recorded."""
+        """Stops recording, and writes the profile."""
         if self._recording:
             self._recording = False
             jax.profiler.stop_trace()

@@ -1,4 +1,4 @@
-"""Groups of graded trajectories: how they are asked and graded, and what a step has of them."""
+"""Requests, grading and metrics of groups; a group is the set of samples of one task."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from coa_jax.trajectory import StopReason, Trajectory, format_valid
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """The groups of one step, of all processes.
+    """The groups of one step, gathered from all processes.
 
     Attributes:
-        composition: the step.
-        used: groups that the step learns from; each graded.
-        everything: all groups that were examined, graded: the used ones, and groups without a
-            signal.
-        dropped: groups that were too old; they may be incomplete.
+        composition: which groups the step uses, see `admission.Ledger.take`.
+        used: graded groups that the step trains on.
+        everything: all graded groups that the step examined: the used groups, and groups without a
+            signal (whose rewards do not differ).
+        dropped: groups that were dropped because they were too old; they may be incomplete.
     """
 
     composition: Composition
@@ -47,12 +47,13 @@ def assemble(
     dropped: Sequence[list[Trajectory]],
     wait_seconds: float,
 ) -> Sampled:
-    """Puts a step together from what all processes have of it, each of which calls this.
+    """Gathers the groups of a step from all processes; every process calls this function.
 
     Args:
-        composition: the step.
-        groups, dropped: of this process, see `stream.Share`.
-        wait_seconds: see `processes.meet`.
+        composition: which groups the step uses.
+        groups: examined groups of this process by task index, see `stream.Share`.
+        dropped: groups of this process that were too old.
+        wait_seconds: how long to wait for the slowest process, see `processes.meet`.
     """
     mine = (dict(groups), list(dropped))
     everything: dict[int, list[Trajectory]] = {}
@@ -76,15 +77,15 @@ def request_of(
     index: int,
     environments: Environments | None = None,
 ) -> Request:
-    """The request for a group.
+    """Builds the request for all samples of a group.
 
     Args:
-        config: of the run.
-        model: its tokenizer is used.
-        task: the task.
-        prompt: how the task is put to the policy.
-        index: of the task in the stream of tasks, from which the samples take their randomness.
-        environments: make what answers the samples; None for the loop of tools.
+        config: settings of the run.
+        model: the policy; only its tokenizer is used.
+        task: the task to sample.
+        prompt: prompt style in which the policy sees the task.
+        index: index of the task in the run's stream of tasks; it seeds the samples.
+        environments: creates the environment that the samples act in; None for the tool loop.
     """
     samples = tuple(range(config.group_size))
     environment, asked = None, prompt_ids(model.tokenizer, task, prompt)
@@ -105,7 +106,14 @@ def request_of(
 async def graded(
     config: RLConfig, graders: Graders, task: Task, trajectory: Trajectory
 ) -> Trajectory:
-    """A finished trajectory with the reward that it has alone."""
+    """Returns a finished trajectory with the rewards that need no other sample of its group.
+
+    Args:
+        config: settings of the run; ``stops`` may mask the reward.
+        graders: graders of the run.
+        task: task of the trajectory.
+        trajectory: a finished trajectory.
+    """
     reward = await graders.grade_alone(task, trajectory)
     if config.stops.masks(trajectory):
         reward = dataclasses.replace(reward, value=None)
@@ -115,7 +123,14 @@ async def graded(
 async def completed(
     config: RLConfig, graders: Graders, task: Task, group: Sequence[Trajectory]
 ) -> list[Trajectory]:
-    """A whole group, whose trajectories are graded alone, with the rewards to learn from."""
+    """Returns a whole group with the shaped rewards that the policy is trained on.
+
+    Args:
+        config: settings of the run.
+        graders: graders of the run; some of them compare the samples of a group.
+        task: task of the group.
+        group: the trajectories of the group, each returned by `graded`.
+    """
     alone = [trajectory.reward for trajectory in group if trajectory.reward is not None]
     together = await graders.grade_together(task, group, alone)
     shaped = [
@@ -134,22 +149,21 @@ async def completed(
 
 
 def is_learned(config: RLConfig, group: Sequence[Trajectory]) -> bool:
-    """Whether a step can learn from a group: dynamic sampling (DAPO, arXiv 2503.14476 §3.2).
+    """Whether a step can train on a group: dynamic sampling (DAPO, arXiv 2503.14476 §3.2).
 
-    An algorithm that learns from a signal takes groups whose rewards differ, and not only because
-    of their lengths.
+    With ``learn_from=signal``, the rewards of the group must differ before the length penalty.
     """
     return config.chosen.learn_from == "all" or has_signal(earned(group))
 
 
 def score(config: RLConfig, group: Sequence[Trajectory]) -> Score:
-    """How many trajectories of a group have solved the task, and how many were graded."""
+    """Counts the trajectories of a group that solved the task, and those that were graded."""
     graded = [value for value in earned(group) if value is not None]
     return sum(value >= config.pool.solved_at for value in graded), len(graded)
 
 
 def describe_sources(config: RLConfig, sampled: Sampled) -> dict[str, float]:
-    """Figures of each source of a mixture that the step has asked; none of a single source."""
+    """Metrics of each source of a mixture among the step's groups; {} without a mixture."""
     groups: dict[str, list[list[Trajectory]]] = defaultdict(list)
     for group in sampled.everything if config.mixture else ():
         groups[group[0].metadata["source"]].append(group)
@@ -167,7 +181,7 @@ def describe_sources(config: RLConfig, sampled: Sampled) -> dict[str, float]:
 
 
 def describe(sampled: Sampled) -> dict[str, float]:
-    """Figures of a step's rollouts, all sampled groups included."""
+    """Metrics of a step's rollouts, over all examined groups."""
     groups = sampled.everything
     counts = {
         "group/sampled": float(len(groups)),
@@ -200,13 +214,13 @@ def describe(sampled: Sampled) -> dict[str, float]:
 
 
 def _parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The mean of each part of the rewards, over the graded trajectories that have it."""
+    """Mean of each component of the rewards, over the graded trajectories that have it."""
     rewards = [t.reward for t in trajectories if t.reward is not None]
     there = [reward.parts for reward in rewards if reward.value is not None]
     names = sorted({name for parts in there for name in parts} - {"earned"})
     means = {}
     for name in names:
-        # What is taken off is a part only of those from which it is.
+        # A penalty is a component only of the rewards that it lowers: it counts as 0 elsewhere.
         absent = [0.0] if name in ("overlong", "stop") else []
         means[f"reward/{name}"] = float(
             np.mean([v for parts in there for v in ([parts[name]] if name in parts else absent)])
@@ -215,21 +229,21 @@ def _parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 MASKED_BY = ("ungraded", "fault", "tool_fault", "deadline", "tool_time")
-"""Why trajectories are masked under the default settings; see `masked_by`."""
+"""Reasons for which trajectories are masked under the default settings; see `masked_by`."""
 
 
 def _masked(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """The share of the trajectories that are masked, by cause."""
+    """Share of the trajectories that are masked, by reason."""
     causes = Counter(cause for t in trajectories if (cause := masked_by(t)))
     names = sorted({*MASKED_BY, *causes})
     return {f"masked/{name}": causes[name] / len(trajectories) for name in names}
 
 
 def masked_by(trajectory: Trajectory) -> str:
-    """Why a trajectory has no value to learn from; "" if it has one.
+    """Reason for which a trajectory has no reward to train on; "" if it has a reward.
 
-    ``ungraded`` a reward gave no verdict, ``tool_fault`` a part of ours broke in a tool; else the
-    reason for which it stopped.
+    The reason is ``ungraded`` if a grader gave no verdict, ``tool_fault`` if a tool call failed
+    through a fault of our own, and otherwise the stop reason of the trajectory.
     """
     reward, stop = trajectory.reward, trajectory.stop_reason
     if reward is None or reward.reason:
@@ -242,17 +256,17 @@ def masked_by(trajectory: Trajectory) -> str:
 
 
 def graded_values(groups: Sequence[Sequence[Trajectory]]) -> list[float]:
-    """Rewards of all trajectories that could be graded."""
+    """Rewards of all graded trajectories."""
     return [value for group in groups for value in rewards(group) if value is not None]
 
 
 def rewards(group: Sequence[Trajectory]) -> list[float | None]:
-    """Rewards of graded or ungraded trajectories; None where there is none."""
+    """Reward of each trajectory; None for a trajectory without a reward."""
     return [None if t.reward is None else t.reward.value for t in group]
 
 
 def earned(group: Sequence[Trajectory]) -> list[float | None]:
-    """`rewards` before a penalty for length."""
+    """`rewards` before the length penalty."""
     return [
         None if t.reward is None else t.reward.parts.get("earned", t.reward.value) for t in group
     ]

@@ -1,8 +1,9 @@
-"""The output head on chunks of positions, whose logits exist for one chunk at a time.
+"""The output head, applied chunk by chunk: logits exist for one chunk of positions at a time.
 
-Shape letters: K chunks, R rows, C positions of a row in a chunk, D hidden, V vocabulary.  Only the
-first ``live`` chunks are computed, in both passes.  A loop whose length is data has no gradient in
-JAX, so both functions have their own: each chunk is differentiated by `jax.vjp`.
+Shape letters: K chunks, R rows, C positions of a row in a chunk, D hidden size, V vocabulary.  Only
+the first ``live`` chunks are computed, in the forward and the backward pass.  JAX cannot
+differentiate a loop with a traced trip count in reverse mode, so `score` and `weighted_sum` have
+custom VJPs, which differentiate each chunk with `jax.vjp`.
 """
 
 from __future__ import annotations
@@ -20,13 +21,13 @@ from coa_jax.model.compute import Compute
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """The static choices of a head.
+    """Static settings of the output head; hashable, so that programs compile with them.
 
     Attributes:
-        compute: how to compute.
-        tied: whether the weight is the embedding table ``[V, D]`` and not a kernel ``[D, V]``.
+        compute: dtype, operations and sharding of the computation.
+        tied: whether the weight is the embedding table ``[V, D]``; else it is a kernel ``[D, V]``.
         temperature: divides the logits.
-        entropy: whether entropies are wanted; else they come out as 0.
+        entropy: whether entropies are computed; else they are 0.
     """
 
     compute: Compute
@@ -35,7 +36,7 @@ class Head:
     entropy: bool = False
 
     def logits(self, hidden: jax.Array, weight: jax.Array) -> jax.Array:
-        """Hidden states ``[R, C, D]`` -> float32 ``[R, C, V]``."""
+        """Logits, float32 ``[R, C, V]``, of hidden states ``[R, C, D]``."""
         spec = "rcd,vd->rcv" if self.tied else "rcd,dv->rcv"
         z = self.compute.ops.einsum(spec, hidden, weight, self.compute.dtype)
         return self.compute.constrain(z, "batch", None, "vocab")
@@ -43,12 +44,18 @@ class Head:
     def backward(
         self, dz: jax.Array, hidden: jax.Array, weight: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Gradients of a chunk's hidden states and of the head, from those of its logits.
+        """Gradients of a chunk's hidden states and of the head's weight.
+
+        Args:
+            dz: gradient of the chunk's logits, float32 ``[R, C, V]``.
+            hidden: hidden states of the chunk, ``[R, C, D]``.
+            weight: weight of the head in the compute dtype.
 
         Returns:
-            Float32 ``[R, C, D]`` and ``[D, V]``.  The second has this form for tied weights too:
-            its matmul takes the logits' gradients as they lie, and one transposition at the end is
-            cheaper than one of all logits.
+            Gradient of the hidden states, float32 ``[R, C, D]``, and of the weight, float32
+            ``[D, V]``.  The latter has this shape for tied weights too: the matmul then reads the
+            logits' gradient in its own layout, and one transpose at the end is cheaper than a
+            transpose of all logits.
         """
         ops, dtype = self.compute.ops, self.compute.dtype
         dz = ops.materialize(dz)
@@ -62,40 +69,51 @@ class Head:
         rules: jax.Array | None = None,
         allowed: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Log-probabilities and entropies of a chunk, float32 ``[R, C]``; see `score`."""
+        """Log-probabilities and entropies of a chunk.
+
+        Args:
+            z: logits, float32 ``[R, C, V]``.
+            targets: token ids, int32 ``[R, C]``.
+            rules: states of the constraint, int32 ``[R, C]``; None without a constraint.
+            allowed: table of the constraint; None without a constraint.
+
+        Returns:
+            Log-probabilities and entropies, float32 ``[R, C]`` each.
+        """
         ops, may = self.compute.ops, None
         if rules is not None and allowed is not None:
             may = allowed_tokens(allowed, rules, z.shape[-1])
-        # Relative to the largest, so that a low temperature makes no difference inexact.
+        # Subtract the maximum before dividing: differences stay exact at a low temperature.
         largest = jnp.max(z, axis=-1, keepdims=True, where=may, initial=-jnp.inf)
         z = (z - jax.lax.stop_gradient(largest)) / self.temperature
         if may is not None:
-            # Before the exponential: that of a larger logit may be infinite, and its gradient NaN.
+            # Mask before the exponential: that of a forbidden, larger logit may overflow, and its
+            # gradient would be NaN.
             z = jnp.where(may, z, -jnp.inf)
         powers = ops.materialize(jnp.exp(z))
         total = ops.row_sum(powers)
         own = _pick(z, targets)
         logp, entropy = own - jnp.log(total), jnp.zeros_like(total)
         if self.entropy:
-            # Neither term is below 0, so nothing cancels where one token has all of the mass.
+            # Neither term is negative, so nothing cancels where one token has all of the mass.
             weighted = powers * (z if may is None else jnp.where(may, z, 0.0))
             entropy = jnp.log(total) - ops.row_sum(ops.materialize(weighted)) / total
         return logp, entropy
 
     def no_gradient(self, weight: jax.Array) -> jax.Array:
-        """The zeros ``[D, V]`` to which `backward` adds."""
+        """Zeros, float32 ``[D, V]``: the initial sum of the weight gradients of `backward`."""
         return jnp.zeros(weight.shape[::-1] if self.tied else weight.shape, jnp.float32)
 
     def gradient(self, dw: jax.Array, weight: jax.Array) -> jax.Array:
-        """The sum of `backward` ``[D, V]`` in the form of the weight."""
+        """The summed weight gradient ``[D, V]`` in the shape and dtype of the weight."""
         return (dw.T if self.tied else dw).astype(weight.dtype)
 
 
 @jax.custom_vjp
 def _pick(z: jax.Array, targets: jax.Array) -> jax.Array:
-    """``z [..., V]`` at targets ``[...]``.
+    """Takes ``z [..., V]`` at targets ``[...]``.
 
-    The gradient is a comparison that XLA fuses with its consumer, not a scatter into zeros.
+    The gradient is a comparison, which XLA fuses with its consumer, instead of a scatter.
     """
     return jnp.take_along_axis(z, targets[..., None], axis=-1)[..., 0]
 
@@ -133,19 +151,19 @@ def score(
     allowed: jax.Array | None,
     live: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities of targets, and entropies.
+    """Log-probabilities of the targets, and entropies of the distributions.
 
     Args:
-        head: static.
-        hidden: ``[K, R, C, D]``.
-        weight: ``[V, D]`` or ``[D, V]``, see `Head`.
-        targets: int32 ``[K, R, C]``.
-        rules: int32 ``[K, R, C]``, states of a constraint; None without one.
-        allowed: table of the constraint.
-        live: number of chunks to compute; the others come out as 0.
+        head: static settings.
+        hidden: final hidden states, ``[K, R, C, D]``.
+        weight: weight of the head, ``[V, D]`` or ``[D, V]``, see `Head`.
+        targets: token ids, int32 ``[K, R, C]``.
+        rules: states of the constraint, int32 ``[K, R, C]``; None without a constraint.
+        allowed: table of the constraint; None without a constraint.
+        live: int32, number of chunks to compute; the results of the others are 0.
 
     Returns:
-        Two float32 ``[K, R, C]``.
+        Log-probabilities and entropies, float32 ``[K, R, C]`` each.
     """
     cast = weight.astype(head.compute.dtype)
 
@@ -194,9 +212,20 @@ def weighted_sum(
     factors: jax.Array,
     live: jax.Array,
 ) -> jax.Array:
-    """Sum of ``factors [K, R, C]``, constants, times log-probabilities; else as in `score`.
+    """Sum of log-probabilities times constant factors.
 
-    The gradient is computed with the value, from the same logits.
+    The forward pass computes the gradient too, from the same logits.
+
+    Args:
+        head: static settings.
+        hidden: final hidden states, ``[K, R, C, D]``.
+        weight: weight of the head, ``[V, D]`` or ``[D, V]``, see `Head`.
+        targets: token ids, int32 ``[K, R, C]``.
+        factors: factor of each log-probability, float32 ``[K, R, C]``; it has no gradient.
+        live: int32, number of chunks to compute.
+
+    Returns:
+        The sum, float32 ``[]``.
     """
     logp, _ = score(head, hidden, weight, targets, None, None, live)
     return jnp.sum(logp * factors)

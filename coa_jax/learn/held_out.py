@@ -1,8 +1,8 @@
-"""The evaluation of a policy while it is trained, on tasks that it does not learn from.
+"""Evaluates a policy during training, on held-out tasks.
 
-An evaluation comes between two steps and changes neither parameters nor randomness: a run has the
-same parameters with and without it.  Each trajectory is in ``evaluations/`` as soon as it is
-graded.  A run that was killed samples only the missing trajectories.
+An evaluation runs between two steps and changes neither parameters nor random numbers: a run has
+the same parameters with and without evaluations.  Each trajectory is written to ``evaluations/``
+as soon as it is graded, so a run that is killed and resumed samples only the missing ones.
 """
 
 from __future__ import annotations
@@ -39,29 +39,34 @@ from coa_jax.trajectory import Trajectory, format_valid
 T = TypeVar("T")
 
 METRICS = ("eval/pass_at_1", "eval/reward")
-"""Figures of an evaluation whose best checkpoint may stay, that with the highest value."""
+"""Metrics of an evaluation by which ``keep_best`` can select a checkpoint; higher is better."""
 
 Key = tuple[int, int]
-"""Index of a task among those that are held out, and number of its sample."""
+"""(index of a held-out task, number of its sample)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HeldOutConfig(Bounded):
-    """What is measured while a policy is trained, and how.
+    """Settings of the evaluations during a training run.
 
     Attributes:
-        tasks: task source, see `tasks.load_tasks`; "" where ``mixture`` has several, or for the
-            sources that a run of reinforcement learning trains on.
-        task_options: of the source.
-        mixture: name -> source, see `tasks.mixture.Part`; each has figures of its own.
-        split: which part of the sources.
-        num_tasks: tasks of each source; 0 for all.
-        samples: of a task; pass@1 is a mean over them.
-        seed: which tasks, and the randomness of the samples.
-        temperature, top_p, top_k: of sampling; temperature 0 is greedy.
-        max_tokens, max_turn_tokens, max_tool_calls: as in ``rollout``; 0 for the values there.
-        slots: sequences at a time where rollouts go on meanwhile (``max_staleness`` above 0): the
-            evaluation then has a cache of its own; 0 for as many as ``engine.slots``.
+        tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` names the sources, or to
+            evaluate on the sources that a reinforcement-learning run trains on.
+        task_options: options of the task source.
+        mixture: name -> source, see `tasks.mixture.Part`; each source has its own metrics.
+        split: split of the sources to evaluate on.
+        num_tasks: number of tasks of each source; 0 for all.
+        samples: samples of each task; pass@1 is the mean over them.
+        seed: seed of the choice of tasks and of sampling.
+        temperature: sampling temperature; 0 is greedy.
+        top_p: probability mass of nucleus sampling; 1 for all tokens.
+        top_k: number of most probable tokens to sample from; 0 for all tokens.
+        max_tokens: as in ``rollout``; 0 takes the value of ``rollout``.
+        max_turn_tokens: as in ``rollout``; 0 takes the value of ``rollout``.
+        max_tool_calls: as in ``rollout``; 0 takes the value of ``rollout``.
+        slots: sequences that are decoded at a time, if rollouts go on during the evaluation
+            (``max_staleness`` above 0) and the evaluation has its own KV cache; 0 for
+            ``engine.slots``.
     """
 
     tasks: Place = ""
@@ -85,17 +90,22 @@ class HeldOutConfig(Bounded):
             parts_of(self)
 
     def budgets(self, config: RolloutConfig) -> RolloutConfig:
-        """Budgets of a trajectory, where those of other rollouts are given."""
+        """The budgets of an evaluated trajectory: ``config`` with the budgets set here."""
         names = ("max_tokens", "max_turn_tokens", "max_tool_calls")
         own = {name: value for name in names if (value := getattr(self, name))}
         return dataclasses.replace(config, **own)
 
 
 def check_best(keep_best: str, evaluate_every: int, checkpoint_every: int) -> None:
-    """Refuses a metric of evaluations that a checkpoint would not have.
+    """Checks that ``keep_best`` is known at every checkpoint.
+
+    Args:
+        keep_best: metric that selects the best checkpoint; "" for none.
+        evaluate_every: steps between two evaluations; 0 for none.
+        checkpoint_every: steps between two checkpoints.
 
     Raises:
-        UserError: says what to change.
+        UserError: ``keep_best`` is a metric of evaluations, and some checkpoint has no evaluation.
     """
     if keep_best in METRICS and (not evaluate_every or checkpoint_every % evaluate_every):
         raise UserError(
@@ -105,10 +115,10 @@ def check_best(keep_best: str, evaluate_every: int, checkpoint_every: int) -> No
 
 
 class HeldOut:
-    """The tasks that a run is measured by.
+    """Evaluates the policy of a run on held-out tasks.
 
     Attributes:
-        tasks: all of them.
+        tasks: the held-out tasks.
     """
 
     def __init__(
@@ -131,18 +141,22 @@ class HeldOut:
         """Loads the tasks.
 
         Args:
-            config: settings.
-            every: steps between two evaluations; the last step has one too.
+            config: settings of the evaluations.
+            every: steps between two evaluations; the last step is evaluated too.
             total: steps of the run.
-            run, phase: where the trajectories go.
-            rollout: budgets of the run.
-            graders: grade the answers.
-            prompt: how tasks are put to the policy.
+            run: directory of the run; trajectories are written to its ``evaluations/``.
+            phase: name of the training stage, with which the files' names begin.
+            rollout: budgets of the run's rollouts, which ``config`` may override.
+            graders: graders of the answers.
+            prompt: prompt style in which the policy sees the tasks.
             tools: live tools.
-            environments: make what answers a sample; None for the loop of tools.
+            environments: creates the environment of a sample; None for the tool loop.
             wait_seconds: how long to wait for the slowest process.
-            otherwise: the sources where the settings name none.
-            trained: tasks that are learned from; those among them that are held out are counted.
+            otherwise: sources to evaluate on if ``config`` names none.
+            trained: tasks that the run trains on; a warning counts those that are held out too.
+
+        Raises:
+            UserError: a source cannot be loaded, or its tasks cannot be graded.
         """
         self._config, self._every, self._total = config, every, total
         self._budgets, self._tools, self._graders = config.budgets(rollout), tools, graders
@@ -159,8 +173,8 @@ class HeldOut:
         known = {task.question for task in trained}
         if both := sum(task.question in known for task in self.tasks):
             logging.warning(
-                "%d of %d tasks of the evaluation are trained on too: what it says of them is no "
-                "figure of held-out tasks; give another held_out.split",
+                "%d of %d tasks of the evaluation are trained on too, so its metrics are not "
+                "those of held-out tasks; give another held_out.split",
                 both,
                 len(self.tasks),
             )
@@ -171,7 +185,7 @@ class HeldOut:
         self._abandoned = False
 
     def due(self, step: int) -> bool:
-        """Whether the policy is measured after a step."""
+        """Whether the policy is evaluated after a step."""
         return step % self._every == 0 or step == self._total
 
     def measure(
@@ -181,16 +195,17 @@ class HeldOut:
         tokenizer: Any,
         engines: Callable[[], Sequence[Engine]],
     ) -> dict[str, float]:
-        """Figures of the policy after a step; {} if the evaluation was abandoned.
-
-        Every process calls this, and has the same figures.
+        """Evaluates the policy after a step; every process calls this and has the same metrics.
 
         Args:
-            step: the step.
-            parameters: a checksum of the parameters: samples of others are void.
-            tokenizer: of the policy.
-            engines: gives engines with these parameters, whose slots are free; called in all
-                processes if a sample is missing in one.
+            step: number of the step.
+            parameters: checksum of the parameters; saved samples of other parameters are deleted.
+            tokenizer: tokenizer of the policy.
+            engines: returns engines with these parameters and free slots; all processes call it if
+                any process lacks a sample.
+
+        Returns:
+            The metrics ``eval/...``; {} if the evaluation was abandoned.
         """
         path = self._folder / f"{self._phase}-{step:08d}-{processes.index()}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -202,7 +217,7 @@ class HeldOut:
             return {}
         whole = True
         if any(missing for missing, _ in found):
-            # All processes take part in making the engines, those with nothing to run too.
+            # All processes take part in making the engines, even if they have nothing to sample.
             ready = engines()
             whole = asyncio.run(self._sample(requests, path, tokenizer, ready, done))
         mine = [_row(key, trajectory) for key, trajectory in done.items()]
@@ -216,15 +231,18 @@ class HeldOut:
         return processes.gather([told], "an evaluation", self._wait_seconds)
 
     def abandon(self) -> None:
-        """Ends an evaluation that is running; signal handlers may call it."""
+        """Ends a running evaluation; signal handlers may call this method."""
         self._abandoned = True
         if self._running is not None:
             loop, task = self._running
-            with contextlib.suppress(RuntimeError):  # it has just ended
+            with contextlib.suppress(RuntimeError):  # the event loop has just been closed
                 loop.call_soon_threadsafe(task.cancel)
 
     def _finished(self, path: Path, mark: Mapping[str, int]) -> Iterator[tuple[Key, Trajectory]]:
-        """What an earlier process has finished with the same parameters and settings."""
+        """Saved samples of this process's tasks with the same step, parameters and settings.
+
+        A file with other parameters or settings is deleted.
+        """
         if not path.exists():
             return
         files.cut_torn_line(path)
@@ -251,7 +269,7 @@ class HeldOut:
                 if self._environments is not None:
                     opener = self._environments.opener(task, config.seed, index, missing)
                 yield Request(
-                    # Tests of programs have megabytes, and no place in every trajectory.
+                    # Tests of programs can be megabytes: trajectories do not carry a copy.
                     task=dataclasses.replace(task, gold=()) if _has_tests(task) else task,
                     prompt=() if opener else prompt,
                     environment=opener,
@@ -270,7 +288,7 @@ class HeldOut:
         engines: Sequence[Engine],
         done: dict[Key, Trajectory],
     ) -> bool:
-        """Runs and grades samples; whether all came to their end."""
+        """Samples and grades; returns whether all samples were finished."""
 
         async def finish(trajectory: Trajectory) -> None:
             index = trajectory.metadata["prompt_id"]
@@ -285,7 +303,7 @@ class HeldOut:
                 async with asyncio.TaskGroup() as grading, contextlib.aclosing(stream):
                     async for trajectory in stream:
                         grading.create_task(finish(trajectory))
-            except ExceptionGroup as group:  # its first error may be one that the user can mend
+            except ExceptionGroup as group:  # so that the command can report a `UserError`
                 raise group.exceptions[0] from None
 
         task = asyncio.ensure_future(run())
@@ -303,7 +321,7 @@ class HeldOut:
         return True
 
     def _figures(self, rows: Sequence[Sequence[Any]]) -> dict[str, float]:
-        """Figures of graded samples; those of each source where there are several."""
+        """Metrics of graded samples, in total and by source if there are several sources."""
         sources: dict[str, list[Sequence[Any]]] = defaultdict(list)
         for row in rows:
             sources[self.tasks[row[0]].source].append(row)
@@ -322,7 +340,7 @@ class HeldOut:
 
 
 def _row(key: Key, trajectory: Trajectory) -> list[Any]:
-    """What the figures need of a sample."""
+    """The fields of a sample that the metrics need; processes exchange these rows."""
     value = trajectory.reward and trajectory.reward.value
     calls = len(trajectory.tool_calls)
     return [*key, value, trajectory.num_policy_tokens, calls, format_valid(trajectory)]
@@ -333,7 +351,7 @@ def _has_tests(task: Task) -> bool:
 
 
 def _rates(name: str, rows: Sequence[Sequence[Any]]) -> dict[str, float]:
-    """pass@1, its standard error over tasks, and the share of tasks with a right sample."""
+    """pass@1, its standard error over tasks, and the share of tasks with a correct sample."""
     tasks: dict[int, list[float]] = defaultdict(list)
     for index, _, value, *_ in rows:
         if value is not None:

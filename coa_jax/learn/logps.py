@@ -1,10 +1,10 @@
-"""Log-probabilities of given tokens, without the logits of a whole batch.
+"""Log-probabilities of given tokens, without the logits of a whole batch in memory.
 
-The output head is a large part of a small model, and its logits would be the largest array of all.
-They exist for a chunk of positions at a time, forward and backward.  Positions without a loss are
-moved behind the others, and chunks that have none left are not computed.  On several devices that
-happens row by row; on one, all rows of a batch are one: its chunks are full whatever lies in which
-row, and XLA multiplies matrices on CPUs without copying them first.
+The logits of a batch would be the largest array of a training step.  They exist for one chunk of
+positions at a time, in the forward and the backward pass.  Positions without a loss are sorted
+behind the others, and chunks of such positions alone are skipped.  On several devices each row is
+sorted separately.  On one device the rows of a batch are joined into one: its chunks are then full
+however the loss is distributed over rows, and XLA on CPU multiplies the matrices without copies.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params, bind
 
 CHUNK, SHARED_CHUNK = 512, 2048
-"""Defaults of ``vocab_chunk``: positions on one device whose logits exist at a time.  Of several
-devices, which add up the gradient of the head once a chunk, they are more."""
+"""Defaults of ``vocab_chunk``, the positions per device whose logits exist at a time: on one device
+and on several.  Several devices sum the gradient of the head once per chunk, so their chunks are
+larger."""
 
 
 def token_logps(
@@ -37,27 +38,31 @@ def token_logps(
     mask: Any = None,
     entropy: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability and entropy of every token given those before it.
+    """Log-probability of every token given the tokens before it, and entropy of its distribution.
 
-    Of a batch that was sampled under a constraint they are those of the constrained distribution,
-    for which ``allowed`` has to be given, see `engine.constraint.ConstraintTables`.
+    For a batch that was sampled under a constraint, both are those of the constrained distribution.
 
     Args:
-        params, config: the policy.
-        batch: rows to score.
-        compute: how to compute.
+        params: parameters of the policy.
+        config: architecture of the policy.
+        batch: packed rows to score.
+        compute: dtype, operations and sharding of the computation.
         temperature: divides the logits.
-        vocab_chunk: positions on one device whose logits exist at a time; 0 for the default.
-        allowed: see above.
-        mask: ``[R, T]``, not 0 where a token is wanted; the others cost nothing and come out
-            as 0.  None for all.
-        entropy: whether it is wanted; else it comes out as 0.
+        vocab_chunk: positions per device whose logits exist at a time; 0 for the default.
+        allowed: table of the constraint, see `engine.constraint.ConstraintTables`; required if the
+            batch was sampled under a constraint, else None.
+        mask: ``[R, T]``, nonzero where a token is scored; the results of other tokens are 0, and
+            chunks of such tokens are skipped.  None scores all tokens.
+        entropy: whether entropies are computed; else they are 0.
 
     Returns:
-        float32 ``[R, T]`` each; index 0 of a row is 0.
+        Log-probabilities and entropies, float32 ``[R, T]`` each; index 0 of a row is 0.
+
+    Raises:
+        ValueError: only one of ``allowed`` and ``batch.rule`` is given.
     """
     if (allowed is None) != (batch.rule is None):
-        raise ValueError("a constrained batch needs the table of its constraint, and no other one")
+        raise ValueError("give `allowed` if, and only if, the batch has constraint states (`rule`)")
     hidden, weight, order = _hidden(params, config, batch, compute, mask, vocab_chunk)
     rules = None if batch.rule is None else _arrange(order, jnp.asarray(batch.rule)[:, 1:])
     targets = _arrange(order, jnp.asarray(batch.tokens)[:, 1:])
@@ -76,10 +81,22 @@ def weighted_logp_sum(
     *,
     vocab_chunk: int = 0,
 ) -> jax.Array:
-    """Sum of ``weights [R, T]``, which are constants, times the tokens' log-probabilities.
+    """Sum of constant weights times the log-probabilities of the tokens.
 
-    The same as with `token_logps`, but the weights are known when the logits are there: gradients
-    are made of them at once, and the logits need not be computed again in the backward pass.
+    The result equals that of `token_logps` with a weighted sum.  Because the weights are known when
+    the logits are computed, the forward pass computes the gradients too, and the backward pass need
+    not compute the logits again.
+
+    Args:
+        params: parameters of the policy.
+        config: architecture of the policy.
+        batch: packed rows.
+        weights: ``[R, T]``, constants; tokens with weight 0 are not computed.
+        compute: dtype, operations and sharding of the computation.
+        vocab_chunk: positions per device whose logits exist at a time; 0 for the default.
+
+    Returns:
+        The sum, float32 ``[]``.
     """
     hidden, weight, order = _hidden(params, config, batch, compute, weights, vocab_chunk)
     head = Head(compute, config.tie_embeddings)
@@ -92,13 +109,14 @@ def weighted_logp_sum(
 
 
 class _Order(NamedTuple):
-    """The P positions of R rows in K chunks of C of each row.
+    """A permutation of the P positions of each of R rows into K chunks of C positions.
 
     Attributes:
-        places: int32 ``[R, K, C]``, which position comes where; the last one may repeat.
-        back: int32 ``[R, P]``, where each position is found.
-        wanted: bool ``[R, P]``.
-        live: int32, chunks with something to compute; they come first.
+        places: int32 ``[R, K, C]``, index of the position in each place; the last position is
+            repeated to fill its chunk.
+        back: int32 ``[R, P]``, place of each position: the inverse permutation.
+        wanted: bool ``[R, P]``, whether a position is scored.
+        live: int32 ``[]``, number of chunks with a position to score; these chunks come first.
     """
 
     places: jax.Array
@@ -108,16 +126,22 @@ class _Order(NamedTuple):
 
 
 def chunked(rows: int, length: int, compute: Compute, vocab_chunk: int = 0) -> tuple[int, int, int]:
-    """The form of a batch of ``rows`` of ``length`` tokens in front of the head.
+    """Computes the shape in which a batch reaches the output head.
+
+    Args:
+        rows: rows of the batch.
+        length: tokens of a row.
+        compute: its mesh decides between one device and several.
+        vocab_chunk: positions per device whose logits exist at a time; 0 for the default.
 
     Returns:
-        Rows R, positions P of each, and positions C of a chunk; there are ceil(P / C) chunks.
+        Rows R, positions P per row, and positions C per chunk; there are ceil(P / C) chunks.
     """
     if compute.one_device:
         rows, positions, each = 1, rows * (length - 1), 1
         vocab_chunk = vocab_chunk or CHUNK
     else:
-        # Rows lie on different devices: each device has a chunk's share of all of its own.
+        # Rows are sharded over devices: a chunk has positions of every row of a device.
         assert compute.mesh is not None
         positions = length - 1
         each = -(-rows // (compute.mesh.size // compute.mesh.shape["tensor"]))
@@ -133,7 +157,7 @@ def _hidden(
     mask: Any,
     vocab_chunk: int,
 ) -> tuple[jax.Array, jax.Array, _Order]:
-    """Final hidden states in chunks ``[K, R, C, D]``, the weight of the head, and the order."""
+    """Final hidden states in chunks ``[K, R, C, D]``, weight of the head, and permutation."""
     decoder = bind(config, params)
     hidden, _ = decoder(
         batch.tokens,
@@ -152,7 +176,7 @@ def _hidden(
 
 
 def _sort(wanted: jax.Array, chunk: int) -> _Order:
-    """Wanted positions first, else as they were."""
+    """Stable permutation that puts wanted positions first."""
     places = jnp.argsort(~wanted, axis=1, stable=True)
     back = jnp.argsort(places, axis=1)
     places = jnp.pad(places, ((0, 0), (0, -places.shape[1] % chunk)), mode="edge")
@@ -161,7 +185,7 @@ def _sort(wanted: jax.Array, chunk: int) -> _Order:
 
 
 def _arrange(order: _Order, x: jax.Array) -> jax.Array:
-    """``[R, P, ...]``, or the same of the batch's rows, as ``[K, R, C, ...]``."""
+    """Permutes ``[R, P, ...]``, or an array of the batch's own rows, into ``[K, R, C, ...]``."""
     rows, chunks, chunk = order.places.shape
     x = x.reshape(*order.back.shape, *x.shape[2:])
     places = order.places.reshape(rows, -1, *(1,) * (x.ndim - 2))
@@ -170,13 +194,13 @@ def _arrange(order: _Order, x: jax.Array) -> jax.Array:
 
 
 def _counted(order: _Order) -> jax.Array:
-    """bool ``[K, 1, C]``: not the repetitions of the last place, which fill its chunk."""
+    """bool ``[K, 1, C]``: False at the repetitions of the last position, which fill its chunk."""
     _, chunks, chunk = order.places.shape
     return (jnp.arange(chunks * chunk) < order.back.shape[1]).reshape(chunks, 1, chunk)
 
 
 def _restore(order: _Order, x: jax.Array, batch: Batch) -> jax.Array:
-    """``[K, R, C]`` as the batch's rows, 0 at index 0 of each and where nothing is wanted."""
+    """Inverse of `_arrange`: the batch's rows, 0 at index 0 and where a position is not wanted."""
     x = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
     x = jnp.where(order.wanted, jnp.take_along_axis(x, order.back, axis=1), 0.0)
     return jnp.pad(x.reshape(len(batch.tokens), -1), ((0, 0), (1, 0)))

@@ -1,10 +1,11 @@
-"""Losses of a batch under a model, as values that a training step is compiled with.
+"""Losses of a micro-batch: supervised fine-tuning, policy gradient and critic.
 
-A loss is a frozen dataclass, called as ``loss(params, model, batch, compute, allowed)``.  The
-result is ``(sum, statistics)``: the training step adds up the sums of all micro-batches of an
-update and divides by the number of the policy's tokens, so how sequences are split over programs
-cannot change a gradient.  A statistic is a sum over tokens too, or a maximum where its name ends in
-``max``.  The formulas are in `learn.objectives`.
+A loss is a frozen dataclass, which is a static argument of the compiled training step and is called
+as ``loss(params, model, batch, compute, allowed)``.  It returns ``(sum, statistics)``.  The
+training step adds up the sums of all micro-batches of an update and divides by the number of policy
+tokens, so the gradient does not depend on how sequences are split into micro-batches.  A statistic
+is a sum over tokens too, or a maximum if its name ends in ``max``.  `learn.objectives` has the
+formulas.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from coa_jax.model.params import Params
 
 
 class Loss(Protocol):
-    """What `learn.step.train_step` differentiates; hashable."""
+    """A loss that `learn.step.train_step` differentiates; it must be hashable."""
 
     def __call__(
         self,
@@ -39,17 +40,18 @@ class Loss(Protocol):
         compute: Compute,
         allowed: jax.Array | None = None,
     ) -> tuple[jax.Array, Stats]:
-        """The loss of a micro-batch.
+        """Computes the loss of a micro-batch.
 
         Args:
-            params: all parameters of the model, adapters among them.
-            model: the architecture.
-            batch: rows of a micro-batch.
-            compute: how to compute.
-            allowed: table of the constraint under which the batch was sampled; None without one.
+            params: all parameters of the model, including adapters.
+            model: architecture of the model.
+            batch: packed rows of a micro-batch.
+            compute: dtype, operations and sharding of the computation.
+            allowed: table of the constraint under which the batch was sampled; None without a
+                constraint.
 
         Returns:
-            The sum over tokens, and statistics, of which one is ``loss``.
+            The loss summed over tokens, float32 ``[]``, and statistics, which include ``loss``.
         """
 
 
@@ -57,7 +59,7 @@ class Loss(Protocol):
 class SFTLoss:
     """Negative log-likelihood of the policy's tokens (paper eq 7).
 
-    Observations and prompts have mask 0: the policy does not learn to write them.
+    Tokens of observations and prompts have mask 0, and so no loss.
     """
 
     def __call__(
@@ -78,8 +80,8 @@ class PolicyLoss:
     """Policy-gradient loss; see `objectives.policy_objective`.
 
     Attributes:
-        algorithm: resolved algorithm.
-        temperature: temperature of sampling.
+        algorithm: a resolved algorithm, see `Algorithm.resolve`.
+        temperature: sampling temperature, which divides the logits here too.
     """
 
     algorithm: Algorithm
@@ -111,7 +113,7 @@ class ValueLoss:
     """Half the squared error of the critic's values; see `objectives.value_objective`.
 
     Attributes:
-        bound: bound on the movement of a value; 0 for none.
+        bound: distance from the old value beyond which a value has no gradient; 0 for no bound.
     """
 
     bound: float
@@ -129,11 +131,11 @@ class ValueLoss:
 
 
 def check_loss(algorithm: Algorithm) -> None:
-    """Tries the loss of an algorithm on ratios around 1 and advantages of both signs.
+    """Tries a user's loss function on ratios around 1 and advantages of both signs.
 
     Raises:
-        UserError: see `objectives.surrogate`; or the loss or its gradient is not finite, or it does
-            not depend on the policy.
+        UserError: the loss cannot be traced or has a wrong shape (see `objectives.surrogate`), the
+            loss or its gradient is not finite, or the gradient by the policy is zero.
     """
     if algorithm.loss in LOSSES.built_in:
         return
@@ -155,13 +157,13 @@ def check_loss(algorithm: Algorithm) -> None:
         slope, loss = jax.device_get(gradient(logp, old, advantages, mask, segments))
     except UserError:
         raise
-    except Exception as error:  # such as that of a function without a derivative
+    except Exception as error:  # e.g. from a function that JAX cannot differentiate
         raise UserError(f"{where}: {first_line(error)}") from error
     for at in np.argwhere(~np.isfinite(loss) | ~np.isfinite(slope))[:1]:
         r, a, x, dx = (float(v[tuple(at)]) for v in (np.exp(logp - old), advantages, loss, slope))
         raise UserError(
-            f"{where} gave {x:g} with the gradient {dx:g} for a token with ratio {r:g} and "
+            f"{where} returned {x:g} with the gradient {dx:g} for a token with ratio {r:g} and "
             f"advantage {a:g}; both must be finite"
         )
     if not slope.any():
-        raise UserError(f"{where} has no gradient by logp: nothing would be learned")
+        raise UserError(f"{where} has no gradient by logp, so the policy would not be trained")

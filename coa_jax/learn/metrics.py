@@ -1,4 +1,4 @@
-"""Figures of a step beside those of its losses; docs/metrics.md has what each means."""
+"""Metrics of a step other than those of its losses; docs/metrics.md explains each metric."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from coa_jax.model.costs import train_flops
 from coa_jax.parallel.chips import stated_flops
 from coa_jax.trajectory import Author, StopReason, Trajectory
 
-# What ends a trajectory that had not ended itself.
+# Stop reasons of trajectories that a budget cut off.
 CUT_OFF = frozenset(
     {
         StopReason.LENGTH,
@@ -31,7 +31,7 @@ CUT_OFF = frozenset(
 
 
 def rollout_metrics(sampled: Sampled) -> dict[str, float]:
-    """What `groups.describe` does not say of a step's rollouts."""
+    """Metrics of a step's rollouts in addition to those of `groups.describe`."""
     flat = [t for group in sampled.everything for t in group]
     lost = [t for group in sampled.dropped for t in group]
     figures = {
@@ -42,7 +42,7 @@ def rollout_metrics(sampled: Sampled) -> dict[str, float]:
         "rollout/tokens": float(sum(t.num_policy_tokens for t in flat)),
     }
     values = graded_values(sampled.everything) or [0.0]
-    # Not the rewards: of answers that are all right a penalty may leave some at or below 0.
+    # Rewards before the length penalty, which may lower a correct answer to 0 or below.
     graded = [[v for v in earned(group) if v is not None] for group in sampled.everything]
     lengths = [t.num_policy_tokens for t in flat]
     answered = [t.num_policy_tokens for t in flat if t.stop_reason == StopReason.ANSWER]
@@ -68,7 +68,7 @@ def rollout_metrics(sampled: Sampled) -> dict[str, float]:
 
 
 def turn_figures(flat: Sequence[Trajectory]) -> dict[str, float]:
-    """Figures of the rewards that an environment gave for turns; nothing without any."""
+    """Metrics of the rewards that an environment gave for turns; {} without such rewards."""
     rewards = [[c.reward for c in t.tool_calls if c.reward is not None] for t in flat]
     given = [reward for of_turns in rewards for reward in of_turns]
     if not given:
@@ -81,7 +81,7 @@ def turn_figures(flat: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def agent_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Figures of trajectories that programs sampled; nothing of others."""
+    """Metrics of trajectories that an agent program sampled; {} without such trajectories."""
     turns = [t.metadata["agent_turns"] for t in trajectories if "agent_turns" in t.metadata]
     if not turns:
         return {}
@@ -93,15 +93,15 @@ def agent_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def staleness(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, float]:
-    """How old the policies were that sampled the groups of a step.
+    """Ages of the policies that sampled the groups of a step.
 
-    If a group is older than the policy, there are figures ``stale/N/...`` for each age N: groups of
-    this age, their mean length and reward, and the share of the step's tokens of this age.  A group
-    is as old as its oldest token.
+    If any group has an age above 0, there are metrics ``stale/N/...`` for each age N: the number of
+    groups of this age, their mean length and reward, and the share of the step's tokens of this
+    age.  The age of a group is that of its oldest token.
 
     Args:
-        groups: that the step learns from.
-        step: number of the step, which trains policy version ``step - 1``.
+        groups: groups that the step trains on.
+        step: number of the step, which updates policy version ``step - 1``.
     """
     ages = [step - 1 - oldest_of(group) for group in groups]
     figures = {
@@ -134,11 +134,11 @@ def _share(flags: Sequence[bool]) -> float:
 
 
 def sampling_metrics(sampled: Sampled, figures: Mapping[str, float]) -> dict[str, float]:
-    """Where the time of sampling went since the step before, and how fast that was.
+    """Time by phase and throughput of sampling since the previous step.
 
     Args:
-        sampled: the step.
-        figures: of this process, see `stream.Share`.
+        sampled: groups of the step.
+        figures: seconds and counts of this process, see `stream.Share`.
     """
     seconds, slots = max(figures["seconds"], 1e-9), max(figures["slots"], 1)
     tokens = sum(t.num_policy_tokens for group in sampled.everything for t in group)
@@ -157,7 +157,7 @@ def sampling_metrics(sampled: Sampled, figures: Mapping[str, float]) -> dict[str
 
 
 def sequence_lengths(batches: Sequence[Batch]) -> list[int]:
-    """Tokens of each sequence that is packed into batches; a shared prompt counts for the first."""
+    """Tokens of each packed sequence; a shared prompt counts for the first of its sequences."""
     lengths: list[int] = []
     for batch in batches:
         for row in np.asarray(batch.segment_ids):
@@ -172,7 +172,15 @@ def train_speed(
     seconds: float,
     adapters: bool = False,
 ) -> dict[str, float]:
-    """Speed of updates on sequences of these lengths, and their MFU where the peak is known."""
+    """Throughput of updates, and their model FLOP utilisation (MFU) if the chip's peak is known.
+
+    Args:
+        model: architecture of the model.
+        lengths: tokens of each sequence.
+        loss_tokens: number of tokens with a loss.
+        seconds: time of the updates.
+        adapters: whether only LoRA adapters are trained.
+    """
     if not lengths:
         return {}
     flops = train_flops(model, lengths, loss_tokens, adapters)
@@ -180,7 +188,7 @@ def train_speed(
 
 
 def mfu(flops: float, seconds: float) -> dict[str, float]:
-    """``perf/mfu`` of all devices; nothing where the peak of their chip is not known."""
+    """Model FLOP utilisation over all devices, ``perf/mfu``; {} if the chip's peak is unknown."""
     peak = stated_flops(jax.devices())
     if peak is None or seconds <= 0:
         return {}
@@ -188,7 +196,7 @@ def mfu(flops: float, seconds: float) -> dict[str, float]:
 
 
 def memory() -> dict[str, float]:
-    """Peak memory so far: of the process, and of its fullest device where that is known."""
+    """Peak memory so far, of the process and of its fullest device (if the backend reports it)."""
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     figures = {"mem/host_peak_gb": kilobytes * (1 if sys.platform == "darwin" else 1024) / 1e9}
     devices = [device.memory_stats() for device in jax.local_devices()]

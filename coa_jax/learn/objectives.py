@@ -1,12 +1,13 @@
-"""The mathematics of reinforcement learning, from advantages to gradients, each with its source.
+"""Formulas of reinforcement learning from advantages to losses, each with its source.
 
-Weights of tokens, KL estimates, losses, corrections, the policy's objective and the critic's;
-`learn.advantages` has what comes before.  Nothing here knows a model: a policy appears as
+Here are the weights of tokens, KL estimates, losses, corrections for the sampling policy, and the
+objectives of policy and critic.  No formula depends on the model: a policy appears as
 log-probabilities, float32 ``[R, T]`` for R packed rows of T tokens.
 
-Only tokens that the policy wrote (``mask`` 1) are actions.  Text of the environment between two of
-them is part of the transition: it has no value, no reward and no advantage, and takes no part in
-means.  r is the ratio of the policy that learns to the policy that sampled, A the advantage.
+Only tokens that the policy wrote (``mask`` 1) are actions.  Text of the environment between two
+actions is part of the transition: it has no value, reward or advantage, and is excluded from means.
+In the formulas, r is the probability ratio of the current policy to the old policy, and A is the
+advantage.
 """
 
 from __future__ import annotations
@@ -30,33 +31,34 @@ Stats = dict[str, jax.Array]
 """Name of a statistic -> its sum over tokens, or its maximum where the name ends in ``max``."""
 
 AGES = 9
-"""Ages of tokens, in steps, that statistics tell apart; the last stands for all beyond it too."""
+"""Number of token ages, in steps, with separate statistics; the last includes older tokens."""
 
-_BOUND = 20.0  # of log-ratios, whose exponentials would overflow beyond it
+_BOUND = 20.0  # bound on log-ratios, whose exponentials could overflow
 
 
 # --- weights of tokens ---------------------------------------------------------------------
 
 
 def weigh(batches: Sequence[Batch], normalise: str, length: int = 1) -> list[Batch]:
-    """Weights ``w_t`` of the losses ``l_t`` of tokens in an update's loss ``sum_t w_t l_t / N``.
+    """Computes the weights w_t of the token losses l_t in an update's loss ``sum_t w_t l_t / N``.
 
-    N is the number of the policy's tokens in the whole update.  The weights are made on the host
-    from the whole update, so neither packing nor micro-batches can change them:
+    N is the number of policy tokens of the whole update.  The weights are computed on the host from
+    the whole update, so they depend neither on packing nor on micro-batches:
 
     - ``token``: w = 1, the mean over all tokens (DAPO, arXiv 2503.14476 eq 8);
-    - ``sequence``: w = N / (S n), with S sequences and n policy tokens in the token's own: the mean
-      over sequences of their means (GRPO, arXiv 2402.03300 eq 3);
-    - ``constant``: w = N / (S L), the mean over sequences of their sums over a constant length L
-      (Dr.GRPO, arXiv 2503.20783 §3.2), which favours neither short nor long sequences.
+    - ``sequence``: w = N / (S n), where S is the number of sequences and n the number of policy
+      tokens of the token's sequence: the mean over sequences of the mean of each (GRPO, arXiv
+      2402.03300 eq 3);
+    - ``constant``: w = N / (S L): the mean over sequences of the sum of each, divided by a constant
+      length L (Dr. GRPO, arXiv 2503.20783 §3.2).  It favours neither short nor long sequences.
 
     Args:
         batches: all micro-batches of the update, as NumPy arrays.
-        normalise: one of the three names.
+        normalise: ``token``, ``sequence`` or ``constant``.
         length: L of ``constant``.
 
     Returns:
-        The batches; ``weight`` stays None where all weights are 1.
+        The batches with ``weight``, float32 ``[R, T]``; it stays None if all weights are 1.
     """
     if normalise == "token":
         return list(batches)
@@ -78,7 +80,7 @@ def weigh(batches: Sequence[Batch], normalise: str, length: int = 1) -> list[Bat
 
 
 def _tokens_of_own_sequence(batch: Batch) -> np.ndarray:
-    """float64 ``[R, T]``, at least 1."""
+    """Number of policy tokens of each token's sequence, float64 ``[R, T]``, at least 1."""
     counts = np.ones(batch.mask.shape)
     for row, (ids, mask) in enumerate(zip(batch.segment_ids, batch.mask, strict=True)):
         counts[row] = np.maximum(np.bincount(ids, weights=mask), 1.0)[ids]
@@ -89,20 +91,22 @@ def _tokens_of_own_sequence(batch: Batch) -> np.ndarray:
 
 
 def kl_estimate(kind: str, logp: ArrayLike, other: ArrayLike) -> jax.Array:
-    """KL(p || q) at tokens that were sampled from p, with d = log p - log q.
+    """Estimates KL(p || q) at tokens sampled from p, from d = log p - log q.
 
     See Schulman 2020 (http://joschu.net/blog/kl-approx.html), and arXiv 2512.21852 for gradients.
-    k1 = d, unbiased, noisy and of either sign; k2 = d^2 / 2, biased, but its gradient by the
-    parameters of p is an unbiased one of the divergence; k3 = exp(-d) - 1 + d, unbiased, never
-    negative, with little variance.
+
+    - k1 = d: unbiased; noisy, and may be negative;
+    - k2 = d^2 / 2: biased, but its gradient by the parameters of p is an unbiased estimate of the
+      gradient of the divergence;
+    - k3 = exp(-d) - 1 + d: unbiased, never negative, with little variance.
 
     Args:
         kind: ``k1``, ``k2`` or ``k3``.
-        logp: log p of the tokens.
-        other: log q of the tokens.
+        logp: log p of the tokens, float32 of any shape.
+        other: log q of the tokens, of the same shape.
 
     Returns:
-        One estimate a token.
+        One estimate per token, of the same shape.
     """
     d = jnp.asarray(logp) - other
     if kind == "k1":
@@ -126,27 +130,31 @@ def surrogate(
     entropy: jax.Array,
     batch: Batch,
 ) -> tuple[jax.Array, Stats]:
-    """The loss of each token, and metrics of it, as the algorithm's `LOSSES` function gives them.
+    """Calls the algorithm's loss function (see `algorithms.LOSSES`) on a batch.
 
-    The function may ask for
+    The parameters of the loss function may be any of
 
-    - ``logp`` and ``old_logp``, float32 ``[R, T]``, of the policy that learns and of the old one;
-    - ``log_ratio``, their difference, and ``ratio`` r, its exponential; 0 and 1 where the policy
-      did not write;
-    - ``advantages`` A, 0 there; ``mask``, 1 where the policy wrote; ``segment_ids``, which tell the
-      sequences of a row apart; ``entropy``;
-    - the knobs ``clip_low``, ``clip_high`` and ``dual_clip``.
+    - ``logp`` and ``old_logp``: log-probabilities under the current and the old policy;
+    - ``log_ratio``: their difference, and ``ratio``, its exponential r; these are 0 and 1 where the
+      policy did not write;
+    - ``advantages`` A, which are 0 where the policy did not write;
+    - ``mask``: 1 where the policy wrote; ``segment_ids``: number of each token's sequence in its
+      row; ``entropy``;
+    - the settings ``clip_low``, ``clip_high`` and ``dual_clip``.
+
+    All arrays have the shape ``[R, T]``, and are float32 except for ``segment_ids``.
 
     Args:
-        algorithm: resolved.
-        logp, old_logp, advantages, entropy: see above.
-        batch: ``mask`` and ``segment_ids`` are read.
+        algorithm: a resolved algorithm, see `Algorithm.resolve`.
+        logp, old_logp, advantages, entropy: arrays as described above, float32 ``[R, T]``.
+        batch: packed rows; only ``mask`` and ``segment_ids`` are read.
 
     Returns:
-        Loss ``[R, T]``, and by name what `policy_objective` takes the mean of over the tokens.
+        Loss of each token, float32 ``[R, T]``, and the loss function's metrics by name, of which
+        `policy_objective` takes the mean over tokens.
 
     Raises:
-        UserError: the function fails, cannot be traced by JAX, or gives something else.
+        UserError: the loss function fails, cannot be traced by JAX, or returns something else.
     """
     name, where = algorithm.loss, "algorithm.loss"
     log_ratio = (logp - old_logp) * batch.mask
@@ -172,15 +180,15 @@ def surrogate(
     if not isinstance(loss, jax.Array) or loss.shape != shape or loss.dtype != logp.dtype:
         given = f"{loss.dtype}{[*loss.shape]}" if isinstance(loss, jax.Array) else shown(loss)
         raise UserError(
-            f"{where}: {name} gave {given}; a loss gives an array of a number a token, here "
-            f"{logp.dtype}{[*shape]}, or a pair of such an array and a dictionary of metrics"
+            f"{where}: {name} returned {given}; a loss returns an array with one number per token, "
+            f"here {logp.dtype}{[*shape]}, or a pair of such an array and a dictionary of metrics"
         )
     wrong = _misfit(metrics, shape)
     if wrong is not None:
         raise UserError(
-            f"{where}: {name} gave the metric {shown(wrong)}; metrics are a dictionary of numbers, "
-            "or arrays of one a token, by names of small letters, digits and _ that do not end in "
-            f"max, _square or _share; {', '.join(_OURS)} are there"
+            f"{where}: {name} returned the metric {shown(wrong)}; metrics are a dictionary of "
+            "numbers, or of arrays with one number per token; names have small letters, digits and "
+            f"_, and do not end in max, _square or _share; {', '.join(_OURS)} are reserved"
         )
     return loss, metrics
 
@@ -190,7 +198,7 @@ _NUMBERS = jax.Array | np.ndarray | float | int
 
 
 def _misfit(metrics: Any, shape: tuple[int, ...]) -> Any:
-    """The first metric of a loss that cannot be one; None if all can."""
+    """The name of the first invalid metric of a loss; None if all metrics are valid."""
     if not isinstance(metrics, dict):
         return metrics
     for name, value in metrics.items():
@@ -203,17 +211,26 @@ def _misfit(metrics: Any, shape: tuple[int, ...]) -> Any:
 
 
 def bounded_exp(x: jax.Array) -> jax.Array:
-    """The exponential of a log-ratio, which cannot overflow."""
+    """Exponential of a log-ratio, which is clipped so that it cannot overflow."""
     return jnp.exp(jnp.clip(x, -_BOUND, _BOUND))
 
 
 def clip(
     ratio: jax.Array, advantages: jax.Array, clip_low: float, clip_high: float, dual_clip: float
 ) -> tuple[jax.Array, Stats]:
-    """``-min(r A, clip(r) A)`` with bounds 1 - low and 1 + high of r (PPO, arXiv 1707.06347 eq 7).
+    """PPO's loss ``-min(r A, clip(r, 1 - low, 1 + high) A)`` (arXiv 1707.06347 eq 7).
 
-    So do GRPO (2402.03300) and the paper; DAPO has ``high > low`` (2503.14476 eq 8).  With a dual
-    clip c the loss of a token with A < 0 is at most ``-c A`` (1912.09729 eq 4).
+    GRPO (arXiv 2402.03300) and Chain-of-Agents use the same loss; DAPO sets ``high > low`` (arXiv
+    2503.14476 eq 8).  With a dual clip c, the loss of a token with A < 0 is at most ``-c A`` (arXiv
+    1912.09729 eq 4).
+
+    Args:
+        ratio, advantages: r and A, float32 ``[R, T]``.
+        clip_low, clip_high: r is clipped to ``[1 - clip_low, 1 + clip_high]``.
+        dual_clip: c; 0 for no dual clip.
+
+    Returns:
+        Loss of each token, float32 ``[R, T]``, and whether its ratio is beyond a clip bound.
     """
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
@@ -233,10 +250,11 @@ def sequence_clip(
     clip_high: float,
     dual_clip: float,
 ) -> tuple[jax.Array, Stats]:
-    """`clip` with ``exp(mean of log r over the sequence's policy tokens)`` in the place of r.
+    """`clip` with one ratio per sequence (GSPO, arXiv 2507.18071 eq 5 and 7).
 
-    GSPO, arXiv 2507.18071 eq 5 and 7.  All tokens of a sequence have its loss, so that
-    normalisation by sequence gives the mean over sequences.
+    The ratio is the exponential of the mean of log r over the policy tokens of the sequence.  All
+    tokens of a sequence have the same loss, so ``normalise=sequence`` gives the mean over
+    sequences.  See `clip` for the parameters.
     """
     ratio = bounded_exp(segment_means(log_ratio, mask, segment_ids))
     return clip(ratio, advantages, clip_low, clip_high, dual_clip)
@@ -245,9 +263,10 @@ def sequence_clip(
 def cispo(
     logp: jax.Array, ratio: jax.Array, advantages: jax.Array, clip_low: float, clip_high: float
 ) -> tuple[jax.Array, Stats]:
-    """``-stop_gradient(clip(r)) A log p`` (MiniMax-M1, arXiv 2506.13585 eq 4).
+    """CISPO's loss ``-stop_gradient(clip(r)) A log p`` (MiniMax-M1, arXiv 2506.13585 eq 4).
 
-    The weight is clipped, no gradient is.
+    Clipping bounds the weight of a token, but no token loses its gradient.  See `clip` for the
+    parameters; ``logp`` is log p, float32 ``[R, T]``.
     """
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     loss = -jax.lax.stop_gradient(clipped) * advantages * logp
@@ -255,9 +274,9 @@ def cispo(
 
 
 def _beyond(ratio: jax.Array, advantages: jax.Array, low: float, high: float) -> Stats:
-    """Whether a token's ratio lies beyond the bound that its advantage meets.
+    """Whether the ratio of each token is beyond the clip bound in the direction of its advantage.
 
-    That cuts its gradient off, but not in `cispo`.
+    Such a token has no gradient, except in `cispo`.
     """
     return {
         "clip_low": (advantages < 0) & (ratio < 1 - low),
@@ -266,7 +285,7 @@ def _beyond(ratio: jax.Array, advantages: jax.Array, low: float, high: float) ->
 
 
 def segment_sums(x: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
-    """For each token the sum of ``x [R, T]`` over its own sequence of a packed row."""
+    """For each token the sum of ``x [R, T]`` over the token's sequence in its packed row."""
     x, ids = jnp.asarray(x), jnp.asarray(segment_ids)
     rows, length = x.shape
     sums = jnp.zeros((rows, length + 1), x.dtype)
@@ -275,7 +294,7 @@ def segment_sums(x: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
 
 
 def segment_means(x: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
-    """The same over the policy's tokens of a sequence, divided by their number."""
+    """`segment_sums` of ``x``, which is 0 where ``mask`` is 0, over the number of policy tokens."""
     return segment_sums(x, segment_ids) / jnp.maximum(segment_sums(mask, segment_ids), 1.0)
 
 
@@ -283,27 +302,32 @@ def segment_means(x: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike) -> jax.
 
 
 def correction(algorithm: Algorithm, gap: jax.Array, batch: Batch) -> tuple[jax.Array, Stats]:
-    """The factor rho of a token's surrogate that corrects for the policy that sampled it.
+    """The importance weight rho of a token's loss, which corrects for the policy that sampled it.
 
-    ``rho = min(k, tis_cap) [mask_low <= k' <= mask_high]``, a constant, where k, by ``tis_level``,
-    and k', by ``mask_level``, are p_trainer / p_sampler
+    ``rho = min(k, tis_cap) [mask_low <= k' <= mask_high]`` has no gradient.  k is the ratio
+    p_trainer / p_sampler at the level ``tis_level``, and k' the same at the level ``mask_level``:
 
-    - ``token``: of the token.  ``min(k, C)`` is truncated importance sampling (Yao et al. 2025,
-      https://fengyao.notion.site/off-policy-rl), ``k [low <= k <= high]`` IcePop (Ring-1T, arXiv
-      2510.18855);
-    - ``sequence``: the product over its sequence's policy tokens, which leaves no bias, and whose
-      spread grows with length.  ``k [k <= C]`` is masked importance sampling (MIS, Liu et al. 2025,
-      https://richardli.xyz/rl-collapse);
-    - ``geometric``: their geometric mean, biased, but of one scale at any length; GSPO's ratio.
+    - ``token``: the ratio of the token.  ``min(k, C)`` is truncated importance sampling (Yao et al.
+      2025, https://fengyao.notion.site/off-policy-rl), ``k [low <= k <= high]`` is IcePop (Ring-1T,
+      arXiv 2510.18855);
+    - ``sequence``: the product over the policy tokens of the sequence.  It is unbiased, but its
+      variance grows with the length.  ``k [k <= C]`` is masked importance sampling (MIS, Liu et al.
+      2025, https://richardli.xyz/rl-collapse);
+    - ``geometric``: the geometric mean over the policy tokens of the sequence, which is GSPO's
+      ratio.  It is biased, but has the same scale at any length.
 
     A masked token still counts in means.  With ``old_logp=trainer`` the loss is that of decoupled
-    PPO: r bounds the step from the proximal policy, rho leads there from the policy that sampled
-    (Hilton et al., arXiv 2110.00641 §3; AReaL, arXiv 2505.24298 eq 5).
+    PPO: r bounds the step from the proximal policy, and rho corrects from the sampling policy to
+    the proximal one (Hilton et al., arXiv 2110.00641 §3; AReaL, arXiv 2505.24298 eq 5).
 
     Args:
-        algorithm: resolved.
-        gap: log k of tokens ``[R, T]``, 0 where the policy did not write.
-        batch: ``mask`` and ``segment_ids`` are read.
+        algorithm: a resolved algorithm, see `Algorithm.resolve`.
+        gap: log ratio p_trainer / p_sampler of each token, float32 ``[R, T]``, 0 where the policy
+            did not write.
+        batch: packed rows; only ``mask`` and ``segment_ids`` are read.
+
+    Returns:
+        rho, float32 ``[R, T]``, and statistics by name.
     """
 
     def ratio(level: str) -> jax.Array:
@@ -335,15 +359,20 @@ def policy_objective(
 ) -> tuple[jax.Array, Stats]:
     """The loss of an algorithm as a function of log-probabilities and entropies.
 
-    ``sum_t w_t (rho_t surrogate_t + kl_coef KL_t - entropy_coef H_t)``, with rho of `correction`.
+    The loss is ``sum_t w_t (rho_t surrogate_t + kl_coef KL_t - entropy_coef H_t)``, where w is
+    ``batch.weight``, rho comes from `correction` and the surrogate from `surrogate`.
 
     Args:
-        logp, entropy: float32 ``[R, T]``, of the policy that learns.
-        batch: with ``weight``, ``old_logp`` and ``ref_logp`` as the algorithm needs them.  With
-            ``old_logp=trainer`` and no such array the policy is the old one.
-        algorithm: resolved.
+        logp, entropy: log-probabilities and entropies of the current policy, float32 ``[R, T]``.
+        batch: packed rows, with ``weight``, ``old_logp`` and ``ref_logp`` as the algorithm needs
+            them.  With ``old_logp=trainer`` and no ``batch.old_logp``, the current policy is the
+            old policy.
+        algorithm: a resolved algorithm, see `Algorithm.resolve`.
+
+    Returns:
+        The loss summed over tokens, float32 ``[]``, and statistics by name, see `Stats`.
     """
-    on = batch.mask > 0  # where there is no loss, arrays may hold anything
+    on = batch.mask > 0  # elsewhere the arrays may hold anything
     sampler = jnp.where(on, batch.logp, logp)
     trainer = jax.lax.stop_gradient(logp)
     old = sampler
@@ -385,16 +414,23 @@ def policy_objective(
 
 
 def value_objective(values: jax.Array, batch: Batch, bound: float) -> tuple[jax.Array, Stats]:
-    """Half the squared error of values ``[R, T]``, summed over the policy's tokens.
+    """Half the squared error of the critic's values, summed over policy tokens.
 
-    With a bound the larger of the errors of V and of ``V_old + clip(V - V_old, -bound, bound)``
-    counts, so that a value stops moving once it is that far from the old one (PPO as in arXiv
-    1707.06347's code; Engstrom et al., arXiv 2005.12729 §3).  Observation tokens have no value.
-    ``batch`` has ``value`` and ``returns``.
+    With a bound, the error is the larger of those of V and of ``V_old + clip(V - V_old, -bound,
+    bound)``, so a value has no gradient once it is that far from the old value (the code of PPO,
+    arXiv 1707.06347; Engstrom et al., arXiv 2005.12729 §3).  Observation tokens have no value.
+
+    Args:
+        values: values V of the critic, float32 ``[R, T]``.
+        batch: packed rows with the old values ``value`` and the targets ``returns``.
+        bound: bound on the distance from the old value; 0 for none.
+
+    Returns:
+        The loss summed over tokens, float32 ``[]``, and statistics by name, see `Stats`.
     """
     assert batch.value is not None
     assert batch.returns is not None
-    on = batch.mask > 0  # where there is no loss, arrays may hold anything
+    on = batch.mask > 0  # elsewhere the arrays may hold anything
     returns = jnp.where(on, batch.returns, 0.0)
     error = jnp.square(values - returns)
     clipped = jnp.zeros_like(on)

@@ -1,4 +1,4 @@
-"""What a run of reinforcement learning asks: the tasks that it learns from, and those held out."""
+"""Loads the training tasks and the held-out tasks of a reinforcement-learning run."""
 
 from __future__ import annotations
 
@@ -18,7 +18,14 @@ from coa_jax.tools.base import Tool
 
 
 def questions(config: RLConfig) -> tuple[dict[str, list[Task]], Prompt, Graders]:
-    """The tasks of each source, how they are put to the policy, and what grades the answers."""
+    """Loads the training tasks of a run.
+
+    Returns:
+        Tasks by name of their source, the prompt style, and the graders of the answers.
+
+    Raises:
+        UserError: a source cannot be loaded, or its tasks cannot be graded.
+    """
     parts = load_parts(config, "train", config.num_tasks, config.seed)
     parts = {
         name: with_pass_rates(config.pool, tasks, name or config.tasks)
@@ -46,7 +53,17 @@ def measured_by(
     tools: Sequence[Tool],
     environments: Environments | None = None,
 ) -> HeldOut | None:
-    """What the policy is measured by, if it is."""
+    """Loads the held-out tasks of a run; None if the run has no evaluations.
+
+    Args:
+        config: settings of the run.
+        run: directory of the run.
+        trained: tasks that the run trains on.
+        prompt: prompt style in which the policy sees the tasks.
+        graders: graders of the answers.
+        tools: live tools.
+        environments: creates the environment of a sample; None for the tool loop.
+    """
     if not config.evaluate_every:
         return None
     return HeldOut(

@@ -1,9 +1,9 @@
-"""What a run of reinforcement learning keeps on disk besides its checkpoints.
+"""Records of a reinforcement-learning run on disk, in addition to its checkpoints.
 
-``spool/`` holds every trajectory, graded, from the moment at which it ends until a checkpoint makes
-it superfluous.  ``steps.jsonl`` says for each step which trajectories it learned from, under which
-policy versions their tokens were sampled, and what their tools returned: with it the run can be
-repeated, and a run that was killed repeats the steps after its newest checkpoint.
+``spool/`` holds graded trajectories, from the time they finish until a checkpoint makes them
+superfluous.  ``steps.jsonl`` records for each step which trajectories it trained on, which policy
+version sampled each of their tokens, and the results of their tool calls.  From it a run can be
+replayed, and a run that was killed repeats the steps after its newest checkpoint.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ from coa_jax.parallel import processes
 from coa_jax.trajectory import Reward, Trajectory
 
 Versions = list[list[int]]
-"""``[[position, policy version], ...]`` of a trajectory, see `rollout.sampler.Sampler`."""
+"""``[[position, policy version], ...]``: the version that samples from each position on."""
 
 
 def versions_of(trajectory: Trajectory) -> Versions:
-    """The policy versions of a trajectory's tokens."""
+    """The policy versions that sampled the tokens of a trajectory."""
     versions: Versions = trajectory.metadata["policy_versions"]
     return versions
 
 
 def oldest_of(group: Iterable[Trajectory]) -> int:
-    """The oldest policy version that sampled one of a group's trajectories."""
+    """The oldest policy version that sampled a token of a group."""
     return min(versions_of(one)[0][1] for trajectory in group for one in trajectory.sequences)
 
 
@@ -43,11 +43,11 @@ def oldest_of(group: Iterable[Trajectory]) -> int:
 class Spool:
     """The finished trajectories of this process that no checkpoint has made superfluous.
 
-    There is one file for each process and each policy version with which trajectories began.
+    There is one file per process and per policy version under which trajectories started.
     """
 
     def __init__(self, folder: Path):
-        """Opens the folder, in which a killed process may have left half a row."""
+        """Opens the folder, and removes a partial row that a killed process may have left."""
         self.folder = folder
         folder.mkdir(parents=True, exist_ok=True)
         self._tasks: dict[Path, set[int]] = defaultdict(set)
@@ -56,12 +56,15 @@ class Spool:
                 files.cut_torn_line(path)
 
     def _is_mine(self, path: Path) -> bool:
-        """Whether this process keeps a file: its own, or process 0 that of one that is gone."""
+        """Whether this process maintains a file: its own, or, as process 0, one without a process.
+
+        A resumed run may have fewer processes than before.
+        """
         process = int(path.stem.split("-")[0])
         return processes.index() == (process if process < processes.count() else 0)
 
     def read(self) -> dict[tuple[int, int], list[Trajectory]]:
-        """What is there of this process's tasks, by (task index, sample), oldest version first."""
+        """Trajectories of this process's tasks by (task index, sample), oldest version first."""
         found: dict[tuple[int, int], list[Trajectory]] = defaultdict(list)
         paths = sorted(self.folder.glob("*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
         for path in paths:
@@ -75,10 +78,10 @@ class Spool:
         return found
 
     def add(self, trajectory: Trajectory) -> None:
-        """Keeps a trajectory.
+        """Appends a trajectory to its file.
 
         Raises:
-            OSError: e.g. the disk is full; the rows before are whole.
+            OSError: e.g. the disk is full; the earlier rows are intact.
         """
         name = f"{processes.index()}-{oldest_of([trajectory])}.jsonl"
         path = self.folder / name
@@ -86,11 +89,11 @@ class Spool:
         self._tasks[path].add(trajectory.metadata["prompt_id"])
 
     def prune(self, step: int, still_open: Collection[int]) -> None:
-        """Removes what the run does not need if it goes on after the checkpoint of a step.
+        """Removes files that the run does not need to resume from the checkpoint of a step.
 
         Args:
-            step: the step.
-            still_open: indices of the tasks that were asked and are in no step up to this one.
+            step: number of the step.
+            still_open: indices of tasks that were requested, but are in no step up to this one.
         """
         for path, indices in list(self._tasks.items()):
             if int(path.stem.split("-")[1]) < step and indices.isdisjoint(still_open):
@@ -107,12 +110,13 @@ class StepRecord:
 
     Attributes:
         step: number of the step.
-        used: task index of each group that the step learned from.
-        examined, dropped: see `admission.Composition`.
-        samples: for each used group its trajectories without their tokens, see `sample_record`.
-        state: of the ledger after the step.
+        used: task index of each group that the step trained on.
+        examined: task index of each group that the step examined, see `admission.Composition`.
+        dropped: task index of each group that was too old, see `admission.Composition`.
+        samples: records of the trajectories of each used group, see `sample_record`.
+        state: state of the ledger after the step.
         counts: ``discarded`` and ``given_up`` of the composition.
-        scores: of the composition, where the run has a pool.
+        scores: ``scores`` of the composition; [] for a run without a pool.
     """
 
     step: int
@@ -126,7 +130,7 @@ class StepRecord:
 
 
 def sample_record(trajectory: Trajectory) -> dict[str, Any]:
-    """What the repetition of a trajectory needs, and a checksum by which it is recognised."""
+    """The data that a replay of a trajectory needs, and a checksum of its tokens."""
     return {
         "sample": trajectory.sample_id,
         "versions": versions_of(trajectory),
@@ -140,7 +144,7 @@ def sample_record(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def checksum(trajectory: Trajectory) -> int:
-    """Of the tokens and of every bit of their log-probabilities, those of branches too."""
+    """CRC-32 of all tokens and of the bits of their log-probabilities, including branches."""
     found = 0
     for one in trajectory.sequences:
         found = zlib.crc32(one.logp.tobytes(), zlib.crc32(one.tokens.tobytes(), found))
@@ -148,14 +152,14 @@ def checksum(trajectory: Trajectory) -> int:
 
 
 class StepLog:
-    """``steps.jsonl`` of a run; process 0 writes, all read."""
+    """``steps.jsonl`` of a run; process 0 writes it, and all processes read it."""
 
     def __init__(self, path: Path, active: bool):
         """Opens the file.
 
         Args:
-            path: the file.
-            active: whether this process writes.
+            path: path of the file.
+            active: whether this process writes to the file.
         """
         self.path, self._active = path, active
         if active:
@@ -163,7 +167,7 @@ class StepLog:
         self._parameters = self.parameters()
 
     def read(self, after: int = 0) -> list[StepRecord]:
-        """The steps after a step, consecutive, each as it was written last."""
+        """Consecutive records of the steps after step ``after``, each as last written."""
         rows = files.read_jsonl(self.path) if self.path.exists() else []
         records = {row["step"]: StepRecord(**row) for row in rows if "used" in row}
         steps: list[StepRecord] = []
@@ -177,18 +181,20 @@ class StepLog:
         return {row["step"]: row["parameters"] for row in rows if "parameters" in row}
 
     def write(self, record: StepRecord) -> None:
-        """Appends a step, before its update."""
+        """Appends the record of a step, before the step's update."""
         self._append(dataclasses.asdict(record))
 
     def learned(self, step: int, parameters: int) -> None:
-        """Appends the checksum of the parameters after a step; a repeated step is compared."""
+        """Appends the checksum of the parameters after a step; warns if a repeated step differs."""
         if step not in self._parameters:
             self._append({"step": step, "parameters": parameters})
         elif self._parameters[step] != parameters:
-            logging.warning("step %d was repeated, and its parameters came out differently", step)
+            logging.warning(
+                "step %d was repeated, and its parameters differ from those of the first time", step
+            )
 
     def forget(self, step: int) -> None:
-        """Drops the steps after a step, which cannot be repeated."""
+        """Removes the records of the steps after ``step``, which cannot be repeated."""
         self._parameters = {s: known for s, known in self._parameters.items() if s <= step}
         if self._active:
             files.drop_last_rows(self.path, lambda row: True if row["step"] > step else None)
@@ -201,12 +207,15 @@ class StepLog:
 def recorded_groups(
     record: StepRecord, spool: Mapping[tuple[int, int], Sequence[Trajectory]], size: int
 ) -> dict[int, list[Trajectory]] | None:
-    """The groups of a recorded step that belong to this process; None if one is not there.
+    """The groups of a recorded step that belong to this process.
 
     Args:
-        record: the step.
-        spool: see `Spool.read`.
-        size: trajectories of a group.
+        record: record of the step.
+        spool: saved trajectories, see `Spool.read`.
+        size: samples of a full group.
+
+    Returns:
+        Trajectories by task index; None if the spool lacks a trajectory of the step.
     """
     groups: dict[int, list[Trajectory]] = {}
     wanted = dict(zip(record.used, record.samples, strict=True))
@@ -215,7 +224,7 @@ def recorded_groups(
             continue
         known = {sample["sample"]: sample for sample in wanted.get(index, ())}
         members = []
-        # A group may have been learned without its late samples.
+        # A step may have trained on a group without the group's late samples.
         there = [number for number in range(size) if (index, number) in spool]
         for number in known or there or [0]:
             mark = known.get(number, {})

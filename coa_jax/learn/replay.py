@@ -1,12 +1,12 @@
-"""Repeats a finished part of a reinforcement-learning run to the bit.
+"""Replays the finished steps of a reinforcement-learning run bit for bit.
 
     python -m coa_jax.rl --replay=RUN
 
-A trajectory is a function of its prompt, the key of its randomness, what its tools returned, and
-the parameters of each policy version that took part in it.  ``RUN/steps.jsonl`` has all but the
-parameters, and these are repeated too: under version v all samples go on to the position at which
-the run took version v + 1 over, then the step is learned and its parameters are published.  No tool
-and no judge is called.
+A trajectory is a function of its prompt, its random key, the results of its tool calls, and the
+parameters of each policy version that sampled it.  ``RUN/steps.jsonl`` records all of these except
+the parameters, which the replay computes again: with version v, each sample is decoded up to the
+position at which the run switched to version v + 1; then the update of the step runs and its
+parameters are published.  The replay calls no tool and no judge.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ from coa_jax.tasks import Task
 from coa_jax.trajectory import Reward, StopReason, ToolCall, Trajectory
 
 _CLOCK = (StopReason.DEADLINE, StopReason.TOOL_TIME)
-_LOOK_S = 0.002  # between two looks whether all samples have come as far as they can
+_LOOK_S = 0.002  # seconds between two checks whether all samples have reached their target position
 
 Key = tuple[int, int]
-"""Task index and sample number."""
+"""(task index, sample number)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Repeated:
-    """What the repetition of a run found.
+    """Result of the replay of a run.
 
     Attributes:
-        steps: steps that were repeated.
-        trajectories: trajectories of these steps.
-        different: (step, task index, sample) of trajectories whose tokens or log-probabilities
-            came out differently.
-        diverged: the first step after which the parameters are other ones; None if there is none.
+        steps: number of replayed steps.
+        trajectories: number of trajectories of these steps.
+        different: (step, task index, sample) of each trajectory whose tokens or log-probabilities
+            differ from the run's.
+        diverged: the first step after which the parameters differ from the run's; None if there is
+            no such step.
     """
 
     steps: int
@@ -78,21 +79,21 @@ class Repeated:
 
     @property
     def identical(self) -> bool:
-        """Whether every bit came out again."""
+        """Whether all trajectories and parameters are bit-identical to the run's."""
         return self.diverged is None and not self.different
 
 
 def replay(
     config: RLConfig, run: Path, tasks: Sequence[Task], protocols: Set[str], prompt: Prompt
 ) -> Repeated:
-    """Repeats a run in one process, on the kind of machine that it ran on.
+    """Replays a run in one process, on the same kind of machine as the run.
 
     Args:
-        config: of the run.
+        config: settings of the run.
         run: directory of the run.
-        tasks: its stream of tasks, by index.
-        protocols: of the tasks.
-        prompt: how tasks are put to the policy.
+        tasks: stream of tasks of the run, by index.
+        protocols: names of the protocols of the tasks.
+        prompt: prompt style in which the policy sees the tasks.
 
     Raises:
         UserError: the run has no record of its steps.
@@ -100,9 +101,9 @@ def replay(
     log = StepLog(run / "steps.jsonl", active=False)
     records = log.read()
     if not records:
-        raise UserError(f"{run / 'steps.jsonl'} records no step 1: there is nothing to repeat")
+        raise UserError(f"{run / 'steps.jsonl'} has no record of step 1: nothing can be replayed")
     known = log.parameters()
-    records = [record for record in records if record.step in known]  # others had no update yet
+    records = [record for record in records if record.step in known]  # steps that were updated
     different: list[tuple[int, int, int]] = []
     diverged: int | None = None
     with (
@@ -146,7 +147,7 @@ def replay(
 
 
 def _asked(request: Request, sample: Mapping[str, Any], tokenizer: Any) -> Request:
-    """The request with the environment of a sample, as it was recorded, if it had one."""
+    """Adds the recorded environment of a sample to its request, if the sample had one."""
     begun = sample.get("begun", {})
     if begun:
         prompt = tuple(conversation_ids(tokenizer, begun["messages"]))
@@ -158,7 +159,7 @@ def _asked(request: Request, sample: Mapping[str, Any], tokenizer: Any) -> Reque
 
 
 class _Again:
-    """Samples the trajectories of a record, each as far as the published version goes."""
+    """Samples recorded trajectories again, each up to where the published version stopped."""
 
     def __init__(
         self,
@@ -170,8 +171,8 @@ class _Again:
     ):
         self._learner = learner
         self._rewards: dict[Key, Reward | None] = {}
-        self._last: dict[Key, int] = {}  # the newest version of a sample
-        self._requests: dict[int, list[Request]] = {}  # by the version with which they begin
+        self._last: dict[Key, int] = {}  # newest policy version that sampled a trajectory
+        self._requests: dict[int, list[Request]] = {}  # by the version under which they start
         calls: dict[str, list[ToolCall]] = {}
         for record in records:
             for index, samples in zip(record.used, record.samples, strict=True):
@@ -206,12 +207,12 @@ class _Again:
         self._reader: asyncio.Task[None] | None = None
 
     async def sample(self, version: int) -> Mapping[Key, Trajectory]:
-        """Goes on under a version; the trajectories that are finished then."""
+        """Samples with a policy version as far as it goes; returns all finished trajectories."""
         if self._reader is None:
             self._reader = asyncio.create_task(self._read())
 
-        # Samples that end under this version come first: those that wait for a later one hold
-        # their slots, and never hold more than the run did.
+        # Samples that finish under this version come first.  Samples that wait for a later version
+        # keep their slots; there are never more of them than in the run itself.
         def last(request: Request) -> int:
             return self._last[request.prompt_id, request.samples[0]]
 
@@ -234,11 +235,11 @@ class _Again:
                 self._found[key] = dataclasses.replace(trajectory, reward=self._rewards[key])
 
     def publish(self) -> None:
-        """Gives the samples the policy as it is now."""
+        """Publishes the current parameters to the sampler."""
         self._sampler.publish(self._learner.weights(), self._learner.step)
 
     async def close(self) -> None:
-        """Ends what has not come to its end."""
+        """Cancels the samples that have not finished."""
         if self._reader is not None:
             self._reader.cancel()
             await asyncio.gather(self._reader, return_exceptions=True)

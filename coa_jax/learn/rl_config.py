@@ -26,69 +26,71 @@ from coa_jax.tasks import GradersConfig
 from coa_jax.tasks.mixture import parts_of
 
 BEST = ("reward/mean", "reward/min", "reward/max", "format/valid", "group/frac_all_pass", *METRICS)
-"""Metrics of a step whose best checkpoint may stay; of each the highest value is the best."""
+"""Metrics by which ``keep_best`` can select a checkpoint; a higher value is better."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLConfig(TrainingConfig):
-    """A reinforcement-learning run; see `TrainingConfig` for the other settings.
+    """Settings of a reinforcement-learning run, in addition to those of `TrainingConfig`.
 
     ``row_length`` must be at least ``rollout.max_tokens``.
 
     Attributes:
-        tasks: task source, see `tasks.load_tasks`; "" where ``mixture`` has several.
-        task_options: of the source.
+        tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` names the sources.
+        task_options: options of the task source.
         mixture: name -> ``tasks``, ``weight``, ``options``, ``num_tasks`` and ``split`` of a
             source, see `tasks.mixture.Part`.
-        num_tasks: tasks of the training split that are drawn from, of each source.
-        pool: which tasks are asked: all in turn, or by how often they are solved.
-        groups: tasks whose groups make one step.
-        group_size: samples of a task.
-        max_sampled: a step looks at no more than this multiple of ``groups``; if too few of these
-            groups have a signal, it learns from fewer.
-        groups_in_flight: groups that are sampled at a time; 0 for as many as the share of groups
-            with a signal makes necessary.
-        max_staleness: greatest age of a group when a step learns from it, in steps between the
-            oldest policy that sampled one of its tokens and the policy that learns.  0 samples each
-            step with the newest policy, takes groups in the order of their tasks and ignores
-            ``rollout.max_seconds`` and ``max_tool_seconds``: the run is then a function of its
-            seed.  Above 0 rollouts go on while updates run, and older groups are dropped and their
-            tasks asked again.
-        admission: which groups a step takes if ``max_staleness`` is above 0: ``completion`` takes
-            the first that end, which favours short trajectories; ``task_order`` waits for the
-            oldest task.
-        late_samples: what becomes of a group that has samples in flight when only one more step may
-            learn from the group: ``drop_group`` goes on, and drops the group when its age passes
-            ``max_staleness``; ``leave_out`` learns from the samples that have ended, if these are
+        num_tasks: number of tasks of the training split that each source provides.
+        pool: selection of tasks: all tasks in turn, or by how often they are solved.
+        groups: groups per step; a group is the set of samples of one task.
+        group_size: samples per group.
+        max_sampled: a step examines at most this multiple of ``groups``.  If fewer than ``groups``
+            of these have a signal (rewards that differ), the step trains on fewer groups.
+        groups_in_flight: groups that are sampled at a time; 0 derives the number from the share of
+            groups with a signal.
+        max_staleness: greatest age of a group that a step trains on: the number of steps between
+            the oldest policy that sampled one of its tokens and the current policy.  With 0, each
+            step is sampled with the newest policy, takes groups in task order and ignores
+            ``rollout.max_seconds`` and ``max_tool_seconds``, so the run is a function of its seed.
+            Above 0, rollouts continue during updates; a group that is too old is dropped, and its
+            task is sampled again.
+        admission: order in which steps take groups if ``max_staleness`` is above 0: ``completion``
+            takes the groups that finish first, which favours short trajectories; ``task_order``
+            waits for the oldest task.
+        late_samples: treatment of a group with unfinished samples when only one more step may train
+            on the group.  ``drop_group`` continues sampling, and drops the group when its age
+            exceeds ``max_staleness``; ``leave_out`` trains on the finished samples, if there are
             two or more, which favours short trajectories.
-        in_flight_weights: what samples in flight do when weights change: ``keep`` what the earlier
-            weights have computed in the cache, or ``recompute`` it.
-        mini_batch: groups of one optimiser update, 0 for all of a step.  A step that has fewer
-            groups makes fewer updates; each but its last is of that size.
-        epochs: passes over the groups of a step (PPO); later ones take them in another order.
-        format_reward: whether a right answer counts only where the protocol was obeyed, as in the
-            paper's eq 11; else the answer alone counts, as in its eq 10.
-        stops: what becomes of rewards of trajectories that were cut off, see `StopRewards`.
-        temperature: of sampling, and of the probabilities that are trained.
-        attention_length: positions of a row in attention where samples of a task share their
-            prompt, see `batch.pack`; 0 gives each its own.
-        algorithm: a preset and the knobs that differ from it.
-        teacher: who scores the policy's tokens, where ``algorithm.opd_coef`` is above 0.
-        engine: shapes of decoding.
+        in_flight_weights: treatment of the KV cache of unfinished samples when the weights change:
+            ``keep`` the entries of the earlier weights, or ``recompute`` them.
+        mini_batch: groups per optimiser update; 0 for all groups of a step.  Only the last update
+            of an epoch may have fewer groups.
+        epochs: passes over the groups of a step (PPO); passes after the first shuffle the groups.
+        format_reward: whether a correct answer counts only if the trajectory obeys the protocol, as
+            in the paper's eq 11; else the answer alone counts, as in its eq 10.
+        stops: rewards of trajectories that were cut off, see `StopRewards`.
+        temperature: sampling temperature; the log-probabilities in training use it too.
+        attention_length: positions per row in attention.  Above 0, the samples of a task in a row
+            share one copy of their prompt, except in attention, whose rows hold a copy per sample
+            (see `batch.pack`); 0 shares no prompts.
+        algorithm: a preset of the algorithm, with overrides.
+        teacher: model that scores the policy's tokens, if ``algorithm.opd_coef`` is above 0.
+        engine: shapes of the decoding engine.
         rollout: budgets of a trajectory.
-        agent: a program that solves the tasks, in the place of the loop of tools.
-        graders: what a right answer is, and who says so; see docs/grading.md.
-        environment: what answers the policy, beside the tools; see docs/environments.md.
-        lora: adapters to train in place of the whole model.
-        keep_best: metric of a step whose best checkpoint stays too, such as ``reward/mean``; empty
-            for none.  What a step says of its rollouts is about the policy before its updates; the
-            checkpoint of that step, and its evaluation, have the parameters after them.
+        agent: a program that solves the tasks, instead of the tool loop.
+        graders: graders of the answers; see docs/grading.md.
+        environment: environment in which the policy acts, in addition to the tools; see
+            docs/environments.md.
+        lora: adapters to train instead of the whole model.
+        keep_best: metric of a step by which the best checkpoint is kept too, such as
+            ``reward/mean``; "" for none.  Metrics of a step's rollouts belong to the policy before
+            the step's updates; the step's checkpoint and evaluation have the parameters after them.
         evaluate_every: steps between two evaluations on ``held_out``; 0 for none.
-        held_out: what is measured then; without sources the validation split of those that are
-            trained on.
-        traces: which trajectories are written, and in which format.
-        probe_s: seconds that each server which the run needs (judge, tools) has to answer before
-            the first step; 0 begins without asking them.
+        held_out: settings of the evaluations.  If it names no sources, the policy is evaluated on
+            the validation split of its training sources.
+        traces: share and format of the trajectories that are written to disk.
+        probe_s: seconds within which each server that the run needs (judge, tools) must answer
+            before the first step; 0 skips this check.
     """
 
     tasks: Place
@@ -126,19 +128,19 @@ class RLConfig(TrainingConfig):
 
     @property
     def longest(self) -> int:
-        """Tokens that a trajectory may have."""
+        """Maximum number of tokens of a trajectory."""
         return min(self.rollout.max_tokens, self.engine.max_length)
 
     @property
     def budgets(self) -> RolloutConfig:
-        """Budgets of a trajectory; without those of the clock where the seed decides alone."""
+        """Budgets of a trajectory; without time limits if ``max_staleness`` is 0."""
         if self.max_staleness:
             return self.rollout
         return dataclasses.replace(self.rollout, max_seconds=0.0, max_tool_seconds=0.0)
 
     @property
     def rules(self) -> Rules:
-        """How steps are composed."""
+        """How the run composes its steps."""
         return Rules(
             groups=self.groups,
             most=int(self.max_sampled * self.groups),
@@ -150,17 +152,17 @@ class RLConfig(TrainingConfig):
 
     @property
     def groups_per_update(self) -> int:
-        """Groups of a full optimiser update."""
+        """Groups per full optimiser update."""
         return self.mini_batch or self.groups
 
     @property
     def updates_per_step(self) -> int:
-        """Optimiser updates of a step that has all its groups."""
+        """Optimiser updates of a step with ``groups`` groups."""
         return self.epochs * -(-self.groups // self.groups_per_update)
 
     @functools.cached_property
     def chosen(self) -> Algorithm:
-        """The algorithm with every knob set."""
+        """The algorithm with every setting filled in from its preset."""
         return self.algorithm.resolve(self.longest)
 
     def __post_init__(self) -> None:
@@ -169,18 +171,18 @@ class RLConfig(TrainingConfig):
         check_best(self.keep_best, self.evaluate_every, self.checkpoint_every)
         if self.rollout.cut_context:
             raise UserError(
-                "rollout.cut_context is True: what was sampled from a context that was cut cannot "
+                "rollout.cut_context is True: tokens that were sampled from a cut context cannot "
                 "be trained on; leave it False"
             )
         if self.agent and self.evaluate_every:
             raise UserError(
-                f"evaluate_every is {self.evaluate_every}: it evaluates by the loop of tools, and "
+                f"evaluate_every is {self.evaluate_every}: evaluations use the tool loop, and "
                 "agent names a program; give 0, and measure with coa-jax evaluate"
             )
         if self.agent and (self.rollout.constrain or self.format_reward):
             setting = "rollout.constrain" if self.rollout.constrain else "format_reward"
             raise UserError(
-                f"{setting} is True: it holds for the protocols of the loop of tools, and agent "
+                f"{setting} is True: it applies to the protocols of the tool loop, and agent "
                 "names a program; leave it False"
             )
         if self.agent and self.environment:
@@ -188,31 +190,31 @@ class RLConfig(TrainingConfig):
         longest = self.longest
         if self.row_length < longest:
             raise UserError(
-                f"row_length is {self.row_length}, trajectories have up to {longest} "
+                f"row_length is {self.row_length}, and trajectories have up to {longest} "
                 "tokens; raise row_length or lower rollout.max_tokens"
             )
         if self.attention_length and self.attention_length < self.row_length:
             raise UserError(
-                f"attention_length is {self.attention_length}, rows have "
-                f"{self.row_length} tokens; give 0, or more than row_length"
+                f"attention_length is {self.attention_length}, and rows have "
+                f"{self.row_length} tokens; give 0, or at least row_length"
             )
         algorithm = self.chosen
         alone = algorithm.alone and algorithm.learn_from == "all"
         if self.group_size == 1 and not alone:
             raise UserError(
-                "group_size is 1; samples of one task are compared with each other: "
-                "give at least 2, or algorithm.name=ppo, reinforce++ or opd, which learn from all"
+                "group_size is 1, and the algorithm compares samples of one task: "
+                "give at least 2, or algorithm.name=ppo, reinforce++ or opd"
             )
         self.teacher.check(algorithm.opd_coef, self.temperature, self.rollout.constrain)
         if self.optimizer.total_steps < self.updates_per_step:
             raise UserError(
-                f"optimizer.total_steps is {self.optimizer.total_steps}, a step makes "
+                f"optimizer.total_steps is {self.optimizer.total_steps}, and a step makes "
                 f"{self.updates_per_step} updates; give at least as many"
             )
         if self.mini_batch > self.groups:
             raise UserError(
-                f"mini_batch is {self.mini_batch}, a step has {self.groups} groups: give at most "
-                "as many, or 0 for all"
+                f"mini_batch is {self.mini_batch}, and a step has {self.groups} groups: give at "
+                "most as many, or 0 for all"
             )
         if self.max_staleness:
             algorithm.check_stale(f"max_staleness is {self.max_staleness}")

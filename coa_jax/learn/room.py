@@ -1,4 +1,4 @@
-"""Whether an update fits into memory, computed before anything of it is allocated."""
+"""Checks that an update fits into device memory before its arrays are allocated."""
 
 from __future__ import annotations
 
@@ -13,16 +13,16 @@ from coa_jax.model.config import ModelConfig
 def check_rows(
     model: ModelConfig, rows: int, row_length: int, dtype: str, mesh: jax.sharding.Mesh | None
 ) -> None:
-    """Refuses a micro-batch that cannot fit.
+    """Checks that a micro-batch can fit into device memory.
 
-    Only what the backward pass keeps with every setting of ``remat`` is counted, the residual
-    stream before each layer ``[layers, rows, row_length, hidden_size]``, so that no micro-batch is
-    refused that would fit.
+    The check counts only the activations that the backward pass keeps with every setting of
+    ``remat``: the residual stream before each layer, ``[layers, rows, row_length, hidden_size]``.
+    It is a lower bound, so no micro-batch is refused that would fit.
 
     Args:
-        model: the architecture.
+        model: architecture of the model.
         rows: rows of the micro-batch.
-        row_length: tokens of a row.
+        row_length: tokens per row.
         dtype: dtype of the matmul operands.
         mesh: devices over which the rows are split; None for one device.
 
@@ -33,11 +33,11 @@ def check_rows(
     free = [count for count in map(free_memory, devices) if count is not None]
     of_a_row = model.num_layers * row_length * model.hidden_size * jnp.dtype(dtype).itemsize
     parts = 1 if mesh is None else mesh.size
-    # Devices of a CPU share its memory.
+    # Virtual devices of a CPU share its memory.
     there = min(free, default=0) * (parts if devices[0].platform != "cpu" else 1)
     if free and rows * of_a_row > there:
         advice = f"lower rows to {there // of_a_row}" if of_a_row <= there else "lower row_length"
         raise UserError(
             f"rows is {rows} and row_length is {row_length}: the backward pass keeps at least "
-            f"{size(rows * of_a_row)}, {size(there)} are free; {advice} or less"
+            f"{size(rows * of_a_row)}, and {size(there)} are free; {advice} or less"
         )

@@ -1,4 +1,4 @@
-"""What samples the groups of a run: the engines with their tools, or a program of the user."""
+"""Chooses the sampler of a run: the decoding engines with tools, or a user's agent program."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from coa_jax.tools.base import Tool
 
 
 def sampler_of(config: RLConfig, learner: Learner, tools: Sequence[Tool], version: int) -> Sampler:
-    """The sampler of a run.
+    """Creates the sampler of a run.
 
     Args:
-        config: of the run.
-        learner: its engines are taken over.
-        tools: live ones.
-        version: policy version of the engines.
+        config: settings of the run.
+        learner: its engines are used, and belong to the sampler from then on.
+        tools: live tools of the tool loop; an agent program does not use them.
+        version: policy version of the engines' weights.
     """
     model, engines, budgets = learner.model, learner.engines, config.budgets
     recompute = config.in_flight_weights == "recompute"

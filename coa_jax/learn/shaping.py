@@ -1,4 +1,4 @@
-"""What becomes of a grader's reward before advantages are taken from it."""
+"""Reward shaping: changes to a grader's reward before advantages are computed."""
 
 from __future__ import annotations
 
@@ -12,24 +12,25 @@ Verdict = Annotated[
     str,
     Text(20, r"score|mask|-?\d+(\.\d+)?", 'score, mask, or what is added, such as "-0.5"'),
 ]
-"""What becomes of a reward: it counts (``score``), it is None (``mask``), or a number is added."""
+"""Treatment of a reward: ``score`` keeps it, ``mask`` removes it, and a number is added to it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StopRewards(Bounded):
-    """What becomes of the reward of a trajectory without an answer, by why it stopped.
+    """Treatment of the reward of a trajectory without an answer, by its stop reason.
 
-    What depends on the load of the machine is no verdict on the policy, and masks by default.
-    ``score`` keeps the reward, ``mask`` removes it, and a number is added to it.
+    ``score`` keeps the reward, ``mask`` removes it, and a number is added to it.  Stop reasons that
+    depend on the load of the machine (``deadline`` and ``tool_time``) say nothing about the policy,
+    so they mask by default.
 
     Attributes:
-        length: the token budget ran out.
-        turn_length: the budget of tokens that the policy may write in a row ran out.
-        turns: the policy made as many tool calls as it may.
+        length: the token budget of the trajectory was used up.
+        turn_length: the token budget of one turn was used up.
+        turns: the maximum number of tool calls was reached.
         eos: the policy ended its turn without an answer.
         violation: the policy broke a rule of the protocol.
-        deadline: the time of the trajectory ran out.
-        tool_time: the time in which the trajectory may wait for tools ran out.
+        deadline: the time limit of the trajectory was reached.
+        tool_time: the limit on the trajectory's waiting time for tools was reached.
     """
 
     length: Verdict = "score"
@@ -41,11 +42,11 @@ class StopRewards(Bounded):
     tool_time: Verdict = "mask"
 
     def masks(self, trajectory: Trajectory) -> bool:
-        """Whether a trajectory has no reward."""
+        """Whether the reward of a trajectory is removed."""
         return self._of(trajectory) == "mask"
 
     def added(self, trajectory: Trajectory) -> float:
-        """What is added to its reward."""
+        """The number to add to the reward of a trajectory; 0 for ``score`` and ``mask``."""
         verdict = self._of(trajectory)
         return 0.0 if verdict in ("score", "mask") else float(verdict)
 
@@ -54,10 +55,16 @@ class StopRewards(Bounded):
 
 
 def overlong_penalty(length: int, budget: int, buffer: int, penalty: float) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476 eq 13), in tokens.
+    """DAPO's soft overlong punishment (arXiv 2503.14476 eq 13).
 
-    0 up to ``budget - buffer`` tokens, then falling linearly to ``-penalty`` at the budget, and
-    never below: the release of the paper falls without bound.
+    The punishment is 0 up to ``budget - buffer`` tokens, falls linearly to ``-penalty`` at the
+    budget, and stays there.  (In the code release of Chain-of-Agents it falls without bound.)
+
+    Args:
+        length: tokens of the trajectory.
+        budget: maximum number of tokens of a trajectory.
+        buffer: tokens before the budget over which the punishment grows; 0 for no punishment.
+        penalty: punishment at the budget.
     """
     if not buffer:
         return 0.0
@@ -74,19 +81,21 @@ def shape_reward(
     penalty: float,
     stop: float = 0.0,
 ) -> Reward:
-    """A reward as the policy learns from it; one without a value stays without.
+    """Returns the reward that the policy is trained on; a reward without a value is unchanged.
 
     Args:
-        reward: of the grader.
-        length: tokens of the whole trajectory, which is what the budget bounds.
-        format_reward: whether a right answer counts only where the protocol was obeyed (eq 11).
-        budget: tokens that a trajectory may have.
-        buffer, penalty: see `overlong_penalty`.
-        stop: what is added for why it stopped, see `StopRewards`.
+        reward: reward of the graders.
+        length: tokens of the whole trajectory, prompt and observations included.
+        format_reward: whether a correct answer counts only if the trajectory obeys the protocol
+            (paper eq 11).
+        budget: maximum number of tokens of a trajectory.
+        buffer: see `overlong_penalty`.
+        penalty: see `overlong_penalty`.
+        stop: number to add for the stop reason, see `StopRewards`.
 
     Returns:
-        The shaped reward; ``parts`` has what was added as ``stop`` and, where its length took
-        something off, that as ``overlong`` and what there was before as ``earned``.
+        The shaped reward.  Its ``parts`` have ``stop``, if it is not 0, and, if the length lowered
+        the reward, the change as ``overlong`` and the reward before it as ``earned``.
     """
     if reward.value is None:
         return reward

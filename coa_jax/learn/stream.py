@@ -1,12 +1,13 @@
-"""A stream of graded groups that runs beside the updates, in a thread with an event loop.
+"""Samples and grades groups continuously, in a background thread, while updates run.
 
-A free slot is refilled at once.  A trajectory is graded and written to disk when it ends; a
-group enters a step when all of its samples are graded.  `admission.Ledger` decides which tasks are
-asked and which groups make a step.
+A free slot of an engine is refilled immediately.  A trajectory is graded and written to disk when
+it finishes; a group can enter a step when all of its samples are graded.  `admission.Ledger`
+decides which tasks are sampled and which groups form a step.
 
-With several processes each samples every so many tasks.  They tell each other what has ended, so
-that all compose the same steps.  No program of all processes runs here: those come in one order
-everywhere, which is that of the main thread.
+With N processes, process i samples the tasks whose index is i modulo N.  The processes exchange
+which groups have finished, so all of them compose the same steps.  This thread runs no program that
+spans several processes: such programs must be launched in the same order everywhere, which only the
+main thread guarantees.
 """
 
 from __future__ import annotations
@@ -28,20 +29,20 @@ from coa_jax.rollout.sampler import Sampler
 from coa_jax.trajectory import StopReason, Trajectory
 
 _NEWS_S = 0.25
-"""Seconds between two exchanges of processes that have nothing to tell."""
+"""Seconds between two exchanges between processes that have no news."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """What this process has of a step.
+    """The groups of a step that this process has sampled.
 
     Attributes:
-        composition: the step.
-        groups: this process's examined groups by task index, graded.
-        dropped: groups that were too old; they may be incomplete.
-        figures: seconds and counts since the step before, see `Sampler.figures`; ``seconds`` that
-            have passed, ``reward_s`` that grading took, added up over trajectories, and samples
-            that were ``left_out``.
+        composition: which groups the step uses.
+        groups: graded groups of this process that the step examined, by task index.
+        dropped: groups that were dropped because they were too old; they may be incomplete.
+        figures: seconds and counts since the previous step: those of `Sampler.figures`, and
+            ``seconds`` of wall-clock time, ``reward_s`` of grading, summed over trajectories, and
+            the number of samples that were ``left_out``.
     """
 
     composition: Composition
@@ -52,15 +53,15 @@ class Share:
 
 @dataclasses.dataclass(eq=False)
 class _Group:
-    """The samples of a task that are in flight or have ended.
+    """The samples of a task, in flight or finished.
 
     Attributes:
-        request: the samples that were asked.
-        size: samples of the group that are in flight or have ended.
-        done: trajectories by sample number, each graded alone.
-        members: the whole group with the rewards to learn from; [] until then.
-        grading: what grades in the background.
-        ended: numbers of the samples that have ended, graded or not.
+        request: request for the samples.
+        size: number of samples, in flight or finished.
+        done: trajectories by sample number, with the rewards that need no other sample.
+        members: the whole group with the rewards to train on; [] until all samples are graded.
+        grading: running asyncio tasks that grade samples.
+        ended: numbers of the samples that have finished, graded or not.
     """
 
     request: Request
@@ -74,7 +75,7 @@ class _Group:
 
 
 class Stream:
-    """The groups of a run, sampled in the background."""
+    """Samples the groups of a run in a background thread."""
 
     def __init__(
         self,
@@ -92,21 +93,22 @@ class Stream:
         kept: Mapping[tuple[int, int], Sequence[Trajectory]] | None = None,
         loop_factory: Callable[[], asyncio.AbstractEventLoop] | None = None,
     ):
-        """Does nothing before `start`.
+        """Prepares the stream; sampling begins with `start`.
 
         Args:
-            ledger: decides; its version is that of the sampler.
-            sampler: of this process.
-            spool: gets every graded trajectory.
-            ask: request for all samples of the task with an index.
-            grade: gives a finished trajectory the reward that it has alone.
-            complete: gives the trajectories of a whole group the rewards to learn from.
-            has_signal: whether a step can learn from a group.
-            wait_seconds: see `processes.exchange`.
-            leave_out: whether a group goes on without its late samples, see `_leave_out`.
-            score: what the ledger's pool learns of a group.
-            kept: trajectories that an earlier part of the run has finished, see `Spool.read`.
-            loop_factory: makes the event loop.
+            ledger: decides which tasks are sampled and which groups form a step; its version is
+                that of the sampler.
+            sampler: sampler of this process.
+            spool: stores every graded trajectory.
+            ask: returns the request for all samples of the task with an index.
+            grade: adds to a finished trajectory the rewards that need no other sample.
+            complete: adds to the trajectories of a whole group the rewards to train on.
+            has_signal: whether a step can train on a group.
+            wait_seconds: how long to wait for the slowest process, see `processes.exchange`.
+            leave_out: whether a group may be completed without its late samples, see `_leave_out`.
+            score: returns the (solved, graded) sample counts of a group, for the ledger's pool.
+            kept: trajectories that the run had finished before it was resumed, see `Spool.read`.
+            loop_factory: creates the event loop; None for asyncio's default.
         """
         self._ledger, self._sampler, self._spool = ledger, sampler, spool
         self._request, self._grade, self._complete = ask, grade, complete
@@ -117,7 +119,7 @@ class Stream:
         self._attempts: dict[int, int] = {}
         self._late: list[list[Trajectory]] = []
         self._events: list[list[Any]] = []
-        self._in_flight = 0  # samples that were asked and have not come out of the sampler
+        self._in_flight = 0  # samples that were requested and that the sampler has not returned
         self._reward_s = self._left_out = 0.0
         self._before: dict[str, float] = {}
         self._shares: queue.SimpleQueue[Share | BaseException] = queue.SimpleQueue()
@@ -129,14 +131,14 @@ class Stream:
     # --- called by the main thread ---------------------------------------------------------
 
     def start(self) -> None:
-        """Begins to sample."""
+        """Starts the thread."""
         self._thread.start()
 
     def step(self) -> Share | None:
         """Waits for this process's share of the next step; None if the stream was abandoned.
 
         Raises:
-            Exception: what ended the stream.
+            Exception: the error that ended the stream's thread.
         """
         share = self._shares.get()
         if isinstance(share, asyncio.CancelledError):
@@ -152,7 +154,7 @@ class Stream:
             self._sampler.publish(weights, version)
             self._version = version
             if self._ledger.rules.max_staleness == 0:
-                self._before = self._counts()  # nothing was sampled since the step before
+                self._before = self._counts()  # nothing was sampled since the previous step
             self._news.set()
 
         self._call(publish)
@@ -162,13 +164,13 @@ class Stream:
         self._call(lambda: self._spool.prune(step, still_open))
 
     def abandon(self) -> None:
-        """Ends the stream soon, without waiting for that; signal handlers may call it."""
+        """Asks the stream to end, without waiting; signal handlers may call this method."""
         if not self._abandoned:
-            self._abandoned = True  # cancelled again, it would be torn out of its cleaning up
+            self._abandoned = True  # a second cancellation would interrupt the stream's cleanup
             self._call(lambda: self._task.cancel() if self._task else None)
 
     def close(self) -> None:
-        """Abandons the stream and waits for its end."""
+        """Abandons the stream, and waits for its thread."""
         self.abandon()
         if self._thread.ident is None:
             self._loop.close()
@@ -176,7 +178,7 @@ class Stream:
             self._thread.join()
 
     def _call(self, function: Callable[[], Any]) -> None:
-        """Runs a function in the event loop, if that still runs."""
+        """Runs a function in the event loop, if the loop still runs."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
 
@@ -205,8 +207,8 @@ class Stream:
                 self._discard(group)
 
     async def _sample(self, tasks: asyncio.TaskGroup) -> None:
-        """Grades what the sampler finishes."""
-        # Closed here, not some time later: the engines must be free when this ends.
+        """Grades trajectories as the sampler finishes them."""
+        # Close the generator here, not at garbage collection: the engines must then be free.
         async with contextlib.aclosing(self._sampler.finished()) as finished:
             async for trajectory in finished:
                 self._in_flight -= 1
@@ -221,7 +223,7 @@ class Stream:
     def _work(
         self, tasks: asyncio.TaskGroup, group: _Group, coroutine: Coroutine[Any, Any, None]
     ) -> None:
-        """Grades in the background; `_discard` ends that."""
+        """Starts a background task that grades; `_discard` cancels it."""
         task = tasks.create_task(coroutine)
         group.grading.add(task)
         task.add_done_callback(group.grading.discard)
@@ -244,7 +246,7 @@ class Stream:
             self._news.set()
 
     async def _decide(self, tasks: asyncio.TaskGroup) -> None:
-        """Tells the ledger the news of all processes, and does what it says."""
+        """Reports the news of all processes to the ledger, and carries out its decisions."""
         ledger = self._ledger
         while not ledger.complete:
             self._cancel_late(tasks)
@@ -267,7 +269,7 @@ class Stream:
             self._news.clear()
 
     def _ask(self, index: int, tasks: asyncio.TaskGroup) -> None:
-        """Asks for a group, or for those of its samples that are not there already."""
+        """Requests the samples of a group, except for those that were finished before a resume."""
         before = self._groups.pop(index, None)
         if before is not None:
             self._discard(before)
@@ -291,7 +293,7 @@ class Stream:
             self._work(tasks, group, self._check_whole(group))
 
     def _discard(self, group: _Group) -> None:
-        """Lets a group go: takes it back, and keeps what has ended as too old."""
+        """Cancels a group; its finished trajectories are reported as too old."""
         self._sampler.cancel(group.request)
         for task in list(group.grading):
             task.cancel()
@@ -299,14 +301,14 @@ class Stream:
             self._late.append(list(group.done.values()))
 
     def _cancel_late(self, tasks: asyncio.TaskGroup) -> None:
-        """Finds the groups in flight that no step will learn from any more."""
+        """Discards or completes groups in flight that later steps cannot train on."""
         oldest = self._ledger.oldest_useful
         for index, group in list(self._groups.items()):
             versions = [versions_of(trajectory)[0][1] for trajectory in group.done.values()]
             running = self._sampler.oldest(group.request)
             versions += [] if running is None else [running]
             age = min(versions, default=oldest + 1) - oldest
-            if not self._ledger.is_open(index):  # given up
+            if not self._ledger.is_open(index):  # the ledger has given the task up
                 self._discard(self._groups.pop(index))
             elif len(group.done) == group.size:
                 continue
@@ -317,20 +319,20 @@ class Stream:
                 self._events.append(["late", index])
 
     def _leave_out(self, group: _Group, tasks: asyncio.TaskGroup) -> None:
-        """Closes a group of which only the next step can learn: its late samples are cancelled.
+        """Completes a group that only the next step can train on, by cancelling its late samples.
 
-        A group of which fewer than two samples have ended goes on, and may become too old.
+        A group with fewer than two finished samples continues, and may become too old.
         """
         ended = len(group.ended)
         if 2 <= ended < group.size:
             self._sampler.cancel(group.request)
             self._left_out += group.size - ended
             group.size = ended
-            if len(group.done) == ended:  # else the last one that is graded sees to that
+            if len(group.done) == ended:  # else the last grading task checks the group
                 self._work(tasks, group, self._check_whole(group))
 
     async def _hand_over(self, composition: Composition) -> None:
-        """Gives the main thread a step."""
+        """Passes this process's share of a step to the main thread."""
         mine = [i for i in composition.examined if i % processes.count() == processes.index()]
         groups = {}
         for index in mine:
@@ -338,7 +340,7 @@ class Stream:
             del self._attempts[index]
         late, self._late = self._late, []
         if self._ledger.rules.max_staleness == 0:
-            # Of the next policy, whose weights may take the place of these, nothing is in flight.
+            # The next weights may reuse the memory of these: wait until nothing is in flight.
             for group in self._groups.values():
                 self._discard(group)
             self._groups, self._attempts, self._late = {}, {}, []
@@ -356,5 +358,5 @@ class Stream:
 
 
 def _origin(trajectory: Trajectory, request: Request) -> dict[str, Any]:
-    """What of a trajectory's metadata a request has set."""
+    """The metadata of a trajectory that comes from its request."""
     return {name: trajectory.metadata.get(name) for name in request.metadata}

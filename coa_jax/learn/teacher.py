@@ -1,6 +1,6 @@
-"""The teacher of on-policy distillation: a larger policy that scores what the student wrote.
+"""The teacher of on-policy distillation: a larger model that scores the tokens of the student.
 
-It is a local model, or one behind a server that returns log-probabilities of prompts.
+The teacher is a local model, or runs on a server that returns the log-probabilities of prompts.
 """
 
 from __future__ import annotations
@@ -25,50 +25,51 @@ from coa_jax.tools.net.chat import Client, ServedModel
 from coa_jax.tools.net.errors import FetchError
 
 _BYTES = 1024
-"""Bound on the size of a token's part of a server's answer."""
+"""Maximum number of bytes per token in a server's response."""
 
 
 @dataclasses.dataclass(frozen=True)
 class TeacherConfig(ServedModel):
-    """Who scores the student's tokens; both must have the same vocabulary.
+    """The model that scores the student's tokens; both must have the same vocabulary.
 
     Attributes:
-        model: Hugging Face directory or, with ``url``, the name of a model there; "" for no
-            teacher.
-        url: an OpenAI-compatible server whose ``/completions`` has ``prompt_logprobs``, such as
-            that of vLLM or of ``coa_jax.serve``; "" for a local model.
-        concurrency: sequences that a process has scored at a time.
+        model: Hugging Face directory or, with ``url``, the name of a model on that server; "" for
+            no teacher.
+        url: an OpenAI-compatible server whose ``/completions`` supports ``prompt_logprobs``, such
+            as vLLM or ``coa_jax.serve``; "" for a local model.
+        attempts: maximum number of attempts per request, see `ServedModel`.
+        concurrency: number of sequences that a process sends to the server at a time.
     """
 
     attempts: Times = 5
     concurrency: Times = 16
 
     def check(self, opd_coef: float, temperature: float, constrained: bool) -> None:
-        """Refuses settings of a run that do not go together with the teacher.
+        """Checks that the settings of a run fit the teacher.
 
         Args:
-            opd_coef: of the algorithm.
-            temperature: of sampling.
+            opd_coef: ``opd_coef`` of the algorithm.
+            temperature: sampling temperature.
             constrained: whether tokens are sampled under a constraint.
 
         Raises:
-            UserError: one line that names the setting.
+            UserError: a setting does not fit the teacher.
         """
         if opd_coef and not self.model:
             raise UserError(
-                f"algorithm.opd_coef is {opd_coef:g} and there is no teacher: name it in "
+                f"algorithm.opd_coef is {opd_coef:g} and there is no teacher: name a model in "
                 "teacher.model"
             )
         if self.model and not opd_coef:
             raise UserError(
-                f"teacher.model is {self.model!r}, and the algorithm asks no teacher: give "
+                f"teacher.model is {self.model!r}, and the algorithm uses no teacher: give "
                 "algorithm.name=opd, or algorithm.opd_coef=1"
             )
         if self.url and (temperature != 1 or constrained):
             which = "rollout.constrain is True" if constrained else f"temperature is {temperature}"
             raise UserError(
-                f"{which}, and a server scores at temperature 1 without a constraint: sample in "
-                "that way, or give a local teacher without teacher.url"
+                f"{which}, and a server scores at temperature 1 without a constraint: sample the "
+                "same way, or use a local teacher (without teacher.url)"
             )
 
 
@@ -76,17 +77,21 @@ class Teacher(NamedTuple):
     """A local teacher.
 
     Attributes:
-        config: its architecture.
-        params: its parameters, which no update touches.
+        config: architecture of the teacher.
+        params: parameters of the teacher, which no update changes.
     """
 
     config: ModelConfig
     params: Params
 
     def fitted(self, allowed: jax.Array) -> jax.Array:
-        """The table of the student's constraint in the width of the teacher's own vocabulary.
+        """Fits the constraint table of the student to the size of the teacher's vocabulary.
 
-        Ids beyond the tokenizer's, by which embeddings are padded, are not allowed.
+        Ids beyond the tokenizer's vocabulary, which only pad the embeddings, are not allowed.
+
+        Args:
+            allowed: one row of packed bits per state of the constraint, ``[states, words]``; 32
+                token ids per word.
         """
         words = -(-self.config.vocab_size // 32)
         return jnp.pad(allowed, ((0, 0), (0, max(words - allowed.shape[1], 0))))[:, :words]
@@ -95,16 +100,16 @@ class Teacher(NamedTuple):
 def load_teacher(
     teacher: TeacherConfig, tokenizer: Any, dtype: str, mesh: jax.sharding.Mesh | None
 ) -> Teacher | None:
-    """The local teacher; None where there is none.
+    """Loads the local teacher; returns None without a teacher or with one on a server.
 
     Args:
-        teacher: says where it is.
-        tokenizer: of the student.
-        dtype: of its parameters, which are only read.
-        mesh: over which it is split.
+        teacher: settings of the teacher.
+        tokenizer: tokenizer of the student.
+        dtype: dtype of the teacher's parameters.
+        mesh: devices over which the teacher is sharded; None for one device.
 
     Raises:
-        UserError: it cannot be loaded, or has another vocabulary than the student.
+        UserError: the teacher cannot be loaded, or its vocabulary differs from the student's.
     """
     if not teacher.model or teacher.url:
         return None
@@ -115,9 +120,9 @@ def load_teacher(
             token for token in own.keys() | other.keys() if own.get(token) != other.get(token)
         )
         raise UserError(
-            f"teacher.model is {teacher.model!r}, which has another vocabulary than the policy: "
-            f"{token!r} is {other.get(token)} there and {own.get(token)} here; give a teacher "
-            "with the policy's tokenizer"
+            f"teacher.model is {teacher.model!r}, whose vocabulary differs from the policy's: "
+            f"{token!r} has the id {other.get(token)} there and {own.get(token)} here; give a "
+            "teacher with the policy's tokenizer"
         )
     return Teacher(model.config, model.params)
 
@@ -125,15 +130,18 @@ def load_teacher(
 def scored_by_server(
     teacher: TeacherConfig, groups: Sequence[Sequence[Example]], seconds: float
 ) -> list[list[Example]]:
-    """The examples with ``teacher_logp`` from a server; each process asks for a part of them.
+    """Adds ``teacher_logp`` from a server to examples; each process requests a part of them.
 
     Args:
-        teacher: says where the server is.
-        groups: examples.
-        seconds: how long processes wait for the slowest.
+        teacher: settings of the teacher.
+        groups: examples of each group.
+        seconds: how long to wait for the slowest process.
+
+    Returns:
+        The examples of each group, with ``teacher_logp`` (float32 ``[T]``) in ``more``.
 
     Raises:
-        UserError: the server gave no scores.
+        UserError: the server returned no scores.
     """
 
     async def ask(examples: Sequence[Example]) -> list[np.ndarray]:
@@ -160,14 +168,17 @@ def scored_by_server(
 
 
 async def prompt_logprobs(teacher: TeacherConfig, ids: Sequence[int]) -> np.ndarray:
-    """Log-probability of each token given those before it, float32 ``[T]``; the first has 0.
+    """Requests the log-probability of each token given the tokens before it from a server.
 
     Args:
-        teacher: the server.
-        ids: at least one token.
+        teacher: settings of the teacher.
+        ids: token ids, at least one.
+
+    Returns:
+        Float32 ``[T]``; the first token has 0.
 
     Raises:
-        UserError: there was no answer within the limits, or one without the log-probabilities.
+        UserError: the server did not respond within the limits, or without log-probabilities.
     """
     body = {"prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1}
     try:
@@ -175,24 +186,24 @@ async def prompt_logprobs(teacher: TeacherConfig, ids: Sequence[int]) -> np.ndar
             answer = await client.ask(body, lambda answer: answer)
     except FetchError as error:
         raise UserError(
-            f"the teacher at {teacher.url} gave no scores: {error.message}; look at the server and "
-            "start the same command again, which goes on after the last checkpoint"
+            f"the teacher at {teacher.url} gave no scores: {error.message}; check the server and "
+            "start the same command again, which resumes from the last checkpoint"
         ) from error
     try:
         entries = answer["choices"][0]["prompt_logprobs"]
         pairs = list(zip(entries, ids, strict=True))
-        found = [_own(entry, token) for entry, token in pairs[1:]]  # none comes before the first
+        found = [_own(entry, token) for entry, token in pairs[1:]]  # the first token has no score
     except (KeyError, IndexError, TypeError, ValueError) as error:
         raise UserError(
             f"the teacher at {teacher.url} answered without the log-probability of each token of "
-            f"the prompt ({type(error).__name__}: {error}); it needs a server whose /completions "
-            "takes token ids and prompt_logprobs, and a model with the policy's vocabulary"
+            f"the prompt ({type(error).__name__}: {error}); give a server whose /completions "
+            "accepts token ids and prompt_logprobs, and a model with the policy's vocabulary"
         ) from error
     return np.asarray([0.0, *found], np.float32)
 
 
 def _own(entry: Mapping[str, Any], token: int) -> float:
-    """The token's own log-probability among those of its position."""
+    """Log-probability of a token, taken from a position's entry of the response."""
     logp = float(entry[str(token)]["logprob"])
     if not logp <= 1e-3:
         raise ValueError(f"{logp} is no log-probability")

@@ -1,4 +1,4 @@
-"""Which trajectories of a reinforcement-learning run go to the disk, and in which format."""
+"""Selects the trajectories of a reinforcement-learning run that are written to disk."""
 
 from __future__ import annotations
 
@@ -14,20 +14,21 @@ from coa_jax.trajectory import Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class TracesConfig(Bounded):
-    """The trajectories that a run keeps; what the run learns does not depend on it.
+    """Share and format of the trajectories that a run writes; training does not depend on them.
 
     Attributes:
-        share: share of the groups that are kept, whole.  A hash of the task's index chooses them,
-            so that every run, resume and order of arrival keeps the same ones.
-        format: "jsonl" appends to ``traces.jsonl``; the others write a file for each step to
-            ``traces/``: "jsonl.gz" packed with gzip, "array_record" packed with zstd.
+        share: share of the groups whose trajectories are written.  A hash of the task's index
+            selects the groups, so the selection is the same in every run, after a resume, and in
+            any order of arrival.
+        format: "jsonl" appends to ``traces.jsonl``; the other formats write one file per step to
+            ``traces/``: "jsonl.gz" compressed with gzip, "array_record" compressed with zstd.
     """
 
     share: Annotated[float, Between(0, 1)] = 1.0
     format: Annotated[str, OneOf("jsonl", *shards.FORMATS)] = "jsonl"
 
     def kept(self, groups: Iterable[list[Trajectory]]) -> list[list[Trajectory]]:
-        """The groups that are kept; each has the index of its task in its metadata."""
+        """The groups to write; each trajectory has the index of its task in its metadata."""
         return [group for group in groups if self._keeps(group[0].metadata["prompt_id"])]
 
     def _keeps(self, index: int) -> bool:

@@ -18,25 +18,26 @@ from coa_jax.parallel.placement import MeshConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Bounded):
-    """Settings of a run that updates a model.
+    """Settings of a training run.
 
     Attributes:
-        model: Hugging Face directory to start from.
-        seed: seed of the order of the data and of everything that is drawn.
-        rows: rows of a micro-batch.
-        row_length: tokens of a row.
+        model: Hugging Face directory of the initial model.
+        seed: seed of the order of the data and of all random numbers.
+        rows: rows per micro-batch.
+        row_length: tokens per row.
         dtype: dtype of the matmul operands; parameters and their gradients stay float32.
-        remat: which activations the backward pass computes again, see `model.remat.POLICIES`.
+        remat: which activations the backward pass recomputes, see `model.remat.POLICIES`.
         optimizer: AdamW and its schedule; ``total_steps`` is the length of the run in updates.
         checkpoint_every: steps between two checkpoints.
-        checkpoint_seconds: a step that ends as long after the last checkpoint has one too.  The run
-            goes on while a checkpoint is written, so that a machine which is taken away in a long
-            step costs that step only.
+        checkpoint_seconds: maximum time between two checkpoints: a step that ends this many seconds
+            after the last checkpoint has a checkpoint too.  The run continues while a checkpoint is
+            written, so a preempted machine loses at most the step in progress when steps are long.
         mesh: axes over which parameters and rows are sharded.
-        attention: implementation in training: ``auto`` or a name, see docs/kernels.md.
-        keep_last: number of newest checkpoints that stay.
-        export_dtype: of the model that is written at the end; checkpoints keep float32.
-        profile_steps: (first, last) step that `jax.profiler` records into WORKDIR/profile.
+        attention: attention kernel in training: ``auto`` or a name, see docs/kernels.md.
+        keep_last: number of newest checkpoints to keep.
+        export_dtype: dtype of the model that is exported at the end; checkpoints keep float32.
+        profile_steps: (first, last) step that `jax.profiler` records into WORKDIR/profile; () for
+            none.
     """
 
     model: Place
@@ -55,10 +56,10 @@ class TrainingConfig(Bounded):
     profile_steps: Annotated[tuple[Count, ...], Items(0, 2)] = ()
 
     def compute(self, model: ModelConfig, mesh: jax.sharding.Mesh | None) -> Compute:
-        """How updates compute.
+        """Dtype, operations and sharding with which updates are computed.
 
         Args:
-            model: the architecture.
+            model: architecture of the model.
             mesh: devices of the run; None for one device.
 
         Raises:

@@ -1,23 +1,24 @@
-"""Credit for the rewards of turns: what a turn's tokens learn from.
+"""Credit assignment for rewards of turns: advantages of the tokens of each turn.
 
-The trajectory i of a group has the reward R_i, in which the rewards r_ij of its turns count with
-the weight w, and the advantage A_i = s (R_i - b) of the algorithm, where the scale s and the
-baseline b are those of the group.  The tokens of turn k have no part in what came before, so they
-learn from the return from that turn on,
+Trajectory i of a group has the reward R_i, which includes the rewards r_ij of its turns j with the
+weight w.  Its advantage is A_i = s (R_i - b), where the scale s and the baseline b are those of the
+group.  The tokens of turn k cannot change earlier rewards, so their advantage uses the return from
+turn k on:
 
     G_ik = R_i - w sum_{j<k} r_ij        A_ik = s (G_ik - b_k),  b_k = mean over the group of G_ik
 
 (return-to-go: Williams 1992, https://doi.org/10.1007/BF00992696; Sutton et al. 1999, NIPS 12; for
-turns of a language model MT-GRPO, arXiv 2505.11821).  Without rewards of turns A_ik is A_i.
+turns of a language model: MT-GRPO, arXiv 2505.11821).  Without rewards of turns A_ik equals A_i.
 
-A trajectory that has ended before turn k stays in the mean, with what of its reward is no turn's.
-So the baseline of all turns has the same share of a sample's own return, and a policy that decides
-when to stop does not change the weight of its turns.  One scale for all turns has the same reason.
+A trajectory that ended before turn k stays in the mean b_k, with the part of its reward that
+belongs to no turn.  The share of a sample's own return in the baseline is therefore the same for
+all turns, and a policy cannot change the weight of its turns by stopping early.  All turns share
+one scale s for the same reason.
 
-Where rewards stand at single tokens (algorithms with ``batch``, ``batch_baseline`` or ``gae``),
-each turn has its own at its last token, A_ik - A_i(k+1), which is w r_ik with the baseline's share
-taken off: the sum over later tokens, which those algorithms take, is A_ik again, and with a critic
-it is generalised advantage estimation over turns (arXiv 1506.02438 eq 16).
+The advantages ``batch``, ``batch_baseline`` and ``gae`` need rewards of single tokens.  For them
+the last token of turn k has the reward A_ik - A_i(k+1), which is w r_ik minus the baseline's part.
+Their sum over later tokens is A_ik again; with a critic it is generalised advantage estimation over
+turns (arXiv 1506.02438 eq 16).
 """
 
 from __future__ import annotations
@@ -32,11 +33,11 @@ from coa_jax.tasks.graders import TASKS_OWN
 from coa_jax.trajectory import Author, Trajectory
 
 ENVIRONMENT = "environment"
-"""The reward that is the sum of the rewards of turns."""
+"""Name of the reward that is the sum of the rewards of turns."""
 
 
 def weight_of_turns(graders: GradersConfig) -> float:
-    """Weight of the reward ``environment`` in the value of a trajectory, w of the module."""
+    """Weight w of the reward ``environment`` in the reward of a trajectory."""
     if not graders.rewards:
         return 1.0
     given = graders.rewards.get(ENVIRONMENT, graders.rewards.get(TASKS_OWN))
@@ -44,9 +45,10 @@ def weight_of_turns(graders: GradersConfig) -> float:
 
 
 def turn_rewards(trajectory: Trajectory) -> np.ndarray:
-    """Rewards r_ij of the turns of a trajectory, float64, one for each run of policy tokens.
+    """Rewards r_ij of the turns of a trajectory, float64 ``[turns]``.
 
-    Each call ends a run; the last run may end without a call.
+    A turn is a run of consecutive policy tokens.  A call to the environment ends each turn, except
+    possibly the last.
     """
     of_calls = [call.reward or 0.0 for call in trajectory.tool_calls]
     rewards = np.zeros(max(len(_runs(trajectory.author == Author.POLICY)), len(of_calls)))
@@ -55,22 +57,25 @@ def turn_rewards(trajectory: Trajectory) -> np.ndarray:
 
 
 def has_turn_rewards(group: Sequence[Trajectory]) -> bool:
-    """Whether an environment has given a reward for a turn."""
+    """Whether an environment gave a reward for any turn of a group."""
     return any(call.reward is not None for t in group for call in t.tool_calls)
 
 
 def credited(
     algorithm: Algorithm, learned: Sequence[tuple[Trajectory, np.ndarray]], weight: float | None
 ) -> list[np.ndarray] | None:
-    """`turn_advantages` of a group; None where its tokens learn from the whole.
+    """Advantages of the turns of a group; None if all turns of a trajectory share its advantage.
 
-    That is without rewards of turns, without a weight, and where the advantage is one of tokens
-    already.
+    That is the case without rewards of turns, without a weight, and if the advantage function
+    returns one number per token.
 
     Args:
-        algorithm: resolved.
-        learned: trajectories with their advantages, see `advantages_of`.
-        weight: w.
+        algorithm: a resolved algorithm, see `Algorithm.resolve`.
+        learned: trajectories with their advantages, see `advantages.advantages_of`.
+        weight: w; None for no credit of turns.
+
+    Returns:
+        See `turn_advantages`.
     """
     group = [trajectory for trajectory, _ in learned]
     if weight is None or not has_turn_rewards(group) or any(a.ndim for _, a in learned):
@@ -82,13 +87,16 @@ def credited(
 def turn_advantages(
     group: Sequence[Trajectory], advantages: Sequence[float], weight: float, alone: bool
 ) -> list[np.ndarray]:
-    """A_ik of each turn, float64, for each trajectory.
+    """Computes the advantages A_ik of the turns of a group.
 
     Args:
         group: graded trajectories of one task.
-        advantages: A_i.
+        advantages: A_i of each trajectory.
         weight: w.
         alone: whether A_i is R_i itself, without a baseline: s is 1 and b_k is 0.
+
+    Returns:
+        For each trajectory A_ik, float64 ``[turns]``.
     """
     values = np.array([t.reward.value if t.reward else 0.0 for t in group], np.float64)
     whole = np.asarray(advantages, np.float64)
@@ -98,7 +106,7 @@ def turn_advantages(
         turn_rewards(t) * (weight if t.reward and ENVIRONMENT in t.reward.parts else 0.0)
         for t in group
     ]
-    before = np.zeros((len(group), max(map(len, rewards))))  # turn k has what came before it
+    before = np.zeros((len(group), max(map(len, rewards))))  # sum of the rewards before turn k
     for row, of_turns in zip(before, rewards, strict=True):
         row[: len(of_turns)] = np.cumsum(of_turns) - of_turns
         row[len(of_turns) :] = of_turns.sum()
@@ -108,12 +116,16 @@ def turn_advantages(
 
 
 def spread_over_tokens(mask: np.ndarray, turns: np.ndarray, at_ends: bool) -> np.ndarray:
-    """Advantages of tokens, float32 ``[T]``.
+    """Spreads the advantages of turns over tokens.
 
     Args:
         mask: 1 where the policy wrote, float32 ``[T]``.
-        turns: A_ik.
-        at_ends: whether a later sum over tokens gives them, see the module.
+        turns: A_ik of one trajectory, float64 ``[turns]``.
+        at_ends: False gives every token of turn k the advantage A_ik.  True gives only its last
+            token A_ik - A_i(k+1), for algorithms that sum over later tokens.
+
+    Returns:
+        Float32 ``[T]``.
     """
     spread = np.zeros(len(mask), np.float32)
     following = np.append(turns[1:], 0.0)
@@ -126,6 +138,6 @@ def spread_over_tokens(mask: np.ndarray, turns: np.ndarray, at_ends: bool) -> np
 
 
 def _runs(written: np.ndarray) -> list[tuple[int, int]]:
-    """Where each run of the policy's tokens begins and ends."""
+    """(start, end) of each run of consecutive policy tokens."""
     edges = np.flatnonzero(np.diff(np.concatenate(([0], written.astype(np.int8), [0]))))
     return list(zip(edges[::2].tolist(), edges[1::2].tolist(), strict=True))

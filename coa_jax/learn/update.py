@@ -1,4 +1,4 @@
-"""The updates of a step: of the policy, and of the critic where there is one."""
+"""The updates of a training step: of the policy and, if the algorithm has one, of the critic."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from coa_jax.trajectory import Author, Trajectory
 
 
 def critic_optimizer(config: RLConfig) -> OptimizerConfig:
-    """The policy's optimiser with the critic's rate and warm-up."""
+    """The policy's optimiser settings with the critic's learning rate and warm-up."""
     return dataclasses.replace(
         config.optimizer,
         learning_rate=config.chosen.critic_learning_rate,
@@ -46,24 +46,30 @@ def critic_optimizer(config: RLConfig) -> OptimizerConfig:
 
 
 def critic_state(config: RLConfig, params: Params) -> TrainState | None:
-    """A critic that begins with the policy's body; None where the algorithm has none."""
+    """State of a new critic with the policy's layers; None if the algorithm has no critic."""
     if not config.chosen.needs_critic:
         return None
     return init_state(init_critic(params), critic_optimizer(config))
 
 
 def critic_run_state(config: RLConfig, model: ModelConfig, mesh: Mesh | None) -> TrainState | None:
-    """Shapes and places of what `critic_state` returns."""
+    """Shapes and shardings of the result of `critic_state`.
+
+    Args:
+        config: settings of the run.
+        model: architecture of the policy.
+        mesh: devices of the run; None for one device.
+    """
     if not config.chosen.needs_critic:
         return None
     return abstract_state(abstract_critic(model, mesh), critic_optimizer(config))
 
 
 def reference_params(config: RLConfig, params: Params) -> Params | None:
-    """A copy of the parameters for the KL penalty, which updates do not touch.
+    """A copy of the parameters as the reference of the KL penalty, which updates do not change.
 
-    None where there is no penalty, and where adapters are trained: the reference is then the rest
-    of the model (`TrainState.frozen`).
+    None without a KL penalty.  None too if adapters are trained: the reference is then the model
+    without adapters (`TrainState.frozen`).
     """
     if not config.chosen.needs_reference or config.lora.rank:
         return None
@@ -83,24 +89,26 @@ def update(
     teacher: Teacher | None = None,
     version: int = 0,
 ) -> tuple[TrainState, TrainState | None, dict[str, float]]:
-    """The updates of one step; see `_merged` for what its statistics are of.
+    """Runs the updates of one step.
 
-    Without a trajectory to learn from nothing is learned, but the step counts.  Trajectories that
-    were sampled under a constraint are learned under the same one.
+    If no trajectory has a reward, the parameters do not change, but the step counts.  Trajectories
+    that were sampled under a constraint are trained under the same constraint.
 
     Args:
-        config: of the run.
-        state, critic: donated.
-        model: the architecture.
-        groups: graded trajectories; those without a value do not learn.
-        compute: how to compute; rows are split over its mesh.
+        config: settings of the run.
+        state: state of the policy; donated.
+        model: architecture of the policy.
+        groups: trajectories of each group; those without a reward are left out.
+        compute: dtype, operations and sharding; rows are sharded over its mesh.
         constraint: constraint under which all trajectories were sampled; None without one.
-        reference: see `reference_params`.
-        teacher: see `learn.teacher.load_teacher`.
-        version: steps before this one, which is the version of the policy that learns.
+        critic: state of the critic; donated.  None without a critic.
+        reference: parameters of the reference policy, see `reference_params`.
+        teacher: local teacher, see `learn.teacher.load_teacher`.
+        version: version of the policy before this step, which is the number of earlier steps.
 
     Returns:
-        The policy's state, the critic's, and statistics.
+        States of the policy and of the critic, and statistics; see `_merged` for a step with
+        several updates.
     """
     algorithm, aged = config.chosen, version if config.max_staleness else None
     weight = weight_of_turns(config.graders) if config.environment.credit == "turn" else None
@@ -167,7 +175,7 @@ def update(
 
 
 def _packed(config: RLConfig, groups: Sequence[Sequence[Example]]) -> list[Batch]:
-    """The micro-batches of groups."""
+    """Packs the examples of groups into micro-batches."""
     examples = [example for group in groups for example in group]
     return split_rows(pack(examples, config.row_length, config.attention_length), config.rows)
 
@@ -175,13 +183,13 @@ def _packed(config: RLConfig, groups: Sequence[Sequence[Example]]) -> list[Batch
 def _mini_batches(
     config: RLConfig, groups: Sequence[list[Example]], step: list[Batch], version: int
 ) -> Iterator[list[Batch]]:
-    """The micro-batches of each update: of all groups in turn, and in later epochs shuffled.
+    """Yields the micro-batches of each update: groups in order, shuffled in later epochs.
 
     Args:
-        config: of the run.
-        groups: what the step learns from.
-        step: all of them in micro-batches, scored.
-        version: steps before this one; the order in later epochs depends on it and on the seed.
+        config: settings of the run.
+        groups: examples of each group of the step.
+        step: the same examples in micro-batches, with scores and advantages.
+        version: number of earlier steps; it seeds the shuffling, together with the run's seed.
     """
     algorithm, size = config.chosen, config.groups_per_update
 
@@ -204,15 +212,16 @@ def _mini_batches(
 
 
 def _merged(updates: Sequence[dict[str, float]], first_only: bool = True) -> dict[str, float]:
-    """The statistics of a step from those of its updates, as `train_step` returns them.
+    """Merges the statistics of a step's updates, as `train_step` returns them.
 
-    Means over the tokens of all updates that were not skipped, and the largest gradient norm.  The
-    rate is that of the first update.  If the last one was skipped, its loss and norm say why.
+    Most statistics become means over the tokens of all updates that were not skipped; gradient norm
+    and maxima become the maximum.  The learning rate is that of the first update.  If the last
+    update was skipped, its loss and gradient norm are reported, because they show the reason.
 
     Args:
-        updates: one after the other.
-        first_only: whether the mismatch is that of the first update, before which the policy is the
-            one that sampled; else it is that of the policy before all of them.
+        updates: statistics of each update, in order.
+        first_only: whether ``mismatch/...`` is that of the first update, because later updates
+            compare the sampler with a policy that has changed since; else it is merged too.
     """
     if len(updates) < 2:
         return dict(updates[0]) if updates else {}
@@ -235,7 +244,7 @@ def _merged(updates: Sequence[dict[str, float]], first_only: bool = True) -> dic
         if name == "optim/grad_norm" or name.endswith("max")
     }
     return {
-        **first,  # whose order and whose ``kept`` stay
+        **first,  # keeps the order of names and the values of ``kept``
         **means,
         **largest,
         "tokens": sum(stats["tokens"] for stats in updates),
@@ -244,10 +253,10 @@ def _merged(updates: Sequence[dict[str, float]], first_only: bool = True) -> dic
 
 
 def quotients(means: dict[str, float]) -> dict[str, float]:
-    """Statistics of `policy_objective` in their last form, from their means over all tokens.
+    """Derives the final statistics of `policy_objective` from means over all tokens.
 
     ``mismatch/ess`` is the effective sample size ``(sum rho)^2 / (n sum rho^2)`` as a share of the
-    tokens (Kong 1992), ``mismatch/age_N`` a mean over the tokens of that age, if there are any.
+    tokens (Kong 1992).  ``mismatch/age_N`` is the mean over the tokens of age N, if there are any.
     """
     stats = {k: v for k, v in means.items() if not k.endswith(("_share", "_square"))}
     if "mismatch/weight" in means:
@@ -261,7 +270,7 @@ def quotients(means: dict[str, float]) -> dict[str, float]:
 
 
 def _spread_of_advantages(batches: Sequence[Batch]) -> dict[str, float]:
-    """Of the tokens that are learned."""
+    """Smallest and largest advantage of the policy tokens; {} without policy tokens."""
     found = [batch.advantage[batch.mask > 0] for batch in batches]
     found = [values for values in found if values.size]
     if not found:
@@ -279,17 +288,27 @@ def group_examples(
     version: int | None = None,
     weight: float | None = None,
 ) -> list[Example]:
-    """What a group's graded trajectories teach; see `complete_experience` for ``advantage``.
+    """Turns the graded trajectories of a group into training examples.
 
-    With a ``version``, tokens have their ages, see `trajectory_example`.  With a ``weight``, the
-    rewards of turns are credited to the turns, see `learn.turns`.
+    Args:
+        algorithm: a resolved algorithm, see `Algorithm.resolve`.
+        group: samples of one task.
+        constraint: constraint under which the samples were sampled; None without one.
+        version: current policy version, from which the ages of tokens are computed, see
+            `batch.trajectory_example`; None for no ages.
+        weight: weight of the rewards of turns, which are then credited to the turns, see
+            `learn.turns`; None credits the whole trajectory.
+
+    Returns:
+        One example per sequence of a trajectory.  If `Algorithm.whitened` is true, ``advantage``
+        holds rewards, which `experience.complete_experience` turns into advantages.
     """
     examples, learned = [], advantages_of(algorithm, group)
     of_turns = credited(algorithm, learned, weight)
     for number, (trajectory, advantage) in enumerate(learned):
         if not trajectory.num_policy_tokens:
             continue
-        # The sequences of a sample share its advantage, which is that of one sample of the group.
+        # All sequences of a sample share the sample's advantage.
         shared = advantage
         if advantage.ndim:
             shared = advantage[trajectory.author == Author.POLICY].mean()
@@ -300,7 +319,7 @@ def group_examples(
                 spread = spread_over_tokens(example.mask, of_turns[number], algorithm.whitened)
                 example = dataclasses.replace(example, advantage=spread)
             elif algorithm.whitened and not its.ndim:
-                # The reward of a sequence is that of its last token, which the policy wrote.
+                # The reward of a sequence belongs to its last token, which the policy wrote.
                 at_end = np.arange(len(example.tokens)) == len(example.tokens) - 1
                 example = dataclasses.replace(example, advantage=example.advantage * at_end)
             examples.append(example)

@@ -1,4 +1,4 @@
-"""The critic: a transformer like the policy with one number at the end instead of logits."""
+"""The critic: a transformer like the policy, with a scalar value head instead of an output head."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from coa_jax.model.params import Params, abstract_params, bind
 
 
 def init_critic(params: Params) -> Params:
-    """A critic whose body is a copy of a policy's and whose values are 0.
+    """Creates a critic whose layers are copies of the policy's and whose values are 0.
 
     Returns:
-        The policy's parameters without an output head, and ``value_head``, float32 ``[D]``.
+        The policy's parameters without the output head, and ``value_head``, float32 ``[D]``.
     """
     body = {name: value for name, value in params.items() if name != "head"}
     copies = jax.tree.map(jnp.copy, body)
@@ -30,7 +30,7 @@ def init_critic(params: Params) -> Params:
 
 
 def abstract_critic(model: ModelConfig, mesh: Mesh | None) -> Params:
-    """Shapes and places of what `init_critic` returns for a policy of this architecture."""
+    """Shapes and shardings of the result of `init_critic` for a policy of this architecture."""
     body = abstract_params(critic_config(model), mesh)
     norm = body["final_norm"]["scale"]
     place = norm.sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
@@ -38,21 +38,21 @@ def abstract_critic(model: ModelConfig, mesh: Mesh | None) -> Params:
 
 
 def critic_config(model: ModelConfig) -> ModelConfig:
-    """The architecture of a critic's body: the policy's, without an output head and adapters."""
+    """Architecture of a critic's layers: the policy's without output head and adapters."""
     return dataclasses.replace(model, tie_embeddings=True, lora=LoraConfig())
 
 
 def token_values(params: Params, model: ModelConfig, batch: Batch, compute: Compute) -> jax.Array:
-    """Value of the state in which every token was written, given the tokens before it.
+    """Value of the state before each token, which consists of the tokens before it.
 
     Args:
         params: parameters of a critic.
         model: architecture of the policy.
-        batch: rows of tokens.
-        compute: how to compute.
+        batch: packed rows.
+        compute: dtype, operations and sharding of the computation.
 
     Returns:
-        float32 ``[R, T]``; index 0 of a row is 0.
+        Float32 ``[R, T]``; index 0 of a row is 0.
     """
     body = {name: value for name, value in params.items() if name != "value_head"}
     hidden, _ = bind(critic_config(model), body)(

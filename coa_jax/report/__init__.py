@@ -1,4 +1,4 @@
-"""The page of a run: results, curves and traces in one HTML file."""
+"""Reports of a run: an HTML page of results, curves and traces, and views on the terminal."""
 
 from coa_jax.report.build import build_report
 

@@ -1,4 +1,4 @@
-"""Style and script of the report page; both stand inside the page, which loads nothing."""
+"""Style sheet and script of the report page, which are embedded: the page loads no other file."""
 
 from __future__ import annotations
 
@@ -145,7 +145,7 @@ function applyFilters() {
   control('reset').hidden = shown === traces.length;
 }
 
-// A choice of traces is kept in the address, so that it can be linked: #stage=rl&verdict=wrong
+// The filters are kept in the address, so that they can be linked: #stage=rl&verdict=wrong
 function filtersToAddress() {
   const chosen = new URLSearchParams(task === null ? {} : {task});
   for (const name of [...names, 'text'])

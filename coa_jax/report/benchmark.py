@@ -1,6 +1,7 @@
-"""The page of a result file of ``coa_jax.evaluate``: figures, where they come from, every task.
+"""The HTML page of a result file of ``coa_jax.evaluate``: results, breakdowns and all tasks.
 
-It loads nothing and runs no script.  Like the result file it shows no question and no answer.
+The page loads no other file and runs no script.  Like the result file, it shows no question and no
+answer.
 """
 
 from __future__ import annotations
@@ -31,11 +32,11 @@ def write_page(outcome: Mapping[str, Any], path: Path) -> Path:
     """Writes the page of a result file.
 
     Args:
-        outcome: what the file holds.
-        path: of the page.
+        outcome: content of the result file.
+        path: path of the page.
 
     Returns:
-        The path.
+        The path of the page.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     files.replace(path, page(outcome).encode("utf-8", "replace"))
@@ -43,7 +44,7 @@ def write_page(outcome: Mapping[str, Any], path: Path) -> Path:
 
 
 def page(outcome: Mapping[str, Any]) -> str:
-    """The page of a result file."""
+    """Renders the page of a result file; see `write_page`."""
     figures, stage = outcome["figures"], str(outcome["stage"])
     sections = [
         _header(stage, outcome["settings"], figures, outcome.get("not_plain") or ()),
@@ -92,7 +93,7 @@ def _headline(figures: Mapping[str, Any]) -> str:
     rows = [_rate_row(name, figures)]
     met = figures["exposure"]
     if met["named_blocked_address"] or met["shown_question"]:
-        rows.append(_rate_row("without samples that met the benchmark", met["unexposed"]))
+        rows.append(_rate_row("without samples exposed to the benchmark", met["unexposed"]))
     lines = ["<h2>Result</h2>", _table(["", "", "95 %", "error", "tasks"], rows)]
     if len(rounds) > 1:
         shown = ", ".join(f"{value:.3f}" for value in rounds)
@@ -150,15 +151,15 @@ def _breakdown(by: Mapping[str, Mapping[str, Any]]) -> str:
         tables.append(_table([field, "pass@1", "95 %", "error", "tasks"], rows))
     if not tables:
         return ""
-    return f'<h2>Where it comes from</h2><div class="columns">{"".join(tables)}</div>'
+    return f'<h2>Results by group</h2><div class="columns">{"".join(tables)}</div>'
 
 
 def _costs(figures: Mapping[str, Any]) -> str:
     cost = figures["costs"]
     rows = [
-        ["tokens the policy wrote, a sample", number(cost["tokens_per_sample"])],
-        ["tokens of the whole, a sample", number(cost["length_per_sample"])],
-        ["tool calls, a sample", number(cost["calls_per_sample"])],
+        ["policy tokens per sample", number(cost["tokens_per_sample"])],
+        ["all tokens per sample", number(cost["length_per_sample"])],
+        ["tool calls per sample", number(cost["calls_per_sample"])],
         ["tokens per solved sample", number(cost["tokens_per_solved"])],
         ["tool calls per solved sample", number(cost["calls_per_solved"])],
         ["samples that obey the protocol", _share(figures["format_valid"])],
@@ -168,21 +169,21 @@ def _costs(figures: Mapping[str, Any]) -> str:
         outcomes = ", ".join(f"{escape(k)} {v:,}" for k, v in entry["outcomes"].items())
         calls.append([escape(name), f"{entry['calls']:,}", outcomes])
     ends = [[escape(name), number(count)] for name, count in figures["stops"].items()]
-    tables = _table(["costs", ""], rows) + _table(["ends", "samples"], ends)
+    tables = _table(["costs", ""], rows) + _table(["stop reason", "samples"], ends)
     if calls:
         tables += _table(["tool", "calls", "outcomes"], calls)
-    return f'<h2>Costs and ends</h2><div class="columns">{tables}</div>'
+    return f'<h2>Costs and stop reasons</h2><div class="columns">{tables}</div>'
 
 
 def _left_out(figures: Mapping[str, Any]) -> str:
     samples, met = figures["samples"], figures["exposure"]
     lines = [
         f"{samples['finished']:,} of {samples['wanted']:,} samples are finished, "
-        f"{samples['graded']:,} are graded; {samples['unanswered']:,} of these gave no "
-        "answer, which is a failure.",
+        f"{samples['graded']:,} are graded; {samples['unanswered']:,} of these have no answer, "
+        "which counts as a failure.",
     ]
     lines += [
-        f"{count:,} samples are ungraded ({escape(why.replace('_', ' '))}) and in no figure."
+        f"{count:,} samples are ungraded ({escape(why.replace('_', ' '))}) and not counted."
         for why, count in samples["ungraded"].items()
         if count
     ]
@@ -196,11 +197,11 @@ def _left_out(figures: Mapping[str, Any]) -> str:
     ]
     named, shown = met["named_blocked_address"], met["shown_question"]
     lines.append(
-        f"{named:,} samples named an address of the block list, {shown:,} were shown a question "
-        "of the benchmark by a tool."
+        f"{named:,} samples named an address of the block list; in {shown:,} samples a tool "
+        "returned a question of the benchmark."
     )
     items = "".join(f"<li>{line}</li>" for line in lines)
-    return f"<h2>What was counted</h2><ul>{items}</ul>"
+    return f"<h2>Samples counted</h2><ul>{items}</ul>"
 
 
 def _tasks(tasks: Sequence[Mapping[str, Any]], by: Mapping[str, Any]) -> str:

@@ -1,6 +1,6 @@
-"""Where the points come from: the ``{stage}_details`` blocks of summary.json as one table.
+"""Breaks the result of an evaluation down: the ``{stage}_details`` of summary.json as one table.
 
-A column is a policy, a row is a kind of question, a tool or an end, so that policies compare.
+A column is a policy; a row is a kind of question, a tool or a stop reason.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ _NONE = "\u2013"
 
 
 def breakdown(summary: Mapping[str, Any], stages: Sequence[str], titles: Mapping[str, str]) -> str:
-    """The table for the stages that have details; empty if none has.
+    """Renders the table of the stages that have details; "" if no stage has.
 
     Args:
-        summary: what summary.json holds.
+        summary: content of summary.json.
         stages: names of stages, in the order of the columns.
-        titles: what a stage is called.
+        titles: title of each stage; a stage without a title is shown by its name.
     """
     found = {stage: summary.get(f"{stage}_details") for stage in stages}
     details = {stage: block for stage, block in found.items() if isinstance(block, Mapping)}
@@ -31,9 +31,9 @@ def breakdown(summary: Mapping[str, Any], stages: Sequence[str], titles: Mapping
         *_rows(details, "pass_at_k", lambda k: f"pass@{k}", _number3, skip=("1",)),
         *_rows(details, "by_hops", _hops, _rate),
         *_tools(details),
-        *_rows(details, "stops", lambda name: f"ends: {name}", number),
+        *_rows(details, "stops", lambda name: f"stop: {name}", number),
         *_single(details, "tokens_per_solved", "tokens per solved task"),
-        *_single(details, "ungraded", "samples without a grade"),
+        *_single(details, "ungraded", "ungraded samples"),
     ]
     kinds = _rows(details, "by_kind", str, _rate)
     more = ""
@@ -43,7 +43,7 @@ def breakdown(summary: Mapping[str, Any], stages: Sequence[str], titles: Mapping
             f"{_table(head, kinds)}</details>"
         )
     shown = _table(head, rows) if rows else ""
-    return f"<h3>In detail</h3>{shown}{more}" if shown or more else ""
+    return f"<h3>Details</h3>{shown}{more}" if shown or more else ""
 
 
 def _table(head: str, rows: Sequence[str]) -> str:
@@ -60,7 +60,7 @@ def _rows(
     show: Callable[[Any], str],
     skip: Sequence[str] = (),
 ) -> list[str]:
-    """A row for each name in a group of the details."""
+    """A row for each name in a group of the details, such as ``by_hops``."""
     groups = {stage: _mapping(block.get(group)) for stage, block in details.items()}
     names = dict.fromkeys(name for values in groups.values() for name in values)
     return [
@@ -77,7 +77,7 @@ def _single(details: Mapping[str, Mapping[str, Any]], key: str, title: str) -> l
 
 
 def _tools(details: Mapping[str, Mapping[str, Any]]) -> list[str]:
-    """A row for each tool: its calls, and the share of each outcome but ``ok``."""
+    """A row for each tool: number of calls, and the share of each outcome other than ``ok``."""
     return _rows(details, "tools", lambda name: f"{name}: calls", _calls)
 
 

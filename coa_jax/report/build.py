@@ -1,7 +1,7 @@
-"""Builds the page of a run from the files of its directory.
+"""Builds the HTML page of a run from the files of the run directory.
 
-Every part is optional: a run that only trained has curves and no table, a run under way has what it
-wrote so far.  The page is one file, works offline, and may be sent to somebody.
+Every part is optional: a run without an evaluation has curves but no table of results, and a
+running one has the parts written so far.  The page is one file that works offline.
 """
 
 from __future__ import annotations
@@ -39,26 +39,26 @@ from coa_jax.report.traces import (
 )
 
 TRACES_PER_STAGE = 60
-_WITH_TOKENS = 12  # traces of each stage whose tokens are shown: they make most of the page
+_WITH_TOKENS = 12  # traces of each stage with a view of their tokens, which is most of the page
 _FILES = ("config.json", "metrics.jsonl", "traces.jsonl", "traces", "summary.json")
 
-# (title, metrics in one chart); a star stands for any text.
+# (title, patterns of the metrics in one chart); a star matches any text.
 _CHARTS = (
     ("Loss", ("loss",)),
-    ("Evaluation while training: pass@1", ("eval/pass_at_1", "eval/*/pass_at_1")),
+    ("Evaluation during training: pass@1", ("eval/pass_at_1", "eval/*/pass_at_1")),
     ("Mean reward", ("reward/mean",)),
     ("Mean reward by source", ("source/*/reward",)),
     ("Solved by source (share)", ("source/*/solved",)),
-    ("Tasks that rest", ("pool/resting",)),
+    ("Tasks paused by the pool", ("pool/resting",)),
     ("Groups without a signal (share)", ("group/frac_zero_std",)),
     ("Entropy of the policy (nats)", ("policy/entropy",)),
     ("Clipped tokens (share)", ("policy/clip_low", "policy/clip_high")),
-    ("Sampler against trainer |log p| gap", ("mismatch/abs_logp_mean", "mismatch/abs_logp_max")),
+    ("Sampler-trainer gap of log p", ("mismatch/abs_logp_mean", "mismatch/abs_logp_max")),
     ("Episode length (tokens)", ("len/mean", "len/max")),
     ("Tool calls per episode", ("tool/calls",)),
     ("Failed tool calls (share)", ("tool/fail_frac",)),
     ("Episodes that obey the protocol (share)", ("format/valid",)),
-    ("Why episodes end", ("stop/*",)),
+    ("Stop reasons (share)", ("stop/*",)),
     ("Gradient norm", ("optim/grad_norm",)),
     ("Learning rate", ("optim/lr",)),
     ("Seconds per step", ("time/*",)),
@@ -77,13 +77,13 @@ def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_ST
     Args:
         run_dir: directory with any of config.json, metrics.jsonl, traces.jsonl, traces/ and
             summary.json.
-        per_stage: most traces that are shown of each stage.
+        per_stage: maximum number of traces shown per stage.
 
     Returns:
         Path of the page.
 
     Raises:
-        UserError: no such directory, none of the files is there, or one is malformed.
+        UserError: the directory does not exist, has none of these files, or a file is malformed.
     """
     root = Path(run_dir)
     if not root.is_dir():
@@ -139,7 +139,7 @@ def _header(
 
 
 def _warnings(rows: Sequence[Mapping[str, Any]]) -> str:
-    """What the run was warned of, if it was."""
+    """The warnings of the run; "" without warnings."""
     found = warnings_of(rows)
     if not found:
         return ""
@@ -208,7 +208,7 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _phase_curves(phase: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Charts of a phase: those with a title of their own, the rest behind a click."""
+    """Charts of a phase: those of `_CHARTS`, and the other metrics in a collapsed section."""
     names = dict.fromkeys(
         name
         for row in rows
@@ -234,7 +234,7 @@ def _phase_curves(phase: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _short_name(series: Series, wanted: Sequence[str]) -> Series:
-    """Drops the group of the name where all lines of a chart share it."""
+    """Drops the group of a metric's name (before the slash) if all lines of a chart share it."""
     groups = {name.partition("/")[0] for name in wanted}
     name = series.name.partition("/")[2] if len(groups) == 1 else series.name
     return Series(name or series.name, series.x, series.y)
@@ -256,8 +256,8 @@ def _traces(sample: Sample, spell: Spell | None) -> str:
     limited = any(len(t) < sum(sample.counts[s].values()) for s, t in sample.shown.items())
     if limited:
         parts.append(
-            '<p class="dim">This page shows a sample. Stages that evaluate show the same tasks, '
-            "training shows episodes at random; the counts are those of the whole file.</p>"
+            '<p class="dim">This page shows a sample. It has the same tasks for every evaluation, '
+            "and random episodes of training. The counts are those of all traces.</p>"
         )
     parts.append(f'<ul class="dim">{"".join(counts)}</ul>')
     hops = {str(trace.metadata.get("hops")) for trace in shown} - {"None"}

@@ -1,7 +1,7 @@
-"""Line charts and interval plots as inline SVG: no library, no external resource.
+"""Line charts and interval plots as inline SVG, without a library or external resources.
 
-A chart is an ``<svg>`` that shows its data without a script; the page's script only adds the value
-under the pointer, from the JSON in ``data-chart``.
+A chart is an ``<svg>`` that needs no script to be shown.  The page's script only adds the values
+under the pointer, which it reads from the JSON in ``data-chart``.
 """
 
 from __future__ import annotations
@@ -21,7 +21,13 @@ _SMOOTH_FROM = 30
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """A named line; ``y`` has None where there is no value."""
+    """A line of a chart.
+
+    Attributes:
+        name: name in the legend.
+        x: steps.
+        y: value at each step; None where there is no value.
+    """
 
     name: str
     x: tuple[float, ...]
@@ -30,7 +36,14 @@ class Series:
 
 @dataclasses.dataclass(frozen=True)
 class Interval:
-    """A measured share with its confidence interval."""
+    """A measured share with its confidence interval.
+
+    Attributes:
+        name: name for screen readers.
+        value: the share, from 0 to 1.
+        low: lower end of the interval.
+        high: upper end of the interval.
+    """
 
     name: str
     value: float
@@ -39,10 +52,10 @@ class Interval:
 
 
 def line_chart(title: str, series: Sequence[Series]) -> str:
-    """A chart with axes, a line for each series and a legend where there are several.
+    """Renders a chart with axes, a line per series, and a legend for several series.
 
-    A single noisy series is drawn faintly under its moving average.  Long series are thinned to
-    ``MAX_POINTS`` points that keep the extremes.
+    A single noisy series is drawn faintly under its moving average.  Long series are thinned to at
+    most ``MAX_POINTS`` points, which keep the extremes.  Without any value the result is "".
     """
     series = [_thin(s) for s in series]
     values = [y for s in series for y in s.y if y is not None]
@@ -75,7 +88,7 @@ def line_chart(title: str, series: Sequence[Series]) -> str:
 
 
 def interval_bar(interval: Interval) -> str:
-    """A share between 0 and 1 as a dot with its confidence interval as a bar."""
+    """Renders a share between 0 and 1 as a dot, and its confidence interval as a bar."""
     width, height = 200, 22
     at = [round(6 + (width - 12) * min(1.0, max(0.0, v)), 1)
           for v in (interval.value, interval.low, interval.high)]  # fmt: skip
@@ -93,7 +106,7 @@ def interval_bar(interval: Interval) -> str:
 
 
 def number(value: float | int | None) -> str:
-    """A number for people: at most four significant digits, thousands set apart."""
+    """Formats a number for reading: about four significant digits, commas between thousands."""
     if value is None or not math.isfinite(value):
         return "\u2013"
     if float(value).is_integer() and abs(value) < 1e9:
@@ -107,7 +120,14 @@ def number(value: float | int | None) -> str:
 
 
 def nice_ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
-    """About ``count`` round numbers inside [low, high]."""
+    """About ``count`` round numbers in [low, high] for the ticks of an axis.
+
+    Args:
+        low: lower end of the axis.
+        high: upper end of the axis.
+        count: desired number of ticks.
+        whole: whether ticks must be integers.
+    """
     raw = (high - low) / count
     power = 10.0 ** math.floor(math.log10(raw))
     step = next(m * power for m in (1, 2, 2.5, 5, 10) if m * power >= raw * 0.999)
@@ -122,7 +142,7 @@ def _padded(low: float, high: float, share: float) -> tuple[float, float]:
         pad = abs(low) * 0.1 or 0.5
         return low - pad, high + pad
     pad = (high - low) * share
-    # A quantity that is never negative keeps its zero, and never shows less.
+    # An axis of nonnegative values does not go below 0.
     bottom = 0.0 if low >= 0 and low - pad < 0 else low - pad
     return bottom, high + pad
 
@@ -162,7 +182,7 @@ def _path(
             continue
         commands.append(f"{pen}{_x(x, x_range)} {_y(y, y_range)}")
         points, pen = points + 1, "L"
-    if points == 1:  # a line of one point would be invisible
+    if points == 1:  # a path of one point would be invisible
         cx, cy = commands[0][1:].split()
         return f'<circle class="{place} dot" cx="{cx}" cy="{cy}" r="3"/>'
     return f'<path class="{place}" d="{"".join(commands)}"/>'
@@ -193,13 +213,13 @@ def _smoothed(one: Series) -> Series:
 
 
 def _is_noisy(values: Sequence[float]) -> bool:
-    """Whether a line goes up and down much more than it gets anywhere."""
+    """Whether the total variation of a line is much larger than its range."""
     way = sum(abs(b - a) for a, b in itertools.pairwise(values))
     return way > 3 * (max(values) - min(values))
 
 
 def _thin(one: Series) -> Series:
-    """At most ``MAX_POINTS`` points: the lowest and the highest of each bucket."""
+    """Keeps at most ``MAX_POINTS`` points: the lowest and the highest point of each bucket."""
     points = [
         (x, y if y is not None and math.isfinite(y) else None)
         for x, y in zip(one.x, one.y, strict=True)

@@ -1,4 +1,4 @@
-"""What every page has in common: the frame, and how values of runs become text and lines."""
+"""Shared parts of the report pages: the HTML frame, and the formatting of metrics."""
 
 from __future__ import annotations
 
@@ -14,8 +14,13 @@ from coa_jax.report.traces import escape
 
 
 def whole_page(name: str, sections: Sequence[str]) -> str:
-    """A whole page: one file without outside parts."""
-    # Only this very script may run, wherever in the page markup might slip through.
+    """Renders a whole page, which loads no other file.
+
+    Args:
+        name: title of the page.
+        sections: HTML of the page's sections.
+    """
+    # The policy allows only this script, in case markup of a trace were not escaped.
     digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
@@ -31,19 +36,19 @@ def whole_page(name: str, sections: Sequence[str]) -> str:
 
 
 def as_number(value: Any) -> float | None:
-    """A value as a number; None if it is none."""
+    """A value as a float; None if it is not a number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number else None
 
 
 def fixed(value: Any, digits: int) -> str:
-    """A figure of a column, which all have the same digits; nothing if there is none."""
+    """Formats a number with a fixed number of decimals; "" if the value is not a number."""
     figure = as_number(value)
     return "" if figure is None else f"{figure:,.{digits}f}"
 
 
 def facts(values: Mapping[str, Any]) -> str:
-    """Names and values as a list."""
+    """Renders names and values as a description list."""
     items = "".join(
         f"<div><dt>{escape(str(key))}</dt><dd>"
         f"{escape(number(value) if as_number(value) is not None else str(value))}</dd></div>"
@@ -53,16 +58,16 @@ def facts(values: Mapping[str, Any]) -> str:
 
 
 def step_of(row: Mapping[str, Any]) -> float:
-    """The step of a row of metrics.jsonl."""
+    """The step of a row of metrics.jsonl; 0 if the row has none."""
     return as_number(row.get("step")) or 0.0
 
 
 def phase_title(phase: str) -> str:
-    """A phase of training as a page names it."""
+    """The title of a training phase."""
     return phase.upper() if phase in ("sft", "rl") else phase
 
 
 def series_of(name: str, rows: Sequence[Mapping[str, Any]]) -> Series:
-    """A metric over the steps of the rows that have it."""
+    """The values of a metric by step, from the rows that have it."""
     points = [(step_of(row), as_number(row[name])) for row in rows if name in row]
     return Series(name, tuple(x for x, _ in points), tuple(y for _, y in points))

@@ -1,7 +1,7 @@
-"""A trajectory on a terminal while it is written: roles in colour, tools apart, figures below.
+"""Shows a trajectory on the terminal while it is sampled: roles in colour, then statistics.
 
-What the policy and its tools write is untrusted: it is shown as text, and nothing in it reaches the
-terminal as a control character.
+Text of the policy and of tools is untrusted: control characters in it are replaced before it
+reaches the terminal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from coa_jax.trajectory import (
     trajectory_violations,
 )
 
-# Colours of middle luminance, which can be read on a dark and on a light ground.
+# Colours of medium luminance, which are legible on dark and on light backgrounds.
 COLOURS = {
     "think": "#767676",
     "plan": "#8a63d2",
@@ -44,19 +44,19 @@ COLOURS = {
     "fault": "#d6453b",
 }
 MAX_FAULTS = 5
-"""Broken rules that are named below an answer."""
+"""Maximum number of broken protocol rules that are listed below an answer."""
 
 ANSWER = Style.parse("bold #ffffff on #1a7f4b")
 
-# What a terminal would obey or what would reorder its text: control characters but line end and
-# tab, halves of surrogate pairs, and the marks that set the direction of writing.
+# Characters that could control the terminal or reorder its text: control characters other than line
+# feed and tab, surrogates, and marks of the writing direction.
 _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
 )
 
 
 def clean(text: str) -> str:
-    """Text that is safe to show: nothing in it can move the cursor or change a colour."""
+    """Replaces characters that could move the cursor, change colours or reorder the text."""
     return _UNSAFE.sub("\ufffd", text.replace("\r", ""))
 
 
@@ -65,7 +65,13 @@ def clean(text: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """Some text of a segment: ``role`` is None outside of tags; ``last`` if the segment ends."""
+    """A piece of a segment's text.
+
+    Attributes:
+        role: role of the segment; None for text outside of tags.
+        text: the text.
+        last: whether the segment ends with this piece.
+    """
 
     role: str | None
     text: str
@@ -73,14 +79,14 @@ class Piece:
 
 
 class RoleStream:
-    """Splits the policy's text by role as it arrives; never gives out a part of a tag."""
+    """Splits the policy's text by role as it arrives; partial tags are held back."""
 
     def __init__(self, protocol: Protocol):
         self._protocol, self._parser = protocol, make_parser(protocol)
-        self._shown = 0  # characters of the open body that were given out
+        self._shown = 0  # characters of the open segment's body that have been returned
 
     def feed(self, text: str) -> list[Piece]:
-        """The pieces that more text completes."""
+        """Adds text; returns the pieces that it completes."""
         pieces = self._closed(self._parser.feed(text))
         role, body = self._parser.open_role, self._parser.open_body
         if role is not None or body:
@@ -89,7 +95,7 @@ class RoleStream:
         return pieces
 
     def observed(self) -> list[Piece]:
-        """What is complete with the result of a tool."""
+        """Returns the pieces that are complete because a tool's result follows."""
         form, pieces = self._protocol.format, list[Piece]()
         if form is not None:
             pieces = self._closed(self._parser.end_turn()) if form.turns else []
@@ -97,7 +103,11 @@ class RoleStream:
         return pieces
 
     def finish(self, ended: bool = True) -> list[Piece]:
-        """What is left when the policy has ended its turn, or was stopped in it."""
+        """Returns the remaining pieces.
+
+        Args:
+            ended: whether the policy ended its turn; else it was cut off.
+        """
         pieces = self._closed(self._parser.end_turn()) if ended else []
         return [*pieces, *self._closed(self._parser.finish())]
 
@@ -113,14 +123,14 @@ class RoleStream:
 
 
 class Paragraph:
-    """Text behind a gutter, broken between words; blank lines around it are dropped."""
+    """Text with a gutter, wrapped between words, without blank lines before and after it."""
 
     def __init__(self, put: Callable[[str, bool], None], width: int | None):
-        """Starts one.
+        """Starts a paragraph.
 
         Args:
-            put: writes text; its second argument says whether the text begins a line.
-            width: cells of a line, None to break no lines and hold nothing back.
+            put: writes text; its second argument is whether the text starts a line.
+            width: width of a line in terminal cells; None to wrap no lines and hold nothing back.
         """
         self._put, self._width = put, width
         self._word = self._blanks = ""
@@ -128,7 +138,7 @@ class Paragraph:
         self._line_ends = 1  # before the first word
 
     def write(self, text: str) -> None:
-        """Adds text; its last word waits for its end."""
+        """Adds text; the last word is held back until it is complete."""
         for character in text:
             if character == "\n":
                 self._flush()
@@ -143,7 +153,7 @@ class Paragraph:
             self._flush()
 
     def end(self) -> None:
-        """Writes what waits."""
+        """Writes the text that is held back."""
         self._flush()
 
     def _flush(self) -> None:
@@ -154,7 +164,7 @@ class Paragraph:
         full = self._width is not None and self._column > 0 and self._column + size > self._width
         if full and not self._line_ends:
             text, size = self._word, cell_len(self._word)
-        # A first word has no empty lines before it, later ones at most one.
+        # The first word has no empty line before it, later words have at most one.
         begins = bool(self._line_ends or full)
         if self._line_ends > 1 and self._column:
             self._put("", True)
@@ -166,10 +176,10 @@ class Paragraph:
 
 
 class Screen:
-    """Shows segments one after the other, each under a line with its role."""
+    """Shows segments one after the other, each below a line with its role."""
 
     def __init__(self, stream: IO[str]):
-        """Writes to a stream, in colour where it is a terminal and NO_COLOR is not set."""
+        """Writes to a stream, in colour if it is a terminal and NO_COLOR is not set."""
         console = Console(file=stream)
         self._stream, self._console = stream, console
         colour = console.is_terminal and not console.no_color
@@ -179,7 +189,12 @@ class Screen:
         self._paragraph: Paragraph | None = None
 
     def begin(self, name: str, note: str = "") -> None:
-        """Opens a segment of a role; ``note`` stands behind its name."""
+        """Opens a segment.
+
+        Args:
+            name: role of the segment.
+            note: text after the role's name.
+        """
         self.end()
         by_tool = name == "observation"
         bar = self._bars[1 if by_tool else 2 if name == "answer" else 0]
@@ -218,7 +233,7 @@ class Screen:
             self._stream.flush()
 
     def line(self, text: str, name: str) -> None:
-        """A line in the colour of a role."""
+        """Writes a line in the colour of the role ``name``."""
         self.end()
         self._write(clean(text), Style(color=COLOURS[name]))
         self._stream.write("\n")
@@ -231,12 +246,12 @@ class Screen:
 
 
 class Show:
-    """Shows one trajectory on a screen while it arrives."""
+    """Shows one trajectory on a screen while it is sampled."""
 
     def __init__(self, screen: Screen, protocol: Protocol):
         self._screen, self._roles = screen, RoleStream(protocol)
         self._open: str | None = None
-        self._waiting = ""  # blank text outside of tags, shown only if more follows
+        self._waiting = ""  # blank text outside of tags, shown only if other text follows
 
     def arrive(self, arrival: Arrival) -> None:
         """Shows text of the policy or of a tool; pass it to `rollout` as ``on_text``."""
@@ -247,7 +262,7 @@ class Show:
             self._observation(arrival.call)
 
     def finish(self, trajectory: Trajectory, seconds: float) -> None:
-        """Shows what is left, and the figures of a trajectory that took ``seconds``."""
+        """Shows the remaining text, and statistics of a trajectory that took ``seconds``."""
         ended = trajectory.stop_reason in (StopReason.ANSWER, StopReason.EOS)
         self._show(self._roles.finish(ended))
         for line, name in footer(trajectory, seconds):
@@ -280,7 +295,15 @@ class Show:
 
 
 def footer(trajectory: Trajectory, seconds: float) -> list[tuple[str, str]]:
-    """Lines of figures about a trajectory, each with the name of its colour."""
+    """Statistics and broken rules of a trajectory as lines.
+
+    Args:
+        trajectory: a finished trajectory.
+        seconds: time that the trajectory took.
+
+    Returns:
+        (line, role whose colour the line has).
+    """
     count, calls = trajectory.num_policy_tokens, trajectory.tool_calls
     in_tools = sum(call.end - call.start for call in calls)
     tools = f"{len(calls)} tool call{'' if len(calls) == 1 else 's'}"

@@ -1,4 +1,4 @@
-"""The tokens of a trajectory on a page: author and log-probability of each token."""
+"""Renders the tokens of a trajectory as HTML, with author and log-probability of each token."""
 
 from __future__ import annotations
 
@@ -13,19 +13,23 @@ from coa_jax.report.traces import escape
 from coa_jax.trajectory import Author, Trajectory
 
 MAX_TOKENS = 4000
-"""Tokens of a trajectory that are shown."""
+"""Maximum number of tokens of a trajectory that are shown."""
 
 Spell = Callable[[Sequence[int]], list[str]]
-"""Texts of token ids, each alone; a part of a character is U+FFFD."""
+"""Decodes token ids one by one; a token that is a part of a character becomes U+FFFD."""
 
 _BOUNDS = (0.9, 0.5, 0.2, 0.05)  # probabilities between which the shade of a token changes
 
 
 def spelling(run: Path, config: Mapping[str, Any] | None) -> Spell | None:
-    """Finds the tokenizer of a run: beside its models, or beside the model that its config names.
+    """Finds the tokenizer of a run: with the run's models, or with the model in its config.
+
+    Args:
+        run: directory of the run.
+        config: content of the run's config.json; None without one.
 
     Returns:
-        None if there is no tokenizer, or it cannot be read.
+        A function that decodes token ids; None if no tokenizer can be found or read.
     """
     folders = [run / "model", *sorted((run / "models").glob("*"))]
     if config is not None and isinstance(config.get("model"), str):

@@ -1,7 +1,7 @@
-"""Traces of a run: which are shown, and how one looks.
+"""Selects the traces of a run that a page shows, and renders them as HTML.
 
-A trace holds text that anybody may have written (tools return web pages and program output), so
-every character goes through ``escape``, and the page forbids all scripts but its own.
+A trace holds untrusted text (tools return web pages and program output), so all text is passed
+through `escape`, and the page forbids all scripts other than its own.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ _ROLES = frozenset(role for name in protocol_names() for role in get_protocol(na
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Traces chosen for the page.
+    """Traces selected for the page.
 
     Attributes:
-        shown: stage -> trajectories, in the order of their tasks.
-        counts: stage -> how many there are in all, by verdict.
+        shown: stage -> selected trajectories, in the order of their tasks.
+        counts: stage -> number of all trajectories by verdict.
     """
 
     shown: dict[str, list[Trajectory]]
@@ -49,18 +49,18 @@ class Sample:
 
 
 def escape(text: str) -> str:
-    """Text for HTML, element or attribute; characters that cannot be seen become U+FFFD."""
+    """Escapes text for HTML elements and attributes; control characters become U+FFFD."""
     return html.escape(_UNSEEN.sub("\ufffd", text.replace("\r\n", "\n")))
 
 
 def stage_of(trajectory: Trajectory) -> str:
-    """Stage in which a trajectory was made: ``metadata["stage"]``, else its phase."""
+    """Stage in which a trajectory was sampled: ``metadata["stage"]``, else its phase."""
     metadata = trajectory.metadata
     return str(metadata.get("stage") or metadata.get("phase") or "run")
 
 
 def verdict_of(trajectory: Trajectory) -> str:
-    """``correct``, ``partial``, ``wrong`` or ``ungraded``."""
+    """Verdict on a trajectory: ``correct``, ``partial``, ``wrong`` or ``ungraded``."""
     if trajectory.reward is None or trajectory.reward.value is None:
         return "ungraded"
     if trajectory.reward.value >= 1:
@@ -69,14 +69,18 @@ def verdict_of(trajectory: Trajectory) -> str:
 
 
 def sample_traces(path: str | os.PathLike[str], per_stage: int) -> Sample:
-    """Chooses at most ``per_stage`` traces of each stage, in one pass and little memory.
+    """Selects at most ``per_stage`` traces of each stage, in one pass and constant memory.
 
-    Of stages that evaluate, the first samples of the tasks with the smallest hashes are taken, so
-    that the same tasks appear at every stage and can be compared; of training, episodes at random.
-    The choice depends on the traces alone.
+    For evaluations, the first samples of the tasks with the smallest hashes are selected, so the
+    same tasks appear in every stage and can be compared.  For training, the selection is random.
+    It depends on the traces alone.
+
+    Args:
+        path: directory of the run.
+        per_stage: maximum number of traces per stage.
 
     Raises:
-        UserError: a line is malformed.
+        UserError: a line of a trace file is malformed.
     """
     heaps: dict[str, list[tuple[tuple[int, int], int, Trajectory]]] = {}
     counts: dict[str, Counter[str]] = {}
@@ -90,7 +94,7 @@ def sample_traces(path: str | os.PathLike[str], per_stage: int) -> Sample:
         )  # fmt: skip
         key = (0 if training else trajectory.sample_id, _hash(name))
         heap = heaps.setdefault(stage, [])
-        # A heap of the smallest keys: its root is the largest of them, kept negated.
+        # A heap of the smallest keys: keys are negated, so its root is the largest key.
         heapq.heappush(heap, ((-key[0], -key[1]), -order, trajectory))
         if len(heap) > per_stage:
             heapq.heappop(heap)
@@ -108,11 +112,11 @@ def _hash(text: str) -> int:
 
 
 def render_trace(trajectory: Trajectory, tokens: str = "") -> str:
-    """One trace as a ``<details>`` element that the page's filters know.
+    """Renders a trace as a ``<details>`` element with the attributes that the filters read.
 
     Args:
         trajectory: the trace.
-        tokens: HTML of its tokens, see `coa_jax.report.tokens`.
+        tokens: HTML of the trace's tokens, see `coa_jax.report.tokens`; "" for none.
     """
     verdict, stage = verdict_of(trajectory), stage_of(trajectory)
     hops = trajectory.metadata.get("hops")
@@ -146,7 +150,7 @@ def _outcome(trajectory: Trajectory) -> str:
     ]
     if trajectory.reward is not None:
         value = trajectory.reward.value
-        rows.append(("reward", "none (not judged)" if value is None else number(value)))
+        rows.append(("reward", "none (not graded)" if value is None else number(value)))
         rows += [(name, number(part)) for name, part in trajectory.reward.parts.items()]
     rows.append(("task", f"{trajectory.task_id}, sample {trajectory.sample_id}"))
     if "step" in trajectory.metadata:
@@ -163,7 +167,7 @@ def _outcome(trajectory: Trajectory) -> str:
 def _broken_rules(trajectory: Trajectory) -> str:
     try:
         found = trajectory_violations(trajectory)
-    except UserError:  # a protocol of another version: nothing can be said about its rules
+    except UserError:  # the protocol is unknown, so its rules cannot be checked
         return ""
     if not found:
         return ""
@@ -186,7 +190,7 @@ def _segments(trajectory: Trajectory) -> Iterator[str]:
 
 
 def _pieces(trajectory: Trajectory) -> Iterator[tuple[str | None, Author, str, bool]]:
-    """(role, author, body, closed) of what was said; blank text between segments is left out."""
+    """(role, author, body, closed) of each segment; blank text between segments is left out."""
     try:
         protocol = get_protocol(trajectory.protocol)
     except UserError:

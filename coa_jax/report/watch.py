@@ -2,9 +2,9 @@
 
     coa-jax watch --workdir=runs/rl
 
-Reads the files of the run directory and nothing else: the command may start before the run, end at
-any time, and run on another machine that mounts the directory.  Without a terminal, or with
-``--once``, it prints the present state and ends.
+The command only reads files of the run directory: it may be started and ended at any time, and it
+may run on another machine that mounts the directory.  Without a terminal, or with ``--once``, it
+prints the current state and ends.
 """
 
 from __future__ import annotations
@@ -42,24 +42,25 @@ SHOWN = (
     "perf/occupancy", "perf/rollout_tok_s", "perf/train_tok_s", "time/rollout_wait", "time/data",
     "time/update", "time/step",
 )  # fmt: skip
-"""Metrics with a line of their own, as far as the run has them; docs/metrics.md explains them."""
+"""Metrics that are shown if the run has them; docs/metrics.md explains them."""
 
 _BARS = "▁▂▃▄▅▆▇█"
 _POINTS = 32  # columns of a curve
-_RECENT = 10  # rows whose mean is shown
+_RECENT = 10  # number of newest rows whose mean is shown
 _WARNINGS = 3
-_TAIL = 1 << 21  # bytes at the end of a file of trajectories that are read
+_TAIL = 1 << 21  # bytes that are read from the end of a file of trajectories
 _COLOUR = {"correct": COLOURS["answer"], "partial": COLOURS["reflection"],
            "wrong": COLOURS["fault"], "ungraded": COLOURS["think"]}  # fmt: skip
 
 
 @dataclasses.dataclass
 class Tail:
-    """The complete lines of a growing file, read once each.
+    """Reads the complete lines of a growing file, each once.
 
     Attributes:
-        path: file of JSON objects, a line each.
-        rows: the objects so far.  They are read anew when a resumed run has cut the file.
+        path: a file with one JSON object per line.
+        rows: the objects so far.  If a resumed run has truncated the file, it is read again from
+            its start.
     """
 
     path: Path
@@ -67,10 +68,10 @@ class Tail:
     _offset: int = 0
 
     def read(self) -> None:
-        """Reads the lines that are new.
+        """Reads the new lines.
 
         Raises:
-            UserError: a line is no JSON object.
+            UserError: the file cannot be read, or a line is not a JSON object.
         """
         try:
             with self.path.open("rb") as file:
@@ -93,17 +94,17 @@ def _object(path: Path, line: bytes) -> dict[str, Any]:
     try:
         value = reading.parse_json(line.decode())
     except reading.MALFORMED as error:
-        raise UserError(f"{path}: a line is no JSON: {reading.reason(error)}") from error
+        raise UserError(f"{path}: a line is not JSON: {reading.reason(error)}") from error
     if not isinstance(value, dict):
-        raise UserError(f"{path}: a line is no JSON object")
+        raise UserError(f"{path}: a line is not a JSON object")
     return value
 
 
 def newest_trajectories(run: Path, count: int) -> list[Trajectory]:
-    """The trajectories that ended last, the newest first.
+    """The trajectories that finished last, the newest first.
 
-    Graded trajectories stand in ``spool/`` from the moment at which they end, later in
-    ``traces.jsonl``.  A folder ``traces/`` of compressed shards is not read.
+    Graded trajectories are in ``spool/`` as soon as they finish, and later in ``traces.jsonl``.
+    Compressed shards in ``traces/`` are not read.
     """
     plain = [*(run / "spool").glob("*.jsonl"), run / "traces.jsonl"]
     stamped = sorted(((_modified(p), p) for p in plain), reverse=True)
@@ -115,7 +116,7 @@ def newest_trajectories(run: Path, count: int) -> list[Trajectory]:
 
 
 def _modified(path: Path) -> float:
-    """When a file was written last; 0 if it is not there."""
+    """Modification time of a file; 0 if it does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -123,13 +124,13 @@ def _modified(path: Path) -> float:
 
 
 def _last(path: Path, count: int) -> list[Trajectory]:
-    """The trajectories of the last complete lines of a file, the last first."""
+    """The trajectories of the last complete lines of a file, the last line first."""
     try:
         with path.open("rb") as file:
             start = max(0, file.seek(0, 2) - _TAIL)
             file.seek(start)
             lines = file.read().split(b"\n")[bool(start) : -1]
-    except OSError:  # pruned by the run
+    except OSError:  # the run has removed the file
         return []
     found = []
     for line in reversed(lines[-count:]):
@@ -141,7 +142,7 @@ def _last(path: Path, count: int) -> list[Trajectory]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A curve of one line, from the smallest to the largest value."""
+    """A curve in one line of text, scaled from the smallest to the largest value."""
     shown = [v for v in values if v - v == 0]  # finite
     if not shown:
         return ""
@@ -155,15 +156,24 @@ def sparkline(values: Sequence[float]) -> str:
 
 
 class Picture:
-    """The state of a run as a renderable of rich."""
+    """Draws the state of a run as a renderable of rich."""
 
     def __init__(self, run: Path, trajectories: int):
-        """Begins to read a run directory; ``trajectories`` are shown of it."""
+        """Prepares to read a run directory.
+
+        Args:
+            run: directory of the run.
+            trajectories: number of newest trajectories to show.
+        """
         self._run, self._count = run, trajectories
         self._tail = Tail(run / "metrics.jsonl")
 
     def draw(self) -> RenderableType:
-        """Reads what is new, and draws it."""
+        """Reads new rows and trajectories, and draws the state.
+
+        Raises:
+            UserError: a file cannot be read.
+        """
         self._tail.read()
         rows = self._tail.rows
         if not rows:
@@ -183,13 +193,13 @@ class Picture:
         text.append(f"{phase_title(phase)} step {step}{f' of {total}' if total else ''}")
         seconds = [s for row in rows[-_RECENT:] if (s := as_number(row.get("time/step")))]
         if seconds:
-            text.append(f", {3600 * len(seconds) / sum(seconds):,.0f} steps an hour")
+            text.append(f", {3600 * len(seconds) / sum(seconds):,.0f} steps per hour")
         text.append(f", last row {age:,.0f} s ago")
         return text
 
 
 def _total_steps(run: Path, phase: str) -> int:
-    """Steps of a phase that the config asks for; 0 if the config does not say."""
+    """Number of steps of a phase in the run's config; 0 if the config does not have it."""
     try:
         config = json.loads((run / "config.json").read_text())
         return int(config.get(phase, config)["optimizer"]["total_steps"])
@@ -248,9 +258,9 @@ def _trajectories(found: Sequence[Trajectory]) -> Table:
 def define_flags() -> None:
     """Defines the flags of this command."""
     workdir_flag("directory of the run")
-    flags.DEFINE_integer("trajectories", 8, "newest trajectories that are shown", lower_bound=0)
-    flags.DEFINE_float("every", 2.0, "seconds between two pictures", lower_bound=0.1)
-    flags.DEFINE_bool("once", False, "print the present state and end")
+    flags.DEFINE_integer("trajectories", 8, "number of newest trajectories shown", lower_bound=0)
+    flags.DEFINE_float("every", 2.0, "seconds between two updates of the view", lower_bound=0.1)
+    flags.DEFINE_bool("once", False, "print the current state and end")
 
 
 def main(argv: list[str]) -> None:

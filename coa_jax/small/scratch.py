@@ -62,8 +62,11 @@ def write_policy(
     Args:
         config: sizes of the policy.
         records: records on whose text the tokenizer is trained.
-        prompt: how the records' questions are put to the policy.
-        path: the directory.
+        prompt: prompt style in which the policy sees the records' questions.
+        path: path of the directory.
+
+    Raises:
+        UserError: the parameters do not fit into the free memory.
     """
     texts = _texts(records, prompt)
     tags: list[str] = []
@@ -94,7 +97,8 @@ def write_policy(
     needed, free = 4 * num_params(model), free_memory(jax.local_devices()[0])
     if free is not None and needed > free:
         raise UserError(
-            f"the policy's parameters need {size(needed)}, {size(free)} are free; lower its sizes"
+            f"the policy's parameters need {size(needed)}, and {size(free)} are free; lower its "
+            "sizes"
         )
     params = init_params(model, jax.random.key(config.seed))
     if config.induction:

@@ -1,4 +1,4 @@
-"""Agents as async functions, which tests name by their paths."""
+"""Agents as async functions, which tests name by their import paths."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run whose samples are programs; as a program, one that may be killed.
+"""A run that samples with agent programs; run as a program, it may be killed.
 
 python -m tests.agents.killed FOLDER RUN
 """

@@ -1,4 +1,4 @@
-"""Samples of the tiny policy that a program solves."""
+"""Samples of the tiny policy, taken by an agent program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The programs of examples/ reinforce the tiny policy, and are evaluated."""
+"""The agent programs of examples/ train and evaluate the tiny policy."""
 
 from __future__ import annotations
 

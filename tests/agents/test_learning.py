@@ -1,4 +1,4 @@
-"""Reinforcement and evaluation of the tiny policy through a program."""
+"""RL and evaluation of the tiny policy through an agent program."""
 
 from __future__ import annotations
 

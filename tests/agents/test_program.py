@@ -1,4 +1,4 @@
-"""Programs in processes of their own, and the leash that they are on."""
+"""Agent programs run as separate processes under a supervisor, which ends them."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def test_a_program_reads_its_task_and_prints_its_outcome(script, outcome):
     ("script", "reason"),
     [
         ("echo start >&2; echo it broke >&2; exit 3", "exit code 3: it broke"),
-        ("kill -9 $$", "exit code 137: without a word on its standard error"),
+        ("kill -9 $$", "exit code 137: its standard error is empty"),
         ('echo \'{"reward": "much"}\'', "its reward is 'much', not a finite number"),
         ('echo \'{"error": "no judge"}\'', "no judge"),
         ("echo '{\"score\": 1}'", "not an answer or a reward"),

@@ -159,7 +159,7 @@ def test_a_function_that_fails_masks_its_sample_and_one_that_always_fails_ends_t
     (found,) = solve(sampler("broken"), [one()])
     assert found.stop_reason == StopReason.FAULT
     assert found.metadata["fault"] == f"ValueError: no luck with {found.question}"
-    with pytest.raises(UserError, match="failed 8 times and never ended well: ValueError: no luck"):
+    with pytest.raises(UserError, match="failed 8 times and never succeeded: ValueError: no luck"):
         solve(sampler("broken"), [one(20)])
 
 
@@ -180,7 +180,7 @@ def test_a_deadline_and_a_cancelled_request_leave_the_engine_free():
         ({"function": "blocking"}, "is not async; write 'async def'"),
         ({"function": "nobody"}, "has no 'nobody'"),
         ({"function": "client"}, "needs 'base_url'|takes|is not async"),
-        ({"command": "run 'it"}, "command is no command line: No closing quotation"),
+        ({"command": "run 'it"}, "command cannot be parsed as a command line: No closing quot"),
         ({"command": "run", "function": "broken"}, "command and function are both set"),
     ],
 )

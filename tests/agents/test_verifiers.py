@@ -1,7 +1,7 @@
-"""Task sets of verifiers, in an environment of its own, reinforce the tiny policy.
+"""Task sets of ``verifiers``, in a separate Python environment, train the tiny policy.
 
-``COA_JAX_VERIFIERS`` names the interpreter of an environment with ``verifiers`` and ``uv``, whose
-harnesses ``uv`` installs; the tests are skipped where it is not set.
+``COA_JAX_VERIFIERS`` is the interpreter of an environment with ``verifiers`` and ``uv``, which
+installs the harnesses of ``verifiers``.  Without this variable the tests are skipped.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which split of a slice has the shortest step."""
+"""The split of a TPU slice with the shortest step is found."""
 
 from __future__ import annotations
 

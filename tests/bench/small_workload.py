@@ -1,4 +1,4 @@
-"""Small workloads, as files and as values, and a model that runs them in no time."""
+"""Small workloads, as files and as objects, and a model that runs them quickly."""
 
 from __future__ import annotations
 

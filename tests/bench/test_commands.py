@@ -1,4 +1,4 @@
-"""The commands: one JSON object for a result, one line and exit code 2 for a mistake."""
+"""Each benchmark command prints one JSON object, or one line and exit code 2 for a mistake."""
 
 from __future__ import annotations
 
@@ -56,9 +56,9 @@ def test_a_drawn_workload_is_run_with_its_slow_tool(tmp_path):
         (["rollout", "--random=tiny", "--workload={folder}/none.json"], "cannot be read"),
         (["decode", "--model={folder}/none"], "does not exist: give a model directory"),
         (["decode", "--random=tiny", "--batch=0"], "--batch=0: give whole numbers from 1"),
-        (["workload", "--rollouts=3", "--out={folder}/w.json"], "no multiple of --group_size=4"),
+        (["workload", "--rollouts=3", "--out={folder}/w.json"], "not a multiple of --group_size=4"),
         (["sft", "--random=tiny", "--batch=0"], "--batch=0: 0 is not a positive integer"),
-        (["sft", "--random=tiny", "--out={folder}/none/r.json"], "a directory that exists"),
+        (["sft", "--random=tiny", "--out={folder}/none/r.json"], "an existing directory"),
     ],
 )
 def test_a_mistake_is_one_line_and_exit_code_2(tmp_path, command, message):

@@ -1,4 +1,4 @@
-"""Decoding and the training step are measured over the work that was asked for."""
+"""The benchmarks of decoding and of the training step measure the requested work."""
 
 from __future__ import annotations
 

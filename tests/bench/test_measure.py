@@ -1,4 +1,4 @@
-"""What benchmarks measure with: ceilings, compilations, spreads."""
+"""Shared parts of the benchmarks: peak performance, compilations, statistics."""
 
 from __future__ import annotations
 

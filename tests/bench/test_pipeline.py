@@ -1,4 +1,4 @@
-"""Runs over workloads with long tails do what the file says, and the floor is arithmetic."""
+"""Runs follow their long-tailed workload file, and the lower bounds are computed correctly."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ def test_a_run_samples_waits_and_earns_what_the_workload_says(tmp_path):
         (None, "No such file or directory; give 5, 20, 60 or a file"),
         ("[]", "not a workload"),
         ("{", "not a workload"),
-        ('{"groups": []}', "different sizes, or there is none"),
+        ('{"groups": []}', "different sizes, or there are none"),
         ('{"groups": [{"samples": [{"lengths": [3], "seconds": [1], "observations": [2]}]}]}',
          "not a workload"),
     ],

@@ -1,4 +1,4 @@
-"""A whole step of reinforcement learning is measured over the work that was asked for."""
+"""The benchmark of a whole RL step measures the requested work."""
 
 from __future__ import annotations
 

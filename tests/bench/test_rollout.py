@@ -1,4 +1,4 @@
-"""The agent loop does a workload's work: all of it, once, and what it reports is so."""
+"""The agent loop does all work of a workload exactly once, and the report is true."""
 
 from __future__ import annotations
 

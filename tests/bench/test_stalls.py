@@ -1,4 +1,4 @@
-"""What a slow tool costs the others is measured, and a cost that is there is found."""
+"""The cost of a slow tool for other rollouts is measured, and an existing cost is found."""
 
 from __future__ import annotations
 
@@ -65,5 +65,5 @@ def test_a_workload_without_a_slow_tool_or_with_too_few_slots_is_refused(tmp_pat
     even = workload(tmp_path, rollout(), rollout())
     with pytest.raises(UserError, match="one call of several rollouts must be longer"):
         stalls.quicken(even)
-    with pytest.raises(UserError, match="--slots=3: give one for each of the 4 rollouts"):
+    with pytest.raises(UserError, match="--slots=3: give one slot for each of the 4 rollouts"):
         stalls.measure(subject(), work, shapes(work, slots=3), repeats=1)

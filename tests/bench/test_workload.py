@@ -1,4 +1,4 @@
-"""A workload is read as it is written; what is wrong with it is named in one line."""
+"""A workload is read as it was written; an error in the file is reported in one line."""
 
 from __future__ import annotations
 
@@ -63,13 +63,13 @@ TURN = ("rollouts", 0, "turns", 0)
         (changed(["prompts"], None), "prompts is missing"),
         (changed(["prompts"], 3), "prompts is '3', not a list"),
         (changed(["prompts", 0], []), r"prompts\[0\] is not a list of token ids"),
-        (changed(["prompts", 0, 1], 512), r"prompts\[0\] holds 512, the model's ids go .* to 511"),
+        (changed(["prompts", 0, 1], 512), r"prompts\[0\] holds 512, and the model's ids .* to 511"),
         (changed(["prompts", 0, 1], True), r"prompts\[0\] holds True"),
         (changed(["seed"], "a"), "seed is 'a'; it must be a whole number from 0"),
         (changed(["seed"], 2**31), "seed is 2147483648; give a whole number from 0 to 2147483647"),
         (changed(["rollouts"], []), "rollouts is empty"),
         (changed(["rollouts", 0], 5), r"rollouts\[0\].prompt is missing"),
-        (changed(["rollouts", 0, "prompt"], 1), r"rollouts\[0\].prompt is 1, there are 1 prompts"),
+        (changed(["rollouts", 0, "prompt"], 1), r"rollouts\[0\].prompt is 1; it must be below 1"),
         (changed(["rollouts", 0, "final_gen_tokens"], 0), "final_gen_tokens is 0; .* from 1"),
         (changed([*TURN, "gen_tokens"], 2.5), r"turns\[0\].gen_tokens is 2.5; .* whole number"),
         (changed([*TURN, "tool_latency_s"], -1), "tool_latency_s is -1; it must be a number"),
@@ -188,14 +188,14 @@ def test_flags_change_the_preset():
 @pytest.mark.parametrize(
     ("given_values", "message"),
     [
-        ({"rollouts": 5}, "--rollouts=5 is no multiple of --group_size=2"),
+        ({"rollouts": 5}, "--rollouts=5 is not a multiple of --group_size=2"),
         ({"vocab_size": 64}, "--vocab_size=64: give more than 64"),
-        ({"turns": 0, "slow_tool": 20.0}, "--slow_tool needs a call"),
-        ({"gen_tokens": ["4"]}, "--gen_tokens=4: give the least and the most, as 24,72"),
-        ({"gen_tokens": ["5", "4"]}, "--gen_tokens=5,4: give the least"),
-        ({"final_tokens": ["0", "4"]}, "--final_tokens=0,4: give the least"),
-        ({"tool_seconds": ["0", "inf"]}, "--tool_seconds=0,inf: .* as 0.05,2"),
-        ({"tool_seconds": ["nan", "1"]}, "--tool_seconds=nan,1: .* as 0.05,2"),
+        ({"turns": 0, "slow_tool": 20.0}, "--slow_tool needs a tool call"),
+        ({"gen_tokens": ["4"]}, "--gen_tokens=4: give minimum and maximum, e.g. 24,72"),
+        ({"gen_tokens": ["5", "4"]}, "--gen_tokens=5,4: give minimum"),
+        ({"final_tokens": ["0", "4"]}, "--final_tokens=0,4: give minimum"),
+        ({"tool_seconds": ["0", "inf"]}, "--tool_seconds=0,inf: .* e.g. 0.05,2"),
+        ({"tool_seconds": ["nan", "1"]}, "--tool_seconds=nan,1: .* e.g. 0.05,2"),
     ],
 )
 def test_recipes_that_cannot_be_are_refused(given_values, message):

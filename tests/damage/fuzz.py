@@ -1,9 +1,9 @@
-"""Damages samples and reads them, in a process with bounds; prints what went wrong as JSON.
+"""Damages sample files and reads them, in a process with limits; prints failures as JSON.
 
     python -m tests.damage.fuzz FOLDER KIND[,KIND...] FIRST COUNT
 
-Each number from FIRST on names one damage of one sample.  A read must end well, or with an error
-that a command shows in one line, within the time and the memory of a case.
+Each number from FIRST on stands for one damage of one sample.  A read must succeed or raise an
+error that a command shows in one line, within the limits on time and memory per case.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Small valid files of each kind that the package reads, and how it reads them."""
+"""Small valid files of each kind that the package reads, with their reading functions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Builds message logs by hand, the way any mind could have written them."""
+"""Builds message logs by hand, as a multi-agent system could have written them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a model's reply is read as."""
+"""Parsing the reply of a language model."""
 
 import json
 

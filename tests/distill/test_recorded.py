@@ -1,4 +1,4 @@
-"""Trajectories that exist already go through the filters as they are."""
+"""Existing trajectories pass through the filters unchanged."""
 
 from __future__ import annotations
 

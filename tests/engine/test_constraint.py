@@ -1,4 +1,4 @@
-"""The tables say of every token what reading its bytes one by one says."""
+"""The constraint tables agree, for every token, with reading its bytes one by one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an engine will take is known before it takes it, and what does not fit is refused."""
+"""The memory of an engine is known before allocation; an engine that does not fit is refused."""
 
 import dataclasses
 import gc

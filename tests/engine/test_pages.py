@@ -1,4 +1,4 @@
-"""Pages belong to whom they should, whatever slots do."""
+"""Each page of the cache belongs to the right slots, whatever the slots do."""
 
 from collections import Counter
 

@@ -1,4 +1,4 @@
-"""Sampling is exact, and every option does what its name says."""
+"""Sampling follows the exact distribution, and every option has its documented effect."""
 
 import functools
 

@@ -1,4 +1,4 @@
-"""A tiny policy that guesses numbers in whole turns, and ends each of them."""
+"""A tiny policy that guesses numbers, one per whole turn, and ends each turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs of a tiny policy in an environment from another folder: RL, its repetition, evaluation."""
+"""RL, replay and evaluation of a tiny policy in an environment from another folder."""
 
 from __future__ import annotations
 

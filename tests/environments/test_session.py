@@ -245,7 +245,7 @@ class WithTags(Base):
 
 def test_tasks_need_a_protocol_that_has_the_tags():
     config = EnvironmentConfig(f"{__name__}:WithTags")
-    with pytest.raises(UserError, match="acts by the tags guess, of which the protocol turns"):
+    with pytest.raises(UserError, match="acts through the tags guess, of which the protocol turns"):
         graded_by_environment(config, [TASK])
 
 

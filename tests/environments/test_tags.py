@@ -1,4 +1,4 @@
-"""An environment in which a policy acts by tags of its protocol, beside the tools of the run."""
+"""An environment whose actions are tags of the protocol, in addition to the run's tools."""
 
 from __future__ import annotations
 

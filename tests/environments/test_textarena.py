@@ -85,7 +85,7 @@ def test_who_is_left_alone_has_won():
     ("game", "options", "message"),
     [
         ("NoGame-v0", {}, "textarena has no game 'NoGame-v0'"),
-        ("TicTacToe-v0", {}, "some are missing among the samples"),
+        ("TicTacToe-v0", {}, "some of which are missing among the samples"),
         ("TicTacToe-v0", {"opponent": "nobody"}, "opponent is 'nobody'; give self, random"),
     ],
 )

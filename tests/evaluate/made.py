@@ -1,4 +1,4 @@
-"""Trajectories, samples and result files that are made by hand."""
+"""Handmade trajectories, samples and result files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Two result files: the paired test against SciPy and against counting out every sign."""
+"""Comparing two result files: the paired test against SciPy and against all sign flips."""
 
 from __future__ import annotations
 

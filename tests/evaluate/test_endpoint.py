@@ -1,4 +1,4 @@
-"""A policy behind an endpoint: real servers, the tools on this side, the chain as one turn."""
+"""Evaluating a policy behind an endpoint: real servers, local tools, the chain as one turn."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a result file says of samples, and what it keeps to itself."""
+"""Contents of a result file: metrics of the samples, and no question or answer."""
 
 from __future__ import annotations
 

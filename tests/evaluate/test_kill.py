@@ -1,4 +1,4 @@
-"""An evaluation that is killed ends, started again, with the file of one that was not."""
+"""An evaluation that is killed and restarted writes the same file as an undisturbed one."""
 
 from __future__ import annotations
 

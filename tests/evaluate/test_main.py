@@ -1,4 +1,4 @@
-"""The command, as it is typed."""
+"""The command line of the evaluation."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Figures of samples, against brute force and published values."""
+"""Metrics of samples, against brute force and published values."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An evaluation with a real policy and real tools, whatever happens to it."""
+"""An evaluation with a real policy and real tools, also under faults."""
 
 from __future__ import annotations
 

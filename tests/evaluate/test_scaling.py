@@ -1,4 +1,4 @@
-"""Majority vote and best-of-n: equal answers are one answer, and no text talks a judge round."""
+"""Majority vote and best-of-n: equal answers count as one, and no answer can sway a judge."""
 
 from __future__ import annotations
 

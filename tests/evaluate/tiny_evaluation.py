@@ -1,4 +1,4 @@
-"""An evaluation of the tiny policy; as a program, one that may be killed.
+"""An evaluation of the tiny policy; run as a program, it may be killed.
 
 python -m tests.evaluate.tiny_evaluation FOLDER NAME
 """

@@ -1,4 +1,4 @@
-"""Sequences with all that a loss may read, packed in several ways."""
+"""Sequences with every array that a loss may read, packed in several ways."""
 
 from __future__ import annotations
 

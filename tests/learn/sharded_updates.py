@@ -1,4 +1,4 @@
-"""Updates on a mesh of eight simulated devices beside those on one.
+"""Compares updates on a mesh of eight simulated devices with updates on one device.
 
 python -m tests.learn.sharded_updates MODEL KIND,DATA,FSDP,TENSOR,COLLECTIVES ...
 

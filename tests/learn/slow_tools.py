@@ -1,4 +1,4 @@
-"""The tiny policy's tools, each call of which takes a random time: groups end in any order."""
+"""The tiny policy's tools with random latencies, so that groups finish in any order."""
 
 from __future__ import annotations
 

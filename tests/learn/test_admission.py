@@ -1,4 +1,4 @@
-"""Which tasks are asked and which groups make a step, whatever the order in which groups end."""
+"""Selecting tasks and the groups of a step, in any order in which groups finish."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Presets and their knobs: what goes together, and what is refused by name."""
+"""Presets and overrides: valid combinations, and errors that name the setting."""
 
 from __future__ import annotations
 

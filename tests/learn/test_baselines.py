@@ -1,4 +1,4 @@
-"""Rejection sampling and preferences from graded trajectories."""
+"""Rejection sampling and preference pairs from graded trajectories."""
 
 from __future__ import annotations
 

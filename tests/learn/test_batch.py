@@ -1,4 +1,4 @@
-"""Masks come from authorship, never from text; packing loses nothing."""
+"""Masks follow authorship, never the text; packing loses nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checkpoints: whole or not there, right although the state is donated, found again damaged."""
+"""Checkpoints are atomic, correct with donated state, and checked for damage."""
 
 from __future__ import annotations
 

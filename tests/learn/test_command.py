@@ -1,4 +1,4 @@
-"""What the commands that train have in common."""
+"""Shared behaviour of the training commands."""
 
 from __future__ import annotations
 

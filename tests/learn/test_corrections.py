@@ -1,7 +1,7 @@
 """Corrections for the policy that sampled, against float64 references in NumPy.
 
-The reference knows neither packing nor automatic differentiation: it goes through the sequences of
-a small categorical policy one by one, and its gradient is that of finite differences.
+The reference uses neither packing nor automatic differentiation: it iterates over the sequences of
+a small categorical policy, and computes gradients by finite differences.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Two thousand steps of a stream on a clock that jumps: faulty tools, and a judge that is down."""
+"""Two thousand steps of a stream on a virtual clock, with faulty tools and a judge that is down."""
 
 from __future__ import annotations
 

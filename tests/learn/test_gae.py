@@ -1,4 +1,4 @@
-"""Advantages of tokens: what the environment wrote between two actions is no action."""
+"""Advantages of tokens: tokens of the environment are not actions."""
 
 from __future__ import annotations
 

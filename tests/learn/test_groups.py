@@ -1,4 +1,4 @@
-"""Which groups a step learns from."""
+"""Selecting the groups that a step trains on."""
 
 from __future__ import annotations
 

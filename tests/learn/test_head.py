@@ -1,4 +1,4 @@
-"""The head on chunks: values and gradients of float64, and nothing done for what has no loss."""
+"""The chunked head: values and gradients against float64; positions without a loss are skipped."""
 
 import functools
 

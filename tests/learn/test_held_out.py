@@ -1,4 +1,4 @@
-"""Evaluation while training changes nothing that is learned, and is not made twice."""
+"""Evaluation during training does not change the training, and is not repeated on resume."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Estimators of a divergence, over a whole distribution instead of samples."""
+"""KL estimators, in expectation over a whole distribution."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that train adapters: they resume to the bit, and rollouts sample from the merged model."""
+"""Runs that train adapters resume bit-identically and sample from the merged model."""
 
 import json
 

@@ -1,4 +1,4 @@
-"""docs/metrics.md names what runs write, all of it and nothing else."""
+"""docs/metrics.md lists exactly the metrics that runs write."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Objectives of all algorithms, values and gradients, against float64 implementations in PyTorch.
 
-The references know nothing of packing: they go through sequences one by one, as the papers do.
+The references use no packing: they iterate over sequences, as the formulas of the papers do.
 """
 
 from __future__ import annotations

@@ -171,7 +171,7 @@ def test_an_advantage_may_give_a_number_a_token():
     assert one.advantage.tolist() == [0, 1, 2, 3]
     assert two.advantage.tolist() == [0, 0.5, 1]
     clipped = chosen("gspo", advantage="my_advantages:late")
-    with pytest.raises(UserError, match="gave a number a token; the ratio of sequences of"):
+    with pytest.raises(UserError, match="returned a number per token; the sequence-level ratio of"):
         advantages_of(clipped, group([1.0, 0.0]))
 
 
@@ -183,7 +183,7 @@ def test_marks_say_of_an_own_advantage_what_those_of_a_built_in_one_say(tmp_path
     for algorithm in (mine, theirs):
         (example, _) = group_examples(algorithm, group([0.7, 0.0], lengths=[3, 1]), None)
         assert example.advantage.tolist() == [0, 0, 0, np.float32(0.7)]
-    with pytest.raises(UserError, match="takes one reward a sequence"):
+    with pytest.raises(UserError, match="takes one reward per sequence"):
         chosen(advantage="my_advantages:long", **knobs)
     single = {"group_size": 1, "groups": 8}
     alone = Algorithm("grpo", "my_advantages:long")
@@ -214,11 +214,11 @@ def test_an_installed_package_gives_short_names():
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("few", r"gave array\(\[1\.\]\) for the rewards \[1.0, 0.0\]; an advantage gives a finite"),
-        ("nan", "gave array.*a finite number for each of the 2 samples"),
-        ("one", "gave 1.0 for the rewards"),
-        ("short", r"an array of a number a token$"),
-        ("text", r"gave \['a', 'a'\]"),
+        ("few", r"returned array\(\[1\.\]\) for the rewards \[1.0, 0.0\]; an advantage function"),
+        ("nan", "returned array.*for each of the 2 samples, a finite number"),
+        ("one", "returned 1.0 for the rewards"),
+        ("short", r"an array with a finite number per token$"),
+        ("text", r"returned \['a', 'a'\]"),
         ("failing", r"failed: IndexError: .*my_advantages.py:\d+\)$"),
     ],
 )
@@ -231,19 +231,23 @@ def test_what_an_advantage_gives_is_checked(name, message):
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("total", r"gave float32\[\]; a loss gives an array of a number a token, here float32\[2"),
-        ("numbers", "gave 1.0; a loss gives"),
-        ("named", "gave the metric 'Big'; metrics are"),
-        ("taken", "gave the metric 'entropy'; .* entropy, kl_old, kl_ref are there"),
-        ("largest", "gave the metric 'ratio_max'"),
-        ("shaped", "gave the metric 'part'"),
-        ("listed", "gave the metric .*; metrics are a dictionary"),
+        (
+            "total",
+            r"returned float32\[\]; a loss returns an array with one number per token, "
+            r"here float32\[2",
+        ),
+        ("numbers", "returned 1.0; a loss returns"),
+        ("named", "returned the metric 'Big'; metrics are"),
+        ("taken", "returned the metric 'entropy'; .* entropy, kl_old, kl_ref are reserved"),
+        ("largest", "returned the metric 'ratio_max'"),
+        ("shaped", "returned the metric 'part'"),
+        ("listed", "returned the metric .*; metrics are a dictionary"),
         ("branching", r"failed: TracerBool.*my_losses.py:\d+\); a loss is a pure function"),
         ("of_numpy", r"failed: TracerArray.*my_losses.py:\d+\); a loss is a pure function"),
-        ("root", "gave nan with the gradient nan for a token with ratio 0.1 and advantage 1;"),
+        ("root", "returned nan with the gradient nan for a token with ratio 0.1 and advantage 1;"),
         ("cusp", "with the gradient inf for a token with ratio 1 and"),
-        ("fixed", "has no gradient by logp: nothing would be learned"),
-        ("whole", r"gave int32\[2, 14\]"),
+        ("fixed", "has no gradient by logp, so the policy would not be trained"),
+        ("whole", r"returned int32\[2, 14\]"),
         ("failing", r"failed: AttributeError: .*middle \(.*my_losses.py:\d+\)"),
         ("looping", "ValueError: Reverse-mode differentiation does not work"),
     ],
@@ -273,7 +277,7 @@ def test_a_sound_loss_passes_the_check():
         ),
         ({"loss_options": {"tau": 1}}, "^algorithm.loss: clip has no option 'tau'; it has none"),
         ({"loss": "my_losses:asks"}, "my_losses:asks needs 'rewards'; a loss is called with"),
-        ({"loss": "sapo:sapo", "dual_clip": 3.0}, "the loss sapo:sapo does not ask for it: give 0"),
+        ({"loss": "sapo:sapo", "dual_clip": 3.0}, "the loss sapo:sapo does not take it: give 0"),
         ({"advantage": "my_advantages:asks"}, r"needs 'reward'; did you mean 'rewards'\?"),
         ({"advantage": "my_advantages:wants"}, "my_advantages:wants needs 'power'"),
     ],

@@ -1,4 +1,4 @@
-"""Tasks that are always or never solved rest and come back; easy ones come first."""
+"""The pool pauses tasks that are always or never solved, resumes them, and puts easy ones first."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Runs that mix sources and let tasks rest: repeated and resumed exactly."""
+"""Runs with mixed sources and paused tasks replay and resume exactly."""
 
 from __future__ import annotations
 

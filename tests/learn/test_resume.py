@@ -1,4 +1,4 @@
-"""What a run that goes on reads and holds: its checkpoint once, and no weights of its base."""
+"""A resumed run reads its checkpoint once, and does not load its base weights."""
 
 from __future__ import annotations
 

@@ -173,16 +173,16 @@ def test_a_step_without_a_signal_changes_no_parameter(finished, folder):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"row_length": 100}, "row_length is 100, trajectories have up to 192 tokens"),
+        ({"row_length": 100}, "row_length is 100, and trajectories have up to 192 tokens"),
         ({"temperature": 0.0}, "temperature is 0.0"),
         ({"group_size": 0}, "group_size is 0; give a whole number from 1"),
         ({"rows": 0}, "rows is 0; give a whole number from 1"),
-        ({"epochs": 9}, "total_steps is 3, a step makes 9 updates"),
+        ({"epochs": 9}, "total_steps is 3, and a step makes 9 updates"),
         (
             {"max_staleness": 1, "algorithm": Algorithm("grpo", old_logp="trainer")},
             "nothing corrects for the policy that sampled; give algorithm.tis_cap=2",
         ),
-        ({"mini_batch": 3}, "mini_batch is 3, a step has 2 groups"),
+        ({"mini_batch": 3}, "mini_batch is 3, and a step has 2 groups"),
     ],
 )
 def test_settings_that_cannot_work_are_refused_at_once(folder, changes, message):

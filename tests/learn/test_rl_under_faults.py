@@ -1,4 +1,4 @@
-"""RL goes on while a part of its tools' calls fails in each way that servers fail."""
+"""RL continues while some tool calls fail in each way in which servers fail."""
 
 from __future__ import annotations
 

@@ -19,7 +19,7 @@ OF_A_ROW = 3 * 500 * 100 * 4  # layers x tokens x hidden x float32
     ("rows", "dtype", "message"),
     [
         (7, "float32", None),
-        (8, "float32", "keeps at least 4.8 MB, 4.2 MB are free; lower rows to 7 or less"),
+        (8, "float32", "keeps at least 4.8 MB, and 4.2 MB are free; lower rows to 7 or less"),
         (14, "bfloat16", None),
         (15, "bfloat16", "lower rows to 14 or less"),
         (2**24, "float32", "keeps at least 10.1 TB"),

@@ -1,4 +1,4 @@
-"""Rewards as the policy learns from them."""
+"""Shaping of rewards."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A prompt that samples share is computed once, and nothing else changes."""
+"""A prompt that samples share is computed once, with unchanged results."""
 
 from __future__ import annotations
 
@@ -160,6 +160,6 @@ def test_kernels_share_prompts_as_the_reference_does(kernel):
 
 
 def test_rows_of_attention_that_are_shorter_than_rows_are_refused():
-    with pytest.raises(UserError, match="attention_length is 100, rows have 192 tokens"):
+    with pytest.raises(UserError, match="attention_length is 100, and rows have 192 tokens"):
         rl_config("model", "tasks", attention_length=100)
     assert rl_config("model", "tasks", attention_length=300).attention_length == 300

@@ -1,5 +1,5 @@
-"""The compiled step: one program for any number of micro-batches, and no harm from what is not
-finite."""
+"""The compiled step: one program for any number of micro-batches; updates that are not finite are
+skipped."""
 
 import dataclasses
 

@@ -1,4 +1,4 @@
-"""On every mesh, losses and updates are those of one device, and state is split as parameters."""
+"""On every mesh, losses and updates equal those of one device, and state is sharded."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Runs whose rollouts go on while they learn: bounded staleness, exact repetition, kills."""
+"""Runs whose rollouts overlap with updates: bounded staleness, exact replay, kills."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def test_a_repetition_with_other_parameters_says_where_it_differs(folder):
 
 def test_a_run_without_a_record_cannot_be_repeated(folder, tmp_path):
     config = rl_config(folder / "model", folder / "tasks.jsonl")
-    with pytest.raises(UserError, match="records no step 1"):
+    with pytest.raises(UserError, match="has no record of step 1"):
         rl.repeat(config, tmp_path)
 
 

@@ -1,4 +1,4 @@
-"""On-policy distillation: a local teacher, one behind a server, and a student that moves to it."""
+"""On-policy distillation: local teachers, teachers on a server, and a student that learns."""
 
 from __future__ import annotations
 
@@ -151,7 +151,7 @@ def test_a_teacher_with_another_vocabulary_is_refused_in_one_line(tmp_path):
     )
     assert found is not None and found.config == policy.config
     other = train_bpe(["another language"], len(policy.tokenizer))
-    with pytest.raises(UserError, match=r"teacher.model is '.*same', which has another vocab") as e:
+    with pytest.raises(UserError, match=r"teacher.model is '.*same', whose vocab") as e:
         load_teacher(TeacherConfig(model=str(tmp_path / "same")), other, "float32", mesh=None)
     assert "\n" not in str(e.value)
     assert load_teacher(TeacherConfig(), other, "float32", mesh=None) is None
@@ -167,8 +167,8 @@ def test_a_constraint_fits_a_teacher_with_more_or_fewer_embeddings():
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"teacher": TeacherConfig()}, r"opd_coef is 1 and there is no teacher: name it in"),
-        ({"algorithm": Algorithm("ppo")}, r"teacher.model is 'teacher', and the algorithm asks"),
+        ({"teacher": TeacherConfig()}, r"opd_coef is 1 and there is no teacher: name a model in"),
+        ({"algorithm": Algorithm("ppo")}, r"teacher.model is 'teacher', and the algorithm uses"),
         (
             {"teacher": TeacherConfig("http://localhost:1/v1", "m"), "temperature": 0.7},
             r"temperature is 0.7, and a server scores at temperature 1",

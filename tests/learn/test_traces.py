@@ -1,4 +1,4 @@
-"""The choice of trajectories that are kept depends on their tasks alone."""
+"""The selection of trajectories to write depends on their tasks alone."""
 
 from __future__ import annotations
 

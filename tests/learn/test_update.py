@@ -418,7 +418,7 @@ def test_a_value_reads_nothing_after_its_state():
 
 def test_groups_of_one_need_an_algorithm_that_does_not_compare():
     assert config("ppo", group_size=1).group_size == 1
-    with pytest.raises(UserError, match="group_size is 1; samples of one task are compared"):
+    with pytest.raises(UserError, match="group_size is 1, and the algorithm compares samples"):
         config("grpo", group_size=1)
     with pytest.raises(UserError, match="group_size is 1"):
         config("ppo", knobs={"learn_from": "signal"}, group_size=1)

@@ -1,4 +1,4 @@
-"""Critic, reference and adapters on every mesh: updates as on one device, arrays in parts."""
+"""Updates of critic, reference and adapters on every mesh equal those of one device."""
 
 import os
 import subprocess

@@ -1,4 +1,4 @@
-"""Short SFT and RL runs of the tiny policy; as a program, a run that may be killed.
+"""Short SFT and RL runs of the tiny policy; run as a program, one may be killed.
 
 python -m tests.learn.tiny_runs {sft,rl,stream,pool,leave_out} FOLDER RUN
 """

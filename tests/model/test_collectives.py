@@ -1,4 +1,4 @@
-"""Matmuls on a mesh of eight simulated devices beside those of NumPy in float64."""
+"""Matmuls on a mesh of eight simulated devices against NumPy in float64."""
 
 from __future__ import annotations
 

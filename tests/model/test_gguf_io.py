@@ -1,4 +1,4 @@
-"""GGUF files: made here from tiny models with the gguf package's writer, and the real one."""
+"""GGUF files: tiny ones written with the gguf package, and a real one."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Adapters: those of PEFT in values and gradients, exact when merged, and nothing else moves."""
+"""LoRA adapters equal PEFT's in values and gradients, merge exactly, and change nothing else."""
 
 import dataclasses
 import functools

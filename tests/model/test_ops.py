@@ -1,6 +1,6 @@
 """Operations of both backends beside NumPy in float64: results and gradients.
 
-What only the CPU's operations promise, the same bits for any number of rows, comes last.
+The last tests are for the CPU backend only: its results are bit-identical for any number of rows.
 """
 
 from __future__ import annotations

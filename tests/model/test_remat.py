@@ -1,4 +1,4 @@
-"""Every policy of rematerialisation gives the same gradients, and keeps less."""
+"""Every rematerialisation policy gives the same gradients, and keeps fewer activations."""
 
 import functools
 

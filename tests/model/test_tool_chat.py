@@ -1,4 +1,4 @@
-"""Tools in chat templates: the ids are those of transformers, and no text is a control token."""
+"""Tools in chat templates: token ids equal transformers', and no text becomes a control token."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Peaks of chips, and what becomes of chips that nobody stated one for."""
+"""Peak FLOP/s of known chips, and the handling of unknown chips."""
 
 from __future__ import annotations
 

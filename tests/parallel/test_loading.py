@@ -1,4 +1,4 @@
-"""Several processes read a model once, all of them together."""
+"""Several processes together read each part of a model once."""
 
 from __future__ import annotations
 

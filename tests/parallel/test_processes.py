@@ -1,4 +1,4 @@
-"""Processes that work together: real ones, over gloo, of which some die or do not come."""
+"""Real processes that work together over gloo, some of which die or never start."""
 
 from __future__ import annotations
 

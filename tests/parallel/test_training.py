@@ -1,4 +1,4 @@
-"""Whole runs on 8 devices: what they compute does not depend on how many processes there are."""
+"""Whole runs on 8 devices give the same results for any number of processes."""
 
 from __future__ import annotations
 

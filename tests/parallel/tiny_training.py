@@ -2,10 +2,10 @@
 
 python -m tests.parallel.tiny_training FOLDER NAME CASE [DATA,FSDP,TENSOR[,DECODE[,ROLLOUT]] [STOP]]
 
-FOLDER holds ``base``, ``model``, ``data.jsonl`` and ``tasks.jsonl``; the run is FOLDER/NAME.  Of
-CASE ``hang1``, process 1 has a tool that hangs, of ``kill0`` process 0 one that kills its process,
-and so on; of ``stop01``, process 1 has tools that hang in step 2, while processes 0 and 1 get a
-SIGTERM.  The last process asks for an end in step STOP.
+FOLDER holds ``base``, ``model``, ``data.jsonl`` and ``tasks.jsonl``; the run is FOLDER/NAME.  In
+CASE ``hang1``, process 1 has a tool that hangs; in ``kill0``, process 0 has a tool that kills the
+process, and so on.  In ``stop01``, the tools of process 1 hang in step 2, while processes 0 and 1
+receive SIGTERM.  The last process requests an end in step STOP.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Grammars of bodies accept the surface forms of the paper and nothing ambiguous."""
+"""Grammars of bodies accept the surface forms of the paper, and nothing ambiguous."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Readers of formats: exact, incremental, total; what is written is what is read."""
+"""Readers of formats are exact, incremental and total, and read back every written text."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the byte automaton lets through obeys the protocol, and what obeys it is let through."""
+"""The byte automaton accepts exactly the texts that obey the protocol."""
 
 from __future__ import annotations
 

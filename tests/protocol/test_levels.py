@@ -1,4 +1,4 @@
-"""The level ``paper`` refuses what the paper's instructions forbid, and only that."""
+"""The level ``paper`` refuses exactly the texts that the paper's instructions forbid."""
 
 from __future__ import annotations
 

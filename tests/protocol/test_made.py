@@ -1,4 +1,4 @@
-"""Protocols that tools bring, in processes that do not have the tools."""
+"""Protocols that come with tools, in processes without these tools."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The monitor stops a text at the first token that cannot be mended, and at no other."""
+"""The monitor stops a text at the first token after which it cannot become valid."""
 
 import pytest
 from hypothesis import given, settings

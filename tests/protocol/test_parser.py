@@ -1,4 +1,4 @@
-"""The parser is total, exact, incremental and linear, and its choices are the documented ones."""
+"""The parser is total, exact, incremental, linear in time, and follows its documentation."""
 
 from __future__ import annotations
 

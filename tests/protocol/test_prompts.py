@@ -1,4 +1,4 @@
-"""Prompts state the rules of their protocol, and put the question where it belongs."""
+"""Prompts state the rules of their protocol, and contain the question in the right position."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
-"""Trajectories, and the files in which others publish them, written from their descriptions.
+"""Trajectories in the file formats in which other projects publish them.
 
-Nothing here uses the exporter or the readers: the texts are put together from tags and bodies.
+The files are written from the descriptions of the formats, without our exporter and readers.
 """
 
 from __future__ import annotations

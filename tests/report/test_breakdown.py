@@ -48,9 +48,9 @@ def test_policies_stand_side_by_side():
     assert shown["pass@1, 1 search"] == ["0.125 of 60", "0.875 of 60"]
     assert shown["pass@1, 2 searches"] == ["\u2013", "0.500 of 40"]
     assert shown["code: calls"] == ["\u2013", "8 (12.5% error, 12.5% timeout)"]
-    assert shown["ends: length"] == ["397", "\u2013"]
+    assert shown["stop: length"] == ["397", "\u2013"]
     assert shown["tokens per solved task"] == ["\u2013", "312.5"]
-    assert shown["samples without a grade"] == ["0", "2"]
+    assert shown["ungraded samples"] == ["0", "2"]
     assert shown["lookup"] == ["0.100 of 60", "0.900 of 60"]
 
 
@@ -80,5 +80,5 @@ def test_details_of_another_form_do_not_stop_the_page():
 def test_the_report_shows_the_details(tmp_path):
     (tmp_path / "summary.json").write_text(json.dumps(SUMMARY))
     page = build_report(tmp_path).read_text()
-    assert "<h3>In detail</h3>" in page
+    assert "<h3>Details</h3>" in page
     assert "pass@1 by kind of question (2)" in page

@@ -1,4 +1,4 @@
-"""What the terminal shows of a trajectory, and what untrusted text cannot do to it."""
+"""The view of a trajectory on the terminal, which untrusted text cannot control."""
 
 from __future__ import annotations
 

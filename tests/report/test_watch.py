@@ -42,7 +42,7 @@ def run(tmp_path):
 
 def test_a_picture_has_the_step_the_rate_and_every_metric_with_its_curve(run):
     text = drawn(run)
-    assert "RL step 5 of 40, 2,000 steps an hour" in text
+    assert "RL step 5 of 40, 2,000 steps per hour" in text
     (line,) = [line for line in text.splitlines() if "reward/mean" in line]
     assert line.split() == ["reward/mean", "0.5", "0.3", "▁▃▅▆█"]
 
@@ -70,7 +70,7 @@ def test_a_file_that_grows_is_read_once_and_one_that_is_cut_anew(run):
 def test_a_damaged_line_is_named(run):
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b"[1]\n")
-    with pytest.raises(UserError, match=r"metrics\.jsonl: a line is no JSON object"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl: a line is not a JSON object"):
         drawn(run)
 
 

@@ -1,4 +1,4 @@
-"""A context that is full loses its oldest steps, and the policy goes on from what is left."""
+"""A full context loses its oldest steps, and the policy continues from the rest."""
 
 from __future__ import annotations
 

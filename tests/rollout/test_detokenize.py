@@ -1,4 +1,4 @@
-"""Streamed text is the decoded text, whatever bytes the tokens break characters into."""
+"""Streamed text equals the decoded text, even if tokens split characters."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Many rollouts in one process leave nothing behind."""
+"""Many rollouts in one process leak nothing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host's record of a sample: spans, authors and what ends it."""
+"""The host's record of a sample: spans, authors and stop reasons."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The host's record of a sample in other formats than tags."""
+"""The host's record of a sample in conversation formats without tags."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The same episodes in each conversation format: what is learned is what is sampled."""
+"""The same episodes in each conversation format: the sampled tokens are those trained on."""
 
 from __future__ import annotations
 

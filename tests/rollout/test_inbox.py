@@ -1,4 +1,4 @@
-"""Requests that arrive, and are taken back, while others run."""
+"""Requests that are added and cancelled while other requests run."""
 
 from __future__ import annotations
 

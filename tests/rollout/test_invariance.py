@@ -1,4 +1,4 @@
-"""What may change how rollouts run may not change what comes out, nor compile anything."""
+"""Slots, chunks and batch mates change neither the results nor the compiled programs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Several engines that take their requests from the same place."""
+"""Several engines that share one queue of requests."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The ids of an observation and its cut."""
+"""Token ids of an observation, and its truncation."""
 
 from __future__ import annotations
 

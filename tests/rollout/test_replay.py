@@ -1,4 +1,4 @@
-"""Recorded rollouts come out again, and what was changed is found."""
+"""Recorded rollouts are reproduced exactly, and a changed record is detected."""
 
 from __future__ import annotations
 

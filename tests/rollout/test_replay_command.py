@@ -1,4 +1,4 @@
-"""Two hundred recorded rollouts of every kind come out again, through the command."""
+"""The command reproduces two hundred recorded rollouts of every kind."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a tool call may know about its trajectory."""
+"""Data about the trajectory that a tool call receives."""
 
 from __future__ import annotations
 

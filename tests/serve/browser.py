@@ -1,4 +1,4 @@
-"""Chromium without a window, told what to do through pipes (the DevTools protocol)."""
+"""Headless Chromium, controlled through pipes with the DevTools protocol."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A real server of the tiny policy, in a thread, on a port of this machine."""
+"""A real server of the tiny policy on a local port, in a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One hundred worst-case requests at a time: all are refused, and other clients do not notice."""
+"""One hundred worst-case requests at a time are all refused, without harm to other clients."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a server refuses, and what it does when clients and operators leave."""
+"""Requests that a server refuses, and its behaviour when clients disconnect or it is stopped."""
 
 from __future__ import annotations
 

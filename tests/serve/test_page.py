@@ -1,4 +1,4 @@
-"""The page at ``/`` in a real browser: a question is asked, the chain of agents unfolds."""
+"""The page at ``/`` in a real browser: a user asks a question and sees the chain of agents."""
 
 from __future__ import annotations
 

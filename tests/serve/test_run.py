@@ -1,4 +1,4 @@
-"""What a server is made of."""
+"""Construction of a server."""
 
 from __future__ import annotations
 

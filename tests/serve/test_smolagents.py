@@ -1,7 +1,7 @@
 """Complete episodes of smolagents' CodeAgent, with our tools, against a live server.
 
-The policy is a tiny one that has learnt the replies of a few episodes by heart, from the very
-requests that the agent sends; it decodes them on the real engine.
+The policy is tiny and has memorised the replies of a few episodes from the requests that the agent
+sends; the real engine decodes them.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Renaming changes what could be remembered and nothing of what has to be done."""
+"""Renaming changes names that could be memorised, and leaves the task as it is."""
 
 import dataclasses
 

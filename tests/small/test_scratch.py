@@ -1,4 +1,4 @@
-"""What a policy from nothing begins with."""
+"""The initial state of a policy that is trained from scratch."""
 
 from __future__ import annotations
 

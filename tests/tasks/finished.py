@@ -1,4 +1,4 @@
-"""Finished trajectories of one token a span."""
+"""Finished trajectories with one token per span."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The files in which benchmarks are published: each is read as its authors mean it, and grades."""
+"""Published benchmark files are read as their authors define them, and can be graded."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Programs are graded by what they do, in the sandbox, within their time."""
+"""Programs are graded by running them in the sandbox, within a time limit."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The questions of the debug forms are in the forms that benchmarks are published in."""
+"""The questions of the debug files have the formats in which benchmarks are published."""
 
 from __future__ import annotations
 

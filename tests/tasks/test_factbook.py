@@ -1,4 +1,4 @@
-"""Generated questions: splits do not touch, samples are fixed and balanced, answers are right."""
+"""Generated questions: disjoint splits, reproducible balanced samples, correct answers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each task is graded by what it asks for; failures of ours are no score."""
+"""Each task is graded by its own graders; failures of the system give no score."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Grading of answers: what counts as right, and none of the released grader's mistakes."""
+"""Grading of answers: correct ones count, without the mistakes of the released grader."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A judge whose verdict counts only in the agreed form, and who cannot be talked into one."""
+"""A judge whose verdict counts only in the agreed form, and that answers cannot sway."""
 
 from __future__ import annotations
 

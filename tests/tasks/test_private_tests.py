@@ -1,4 +1,4 @@
-"""Private tests come from others: nothing in them runs, and small files stay small."""
+"""Private tests are untrusted: no code in them runs, and small files cannot expand."""
 
 from __future__ import annotations
 

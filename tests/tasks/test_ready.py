@@ -1,4 +1,4 @@
-"""What a run needs is asked for before it begins, and all that is missing is said at once."""
+"""Everything that a run needs is checked before the run, and all missing parts are reported."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The rewards of the release, by the facts noted of them, its faults included."""
+"""The rewards of the paper's release, as documented, including their faults."""
 
 from __future__ import annotations
 

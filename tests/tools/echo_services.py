@@ -1,4 +1,4 @@
-"""Services that repeat the key they were given, and the tools that can have one at them."""
+"""Services that echo the key they receive, and the tools that can use one."""
 
 from __future__ import annotations
 

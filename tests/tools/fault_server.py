@@ -1,4 +1,4 @@
-"""A real server on this machine that misbehaves in each way that servers do."""
+"""A real local server that misbehaves in each way in which servers do."""
 
 from __future__ import annotations
 

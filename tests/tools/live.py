@@ -1,4 +1,4 @@
-"""A real tool server, in a thread, on a port of this machine."""
+"""A real tool server on a local port, in a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Search by vectors: exact, kept on disk, fused with BM25, and behind the tool and its server."""
+"""Vector search: exact, stored on disk, fused with BM25, as a tool and on a server."""
 
 from __future__ import annotations
 

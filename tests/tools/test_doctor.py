@@ -1,4 +1,4 @@
-"""The doctor tells the truth about this machine."""
+"""The doctor describes this machine correctly."""
 
 from __future__ import annotations
 

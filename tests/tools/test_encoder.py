@@ -1,4 +1,4 @@
-"""The encoder computes what transformers computes, whatever the batch, and says what is wrong."""
+"""The encoder equals that of transformers for any batch, and reports errors clearly."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys reach the services they are for, and appear nowhere else, whatever these send back."""
+"""Keys reach only their services, and appear nowhere else, whatever these services return."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The doctor tells what is configured and reachable, and no key."""
+"""The doctor reports which services are configured and reachable, and shows no key."""
 
 from __future__ import annotations
 

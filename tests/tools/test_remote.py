@@ -1,4 +1,4 @@
-"""Search and programs on a real server of ours, and on servers that fail."""
+"""Search and programs on our real server, and on servers that fail."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run of RL whose tools and judge have keys, at services that repeat them, writes none down."""
+"""An RL run writes no key to disk, even if its services echo the keys."""
 
 from __future__ import annotations
 

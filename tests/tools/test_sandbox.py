@@ -1,4 +1,4 @@
-"""Hostile and awkward programs against every way of confining them, for real."""
+"""Hostile and awkward programs against every kind of sandbox."""
 
 from __future__ import annotations
 

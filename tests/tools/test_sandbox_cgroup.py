@@ -1,4 +1,4 @@
-"""Control groups: the files of both versions of the interface, and those of this machine."""
+"""Control groups: files of both interface versions, and those of this machine."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The system call filter, interpreted here, and the numbers that it is made of."""
+"""The system call filter, run by an interpreter here, and its numbers."""
 
 from __future__ import annotations
 

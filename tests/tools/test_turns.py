@@ -1,4 +1,4 @@
-"""Work that runs event loops of its own, where one runs already."""
+"""Work that runs its own event loops, while another loop is running."""
 
 from __future__ import annotations
 

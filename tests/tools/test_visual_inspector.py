@@ -1,4 +1,4 @@
-"""Looking at images: files in allowed folders, addresses, and nothing else."""
+"""Inspecting images: files in allowed folders and public addresses only."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Work that may not end is ended, and the next call is answered all the same."""
+"""Work that never ends is killed, and the next call still succeeds."""
 
 from __future__ import annotations
 

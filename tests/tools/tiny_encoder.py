@@ -1,4 +1,4 @@
-"""Small random encoders in the format of Hugging Face, written by transformers itself."""
+"""Small random encoders in the Hugging Face format, written by transformers."""
 
 from __future__ import annotations
 

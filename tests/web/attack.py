@@ -1,8 +1,9 @@
-"""Sends worst-case requests to a server, and asks for ``/health`` meanwhile.
+"""Sends worst-case requests to a server, and requests ``/health`` at the same time.
 
 ``python attack.py HOST:PORT WHICH COUNT BYTES`` runs in a process of its own, so that the attack
-and the server do not share Python's global lock.  WHICH is ``all`` or kinds with commas.  It prints
-JSON: seconds of the answers of ``/health`` when idle and under attack, and statuses by kind.
+and the server do not share Python's global lock.  WHICH is ``all`` or a comma-separated list of
+kinds.  It prints JSON: response times of ``/health`` in seconds, when idle and under attack, and
+statuses by kind.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""A real server behind the guard, asked over raw sockets."""
+"""A real server behind the guard, tested over raw sockets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Every kind of wrong value at every place of every format: a reason, never an exception."""
+"""Every kind of wrong value in every field of every format yields a reason, not an exception."""
 
 import gzip
 import json

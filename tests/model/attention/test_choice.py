@@ -1,4 +1,4 @@
-"""`auto` takes the best that can run and says so once; what cannot run is refused."""
+"""`auto` selects the best kernel that can run and logs it once; other kernels are refused."""
 
 from __future__ import annotations
 

@@ -1,8 +1,8 @@
 """Every implementation of attention agrees with NumPy in float64: results and gradients.
 
-A kernel whose platform this is runs there, in bfloat16.  On any other machine its Pallas code is
-interpreted; for `cudnn` and `ragged_paged`, which nothing can interpret, JAX's own implementation
-of the same call stands in, so that layouts, masks and scales are checked and the kernel is not.
+On the platform of a kernel, the test runs the kernel itself, in bfloat16.  On other machines its
+Pallas code is interpreted.  `cudnn` and `ragged_paged` cannot be interpreted: JAX's reference
+implementation of the same call replaces them, so only layouts, masks and scales are checked.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Compiles programs for TPUs that are not there, and prints what became of them as JSON.
+"""Compiles programs for TPUs without having the devices, and prints the results as JSON.
 
     python -m tests.model.attention.tpu_programs training|decoding|engine TOPOLOGY
 
-It runs on a CPU with ``libtpu`` installed: the compiler of that package is the one of real TPUs.
+It runs on a CPU with ``libtpu`` installed, which contains the compiler for real TPUs.
 """
 
 from __future__ import annotations

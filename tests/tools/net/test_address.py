@@ -1,4 +1,4 @@
-"""No way leads to an address that is not public, unless it was allowed."""
+"""No request reaches an address that is not public, unless it is allowed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The client of OpenAI-compatible endpoints: failures that it retries, answers that it refuses."""
+"""The client of OpenAI-compatible endpoints: failures it retries, and responses it refuses."""
 
 from __future__ import annotations
 

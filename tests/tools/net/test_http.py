@@ -1,4 +1,4 @@
-"""Requests end within their deadline, with the answer or with the reason why there is none."""
+"""Requests end within their deadline, with a response or with the reason of the failure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keys are used and not shown."""
+"""Keys are used, but never shown."""
 
 from __future__ import annotations
 

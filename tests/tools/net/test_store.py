@@ -1,4 +1,4 @@
-"""One file for the observations of many processes."""
+"""One file stores the observations of many processes."""
 
 from __future__ import annotations
 

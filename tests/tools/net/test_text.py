@@ -1,4 +1,4 @@
-"""Pages become text whatever they say about their encoding."""
+"""Pages are decoded to text, whatever encoding they declare."""
 
 from __future__ import annotations
 
