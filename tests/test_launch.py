@@ -60,8 +60,7 @@ def tree(tmp_path):
         environment = {"PATH": str(tools), "HOME": str(tmp_path), "TMPDIR": str(tmp_path), **env}
         return run("bash", str(root / "launch" / script), *arguments, env=environment, cwd=tmp_path)
 
-    call.root = root
-    call.tools = tools
+    call.root, call.tools = root, tools
     return call
 
 

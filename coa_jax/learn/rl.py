@@ -362,8 +362,7 @@ def _loop(
             # Rows come before the checkpoint: what a kill between the two leaves is taken back.
             with clock("traces"):
                 source.log.learned(learner.step, parameters)
-                kept = config.traces.kept(sampled.everything)
-                rows = group_rows(config.chosen, kept)
+                rows = group_rows(config.chosen, config.traces.kept(sampled.everything))
                 run.traces(learner.step, "rl", rows, config.traces.format)
             figures |= describe_sources(config, sampled)
             row = {**stats, **_describe(sampled, learner, stats, clock), **figures}

@@ -395,9 +395,8 @@ def make_code(config: ToolsConfig) -> Tool:
 
 def _note(config: ToolsConfig, tools: list[Tool]) -> str:
     """Returns the prompt's sentence about the packages that programs can import."""
-    for tool in tools:
-        if isinstance(tool, CodeTool):
-            return tool.libraries.note()
+    if found := [tool.libraries.note() for tool in tools if isinstance(tool, CodeTool)]:
+        return found[0]
     packages = ", ".join(config.code_libraries)
     return f"It can import the standard library and these packages: {packages}." if packages else ""
 
@@ -405,10 +404,8 @@ def _note(config: ToolsConfig, tools: list[Tool]) -> str:
 def _index(config: ToolsConfig) -> str:
     """Names the local index by its content and its kind of search."""
     parts: list[object] = [config.retrieval, config.top_k, config.passage_chars]
-    if config.retrieval != "bm25":
-        parts.append(dataclasses.asdict(config.encoder))
-    if config.corpus:
-        parts.append(version(config.corpus))
+    parts += [dataclasses.asdict(config.encoder)] if config.retrieval != "bm25" else []
+    parts += [version(config.corpus)] if config.corpus else []
     return json.dumps(parts)
 
 
@@ -423,10 +420,7 @@ def _source(tool: Tool, name: str, config: ToolsConfig) -> str:
 
 
 def named_tools(tools: Tools) -> dict[str, Any]:
-    """Returns tools as settings of `ToolsConfig`.
-
-    Tools as objects go into ``names`` and ``own``.
-    """
+    """Returns tools as settings of `ToolsConfig`; objects go into ``names`` and ``own``."""
     if isinstance(tools, ToolsConfig):
         return dataclasses.asdict(tools)
     if not isinstance(tools, Sequence):
@@ -448,11 +442,9 @@ def _stored(tools: list[Tool], config: ToolsConfig) -> list[Tool]:
     kept = config.store
     if not kept.path:
         return tools
-    store = Store(kept.path, kept.max_entries)
-    pairs = zip(config.names, tools, strict=True)
-    return [
-        Recorded(tool, store, kept.mode, kept.max_age_s or None, _source(tool, name, config))
-        if kept.keeps(name)
-        else tool
-        for name, tool in pairs
-    ]
+    store, age = Store(kept.path, kept.max_entries), kept.max_age_s or None
+    stored = list(tools)
+    for index, (name, tool) in enumerate(zip(config.names, tools, strict=True)):
+        if kept.keeps(name):
+            stored[index] = Recorded(tool, store, kept.mode, age, _source(tool, name, config))
+    return stored
