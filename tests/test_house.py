@@ -222,7 +222,8 @@ def test_every_import_of_the_package_is_declared():
 def test_every_import_of_the_tests_is_declared():
     declared_for_tests = declared()[2]
     providers = importlib.metadata.packages_distributions()
-    own = {path.stem for path in (REPOSITORY / "tests").rglob("*")} | {"setuptools", "tests"}
+    own = {path.stem for path in (REPOSITORY / "tests").rglob("*")}
+    own |= {"setuptools", "tests", "examples"}
     missing = set()
     for path in (REPOSITORY / "tests").rglob("*.py"):
         for name, _ in third_party(ast.parse(path.read_text())):
