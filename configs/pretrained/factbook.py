@@ -5,7 +5,7 @@ r"""The whole pipeline on SmolLM2-135M-Instruct: the claims of the paper in smal
 Needs: 2 CPU cores, 12 GiB of memory, the sandbox for programs (bubblewrap, or Landlock), and
 ``coa-jax fetch smollm2``, which the script runs.
 Takes: no run was timed.  An update of SFT took 15 to 21 seconds of one core, from which two and a
-quarter hours on 2 free cores are estimated.
+half hours on 2 free cores are estimated.
 Gives: ``summary.json``, ``report/index.html`` and a result file for each evaluation, from which
 ``python -m coa_jax.claims`` makes a table.
 
@@ -107,7 +107,7 @@ _MINUTES = {
     "distill": 1,
     "base": 1,
     "evaluate_base": 5,
-    "sft": 9,
+    "sft": 18,
     "evaluate_sft": 6,
     "rl": 37,
     "evaluate_rl": 6,
@@ -141,7 +141,7 @@ def _sft() -> dict[str, Any]:
             OptimizerConfig,
             {
                 "learning_rate": 3e-4,
-                "total_steps": 60,
+                "total_steps": 120,
                 "warmup_steps": 5,
                 "final_ratio": 0.1,
                 "weight_decay": 0.01,
