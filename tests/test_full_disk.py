@@ -48,6 +48,7 @@ def assert_disk_full(done: subprocess.CompletedProcess[str]) -> None:
     assert done.stderr.count("No space left on device") == 1
 
 
+@pytest.mark.slow
 def test_distillation_goes_on_after_a_full_disk(disk, tmp_path):
     assert_disk_full(run(*DISTILL, f"--workdir={disk / 'run'}"))
     enlarge(disk, "110k")  # the journal fits, what is made of it does not

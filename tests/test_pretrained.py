@@ -28,6 +28,7 @@ def small_config():
     return config
 
 
+@pytest.mark.slow
 def test_the_pipeline_runs_every_stage_and_goes_on_where_it_was(tmp_path, capsys):
     summary = run_pipeline(small_config(), tmp_path)
     assert set(summary["timings_s"]) >= {"base", "sft", "rl", "economy"}

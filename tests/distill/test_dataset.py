@@ -95,6 +95,7 @@ def run(workdir, *more):
     )
 
 
+@pytest.mark.slow
 def test_a_killed_command_continues_to_the_same_files(tmp_path):
     straight, killed = tmp_path / "straight", tmp_path / "killed"
     assert run(straight).returncode == 0

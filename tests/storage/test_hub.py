@@ -83,6 +83,7 @@ def test_a_revision_is_the_one_that_was_asked_for(hub, files, tmp_path):
         assert done.stdout.strip() == text, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "env", "said"),
     [
