@@ -44,6 +44,7 @@ COMMANDS = {
     "doctor": "device.doctor",
     "tool-server": "tools.tool_server",
     "bench-decode": "bench.decode",
+    "bench-input": "bench.input",
     "bench-sft": "bench.sft",
     "bench-rl": "bench.rl",
     "bench-rollout": "bench.rollout",

@@ -40,7 +40,8 @@ def test_every_entry_point_has_a_command():
         for path in PACKAGE.rglob("*.py")
         if re.search(r'^if __name__ == "__main__":$', path.read_text(), re.MULTILINE)
     }
-    workers = {"tools.code_libraries", "model.chat_template", "agents.leash"}  # run by commands
+    # Run by other commands.
+    workers = {"tools.code_libraries", "tools.doctor", "model.chat_template", "agents.leash"}
     assert modules - workers == {*COMMANDS.values(), "__main__"}
 
 
