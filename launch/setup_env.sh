@@ -1,7 +1,7 @@
 # Makes or completes the environment in .venv; sourced by the other scripts.
 #
 #   source launch/setup_env.sh [EXTRA ...]     extras of setup.py: gguf tasks web maths mcp serve
-#                                               endpoint distill hub tfds notebook wandb docs test testjax
+#                                               endpoint distill hub gcs s3 tfds notebook wandb docs test testjax
 #                                               dev cuda tpu
 #   bash launch/setup_env.sh [EXTRA ...]       the same, without changing the calling shell
 #

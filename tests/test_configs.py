@@ -94,13 +94,7 @@ COMMANDS = {
 
 
 def build_all(stage: str, values: dict[str, Any]) -> Any:
-    """Builds what the entry point of a stage builds, from the same keys.
-
-    The web agent's judge is the user's to name.
-    """
-    if values.get("graders", {}).get("judge_all"):
-        assert values["graders"]["judge"]["chat"]["url"] == ""
-        values["graders"]["judge"]["chat"]["url"] = "http://10.0.0.2:8000/v1"
+    """Builds what the entry point of a stage builds, from the same keys."""
     command = build(COMMANDS[stage], values)
     if isinstance(command, quickstart.Command):
         command.sft_config(Path("run"))

@@ -111,7 +111,7 @@ def test_an_extra_that_there_is_not_gets_one_line(tree, extra):
     assert result.returncode == 2
     (line,) = result.stderr.splitlines()
     assert line.startswith(
-        f"[setup] error: no extra is named {extra}; there are: gguf tasks hub web "
+        f"[setup] error: no extra is named {extra}; there are: gguf tasks gcs s3 hub web "
     )
 
 

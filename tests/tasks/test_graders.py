@@ -143,7 +143,7 @@ def test_settings_come_from_a_config_and_mistakes_are_named():
     assert build(GradersConfig, config).judge.chat.temperature == 0.5
     with pytest.raises(UserError, match="mhqa_train"):
         GradersConfig(answer="bleu")
-    with pytest.raises(UserError, match="judge.chat.url is empty, and judge_all is True"):
+    with pytest.raises(UserError, match=r"judge\.chat\.url is empty, and judge_all is True"):
         Graders(GradersConfig(judge_all=True))
 
 

@@ -195,7 +195,7 @@ def test_what_is_not_configured_is_asked_of_the_server(tide):
     [
         ("tide", {}, "either command or url"),
         ("tide", {"command": COMMAND, "url": "http://a.example"}, "either command or url"),
-        ("Tide!", {"command": COMMAND}, "letters, digits"),
+        ("Tide!", {"command": COMMAND}, "letters a-z, digits"),
         ("tide", {"url": "ftp://a.example"}, "ftp://a.example"),
         ("tide", {"command": COMMAND, "schema": "{"}, "schema is not JSON"),
         ("tide", {"command": COMMAND, "schema": "[" * 5000}, "schema is nested too deeply"),
