@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from coa_jax import files, reading
-from coa_jax.bounds import Bounded, Natural, NotNegative, Place, Prose, Share
+from coa_jax.bounds import Bounded, Natural, NotNegative, Place, Prose, Share, shown
 from coa_jax.errors import UserError
 from coa_jax.storage import local
 from coa_jax.tasks import Task
@@ -76,7 +76,7 @@ class PoolConfig(Bounded):
             )
         if bool(self.curriculum) != bool(self.curriculum_steps):
             raise UserError(
-                f"curriculum is {self.curriculum!r} and curriculum_steps {self.curriculum_steps}; "
+                f"curriculum is {shown(self.curriculum)} and curriculum_steps {self.curriculum_steps}; "
                 "give both or none"
             )
 

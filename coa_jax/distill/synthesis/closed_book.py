@@ -13,7 +13,7 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 from typing import Any, Literal, Protocol
 
-from coa_jax.bounds import Bounded, Count, Place, Seed, Share, Temperature
+from coa_jax.bounds import Bounded, Count, Place, Seed, Share, Temperature, shown
 from coa_jax.distill.chance import uniform
 from coa_jax.distill.endpoint import Endpoint, RequestRefusedError
 from coa_jax.distill.llm import read_object, without_thought
@@ -76,7 +76,9 @@ class ClosedBookConfig(Bounded):
     def __post_init__(self) -> None:
         super().__post_init__()
         if (self.who == "policy") != bool(self.policy):
-            raise UserError(f"policy is {self.policy!r} and who is {self.who!r}; give both or none")
+            raise UserError(
+                f"policy is {shown(self.policy)} and who is {shown(self.who)}; give both or none"
+            )
 
 
 class ClosedBook(Protocol):
