@@ -76,8 +76,8 @@ class PoolConfig(Bounded):
             )
         if bool(self.curriculum) != bool(self.curriculum_steps):
             raise UserError(
-                f"curriculum is {shown(self.curriculum)} and curriculum_steps {self.curriculum_steps}; "
-                "give both or none"
+                f"curriculum is {shown(self.curriculum)} and curriculum_steps is "
+                f"{self.curriculum_steps}; give both or none"
             )
 
     def __bool__(self) -> bool:
