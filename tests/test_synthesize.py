@@ -98,6 +98,7 @@ def command(workdir):
     return [*program, *changes, "--config.with_tools.concurrency=3"]
 
 
+@pytest.mark.slow
 def test_a_killed_command_continues_to_the_same_files(whole, tmp_path):
     runs = tmp_path / "runs.jsonl"
     done = kill_when(command(tmp_path), ROOT, runs, 10) - 1

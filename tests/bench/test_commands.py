@@ -24,6 +24,7 @@ def run(name, *arguments):
     )
 
 
+@pytest.mark.slow
 def test_a_result_is_printed_and_written(tmp_path):
     path = write(tmp_path, content(rollout(), rollout()))
     out = tmp_path / "result.json"

@@ -56,7 +56,7 @@ def train(folder, name, seed=0, **changes):
     [
         ("keep", {}),
         ("recompute", {"in_flight_weights": "recompute", "admission": "task_order"}),
-        ("left-out", LEAVE_OUT),
+        pytest.param("left-out", LEAVE_OUT, marks=pytest.mark.slow),
     ],
 )
 def test_a_streaming_run_is_repeated_to_the_bit(folder, name, changes):
@@ -141,6 +141,7 @@ def check_nothing_is_lost(folder, name, ended, bound=2):
                 assert step - 1 - versions_of(found[-1])[0][1] > bound or len(found) > 1
 
 
+@pytest.mark.slow
 def test_a_killed_stream_loses_no_finished_trajectory_and_is_repeated_to_the_bit(folder):
     ended = killed_until_done("stream", folder, "stream-killed", 1, random.Random(5))
     check_nothing_is_lost(folder, "stream-killed", ended)

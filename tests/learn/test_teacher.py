@@ -99,6 +99,7 @@ def divergence(params, of):
     return float((np.exp(p) * (p - q)).sum(-1).mean())
 
 
+@pytest.mark.slow
 def test_a_student_moves_to_its_teacher():
     settings = opd(optimizer=OptimizerConfig(2e-2, 60, final_ratio=0.1, weight_decay=0.0))
     state, of = init_state(init_params(MODEL, jax.random.key(2)), settings.optimizer), teacher()
@@ -310,6 +311,7 @@ def test_a_server_that_refuses_or_is_not_there_ends_the_run_with_one_line():
         scored_by_server(TeacherConfig(url, "large", attempts=1), [[example]], 9.0)
 
 
+@pytest.mark.slow
 def test_every_example_gets_its_own_scores_and_learns_from_them():
     trajectories, _ = sampled(init_params(MODEL, jax.random.key(2)), 5, 0)
     examples = [trajectory_example(t, 0.0) for t in trajectories]

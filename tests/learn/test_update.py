@@ -282,6 +282,7 @@ def test_later_epochs_take_the_groups_in_an_order_of_the_seed_and_the_step(monke
             assert batch.old_logp[batch.mask > 0].all()
 
 
+@pytest.mark.slow
 def test_every_epoch_has_what_a_critic_and_a_reference_said_before_the_first(monkeypatch):
     settings = config("ppo", groups=3, mini_batch=1, epochs=2, knobs={"lam": 0.9})
     members, seen = groups(3), []

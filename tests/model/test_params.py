@@ -133,6 +133,7 @@ def test_tree_definitions_name_no_class_of_a_model(config):
         assert jax.tree.structure(moment) == jax.tree.structure(state.params)
 
 
+@pytest.mark.slow
 def test_initial_values_have_the_deviations_that_are_said_and_follow_from_the_key():
     config = ModelConfig("llama", 512, 96, 256, 8, 8, 4, 16, qkv_bias=True, tie_embeddings=False)
     first, again, other = (

@@ -64,6 +64,7 @@ def test_yarn_frequencies_equal_those_of_transformers(change):
     check(rope)
 
 
+@pytest.mark.slow
 @given(
     st.builds(
         lambda **rope: {"rope_type": "yarn", **rope},

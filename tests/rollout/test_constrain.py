@@ -120,6 +120,7 @@ def check_valid(trajectories):
         assert (trajectory.stop_reason is StopReason.ANSWER) == format_valid(trajectory)
 
 
+@pytest.mark.slow
 def test_a_row_that_ended_without_its_episode_is_an_error_and_no_wait_for_ever(monkeypatch):
     feed = Episode.feed
 

@@ -58,6 +58,7 @@ def run(config):
     return request.prompt, trajectory
 
 
+@pytest.mark.slow
 def test_the_policy_reads_its_prompt_its_plan_and_the_newest_steps():
     whole = RolloutConfig(max_tokens=192, max_tool_calls=3, max_observation_tokens=8)
     prompt, free = run(whole)

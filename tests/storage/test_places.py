@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from safetensors.numpy import save_file
 
-from coa_jax import jsonl, storage
+from coa_jax import check, jsonl, storage
 from coa_jax.errors import UserError
 from coa_jax.model.ranged_io import RangedCheckpoint
 from coa_jax.model.safetensors_io import Checkpoint
-from coa_jax.needs import faults_of, needs_of
+from coa_jax.needs import needs_of
 from coa_jax.records.rows import find_files
 from coa_jax.storage import arrays
 from coa_jax.storage.places import telling
@@ -176,10 +176,11 @@ def test_launchers_learn_the_extras_of_buckets():
 
 
 def test_a_check_looks_into_buckets(bucket):
-    config = {"model": f"{bucket.replace('bucket', 'nobucket', 1)}/m"}
-    faults = list(faults_of(needs_of("sft", config), config, f"{bucket}/run"))
-    assert [fault for fault in faults if "there is no bucket 'nobucket'" in fault]
-    assert not [fault for fault in faults if "/run" in fault]
+    with pytest.raises(UserError, match="there is no bucket 'nobucket'"):
+        check._model(f"{bucket.replace('bucket', 'nobucket', 1)}/m")
+    with pytest.raises(UserError, match="there is no bucket 'nobucket'"):
+        check._writable(f"{bucket.replace('bucket', 'nobucket', 1)}/run")
+    assert check._writable(f"{bucket}/run") == f"{bucket}/run can be written"
 
 
 @pytest.mark.parametrize(

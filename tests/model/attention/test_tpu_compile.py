@@ -37,6 +37,7 @@ def compiled(program, topology):
     return {row.pop("name"): row for row in rows}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("topology", TOPOLOGIES)
 def test_a_sharded_training_step_compiles_with_splash_attention(topology):
     kernels = compiled("training", topology)["training"]["kernels"]
