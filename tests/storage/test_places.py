@@ -176,7 +176,7 @@ def test_launchers_learn_the_extras_of_buckets():
 
 
 def test_a_check_looks_into_buckets(bucket):
-    with pytest.raises(UserError, match="there is no bucket 'nobucket'"):
+    with pytest.raises(UserError, match="nobucket/.*: there is no such bucket"):
         check._model(f"{bucket.replace('bucket', 'nobucket', 1)}/m")
     with pytest.raises(UserError, match="there is no bucket 'nobucket'"):
         check._writable(f"{bucket.replace('bucket', 'nobucket', 1)}/run")
