@@ -4,7 +4,8 @@
 
 The command only reads files of the run directory: it may be started and ended at any time, and it
 may run on another machine that mounts the directory.  Without a terminal, or with ``--once``, it
-prints the current state and ends.
+prints the current state and ends.  Of a run in a bucket it shows what was uploaded last, without
+trajectories.
 """
 
 from __future__ import annotations
@@ -33,6 +34,7 @@ from coa_jax.report.charts import number
 from coa_jax.report.page import as_number, phase_title
 from coa_jax.report.terminal import COLOURS, clean
 from coa_jax.report.traces import verdict_of
+from coa_jax.storage.mirror import NAMES_ONLY, visited
 from coa_jax.trajectory import Trajectory
 
 SHOWN = (
@@ -255,6 +257,16 @@ def _trajectories(found: Sequence[Trajectory]) -> Table:
     return table
 
 
+def fetched(place: str) -> Path:
+    """The local folder of a run; for a URL a copy without trajectories, as of now.
+
+    Raises:
+        UserError: the bucket cannot be read, or nothing is there.
+    """
+    with visited(place, names_only=(*NAMES_ONLY, "traces.jsonl", "steps.jsonl", "spool")) as folder:
+        return folder
+
+
 def define_flags() -> None:
     """Defines the flags of this command."""
     workdir_flag("directory of the run")
@@ -265,11 +277,12 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
     """Shows the run until Ctrl-C."""
-    run = Path(flags.FLAGS.workdir)
+    place = flags.FLAGS.workdir
+    run = fetched(place)
     if not run.is_dir():
-        raise UserError(f"{run}: no such run directory; pass the --workdir of a run")
+        raise UserError(f"{place}: no such run directory; pass the --workdir of a run")
     if not any((run / name).exists() for name in ("config.json", "metrics.jsonl")):
-        raise UserError(f"{run}: not a run directory: it has no config.json and no metrics.jsonl")
+        raise UserError(f"{place}: not a run directory: it has no config.json and no metrics.jsonl")
     picture, console = Picture(run, flags.FLAGS.trajectories), Console()
     if flags.FLAGS.once or not console.is_terminal:
         console.print(picture.draw())
@@ -278,6 +291,7 @@ def main(argv: list[str]) -> None:
         with Live(picture.draw(), console=console, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(flags.FLAGS.every)
+                fetched(place)
                 live.update(picture.draw(), refresh=True)
     except KeyboardInterrupt:
         console.print(picture.draw())

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import io
 import secrets
 from pathlib import Path
 
 import numpy as np
 import pytest
+from rich.console import Console
 from safetensors.numpy import save_file
 
 from coa_jax import check, jsonl, storage
@@ -15,6 +17,7 @@ from coa_jax.model.ranged_io import RangedCheckpoint
 from coa_jax.model.safetensors_io import Checkpoint
 from coa_jax.needs import needs_of
 from coa_jax.records.rows import find_files
+from coa_jax.report import watch
 from coa_jax.storage import arrays
 from coa_jax.storage.places import telling
 from tests.buckets import free_port
@@ -176,11 +179,22 @@ def test_launchers_learn_the_extras_of_buckets():
 
 
 def test_a_check_looks_into_buckets(bucket):
-    with pytest.raises(UserError, match="nobucket/.*: there is no such bucket"):
+    with pytest.raises(UserError, match="there is no such bucket or object"):
         check._model(f"{bucket.replace('bucket', 'nobucket', 1)}/m")
     with pytest.raises(UserError, match="there is no bucket 'nobucket'"):
         check._writable(f"{bucket.replace('bucket', 'nobucket', 1)}/run")
     assert check._writable(f"{bucket}/run") == f"{bucket}/run can be written"
+
+
+def test_a_run_in_a_bucket_is_watched_as_it_was_uploaded(bucket):
+    place = f"{bucket}/run"
+    for count in (1, 3):
+        rows = [{"step": i, "phase": "rl", "reward/mean": 0.5} for i in range(1, count + 1)]
+        put(f"{place}/metrics.jsonl", "".join(jsonl.dumps(row) + "\n" for row in rows))
+        console = Console(file=io.StringIO(), width=100)
+        console.print(watch.Picture(watch.fetched(place), 8).draw())
+        text = console.file.getvalue()
+        assert f"RL step {count}" in text and "reward/mean" in text
 
 
 @pytest.mark.parametrize(
