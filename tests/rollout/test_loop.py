@@ -94,7 +94,7 @@ def test_trajectories_do_not_depend_on_the_order_of_the_requests(sampled):
 
 
 def test_a_strict_rollout_ends_with_the_first_broken_rule_and_else_changes_nothing():
-    wanted = requests(8, SamplingParams(temperature=1.6))
+    wanted = requests(8, SamplingParams(temperature=1.3))
     free = [t for group in run(wanted) for t in group]
     strict = [
         t for group in run(wanted, config=dataclasses.replace(BUDGET, strict=True)) for t in group
