@@ -3,7 +3,7 @@
     python -m coa_jax.ask "What is the capital of Lesotho?" --model=runs/quickstart/models/rl
 
 Without a question on the command line, it reads one question per line: from a prompt on a terminal
-(Ctrl-D ends), or from a pipe. The budgets and ``--top_k`` should equal those of the policy's
+(Ctrl-D ends), or from a pipe. The budgets and ``--top_k`` should equal the settings of the policy's
 training; the defaults are those of the quickstart.
 
 The tools come from a config file, any that has a group ``tools``: ``--config=FILE.py``, and

@@ -144,7 +144,7 @@ def _merged(parts: Sequence[Measured]) -> Measured:
 
 
 def fitting(reader: RecordReader, measured: Measured, length: int) -> Examples:
-    """The examples of at most ``length`` tokens; logs what is left out, and inferred protocols.
+    """Keeps examples of at most ``length`` tokens; logs omitted ones and inferred protocols.
 
     Raises:
         UserError: there is no record, or none fits.

@@ -20,21 +20,14 @@ from typing import Any
 from absl import logging
 
 from coa_jax.errors import UserError
-from coa_jax.storage.places import file_system, join, scheme_of, telling
+from coa_jax.storage.places import file_system, join, scheme_of, seconds_of, telling
 
 NAME = "lease.json"
 
 
 def seconds() -> float:
     """Silence after which a holder counts as dead (``COA_JAX_LEASE_SECONDS``, 60 by default)."""
-    text = os.environ.get("COA_JAX_LEASE_SECONDS", "60")
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 86400:
-        raise UserError(f"COA_JAX_LEASE_SECONDS is {text!r}; give seconds above 0")
-    return value
+    return seconds_of("COA_JAX_LEASE_SECONDS", 60.0)
 
 
 class Lease:

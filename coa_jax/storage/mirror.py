@@ -31,7 +31,7 @@ from absl import logging
 from coa_jax.errors import UserError
 from coa_jax.storage import lease as leases
 from coa_jax.storage.copies import PART, joined, own_folder, stands_for
-from coa_jax.storage.places import file_system, is_url, scheme_of, telling
+from coa_jax.storage.places import file_system, is_url, scheme_of, seconds_of, telling
 
 WHOLE = 8 << 20
 """Bytes from which on a part of a growing file is complete."""
@@ -280,14 +280,7 @@ class _Beat:
 
 def interval() -> float:
     """Seconds between two syncs (``COA_JAX_SYNC_SECONDS``, 15 by default): what a kill can lose."""
-    text = os.environ.get("COA_JAX_SYNC_SECONDS", "15")
-    try:
-        value = float(text)
-    except ValueError:
-        value = 0.0
-    if not 0 < value < 86400:
-        raise UserError(f"COA_JAX_SYNC_SECONDS is {text!r}; give seconds above 0")
-    return value
+    return seconds_of("COA_JAX_SYNC_SECONDS", 15.0)
 
 
 def _files_of(objects: Iterable[tuple[str, int]]) -> tuple[dict[str, _File], list[str]]:

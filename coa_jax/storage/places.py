@@ -175,3 +175,19 @@ def _check_bucket(fs: Any, url: str, bucket: str) -> None:
             f"{url}: there is no bucket {bucket!r}, or these credentials may not see it; make it "
             "or mend the address"
         )
+
+
+def seconds_of(variable: str, default: float) -> float:
+    """Reads a number of seconds from an environment variable.
+
+    Raises:
+        UserError: the value is not a number above 0 and below a day.
+    """
+    text = os.environ.get(variable, str(default))
+    try:
+        value = float(text)
+    except ValueError:
+        value = 0.0
+    if not 0 < value < 86400:
+        raise UserError(f"{variable} is {text!r}; give seconds above 0")
+    return value

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import copy
 import dataclasses
 import math
 import time
-from typing import Any, Literal, Protocol, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from coa_jax import jsonl
 from coa_jax.tools.net.budget import BudgetSpentError
@@ -119,6 +120,28 @@ def time_for(limit: float, context: ToolContext) -> float:
         return limit
     margin = min(0.5, 0.05 + 0.1 * context.deadline)
     return min(limit, max(context.deadline - margin, 0.001))
+
+
+class _Wrapper(Protocol):
+    tool: Tool
+
+
+W = TypeVar("W", bound=_Wrapper)
+
+
+def begun(wrapper: W) -> W:
+    """Begins the tool that a wrapper holds in ``tool``, for one trajectory.
+
+    Returns:
+        The wrapper if the tool has no state; else a copy of the wrapper around the begun tool.
+    """
+    begin = getattr(wrapper.tool, "begin", None)
+    inner = wrapper.tool if begin is None else begin()
+    if inner is wrapper.tool:
+        return wrapper
+    own = copy.copy(wrapper)
+    own.tool = inner
+    return own
 
 
 async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:

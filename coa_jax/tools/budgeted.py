@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import copy
 import dataclasses
 import time
 
-from coa_jax.tools.base import Observation, Tool, ToolContext, call
+from coa_jax.tools.base import Observation, Tool, ToolContext, begun, call
 from coa_jax.tools.net.budget import CallBudget, purse_of
 
 LONGEST_WAIT_S = 3600.0
@@ -41,13 +40,7 @@ class Budgeted:
 
     def begin(self) -> Budgeted:
         """The tool for one trajectory, where the tool has state; the budget is the same."""
-        begin = getattr(self.tool, "begin", None)
-        inner = self.tool if begin is None else begin()
-        if inner is self.tool:
-            return self
-        own = copy.copy(self)
-        own.tool = inner
-        return own
+        return begun(self)
 
     async def close(self) -> None:
         """Ends the trajectory of `begin`."""

@@ -7,7 +7,6 @@ since tools answer repeats differently. For tools that remember, the key include
 from __future__ import annotations
 
 import asyncio
-import copy
 import dataclasses
 import logging
 import sqlite3
@@ -15,7 +14,7 @@ import time
 from typing import Literal
 
 from coa_jax.errors import UserError
-from coa_jax.tools.base import Observation, Tool, ToolContext, call, is_repeat, own_calls
+from coa_jax.tools.base import Observation, Tool, ToolContext, begun, call, is_repeat, own_calls
 from coa_jax.tools.net.store import Store, key_of
 
 _log = logging.getLogger(__name__)
@@ -75,13 +74,7 @@ class Recorded:
 
     def begin(self) -> Recorded:
         """Returns the tool of one trajectory, if the tool has state; the store is shared."""
-        begin = getattr(self.tool, "begin", None)
-        inner = self.tool if begin is None else begin()
-        if inner is self.tool:
-            return self
-        own = copy.copy(self)
-        own.tool = inner
-        return own
+        return begun(self)
 
     async def close(self) -> None:
         """Ends the trajectory of `begin`."""
