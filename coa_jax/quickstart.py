@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ from coa_jax.model.tokenizer import encode_plain, load_tokenizer
 from coa_jax.progress import Bar, progress
 from coa_jax.protocol import TAGS, FormatName, Level
 from coa_jax.records import read_records
+from coa_jax.release import release
 from coa_jax.report import build_report
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build, merged
@@ -124,6 +126,8 @@ class Command(Bounded):
         economy: whether to count the tokens that the policy of RL saves against the teacher, on the
             held-out tasks.
         measures: name -> further evaluation, see `Measure`.
+        release: whether to write ``release/`` in the end, see `coa_jax.release`; SFT and RL then
+            need adapters.
         minutes: stage -> minutes that it takes on 2 CPU cores, for the estimate of what is left.
     """
 
@@ -142,6 +146,7 @@ class Command(Bounded):
     rft: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     economy: bool = False
     measures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    release: bool = False
     minutes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def sft_config(self, path: Path) -> SFTConfig:
@@ -320,6 +325,12 @@ class Pipeline:
         )
         self.run.summary({"economy": told}, anew=True)
 
+    def release(self) -> None:
+        """Collects adapter, data and trajectories in a directory small enough to publish."""
+        output = self.run.path / "release"
+        shutil.rmtree(output, ignore_errors=True)
+        release(self.run.path, output)
+
     def report(self) -> None:
         """Builds the page."""
         build_report(self.run.path)
@@ -353,6 +364,8 @@ def stages_of(pipeline: Pipeline) -> list[tuple[str, Callable[[], None]]]:
             )
         measured = functools.partial(pipeline.evaluate, measure.policy, name)
         stages.append((f"evaluate_{name}", measured))
+    if pipeline.config.release:
+        stages.append(("release", pipeline.release))
     return stages
 
 
