@@ -33,7 +33,7 @@ from coa_jax.small.augment import renaming
 from coa_jax.storage import model_folder, run_folder
 from coa_jax.tasks import SOURCES, Task
 from coa_jax.tasks.checks import REWARDS
-from coa_jax.tasks.ready import check_ready
+from coa_jax.tasks.ready import check_ready, look
 from coa_jax.tools.make import Tools, ToolsConfig, make_tools, named_tools
 from coa_jax.tools.net.budget import spending
 from coa_jax.tools.turns import apart
@@ -168,7 +168,7 @@ def train_rl(
         with run_at(path, values, wandb_project) as (run, output):
             tools = None if found.agent else found.tools  # an agent program has its own tools
             live = [] if tools is None else make_tools(tools, tags_of(found.environment))
-            check_ready(found.probe_s, graders=found.graders, tools=tools)
+            check_ready(look(found.probe_s, graders=found.graders, tools=tools, made=True))
             rl.train(found, run, output, live)
 
     return _trained(train, path, "rl")
