@@ -23,10 +23,10 @@ from coa_jax.__main__ import COMMANDS as ENTRY_POINTS
 from coa_jax.api import EvaluateRun, RLRun
 from coa_jax.cli import load_config
 from coa_jax.errors import UserError
+from coa_jax.learn.machines import MACHINES
 from coa_jax.learn.preference import DPOConfig
 from coa_jax.learn.rejection import RFTConfig
 from coa_jax.learn.sft import SFTConfig
-from coa_jax.learn.variants import MACHINES
 from coa_jax.model.shapes import architecture_of
 from coa_jax.settings import build
 

@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from coa_jax.cli import load_config
 from coa_jax.errors import UserError
+from coa_jax.learn.machines import MACHINES
 
 _SMALL: Mapping[str, Sequence[str]] = {
     "sft": (
@@ -73,59 +74,6 @@ def parse_variant(argument: str | None, sizes: Sequence[str] = ()) -> tuple[str,
     return chosen[0] if chosen else (sizes[0] if sizes else ""), "debug" in parts
 
 
-MACHINES: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]] = {
-    "h100": {
-        "sft": {
-            "1.5b": {"length": 32_768},
-            "4b": {"length": 16_384, "lora": 32},
-            "7b": {"length": 8_192, "lora": 32},
-        },
-        "rl": {
-            "1.5b": {"length": 16_384, "slots": 32},
-            "4b": {"length": 8_192, "lora": 32, "slots": 16},
-        },
-    },
-    "8xh100": {
-        "sft": {
-            "1.5b": {"length": 32_768, "fsdp": 8},
-            "4b": {"length": 32_768, "fsdp": 8},
-            "7b": {"length": 32_768, "fsdp": 4, "tensor": 2},
-        },
-        "rl": {
-            "1.5b": {"length": 32_768, "fsdp": 8, "slots": 16},
-            "4b": {"length": 32_768, "fsdp": 8, "slots": 6},
-            "7b": {"length": 32_768, "fsdp": 4, "tensor": 2, "slots": 8},
-        },
-    },
-    "v5e-8": {
-        "sft": {
-            "1.5b": {"length": 16_384, "fsdp": 8},
-            "4b": {"length": 8_192, "fsdp": 4, "tensor": 2},
-            "7b": {"length": 8_192, "fsdp": 8, "lora": 32},
-        },
-        "rl": {
-            "1.5b": {"length": 16_384, "fsdp": 8, "slots": 8},
-            "4b": {"length": 8_192, "fsdp": 4, "tensor": 2, "decode": 4, "slots": 16},
-            "7b": {"length": 8_192, "fsdp": 8, "lora": 32, "decode": 4, "slots": 16},
-        },
-    },
-    "v6e-8": {
-        "sft": {
-            "1.5b": {"length": 32_768, "fsdp": 8},
-            "4b": {"length": 16_384, "fsdp": 8},
-            "7b": {"length": 16_384, "fsdp": 4, "tensor": 2},
-        },
-        "rl": {
-            "1.5b": {"length": 32_768, "fsdp": 8, "slots": 8},
-            "4b": {"length": 16_384, "fsdp": 8, "decode": 4, "slots": 16},
-            "7b": {"length": 16_384, "fsdp": 4, "tensor": 2, "decode": 4, "slots": 16},
-        },
-    },
-}
-"""Machine -> stage -> size -> settings that fit there (docs/scaling.md): tokens of a row, sizes of
-the mesh, rank of adapters (0 trains all parameters), slots of an engine and its chips."""
-
-
 def on_machine(config: ConfigDict, stage: str, size: str, machine: str) -> ConfigDict:
     """A configuration with sizes that fit a small machine; all else is kept.
 
@@ -145,14 +93,11 @@ def on_machine(config: ConfigDict, stage: str, size: str, machine: str) -> Confi
             f"those of {', '.join(known)}"
         )
     fit = known[size]
-    config.row_length, config.remat = fit["length"], "full"
-    config.rows = fit.get("fsdp", 1)
-    config.mesh.fsdp, config.mesh.tensor = fit.get("fsdp", 1), fit.get("tensor", 1)
-    config.lora.rank = fit.get("lora", 0)
+    config.row_length, config.remat, config.rows = fit.length, "full", fit.fsdp
+    config.mesh.fsdp, config.mesh.tensor, config.lora.rank = fit.fsdp, fit.tensor, fit.lora
     if stage == "rl":
-        config.mesh.decode_tensor = fit.get("decode", 1)
-        config.engine.slots = fit["slots"]
-        config.engine.max_length = config.rollout.max_tokens = fit["length"]
+        config.mesh.decode_tensor, config.engine.slots = fit.decode, fit.slots
+        config.engine.max_length = config.rollout.max_tokens = fit.length
     return config
 
 
