@@ -14,6 +14,7 @@ from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import (
     IM_END,
     check_byte_level,
+    conversation_ids,
     decode_ids,
     encode_plain,
     end_of_turn_id,
