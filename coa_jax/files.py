@@ -90,6 +90,29 @@ def replace_folder(new: Path, path: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def make_folder(path: Path, fill: Callable[[Path], None]) -> None:
+    """Makes a folder that other processes may make too: readers see a complete folder or none.
+
+    Args:
+        path: where it goes; a folder of another process there is as good.
+        fill: writes its content.
+
+    Raises:
+        OSError: it cannot be made; nothing is left behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        fill(fresh)
+        try:
+            os.rename(fresh, path)
+        except OSError:
+            if not path.is_dir():
+                raise
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
 def cache_folder(name: str) -> Path:
     """``$XDG_CACHE_HOME/coa_jax/NAME`` or ``~/.cache/coa_jax/NAME``."""
     base = os.environ.get("XDG_CACHE_HOME", "")

@@ -15,10 +15,8 @@ import functools
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -222,30 +220,14 @@ def load_index(
             return WikiIndex.load(folder)
         except (OSError, ValueError, KeyError, TypeError) as error:
             _log.warning("rebuilding the search index in %s: %s", folder, error)
+            shutil.rmtree(folder, ignore_errors=True)
     corpus = tuple(factbook_pages.passages(passage_chars) if passages is None else passages)
     index = WikiIndex.build(corpus)
     try:
-        _store(index, folder)
+        files.make_folder(folder, index.save)
     except OSError as error:
         _log.warning("the search index cannot be kept in %s: %s", root, error)
     return index
-
-
-def _store(index: WikiIndex, folder: Path) -> None:
-    """Moves a complete index into place by rename, so that readers never see a partial one."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        index.save(fresh)
-        if folder.exists():  # damaged: move it away, since rename cannot replace a folder
-            os.rename(folder, fresh.with_name(fresh.name + ".old"))
-        os.rename(fresh, folder)
-    except OSError:
-        if not (folder / "manifest.json").exists():  # otherwise another process built one
-            raise
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(fresh.with_name(fresh.name + ".old"), ignore_errors=True)
 
 
 class WikiSearch:
