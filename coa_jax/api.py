@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict
 
-from coa_jax import files
+from coa_jax import jsonl
 from coa_jax.bounds import Name, Place
 from coa_jax.cli import load_config
 from coa_jax.environments.base import tags_of
@@ -177,7 +177,7 @@ def train_rl(
 def _trained(train: Callable[[], None], path: Path, phase: str) -> Trained:
     apart(train)
     metrics = path / "metrics.jsonl"
-    rows = files.read_jsonl(metrics) if metrics.exists() else []
+    rows = jsonl.read_objects(metrics)
     return Trained(path, [row for row in rows if row.get("phase") == phase])
 
 

@@ -194,8 +194,7 @@ class RunDir:
 
     def rows(self, phase: str) -> list[dict[str, Any]]:
         """The rows of `metrics.jsonl` that a phase has written."""
-        path = self.path / "metrics.jsonl"
-        rows = files.read_jsonl(path) if path.exists() else []
+        rows = jsonl.read_objects(self.path / "metrics.jsonl")
         return [row for row in rows if row.get("phase") == phase]
 
     def traces(

@@ -246,7 +246,7 @@ class HeldOut:
         if not path.exists():
             return
         files.cut_torn_line(path)
-        rows = [Trajectory.from_json(row) for row in files.read_jsonl(path)]
+        rows = [Trajectory.from_json(row) for row in jsonl.read_objects(path)]
         if any(t.metadata.get(name) != value for t in rows for name, value in mark.items()):
             path.unlink()
             return
