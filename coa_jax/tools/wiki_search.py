@@ -28,7 +28,7 @@ import numpy as np
 from coa_jax import files
 from coa_jax.errors import UserError
 from coa_jax.tools import factbook_pages, factbook_relations, words
-from coa_jax.tools.base import Observation, ToolContext, is_repeat
+from coa_jax.tools.base import Observation, ToolContext, refused_query
 from coa_jax.tools.factbook_pages import Passage, fold
 
 if TYPE_CHECKING:
@@ -285,15 +285,9 @@ class WikiSearch:
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Searches for the text between the tags."""
         start = time.monotonic()
-        query = " ".join(arguments.split())
-        if not query:
-            text = "The query is empty. Write what to search for between the tags."
-            return Observation(text, False, "bad_call", time.monotonic() - start)
-        if is_repeat(self.name, arguments, context):
-            text = "This query was already searched. Use its result or search for something else."
-            detail = {"duplicate": True}
-            return Observation(text, False, "error", time.monotonic() - start, detail)
-        hits = await asyncio.to_thread(self.search, query)
+        if refused := refused_query(self.name, arguments, context):
+            return refused
+        hits = await asyncio.to_thread(self.search, " ".join(arguments.split()))
         seconds = time.monotonic() - start
         if not hits:
             text = "Nothing was found. Try other or fewer words."
