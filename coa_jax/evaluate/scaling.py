@@ -147,11 +147,6 @@ def parse_choice(text: str, n: int) -> int | None:
 # --- majority vote -------------------------------------------------------------------------
 
 
-def can_vote(task: Task) -> bool:
-    """Returns whether answers of a task can be compared; programs cannot."""
-    return task.metadata.get("grader") != "code"
-
-
 async def vote(graders: Graders, task: Task, samples: Sequence[Sample]) -> int | None:
     """Returns the number of the sample with the most frequent answer.
 
@@ -240,8 +235,8 @@ def scaling(
         reasons: name -> reason why none was chosen, see `choose`.
     """
     found = {}
-    if numbers > 1 and any(can_vote(group.task) for group in groups):
-        chosen = [g for g in groups if can_vote(g.task)]
+    chosen = [g for g in groups if not g.task.is_program]  # programs cannot be compared
+    if numbers > 1 and chosen:
         found[f"majority@{numbers}"] = _chosen(chosen, vote_name, verdicts, reasons)
     if best_of:
         name = functools.partial(pick_name, n=best_of)
@@ -328,7 +323,7 @@ async def choose(
     jobs = []
     for group in groups:
         whole = len(group.samples) == numbers and not any(s.broken for s in group.samples)
-        if numbers > 1 and whole and can_vote(group.task) and vote_name(group) not in verdicts:
+        if numbers > 1 and whole and not group.task.is_program and vote_name(group) not in verdicts:
             jobs.append(decide(vote_name(group), functools.partial(vote, graders, group.task,
                                                                    group.samples)))  # fmt: skip
         enough = whole and config.n and len(group.samples) >= config.n

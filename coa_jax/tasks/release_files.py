@@ -67,7 +67,7 @@ def load_release_file(
         try:
             task = _task(row, number, wanted, source, protocol or "mhqa")
             # Tests of programs, which may have megabytes, have been removed while reading.
-            task = task if task.metadata.get("grader") == "code" else checked(task)
+            task = task if task.is_program else checked(task)
         except reading.MALFORMED as error:
             raise UserError(f"{path}: row {number}: {reading.reason(error)}") from error
         # The release counts rows in some files and repeats ids in others.
