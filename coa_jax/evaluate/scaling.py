@@ -140,8 +140,9 @@ def _cut(text: str, length: int) -> str:
 def parse_choice(text: str, n: int) -> int | None:
     """Parses the choice from a reply of exactly the specified form, fenced or bare; else None."""
     choice = (parse_object(text, {"rationale", "choice"}) or {}).get("choice")
-    whole = isinstance(choice, int) and not isinstance(choice, bool)
-    return choice if whole and 1 <= choice <= n else None
+    if not isinstance(choice, int) or isinstance(choice, bool):
+        return None
+    return choice if 1 <= choice <= n else None
 
 
 # --- majority vote -------------------------------------------------------------------------
