@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import collections
 import dataclasses
-import functools
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -33,7 +32,7 @@ from coa_jax.evaluate.metrics import student_t
 from coa_jax.evaluate.run import EvaluateConfig, evaluate_model, load
 from coa_jax.learn import sft
 from coa_jax.learn.sft import SFTConfig
-from coa_jax.progress import Bar, progress
+from coa_jax.progress import progress
 from coa_jax.records import read_records
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build, merged
@@ -160,7 +159,7 @@ class Ablation:
                 teacher,
                 folder / "data",
                 self.config["tools"],
-                functools.partial(_show, bar),
+                bar.reach,
             )
         told = {}
         for name, records, dropped in self._sets(tasks, split, seed):
@@ -228,10 +227,6 @@ def _arm(teacher: Mapping[str, Any], arm: Any, where: str) -> dict[str, Any]:
     if fixed is not None:
         raise UserError(f"{where}.{fixed}: all arms select from the same runs; set config.teacher")
     return merged(teacher, arm)
-
-
-def _show(bar: Bar, done: int) -> None:
-    bar.update(done - bar.done)
 
 
 def _grades(outcome: Mapping[str, Any]) -> list[float | None]:

@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict
 
-from coa_jax import files
+from coa_jax import jsonl
 from coa_jax.bounds import Name, Place
 from coa_jax.cli import load_config
 from coa_jax.environments.base import tags_of
@@ -33,7 +33,7 @@ from coa_jax.small.augment import renaming
 from coa_jax.storage import model_folder, run_folder
 from coa_jax.tasks import SOURCES, Task
 from coa_jax.tasks.checks import REWARDS
-from coa_jax.tasks.ready import check_ready
+from coa_jax.tasks.ready import check_ready, look
 from coa_jax.tools.make import Tools, ToolsConfig, make_tools, named_tools
 from coa_jax.tools.net.budget import spending
 from coa_jax.tools.turns import apart
@@ -168,7 +168,7 @@ def train_rl(
         with run_at(path, values, wandb_project) as (run, output):
             tools = None if found.agent else found.tools  # an agent program has its own tools
             live = [] if tools is None else make_tools(tools, tags_of(found.environment))
-            check_ready(found.probe_s, graders=found.graders, tools=tools)
+            check_ready(look(found.probe_s, graders=found.graders, tools=tools, made=True))
             rl.train(found, run, output, live)
 
     return _trained(train, path, "rl")
@@ -177,7 +177,7 @@ def train_rl(
 def _trained(train: Callable[[], None], path: Path, phase: str) -> Trained:
     apart(train)
     metrics = path / "metrics.jsonl"
-    rows = files.read_jsonl(metrics) if metrics.exists() else []
+    rows = jsonl.read_objects(metrics)
     return Trained(path, [row for row in rows if row.get("phase") == phase])
 
 

@@ -90,6 +90,29 @@ def replace_folder(new: Path, path: Path) -> None:
         shutil.rmtree(old, ignore_errors=True)
 
 
+def make_folder(path: Path, fill: Callable[[Path], None]) -> None:
+    """Makes a folder that other processes may make too: readers see a complete folder or none.
+
+    Args:
+        path: where it goes; a folder of another process there is as good.
+        fill: writes its content.
+
+    Raises:
+        OSError: it cannot be made; nothing is left behind.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
+    try:
+        fill(fresh)
+        try:
+            os.rename(fresh, path)
+        except OSError:
+            if not path.is_dir():
+                raise
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+
+
 def cache_folder(name: str) -> Path:
     """``$XDG_CACHE_HOME/coa_jax/NAME`` or ``~/.cache/coa_jax/NAME``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
@@ -118,22 +141,12 @@ def read_json_object(path: Path, limit: int | None = reading.SMALL) -> dict[str,
     return value
 
 
-def read_jsonl(path: Path) -> list[dict[str, Any]]:
-    """Reads the objects of a `.jsonl` file to which a run may be writing at this moment.
-
-    A last line without its line end is left out.
+def parse_row(line: bytes, where: str) -> dict[str, Any]:
+    """Parses a line of a `.jsonl` file; ``where`` names it in errors.
 
     Raises:
-        UserError: the file cannot be read or a row is not a JSON object.
+        UserError: the line is not a JSON object.
     """
-    return [
-        _row(line, f"{path}:{number}")
-        for number, line in reading.lines(path)
-        if line.endswith(b"\n")
-    ]
-
-
-def _row(line: bytes, where: str) -> dict[str, Any]:
     try:
         row = reading.parse_json(line)
     except (ValueError, RecursionError) as error:
@@ -166,7 +179,7 @@ def drop_last_rows(path: Path, goes: Callable[[dict[str, Any]], bool | None]) ->
         for place, line in _lines_backwards(file):
             where = f"{path}, byte {place}"
             try:
-                verdict = goes(_row(line, where))
+                verdict = goes(parse_row(line, where))
             except reading.MALFORMED as error:
                 raise UserError(f"{where}: {reading.reason(error)}") from error
             if verdict is None:

@@ -178,6 +178,21 @@ def read_lines(
             raise UserError(f"{path}:{number}: {reading.reason(error)}{torn}") from error
 
 
+def read_objects(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
+    """Reads the objects of a file to which a run may be writing; none if there is no file.
+
+    Raises:
+        UserError: see `read_lines`; or a line is not an object.
+    """
+    return list(read_lines(path, _object, growing=True)) if os.path.lexists(path) else []
+
+
+def _object(value: Any) -> dict[str, Any]:
+    if not isinstance(value, dict):
+        raise TypeError("not a JSON object")
+    return value
+
+
 def write_lines(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
     """Writes a whole file; until it is complete on disk, what stood at ``path`` stays as it was.
 

@@ -57,6 +57,10 @@ class Bar:
         self.stats.update(stats)
         self._show_when_due()
 
+    def reach(self, done: int, **stats: Any) -> None:
+        """Like `update`, with the number of all units so far."""
+        self.update(done - self.done, **stats)
+
     def count(self, **amounts: int) -> None:
         """Adds to further quantities, which are shown with their rate."""
         for name, amount in amounts.items():

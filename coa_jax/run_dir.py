@@ -126,7 +126,7 @@ class RunDir:
     def config_changes(self, config: Any) -> list[str]:
         """Returns how a config differs from the one that is there, as `key: old -> new`."""
         path = self.path / "config.json"
-        return _differences(files.read_json_object(path), _plain(config)) if path.exists() else []
+        return differences(files.read_json_object(path), _plain(config)) if path.exists() else []
 
     def write_config(self, config: Any) -> list[str]:
         """Writes the resolved config to `config.json`.
@@ -194,8 +194,7 @@ class RunDir:
 
     def rows(self, phase: str) -> list[dict[str, Any]]:
         """The rows of `metrics.jsonl` that a phase has written."""
-        path = self.path / "metrics.jsonl"
-        rows = files.read_jsonl(path) if path.exists() else []
+        rows = jsonl.read_objects(self.path / "metrics.jsonl")
         return [row for row in rows if row.get("phase") == phase]
 
     def traces(
@@ -328,12 +327,12 @@ def _plain(value: Any) -> Any:
     return storage.shown(str(value))  # a mirror has another name in every process
 
 
-def _differences(old: Any, new: Any, key: str = "") -> list[str]:
+def differences(old: Any, new: Any, key: str = "") -> list[str]:
     """Lists the leaves in which two JSON values differ, as `key: old -> new`."""
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             line
             for name in sorted({*old, *new})
-            for line in _differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
+            for line in differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
         ]
     return [] if old == new else [f"{key}: {json.dumps(old)} -> {json.dumps(new)}"]

@@ -131,7 +131,7 @@ async def _work(
 
         def show(stage: str, kept: int, of: int) -> None:
             done = sum(funnel.kept for funnel in work.funnels.values())
-            bar.update(done - bar.done, stage=stage)
+            bar.reach(done, stage=stage)
 
         work = Synthesis(how, index, author, with_tools, without_tools, source, show)
         try:

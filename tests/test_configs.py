@@ -23,10 +23,10 @@ from coa_jax.__main__ import COMMANDS as ENTRY_POINTS
 from coa_jax.api import EvaluateRun, RLRun
 from coa_jax.cli import load_config
 from coa_jax.errors import UserError
+from coa_jax.learn.machines import MACHINES
 from coa_jax.learn.preference import DPOConfig
 from coa_jax.learn.rejection import RFTConfig
 from coa_jax.learn.sft import SFTConfig
-from coa_jax.learn.variants import MACHINES
 from coa_jax.model.shapes import architecture_of
 from coa_jax.settings import build
 
@@ -230,8 +230,9 @@ def test_the_agents_of_the_paper_go_on_from_sft_to_rl(agent, size):
 @pytest.mark.parametrize(
     ("argument", "said"),
     [
-        ("14b", "no variant '14b'; known are 7b, 1.5b, 3b, 4b, 32b, debug"),
-        ("3b,7b", "no variant '3b,7b'"),
+        ("14b", "no variant '14b'; known are 7b, 1.5b, 3b, 4b, 32b, h100, "),
+        ("3b,7b", "give one of 7b, 3b, not both"),
+        ("h100,v5e-8", "give one of .*, not both"),
     ],
 )
 def test_an_unknown_variant_is_refused(argument, said):

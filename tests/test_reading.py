@@ -32,7 +32,7 @@ def test_json_is_read_as_the_standard_library_reads_it(value):
 def test_what_is_no_file_is_refused_without_waiting(tmp_path, name):
     path = tmp_path / "x.jsonl"
     IN_PLACE[name](path)
-    for read in (reading.read_bytes, reading.read_json, files.read_jsonl, files.cut_torn_line,
+    for read in (reading.read_bytes, reading.read_json, jsonl.read_objects, files.cut_torn_line,
                  lambda p: list(jsonl.read_lines(p, dict))):  # fmt: skip
         if name == "a loop of links" and read is files.cut_torn_line:
             continue  # it is not there, which is not its matter

@@ -22,7 +22,7 @@ import pytest
 from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
 from hypothesis import strategies as st
 
-from coa_jax import files
+from coa_jax import files, jsonl
 from coa_jax.errors import UserError
 from coa_jax.event_file import EventFile, crc32c
 from coa_jax.run_dir import RunDir
@@ -201,13 +201,13 @@ def test_a_malformed_row_is_reported_with_its_line(tmp_path, content):
     path = tmp_path / "metrics.jsonl"
     path.write_text(content)
     with pytest.raises(UserError, match=r"metrics\.jsonl:2: not"):
-        files.read_jsonl(path)
+        jsonl.read_objects(path)
 
 
 def test_rows_are_read_while_the_last_one_is_being_written(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"a": "\\u2028 \u2028"}\n{"a": 2')
-    assert files.read_jsonl(path) == [{"a": "\u2028 \u2028"}]
+    assert jsonl.read_objects(path) == [{"a": "\u2028 \u2028"}]
 
 
 def test_other_processes_of_a_run_write_nothing(tmp_path):

@@ -48,37 +48,21 @@ def given_shapes(values: Any, workload: Workload) -> EngineConfig:
     Raises:
         UserError: see `engine_shapes`.
     """
-    return engine_shapes(
-        workload,
-        slots=values.slots or min(len(workload.scripts), 32),
-        chunk=values.chunk,
-        dtype=values.dtype,
-        max_length=values.max_length,
-        extend_buckets=values.extend_buckets,
-        pages=values.pages,
-        cache_dtype=values.cache_dtype,
-        engines=values.engines,
-    )
+    names = ("chunk", "dtype", "max_length", "extend_buckets", "pages", "cache_dtype", "engines")
+    chosen = {name: getattr(values, name) for name in names}
+    return engine_shapes(workload, slots=values.slots or min(len(workload.scripts), 32), **chosen)
 
 
 def engine_shapes(
-    workload: Workload,
-    *,
-    slots: int,
-    chunk: int,
-    dtype: str,
-    max_length: int = 0,
-    extend_buckets: Sequence[int] = (),
-    extend_block: int = 0,
-    pages: int = 0,
-    cache_dtype: str = "",
-    engines: int = 0,
+    workload: Workload, *, max_length: int = 0, extend_buckets: Sequence[int] = (), **shapes: Any
 ) -> EngineConfig:
-    """Shapes of an engine for a workload; see `EngineConfig` for the arguments not listed here.
+    """Shapes of an engine for a workload.
 
     Args:
         workload: the workload, whose rollouts must fit into a slot.
         max_length: positions per slot; 0 for the longest rollout, rounded up to a multiple of 128.
+        extend_buckets: see `EngineConfig`, in any order.
+        shapes: other fields of `EngineConfig`.
 
     Raises:
         UserError: a rollout is longer than ``max_length``.
@@ -89,14 +73,5 @@ def engine_shapes(
             f"the workload has a rollout of {workload.longest} tokens and --max_length is "
             f"{max_length}; raise --max_length, or leave it out"
         )
-    return EngineConfig(
-        slots=slots,
-        max_length=max_length,
-        chunk=chunk,
-        extend_buckets=tuple(sorted(extend_buckets)),
-        extend_block=extend_block,
-        dtype=dtype,
-        cache_dtype=cache_dtype,
-        pages=pages,
-        engines=engines,
-    )
+    buckets = tuple(sorted(extend_buckets))
+    return EngineConfig(max_length=max_length, extend_buckets=buckets, **shapes)

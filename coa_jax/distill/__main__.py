@@ -13,7 +13,6 @@ other systems are read instead.
 from __future__ import annotations
 
 import dataclasses
-import functools
 import sys
 import time
 from collections.abc import Mapping
@@ -36,7 +35,7 @@ from coa_jax.distill.smol_runs import SmolConfig, bind, endpoint_model, run_smol
 from coa_jax.distill.traces import TracesConfig, distill_traces
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import encode_plain, load_tokenizer
-from coa_jax.progress import Bar, progress
+from coa_jax.progress import progress
 from coa_jax.protocol import Level
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
@@ -92,10 +91,6 @@ class Command(Bounded):
         for name in needed:
             if getattr(self, name) is None:
                 raise UserError(f"{name} is missing; give it in the config file")
-
-
-def _show(bar: Bar, done: int) -> None:
-    bar.update(done - bar.done)
 
 
 def _splits(wanted: Tasks) -> dict[str, list[Task]]:
@@ -200,10 +195,9 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
             folder = workdir / "smolagents"
             file = folder / f"{name}.jsonl"
             with progress(f"run {name}", total=len(tasks)) as bar:
-                shown = functools.partial(_show, bar)
                 bind(file, fingerprint)
                 spent = run_smolagents(
-                    *(tasks, tools, lambda *_: model, file, how, limits, shown),
+                    *(tasks, tools, lambda *_: model, file, how, limits, bar.reach),
                     beside=_others(folder, name),
                 )
             traces = dataclasses.replace(traces, files=(str(file),))
@@ -232,7 +226,6 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
             minds = None if endpoint is None else language_minds(endpoint)
             teacher_name = "" if endpoint is None else endpoint.config.label
             with progress(f"distil {name}", total=len(tasks)) as bar:
-                shown = functools.partial(_show, bar)
                 split = distill_split(
                     name,
                     tasks,
@@ -240,7 +233,7 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
                     teacher,
                     workdir,
                     settings,
-                    shown,
+                    bar.reach,
                     minds,
                     count,
                     teacher_name,

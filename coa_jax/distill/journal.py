@@ -7,13 +7,13 @@ as JSON. A partial line at the end, left by a kill, is removed when the journal 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from coa_jax import jsonl
 from coa_jax.distill.messages import MessageLog, from_json, to_json
 from coa_jax.errors import UserError
+from coa_jax.run_dir import differences
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +39,7 @@ def _decode(value: Any) -> dict[str, Any] | MessageLog:
     return from_json(value)
 
 
-def check_fingerprint(path: Path, there: Mapping[str, Any], now: Mapping[str, Any]) -> None:
+def check_fingerprint(path: Path, there: dict[str, Any], now: dict[str, Any]) -> None:
     """Rejects a file of runs that were made with another configuration.
 
     Args:
@@ -50,12 +50,7 @@ def check_fingerprint(path: Path, there: Mapping[str, Any], now: Mapping[str, An
     Raises:
         UserError: the fingerprints differ; the message names the difference.
     """
-    changed = [
-        f"{key}={there.get(key)!r:.300} there, {now.get(key)!r:.300} now"
-        for key in sorted({*there, *now})
-        if there.get(key) != now.get(key)
-    ]
-    if changed:
+    if changed := differences(there, now):
         raise UserError(
             f"{path}: holds runs of another configuration ({'; '.join(changed)}); "
             f"use a fresh --workdir, or delete {path.name} there and its runs with it"

@@ -60,7 +60,7 @@ def _undecided(run: Run) -> bool:
         return False
     if not run.task.gold:
         return False  # nothing to compare the answer with
-    if run.task.metadata.get("grader") == "code" or "scorer" in run.task.metadata:
+    if run.task.is_program or "scorer" in run.task.metadata:
         return False  # programs are run, and generators check their own answers
     numbers = parse_number(answer) and all(map(parse_number, run.task.gold))
     return run.correct is None or not numbers

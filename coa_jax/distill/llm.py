@@ -18,10 +18,10 @@ from coa_jax.distill.endpoint import Endpoint, RequestRefusedError
 from coa_jax.distill.messages import AGENTS, Kind
 from coa_jax.distill.minds import DUTIES, MOVES, Action, AgentView, Minds
 from coa_jax.protocol import format_code, parse_code, parse_double_check, parse_reflection
+from coa_jax.protocol.bodies import without_thought
 
 T = TypeVar("T")
 
-_THOUGHT = re.compile(r"\s*<think>.*?(?:</think>|\Z)", re.DOTALL)
 _JSON = json.JSONDecoder(strict=False)
 _FENCED = re.compile(r"^[ \t]*```[ \t]*(\w*)[ \t]*\n(.*?)^[ \t]*```[ \t]*$", re.S | re.M)
 _PYTHON = frozenset({"", "py", "python", "python3"})
@@ -62,16 +62,6 @@ def chat_of(view: AgentView) -> list[dict[str, str]]:
     )
     asked = f"Question: {view.question}\n\nMessages so far:\n{said}"
     return [{"role": "system", "content": system}, {"role": "user", "content": asked}]
-
-
-def without_thought(reply: str) -> str:
-    """Removes the initial ``<think>`` block of a reasoning model.
-
-    The result is empty if the block never ends.
-
-    The content of the block is a draft, not a reply.
-    """
-    return _THOUGHT.sub("", reply, count=1) if reply.lstrip().startswith("<think>") else reply
 
 
 def read_object(reply: str) -> dict[str, Any]:

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -37,6 +36,7 @@ from coa_jax.distill.selection import SelectionConfig, further_filters, set_filt
 from coa_jax.distill.team import solve
 from coa_jax.distill.together import gather
 from coa_jax.errors import UserError
+from coa_jax.intervals import wilson_interval
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.graders import grade
 from coa_jax.tools.base import Tool
@@ -241,18 +241,6 @@ def distill_tasks(
     """
     logs = asyncio.run(run_teacher(tasks, tools, config, minds))
     return select(graded_runs(tasks, logs, config.judges), config)
-
-
-def wilson_interval(successes: int, total: int) -> tuple[float, float]:
-    """Returns the 95 % score interval of a proportion (Wilson 1927); (0, 1) for no trials."""
-    if total == 0:
-        return 0.0, 1.0
-    z = 1.959963984540054
-    p = successes / total
-    centre = p + z * z / (2 * total)
-    half = z * math.sqrt(p * (1 - p) / total + z * z / (4 * total * total))
-    scale = 1 + z * z / total
-    return max(0.0, (centre - half) / scale), min(1.0, (centre + half) / scale)
 
 
 def teacher_block(

@@ -199,7 +199,7 @@ class _Episode:
             "rollout": dataclasses.asdict(self.config),
             "usage": dataclasses.asdict(self.usage),
         }
-        gold = () if task.metadata.get("grader") == "code" else task.gold
+        gold = task.without_tests().gold
         return self.chain.finish(reason, task.id, self.number, task.question, gold, metadata)
 
     async def _turn(self) -> StopReason | None:

@@ -10,10 +10,9 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import json
-import os
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from coa_jax import files, jsonl, reading
 from coa_jax.errors import UserError
@@ -265,23 +264,23 @@ class Journal:
             for offset, length, row in self._rows()
             if (offset, length) not in mine and row.get("metadata", {}).get("phase") != self.phase
         ]
-        temporary = self._traces.with_name(f".{self._traces.name}.new")
-        with open(self._traces, "rb") as old, open(temporary, "wb") as new:
-            for offset, length in (*others, *listed, *rest):
-                old.seek(offset)
-                line, key = old.read(length), places.get((offset, length))
-                start = new.tell()
-                if key is not None:
-                    row = jsonl.loads(line)
-                    verdict = None if self.samples[key].broken else self.verdicts.get(_grade(key))
-                    reason = self._ungraded.get(key, "")
-                    row["reward"] = verdict or {"value": None, "parts": {}, "reason": reason}
-                    line = (jsonl.dumps(row) + "\n").encode()
-                    self._places[key] = start, len(line)
-                new.write(line)
-            new.flush()
-            os.fsync(new.fileno())
-        os.replace(temporary, self._traces)
+
+        def write(new: IO[bytes]) -> None:
+            with open(self._traces, "rb") as old:
+                for offset, length in (*others, *listed, *rest):
+                    old.seek(offset)
+                    line, key = old.read(length), places.get((offset, length))
+                    if key is not None:
+                        row = jsonl.loads(line)
+                        broken = self.samples[key].broken
+                        verdict = None if broken else self.verdicts.get(_grade(key))
+                        reason = self._ungraded.get(key, "")
+                        row["reward"] = verdict or {"value": None, "parts": {}, "reason": reason}
+                        line = (jsonl.dumps(row) + "\n").encode()
+                        self._places[key] = new.tell(), len(line)
+                    new.write(line)
+
+        files.replace_with(self._traces, write)
         self._changed = False
 
 

@@ -16,7 +16,8 @@ from typing import Any
 import numpy as np
 from scipy import special
 
-Z95 = 1.959963984540054
+from coa_jax.intervals import wilson_interval
+
 """Two-sided 95 % quantile of the standard normal distribution."""
 
 
@@ -35,19 +36,6 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
     if samples - correct < k:
         return 1.0
     return 1.0 - math.comb(samples - correct, k) / math.comb(samples, k)
-
-
-def wilson_interval(successes: float, n: int) -> tuple[float, float]:
-    """Returns the 95 % score interval of a proportion; (0, 1) without trials."""
-    if n == 0:
-        return 0.0, 1.0
-    p, z2 = successes / n, Z95**2
-    centre = (p + z2 / (2 * n)) / (1 + z2 / n)
-    half = Z95 * math.sqrt(p * (1 - p) / n + z2 / (4 * n * n)) / (1 + z2 / n)
-    # The ends are exact if nothing or everything succeeded; rounding would leave 1e-17.
-    low = centre - half if successes > 0 else 0.0
-    high = centre + half if successes < n else 1.0
-    return low, high
 
 
 def student_t(n: int) -> float:

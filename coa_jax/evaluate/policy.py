@@ -128,7 +128,7 @@ def local_policy(
         tokenizer = model.tokenizer
         requests = (
             Request(
-                task=_without_tests(one.task),
+                task=one.task.without_tests(),
                 **asked(tokenizer, one),
                 seed=attempt_seed(seed, one.attempt),
                 prompt_id=one.index,
@@ -165,11 +165,6 @@ async def _by_program(
             left -= 1
             if not left:
                 return
-
-
-def _without_tests(task: Task) -> Task:
-    """Removes the tests from a task: they can have megabytes and are not needed in trajectories."""
-    return dataclasses.replace(task, gold=()) if task.metadata.get("grader") == "code" else task
 
 
 def weights_name(path: str) -> str:

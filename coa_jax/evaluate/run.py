@@ -43,7 +43,7 @@ from coa_jax.tasks import Graders, GradersConfig, Task
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.mixture import load_parts, parts_of
 from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
-from coa_jax.tasks.ready import check_ready
+from coa_jax.tasks.ready import check_ready, look
 from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig
 from coa_jax.trajectory import Reward, Trajectory
@@ -355,14 +355,16 @@ def _check_ready(
     best = config.best_of.n
     if best and any(pick_name(group, best) not in journal.verdicts for group in groups):
         chats["best_of.chat"] = config.best_of.chat
-    check_ready(
+    found = look(
         config.probe_s,
         tasks=graded,
         graders=config.graders if graded else None,
         tools=servers if wanted else None,
         answered=tags_of(config.environment),
         chats=chats,
+        made=True,
     )
+    check_ready(found)
     unseen = sum(task.metadata.get("grader") == "judge" for task in graded)
     if unseen and not config.graders.judge:
         print(

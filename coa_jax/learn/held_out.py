@@ -246,7 +246,7 @@ class HeldOut:
         if not path.exists():
             return
         files.cut_torn_line(path)
-        rows = [Trajectory.from_json(row) for row in files.read_jsonl(path)]
+        rows = [Trajectory.from_json(row) for row in jsonl.read_objects(path)]
         if any(t.metadata.get(name) != value for t in rows for name, value in mark.items()):
             path.unlink()
             return
@@ -270,7 +270,7 @@ class HeldOut:
                     opener = self._environments.opener(task, config.seed, index, missing)
                 yield Request(
                     # Tests of programs can be megabytes: trajectories do not carry a copy.
-                    task=dataclasses.replace(task, gold=()) if _has_tests(task) else task,
+                    task=task.without_tests(),
                     prompt=() if opener else prompt,
                     environment=opener,
                     seed=config.seed,
@@ -344,10 +344,6 @@ def _row(key: Key, trajectory: Trajectory) -> list[Any]:
     value = trajectory.reward and trajectory.reward.value
     calls = len(trajectory.tool_calls)
     return [*key, value, trajectory.num_policy_tokens, calls, format_valid(trajectory)]
-
-
-def _has_tests(task: Task) -> bool:
-    return task.metadata.get("grader") == "code"
 
 
 def _rates(name: str, rows: Sequence[Sequence[Any]]) -> dict[str, float]:

@@ -17,7 +17,7 @@ from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.room import check_rows
 from coa_jax.learn.step import TrainState, init_state, run_state
 from coa_jax.learn.teacher import load_teacher
-from coa_jax.learn.update import critic_run_state, critic_state, reference_params
+from coa_jax.learn.update import critic_run_state, critic_state, reference_params, update
 from coa_jax.model.api import describe_model, load_weights
 from coa_jax.model.params import (
     DecodeParams,
@@ -136,6 +136,22 @@ class Learner:
         if self.constraint is None:
             return not constrained
         return constrained and trajectory.protocol in self.constraint.start
+
+    def learn(self, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
+        """Runs the updates of the next step, see `update`; returns their statistics."""
+        self.state, self.critic, statistics = update(
+            self._config,
+            self.state,
+            self.model.config,
+            groups,
+            self.compute,
+            self.constraint,
+            critic=self.critic,
+            reference=self.reference,
+            teacher=self.teacher,
+            version=self.step,
+        )
+        return statistics
 
     def publish(self) -> None:
         """Gives the engines, none of whose slots is in use, the policy as it is now."""

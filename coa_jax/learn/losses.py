@@ -1,17 +1,16 @@
 """Losses of a micro-batch: supervised fine-tuning, policy gradient and critic.
 
 A loss is a frozen dataclass, which is a static argument of the compiled training step and is called
-as ``loss(params, model, batch, compute, allowed)``.  It returns ``(sum, statistics)``.  The
-training step adds up the sums of all micro-batches of an update and divides by the number of policy
-tokens, so the gradient does not depend on how sequences are split into micro-batches.  A statistic
-is a sum over tokens too, or a maximum if its name ends in ``max``.  `learn.objectives` has the
-formulas.
+as ``loss(net, batch)``.  It returns ``(sum, statistics)``.  The training step adds up the sums of
+all micro-batches of an update and divides by the number of policy tokens, so the gradient does not
+depend on how sequences are split into micro-batches.  A statistic is a sum over tokens too, or a
+maximum if its name ends in ``max``.  `learn.objectives` has the formulas.
 """
 
 from __future__ import annotations
 
 import dataclasses
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -29,26 +28,32 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params
 
 
+class Net(NamedTuple):
+    """The model whose loss is computed, inside a compiled function.
+
+    Attributes:
+        params: all parameters of the model, including adapters.
+        model: architecture of the model.
+        compute: dtype, operations and sharding of the computation.
+        allowed: table of the constraint under which the batch was sampled; None without a
+            constraint.
+    """
+
+    params: Params
+    model: ModelConfig
+    compute: Compute
+    allowed: jax.Array | None = None
+
+
 class Loss(Protocol):
     """A loss that `learn.step.train_step` differentiates; it must be hashable."""
 
-    def __call__(
-        self,
-        params: Params,
-        model: ModelConfig,
-        batch: Batch,
-        compute: Compute,
-        allowed: jax.Array | None = None,
-    ) -> tuple[jax.Array, Stats]:
+    def __call__(self, net: Net, batch: Batch) -> tuple[jax.Array, Stats]:
         """Computes the loss of a micro-batch.
 
         Args:
-            params: all parameters of the model, including adapters.
-            model: architecture of the model.
+            net: the model; for `ValueLoss` a critic, see `learn.value.init_critic`.
             batch: packed rows of a micro-batch.
-            compute: dtype, operations and sharding of the computation.
-            allowed: table of the constraint under which the batch was sampled; None without a
-                constraint.
 
         Returns:
             The loss summed over tokens, float32 ``[]``, and statistics, which include ``loss``.
@@ -62,16 +67,9 @@ class SFTLoss:
     Tokens of observations and prompts have mask 0, and so no loss.
     """
 
-    def __call__(
-        self,
-        params: Params,
-        model: ModelConfig,
-        batch: Batch,
-        compute: Compute,
-        allowed: jax.Array | None = None,
-    ) -> tuple[jax.Array, Stats]:
+    def __call__(self, net: Net, batch: Batch) -> tuple[jax.Array, Stats]:
         """See `Loss`."""
-        loss = -weighted_logp_sum(params, model, batch, batch.mask, compute)
+        loss = -weighted_logp_sum(net.params, net.model, batch, batch.mask, net.compute)
         return loss, {"loss": loss}
 
 
@@ -87,22 +85,15 @@ class PolicyLoss:
     algorithm: Algorithm
     temperature: float
 
-    def __call__(
-        self,
-        params: Params,
-        model: ModelConfig,
-        batch: Batch,
-        compute: Compute,
-        allowed: jax.Array | None = None,
-    ) -> tuple[jax.Array, Stats]:
+    def __call__(self, net: Net, batch: Batch) -> tuple[jax.Array, Stats]:
         """See `Loss`."""
         logp, entropy = token_logps(
-            params,
-            model,
+            net.params,
+            net.model,
             batch,
-            compute,
+            net.compute,
             temperature=self.temperature,
-            allowed=allowed,
+            allowed=net.allowed,
             mask=batch.mask,
         )
         return policy_objective(logp, entropy, batch, self.algorithm)
@@ -118,16 +109,10 @@ class ValueLoss:
 
     bound: float
 
-    def __call__(
-        self,
-        params: Params,
-        model: ModelConfig,
-        batch: Batch,
-        compute: Compute,
-        allowed: jax.Array | None = None,
-    ) -> tuple[jax.Array, Stats]:
-        """See `Loss`; ``params`` are those of a critic, see `learn.value.init_critic`."""
-        return value_objective(token_values(params, model, batch, compute), batch, self.bound)
+    def __call__(self, net: Net, batch: Batch) -> tuple[jax.Array, Stats]:
+        """See `Loss`."""
+        values = token_values(net.params, net.model, batch, net.compute)
+        return value_objective(values, batch, self.bound)
 
 
 def check_loss(algorithm: Algorithm) -> None:

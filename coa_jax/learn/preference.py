@@ -26,14 +26,12 @@ from coa_jax.learn.data import Update, shuffled
 from coa_jax.learn.experience import score
 from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.logps import token_logps
+from coa_jax.learn.losses import Net
 from coa_jax.learn.metrics import sequence_lengths
 from coa_jax.learn.objectives import Stats
 from coa_jax.learn.rejection import read_graded, value
 from coa_jax.model.api import load_model
-from coa_jax.model.compute import Compute
-from coa_jax.model.config import ModelConfig
 from coa_jax.model.export import to_host
-from coa_jax.model.params import Params
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import put_batch, training_mesh
 from coa_jax.run_dir import RunDir
@@ -200,16 +198,11 @@ class DPOLoss:
 
     beta: float
 
-    def __call__(
-        self,
-        params: Params,
-        model: ModelConfig,
-        batch: Batch,
-        compute: Compute,
-        allowed: jax.Array | None = None,
-    ) -> tuple[jax.Array, Stats]:
+    def __call__(self, net: Net, batch: Batch) -> tuple[jax.Array, Stats]:
         """See `losses.Loss`."""
-        logp, _ = token_logps(params, model, batch, compute, mask=batch.mask, entropy=False)
+        logp, _ = token_logps(
+            net.params, net.model, batch, net.compute, mask=batch.mask, entropy=False
+        )
         return dpo_objective(logp, batch, self.beta)
 
 

@@ -68,7 +68,7 @@ class Spool:
         found: dict[tuple[int, int], list[Trajectory]] = defaultdict(list)
         paths = sorted(self.folder.glob("*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
         for path in paths:
-            for row in files.read_jsonl(path):
+            for row in jsonl.read_objects(path):
                 trajectory = Trajectory.from_json(row)
                 index = trajectory.metadata["prompt_id"]
                 if self._is_mine(path):
@@ -168,7 +168,7 @@ class StepLog:
 
     def read(self, after: int = 0) -> list[StepRecord]:
         """Consecutive records of the steps after step ``after``, each as last written."""
-        rows = files.read_jsonl(self.path) if self.path.exists() else []
+        rows = jsonl.read_objects(self.path)
         records = {row["step"]: StepRecord(**row) for row in rows if "used" in row}
         steps: list[StepRecord] = []
         while (step := after + len(steps) + 1) in records:
@@ -177,7 +177,7 @@ class StepLog:
 
     def parameters(self) -> dict[int, int]:
         """Checksum of the parameters after each step."""
-        rows = files.read_jsonl(self.path) if self.path.exists() else []
+        rows = jsonl.read_objects(self.path)
         return {row["step"]: row["parameters"] for row in rows if "parameters" in row}
 
     def write(self, record: StepRecord) -> None:

@@ -27,7 +27,6 @@ from coa_jax.learn.groups import request_of
 from coa_jax.learn.learner import Learner
 from coa_jax.learn.record import StepLog, StepRecord, checksum
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.update import update
 from coa_jax.model.tokenizer import conversation_ids
 from coa_jax.progress import progress
 from coa_jax.protocol import Prompt
@@ -124,18 +123,7 @@ def replay(
                     for sample, trajectory in zip(samples, groups[-1], strict=True)
                     if sample["checksum"] != checksum(trajectory)
                 ]
-            learner.state, learner.critic, _ = update(
-                config,
-                learner.state,
-                learner.model.config,
-                groups,
-                learner.compute,
-                learner.constraint,
-                critic=learner.critic,
-                reference=learner.reference,
-                teacher=learner.teacher,
-                version=learner.step,
-            )
+            learner.learn(groups)
             learner.step = record.step
             if diverged is None and digest(fingerprint(learner.state.model)) != known[record.step]:
                 diverged = record.step

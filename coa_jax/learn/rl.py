@@ -51,7 +51,6 @@ from coa_jax.learn.sampling import sampler_of
 from coa_jax.learn.step import check_updates
 from coa_jax.learn.stop import Stop, end_run, stop_on_sigterm
 from coa_jax.learn.stream import Share, Stream
-from coa_jax.learn.update import update
 from coa_jax.learn.watch import Watch
 from coa_jax.model.card import CARD
 from coa_jax.model.params import DecodeParams
@@ -325,18 +324,7 @@ def _loop(
             sampled, figures = step
             processes.doing(f"update of step {learner.step + 1}")
             with clock("update"):
-                learner.state, learner.critic, stats = update(
-                    config,
-                    learner.state,
-                    learner.model.config,
-                    sampled.used,
-                    learner.compute,
-                    learner.constraint,
-                    critic=learner.critic,
-                    reference=learner.reference,
-                    teacher=learner.teacher,
-                    version=learner.step,
-                )
+                stats = learner.learn(sampled.used)
             learner.step, learner.ledger = learner.step + 1, sampled.composition.state
             figures |= source.count(sampled.composition)
             error = check_updates(stats, config.optimizer)

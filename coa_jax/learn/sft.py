@@ -31,7 +31,7 @@ from coa_jax.learn.fingerprints import digest, fingerprint
 from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.held_out import METRICS, HeldOut, HeldOutConfig, check_best
 from coa_jax.learn.lengths import Measured, fitting, measure
-from coa_jax.learn.losses import SFTLoss
+from coa_jax.learn.losses import Net, SFTLoss
 from coa_jax.learn.step import TrainState
 from coa_jax.model.api import Model, describe_model, load_weights
 from coa_jax.model.card import CARD
@@ -292,4 +292,4 @@ def mean_loss(
 
 @functools.partial(jax.jit, static_argnames=("model", "compute"))
 def _loss(params: Params, batch: Batch, *, model: ModelConfig, compute: Compute) -> jax.Array:
-    return SFTLoss()(params, model, batch, compute)[0]
+    return SFTLoss()(Net(params, model, compute), batch)[0]

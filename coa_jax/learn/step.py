@@ -21,7 +21,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec, Sharding
 from coa_jax.bounds import Between, Bounded, Count, Natural, Positive, Share
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, stack
-from coa_jax.learn.losses import Loss
+from coa_jax.learn.losses import Loss, Net
 from coa_jax.learn.objectives import Stats
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
@@ -196,7 +196,7 @@ def gradient_sums(
     """
 
     def loss_of(params: Params, batch: Batch) -> tuple[jax.Array, Stats]:
-        return loss(join(params, frozen), model, batch, compute, allowed)
+        return loss(Net(join(params, frozen), model, compute, allowed), batch)
 
     def batch_at(i: jax.Array | int) -> Batch:
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), batches)

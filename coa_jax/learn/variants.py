@@ -11,6 +11,7 @@ from ml_collections import ConfigDict
 
 from coa_jax.cli import load_config
 from coa_jax.errors import UserError
+from coa_jax.learn.machines import MACHINES
 
 _SMALL: Mapping[str, Sequence[str]] = {
     "sft": (
@@ -31,99 +32,42 @@ _SMALL: Mapping[str, Sequence[str]] = {
 }  # fmt: skip
 """Settings of a stage that make it large."""
 
-
-def parse_machine(argument: str | None, sizes: Sequence[str]) -> tuple[str, str, bool]:
-    """Reads ``7b,v5e-8``: a size, a machine of `MACHINES` ("" where none is given), and ``debug``.
-
-    Raises:
-        UserError: see `parse_variant`; or there are two machines.
-    """
-    parts = (argument or "").split(",")
-    machines = [part for part in parts if part in MACHINES]
-    if len(machines) > 1:
-        raise UserError(f"--config: give one machine, not {' and '.join(machines)}")
-    rest = ",".join(part for part in parts if part not in MACHINES)
-    try:
-        size, debug = parse_variant(rest, sizes)
-    except UserError as error:
-        raise UserError(f"{error}, and of machines {', '.join(MACHINES)}") from error
-    return size, "".join(machines), debug
+SMALL = ("", "debug")
+"""Names of a config's forms: as in the paper, and in small."""
 
 
-def parse_variant(argument: str | None, sizes: Sequence[str] = ()) -> tuple[str, bool]:
-    """Reads what stands behind the colon of ``--config=FILE.py:7b,debug``.
+def parse_variants(argument: str | None, *groups: Sequence[str]) -> tuple[str, ...]:
+    """Reads the names after the colon of ``--config=FILE.py:7b,debug``.
 
     Args:
-        argument: a size, ``debug``, both with a comma between, or None.
-        sizes: that the file has; the first is taken where none is given.
+        argument: names in any order, with commas between; or None.
+        groups: groups of names. One name of each is chosen, by default the first; a first name of
+            "" means that none needs to be chosen.
 
     Returns:
-        The size (empty where the file has none), and whether the small form is wanted.
+        The chosen name of each group.
 
     Raises:
-        UserError: it is something else.
+        UserError: a name is unknown, or two names of a group are given.
     """
-    parts = [part for part in (argument or "").split(",") if part]
-    chosen = [part for part in parts if part in sizes]
-    unknown = [part for part in parts if part not in (*sizes, "debug")]
-    if unknown or len(chosen) > 1:
-        known = ", ".join((*sizes, "debug"))
-        wrong = unknown[0] if unknown else argument
-        raise UserError(f"--config: there is no variant {wrong!r}; known are {known}")
-    return chosen[0] if chosen else (sizes[0] if sizes else ""), "debug" in parts
+    names = [name.strip() for name in (argument or "").split(",") if name.strip()]
+    known = [name for group in groups for name in group if name]
+    for name in names:
+        if name not in known:
+            raise UserError(f"--config: there is no variant {name!r}; known are {', '.join(known)}")
+    chosen = []
+    for group in groups:
+        given = [name for name in group if name in names]
+        if len(given) > 1:
+            raise UserError(f"--config: give one of {', '.join(given)}, not both")
+        chosen.append(given[0] if given else group[0])
+    return tuple(chosen)
 
 
-MACHINES: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]] = {
-    "h100": {
-        "sft": {
-            "1.5b": {"length": 32_768},
-            "4b": {"length": 16_384, "lora": 32},
-            "7b": {"length": 8_192, "lora": 32},
-        },
-        "rl": {
-            "1.5b": {"length": 16_384, "slots": 32},
-            "4b": {"length": 8_192, "lora": 32, "slots": 16},
-        },
-    },
-    "8xh100": {
-        "sft": {
-            "1.5b": {"length": 32_768, "fsdp": 8},
-            "4b": {"length": 32_768, "fsdp": 8},
-            "7b": {"length": 32_768, "fsdp": 4, "tensor": 2},
-        },
-        "rl": {
-            "1.5b": {"length": 32_768, "fsdp": 8, "slots": 16},
-            "4b": {"length": 32_768, "fsdp": 8, "slots": 6},
-            "7b": {"length": 32_768, "fsdp": 4, "tensor": 2, "slots": 8},
-        },
-    },
-    "v5e-8": {
-        "sft": {
-            "1.5b": {"length": 16_384, "fsdp": 8},
-            "4b": {"length": 8_192, "fsdp": 4, "tensor": 2},
-            "7b": {"length": 8_192, "fsdp": 8, "lora": 32},
-        },
-        "rl": {
-            "1.5b": {"length": 16_384, "fsdp": 8, "slots": 8},
-            "4b": {"length": 8_192, "fsdp": 4, "tensor": 2, "decode": 4, "slots": 16},
-            "7b": {"length": 8_192, "fsdp": 8, "lora": 32, "decode": 4, "slots": 16},
-        },
-    },
-    "v6e-8": {
-        "sft": {
-            "1.5b": {"length": 32_768, "fsdp": 8},
-            "4b": {"length": 16_384, "fsdp": 8},
-            "7b": {"length": 16_384, "fsdp": 4, "tensor": 2},
-        },
-        "rl": {
-            "1.5b": {"length": 32_768, "fsdp": 8, "slots": 8},
-            "4b": {"length": 16_384, "fsdp": 8, "decode": 4, "slots": 16},
-            "7b": {"length": 16_384, "fsdp": 4, "tensor": 2, "decode": 4, "slots": 16},
-        },
-    },
-}
-"""Machine -> stage -> size -> settings that fit there (docs/scaling.md): tokens of a row, sizes of
-the mesh, rank of adapters (0 trains all parameters), slots of an engine and its chips."""
+def parse_variant(argument: str | None, sizes: Sequence[str] = ("",)) -> tuple[str, bool]:
+    """Reads a size, by default the first of ``sizes``, and whether the small form is wanted."""
+    size, debug = parse_variants(argument, sizes, SMALL)
+    return size, bool(debug)
 
 
 def on_machine(config: ConfigDict, stage: str, size: str, machine: str) -> ConfigDict:
@@ -145,14 +89,11 @@ def on_machine(config: ConfigDict, stage: str, size: str, machine: str) -> Confi
             f"those of {', '.join(known)}"
         )
     fit = known[size]
-    config.row_length, config.remat = fit["length"], "full"
-    config.rows = fit.get("fsdp", 1)
-    config.mesh.fsdp, config.mesh.tensor = fit.get("fsdp", 1), fit.get("tensor", 1)
-    config.lora.rank = fit.get("lora", 0)
+    config.row_length, config.remat, config.rows = fit.length, "full", fit.fsdp
+    config.mesh.fsdp, config.mesh.tensor, config.lora.rank = fit.fsdp, fit.tensor, fit.lora
     if stage == "rl":
-        config.mesh.decode_tensor = fit.get("decode", 1)
-        config.engine.slots = fit["slots"]
-        config.engine.max_length = config.rollout.max_tokens = fit["length"]
+        config.mesh.decode_tensor, config.engine.slots = fit.decode, fit.slots
+        config.engine.max_length = config.rollout.max_tokens = fit.length
     return config
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
+import functools
 from pathlib import Path
 
 from coa_jax import storage
@@ -10,54 +10,22 @@ from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf_config import read_config
 
-_QWEN25 = ModelConfig(
-    "qwen2", 151936, 896, 4864, 24, 14, 2, 64, rope_theta=1e6, qkv_bias=True, max_position=32768
-)
-_QWEN3_4B = ModelConfig(
-    "qwen3", 151936, 2560, 9728, 36, 32, 8, 128, rope_theta=1e6, qk_norm=True, max_position=40960
-)
-_QWEN25_LARGE = dataclasses.replace(_QWEN25, vocab_size=152064, head_dim=128, tie_embeddings=False)
+_QWEN25 = functools.partial(ModelConfig, "qwen2", rope_theta=1e6, qkv_bias=True, max_position=32768)
+_QWEN3 = functools.partial(ModelConfig, "qwen3", rope_theta=1e6, qk_norm=True, max_position=40960)
 
 # Values of each model's config.json on the Hugging Face hub; `tiny` is for trying out commands.
+# V, D, F, L, H, N and K of `ModelConfig`.
 ARCHITECTURES: dict[str, ModelConfig] = {
     "tiny": ModelConfig("llama", 512, 64, 128, 2, 4, 2, 16),
     "smollm2-135m": ModelConfig(
         "llama", 49152, 576, 1536, 30, 9, 3, 64, rope_theta=1e5, rms_eps=1e-5, max_position=8192
     ),
-    "qwen2.5-0.5b": _QWEN25,
-    "qwen2.5-1.5b": dataclasses.replace(
-        _QWEN25,
-        hidden_size=1536,
-        intermediate_size=8960,
-        num_layers=28,
-        num_heads=12,
-        head_dim=128,
-    ),
-    "qwen2.5-3b": dataclasses.replace(
-        _QWEN25,
-        hidden_size=2048,
-        intermediate_size=11008,
-        num_layers=36,
-        num_heads=16,
-        head_dim=128,
-    ),
-    "qwen2.5-7b": dataclasses.replace(
-        _QWEN25_LARGE,
-        hidden_size=3584,
-        intermediate_size=18944,
-        num_layers=28,
-        num_heads=28,
-        num_kv_heads=4,
-    ),
-    "qwen2.5-32b": dataclasses.replace(
-        _QWEN25_LARGE,
-        hidden_size=5120,
-        intermediate_size=27648,
-        num_layers=64,
-        num_heads=40,
-        num_kv_heads=8,
-    ),
-    "qwen3-4b": _QWEN3_4B,
+    "qwen2.5-0.5b": _QWEN25(151936, 896, 4864, 24, 14, 2, 64),
+    "qwen2.5-1.5b": _QWEN25(151936, 1536, 8960, 28, 12, 2, 128),
+    "qwen2.5-3b": _QWEN25(151936, 2048, 11008, 36, 16, 2, 128),
+    "qwen2.5-7b": _QWEN25(152064, 3584, 18944, 28, 28, 4, 128, tie_embeddings=False),
+    "qwen2.5-32b": _QWEN25(152064, 5120, 27648, 64, 40, 8, 128, tie_embeddings=False),
+    "qwen3-4b": _QWEN3(151936, 2560, 9728, 36, 32, 8, 128),
 }
 
 

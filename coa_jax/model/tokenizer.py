@@ -378,26 +378,6 @@ def stock_prompt(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...],
     return (tokenizer.bos_token_id,) if before else (), system
 
 
-def chat_ids(tokenizer: Any, user_text: str, system: str | None = None) -> list[int]:
-    """Returns prompt ids: optional system turn, user turn, and the opening of the assistant's turn.
-
-    For contents without control tokens the ids equal those of the model's own chat template,
-    including its bos_token where the template begins with it.
-
-    Args:
-        tokenizer: see :func:`load_tokenizer`.
-        user_text: content of the user's turn.
-        system: content of the system turn; ``""`` for none; None for the default message of the
-            tokenizer's chat template (Qwen2.5 and SmolLM2 have one).
-
-    Raises:
-        UserError: the tokenizer has no ChatML control tokens, its chat template has another
-            beginning, or it is not byte-level.
-    """
-    turns = [] if system is None else [("system", system)]
-    return conversation_ids(tokenizer, [*turns, ("user", user_text)])
-
-
 def conversation_ids(
     tokenizer: Any, turns: Sequence[tuple[str, str]], *, prefix: str | None = ""
 ) -> list[int]:

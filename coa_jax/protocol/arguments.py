@@ -8,15 +8,13 @@ schema (an MCP tool) takes the JSON object itself, written as text.
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
 from coa_jax import reading
-from coa_jax.protocol.bodies import format_code, parse_code, parse_inspection
+from coa_jax.protocol.bodies import format_code, parse_code, parse_inspection, without_fence
 from coa_jax.protocol.spec import TOOL_FORMS, Protocol
 
-_FENCED = re.compile(r"\s*```(?:json)?\s*\n(.*)\n\s*```\s*", re.DOTALL)
 _TEXT = {"type": "string"}
 _FORMS: dict[str, dict[str, str]] = {
     "text": {"query": "What to look for."},
@@ -125,9 +123,8 @@ def from_text(protocol: Protocol, tool: str, text: str) -> dict[str, Any]:
     """
     text = text.strip()
     if tool in protocol.schemas:
-        fenced = _FENCED.fullmatch(text)
         try:
-            value = reading.parse_json(fenced[1] if fenced else text)
+            value = reading.parse_json(without_fence(text))
         except reading.MALFORMED:
             value = None
         if isinstance(value, dict):

@@ -25,6 +25,22 @@ _MARKDOWN_LINK = re.compile(r"\[[^\]\[]*\]\((\S+)\)")
 _URL = re.compile(r"https?://\S+", re.IGNORECASE)
 _CODE_FENCES = ("```py", "```python")
 _STDIN_FENCES = ("```sh", "```bash")
+_THOUGHT = re.compile(r"\s*<think>.*?(?:</think>|\Z)", re.DOTALL)
+_JSON_FENCE = re.compile(r"\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*", re.DOTALL)
+
+
+def without_thought(reply: str) -> str:
+    """Removes the initial ``<think>`` block of a reasoning model.
+
+    The result is empty if the block never ends. The content of the block is a draft, not a reply.
+    """
+    return _THOUGHT.sub("", reply, count=1) if reply.lstrip().startswith("<think>") else reply
+
+
+def without_fence(text: str) -> str:
+    """Returns the content of a JSON code fence around a whole text; any other text as it is."""
+    fenced = _JSON_FENCE.fullmatch(text)
+    return fenced[1] if fenced else text
 
 
 def parse_reflection(body: str) -> dict[str, str] | None:

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax import files, shards
+from coa_jax import files, jsonl, shards
 from coa_jax.errors import UserError
 from coa_jax.learn.watch import warnings_of
 from coa_jax.report.breakdown import breakdown
@@ -93,7 +93,7 @@ def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_ST
         raise UserError(f"{root}: not a run directory: it has none of {', '.join(_FILES)}")
     config = files.read_json_object(root / "config.json") if "config.json" in there else None
     summary = files.read_json_object(root / "summary.json") if "summary.json" in there else {}
-    rows = files.read_jsonl(root / "metrics.jsonl") if "metrics.jsonl" in there else []
+    rows = jsonl.read_objects(root / "metrics.jsonl")
     sample = sample_traces(root, per_stage) if shards.of_run(root) else Sample({}, {})
     name = root.resolve().name
     page = whole_page(

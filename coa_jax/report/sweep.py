@@ -21,7 +21,7 @@ from typing import Any
 
 from absl import flags
 
-from coa_jax import files
+from coa_jax import files, jsonl
 from coa_jax.cli import run_main, workdir_flag
 from coa_jax.errors import UserError
 from coa_jax.report.charts import Interval, Series, interval_bar, line_chart, number
@@ -140,7 +140,7 @@ def _read(path: Path) -> Run | None:
     # The last stage of a pipeline is what the run is about.
     last = max(measured, key=lambda k: STAGES.index(k) if k in STAGES else len(STAGES), default="")
     name, seed = re.fullmatch(r"(.+?)(?:-(\d+))?", path.name).groups(default="")  # type: ignore[union-attr]
-    rows = files.read_jsonl(metrics) if metrics.exists() else []
+    rows = jsonl.read_objects(metrics)
     return Run(name, seed, tuple(rows), measured.get(last))
 
 

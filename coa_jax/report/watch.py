@@ -26,7 +26,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from coa_jax import reading
+from coa_jax import files, reading
 from coa_jax.cli import run_main, workdir_flag
 from coa_jax.errors import UserError
 from coa_jax.learn.watch import warnings_of
@@ -88,18 +88,8 @@ class Tail:
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read: {error.strerror}") from error
         for line in whole.split(b"\n") if whole else ():
-            self.rows.append(_object(self.path, line))
+            self.rows.append(files.parse_row(line, f"{self.path}: a line"))
         self._offset += len(whole) + bool(whole)
-
-
-def _object(path: Path, line: bytes) -> dict[str, Any]:
-    try:
-        value = reading.parse_json(line.decode())
-    except reading.MALFORMED as error:
-        raise UserError(f"{path}: a line is not JSON: {reading.reason(error)}") from error
-    if not isinstance(value, dict):
-        raise UserError(f"{path}: a line is not a JSON object")
-    return value
 
 
 def newest_trajectories(run: Path, count: int) -> list[Trajectory]:

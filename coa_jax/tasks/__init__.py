@@ -27,6 +27,7 @@ from coa_jax.tasks.base import SPLITS, Split, Task, check_split
 from coa_jax.tasks.benchmark_rows import BENCHMARKS
 from coa_jax.tasks.graders import Graders, GradersConfig, grade
 from coa_jax.tasks.grading import grade_answer, normalize_answer
+from coa_jax.tasks.rows import SUFFIXES
 
 __all__ = [
     "SOURCES",
@@ -51,9 +52,7 @@ SOURCES = Kind(
         "factbook_people": "coa_jax.tasks.factbook_people:load_source",
         "textarena": "coa_jax.environments.textarena:load",
         **dict.fromkeys(BENCHMARKS, "coa_jax.tasks.benchmark_files:load_benchmark"),
-        "hf": "coa_jax.tasks.data_sets:load_hub",
-        "tfds": "coa_jax.tasks.data_sets:load_tfds",
-        **dict.fromkeys((".jsonl", ".json", ".parquet"), "coa_jax.tasks.columns:load_file"),
+        **dict.fromkeys(("hf", "tfds", *SUFFIXES), "coa_jax.tasks.columns:load_rows"),
     },
     offers=("split", "n", "seed", "protocol", "source"),
 )
@@ -84,7 +83,7 @@ def load_tasks(
             ``questions.jsonl:protocol=mhqa``, ``my_tasks:load:level=3``. ``.json`` and ``.parquet``
             are files of the AFM release. ``gaia:PATH`` and similar are files of benchmark authors,
             see ``coa_jax.tasks.benchmark_files``. ``hf:NAME:CONFIG:SPLIT`` and ``tfds:NAME:SPLIT``
-            are data sets, see ``coa_jax.tasks.data_sets``.
+            are data sets, see ``coa_jax.tasks.columns``.
         split: ``train``, ``validation`` or ``test``.
         n: number of tasks; None for all (a thousand for generators without end).
         seed: seed of the sample.
@@ -117,7 +116,7 @@ def _name_of(source: str) -> tuple[str, str]:
     name, _, rest = source.partition(":")
     if SOURCES.knows(name):
         return name, rest
-    for suffix in (".jsonl", ".json", ".parquet"):
+    for suffix in SUFFIXES:
         if suffix in source:
             return suffix, rest
     if own := _OWN.fullmatch(source):

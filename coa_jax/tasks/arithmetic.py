@@ -13,9 +13,8 @@ from typing import Any
 
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
-from coa_jax.tasks.base import SPLITS, Task, check_split
+from coa_jax.tasks.base import SPLITS, Task
 
-SOURCE = "arithmetic"
 DEFAULT_SIZE = 1000
 """Default number of tasks, since the generators have no end."""
 
@@ -91,33 +90,19 @@ def _entries(name: str, split: str, seed: int, count: int) -> list[dict[str, Any
 
 
 def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]:
-    """Calls `load_arithmetic` with the generators after the colon of a source.
-
-    Args:
-        split, n, seed: see `load_arithmetic`.
-        source: whole text of the source.
-    """
-    return load_arithmetic(split, n, seed, source.partition(":")[2], source)
-
-
-def load_arithmetic(
-    split: str, n: int | None = None, seed: int = 0, options: str = "", source: str = SOURCE
-) -> list[Task]:
     """Returns a fixed sample, drawn from the generators in turn.
 
     Args:
         split: ``train``, ``validation`` or ``test``.
         n: number of tasks; `DEFAULT_SIZE` if None.
         seed: seed of the sample.
-        options: names of generators, separated by commas; all if empty.
-        source: source that the tasks record.
+        source: with names of generators behind its colon, separated by commas; without names, all
+            generators.
 
     Raises:
-        UserError: reasoning-gym is not installed, the split or a generator is unknown, or n is
-            negative.
+        UserError: reasoning-gym is not installed, a generator is unknown, or n is negative.
     """
-    check_split(split)
-    names = _parse_names(options)
+    names = _parse_names(source.partition(":")[2])
     n = DEFAULT_SIZE if n is None else n
     if n < 0:
         raise UserError(f"arithmetic: n is {n}; give 0 or more, or None for {DEFAULT_SIZE}")

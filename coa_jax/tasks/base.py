@@ -40,6 +40,15 @@ class Task:
     prompt: str = ""
     context: tuple[tuple[str, str], ...] = ()
 
+    @property
+    def is_program(self) -> bool:
+        """Whether the answer is a program, and ``gold`` the tests that grade it."""
+        return self.metadata.get("grader") == "code"
+
+    def without_tests(self) -> Task:
+        """Returns the task without tests, which can have megabytes, for use in trajectories."""
+        return dataclasses.replace(self, gold=()) if self.is_program else self
+
 
 Leveled = TypeVar("Leveled", bound=Any)
 

@@ -263,8 +263,7 @@ def contest(row: Row) -> Found:
 
     Pickled tests are never executed.
     """
-    names = {"difficulty": "level", "platform": "platform", "contest_date": "date"}
-    metadata = {new: row[old] for old, new in names.items() if row.get(old) not in (None, "")}
+    metadata = _kept(row, level="difficulty", platform="platform", date="contest_date")
     if "date" in metadata:
         metadata["date"] = str(metadata["date"])
     task = contest_task(row, 0, "code", "", metadata)

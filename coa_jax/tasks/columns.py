@@ -1,6 +1,9 @@
-"""Loads tasks from the rows of any data set, with a mapping of its columns.
+"""Loads tasks from the rows of a file or a data set, with a mapping of its columns.
 
     tasks=hf:openai/gsm8k:main  task_options.columns.answer=answer  task_options.answer_after=####
+
+Data sets of the Hugging Face hub and of TFDS are named as in `records.data_sets`. An omitted SPLIT
+means the split that the run requests.
 
 The mapping names the column of each part of a task. A dot selects from a nested column
 (``answers.text``). Parts without an entry use the customary column names.
@@ -16,17 +19,26 @@ from coa_jax import reading
 from coa_jax.errors import UserError
 from coa_jax.overrides import suggest
 from coa_jax.protocol import Messages, get_protocol
+from coa_jax.records.data_sets import open_hub, open_tfds
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.checks import checked
 from coa_jax.tasks.prompts import read_messages
 from coa_jax.tasks.question_file import load_question_file
-from coa_jax.tasks.release_files import ANSWERS, QUESTIONS, golds, load_release_file
-from coa_jax.tasks.rows import Row, distinct, draw, find_files, read_rows
+from coa_jax.tasks.release_files import ANSWERS, QUESTIONS, load_release_file
+from coa_jax.tasks.rows import (
+    Row,
+    distinct,
+    draw,
+    find_files,
+    golds,
+    plain,
+    read_rows,
+    split_source,
+)
 
 _USUAL = {"question": QUESTIONS, "answer": ANSWERS, "id": ("id",)}
 """Customary column names of the parts of a task."""
 _PARTS = ("question", "answer", "id", "protocol", "prompt")
-_SUFFIXES = (".jsonl", ".json", ".parquet")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -134,7 +146,7 @@ def _at(row: Row, column: str) -> Any:
     return value
 
 
-def load_file(
+def load_rows(
     source: str,
     split: str,
     n: int | None = None,
@@ -143,27 +155,48 @@ def load_file(
     columns: Mapping[str, str] | None = None,
     answer_after: str = "",
     grader: str = "",
+    revision: str = "",
+    data_dir: str = "",
 ) -> list[Task]:
-    """Reads tasks of a ``.jsonl``, ``.json`` or ``.parquet`` file.
+    """Reads tasks of a ``.jsonl``, ``.json`` or ``.parquet`` file, or of a data set.
 
-    If none of the last three options is set, the fields of a row decide how it is read, see
-    `load_question_file` and `load_release_file`.
+    The ``datasets`` library caches what it downloads: ``HF_HUB_OFFLINE=1`` reads only the cache,
+    ``HF_HOME`` sets its location, and ``HF_TOKEN`` gives access to gated data sets. TFDS reads data
+    sets that are prepared as ArrayRecord, without TensorFlow.
+
+    If none of ``columns``, ``answer_after`` and ``grader`` is set, the fields of a row decide how a
+    file is read, see `load_question_file` and `load_release_file`.
 
     Args:
         source, split, n, seed, protocol: see `load_tasks`.
         columns, answer_after, grader: see `Columns`.
+        revision: branch, tag or commit of a data set of the hub; "" for the newest.
+        data_dir: folder of prepared TFDS data sets; "" for ``TFDS_DATA_DIR``, or the library's
+            default.
 
     Raises:
-        UserError: the file cannot be read, or a row is not a task.
+        UserError: the file or data set cannot be read, its library is not installed, the
+            configuration, split or column does not exist, or a row is not a task.
     """
-    if not (columns or answer_after or grader):
-        plain = load_question_file if ".jsonl" in source else load_release_file
-        return plain(source, split, n, seed, protocol)
-    suffix = next(suffix for suffix in _SUFFIXES if suffix in source)
-    path, _, rest = source.rpartition(suffix)
-    path, named = path + suffix, rest.removeprefix(":protocol=")
-    if rest and (named == rest or not named):
-        raise UserError(f"{source}: option {rest!r} is not understood; use :protocol=NAME")
+    kind = source.partition(":")[0]
+    for name, value, its in (("revision", revision, "hf"), ("data_dir", data_dir, "tfds")):
+        if value and kind != its:
+            raise UserError(f"{source}: the option {name} belongs to a data set {its}:NAME")
+    path, named = ("", "") if kind in ("hf", "tfds") else split_source(source)
+    if path and not (columns or answer_after or grader):
+        plainly = load_question_file if ".jsonl" in source else load_release_file
+        return plainly(source, split, n, seed, protocol)
     mapped = Columns(columns or {}, answer_after, grader, named or protocol or "generalist", source)
-    rows = (row for file in find_files(path) for row in read_rows(file))
+    rows: Iterable[Row]
+    if kind == "hf":
+        found = open_hub(source, split, revision, "tasks")
+        wanted = mapped.resolved(found.column_names).values()
+        # Images in other columns are not decoded.
+        found = found.select_columns(sorted({column.partition(".")[0] for column in wanted}))
+        rows = map(plain, found)
+    elif kind == "tfds":
+        examples = open_tfds(source, split, data_dir, "tasks")
+        rows = (plain(examples[number]) for number in range(len(examples)))
+    else:
+        rows = (row for file in find_files(path) for row in read_rows(file))
     return draw(mapped.tasks(rows), n, seed, source)

@@ -16,7 +16,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
-from coa_jax.tasks.base import Task, check_split
+from coa_jax.tasks.base import Task
 from coa_jax.tasks.factbook_facts import facts, fraction, inverse_keys, solve, split_of, to_decimal
 from coa_jax.tasks.factbook_grammar import (
     OPERATIONS,
@@ -34,7 +34,6 @@ from coa_jax.tasks.factbook_grammar import (
 )
 from coa_jax.tasks.grading import normalize_answer
 
-SOURCE = "factbook"
 HOPS = (1, 2, 3, 4)
 DEFAULT_WEIGHTS: Mapping[int, float] = {1: 0.3, 2: 0.35, 3: 0.2, 4: 0.15}
 
@@ -339,17 +338,6 @@ def shares(total: int, weights: Sequence[float], sizes: Sequence[int]) -> list[i
 
 
 def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]:
-    """`load_factbook` with the options that stand behind the colon of a source."""
-    return load_factbook(split, n, seed, parse_options(source.partition(":")[2]), source)
-
-
-def load_factbook(
-    split: str,
-    n: int | None = None,
-    seed: int = 0,
-    options: Options | None = None,
-    source: str = SOURCE,
-) -> list[Task]:
     """A fixed sample of questions, balanced over hops, kinds, relations and entities.
 
     Args:
@@ -357,15 +345,12 @@ def load_factbook(
         n: number of questions; None for all.  Programs are used once before a second wording of
             any of them, and fewer come back when there are not so many.
         seed: which sample.
-        options: hop shares, arithmetic and wording.
-        source: recorded in the tasks.
+        source: with the options that `parse_options` reads behind its colon.
 
     Raises:
-        UserError: an unknown split, a negative n, or options out of range.
+        UserError: a negative n, or wrong options.
     """
-    check_split(split)
-    options = options or Options()
-    _check(options)
+    options = parse_options(source.partition(":")[2])
     if n is not None and n < 0:
         raise UserError(f"factbook: n is {n}; give 0 or more, or None for all")
     arithmetic = options.arithmetic and "code" in get_protocol(options.protocol).tools
@@ -393,19 +378,3 @@ def load_factbook(
             chosen.append((order[place], (first + turn) % options.templates))
     chosen.sort(key=lambda pair: fraction(seed, "order", pair[0].program, pair[1]))
     return [_task(item, template, split, options.protocol, source) for item, template in chosen]
-
-
-def count_items(split: str) -> collections.Counter[tuple[int, str]]:
-    """How many programs there are by (hops, kind); every one has `TEMPLATES` wordings."""
-    return collections.Counter((item.program.hops, item.kind) for item in items_of(split))
-
-
-__all__ = [
-    "DEFAULT_WEIGHTS",
-    "HOPS",
-    "SOURCE",
-    "Options",
-    "count_items",
-    "load_factbook",
-    "parse_options",
-]

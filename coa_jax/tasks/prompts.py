@@ -44,10 +44,9 @@ from coa_jax.protocol import (
     messages_of,
 )
 from coa_jax.storage import local
-from coa_jax.tasks.rows import Row, read_rows
+from coa_jax.tasks.rows import SUFFIXES, Row, read_rows
 
 _MARKS = ("\nTask:", "\nQuestion:")
-_ROW_SUFFIXES = (".parquet", ".json", ".jsonl")
 _COLUMNS = ("prompt", "messages", "conversations", "instruction", "input", "system", "question",
             "extra_info")  # fmt: skip
 _ROLES = {"human": "user", "gpt": "assistant"}
@@ -125,7 +124,7 @@ def load_prompt(style: str, model: str | Path | Mapping[str, Any] = "") -> Promp
         )
     if path.name == CARD:
         return _prompt_of_card(files.read_json_object(path), path)
-    return _prompt_of_rows(path) if path.suffix in _ROW_SUFFIXES else _prompt_of_text(path)
+    return _prompt_of_rows(path) if path.suffix in SUFFIXES else _prompt_of_text(path)
 
 
 def _prompt_of_text(path: Path) -> Prompt:

@@ -18,7 +18,7 @@ from coa_jax.storage import local
 from coa_jax.tasks.base import SPLITS, Task
 from coa_jax.tasks.checks import checked
 from coa_jax.tasks.prompts import read_messages
-from coa_jax.tasks.rows import draw
+from coa_jax.tasks.rows import draw, golds, split_source
 
 _ANSWER_KEYS = ("answer", "answers", "golden_answers", "gold")
 
@@ -29,13 +29,7 @@ def _gold(row: dict[str, Any]) -> tuple[str, ...]:
         raise ValueError("there is no field 'answer'")
     if isinstance(row[key], dict):  # the tests of a program
         return (json.dumps(row[key], ensure_ascii=False),)
-    values = row[key] if isinstance(row[key], list) else [row[key]]
-    if not all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values):
-        raise ValueError(f"the field {key!r} must be a string, a number or a list of them")
-    gold = tuple(str(value).strip() for value in values)
-    if not gold or not all(gold):
-        raise ValueError(f"the field {key!r} is empty")
-    return gold
+    return golds(row[key])
 
 
 def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
@@ -87,22 +81,16 @@ def load_question_file(
         UserError: the file cannot be read, has no task of the split, or repeats an id; for a
             malformed line, ``path:line: why``.
     """
-    path, extension, rest = source.rpartition(".jsonl")
-    path += extension
-    protocol = protocol or "generalist"
-    if rest:
-        name, _, protocol = rest.removeprefix(":").partition("=")
-        if not rest.startswith(":") or name != "protocol":
-            raise UserError(f"{source}: option {rest!r} is not understood; use :protocol=NAME")
-        get_protocol(protocol)
-    rows = jsonl.read_lines(local(str(path)), lambda row: _task(row, protocol, source))
+    path, named = split_source(source)
+    protocol = named or protocol or "generalist"
+    rows = jsonl.read_lines(local(path), lambda row: _task(row, protocol, source))
     tasks = [task for found, task in rows if found in (None, split)]
     if not tasks:
         raise UserError(
             f"{path}: the file has no task of the split {split!r}; add lines or use another split"
         )
     others = [task.protocol for task in tasks if task.protocol != protocol]
-    if rest and others:
+    if named and others:
         logging.warning(
             "%s: %d of %d lines have a protocol of their own (%s), which is used for them",
             source,

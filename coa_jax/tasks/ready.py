@@ -6,7 +6,7 @@ Otherwise a run might sample for hours before its first answer reveals that one 
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
@@ -21,45 +21,6 @@ _NAMED = 3
 """Number of questions without tests that a message lists."""
 
 
-def check_ready(
-    seconds: float,
-    *,
-    tasks: Sequence[Task] = (),
-    graders: GradersConfig | None = None,
-    tools: ToolsConfig | None = None,
-    answered: Collection[str] = (),
-    chats: Mapping[str, ChatConfig] | None = None,
-) -> None:
-    """Checks concurrently everything that a run depends on, and raises an error if it is missing.
-
-    Args:
-        seconds: time limit of each server's answer; 0 checks nothing.
-        tasks: tasks to run or grade; if empty, a configured judge is always checked.
-        graders: settings of the graders; None if nothing is left to grade.
-        tools: settings of the run's tools, already created; None if nothing is left to run.
-        answered: tags that an environment answers.
-        chats: further chat endpoints, by the setting that names them.
-
-    Raises:
-        UserError: something is missing; the one-line message lists everything.
-    """
-    if not seconds:
-        return
-    found = look(
-        seconds,
-        tasks=tasks,
-        graders=graders,
-        tools=tools,
-        answered=answered,
-        chats=chats,
-        made=True,
-    )
-    missing = [each for each in found if not each.ok]
-    if missing:
-        listed = "; ".join(f"{each.name}: {each.text}" for each in missing)
-        raise UserError(f"not ready: {listed}; fix this, or start anyway with --config.probe_s=0")
-
-
 def look(
     seconds: float,
     *,
@@ -70,13 +31,19 @@ def look(
     chats: Mapping[str, ChatConfig] | None = None,
     made: bool = False,
 ) -> list[Finding]:
-    """What there is of everything that a run depends on, and what is not there.
+    """Checks concurrently everything that a run depends on.
 
     Args:
-        seconds: that each server has to answer.
-        tasks, graders, tools, answered, chats: see `check_ready`.
-        made: see `findings`.
+        seconds: time limit of each server's answer; 0 checks nothing.
+        tasks: tasks to run or grade; if empty, a configured judge is always checked.
+        graders: settings of the graders; None if nothing is left to grade.
+        tools: settings of the run's tools; None if nothing is left to run.
+        answered: tags that an environment answers.
+        chats: further chat endpoints, by the setting that names them.
+        made: whether the tools have been created, see `findings`.
     """
+    if not seconds:
+        return []
     found = [*_protocols(tasks, tools, answered), *_tests(tasks, graders)]
     chats = dict(chats or {})
     if graders and graders.judge and (not tasks or any(asks_judge(graders, t) for t in tasks)):
@@ -89,6 +56,18 @@ def look(
         return [*models, *tags]
 
     return [*found, *asyncio.run(ask())]
+
+
+def check_ready(found: Iterable[Finding]) -> None:
+    """Raises an error if something that `look` checked is missing.
+
+    Raises:
+        UserError: something is missing; the one-line message lists everything.
+    """
+    missing = [each for each in found if not each.ok]
+    if missing:
+        listed = "; ".join(f"{each.name}: {each.text}" for each in missing)
+        raise UserError(f"not ready: {listed}; fix this, or start anyway with --config.probe_s=0")
 
 
 def asks_judge(graders: GradersConfig, task: Task) -> bool:

@@ -22,16 +22,14 @@ from typing import Any
 
 from coa_jax import reading
 from coa_jax.errors import UserError
-from coa_jax.protocol import Messages, get_protocol
+from coa_jax.protocol import Messages
 from coa_jax.storage import local
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.checks import checked
 from coa_jax.tasks.code_tests import read_tests
 from coa_jax.tasks.private_tests import livecodebench_tests
 from coa_jax.tasks.prompts import read_messages, split_message
-from coa_jax.tasks.rows import distinct, draw, read_rows
-
-SUFFIXES = (".json", ".parquet")
+from coa_jax.tasks.rows import distinct, draw, golds, read_rows, split_source
 
 QUESTIONS = ("question", "problem", "Question", "Problem")
 ANSWERS = ("answer", "answers", "golden_answers", "Final answer", "Answer")
@@ -61,14 +59,15 @@ def load_release_file(
         UserError: the file cannot be read, contains no tasks, or a row is not a task; the message
             is then ``path: row i: why``.
     """
-    path, wanted = _options(source)
+    name, wanted = split_source(source)
+    path = Path(local(name))
     tasks: list[Task] = []
     seen: set[str] = set()
     for number, row in enumerate(read_rows(path), 1):
         try:
             task = _task(row, number, wanted, source, protocol or "mhqa")
             # Tests of programs, which may have megabytes, have been removed while reading.
-            task = task if task.metadata.get("grader") == "code" else checked(task)
+            task = task if task.is_program else checked(task)
         except reading.MALFORMED as error:
             raise UserError(f"{path}: row {number}: {reading.reason(error)}") from error
         # The release counts rows in some files and repeats ids in others.
@@ -76,20 +75,6 @@ def load_release_file(
     if not tasks:
         raise UserError(f"{path}: it has no rows")
     return draw(tasks, n, seed, path)
-
-
-def _options(source: str) -> tuple[Path, str]:
-    for suffix in SUFFIXES:
-        path, found, rest = source.rpartition(suffix)
-        if not found:
-            continue
-        if not rest:
-            return Path(local(path + suffix)), ""
-        name, _, protocol = rest.removeprefix(":").partition("=")
-        if rest.startswith(":") and name == "protocol":
-            get_protocol(protocol)
-            return Path(local(path + suffix)), protocol
-    raise UserError(f"{source}: options are not understood; use :protocol=NAME")
 
 
 def _task(row: Mapping[str, Any], number: int, protocol: str, source: str, default: str) -> Task:
@@ -124,21 +109,6 @@ def _question(row: Mapping[str, Any]) -> str:
     if not isinstance(row[key], str) or not row[key].strip():
         raise ValueError(f"the field {key!r} must be a string")
     return str(row[key]).strip()
-
-
-def golds(value: Any) -> tuple[str, ...]:
-    """Returns the accepted answers of a row: a string, a number or a list of them.
-
-    Raises:
-        ValueError: the value is something else, or empty.
-    """
-    values = value if isinstance(value, list | tuple) else [value]
-    if not all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values):
-        raise ValueError("an answer must be a string, a number or a list of them")
-    gold = tuple(str(v).strip() for v in values)
-    if not gold or not all(gold):
-        raise ValueError("an answer is empty")
-    return gold
 
 
 def _verl_task(

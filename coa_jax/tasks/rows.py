@@ -13,16 +13,37 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
 from coa_jax import jsonl, reading
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
+from coa_jax.protocol import get_protocol
 from coa_jax.storage import local
 from coa_jax.tasks.base import Task
 
 Row = Mapping[str, Any]
 
+SUFFIXES = (".jsonl", ".json", ".parquet")
+"""Suffixes of files that are task sources without a name before their path."""
 _MOST_ROWS = 100_000_000
 _LISTS = ("data", "Data", "rows")  # keys of the list of rows in JSON files
+
+
+def split_source(source: str) -> tuple[str, str]:
+    """Splits ``PATH:protocol=NAME`` into the path and the name; "" for a source without a protocol.
+
+    Raises:
+        UserError: the source has another option, or the protocol is unknown.
+    """
+    suffix = next(suffix for suffix in SUFFIXES if suffix in source)
+    path, _, rest = source.rpartition(suffix)
+    protocol = rest.removeprefix(":protocol=")
+    if rest and (protocol == rest or not protocol):
+        raise UserError(f"{source}: option {rest!r} is not understood; use :protocol=NAME")
+    if protocol:
+        get_protocol(protocol)
+    return path + suffix, protocol
 
 
 def find_files(pattern: str) -> list[Path]:
@@ -102,7 +123,9 @@ def _parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
 
 
 def plain(value: Any) -> Any:
-    """Converts a value to JSON: dates, exact decimals and bytes become strings."""
+    """Converts a value to JSON: dates, exact decimals and bytes become strings, arrays lists."""
+    if isinstance(value, np.ndarray | np.generic):
+        value = value.tolist()
     if isinstance(value, dict):
         return {key: plain(item) for key, item in value.items()}
     if isinstance(value, list):
@@ -112,6 +135,21 @@ def plain(value: Any) -> Any:
     if isinstance(value, bytes):
         return value.decode("utf-8", "replace")
     return str(value) if isinstance(value, decimal.Decimal | datetime.timedelta) else value
+
+
+def golds(value: Any) -> tuple[str, ...]:
+    """Returns the accepted answers of a row: a string, a number or a list of them.
+
+    Raises:
+        ValueError: the value is something else, or empty.
+    """
+    values = value if isinstance(value, list | tuple) else [value]
+    if not all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values):
+        raise ValueError("an answer must be a string, a number or a list of them")
+    gold = tuple(str(v).strip() for v in values)
+    if not gold or not all(gold):
+        raise ValueError("an answer is empty")
+    return gold
 
 
 def distinct(identity: str, number: int, seen: set[str]) -> str:

@@ -106,6 +106,23 @@ def is_repeat(name: str, arguments: str, context: ToolContext) -> bool:
     return any(tool == name and earlier.split() == words for tool, earlier in context.history)
 
 
+def refused_query(name: str, arguments: str, context: ToolContext) -> Observation | None:
+    """Returns the observation of a search that is not carried out: an empty or repeated query.
+
+    Args:
+        name: tag of the search tool.
+        arguments: text of the call.
+        context: context of the call.
+    """
+    if not arguments.split():
+        text = "The query is empty. Write what to search for between the tags."
+        return Observation(text, False, "bad_call", 0.0)
+    if is_repeat(name, arguments, context):
+        text = "This query was already searched. Use its result or search for something else."
+        return Observation(text, False, "error", 0.0, {"duplicate": True})
+    return None
+
+
 def own_calls(name: str, context: ToolContext) -> list[tuple[str, str]]:
     """Returns (arguments, outcome) of the trajectory's earlier calls of a tool; "ok" if unknown."""
     unknown = len(context.history) - len(context.outcomes)

@@ -10,7 +10,6 @@ from __future__ import annotations
 
 import argparse
 import asyncio
-import contextlib
 import dataclasses
 import hashlib
 import importlib.metadata
@@ -19,15 +18,14 @@ import logging
 import os
 import platform
 import re
-import shutil
 import subprocess
 import sys
-import tempfile
 import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Annotated
 
+from coa_jax import files
 from coa_jax.bounds import Text
 from coa_jax.errors import UserError
 from coa_jax.tools.sandbox.isolation import (
@@ -199,17 +197,16 @@ def _installed(requirements: list[str], interpreter: Interpreter) -> str:
     wanted = " ".join(requirements)
     logging.warning("code_libraries: pip installs %s for programs into %s", wanted, target)
     start = time.monotonic()
-    fresh = Path(tempfile.mkdtemp(prefix=f".{key}.", dir=cache))
-    try:
+
+    def fill(fresh: Path) -> None:
         _pip(requirements, interpreter, fresh)
         for path in (fresh, *fresh.rglob("*")):
             path.chmod(path.stat().st_mode | (0o555 if path.is_dir() else 0o444))
-        with contextlib.suppress(OSError):  # another process has created it
-            fresh.rename(target)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-    if not target.is_dir():
-        raise UserError(f"tools.code_libraries: {target} cannot be made; is the disk full?")
+
+    try:
+        files.make_folder(target, fill)
+    except OSError as error:
+        raise UserError(f"tools.code_libraries: {target} cannot be made: {error}") from error
     logging.warning("code_libraries: installed after %.0f s", time.monotonic() - start)
     return str(target)
 

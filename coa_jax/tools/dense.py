@@ -9,15 +9,14 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-import os
 import shutil
-import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Literal, get_args
 
 import numpy as np
 
+from coa_jax import files
 from coa_jax.errors import UserError
 from coa_jax.progress import progress
 from coa_jax.tools import factbook_pages
@@ -184,18 +183,12 @@ def _load_vectors(
         except (OSError, ValueError, EOFError) as error:
             _log.warning("computing the vectors of %s again: %s", folder, error)
             shutil.rmtree(folder, ignore_errors=True)
-    root.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=root))
-    try:
+
+    def fill(fresh: Path) -> None:
         _write_vectors(encoder, corpus, fresh / _VECTORS, shape)
-        try:
-            os.rename(fresh, folder)  # readers see a complete index or none
-        except OSError:
-            if not folder.is_dir():  # otherwise another process built one
-                raise
-        return _opened(folder, shape)
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
+
+    files.make_folder(folder, fill)
+    return _opened(folder, shape)
 
 
 def _name(encoder: Encoder, corpus: Sequence[Passage]) -> str:

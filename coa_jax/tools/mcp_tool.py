@@ -17,7 +17,6 @@ import dataclasses
 import json
 import math
 import os
-import re
 import threading
 import time
 from collections.abc import Iterable, Mapping
@@ -27,6 +26,7 @@ from coa_jax import reading
 from coa_jax.bounds import Address, Bounded, Count, Prose, Seconds, Variable, shown
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
+from coa_jax.protocol.bodies import without_fence
 from coa_jax.tools.base import Observation, ToolContext, time_for
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.secrets import Secret, quieten, redact_variables
@@ -37,7 +37,6 @@ T = TypeVar("T")
 _PING_S = 2.0
 _MOST_NESTED = 64
 _STDERR_BYTES, _STDERR_LINES, _STDERR_CHARS = 8192, 3, 600
-_FENCED = re.compile(r"\s*```(?:json)?[ \t]*\n(.*?)\n?```\s*", re.DOTALL)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,9 +375,8 @@ def parse_arguments(body: str, schema: Mapping[str, Any]) -> dict[str, Any] | No
     body is neither.
     """
     properties = schema.get("properties") or {}
-    fenced = _FENCED.fullmatch(body)
     try:
-        value = json.loads(fenced[1] if fenced else body)
+        value = json.loads(without_fence(body))
     except (ValueError, RecursionError):
         value = None
     required = set(schema.get("required") or ())

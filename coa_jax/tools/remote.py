@@ -11,7 +11,7 @@ from typing import Any
 
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_code
-from coa_jax.tools.base import Observation, ToolContext, is_repeat, time_for
+from coa_jax.tools.base import Observation, ToolContext, refused_query, time_for
 from coa_jax.tools.code import BAD_CALL, describe
 from coa_jax.tools.code_session import Continued, continued, longest_s, own_result, remembered
 from coa_jax.tools.corpus import split_contents
@@ -72,14 +72,9 @@ class RemoteSearch:
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Searches for the text between the tags."""
         start = time.monotonic()
+        if refused := refused_query(self.name, arguments, context):
+            return refused
         query = " ".join(arguments.split())
-        if not query:
-            text = "The query is empty. Write what to search for between the tags."
-            return Observation(text, False, "bad_call", time.monotonic() - start)
-        if is_repeat(self.name, arguments, context):
-            text = "This query was already searched. Use its result or search for something else."
-            seconds = time.monotonic() - start
-            return Observation(text, False, "error", seconds, {"duplicate": True})
         body = {"queries": [query], "topk": self._top_k, "return_scores": True}
         try:
             answer = await _post(self._url, body, self._limits, self._key_env, context)

@@ -18,7 +18,7 @@ from typing import Annotated, Any
 
 from coa_jax.bounds import Address, Between, Bounded, Count, Place, Seconds, Times, Variable
 from coa_jax.extensions import Kind, Named, bind
-from coa_jax.tools.base import Observation, ToolContext, is_repeat, time_for
+from coa_jax.tools.base import Observation, ToolContext, refused_query, time_for
 from coa_jax.tools.net.address import Guard, parse_url
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.errors import Blame, FetchError
@@ -272,19 +272,14 @@ class WebSearch:
         """Searches for the text between the tags."""
         start = time.monotonic()
         query = " ".join(arguments.split())
-        if not query:
-            text = "The query is empty. Write what to search for between the tags."
-            return Observation(text, False, "bad_call", time.monotonic() - start)
         in_address = self.provider == "searxng"
         sent = urllib.parse.quote(query, errors="replace") if in_address else query
         if len(sent) > _LONGEST_QUERY:
             text = "The query is too long. Search for its most telling words."
             seconds = time.monotonic() - start
             return Observation(text, False, "error", seconds, {"too_long": True})
-        if is_repeat(self.name, arguments, context):
-            text = "This query was already searched. Use its result or search for something else."
-            seconds = time.monotonic() - start
-            return Observation(text, False, "error", seconds, {"duplicate": True})
+        if refused := refused_query(self.name, arguments, context):
+            return refused
         detail: dict[str, Any] = {"provider": self.provider}
         left = time_for(self._config.timeout_s, context)
         try:

@@ -15,10 +15,8 @@ import functools
 import hashlib
 import json
 import logging
-import os
 import re
 import shutil
-import tempfile
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -30,7 +28,7 @@ import numpy as np
 from coa_jax import files
 from coa_jax.errors import UserError
 from coa_jax.tools import factbook_pages, factbook_relations, words
-from coa_jax.tools.base import Observation, ToolContext, is_repeat
+from coa_jax.tools.base import Observation, ToolContext, refused_query
 from coa_jax.tools.factbook_pages import Passage, fold
 
 if TYPE_CHECKING:
@@ -222,30 +220,14 @@ def load_index(
             return WikiIndex.load(folder)
         except (OSError, ValueError, KeyError, TypeError) as error:
             _log.warning("rebuilding the search index in %s: %s", folder, error)
+            shutil.rmtree(folder, ignore_errors=True)
     corpus = tuple(factbook_pages.passages(passage_chars) if passages is None else passages)
     index = WikiIndex.build(corpus)
     try:
-        _store(index, folder)
+        files.make_folder(folder, index.save)
     except OSError as error:
         _log.warning("the search index cannot be kept in %s: %s", root, error)
     return index
-
-
-def _store(index: WikiIndex, folder: Path) -> None:
-    """Moves a complete index into place by rename, so that readers never see a partial one."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    fresh = Path(tempfile.mkdtemp(prefix=f".{folder.name}.", dir=folder.parent))
-    try:
-        index.save(fresh)
-        if folder.exists():  # damaged: move it away, since rename cannot replace a folder
-            os.rename(folder, fresh.with_name(fresh.name + ".old"))
-        os.rename(fresh, folder)
-    except OSError:
-        if not (folder / "manifest.json").exists():  # otherwise another process built one
-            raise
-    finally:
-        shutil.rmtree(fresh, ignore_errors=True)
-        shutil.rmtree(fresh.with_name(fresh.name + ".old"), ignore_errors=True)
 
 
 class WikiSearch:
@@ -303,15 +285,9 @@ class WikiSearch:
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Searches for the text between the tags."""
         start = time.monotonic()
-        query = " ".join(arguments.split())
-        if not query:
-            text = "The query is empty. Write what to search for between the tags."
-            return Observation(text, False, "bad_call", time.monotonic() - start)
-        if is_repeat(self.name, arguments, context):
-            text = "This query was already searched. Use its result or search for something else."
-            detail = {"duplicate": True}
-            return Observation(text, False, "error", time.monotonic() - start, detail)
-        hits = await asyncio.to_thread(self.search, query)
+        if refused := refused_query(self.name, arguments, context):
+            return refused
+        hits = await asyncio.to_thread(self.search, " ".join(arguments.split()))
         seconds = time.monotonic() - start
         if not hits:
             text = "Nothing was found. Try other or fewer words."

@@ -22,8 +22,7 @@ import ml_collections
 
 from coa_jax.cli import load_config
 from coa_jax.evaluate.run import EvaluateConfig
-from coa_jax.evaluate.variants import SIZES, parse_variants
-from coa_jax.learn.variants import in_small
+from coa_jax.learn.variants import SMALL, in_small, parse_variants
 from coa_jax.settings import complete
 from coa_jax.tools.make import ToolsConfig
 
@@ -37,7 +36,7 @@ TEMPERATURES = {"7b": 0.8, "32b": 0.6}
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The configuration of a benchmark and a size."""
-    name, size, debug = parse_variants(arg, tuple(FILES), tuple(TEMPERATURES), SIZES)
+    name, size, debug = parse_variants(arg, tuple(FILES), tuple(TEMPERATURES), SMALL)
     trained = load_config(f"configs/rl/code.py:{size}")
     length = {"max_length": 32_768}
     config = complete(

@@ -21,7 +21,7 @@ from __future__ import annotations
 import ml_collections
 
 from coa_jax.cli import load_config
-from coa_jax.evaluate.variants import SIZES, parse_variants
+from coa_jax.learn.variants import SMALL, parse_variants
 
 FILES = {  # file of the release, samples, name of the benchmark
     "aime24": ("aime24.parquet", 16, "aime"),
@@ -34,7 +34,7 @@ FILES = {  # file of the release, samples, name of the benchmark
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The configuration of a benchmark and a size."""
-    name, size, debug = parse_variants(arg, tuple(FILES), ("7b", "32b"), SIZES)
+    name, size, debug = parse_variants(arg, tuple(FILES), ("7b", "32b"), SMALL)
     config = load_config(f"configs/evaluate/code.py:{size},{debug}")
     file, samples, benchmark = FILES[name]
     config.tasks, config.stage = f"/mnt/data/{file}", name

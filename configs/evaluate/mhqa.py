@@ -22,8 +22,7 @@ import ml_collections
 
 from coa_jax.cli import load_config
 from coa_jax.evaluate.run import EvaluateConfig
-from coa_jax.evaluate.variants import SIZES, parse_variants
-from coa_jax.learn.variants import in_small
+from coa_jax.learn.variants import SMALL, in_small, parse_variants
 from coa_jax.settings import complete
 from coa_jax.tools.make import ToolsConfig
 
@@ -40,7 +39,7 @@ FILES = {
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The configuration of a set."""
-    name, debug = parse_variants(arg, tuple(FILES), SIZES)
+    name, debug = parse_variants(arg, tuple(FILES), SMALL)
     trained = load_config("configs/rl/mhqa.py")
     config = complete(
         EvaluateConfig,

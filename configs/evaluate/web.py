@@ -24,8 +24,7 @@ import ml_collections
 from coa_jax.cli import load_config
 from coa_jax.evaluate.exposure import BLOCKED
 from coa_jax.evaluate.run import EvaluateConfig
-from coa_jax.evaluate.variants import SIZES, parse_variants
-from coa_jax.learn.variants import in_small
+from coa_jax.learn.variants import SMALL, in_small, parse_variants
 from coa_jax.settings import complete
 from coa_jax.tools.make import ToolsConfig
 
@@ -44,7 +43,7 @@ JUDGE = {
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The configuration of a benchmark."""
-    name, debug = parse_variants(arg, tuple(FILES), SIZES)
+    name, debug = parse_variants(arg, tuple(FILES), SMALL)
     trained = load_config("configs/rl/web.py")
     config = complete(
         EvaluateConfig,

@@ -29,8 +29,9 @@ from __future__ import annotations
 
 import ml_collections
 
+from coa_jax.learn.machines import MACHINES
 from coa_jax.learn.sft import SFTConfig
-from coa_jax.learn.variants import in_small, on_machine, parse_machine
+from coa_jax.learn.variants import SMALL, in_small, on_machine, parse_variants
 from coa_jax.settings import complete
 
 _NAMES = {"4b": "Qwen3-4B"}
@@ -38,7 +39,8 @@ _NAMES = {"4b": "Qwen3-4B"}
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The configuration of a size."""
-    size, machine, debug = parse_machine(arg, ("7b", "1.5b", "3b", "4b", "32b"))
+    sizes = ("7b", "1.5b", "3b", "4b", "32b")
+    size, machine, debug = parse_variants(arg, sizes, ("", *MACHINES), SMALL)
     config = complete(
         SFTConfig,
         {

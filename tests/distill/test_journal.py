@@ -47,7 +47,7 @@ def test_a_malformed_line_is_named(tmp_path):
 def test_runs_of_another_configuration_are_refused(tmp_path):
     path = tmp_path / "runs.jsonl"
     write(path, "a")
-    with pytest.raises(UserError, match="seed=0 there, 1 now"):
+    with pytest.raises(UserError, match="seed: 0 -> 1"):
         open_journal(path, {**SETTINGS, "seed": 1})
 
 

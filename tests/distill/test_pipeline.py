@@ -5,7 +5,7 @@ import pytest
 
 from coa_jax.distill import DistillConfig, distill_tasks, evaluate_teacher
 from coa_jax.distill.messages import AGENTS
-from coa_jax.distill.pipeline import graded_runs, run_teacher, teacher_block, wilson_interval
+from coa_jax.distill.pipeline import graded_runs, run_teacher, teacher_block
 from coa_jax.errors import UserError
 
 
@@ -113,12 +113,3 @@ def test_mistakes_of_the_user_are_explained(factbook_tasks, tools, config):
 def test_no_tasks_give_no_records(tools, config):
     records, report = distill_tasks([], tools, config)
     assert (records, report.total) == ([], 0)
-
-
-@pytest.mark.parametrize(
-    ("successes", "total", "low", "high"),
-    # From Wilson's formula as printed in Agresti & Coull 1998 and by statsmodels.
-    [(8, 10, 0.49016, 0.94332), (0, 10, 0.0, 0.27753), (10, 10, 0.72247, 1.0), (0, 0, 0.0, 1.0)],
-)
-def test_wilson_interval(successes, total, low, high):
-    assert wilson_interval(successes, total) == pytest.approx((low, high), abs=1e-4)

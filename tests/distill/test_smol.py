@@ -183,7 +183,7 @@ def test_a_file_of_runs_belongs_to_its_configuration_and_its_questions(tmp_path,
     assert begun[2:] == [mended.question] * 2
     bind(path, {"model": "m", "tools": ["code"]})
     other = {"model": "n", "tools": ["code"]}
-    with pytest.raises(UserError, match=r"\(model='m' there, 'n' now\); .* delete runs\.jsonl"):
+    with pytest.raises(UserError, match=r'\(model: "m" -> "n"\); .* delete runs\.jsonl'):
         bind(path, other)
     kept = path.read_bytes()
     path.unlink()

@@ -18,8 +18,8 @@ from coa_jax.evaluate.metrics import (
     pass_at_k,
     rate,
     standard_error,
-    wilson_interval,
 )
+from coa_jax.intervals import wilson_interval
 
 GROUPS = st.lists(st.lists(st.booleans(), max_size=5), max_size=6)
 
@@ -47,6 +47,7 @@ def test_pass_at_k_needs_k_samples(k):
         (15, 148, 0.0624, 0.1605),
         (0, 20, 0.0000, 0.1611),
         (1, 29, 0.0061, 0.1718),
+        (0, 0, 0.0, 1.0),  # without trials every share is possible
     ],
 )
 def test_wilson_intervals_are_the_published_ones(successes, n, low, high):

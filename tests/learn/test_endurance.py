@@ -12,7 +12,7 @@ import numpy as np
 import psutil
 import pytest
 
-from coa_jax.learn import rl
+from coa_jax.learn import learner, rl
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.learn.stream import Stream
 from coa_jax.model.api import Model, save_model
@@ -77,7 +77,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 @pytest.mark.timeout(1800)
 def test_faulty_tools_and_a_judge_that_is_down_cost_no_step_and_no_memory(folder, monkeypatch):
     clock, memory, tool = VirtualClock(), list[int](), Faulty(0)
-    real = rl.update
+    real = learner.update
 
     def update(*arguments, **named):
         memory.append(psutil.Process().memory_info().rss)
@@ -88,7 +88,7 @@ def test_faulty_tools_and_a_judge_that_is_down_cost_no_step_and_no_memory(folder
         return Stream(*arguments, **named, loop_factory=clock.new_loop)
 
     monkeypatch.setattr(judge, "chat", reply)
-    monkeypatch.setattr(rl, "update", update)
+    monkeypatch.setattr(learner, "update", update)
     monkeypatch.setattr(rl, "Stream", stream)
     config = rl_config(
         folder / "model",

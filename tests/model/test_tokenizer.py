@@ -13,8 +13,8 @@ from tokenizers.trainers import BpeTrainer
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import (
     IM_END,
-    chat_ids,
     check_byte_level,
+    conversation_ids,
     decode_ids,
     encode_plain,
     end_of_turn_id,
@@ -154,6 +154,12 @@ def test_lone_surrogates_become_replacement_characters():
     tokenizer = TOKENIZERS["own"]
     assert decode_ids(tokenizer, encode_plain(tokenizer, "a\ud800b")) == "a\ufffdb"
     assert decode_ids(tokenizer, encode_plain(tokenizer, "\ud83d\ude00")) == "\U0001f600"
+
+
+def chat_ids(tokenizer, user_text, system=None):
+    """The ids of a conversation with one message of the user."""
+    before = [] if system is None else [("system", system)]
+    return conversation_ids(tokenizer, [*before, ("user", user_text)])
 
 
 @pytest.mark.parametrize("name", ["qwen_like", "own"])

@@ -70,7 +70,7 @@ def test_a_file_that_grows_is_read_once_and_one_that_is_cut_anew(run):
 def test_a_damaged_line_is_named(run):
     with (run / "metrics.jsonl").open("ab") as file:
         file.write(b"[1]\n")
-    with pytest.raises(UserError, match=r"metrics\.jsonl: a line is not a JSON object"):
+    with pytest.raises(UserError, match=r"metrics\.jsonl: a line: not a JSON object"):
         drawn(run)
 
 

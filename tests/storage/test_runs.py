@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from coa_jax import files, storage
+from coa_jax import files, jsonl, storage
 from coa_jax.api import load_policy
 from coa_jax.export import export
 from coa_jax.storage.places import file_system
@@ -51,7 +51,7 @@ def root_of(store):
 
 
 def rows(folder: Path, phase: str) -> list[dict]:
-    return [row for row in files.read_jsonl(folder / "metrics.jsonl") if row["phase"] == phase]
+    return [row for row in jsonl.read_objects(folder / "metrics.jsonl") if row["phase"] == phase]
 
 
 def seen(url: str, names_only: tuple[str, ...] = ()) -> Path:

@@ -9,7 +9,7 @@ from coa_jax.evaluate.run import EvaluateConfig, load
 from coa_jax.settings import build
 from coa_jax.tasks import GradersConfig
 from coa_jax.tasks.examples import write_examples
-from coa_jax.tasks.ready import check_ready
+from coa_jax.tasks.ready import check_ready, look
 from coa_jax.tools.make import ToolsConfig
 
 VARIANTS = {
@@ -34,5 +34,5 @@ def test_every_benchmark_has_a_debug_form_that_needs_no_network(file, tmp_path, 
         assert (config.protocol, config.top_p) == (large.protocol, large.top_p)
         tasks = load(config)
         assert {task.protocol for task in tasks} == {config.protocol}
-        check_ready(5.0, tasks=tasks, graders=config.graders, tools=tools)
+        check_ready(look(5.0, tasks=tasks, graders=config.graders, tools=tools, made=True))
     assert isinstance(config.graders, GradersConfig)

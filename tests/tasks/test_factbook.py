@@ -9,7 +9,7 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.tasks import grade_answer, load_tasks, normalize_answer
-from coa_jax.tasks.factbook import count_items
+from coa_jax.tasks.factbook import items_of
 from coa_jax.tasks.factbook_facts import split_of
 from coa_jax.tasks.factbook_grammar import (
     TEMPLATES,
@@ -24,12 +24,10 @@ from coa_jax.tools.wiki_search import load_index
 
 
 def test_splits_are_big_enough_and_have_all_hops():
-    sizes = {split: sum(count_items(split).values()) for split in ("train", "validation", "test")}
+    sizes = {split: len(items_of(split)) for split in ("train", "validation", "test")}
     assert sizes["train"] >= 10_000 and sizes["validation"] >= 600 and sizes["test"] >= 600
     for split in sizes:
-        by_hops = collections.Counter()
-        for (hops, _), count in count_items(split).items():
-            by_hops[hops] += count
+        by_hops = collections.Counter(item.program.hops for item in items_of(split))
         assert set(by_hops) == {1, 2, 3, 4} and min(by_hops.values()) >= 100
 
 
@@ -51,7 +49,7 @@ def test_no_answer_of_another_split_is_in_a_training_question():
     for answer in answers:
         sizes.setdefault(answer.split()[0], set()).add(len(answer.split()))
     questions = {task.question for task in load_tasks("factbook", "train")}
-    assert len(questions) == TEMPLATES * sum(count_items("train").values())
+    assert len(questions) == TEMPLATES * len(items_of("train"))
     phrases = set()
     for question in questions:
         words = normalize_answer(question).split()

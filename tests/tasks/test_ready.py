@@ -9,7 +9,7 @@ import pytest
 from coa_jax.errors import UserError
 from coa_jax.tasks import GradersConfig, Task
 from coa_jax.tasks.judge import JudgeConfig
-from coa_jax.tasks.ready import check_ready
+from coa_jax.tasks.ready import check_ready, look
 from coa_jax.tools.make import ToolsConfig
 from coa_jax.tools.net.chat import ChatConfig
 from tests.distill.chat_server import serving
@@ -27,10 +27,15 @@ def judged(url, **options):
     return GradersConfig(judge=JudgeConfig(ChatConfig(url, "grader", **options)))
 
 
-def wrong(*arguments, seconds=PATIENT, **options):
+def ready(seconds=PATIENT, **options):
+    """Checks what a run with its tools created needs."""
+    check_ready(look(seconds, made=True, **options))
+
+
+def wrong(seconds=PATIENT, **options):
     """What a refusal says."""
     with pytest.raises(UserError, match=r"^not ready: ") as caught:
-        check_ready(seconds, *arguments, **options)
+        ready(seconds, **options)
     text = str(caught.value)
     assert "\n" not in text and text.endswith("start anyway with --config.probe_s=0")
     return text
@@ -76,24 +81,24 @@ def test_a_judge_is_asked_with_its_key_and_its_model(monkeypatch, status, why):
 
 def test_what_is_not_needed_is_not_asked(tmp_path):
     down = judged("http://127.0.0.1:9/v1")
-    check_ready(0, tasks=[task()], graders=down)
-    check_ready(PATIENT, tasks=[task("exact_match"), task("math")], graders=down)
-    check_ready(PATIENT, graders=None, tools=None)
+    ready(0, tasks=[task()], graders=down)
+    ready(tasks=[task("exact_match"), task("math")], graders=down)
+    ready(graders=None, tools=None)
     arithmetic = task("exact_match", scorer="reasoning_gym")
     everything = GradersConfig(judge=down.judge, judge_all=True)
-    check_ready(PATIENT, tasks=[arithmetic], graders=everything)
+    ready(tasks=[arithmetic], graders=everything)
     assert "judge" in wrong(tasks=[task("exact_match")], graders=everything)
     assert "judge" in wrong(graders=down)  # of tasks that are not known yet
     recorded = {"path": str(tmp_path / "s.sqlite"), "mode": "replay"}
     from coa_jax.settings import build
 
     config = {"names": ("wiki_search",), "wiki_url": "http://127.0.0.1:9/x", "store": recorded}
-    check_ready(PATIENT, tasks=[task("math")], tools=build(ToolsConfig, config))
+    ready(tasks=[task("math")], tools=build(ToolsConfig, config))
 
 
 def test_a_model_that_only_thinks_in_its_first_tokens_is_there():
     with serving(lambda messages: ...) as server:
-        check_ready(PATIENT, tasks=[task()], graders=judged(server.url))
+        ready(tasks=[task()], graders=judged(server.url))
 
 
 def test_private_tests_are_looked_for_before_anything_is_sampled(tmp_path):
@@ -102,6 +107,6 @@ def test_private_tests_are_looked_for_before_anything_is_sampled(tmp_path):
     (tmp_path / "q0.json").write_text('{"input": ["1"], "output": ["1"]}')
     said = wrong(tasks=tasks, graders=graders)
     assert "has no tests for 4 of 5 questions (q1, q2, q3, ...)" in said
-    check_ready(PATIENT, tasks=tasks[:1], graders=graders)
+    ready(tasks=tasks[:1], graders=graders)
     (tmp_path / "q0.json").write_text("[]")
     assert "q0.json: no tests can be read" in wrong(tasks=tasks[:1], graders=graders)

@@ -222,6 +222,15 @@ def optional_text(value: Any, what: str) -> str:
     return "" if value is None else text(value, what)
 
 
+def error_of(step: Mapping[str, Any], where: str) -> str:
+    """Returns the message of a step's ``error``; "" for a step without an error."""
+    error = step.get("error")
+    if error is None:
+        return ""
+    message = mapping(error, f"'error' of {where}").get("message")
+    return optional_text(message, f"the error of {where}")
+
+
 def finite(value: Any, what: str) -> float:
     """Returns the value if it is a finite number, else raises `Malformed`."""
     if isinstance(value, bool) or not isinstance(value, int | float):

@@ -35,6 +35,7 @@ from coa_jax.distill.readers.base import (
     Trace,
     accepted,
     each_line,
+    error_of,
     finite,
     items,
     mapping,
@@ -124,14 +125,6 @@ def _source(step: dict[str, Any], number: int) -> str | None:
     return text(need(function, "arguments", "'function'"), f"the program of step {number}")
 
 
-def _error(step: dict[str, Any], number: int) -> str:
-    error = step.get("error")
-    if error is None:
-        return ""
-    message = mapping(error, f"'error' of step {number}").get("message")
-    return optional_text(message, f"the error of step {number}")
-
-
 def _action(
     talk: Conversation,
     step: dict[str, Any],
@@ -141,7 +134,7 @@ def _action(
 ) -> None:
     output = optional_text(step.get("model_output"), f"'model_output' of step {number}")
     seen = optional_text(step.get("observations"), f"'observations' of step {number}")
-    error, source = _error(step, number), _source(step, number)
+    error, source = error_of(step, f"step {number}"), _source(step, number)
     thought = thought_of(output)
     if source is None or program is None:  # nothing ran: the output could not be parsed
         talk.say(thought)
@@ -207,7 +200,7 @@ def _join(
     runs = {_key(task): mapping(run, "a search run") for task, run in raw.items()}
     if len(runs) < len(raw):
         raise Malformed("two tasks in 'search_agent_actions' differ in blanks only")
-    failed = {number for number in programs if _error(steps[number], number)}
+    failed = {number for number in programs if error_of(steps[number], f"step {number}")}
     asked = {n: [t for _, t in p.requests] for n, p in programs.items() if p.requests}
     joined: dict[int, list[_Run]] = {number: [] for number in asked}
     stated: set[str] = set()

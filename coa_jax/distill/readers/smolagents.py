@@ -31,6 +31,7 @@ from coa_jax.distill.readers.base import (
     Trace,
     accepted,
     each_line,
+    error_of,
     items,
     mapping,
     need,
@@ -151,7 +152,7 @@ def _program(
     runs: Sequence[dict[str, Any]],
 ) -> None:
     source, program = written
-    thought, error = _thought(step, where), _error(step, where)
+    thought, error = _thought(step, where), error_of(step, where)
     seen = optional_text(step.get("observations"), f"'observations' of {where}")
     if runs or program.requests:
         if program.adds:
@@ -172,7 +173,7 @@ def _tools(
     agents: Collection[str],
 ) -> None:
     """Adds a step of a ToolCallingAgent."""
-    thought, error = _thought(step, where), _error(step, where)
+    thought, error = _thought(step, where), error_of(step, where)
     seen = optional_text(step.get("observations"), f"'observations' of {where}")
     calls = [call for call in calls if call[0] != "final_answer"]
     asked = [name for name, _ in calls if name in agents]
@@ -215,13 +216,6 @@ def _thought(step: Mapping[str, Any], where: str) -> str:
         parts = [mapping(part, f"'model_output' of {where}").get("text") for part in output]
         output = "\n".join(part for part in parts if isinstance(part, str))
     return thought_of(optional_text(output, f"'model_output' of {where}"))
-
-
-def _error(step: Mapping[str, Any], where: str) -> str:
-    error = step.get("error")
-    if error is None:
-        return ""
-    return optional_text(mapping(error, f"'error' of {where}").get("message"), "an error")
 
 
 def _call(value: Any, where: str) -> tuple[str, Any]:

@@ -16,7 +16,7 @@ from typing import Any, Literal, Protocol
 from coa_jax.bounds import Bounded, Count, Place, Seed, Share, Temperature, shown
 from coa_jax.distill.chance import uniform
 from coa_jax.distill.endpoint import Endpoint, RequestRefusedError
-from coa_jax.distill.llm import read_object, without_thought
+from coa_jax.distill.llm import read_object
 from coa_jax.distill.synthesis.drafts import Document
 from coa_jax.distill.synthesis.facts import fact_of
 from coa_jax.distill.together import gather
@@ -26,6 +26,7 @@ from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
 from coa_jax.model.tokenizer import eos_ids
+from coa_jax.protocol.bodies import without_thought
 from coa_jax.rollout.collect import collect
 from coa_jax.rollout.request import Request, RolloutConfig, prompt_ids
 from coa_jax.tasks.base import Task

@@ -95,11 +95,7 @@ _FILES = """
             file.write(CHUNK)
         held(megabytes)
 """
-_GONE = """
-    for megabytes in range(STEP, most + 1, STEP):
-        with open(f"file.{os.getpid()}.{megabytes}", "wb") as file:
-            file.write(CHUNK)
-        held(megabytes)
+_GONE = _FILES + """
     for megabytes in range(STEP, most + 1, STEP):
         os.unlink(f"file.{os.getpid()}.{megabytes}")
     held(0)

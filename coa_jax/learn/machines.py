@@ -1,0 +1,58 @@
+"""Settings by which the models of the web agent fit machines smaller than a pod."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+
+class Fit(NamedTuple):
+    """Settings with which a stage fits a machine.
+
+    Attributes:
+        length: tokens of a row, and positions of a slot.
+        fsdp, tensor: sizes of the mesh.
+        lora: rank of the adapters; 0 trains all parameters.
+        slots: slots of an engine.
+        decode: chips of an engine.
+    """
+
+    length: int
+    fsdp: int = 1
+    tensor: int = 1
+    lora: int = 0
+    slots: int = 0
+    decode: int = 1
+
+
+MACHINES: Mapping[str, Mapping[str, Mapping[str, Fit]]] = {
+    "h100": {
+        "sft": {"1.5b": Fit(32_768), "4b": Fit(16_384, lora=32), "7b": Fit(8_192, lora=32)},
+        "rl": {"1.5b": Fit(16_384, slots=32), "4b": Fit(8_192, lora=32, slots=16)},
+    },
+    "8xh100": {
+        "sft": {"1.5b": Fit(32_768, 8), "4b": Fit(32_768, 8), "7b": Fit(32_768, 4, 2)},
+        "rl": {
+            "1.5b": Fit(32_768, 8, slots=16),
+            "4b": Fit(32_768, 8, slots=6),
+            "7b": Fit(32_768, 4, 2, slots=8),
+        },
+    },
+    "v5e-8": {
+        "sft": {"1.5b": Fit(16_384, 8), "4b": Fit(8_192, 4, 2), "7b": Fit(8_192, 8, lora=32)},
+        "rl": {
+            "1.5b": Fit(16_384, 8, slots=8),
+            "4b": Fit(8_192, 4, 2, slots=16, decode=4),
+            "7b": Fit(8_192, 8, lora=32, slots=16, decode=4),
+        },
+    },
+    "v6e-8": {
+        "sft": {"1.5b": Fit(32_768, 8), "4b": Fit(16_384, 8), "7b": Fit(16_384, 4, 2)},
+        "rl": {
+            "1.5b": Fit(32_768, 8, slots=8),
+            "4b": Fit(16_384, 8, slots=16, decode=4),
+            "7b": Fit(16_384, 4, 2, slots=16, decode=4),
+        },
+    },
+}
+"""Machine -> stage -> size of the model -> settings (docs/scaling.md)."""
