@@ -1,4 +1,4 @@
-"""The forms that a config file has: sizes of the model, and the same settings in small."""
+"""Variants of a config file: sizes of the model, machines, and a small form for debugging."""
 
 from __future__ import annotations
 
@@ -29,14 +29,22 @@ _SMALL: Mapping[str, Sequence[str]] = {
         "rollout.max_tool_calls", "rollout.max_observation_tokens", "rollout.prompt_style",
     ),
 }  # fmt: skip
-"""Settings of a stage that make it large."""
+"""Settings of a stage that the variant ``debug`` takes from ``configs/STAGE/tiny.py``."""
 
 
 def parse_machine(argument: str | None, sizes: Sequence[str]) -> tuple[str, str, bool]:
-    """Reads ``7b,v5e-8``: a size, a machine of `MACHINES` ("" where none is given), and ``debug``.
+    """Parses a variant with a machine, such as ``7b,v5e-8``.
+
+    Args:
+        argument: a size, a machine of `MACHINES` and ``debug``, each optional, with commas between
+            them; or None.
+        sizes: sizes that the config file has; the first is the default.
+
+    Returns:
+        The size, the machine ("" for none), and whether ``debug`` is given.
 
     Raises:
-        UserError: see `parse_variant`; or there are two machines.
+        UserError: a part of the argument is unknown, or there are two sizes or machines.
     """
     parts = (argument or "").split(",")
     machines = [part for part in parts if part in MACHINES]
@@ -51,17 +59,17 @@ def parse_machine(argument: str | None, sizes: Sequence[str]) -> tuple[str, str,
 
 
 def parse_variant(argument: str | None, sizes: Sequence[str] = ()) -> tuple[str, bool]:
-    """Reads what stands behind the colon of ``--config=FILE.py:7b,debug``.
+    """Parses a variant, which follows the colon in ``--config=FILE.py:7b,debug``.
 
     Args:
-        argument: a size, ``debug``, both with a comma between, or None.
-        sizes: that the file has; the first is taken where none is given.
+        argument: a size and ``debug``, each optional, with a comma between them; or None.
+        sizes: sizes that the config file has; the first is the default.
 
     Returns:
-        The size (empty where the file has none), and whether the small form is wanted.
+        The size ("" if the file has no sizes), and whether ``debug`` is given.
 
     Raises:
-        UserError: it is something else.
+        UserError: a part of the argument is unknown, or there are two sizes.
     """
     parts = [part for part in (argument or "").split(",") if part]
     chosen = [part for part in parts if part in sizes]
@@ -122,27 +130,31 @@ MACHINES: Mapping[str, Mapping[str, Mapping[str, Mapping[str, Any]]]] = {
         },
     },
 }
-"""Machine -> stage -> size -> settings that fit there (docs/scaling.md): tokens of a row, sizes of
-the mesh, rank of adapters (0 trains all parameters), slots of an engine and its chips."""
+"""Machine -> stage -> size -> settings that fit into its memory (docs/scaling.md): tokens of a row,
+sizes of the mesh axes, rank of adapters (0 trains all parameters), and slots and chips of an
+engine."""
 
 
 def on_machine(config: ConfigDict, stage: str, size: str, machine: str) -> ConfigDict:
-    """A configuration with sizes that fit a small machine; all else is kept.
+    """Changes the lengths, mesh and memory settings of a config for a pod to fit a small machine.
 
     Args:
-        config: of a pod.
+        config: a config for a pod; changed in place.
         stage: ``sft`` or ``rl``.
-        size: of the model.
+        size: size of the model, such as ``7b``.
         machine: key of `MACHINES`.
 
+    Returns:
+        The same config.
+
     Raises:
-        UserError: the model does not fit on the machine, in this stage.
+        UserError: `MACHINES` has no settings for this model, stage and machine.
     """
     known = MACHINES[machine][stage]
     if size not in known:
         raise UserError(
-            f"--config: no settings are known by which {stage} of {size} fits {machine}; there are "
-            f"those of {', '.join(known)}"
+            f"--config: there are no settings with which {stage} of {size} fits {machine}; the "
+            f"sizes with settings are {', '.join(known)}"
         )
     fit = known[size]
     config.row_length, config.remat = fit["length"], "full"
@@ -157,7 +169,15 @@ def on_machine(config: ConfigDict, stage: str, size: str, machine: str) -> Confi
 
 
 def in_small(config: ConfigDict, stage: str) -> ConfigDict:
-    """A configuration with the sizes of ``configs/STAGE/tiny.py``; all else is kept."""
+    """Changes a config to the model, data and sizes of ``configs/STAGE/tiny.py``, for debugging.
+
+    Args:
+        config: a config; changed in place.
+        stage: ``sft``, ``rl`` or ``evaluate``.
+
+    Returns:
+        The same config.
+    """
     tiny = load_config(f"configs/{stage}/tiny.py")
     for key in _SMALL[stage]:
         *groups, name = key.split(".")
