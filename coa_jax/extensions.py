@@ -321,7 +321,7 @@ def bind(
             offers = ", ".join(kind.offers) or "nothing"
             raise UserError(
                 f"{where}: {name} needs {parameter!r}{_near(parameter, kind.offers)}; {kind.one}"
-                f" is called with what it asks for of {offers}, and with its options"
+                f" gets these arguments by name: {offers}; and its own options"
             )
     asks = frozenset(named) & frozenset(kind.offers)
     if only or (kind.needs and not asks & set(kind.needs)):

@@ -99,6 +99,13 @@ def _walk(
 
 
 def flops_of(module: Module, computation: Computation, line: Instruction) -> float:
+    """FLOPs of the matmuls of an instruction.
+
+    Args:
+        module: the program.
+        computation: computation of the instruction.
+        line: the instruction.
+    """
     if line.opcode == "fusion":
         inner = module.computations[line.called[0]]
         return sum(flops_of(module, inner, part) for part in inner.values())
@@ -195,7 +202,13 @@ def _context(computation: Computation, line: Instruction) -> int:
 
 
 def moved_by(module: Module, computation: Computation, line: Instruction) -> float:
-    """Bytes of operands and results in the main memory; a slice counts only its own bytes."""
+    """Bytes that an instruction moves in the main memory; a slice counts only its own bytes.
+
+    Args:
+        module: the program.
+        computation: computation of the instruction.
+        line: the instruction.
+    """
     if line.opcode in FREE:
         return 0.0
     if line.opcode == "copy-start":

@@ -84,7 +84,13 @@ def core_speed(examples: Examples, seconds: float = 2.0) -> float:
 
 
 def batch_size_of(examples: Examples, rows: int, length: int) -> int:
-    """Largest number of first examples that fit into ``rows`` rows of ``length`` tokens."""
+    """Largest number of first examples that fit into the rows of an update.
+
+    Args:
+        examples: examples of the run.
+        rows: number of rows.
+        length: tokens of a row.
+    """
     low, high = 1, len(examples)
     while low < high:
         middle = (low + high + 1) // 2

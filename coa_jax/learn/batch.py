@@ -123,7 +123,16 @@ def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> E
 
 
 def environment_ids(tokenizer: Any, protocol: Protocol, text: str) -> list[int]:
-    """Token ids of an observation and of the text around it, as the agent loop encodes them."""
+    """Encodes an observation as the agent loop does.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        protocol: protocol of the record.
+        text: the observation, including the text that the protocol puts around it.
+
+    Returns:
+        Token ids.
+    """
     head, tail = plain_frame(protocol)
     if not text.startswith(head) or not text.endswith(tail) or len(text) < len(head) + len(tail):
         return encode_plain(tokenizer, text)

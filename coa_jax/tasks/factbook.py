@@ -327,7 +327,16 @@ def _kind_weight(kind: str) -> float:
 
 
 def shares(total: int, weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
-    """Splits a total by weight, never more than a size; what one cannot take goes to others."""
+    """Distributes a number of items over kinds in proportion to weights.
+
+    Args:
+        total: number of items to distribute.
+        weights: weight of each kind.
+        sizes: maximum number of items of each kind; the other kinds get the rest.
+
+    Returns:
+        Number of items of each kind.
+    """
     counts = [0] * len(weights)
     for _ in range(min(total, sum(sizes))):
         open_ = [i for i, size in enumerate(sizes) if counts[i] < size and weights[i] > 0]
@@ -339,7 +348,14 @@ def shares(total: int, weights: Sequence[float], sizes: Sequence[int]) -> list[i
 
 
 def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]:
-    """`load_factbook` with the options that stand behind the colon of a source."""
+    """Calls `load_factbook` with the options after the colon of a source.
+
+    Args:
+        split: see `load_factbook`.
+        n: see `load_factbook`.
+        seed: see `load_factbook`.
+        source: the source, such as ``factbook:hops=2``.
+    """
     return load_factbook(split, n, seed, parse_options(source.partition(":")[2]), source)
 
 
