@@ -116,8 +116,7 @@ class Command(Bounded):
         sft: settings of fine-tuning, as in the command ``sft``.
         rl: settings of reinforcement learning, as in the command ``rl``.
         evaluate: settings of the evaluations.
-        base: settings that differ in the evaluation of the base model, such as a prompt that
-            explains the protocol.
+        base: settings that differ in the base model's evaluation, such as its ``prompt_style``.
         sft_more: whether to train a control: the policy of SFT, fine-tuned for as long as RL took.
         rft: settings (without paths) of a control that is fine-tuned on the right trajectories of
             RL, see `learn.rejection`; {} for none.

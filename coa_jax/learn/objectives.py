@@ -256,19 +256,7 @@ def sequence_clip(
 
     The ratio is the exponential of the mean of log r over the policy tokens of the sequence.  All
     tokens of a sequence have the same loss, so ``normalise=sequence`` gives the mean over
-    sequences.
-
-    Args:
-        log_ratio: log r, float32 ``[R, T]``, 0 where the policy did not write.
-        advantages: A, float32 ``[R, T]``, equal for all tokens of a sequence.
-        mask: 1 where the policy wrote, float32 ``[R, T]``.
-        segment_ids: number of each token's sequence in its row, int32 ``[R, T]``.
-        clip_low: the ratio is clipped to at least ``1 - clip_low``.
-        clip_high: the ratio is clipped to at most ``1 + clip_high``.
-        dual_clip: c of the dual clip; 0 for none.
-
-    Returns:
-        As `clip`.
+    sequences.  For the parameters see `surrogate`, for the results `clip`.
     """
     ratio = bounded_exp(segment_means(log_ratio, mask, segment_ids))
     return clip(ratio, advantages, clip_low, clip_high, dual_clip)
@@ -279,17 +267,8 @@ def cispo(
 ) -> tuple[jax.Array, Stats]:
     """CISPO's loss ``-stop_gradient(clip(r)) A log p`` (MiniMax-M1, arXiv 2506.13585 eq 4).
 
-    Clipping bounds the weight of a token, but no token loses its gradient.
-
-    Args:
-        logp: log p, float32 ``[R, T]``.
-        ratio: r, float32 ``[R, T]``.
-        advantages: A, float32 ``[R, T]``.
-        clip_low: r is clipped to at least ``1 - clip_low``.
-        clip_high: r is clipped to at most ``1 + clip_high``.
-
-    Returns:
-        As `clip`.
+    Clipping bounds the weight of a token, but no token loses its gradient.  For the parameters see
+    `surrogate`, for the results `clip`.
     """
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     loss = -jax.lax.stop_gradient(clipped) * advantages * logp
@@ -317,16 +296,7 @@ def segment_sums(x: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
 
 
 def segment_means(x: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
-    """For each token the mean of ``x`` over the policy tokens of the token's sequence.
-
-    Args:
-        x: float32 ``[R, T]``, 0 where ``mask`` is 0.
-        mask: 1 where the policy wrote, float32 ``[R, T]``.
-        segment_ids: number of each token's sequence in its row, int32 ``[R, T]``.
-
-    Returns:
-        Float32 ``[R, T]``.
-    """
+    """For each token the mean over the policy tokens of its sequence; x is 0 where mask is 0."""
     return segment_sums(x, segment_ids) / jnp.maximum(segment_sums(mask, segment_ids), 1.0)
 
 

@@ -79,12 +79,6 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     index, sample number, parameters), so the run is a function of its seed.
 
     On SIGTERM the process abandons the rollouts in flight, saves, and exits with code 0.
-
-    Args:
-        config: settings of the run.
-        run: directory of the run.
-        output: directory for the model.
-        tools: live tools of the tool loop.
     """
     check_loss(config.chosen)
     parts, prompt, graders = questions(config)
@@ -147,19 +141,7 @@ class Source:
         tools: Sequence[Tool],
         environments: Environments | None = None,
     ):
-        """Reads the records of the run; sampling begins with the first `step` that needs it.
-
-        Args:
-            config: settings of the run.
-            learner: policy and engines of the run.
-            run: directory of the run.
-            tasks: the tasks by index, see `tasks.mixture.stream_of`.
-            pool: pool of tasks in its state after ``learner.step`` steps; None without a pool.
-            prompt: prompt style in which the policy sees the tasks.
-            graders: graders of the answers.
-            tools: live tools of the tool loop.
-            environments: creates the environment of a sample; None for the tool loop.
-        """
+        """Reads the records of the run; sampling begins with the first `step` that needs it."""
         self._config, self._learner, self._tools = config, learner, tools
         self._pool = pool  # its state after the learned steps
         self._spool = Spool(run.path / "spool")
@@ -185,10 +167,7 @@ class Source:
         self._abandoned = False
 
     def step(self) -> tuple[Sampled, dict[str, float]] | None:
-        """Returns the groups of the next step, and metrics of their sampling.
-
-        None if any process has abandoned the run.
-        """
+        """The next step's groups and sampling metrics; None if a process has abandoned the run."""
         if self._stream is None and (record := self._recorded()) is not None:
             return record
         if self._stream is None:
@@ -292,12 +271,10 @@ class Source:
             self._stream.publish(None, self._learner.step)
 
     def engines(self, slots: int) -> Sequence[Engine]:
-        """Returns engines with the published parameters and with free slots.
-
-        If rollouts are in flight, new engines share the weights of the existing engines.
+        """Engines with the published parameters and free slots: new ones if rollouts are in flight.
 
         Args:
-            slots: slots of a new engine; 0 for as many as the existing engines have.
+            slots: slots of a new engine, which shares the weights; 0 for as many as the others.
         """
         learner = self._learner
         if self._stream is None:

@@ -7,19 +7,17 @@ each other in `meet`.  A waiting process handles signals, and logs which process
 A slow process does not end a run: rollouts may take hours.  Only a missing heartbeat ends a run.
 In each process the thread `_watch` ends the process with one line if another process is lost.
 
-Process 0 is the coordinator: it hosts JAX's coordination service, through which processes
-communicate.  If the coordinator hangs or is unreachable, only client calls with a deadline return,
-so `_watch` makes no other calls.
+Process 0, the coordinator, hosts JAX's coordination service, through which processes communicate.
+If the coordinator hangs or is unreachable, only client calls with a deadline return, so `_watch`
+makes no other calls.
 
 Environment variables of a process:
 
 ======================================  ===========================================================
 COA_JAX_DISTRIBUTED=1                   JAX finds the processes: TPU pods, GKE, SLURM, Open MPI
 COA_JAX_COORDINATOR=HOST:PORT           address of process 0, if JAX cannot find the processes
-COA_JAX_NUM_PROCESSES                   number of processes
-COA_JAX_PROCESS_ID                      number of this process, from 0
-COA_JAX_LOST_SECONDS                    seconds without heartbeat until a process counts as lost
-                                        (default 60)
+COA_JAX_NUM_PROCESSES, _PROCESS_ID      number of processes, and number of this process from 0
+COA_JAX_LOST_SECONDS                    seconds without heartbeat of a lost process (default 60)
 ======================================  ===========================================================
 """
 
@@ -51,8 +49,7 @@ from coa_jax.errors import UserError
 T = TypeVar("T")
 
 EXIT_LOST = 3
-"""Exit code of a process that ends because another process is lost.  The same command resumes the
-run."""
+"""Exit code of a process that ends because another process is lost: the run can be resumed."""
 
 _ROOT = "coa_jax"
 _VERDICT = f"{_ROOT}/verdict"
@@ -198,10 +195,9 @@ def join() -> None:
 def _hold_aborts() -> None:
     """Delays an abort of the process by 6 seconds, so that `_watch` can print the reason.
 
-    JAX aborts a process as soon as its connection to the coordinator breaks.  This function makes
-    the C function ``sleep`` the handler of SIGABRT.  The C library calls the handler with the
-    signal's number, 6, in the aborting thread, and aborts when the handler returns.  The handler
-    runs no Python code, so no lock can keep the process alive.
+    JAX aborts a process as soon as its connection to the coordinator breaks.  Here the C function
+    ``sleep`` becomes the handler of SIGABRT: the C library calls it with the signal's number, 6,
+    and then aborts.  No Python code runs in between, so no lock can keep the process alive.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
@@ -355,15 +351,14 @@ def gather(items: Sequence[T], what: str, seconds: float) -> list[T]:
 
 
 def fail(error: BaseException, reason: str, code: int) -> NoReturn:
-    """Ends this process because of an error that has been printed, and tells the others.
+    """Ends all processes because of an error of this process that has been printed.
 
-    The other processes end with the same exit code.  This function does not shut the interpreter
-    down, because JAX's exit handler would wait for all other processes.
+    The interpreter is not shut down, because JAX's exit handler would wait for all processes.
 
     Args:
         error: the error.
         reason: description of the error for the other processes.
-        code: exit code.
+        code: exit code of all processes.
     """
     if _joined is not None:
         if isinstance(error, jax.errors.JaxRuntimeError):

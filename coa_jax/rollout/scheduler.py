@@ -41,20 +41,7 @@ class Scheduler:
         on_text: Callable[[Arrival], None] | None,
         on_tokens: Callable[[int], None] | None = None,
     ):
-        """Takes over an engine whose slots are all free.
-
-        Args:
-            engine: the engine.
-            episodes: creates the episodes of requests.
-            inbox: queue of the requests.
-            tools: live tools.
-            config: budgets of a trajectory.
-            on_text: is called with new text of an episode, see `run_episodes`; None for no calls.
-            on_tokens: is called with the number of newly sampled tokens; None for no calls.
-
-        Raises:
-            ValueError: the config constrains sampling, and the engine has no constraint.
-        """
+        """Takes over an engine whose slots are all free; for the arguments see `run_episodes`."""
         if config.constrain and engine.constraint is None:
             raise ValueError("config.constrain is set, but the engine has no constraint")
         self.engine, self.episodes, self.config = engine, episodes, config
