@@ -38,6 +38,7 @@ COMMANDS = {
     "ablation": "ablation",
     "economy": "economy",
     "claims": "claims",
+    "release": "release",
     "replay": "rollout.replay",
     "aot": "aot",
     "needs": "needs",

@@ -12,6 +12,7 @@ import asyncio
 import dataclasses
 import functools
 import json
+import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -40,6 +41,7 @@ from coa_jax.model.tokenizer import encode_plain, load_tokenizer
 from coa_jax.progress import Bar, progress
 from coa_jax.protocol import TAGS, FormatName, Level
 from coa_jax.records import read_records
+from coa_jax.release import release
 from coa_jax.report import build_report
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build, merged
@@ -105,8 +107,7 @@ class Command(Bounded):
 
     Attributes:
         prompt_style: prompt style of the policy, see `tasks.prompts.load_prompt`.
-        format: conversation format of all training and evaluation stages, see
-            `RolloutConfig.format`; the teacher always works in tags.
+        format: conversation format of the policy, see `RolloutConfig.format`.
         tools: tools of the teacher and of the policy.
         distill: tasks that the teacher solves.
         teacher: settings of the teacher, and of the filters of its trajectories.
@@ -118,11 +119,10 @@ class Command(Bounded):
         evaluate: settings of the evaluations.
         base: settings that differ in the base model's evaluation, such as its ``prompt_style``.
         sft_more: whether to train a control: the policy of SFT, fine-tuned for as long as RL took.
-        rft: settings (without paths) of a control that is fine-tuned on the right trajectories of
-            RL, see `learn.rejection`; {} for none.
-        economy: whether to count the tokens that the policy of RL saves compared with the teacher,
-            on the held-out tasks.
+        rft: settings, without paths, of the control `learn.rejection` on RL's traces; {} for none.
+        economy: whether to count the tokens that RL's policy saves compared with the teacher.
         measures: name -> additional evaluation, see `Measure`.
+        release: whether to write ``release/`` at the end, see `coa_jax.release`; needs adapters.
         minutes: stage -> minutes on 2 CPU cores, for the estimate of the remaining time.
     """
 
@@ -141,6 +141,7 @@ class Command(Bounded):
     rft: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     economy: bool = False
     measures: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    release: bool = False
     minutes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def sft_config(self, path: Path) -> SFTConfig:
@@ -182,10 +183,6 @@ class Pipeline:
 
     def __init__(self, config: ml_collections.ConfigDict, run: RunDir):
         """Checks the settings of all stages.
-
-        Args:
-            config: the config of the command.
-            run: the work directory.
 
         Raises:
             UserError: a setting is wrong.
@@ -295,12 +292,7 @@ class Pipeline:
             rejection.train(self.rft_config, run, self.models / "rft")
 
     def evaluate(self, policy: str, stage: str = "") -> None:
-        """Evaluates a policy on the held-out tasks, or as an additional evaluation.
-
-        Args:
-            policy: name of the policy's directory in ``models``.
-            stage: name of the results, or of an additional evaluation; "" for the policy's name.
-        """
+        """Evaluates a policy of ``models`` on the held-out tasks, or as an additional evaluation."""
         stage = stage or policy
         config = self.evaluations.get(stage, self.evaluation)
         tasks, tools, told = self.held_out, self.tools, self.told_tools
@@ -327,6 +319,12 @@ class Pipeline:
             lambda text: len(encode_plain(tokenizer, text)),
         )
         self.run.summary({"economy": told}, anew=True)
+
+    def release(self) -> None:
+        """Collects adapter, data and trajectories in a directory small enough to publish."""
+        output = self.run.path / "release"
+        shutil.rmtree(output, ignore_errors=True)
+        release(self.run.path, output)
 
     def report(self) -> None:
         """Builds the HTML report."""
@@ -365,6 +363,8 @@ def stages_of(pipeline: Pipeline) -> list[tuple[str, Callable[[], None]]]:
             )
         measured = functools.partial(pipeline.evaluate, measure.policy, name)
         stages.append((f"evaluate_{name}", measured))
+    if pipeline.config.release:
+        stages.append(("release", pipeline.release))
     return stages
 
 

@@ -38,8 +38,15 @@ PIPELINE = [f"configs/{stage}/factbook.py" for stage in STAGES]
 AGENTS = [
     f"configs/{stage}/{agent}.py" for stage in ("sft", "rl") for agent in ("web", "mhqa", "code")
 ]
-BENCHMARKS = [f"configs/evaluate/{name}.py" for name in ("web", "mhqa", "code", "maths")]
-VARIANTS = ("web.py:browsecomp", "mhqa.py:2wiki", "code.py:lcb4,32b", "maths.py:math500,32b")
+BENCHMARKS = [f"configs/evaluate/{name}.py" for name in ("web", "mhqa", "code", "maths", "afm")]
+VARIANTS = (
+    "afm.py:2wiki,3b,sft",
+    "afm.py:aime24,32b",
+    "web.py:browsecomp",
+    "mhqa.py:2wiki",
+    "code.py:lcb4,32b",
+    "maths.py:math500,32b",
+)
 SMALL = [p for p in CONFIGS if Path(p).parts[1] in ("sft", "rl", "evaluate")]
 # Every file as it is by default, and the variants of those that have some.
 SPECS = [
@@ -241,7 +248,7 @@ def test_the_critic_of_the_paper_warms_up_for_5_percent_of_the_steps_and_its_act
 
 
 def test_benchmarks_have_the_settings_of_the_paper():
-    web, mhqa, code, maths = (load_config(path) for path in BENCHMARKS)
+    web, mhqa, code, maths, _ = (load_config(path) for path in BENCHMARKS)
     assert (web.samples, web.temperature, web.top_p, web.top_k) == (5, 1.0, 0.9, 20)
     assert (web.rollout.max_turn_tokens, web.rollout.max_tokens) == (4096, 32_768)
     assert web.best_of.chat.model == web.graders.judge.chat.model == "Qwen/Qwen2.5-72B-Instruct"
@@ -253,6 +260,21 @@ def test_benchmarks_have_the_settings_of_the_paper():
         load_config(f"{BENCHMARKS[0]}:gaiaa")
     with pytest.raises(UserError, match="7b, 32b, not both"):
         load_config(f"{BENCHMARKS[2]}:7b,32b")
+
+
+def test_released_checkpoints_are_evaluated_as_the_release_does():
+    web, mhqa, maths = (
+        load_config(f"configs/evaluate/afm.py:{variants}")
+        for variants in ("webwalker,32b", "musique,3b,sft", "aime25")
+    )
+    assert web.model == "PersonalAILab/AFM-WebAgent-32B-rl"
+    assert mhqa.model == "PersonalAILab/AFM-MHQA-Agent-3B-sft"
+    assert maths.model == "PersonalAILab/AFM-CodeAgent-7B-rl"
+    assert (web.attempts, web.last_suggestion, web.rollout.cut_context) == (3, True, True)
+    assert (mhqa.attempts, mhqa.last_suggestion, mhqa.rollout.cut_context) == (1, False, False)
+    assert maths.rollout.prompt_style == "data"
+    with pytest.raises(UserError, match="3b checkpoints of the MHQA agent only"):
+        load_config("configs/evaluate/afm.py:gaia,3b")
 
 
 def test_a_debug_form_differs_in_size_only():

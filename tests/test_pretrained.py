@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import json
+from collections import Counter
 
+import jax
+import numpy as np
 import pytest
 from ml_collections import ConfigDict
 
@@ -12,7 +15,11 @@ from coa_jax.cli import load_config
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
 from coa_jax.quickstart import Tasks, left_minutes, run_pipeline
+from coa_jax.records import read_records
+from coa_jax.release import release as write_release
+from coa_jax.report import build_report
 from coa_jax.tasks.mixture import load_shares
+from coa_jax.trajectory import read_trajectories
 from examples.unseen_tools.questions import load
 from examples.unseen_tools.tools import Calendar, Units
 
@@ -40,9 +47,27 @@ def test_the_pipeline_runs_every_stage_and_goes_on_where_it_was(tmp_path, capsys
     by = json.loads((tmp_path / "evaluate" / "rl" / "results.json").read_text())["figures"]["by"]
     assert set(by["source"]) == {"people", "maths"} and "wording" in by
     out = capsys.readouterr().out
-    assert "1/13 distill" in out and "minutes left" in out
+    assert "1/14 distill" in out and "minutes left" in out
     assert run_pipeline(small_config(), tmp_path) == summary
-    assert capsys.readouterr().out.count("done before") == 13
+    assert capsys.readouterr().out.count("done before") == 14
+    check_release(tmp_path, tmp_path / "release")
+
+
+def check_release(run, release):
+    """The released adapter is the policy of RL, and the directory is a run for other commands."""
+    released, policy = load_model(release / "adapter"), load_model(run / "models" / "rl")
+    jax.tree.map(
+        lambda a, b: np.testing.assert_allclose(a, b, rtol=0, atol=1e-3 * np.abs(b).max()),
+        released.params,
+        policy.params,
+    )
+    assert released.card == policy.card
+    assert len(read_records(release / "data" / "train.jsonl")) == 20
+    sampled = Counter(t.metadata["phase"] for t in read_trajectories(release))
+    assert sampled == {"evaluate-sft": 6, "evaluate-rl": 6}
+    assert build_report(release).is_file()
+    with pytest.raises(UserError, match="is there already"):
+        write_release(run, release)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.lengths import fitting, measure
 from coa_jax.learn.losses import SFTLoss
 from coa_jax.model.api import describe_model, load_weights
+from coa_jax.model.config import LoraConfig
 from coa_jax.parallel.placement import own_rows, training_mesh
 from coa_jax.records import ProtocolName, Records, iterate_records
 from coa_jax.run_dir import RunDir
@@ -46,6 +47,7 @@ class RFTConfig(FitConfig):
         protocol: protocol of records that name none; "" infers the protocol from their tags.
         prompt_style: prompt style in which the policy sees the records' questions, see
             `tasks.prompts`.
+        lora: adapters to train instead of the whole model.
     """
 
     traces: Place
@@ -55,6 +57,7 @@ class RFTConfig(FitConfig):
     data: Place = ""
     protocol: ProtocolName = ""
     prompt_style: Place = "full"
+    lora: LoraConfig = dataclasses.field(default_factory=LoraConfig)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -75,7 +78,9 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
     """
     mesh = training_mesh(config.mesh, config.rows)
     chosen = _chosen(config) if config.traces else []
-    model = describe_model(config.model)
+    described = describe_model(config.model)
+    architecture = dataclasses.replace(described.config, lora=config.lora)
+    model = dataclasses.replace(described, config=architecture)
     parts = [examples_in_memory([trajectory_example(trajectory, 0.0) for trajectory in chosen])]
     if config.data:
         prompt = load_prompt(config.prompt_style, config.model)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from coa_jax.errors import UserError
+from coa_jax.model.adapters import CONFIG_FILE, AdaptedTensors, Adapter, read_adapter
 from coa_jax.model.card import read_card
 from coa_jax.model.compute import Compute, local_compute
 from coa_jax.model.config import DTYPES, ModelConfig
@@ -24,7 +26,7 @@ from coa_jax.model.params import Params, bind, param_dtype, shardings
 from coa_jax.model.ranged_io import RangedCheckpoint
 from coa_jax.model.safetensors_io import Checkpoint
 from coa_jax.model.tokenizer import MissingTokenizer, find_tokenizer, gguf_tokenizer
-from coa_jax.storage import model_folder, weights_apart
+from coa_jax.storage import is_url, local, model_folder, weights_apart
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,12 +50,13 @@ class Model:
 def load_model(
     path: str | Path, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None
 ) -> Model:
-    """Loads a Hugging Face directory (safetensors) or a GGUF file.
+    """Loads a Hugging Face directory (safetensors), a GGUF file or a LoRA adapter.
 
     Args:
         path: a directory with ``config.json``, safetensors and, if the tokenizer is used, the
-            tokenizer files; a ``.gguf`` file; or a directory with one such file. The path may be a
-            URL of a bucket, or a Hub id, ``Org/Name`` or ``Org/Name@revision``.
+            tokenizer files; a ``.gguf`` file; a directory with one such file; or a directory with
+            a LoRA adapter of PEFT, whose base model is loaded and changed. The path may be a URL
+            of a bucket, or a Hub id, ``Org/Name`` or ``Org/Name@revision``.
         dtype: dtype of the parameters, ``"float32"`` or ``"bfloat16"``. float32 holds bfloat16,
             float16 and dequantised weights without loss.
         mesh: mesh on which the parameters are placed, by the training rules of
@@ -64,9 +67,8 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))
-    folder = model_folder(path)
-    source, config = _source(path, folder)
-    model = _described(folder, source, config)
+    model = describe_model(path)
+    source, config = _source(path)
     params = load_params(source, config, jnp.dtype(dtype), shardings(config, mesh))
     return dataclasses.replace(model, params=params)
 
@@ -74,25 +76,35 @@ def load_model(
 def describe_model(path: str | Path) -> Model:
     """Loads a model like :func:`load_model`, but without parameters; reads no weights."""
     folder = model_folder(path, weights=False)
+    if (adapter := read_adapter(folder)) is not None:
+        with _named_by(adapter):
+            base = describe_model(adapter.base)
+        own = find_tokenizer(folder)
+        tokenizer = base.tokenizer if isinstance(own, MissingTokenizer) else own
+        return _checked(folder, Model(base.config, {}, tokenizer, read_card(folder) or base.card))
     if (gguf := gguf_file(folder)) is not None:
         file = GgufFile(gguf)
-        return _described(folder, file, file.config)
-    return _described(folder, None, _config(folder))
+        model = Model(file.config, {}, gguf_tokenizer(file), read_card(folder))
+    else:
+        model = Model(_config(folder), {}, find_tokenizer(folder), read_card(folder))
+    return _checked(folder, model)
 
 
 def load_weights(path: str | Path, mesh: jax.sharding.Mesh | None = None) -> Params:
     """Loads the float32 parameters of a model; see :func:`load_model`."""
-    source, config = _source(path, model_folder(path))
+    source, config = _source(path)
     return load_params(source, config, jnp.float32, shardings(config, mesh))
 
 
-def _source(path: str | Path, folder: Path) -> tuple[TensorSource, ModelConfig]:
-    """Opens the weights of a model; returns the tensor source and the architecture.
-
-    Args:
-        path: the model.
-        folder: see `storage.model_folder`.
-    """
+def _source(path: str | Path) -> tuple[TensorSource, ModelConfig]:
+    """Opens the weights of a model; returns the tensor source and the architecture."""
+    folder = model_folder(path)
+    if (adapter := read_adapter(folder)) is not None:
+        with _named_by(adapter):
+            base, config = _source(adapter.base)
+        # A bucket's safetensors are read by ranges, but an adapter is small: copy all of it.
+        whole = Path(local(path)) if is_url(path) else folder
+        return AdaptedTensors(base, dataclasses.replace(adapter, folder=whole)), config
     gguf = gguf_file(folder)
     if gguf is not None:
         file = GgufFile(gguf)
@@ -109,16 +121,30 @@ def _config(folder: Path) -> ModelConfig:
     return read_config(folder)
 
 
-def _described(path: Path, source: TensorSource | None, config: ModelConfig) -> Model:
-    tokenizer = gguf_tokenizer(source) if isinstance(source, GgufFile) else find_tokenizer(path)
-    if not isinstance(tokenizer, MissingTokenizer):
-        largest = max(tokenizer.get_vocab().values())
-        if largest >= config.vocab_size:
+@contextlib.contextmanager
+def _named_by(adapter: Adapter) -> Iterator[None]:
+    """Says of an error with the base model which adapter names that model."""
+    try:
+        if read_adapter(model_folder(adapter.base, weights=False)) is not None:
+            raise UserError("that is an adapter too: merge the two with PEFT first")
+        yield
+    except UserError as error:
+        raise UserError(
+            f"{adapter.folder / CONFIG_FILE}: the base model {adapter.base} cannot be loaded: "
+            f"{error}"
+        ) from error
+
+
+def _checked(path: Path, model: Model) -> Model:
+    """Returns the model after checking that its tokenizer fits its embeddings."""
+    if not isinstance(model.tokenizer, MissingTokenizer):
+        largest = max(model.tokenizer.get_vocab().values())
+        if largest >= model.config.vocab_size:
             raise UserError(
                 f"{path}: the tokenizer has ids up to {largest}, the model only "
-                f"{config.vocab_size} embeddings: use the tokenizer that belongs to the model"
+                f"{model.config.vocab_size} embeddings: use the tokenizer that belongs to the model"
             )
-    return Model(config, {}, tokenizer, read_card(path))
+    return model
 
 
 @functools.partial(jax.jit, static_argnames=("config", "compute"))

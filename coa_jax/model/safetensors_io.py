@@ -47,7 +47,7 @@ class Checkpoint:
         weight_map = _weight_map(Path(directory))
         self.files = sorted(set(weight_map.values())) or [Path(directory) / SINGLE_FILE]
         for path in self.files:
-            file = _open(path)
+            file = open_safetensors(path)
             for name in file.keys():  # noqa: SIM118  # a file is not a mapping
                 self._tensors[name] = path, file
         self.shapes: Mapping[str, tuple[int, ...]] = {
@@ -75,7 +75,7 @@ class Checkpoint:
         return values
 
 
-def _open(path: Path) -> Any:
+def open_safetensors(path: Path) -> Any:
     """Opens a file with the library, mapped into memory.
 
     Raises:

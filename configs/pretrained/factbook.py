@@ -97,7 +97,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     )
     config.measures = ConfigDict(_measures())
     config.minutes = ConfigDict(_MINUTES)
-    config.economy = config.sft_more = variant == "tags"
+    config.economy = config.sft_more = config.release = variant == "tags"
     config.rft = ConfigDict(_rft() if variant == "tags" else {})
     return _in_small(config) if debug else config
 
@@ -124,7 +124,7 @@ _MINUTES = {
 
 
 def _sft() -> dict[str, Any]:
-    """Fine-tuning of all parameters."""
+    """Fine-tuning of adapters, which are small enough to publish."""
     return {
         "seed": 0,
         "rename_share": 0.0,
@@ -137,11 +137,12 @@ def _sft() -> dict[str, Any]:
         "validate_every": 40,
         "checkpoint_every": 20,
         "keep_last": 1,
+        "lora": {"rank": 8},
         "optimizer": complete(
             OptimizerConfig,
             {
-                "learning_rate": 3e-4,
-                "total_steps": 120,
+                "learning_rate": 2e-3,
+                "total_steps": 150,
                 "warmup_steps": 5,
                 "final_ratio": 0.1,
                 "weight_decay": 0.01,
@@ -168,13 +169,14 @@ def _rl(engine: dict[str, Any], rollout: dict[str, Any]) -> dict[str, Any]:
         "dtype": "float32",
         "export_dtype": "float32",
         "remat": "dots",
+        "lora": {"rank": 4},
         "algorithm": complete(
             Algorithm, {"name": "dapo", "overlong_buffer": 0, "negative_weight": 0.25}
         ),
         "optimizer": complete(
             OptimizerConfig,
             {
-                "learning_rate": 2e-5,
+                "learning_rate": 3e-4,
                 "total_steps": 10,
                 "warmup_steps": 1,
                 "final_ratio": 0.3,
@@ -201,9 +203,10 @@ def _rft() -> dict[str, Any]:
         "dtype": "bfloat16",
         "export_dtype": "float32",
         "remat": "dots",
+        "lora": {"rank": 4},
         "optimizer": complete(
             OptimizerConfig,
-            {"learning_rate": 2e-5, "total_steps": 12, "warmup_steps": 1, "final_ratio": 0.3},
+            {"learning_rate": 3e-4, "total_steps": 12, "warmup_steps": 1, "final_ratio": 0.3},
         ),
         "checkpoint_every": 8,
         "keep_last": 1,

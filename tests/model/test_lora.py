@@ -2,6 +2,7 @@
 
 import dataclasses
 import functools
+import json
 
 import jax
 import jax.numpy as jnp
@@ -12,12 +13,13 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.losses import SFTLoss
-from coa_jax.model.api import load_model
+from coa_jax.model.api import Model, describe_model, load_model, save_model
 from coa_jax.model.compute import REFERENCE, Compute, local_compute
 from coa_jax.model.config import PROJECTIONS, LoraConfig
 from coa_jax.model.params import (
     bind,
     flatten,
+    init_params,
     join,
     merge_adapters,
     param_dtype,
@@ -204,3 +206,64 @@ def test_adapters_are_merged_into_weights_of_16_bits(base):
     np.testing.assert_allclose(
         found.astype("f"), expected, rtol=0, atol=np.abs(expected).max() / 128
     )
+
+
+def test_an_adapter_directory_is_a_model(base, tmp_path):
+    peft = pytest.importorskip("peft")
+    model = grown(load_model(base), SOME)
+    save_trained(model, str(base), tmp_path / "model", "float32")
+    loaded, whole = load_model(tmp_path / "model-adapters"), load_model(tmp_path / "model")
+    jax.tree.map(
+        functools.partial(np.testing.assert_allclose, rtol=0, atol=1e-6),
+        loaded.params,
+        whole.params,
+    )
+    assert describe_model(tmp_path / "model-adapters").config == whole.config
+    assert loaded.tokenizer.get_vocab() == whole.tokenizer.get_vocab()
+    # Another program's adapter, with a rank-stabilised scale.
+    theirs = peft.get_peft_model(
+        LlamaForCausalLM.from_pretrained(base),
+        peft.LoraConfig(r=4, lora_alpha=3, use_rslora=True, target_modules=["k_proj", "up_proj"]),
+    )
+    torch.manual_seed(1)
+    for name, weight in theirs.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    theirs.save_pretrained(tmp_path / "theirs")
+    expected = theirs(torch.tensor(TOKENS, dtype=torch.long)).logits.detach().numpy()
+    np.testing.assert_allclose(logits(load_model(tmp_path / "theirs")), expected, rtol=0, atol=0.02)
+    assert np.abs(logits(load_model(base)) - expected).max() > 0.01
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"peft_type": "IA3"}, "peft_type is 'IA3': only LORA"),
+        ({"use_dora": True}, "use_dora is not supported"),
+        ({"bias": "all"}, "bias='all' is not supported"),
+        ({"base_model_name_or_path": None}, "base_model_name_or_path is missing"),
+        ({"base_model_name_or_path": "/no/such"}, "the base model /no/such cannot be loaded"),
+        ({"r": 0}, "r and lora_alpha are not numbers above 0"),
+    ],
+)
+def test_an_adapter_that_cannot_be_applied_is_refused(base, tmp_path, changes, message):
+    model = grown(load_model(base), SOME)
+    save_trained(model, str(base), tmp_path / "model", "float32")
+    path = tmp_path / "model-adapters" / "adapter_config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path / "model-adapters")
+
+
+def test_an_adapter_of_another_model_or_of_an_adapter_is_refused(base, tmp_path):
+    model = grown(load_model(base), SOME)
+    save_trained(model, str(tmp_path / "smaller"), tmp_path / "model", "float32")
+    other = dataclasses.replace(model.config, num_layers=1, lora=LoraConfig())
+    save_model(
+        Model(other, init_params(other, jax.random.key(0)), model.tokenizer), tmp_path / "smaller"
+    )
+    with pytest.raises(UserError, match=r"do not fit model.layers.1.*smaller: is base_model_name"):
+        load_model(tmp_path / "model-adapters")
+    save_trained(model, str(tmp_path / "model-adapters"), tmp_path / "second", "float32")
+    with pytest.raises(UserError, match="that is an adapter too"):
+        load_model(tmp_path / "second-adapters")

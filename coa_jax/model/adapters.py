@@ -1,0 +1,151 @@
+"""LoRA adapters in the format of PEFT: read with the model that they change, and added up.
+
+A directory with ``adapter_config.json`` is a model: the base model that the file names, with
+``alpha / r * B A`` added to each adapted weight (arXiv 2106.09685 eq 3).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import ml_dtypes
+import numpy as np
+
+from coa_jax import files
+from coa_jax.errors import UserError
+from coa_jax.model.hf_weights import TensorSource
+from coa_jax.model.safetensors_io import open_safetensors, write_safetensors
+
+CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
+_PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
+_UNSUPPORTED = (
+    "use_dora",
+    "fan_in_fan_out",
+    "modules_to_save",
+    "rank_pattern",
+    "alpha_pattern",
+    "lora_bias",
+    "trainable_token_indices",
+)
+
+
+@dataclasses.dataclass(frozen=True)
+class Adapter:
+    """The description of an adapter directory.
+
+    Attributes:
+        folder: the directory.
+        base: the base model: a path, a URL or a Hub id.
+        scale: factor of ``B A``: ``alpha / r``, or ``alpha / sqrt(r)`` for ``use_rslora``.
+    """
+
+    folder: Path
+    base: str
+    scale: float
+
+
+def read_adapter(folder: Path) -> Adapter | None:
+    """Reads ``adapter_config.json``; returns None if the directory has no such file.
+
+    Raises:
+        UserError: the file describes no LoRA adapter, or a variant that is not supported.
+    """
+    path = folder / CONFIG_FILE
+    if not path.is_file():
+        return None
+    config = files.read_json_object(path)
+    if config.get("peft_type") != "LORA":
+        raise UserError(f"{path}: peft_type is {config.get('peft_type')!r}: only LORA is supported")
+    for name in _UNSUPPORTED:
+        if config.get(name):
+            raise UserError(f"{path}: {name} is not supported: merge the adapter with PEFT first")
+    if config.get("bias", "none") != "none":
+        raise UserError(f"{path}: bias={config['bias']!r} is not supported: use 'none'")
+    base, rank, alpha = (
+        config.get(name) for name in ("base_model_name_or_path", "r", "lora_alpha")
+    )
+    if not isinstance(base, str) or not base:
+        raise UserError(f"{path}: base_model_name_or_path is missing: name the base model there")
+    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+        raise UserError(f"{path}: r and lora_alpha are not numbers above 0")
+    return Adapter(folder, base, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
+
+
+class AdaptedTensors:
+    """The tensors of a base model with the products of an adapter added; a `TensorSource`.
+
+    Attributes:
+        where: the adapter's directory, for messages.
+        shapes: shape of each tensor by name.
+
+    Raises:
+        UserError: the adapter's file is damaged, or its tensors do not fit the base model.
+    """
+
+    def __init__(self, base: TensorSource, adapter: Adapter) -> None:
+        self.where = str(adapter.folder)
+        self.shapes: Mapping[str, tuple[int, ...]] = base.shapes
+        self._base, self._scale = base, adapter.scale
+        path = adapter.folder / WEIGHTS_FILE
+        self._file: Any = open_safetensors(path)
+        self._modules: dict[str, str] = {}
+        names = set(self._file.keys())
+        for name in sorted(names):
+            module = name.removesuffix(_A).removesuffix(_B)
+            if module == name or not {module + _A, module + _B} <= names:
+                raise UserError(f"{path}: {name} is no half of a pair lora_A, lora_B")
+            self._modules[module.removeprefix(_PREFIX) + ".weight"] = module
+        for weight, module in self._modules.items():
+            (rank, inputs), (outputs, same) = (
+                self._file.get_slice(module + half).get_shape() for half in (_A, _B)
+            )
+            if rank != same or base.shapes.get(weight) != (outputs, inputs):
+                raise UserError(
+                    f"{path}: {module} has {outputs} x {same} and {rank} x {inputs} numbers, which "
+                    f"do not fit {weight} of {base.where}: is base_model_name_or_path right?"
+                )
+
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Reads rows of a tensor; an adapted tensor is float32."""
+        values = self._base.read(name, rows)
+        if (module := self._modules.get(name)) is None:
+            return values
+        a, b = self._file.get_tensor(module + _A), self._file.get_slice(module + _B)[rows]
+        product: np.ndarray = b.astype(np.float32) @ a.astype(np.float32)
+        return values.astype(np.float32) + np.float32(self._scale) * product
+
+
+def write_sum(adapters: Sequence[Adapter], base: str, output: Path) -> None:
+    """Writes one adapter in bfloat16 that does what several do, trained one after the other.
+
+    The rank is the sum of the ranks: ``[B1 B2] [A1; A2] = B1 A1 + B2 A2``.
+
+    Args:
+        adapters: adapters of the same projections; the first was trained on ``base``, each other
+            one on the model with the adapters before it merged.
+        base: base model, as ``base_model_name_or_path`` names it.
+        output: directory to create or extend.
+
+    Raises:
+        UserError: the adapters change different projections, or one of them is damaged.
+    """
+    opened = [open_safetensors(adapter.folder / WEIGHTS_FILE) for adapter in adapters]
+    names = set(opened[0].keys())
+    if any(set(file.keys()) != names for file in opened):
+        raise UserError(f"{adapters[0].folder} and the others adapt different projections")
+    tensors, config = {}, files.read_json_object(adapters[0].folder / CONFIG_FILE)
+    for name in sorted(names):
+        parts = [file.get_tensor(name).astype(np.float32) for file in opened]
+        if name.endswith(_B):
+            parts = [b * np.float32(its.scale) for b, its in zip(parts, adapters, strict=True)]
+        tensors[name] = np.concatenate(parts, axis=1 if name.endswith(_B) else 0)
+    rank = next(tensor.shape[0] for name, tensor in tensors.items() if name.endswith(_A))
+    output.mkdir(parents=True, exist_ok=True)
+    shapes = {name: tensor.shape for name, tensor in tensors.items()}
+    write_safetensors(output / WEIGHTS_FILE, shapes, ml_dtypes.bfloat16, tensors.items())
+    known = {"base_model_name_or_path": base, "r": rank, "lora_alpha": rank, "use_rslora": False}
+    files.write_json(output / CONFIG_FILE, {**config, **known})

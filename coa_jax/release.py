@@ -1,0 +1,124 @@
+"""Collects what is worth publishing of a finished pipeline in one small directory.
+
+    coa-jax release --workdir=runs/pretrained --output=released/smollm2
+
+The directory holds
+
+- ``adapter/``: the adapters of SFT and RL as one adapter in the format of PEFT, with ``agent.json``
+  (the prompt of the training) and a model card. `coa_jax` and PEFT load the adapter;
+- ``data/``: the distilled records and their card;
+- ``traces/``: the trajectories of the evaluations after SFT and after RL;
+- ``config.json``, ``summary.json``, ``metrics.jsonl``, ``evaluate/``: with these the directory is
+  a run for ``coa-jax report``, ``coa-jax claims`` and the notebooks.
+"""
+
+from __future__ import annotations
+
+import shutil
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from coa_jax import files, shards
+from coa_jax.cli import run_main, workdir_flag
+from coa_jax.distill.card import card as data_card
+from coa_jax.errors import UserError
+from coa_jax.jsonl import dumps
+from coa_jax.model.adapters import Adapter, read_adapter, write_sum
+from coa_jax.model.card import CARD, read_card
+from coa_jax.model.hub_card import hub_card
+from coa_jax.records import read_records
+from coa_jax.trajectory import iterate_trajectories
+
+_STAGES = ("sft", "rl")
+_COPIED = ("config.json", "summary.json", "metrics.jsonl")
+
+
+def release(run: Path, output: Path) -> int:
+    """Writes the directory; returns the number of its bytes.
+
+    Args:
+        run: directory of a pipeline that trained adapters, see `coa_jax.quickstart`.
+        output: directory to create.
+
+    Raises:
+        UserError: the run has not finished RL, trained no adapters, or ``output`` exists.
+    """
+    if output.exists():
+        raise UserError(f"--output={output} is there already: choose another directory")
+    missing = [name for name in _COPIED if not (run / name).is_file()]
+    if missing:
+        raise UserError(f"{run} has no {missing[0]}: give the directory of a finished pipeline")
+    adapters = [_adapter(run, stage) for stage in _STAGES]
+    config = files.read_json_object(run / "config.json")
+    output.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
+        new = Path(folder) / output.name
+        new.mkdir()
+        _write_adapter(run, adapters, config, new / "adapter")
+        _write_data(run, new)
+        for name in _COPIED:
+            shutil.copy(run / name, new / name)
+        for path in sorted((run / "evaluate").glob("*/results.json")):
+            (new / "evaluate" / path.parent.name).mkdir(parents=True)
+            shutil.copy(path, new / "evaluate" / path.parent.name)
+        files.replace_folder(new, output)
+    return sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+
+
+def _adapter(run: Path, stage: str) -> Adapter:
+    folder = run / "models" / f"{stage}-adapters"
+    if (adapter := read_adapter(folder)) is None:
+        raise UserError(
+            f"{folder} has no adapter: finish the pipeline, with config.{stage}.lora.rank above 0"
+        )
+    return adapter
+
+
+def _write_adapter(
+    run: Path, adapters: list[Adapter], config: dict[str, Any], output: Path
+) -> None:
+    write_sum(adapters, str(config["model"] or run / "models" / "base"), output)
+    agent = read_card(run / "models" / "rl")
+    files.write_json(output / CARD, agent)
+    settings = config["rl"]
+    step = int(settings["optimizer"]["total_steps"])
+    text = hub_card(str(config["model"]), "rl", step, settings, agent)
+    (output / "README.md").write_text(text, encoding="utf-8")
+
+
+def _write_data(run: Path, output: Path) -> None:
+    """Copies the distilled records, with their card, and the trajectories of two evaluations."""
+    (output / "data").mkdir()
+    for split in ("train", "validation"):
+        shutil.copy(run / "data" / f"{split}.jsonl", output / "data")
+    records = read_records(run / "data" / "train.jsonl")
+    text = data_card(f"Distilled trajectories of {run.name}", records)
+    (output / "data" / "README.md").write_text(text, encoding="utf-8")
+    for stage in _STAGES:
+        phase = f"evaluate-{stage}"
+        rows = (
+            dumps(value).encode()
+            for value in iterate_trajectories(run, dict)
+            if value["metadata"].get("phase") == phase
+        )
+        shards.write(output / "traces", "jsonl.gz", phase, 0, rows)
+
+
+def define_flags() -> None:
+    """Defines the flags of the command."""
+    workdir_flag("directory of the run")
+    flags.DEFINE_string("output", None, "directory to create", required=True)
+
+
+def main(_: list[str]) -> None:
+    """Entry point."""
+    values = flags.FLAGS
+    size = release(Path(values.workdir), Path(values.output))
+    print(f"{size / 1e6:.1f} MB -> {values.output}")
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags)

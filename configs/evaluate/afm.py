@@ -1,0 +1,64 @@
+r"""Evaluates the released Agent Foundation Models as the release does, against the paper's tables.
+
+    python -m coa_jax.evaluate --config=configs/evaluate/afm.py:gaia,7b --workdir=runs/afm-gaia \
+        --config.rollout.prompt_style=/mnt/data/WebAgentRLDataset.parquet \
+        --config.graders.judge.chat.url=http://judge:8000/v1 \
+        --config.tools.crawl_page.summarizer.url=http://judge:8000/v1
+
+Variants: a benchmark, which is a variant of web.py, mhqa.py, maths.py or code.py beside this file
+(default ``gaia``); a size, ``3b`` (multi-hop questions only), ``7b`` (default) or ``32b``; the
+checkpoint, ``rl`` (default) or ``sft``.  ``afm.py:gaia,debug`` scales the config down, see
+configs/evaluate/tiny.py.
+Needs: the Hugging Face Hub, from which ``PersonalAILab/AFM-*`` is loaded, or ``config.model``; an
+accelerator that holds the model, or ``config.endpoint.url``; what the config of the benchmark
+needs; and for web and multi-hop questions the instructions of the checkpoint's training, which are
+in each row of its RL data (``PersonalAILab/AFM-WebAgent-RL-Dataset``, ``AFM-MHQA-RL-Dataset``).
+The benchmark files of the code agent hold their instructions themselves.
+Takes: unknown: nobody has run this size yet.
+Gives: the figures of docs/benchmarks.md beside which the paper's stand.
+
+From the release: its prompts word for word, its stop strings (the closing tags of the tools and
+``</answer>``), its budgets and sampling, and for web questions the three behaviours of its
+evaluator that docs/benchmarks.md describes, which is why the result is not a plain pass@1.
+``config.attempts=1 config.last_suggestion=False config.rollout.cut_context=False`` turns them off.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+
+from coa_jax.cli import load_config
+from coa_jax.errors import UserError
+from coa_jax.evaluate.variants import SIZES, parse_variants
+
+AGENTS = {"web": "WebAgent", "mhqa": "MHQA-Agent", "maths": "CodeAgent", "code": "CodeAgent"}
+"""Config of a group of benchmarks -> the released agent that answers them."""
+
+BENCHMARKS = {
+    "web": ("gaia", "browsecomp", "hle", "webwalker"),
+    "mhqa": ("nq", "triviaqa", "popqa", "hotpotqa", "2wiki", "musique", "bamboogle"),
+    "maths": ("aime24", "aime25", "amc23", "math500", "olympiad"),
+    "code": ("lcb4", "lcb5", "codecontests"),
+}
+
+
+def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
+    """The configuration of a benchmark, a size and a checkpoint."""
+    groups = {name: group for group, names in BENCHMARKS.items() for name in names}
+    sizes, phases = ("7b", "3b", "32b"), ("rl", "sft")
+    name, size, phase, debug = parse_variants(arg, tuple(groups), sizes, phases, SIZES)
+    group = groups[name]
+    if size == "3b" and group != "mhqa":
+        raise UserError("the release has 3b checkpoints of the MHQA agent only: use 7b or 32b")
+    sized = f",{size}" if group in ("maths", "code") else ""
+    small = f",{debug}" if debug else ""
+    config = load_config(f"configs/evaluate/{group}.py:{name}{sized}{small}")
+    config.stage = f"{name}-{phase}"
+    if group in ("maths", "code"):
+        config.rollout.prompt_style = "data"
+    if group == "web":
+        config.attempts, config.last_suggestion = 3, True
+        config.rollout.cut_context = True
+    if not debug:
+        config.model = f"PersonalAILab/AFM-{AGENTS[group]}-{size.upper()}-{phase}"
+    return config
