@@ -292,7 +292,7 @@ class Pipeline:
             rejection.train(self.rft_config, run, self.models / "rft")
 
     def evaluate(self, policy: str, stage: str = "") -> None:
-        """Evaluates a policy of ``models`` on the held-out tasks, or as an additional evaluation."""
+        """Evaluates a policy of ``models`` on held-out tasks, or as an additional evaluation."""
         stage = stage or policy
         config = self.evaluations.get(stage, self.evaluation)
         tasks, tools, told = self.held_out, self.tools, self.told_tools
