@@ -126,7 +126,7 @@ class Named(OneOf):
         return value in self.at_hand or is_path(value) or value in self.names()  # type: ignore[attr-defined]
 
     def wanted(self, kind: type[Any]) -> str:
-        """Completes "give ..." in the error for a value of type ``kind``."""
+        """Describes the allowed values of type ``kind``; errors put "give " before the text."""
         return f"{super().wanted(kind)}, or package.module:name"
 
 

@@ -121,7 +121,7 @@ def run_steps(
         workers: see `FitConfig.data_workers`.
 
     Returns:
-        The measurements of the command's result.
+        The measured fields of the JSON object that the command prints.
     """
     batch_size = batch_size_of(examples, hosts * rows, length)
     updates = Updates(

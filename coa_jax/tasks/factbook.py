@@ -239,7 +239,7 @@ _normal = functools.cache(normalize_answer)
 
 @functools.cache
 def items_of(split: str) -> tuple[Item, ...]:
-    """All programs of a split, each once, without those that give their answer away."""
+    """Returns the distinct programs of a split whose question does not contain the answer."""
     items: dict[Program, Item] = {}
     seen = frozenset() if split == "train" else _training_phrases()
     for program in _all_programs(split):
@@ -412,7 +412,7 @@ def load_factbook(
 
 
 def count_items(split: str) -> collections.Counter[tuple[int, str]]:
-    """How many programs there are by (hops, kind); every one has `TEMPLATES` wordings."""
+    """Counts the programs of a split by (hops, kind); each program has `TEMPLATES` wordings."""
     return collections.Counter((item.program.hops, item.kind) for item in items_of(split))
 
 
