@@ -57,7 +57,7 @@ class Between:
         return (inside and not edge) or value in self.also
 
     def wanted(self, kind: type[Any]) -> str:
-        """Completes "give ..." in the error for a value of type ``kind``."""
+        """Describes the allowed values of type ``kind``; errors put "give " before the text."""
         noun = "a whole number" if kind is int else "a number"
         low = f"above {_number(self.low)}" if self.above else f"from {_number(self.low)}"
         high = f"to {_number(self.high)}"
@@ -92,7 +92,7 @@ class OneOf:
         return value in self.names()
 
     def wanted(self, kind: type[Any]) -> str:
-        """Completes "give ..." in the error for a value of type ``kind``."""
+        """Describes the allowed values of type ``kind``; errors put "give " before the text."""
         return "one of " + ", ".join(name or '""' for name in self.names())
 
 
@@ -103,7 +103,7 @@ class Text:
     Attributes:
         longest: maximum length in characters.
         pattern: regular expression that must match the whole string.
-        what: completes "give ..." in an error.
+        what: description of the allowed strings; errors put "give " before the text.
         hidden: whether errors omit the value, because it may be a secret.
     """
 
@@ -119,7 +119,7 @@ class Text:
         return re.fullmatch(self.pattern, value, re.DOTALL) is not None
 
     def wanted(self, kind: type[Any]) -> str:
-        """Completes "give ..." in the error for a value of type ``kind``."""
+        """Describes the allowed values of type ``kind``; errors put "give " before the text."""
         return self.what or f"at most {self.longest} characters of UTF-8 without NUL"
 
 
@@ -135,7 +135,7 @@ class Items:
         return self.low <= len(value) <= self.high
 
     def wanted(self, kind: type[Any]) -> str:
-        """Completes "give ..." in the error for a value of type ``kind``."""
+        """Describes the allowed values of type ``kind``; errors put "give " before the text."""
         return f"{self.low} to {self.high} items"
 
 

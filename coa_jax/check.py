@@ -1,11 +1,11 @@
-"""What a command does with ``--check`` in place of its work: it tries what would fail later.
+"""The flag ``--check`` of a command: it checks everything that the run needs, without running.
 
     python -m coa_jax.rl --config=configs/rl/web.py:7b --workdir=... --check
 
-Looks on each host of the run whether the settings, packages, keys, model, data, tools, judge, work
-directory, disk and memory are there, and prints a line for each; every fault is told, not only the
-first.  ``--check=compile`` compiles the programs of the run, too.  Exit code 2 if something is
-wrong on any host.
+Each host of the run checks settings, packages, keys, model, data, tools, judge, work directory,
+disk and memory, and prints one line for each check.  A failed check does not prevent the others.
+``--check=compile`` also compiles the programs of the run.  The exit code is 2 if a check fails on
+any host.
 """
 
 from __future__ import annotations
@@ -60,19 +60,19 @@ SETTINGS: dict[str, Any] = {
 """Command -> class of its settings."""
 
 _RECORDS = 1000
-"""Records of a file of training data that are read."""
+"""Number of records of each file of training data that are read."""
 
 _RESERVE = 0.1
-"""Share of the memory of a chip that has to stay free, as in `coa_jax.aot`."""
+"""Share of a chip's memory that must stay free, as in `coa_jax.aot`."""
 
 _WAIT_S = 60.0
 
 Line = tuple[str, bool, str]
-"""What was looked at, whether it is well, and how it is."""
+"""(name of the check, whether it passed, result)."""
 
 
 def check(command: str) -> int:
-    """Looks for all that a command needs with the flags that were given; returns the exit code."""
+    """Checks everything that a command needs with the given flags; returns the exit code."""
     values = flags.FLAGS
     faults = 0
     for name, ok, text in _lines(command, values.config.to_dict(), values.workdir):
@@ -90,7 +90,7 @@ def check(command: str) -> int:
 
 
 def _lines(command: str, values: dict[str, Any], workdir: str | None) -> Iterator[Line]:
-    """A line for each thing that is looked at; nothing that is wrong keeps it from the next."""
+    """Yields a line for each check; a failed check does not prevent the next."""
     config, line = _tried("settings", lambda: (build(SETTINGS[command], values), "can be read"))
     yield line
     wandb = bool(flags.FLAGS["wandb_project"].value)
@@ -105,19 +105,19 @@ def _lines(command: str, values: dict[str, Any], workdir: str | None) -> Iterato
 
 
 def _without_fault(command: str, values: dict[str, Any]) -> Any:
-    """The settings without those of grading: a judge that is not named hides no other fault."""
+    """Reads the settings without ``graders``, so that a missing judge hides no other fault."""
     rest = {key: value for key, value in values.items() if key != "graders"}
     return _tried("", lambda: (build(SETTINGS[command], rest), ""))[0]
 
 
 def _tried(name: str, look: Callable[[], tuple[Any, str]]) -> tuple[Any, Line]:
-    """(What was found, its line); nothing found and what is wrong where it fails."""
+    """Runs a check; returns its result (None if it fails) and its line."""
     try:
         found, text = look()
         return found, (name, True, text)
     except UserError as error:
         return None, (name, False, str(error))
-    except Exception as error:  # a fault of ours, which must not hide those of the run
+    except Exception as error:  # a defect of this check must not hide faults of the run
         logging.getLogger(__name__).exception("the check of %s has failed", name)
         return None, (name, False, f"{type(error).__name__}: {error}")
 
@@ -133,8 +133,8 @@ def _here(wanted: needs.Needs) -> Iterator[Line]:
     for setting, url in wanted.servers.items():
         if processes.count() > 1 and urllib.parse.urlsplit(url).hostname in needs.LOCAL:
             yield (
-                f"config.{setting}", False, f"{url} is another server on each of "
-                f"{processes.count()} hosts: name one that all of them reach"
+                f"config.{setting}", False, f"{url} is a different server on each of the "
+                f"{processes.count()} hosts: name a server that all hosts can reach"
             )  # fmt: skip
 
 
@@ -142,7 +142,7 @@ def _here(wanted: needs.Needs) -> Iterator[Line]:
 
 
 def _run(command: str, config: Any) -> Iterator[Line]:
-    """Model, data, tools and judge, as the run itself opens them."""
+    """Checks model, data, tools and judge by opening them as the run does."""
     if not getattr(config, "endpoint", None):
         yield _tried("model", lambda: (None, _model(config.model)))[1]
     tools = config.tools if hasattr(config, "tools") and _asks_tools(config) else None
@@ -188,7 +188,7 @@ def _environment(config: Any) -> EnvironmentConfig:
 
 
 def _asks_tools(config: Any) -> bool:
-    """Whether the run calls tools: SFT does so only where it is evaluated."""
+    """Whether the run calls tools; SFT calls tools only in evaluations."""
     if isinstance(config, SFTConfig):
         return config.evaluate_every > 0
     return not config.agent
@@ -209,7 +209,7 @@ def _records(path: str, protocol: str) -> tuple[None, str]:
 
 
 def _tasks(config: Any) -> tuple[Any, str]:
-    """Tasks that are asked; also whether all of them can be graded here."""
+    """Loads the tasks of the run, and checks that they can be graded on this host."""
     if isinstance(config, RLRun):
         parts, _, _ = questions(config)
         tasks = [task for each in parts.values() for task in each]
@@ -225,7 +225,7 @@ def _tasks(config: Any) -> tuple[Any, str]:
 
 
 def _places(workdir: str, config: Any) -> Iterator[Line]:
-    """Work directory, disk and memory."""
+    """Checks work directory, disk and memory."""
     yield _tried("workdir", lambda: (None, _writable(workdir)))[1]
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
     if cache and "://" not in cache:
@@ -244,7 +244,7 @@ def _places(workdir: str, config: Any) -> Iterator[Line]:
 
 
 def _written(folder: Path, name: str = "") -> str:
-    """Writes a file to a folder, which is made, and removes it."""
+    """Checks that a folder can be written: creates it, and writes and removes a file."""
     probe = folder / f".check-{name or os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
@@ -256,7 +256,7 @@ def _written(folder: Path, name: str = "") -> str:
 
 
 def _writable(place: str) -> str:
-    """Whether the work directory can be written, and is the same one for all hosts."""
+    """Checks that the work directory can be written, and that all hosts share it."""
     if storage.is_url(place):
         storage.check_writable(place)
         return f"{place} can be written"
@@ -284,13 +284,17 @@ def _writable(place: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class _Here(Slice):
-    """The devices of this run, with the memory that JAX may take of one."""
+    """The devices of this run.
+
+    Attributes:
+        found: memory that JAX may use of a device, and number of devices of a host.
+    """
 
     found: Chip = CHIPS["v5p"]
 
     @property
     def chip(self) -> Chip:
-        """The device; only its memory and its host are asked for."""
+        """The device; only its memory and its host are read."""
         return self.found
 
 
@@ -316,7 +320,7 @@ def _capability(kind: str) -> float:
 
 
 def _setup(config: SFTConfig | RLRun) -> tuple[arrays.Setup, str]:
-    """The run on its devices, or on those of ``--topology``; what a line says of them."""
+    """Places the run on its devices, or on those of ``--topology``; also returns a description."""
     if topology := flags.FLAGS.topology:
         where = parse_slice(topology)
         devices = devices_of(where)
@@ -324,7 +328,7 @@ def _setup(config: SFTConfig | RLRun) -> tuple[arrays.Setup, str]:
         where, devices = _slice_here()
     try:
         model: ModelConfig = describe_model(config.model).config
-    except UserError:  # is told elsewhere; the name of a published model says as much here
+    except UserError:  # the check "model" reports it; here a published architecture suffices
         _, model = architecture_of(config.model)
     setup = arrays.set_up(config, model, where, devices)
     shape = " x ".join(f"{name} {size}" for name, size in setup.mesh.shape.items())
@@ -332,24 +336,24 @@ def _setup(config: SFTConfig | RLRun) -> tuple[arrays.Setup, str]:
 
 
 def _memory(setup: arrays.Setup) -> str:
-    """Whether what a chip keeps between programs, and the gradients of an update, fit.
+    """Checks that the arrays between programs, and the gradients of an update, fit into memory.
 
-    What programs need beside that only the compiler knows.
+    Programs need more memory, which only the compiler knows.
     """
     gradients = arrays.chip_bytes(arrays.policy(setup).params)
     kept = max(arrays.kept_bytes(setup) + gradients, arrays.decoding_bytes(setup))
     most = setup.where.chip.hbm_bytes
-    text = f"at least {kept / 1e9:.1f} of {most / 1e9:.1f} GB a device"
+    text = f"at least {kept / 1e9:.1f} of {most / 1e9:.1f} GB per device"
     if kept > (1 - _RESERVE) * most:
         raise UserError(
-            f"{text}, of which {_RESERVE:.0%} have to stay free: take more chips, raise mesh.fsdp "
-            "or mesh.tensor, or lower engine.slots"
+            f"{text}, of which {_RESERVE:.0%} must stay free: take more chips, raise mesh.fsdp or "
+            "mesh.tensor, or lower engine.slots"
         )
-    return f"{text}; --check=compile tells what programs need beside that"
+    return f"{text}; --check=compile shows what programs need in addition"
 
 
 def _disk(workdir: Path, setup: arrays.Setup) -> str:
-    """Whether the checkpoints of the run and its model have room in the work directory."""
+    """Checks that the disk of the work directory has space for the checkpoints and the model."""
     state, config = arrays.policy(setup), setup.config
     size = sum(math.prod(x.shape) * x.dtype.itemsize for x in jax.tree.leaves(state))
     model = sum(math.prod(x.shape) * 2 for x in jax.tree.leaves(arrays.parameters(setup)))
@@ -366,7 +370,7 @@ def _disk(workdir: Path, setup: arrays.Setup) -> str:
 
 
 def _compiled(where: Slice) -> str:
-    """What `coa_jax.aot` says; in a process of its own, which takes no chip."""
+    """Runs `coa_jax.aot` in a separate process, which uses no chip, and returns its result."""
     given, words = [], iter(sys.argv[1:])
     for word in words:
         if word.lstrip("-").startswith("config"):
@@ -379,6 +383,4 @@ def _compiled(where: Slice) -> str:
         raise UserError(last.removeprefix("error: "))
     result = json.loads(done.stdout.strip().splitlines()[-1])
     peak = result["peak_bytes_per_chip"] / 1e9
-    return (
-        f"compile for {where.name}, {peak:.1f} GB a chip at most, {result['free_share']:.0%} free"
-    )
+    return f"compile for {where.name}; peak {peak:.1f} GB per chip, {result['free_share']:.0%} free"

@@ -1,15 +1,15 @@
-r"""Sets the paper's claims beside the figures of runs of configs/pretrained/factbook.py.
+r"""Compares the paper's claims with results of runs of configs/pretrained/factbook.py, in a table.
 
     python -m coa_jax.claims runs/pretrained-0 runs/pretrained-1 --plain=runs/pretrained-hermes
 
 Each run folder is one seed.  ``--plain`` names runs of the variant ``hermes``, whose policy calls
-tools without a chain of agents.  The table goes to the terminal, and with ``--out`` into a Markdown
-file.  All figures come from the result files in the folders.  A row without its files says with
-which command they are made.
+tools without a chain of agents.  The table is printed, and written to a Markdown file with
+``--out``.  All figures come from the result files in the folders.  Each row names the command that
+creates its files.
 
-Intervals are 95 % over tasks, pooled over seeds: a rate's as in `evaluate.metrics`, a difference's
-by a paired bootstrap.  They do not hold the variation between seeds, so the figure of each seed
-stands in the table.
+Intervals are 95 % confidence intervals over tasks, pooled over seeds: for rates as in
+`evaluate.metrics`, for differences by a paired bootstrap.  They do not include the variation
+between seeds, so the table also has the figure of each seed.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ class Figure:
     """A measured value.
 
     Attributes:
-        value: over all seeds.
-        interval: 95 %; None where there is none.
-        n: tasks, of all seeds together.
-        seeds: the value of each seed.
-        signed: whether it is a difference.
+        value: value over all seeds.
+        interval: 95 % confidence interval; None without one.
+        n: number of tasks of all seeds together.
+        seeds: value of each seed.
+        signed: whether the value is a difference.
     """
 
     value: float
@@ -57,19 +57,24 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Folders:
-    """Where the results are, by seed: of chains of agents, and of plain tool calling."""
+    """Run folders, one per seed.
+
+    Attributes:
+        runs: runs with chains of agents.
+        plain: runs with plain tool calling.
+    """
 
     runs: Sequence[Path]
     plain: Sequence[Path] = ()
 
     def outcomes(self, stage: str, plain: bool = False) -> Outcomes:
-        """The result files of a stage; empty unless every seed has one."""
+        """Reads the result files of a stage; [] unless every seed has one."""
         folders = self.plain if plain else self.runs
         paths = [folder / "evaluate" / stage / "results.json" for folder in folders]
         return [files.read_json_object(path) for path in paths if all(p.is_file() for p in paths)]
 
     def summaries(self, block: str) -> list[Mapping[str, Any]]:
-        """A block of ``summary.json``; empty unless every seed has it."""
+        """Reads a block of ``summary.json`` for each seed; [] unless every seed has it."""
         found = [
             files.read_json_object(path).get(block)
             for path in (folder / "summary.json" for folder in self.runs)
@@ -83,11 +88,11 @@ class Claim:
     """A row of the table.
 
     Attributes:
-        topic: what the row is about.
-        paper: what the paper states, and where.
-        what: what is measured here.
-        figure: reads the measurement; None where its files are missing.
-        command: makes the files.
+        topic: topic of the row.
+        paper: figure of the paper, and its place there.
+        what: description of the measurement.
+        figure: reads the measurement from the folders; returns None if files are missing.
+        command: command that creates the files.
     """
 
     topic: str
@@ -101,7 +106,15 @@ class Claim:
 
 
 def solved_of(outcome: Mapping[str, Any], **where: Any) -> dict[str, list[bool]]:
-    """Task -> of each graded sample whether it is right, of the tasks whose fields have values."""
+    """Grades of tasks.
+
+    Args:
+        outcome: a result file.
+        **where: fields of tasks and their values; other tasks are left out.
+
+    Returns:
+        Id of each task -> whether each of its graded samples is right.
+    """
     return {
         task["id"]: [s["value"] == 1.0 for s in task["samples"] if s["value"] is not None]
         for task in outcome["tasks"]
@@ -110,7 +123,13 @@ def solved_of(outcome: Mapping[str, Any], **where: Any) -> dict[str, list[bool]]
 
 
 def rate(stage: str, plain: bool = False, **where: Any) -> Callable[[Folders], Figure | None]:
-    """pass@1 of a stage, of the tasks whose fields have values."""
+    """Figure: pass@1 of a stage.
+
+    Args:
+        stage: name of the stage.
+        plain: whether to read the runs with plain tool calling.
+        **where: fields of tasks and their values; other tasks are left out.
+    """
 
     def figure(folders: Folders) -> Figure | None:
         seeds = [
@@ -138,9 +157,13 @@ def _mean(values: Sequence[float]) -> float:
 def difference(
     stage: str, other: str, plain: bool = False, **where: Any
 ) -> Callable[[Folders], Figure | None]:
-    """pass@1 of a stage minus that of another one on the same tasks.
+    """Figure: pass@1 of a stage minus pass@1 of another stage on the same tasks.
 
-    With ``plain`` the other one is of the runs without chains of agents.
+    Args:
+        stage: name of the stage.
+        other: name of the other stage.
+        plain: whether to read the other stage from the runs with plain tool calling.
+        **where: fields of tasks and their values; other tasks are left out.
     """
 
     def figure(folders: Folders) -> Figure | None:
@@ -160,7 +183,7 @@ def difference(
 
 
 def at_k(stage: str, k: int) -> Callable[[Folders], Figure | None]:
-    """Chance that one of k samples of a task is right."""
+    """Figure: pass@k, the probability that at least one of k samples of a task is right."""
 
     def figure(folders: Folders) -> Figure | None:
         seeds = []
@@ -177,7 +200,7 @@ def at_k(stage: str, k: int) -> Callable[[Folders], Figure | None]:
 
 
 def scaled(stage: str, prefix: str) -> Callable[[Folders], Figure | None]:
-    """What a way to choose among samples reaches, such as ``majority`` or ``best_of``."""
+    """Figure: pass@1 of a choice among samples, such as ``majority`` or ``best_of``."""
 
     def figure(folders: Folders) -> Figure | None:
         entries = [
@@ -197,7 +220,7 @@ def scaled(stage: str, prefix: str) -> Callable[[Folders], Figure | None]:
 
 
 def well_formed(stage: str, *tools: str) -> Callable[[Folders], Figure | None]:
-    """Share of the calls of some tools that the tool understood."""
+    """Figure: share of the calls of these tools that the tool understood."""
 
     def figure(folders: Folders) -> Figure | None:
         seeds = [list(_calls(outcome, tools)) for outcome in folders.outcomes(stage)]
@@ -207,7 +230,7 @@ def well_formed(stage: str, *tools: str) -> Callable[[Folders], Figure | None]:
 
 
 def _calls(outcome: Mapping[str, Any], tools: Sequence[str]) -> Iterator[bool]:
-    """Of each call of some tools whether it was understood."""
+    """Yields for each call of these tools whether the tool understood it."""
     for name, entry in outcome["figures"]["costs"]["tools"].items():
         if name in tools:
             for kind, count in entry["outcomes"].items():
@@ -215,7 +238,7 @@ def _calls(outcome: Mapping[str, Any], tools: Sequence[str]) -> Iterator[bool]:
 
 
 def helped(stage: str, *tools: str) -> Callable[[Folders], Figure | None]:
-    """Share of the samples that are right and called one of some tools."""
+    """Figure: share of samples that are right and called one of these tools."""
 
     def figure(folders: Folders) -> Figure | None:
         seeds = [
@@ -232,7 +255,7 @@ def helped(stage: str, *tools: str) -> Callable[[Folders], Figure | None]:
 
 
 def saved(key: str) -> Callable[[Folders], Figure | None]:
-    """Share of the team's tokens that the policy saves, see `distill.economy`."""
+    """Figure: share of the team's tokens that the policy saves, see `distill.economy`."""
 
     def figure(folders: Folders) -> Figure | None:
         blocks = [block for block in folders.summaries("economy") if "saved" in block]
@@ -246,7 +269,7 @@ def saved(key: str) -> Callable[[Folders], Figure | None]:
 
 
 def calls_per_solved(stage: str) -> Callable[[Folders], Figure | None]:
-    """Tool calls of all samples, of failures too, for each solved one."""
+    """Figure: tool calls of all samples, including failures, per solved sample."""
 
     def figure(folders: Folders) -> Figure | None:
         costs = [outcome["figures"]["costs"] for outcome in folders.outcomes(stage)]
@@ -260,7 +283,7 @@ def calls_per_solved(stage: str) -> Callable[[Folders], Figure | None]:
 
 
 def team_calls_per_solved(folders: Folders) -> Figure | None:
-    """The same of the team that taught the policy."""
+    """Figure: tool calls of the team (the teacher) per solved task."""
     blocks = [block for block in folders.summaries("teacher") if block["pass_at_1"]]
     if not blocks:
         return None
@@ -353,7 +376,7 @@ CLAIMS: tuple[Claim, ...] = (
 
 
 def table(folders: Folders) -> str:
-    """The claims as a Markdown table."""
+    """Formats the claims as a Markdown table."""
     lines = [
         "| about | the paper | here | figure (95 %) | n | by seed | command |",
         "| --- | --- | --- | --- | --- | --- | --- |",
@@ -376,7 +399,7 @@ def _shown(figure: Figure) -> tuple[str, str, str]:
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     flags.DEFINE_list("plain", [], "run folders of plain tool calling, in the order of the seeds")
     flags.DEFINE_string("out", "", "Markdown file for the table, which is printed as well")
 

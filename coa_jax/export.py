@@ -99,8 +99,8 @@ def export(
     step = steps[-1] if step is None else step
     if step not in steps:
         raise UserError(
-            f"{directory} contains no checkpoint {step}: the newest is {steps[-1]}, and older ones "
-            "are removed as a run goes on"
+            f"{directory} contains no checkpoint {step}: the newest is {steps[-1]}, and a run "
+            "removes older checkpoints"
         )
     mesh = build(MeshConfig, config.get("mesh", {}), "config.mesh")
     model = _restored(checkpoints, step, config, _mesh(mesh))

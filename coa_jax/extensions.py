@@ -126,7 +126,7 @@ class Named(OneOf):
         return value in self.at_hand or is_path(value) or value in self.names()  # type: ignore[attr-defined]
 
     def wanted(self, kind: type[Any]) -> str:
-        """Completes "give ..." in the error for a value of type ``kind``."""
+        """Describes the allowed values of type ``kind``; errors put "give " before the text."""
         return f"{super().wanted(kind)}, or package.module:name"
 
 
@@ -321,7 +321,7 @@ def bind(
             offers = ", ".join(kind.offers) or "nothing"
             raise UserError(
                 f"{where}: {name} needs {parameter!r}{_near(parameter, kind.offers)}; {kind.one}"
-                f" is called with what it asks for of {offers}, and with its options"
+                f" gets these arguments by name: {offers}; and its own options"
             )
     asks = frozenset(named) & frozenset(kind.offers)
     if only or (kind.needs and not asks & set(kind.needs)):

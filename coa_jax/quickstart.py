@@ -2,8 +2,8 @@
 
     python -m coa_jax.quickstart --workdir=runs/quickstart
 
-Each stage leaves its result in the work directory; given again, the command goes on after the last
-one that finished, and within SFT and RL after the last checkpoint.
+Each stage writes its result to the work directory.  If the command is started again, it continues
+after the last complete stage, and within SFT and RL after the last checkpoint.
 """
 
 from __future__ import annotations
@@ -57,17 +57,17 @@ from coa_jax.tools.make import ToolsConfig, make_tools
 
 @dataclasses.dataclass(frozen=True)
 class Tasks(Bounded):
-    """Which tasks the teacher solves, and at which level of the protocols' rules.
-
-    The names of the splits are those of `load_splits`.
+    """The tasks that the teacher solves.
 
     Attributes:
-        tasks: source of the tasks, see `tasks.load_tasks`; "" where ``mixture`` has several.
-        train, validation: number of tasks of each split.
+        tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` names the sources.
+        train: number of tasks of the training split.
+        validation: number of tasks of the validation split.
         seed: seed of the choice of tasks.
         level: level of the protocols' rules; "" for the level of each task.
-        task_options: of the source, where ``mixture`` is empty.
-        mixture: name -> source, see `tasks.mixture.Part`; weights say how many of the tasks.
+        task_options: options of the task source ``tasks``.
+        mixture: name -> source, see `tasks.mixture.Part`; each source has a number of tasks in
+            proportion to its weight.
     """
 
     tasks: Place
@@ -79,7 +79,7 @@ class Tasks(Bounded):
     mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def load(self) -> dict[str, list[Task]]:
-        """The tasks of each split."""
+        """Loads the tasks of each split."""
         sizes = {"train": self.train, "validation": self.validation}
         if not self.mixture and not self.task_options:
             return load_splits(self.tasks, sizes, self.seed)
@@ -88,10 +88,10 @@ class Tasks(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class Measure(Bounded):
-    """A further evaluation, after the training stages.
+    """An additional evaluation, after the training stages.
 
     Attributes:
-        policy: directory of the policy in ``models``.
+        policy: name of the policy's directory in ``models``.
         evaluate: settings that differ from those of the other evaluations.
         tools: settings of the tools that differ from those of the run.
     """
@@ -103,32 +103,27 @@ class Measure(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class Command(Bounded):
-    """The settings of the command, by stage; those of SFT and RL lack the paths.
+    """The settings of the command by stage; the settings of SFT and RL have no paths.
 
     Attributes:
-        prompt_style: prompt of the policy, see `tasks.prompts.load_prompt`.
-        format: conversation format of all stages, see `RolloutConfig.format`; the teacher's work
-            is the same.
+        prompt_style: prompt style of the policy, see `tasks.prompts.load_prompt`.
+        format: conversation format of the policy, see `RolloutConfig.format`.
         tools: tools of the teacher and of the policy.
         distill: tasks that the teacher solves.
-        teacher: how the teacher works, and which of its trajectories are kept.
-        policy: shape of the untrained policy.
-        model: pretrained policy to begin with: a Hugging Face directory or a GGUF file; "" for an
-            untrained one of the shape ``policy``.
+        teacher: settings of the teacher, and of the filters of its trajectories.
+        policy: sizes of the untrained policy.
+        model: initial pretrained policy, a Hugging Face directory or a GGUF file; "" for an
+            untrained policy with the sizes of ``policy``.
         sft: settings of fine-tuning, as in the command ``sft``.
         rl: settings of reinforcement learning, as in the command ``rl``.
-        evaluate: settings of each evaluation.
-        base: settings of the base model's evaluation that differ, such as a prompt that explains
-            the protocol.
-        sft_more: whether to fine-tune a control: the policy of SFT for the time that RL took.
-        rft: settings of a control that is fine-tuned on the right trajectories of RL, see
-            `learn.rejection`, without paths; empty for none.
-        economy: whether to count the tokens that the policy of RL saves against the teacher, on the
-            held-out tasks.
-        measures: name -> further evaluation, see `Measure`.
-        release: whether to write ``release/`` in the end, see `coa_jax.release`; SFT and RL then
-            need adapters.
-        minutes: stage -> minutes that it takes on 2 CPU cores, for the estimate of what is left.
+        evaluate: settings of the evaluations.
+        base: settings that differ in the base model's evaluation, such as its ``prompt_style``.
+        sft_more: whether to train a control: the policy of SFT, fine-tuned for as long as RL took.
+        rft: settings, without paths, of the control `learn.rejection` on RL's traces; {} for none.
+        economy: whether to count the tokens that RL's policy saves compared with the teacher.
+        measures: name -> additional evaluation, see `Measure`.
+        release: whether to write ``release/`` at the end, see `coa_jax.release`; needs adapters.
+        minutes: stage -> minutes on 2 CPU cores, for the estimate of the remaining time.
     """
 
     prompt_style: Place
@@ -150,7 +145,7 @@ class Command(Bounded):
     minutes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def sft_config(self, path: Path) -> SFTConfig:
-        """The settings of SFT in a work directory."""
+        """Returns the settings of SFT in a work directory."""
         values = {
             **self.sft,
             "model": str(path / "models" / "base"),
@@ -162,21 +157,21 @@ class Command(Bounded):
         return build(SFTConfig, values, "config.sft")
 
     def rl_config(self, path: Path) -> RLConfig:
-        """The settings of RL in a work directory."""
+        """Returns the settings of RL in a work directory."""
         values = {**self.rl, "model": str(path / "models" / "sft")}
         if self.format:
             values["rollout"] = {**values["rollout"], "format": self.format}
         return build(RLConfig, values, "config.rl")
 
     def rft_config(self, path: Path) -> RFTConfig | None:
-        """The settings of RFT in a work directory; None where it is not wanted."""
+        """Returns the settings of RFT in a work directory; None without this control."""
         if not self.rft:
             return None
         paths = {"model": str(path / "models" / "sft"), "traces": str(path / "traces.jsonl")}
         return build(RFTConfig, {**self.rft, **paths, "phase": "rl"}, "config.rft")
 
     def further(self) -> dict[str, Measure]:
-        """The further evaluations by name."""
+        """Returns the additional evaluations by name."""
         return {
             name: build(Measure, values, f"config.measures.{name}")
             for name, values in self.measures.items()
@@ -184,10 +179,10 @@ class Command(Bounded):
 
 
 class Pipeline:
-    """The stages over one work directory."""
+    """The stages of the pipeline in one work directory."""
 
     def __init__(self, config: ml_collections.ConfigDict, run: RunDir):
-        """Reads all settings, those of the last stage too.
+        """Checks the settings of all stages.
 
         Raises:
             UserError: a setting is wrong.
@@ -198,7 +193,7 @@ class Pipeline:
         self.rft_config = self.config.rft_config(run.path)
         self.measures = self.config.further()
         if self.config.model:
-            describe_model(self.config.model)  # refused now, not after the data are made
+            describe_model(self.config.model)  # raises now, and not after distillation
         self.told_tools = config.tools.to_dict()
         self.data, self.models = run.path / "data", run.path / "models"
         self.tools = make_tools(self.config.tools)
@@ -217,7 +212,7 @@ class Pipeline:
         }
 
     def _changed(self, changes: Mapping[str, Any], where: str) -> EvaluateConfig:
-        """The settings of an evaluation with those that differ."""
+        """Returns the settings of an evaluation with changes."""
         if not changes:
             return self.evaluation
         known = dataclasses.asdict(self.evaluation)
@@ -226,7 +221,7 @@ class Pipeline:
         return build(EvaluateConfig, merged(known, changes), where)
 
     def distill(self) -> None:
-        """Lets the teacher solve training tasks, and held-out ones to measure it."""
+        """Lets the teacher solve the training tasks and the validation tasks."""
         source = self.config.distill
         named = {tool.name: tool for tool in self.tools}
         for split, tasks in source.load().items():
@@ -242,7 +237,7 @@ class Pipeline:
                 )
 
     def base(self) -> None:
-        """Makes the untrained policy, or copies the pretrained one."""
+        """Creates the untrained policy, or copies the pretrained policy."""
         records = with_level(read_records(self.data / "train.jsonl"), "", self.config.format)
         if self.config.model:
             save_model(load_model(self.config.model), self.models / "base", overwrite=True)
@@ -251,7 +246,7 @@ class Pipeline:
         write_policy(self.config.policy, records, prompt, self.models / "base")
 
     def evaluate_teacher(self) -> None:
-        """Measures the teacher, unfiltered, on the held-out tasks."""
+        """Evaluates the teacher on the held-out tasks, without filters."""
         tokenizer = load_model(self.models / "base").tokenizer
         named = {tool.name: tool for tool in self.tools}
         tasks = self.held_out
@@ -269,13 +264,13 @@ class Pipeline:
         sft.train(config, self.run, output, renaming(config.rename_share), self.tools)
 
     def rl(self) -> None:
-        """Reinforces the fine-tuned policy with live tools."""
+        """Trains the fine-tuned policy by reinforcement learning with live tools."""
         rl.train(self.rl_config, self.run, self.models / "rl", self.tools)
 
     def sft_more(self) -> None:
-        """Fine-tunes the policy of SFT on, for as long as RL took."""
+        """Continues to fine-tune the policy of SFT, for as long as RL took."""
         config = self.sft_config
-        # From the rows of metrics: the timing of a stage that went on after a kill lacks its start.
+        # Sum the steps' times: the timing of a resumed stage lacks the time before the kill.
         took = {
             phase: sum(row["time/step"] for row in self.run.rows(phase)) for phase in ("sft", "rl")
         }
@@ -297,7 +292,7 @@ class Pipeline:
             rejection.train(self.rft_config, run, self.models / "rft")
 
     def evaluate(self, policy: str, stage: str = "") -> None:
-        """Measures a policy on the held-out tasks, or as a further evaluation says."""
+        """Evaluates a policy of ``models`` on held-out tasks, or as an additional evaluation."""
         stage = stage or policy
         config = self.evaluations.get(stage, self.evaluation)
         tasks, tools, told = self.held_out, self.tools, self.told_tools
@@ -332,12 +327,16 @@ class Pipeline:
         release(self.run.path, output)
 
     def report(self) -> None:
-        """Builds the page."""
+        """Builds the HTML report."""
         build_report(self.run.path)
 
 
 def stages_of(pipeline: Pipeline) -> list[tuple[str, Callable[[], None]]]:
-    """The stages by name, in their order."""
+    """Returns the stages with their names, in order.
+
+    Raises:
+        UserError: an additional evaluation has an unknown policy, or the name of a stage.
+    """
     names = ["base", "sft", "rl"]
     stages: list[tuple[str, Callable[[], None]]] = [
         ("distill", pipeline.distill),
@@ -372,12 +371,12 @@ def stages_of(pipeline: Pipeline) -> list[tuple[str, Callable[[], None]]]:
 def left_minutes(
     expected: Mapping[str, Any], timings: Mapping[str, float], stages: Sequence[str]
 ) -> float | None:
-    """Minutes that the stages without a timing will take; None where nothing is known of them.
+    """Estimates the remaining minutes; None if no remaining stage has an expected time.
 
     Args:
-        expected: stage -> minutes.
-        timings: stage -> seconds of the stages that are done, by which this machine is compared.
-        stages: all of them.
+        expected: stage -> expected minutes.
+        timings: stage -> seconds of complete stages, from which the speed of this machine follows.
+        stages: names of all stages.
     """
     known = [name for name in timings if name in expected]
     took, should = sum(timings[n] / 60 for n in known), sum(float(expected[n]) for n in known)
@@ -387,7 +386,7 @@ def left_minutes(
 
 
 def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs every stage that has not finished yet; returns the summary."""
+    """Runs all stages that are not complete; returns the content of ``summary.json``."""
     with RunDir(workdir) as run:
         run.keep_config(config)
         pipeline = Pipeline(config, run)
@@ -419,13 +418,11 @@ def _summary(run: RunDir) -> dict[str, Any]:
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     config_flag("configs/quickstart/factbook.py")
-    workdir_flag("where the run is written", "runs/quickstart")
-    flags.DEFINE_string("model", "", "short for config.model: a pretrained policy to begin with")
-    flags.DEFINE_integer(
-        "seed", None, "short for the seeds of data, policy, SFT and RL", 0, MAX_INT
-    )
+    workdir_flag("directory of the run", "runs/quickstart")
+    flags.DEFINE_string("model", "", "initial pretrained policy; short for --config.model")
+    flags.DEFINE_integer("seed", None, "sets all seeds of data, policy, SFT and RL", 0, MAX_INT)
 
 
 def main(argv: list[str]) -> None:

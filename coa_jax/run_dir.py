@@ -1,9 +1,10 @@
 """The directory of a run: `config.json`, `metrics.jsonl`, `traces.jsonl`, `summary.json`, ...
 
-All that a run writes besides its checkpoints goes through `RunDir`, which keeps the files sound
-over `kill -9`, a full disk and a resume: rows are appended whole or not at all, whole files are
-replaced atomically, and a lock keeps a second run out.  It knows nothing of what the rows mean.
-A directory in a bucket has a local mirror (`coa_jax.storage`) and a lease in place of the lock.
+Everything that a run writes, except for its checkpoints, goes through `RunDir`.  The files survive
+`kill -9`, a full disk and a resume: a row is appended completely or not at all, other files are
+replaced atomically, and a lock prevents a second run in the same directory.  `RunDir` does not
+interpret the rows.  A directory in a bucket has a local mirror (`coa_jax.storage`), and a lease
+instead of the lock.
 """
 
 from __future__ import annotations
@@ -30,8 +31,8 @@ from coa_jax.protocol import write_protocols
 from coa_jax.storage.arrays import checkpoints_of
 from coa_jax.wandb_run import WandbRun
 
-# Descriptors of locks this process holds.  A forked worker closes its copies: a lock must end
-# with the process that took it, or a killed run could not be started again while workers live.
+# Descriptors of the locks of this process.  A forked worker closes its copies, so that a lock ends
+# with the process that took it: a killed run can then be resumed while its workers still exist.
 _held_locks: set[int] = set()
 
 
@@ -46,26 +47,26 @@ os.register_at_fork(after_in_child=_drop_inherited_locks)
 
 
 class RunDir:
-    """A run directory that this process writes; a context manager.
+    """A run directory that this process writes to; a context manager.
 
     Attributes:
         path: the directory; for a URL its local mirror.
-        active: whether anything is written.  In a run of several processes only the first
-            one is active; calls on the others do nothing.
+        active: whether this process writes.  In a run of several processes only the first process
+            is active, and calls in the other processes do nothing.
     """
 
     def __init__(
         self, path: str | os.PathLike[str], *, active: bool = True, wandb_project: str = ""
     ) -> None:
-        """Makes the directory and locks it.
+        """Creates the directory and locks it.
 
         Args:
             path: the directory, a local path or a URL.
-            active: see above.
-            wandb_project: project of W&B that gets the metrics too; empty for none.
+            active: whether this process writes.
+            wandb_project: W&B project to log the metrics to, too; "" for none.
 
         Raises:
-            UserError: the directory cannot be written, or another run is writing it.
+            UserError: the directory cannot be written, or another run uses it.
         """
         self.path = storage.run_folder(path)
         self._mirror = storage.mirror_of(self.path)
@@ -75,7 +76,7 @@ class RunDir:
         self._wandb_project = wandb_project
         self._wandb: WandbRun | None = None
         self._lock: int | None = None
-        # The run of a part of the directory leaves it to that of the whole.
+        # A run in a subfolder leaves the mirror to the run of the whole directory.
         self._is_whole = self._mirror is not None and self._mirror.path == self.path
         if self._mirror is not None and self._is_whole:
             self._mirror.open(active=active)
@@ -86,14 +87,14 @@ class RunDir:
 
     @property
     def checkpoints(self) -> Path:
-        """Where checkpoints go; an `epath.Path` in a bucket."""
+        """Folder of the checkpoints; an `epath.Path` in a bucket."""
         return checkpoints_of(self.path)
 
     def sync(self) -> None:
-        """Returns when all that was written is in the bucket, where the directory is in one.
+        """Uploads everything that was written, if the directory is in a bucket.
 
         Raises:
-            UserError: it cannot be written, or another run has taken the directory over.
+            UserError: the bucket cannot be written, or another run has taken the lease over.
         """
         if self._mirror is not None:
             self._mirror.sync()
@@ -110,7 +111,7 @@ class RunDir:
         self.close()
 
     def close(self) -> None:
-        """Lets other runs have the directory."""
+        """Closes the files and releases the directory for other runs."""
         if self.active and self._lock is not None:
             write_protocols(self.path)
         if self._wandb is not None:
@@ -124,7 +125,7 @@ class RunDir:
             self._mirror.close()
 
     def config_changes(self, config: Any) -> list[str]:
-        """Returns how a config differs from the one that is there, as `key: old -> new`."""
+        """Returns the differences of a config from the existing config, as `key: old -> new`."""
         path = self.path / "config.json"
         return differences(files.read_json_object(path), _plain(config)) if path.exists() else []
 
@@ -135,8 +136,8 @@ class RunDir:
             config: a ConfigDict, a dataclass or a mapping.
 
         Returns:
-            What differs from the config that was there, as `key: old -> new`; each is logged,
-            because the run goes on from a state that another config produced.
+            Differences from the existing config, as `key: old -> new`.  Each difference is logged,
+            because the run continues from a state that another config produced.
         """
         if not self.active:
             return []
@@ -149,20 +150,20 @@ class RunDir:
         return changes
 
     def keep_config(self, config: Any) -> None:
-        """`write_config` of a run that only goes on with the config it began with.
+        """Writes the config of a run that can only be resumed with the same config.
 
         Raises:
-            UserError: another config is there.
+            UserError: the directory has a run with another config.
         """
         if changes := self.config_changes(config):
             raise UserError(
-                f"{self.path} holds a run with another config ({changes[0]}): give the same one to "
-                "go on, or another --workdir"
+                f"{self.path} has a run with another config ({changes[0]}): give the same config "
+                "to continue this run, or another --workdir"
             )
         self.write_config(config)
 
     def keep_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Writes a JSON file of the run; an earlier one of the same name is replaced."""
+        """Writes a JSON file of the run; an earlier file of the same name is replaced."""
         if self.active:
             files.write_json(self.path / name, dict(value))
 
@@ -172,8 +173,8 @@ class RunDir:
         Args:
             step: step of the phase that the row describes.
             phase: `sft`, `rl`, ...
-            **scalars: name to number or array of one element.  JSON has no NaN or infinity;
-                they are written as null there and as they are for TensorBoard.
+            **scalars: a number, or an array of one element, by name.  JSON has no NaN or infinity,
+                so `metrics.jsonl` has null for them.
         """
         if not self.active:
             return
@@ -193,7 +194,7 @@ class RunDir:
             self._wandb.scalars(phase, int(step), values)
 
     def rows(self, phase: str) -> list[dict[str, Any]]:
-        """The rows of `metrics.jsonl` that a phase has written."""
+        """Returns the rows of a phase in `metrics.jsonl`."""
         rows = jsonl.read_objects(self.path / "metrics.jsonl")
         return [row for row in rows if row.get("phase") == phase]
 
@@ -207,9 +208,9 @@ class RunDir:
         """Appends trajectories to `traces.jsonl`, or writes a shard of them to `traces/`.
 
         Args:
-            step: step during which they were sampled.
-            phase: phase of that step.
-            rows: JSON objects, as mappings or text; step and phase are noted in `metadata`.
+            step: step that the trajectories belong to.
+            phase: phase of the step.
+            rows: JSON objects, as mappings or text; step and phase are added to their `metadata`.
             form: "jsonl" for `traces.jsonl`, else one of `shards.FORMATS`.
         """
         if not self.active:
@@ -228,11 +229,15 @@ class RunDir:
             shards.write(self.path / "traces", form, phase, int(step), lines())
 
     def rewind(self, phase: str, step: int) -> None:
-        """Drops metrics and traces of `phase` after `step`, from which the run resumes.
+        """Removes metrics and traces of `phase` after `step`, from which the run resumes.
 
-        A run that was killed wrote rows later than its last checkpoint; the resumed run will
-        write those steps again.  The steps of a phase ascend, so that the first row of the phase,
-        from the end, that stays is the last one that is read: traces may have many gigabytes.
+        A killed run may have written rows after its last checkpoint; the resumed run writes these
+        steps again.  The steps of a phase ascend.  Rows are therefore read from the end, only up to
+        the first row that stays, because traces may have many gigabytes.
+
+        Args:
+            phase: phase of the rows.
+            step: last step whose rows stay.
         """
         if not self.active:
             return
@@ -251,12 +256,12 @@ class RunDir:
     def summary(self, blocks: Mapping[str, Any], *, anew: bool = False) -> None:
         """Merges blocks into `summary.json`, atomically.
 
-        A block that is a mapping is merged name by name with the block that is there, anything
-        else replaces it, so that stages can each add their part.
+        A mapping is merged with the existing block of its name, so that each stage can add its
+        part.  Any other value replaces the existing block.
 
         Args:
             blocks: JSON values by name.
-            anew: each block is whole: nothing of an earlier one of its name stays.
+            anew: whether mappings replace the existing blocks too.
         """
         if not self.active:
             return
@@ -271,7 +276,7 @@ class RunDir:
 
 
 def _open_locked(path: Path) -> int:
-    """Makes a directory and returns the descriptor of its lock."""
+    """Creates a directory, and returns the descriptor of its lock."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         (path / "checkpoints").mkdir(exist_ok=True)
@@ -289,9 +294,9 @@ def _open_locked(path: Path) -> int:
         advice = "wait for it, stop it or choose another --workdir"
         raise UserError(f"workdir {path}: in use by {holder}; {advice}") from error
     except OSError as error:
-        # Some network file systems have no locks; the run is then the user's to keep alone.
+        # Some network file systems have no locks: the user must prevent a second run.
         logging.warning("workdir %s: cannot lock it (%s)", path, error.strerror)
-    # The name of its holder is a help; a full disk is told of by what has to be written.
+    # The holder's name only helps the user; a later write reports a full disk.
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -300,7 +305,7 @@ def _open_locked(path: Path) -> int:
 
 
 def _number(name: str, value: Any) -> float | int:
-    """Turns a Python, NumPy or JAX scalar into a number."""
+    """Converts a Python, NumPy or JAX scalar to a number."""
     if hasattr(value, "item"):
         value = value.item()
     if isinstance(value, bool) or not isinstance(value, int | float):
@@ -309,7 +314,7 @@ def _number(name: str, value: Any) -> float | int:
 
 
 def _plain(value: Any) -> Any:
-    """Turns configs, dataclasses, tuples, paths and scalars of arrays into JSON values."""
+    """Converts configs, dataclasses, tuples, paths and array scalars to JSON values."""
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         value = dataclasses.asdict(value)
     elif hasattr(value, "to_dict"):
@@ -324,7 +329,7 @@ def _plain(value: Any) -> Any:
         return None
     if isinstance(value, int | float | None):
         return value
-    return storage.shown(str(value))  # a mirror has another name in every process
+    return storage.shown(str(value))  # the path of a mirror differs in every process
 
 
 def differences(old: Any, new: Any, key: str = "") -> list[str]:

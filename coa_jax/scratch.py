@@ -32,7 +32,7 @@ class Command(Bounded):
 
     Attributes:
         data: JSONL file of distilled records.
-        prompt_style: how questions are put to the policy, as in SFT.
+        prompt_style: prompt style in which the policy sees the questions, as in SFT.
         policy: sizes of the policy.
         format: conversation format of the records in training, as in SFT.
     """
@@ -46,7 +46,7 @@ class Command(Bounded):
 def define_flags() -> None:
     """Defines the flags of the command."""
     config_flag("configs/scratch/factbook.py")
-    workdir_flag("where the policy is written")
+    workdir_flag("directory for the policy")
 
 
 def make_policy(values: ml_collections.ConfigDict, workdir: Path) -> Path:

@@ -136,7 +136,7 @@ def complete(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:
 
 
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Settings with others put over them, group by group."""
+    """Returns settings in which other settings override the first, group by group."""
     result = dict(one)
     for name, value in other.items():
         known = result.get(name)

@@ -1,8 +1,9 @@
-"""Rows of a run in a folder of shards: each file holds rows of one step, all of them or none.
+"""Stores the rows of a run in shards: files that each have rows of a single step.
 
-A shard is named after its phase, step and number (``rl-00000012-00.jsonl.gz``), so that a run that
-resumes drops the steps that it will write again without reading them.  No shard is appended to:
-neither a compressed file nor an ArrayRecord survives a kill in the middle of that.
+A shard is named after its phase, step and number (``rl-00000012-00.jsonl.gz``).  A resumed run can
+therefore remove the steps that it will write again without reading them.  Shards are written
+atomically and never appended to, because a kill during an append would damage a compressed file or
+an ArrayRecord.
 """
 
 from __future__ import annotations
@@ -20,23 +21,24 @@ from coa_jax.errors import UserError
 from coa_jax.storage import local
 
 FORMATS = ("jsonl.gz", "array_record")
-"""JSON lines packed with gzip; ArrayRecord, packed with zstd, of one JSON object in a record."""
+"""JSON lines compressed with gzip; ArrayRecord compressed with zstd, one JSON object per record."""
 
 _SUFFIXES = (".jsonl", *(f".{form}" for form in FORMATS))
-_LEVEL = 3  # of gzip: higher ones take several times as long for a few per cent
+_LEVEL = 3  # gzip level: higher levels take several times as long and save a few per cent
 
 
 def write(folder: Path, form: str, phase: str, step: int, rows: Iterable[bytes]) -> None:
-    """Writes a shard, none where there is no row.  One process writes to a folder.
+    """Writes a shard; without rows it writes nothing.  Only one process may write to a folder.
 
     Args:
-        folder: of the shards; made if need be.
+        folder: folder of the shards; it is created if necessary.
         form: one of `FORMATS`.
-        phase, step: of all rows.
-        rows: JSON without line ends; one is in memory at a time.
+        phase: phase of all rows.
+        step: step of all rows.
+        rows: JSON values without line ends; one row is in memory at a time.
 
     Raises:
-        OSError: e.g. the disk is full; nothing is left behind.
+        OSError: e.g. the disk is full; no partial file remains.
     """
     rows = iter(rows)
     first = list(itertools.islice(rows, 1))
@@ -63,13 +65,19 @@ def _array_record(file: IO[bytes], rows: Iterable[bytes]) -> None:
         for row in rows:
             writer.write(row)
         writer.close()
-    except RuntimeError as error:  # all that this library raises
+    except RuntimeError as error:  # the library raises no other exceptions
         full = os.strerror(errno.ENOSPC) in str(error)
         raise OSError(errno.ENOSPC if full else errno.EIO, str(error), file.name) from error
 
 
 def rewind(folder: Path, phase: str, step: int) -> None:
-    """Removes the shards of a phase after a step, and what a kill left of an unfinished one."""
+    """Removes the shards of a phase after a step, and partial files of a killed process.
+
+    Args:
+        folder: folder of the shards.
+        phase: phase of the shards.
+        step: last step whose shards stay.
+    """
     for path in folder.glob(".*.new"):
         path.unlink()
     for path in folder.glob(f"{phase}-*-*"):
@@ -79,23 +87,26 @@ def rewind(folder: Path, phase: str, step: int) -> None:
 
 
 def of_run(folder: Path) -> list[Path]:
-    """The files with the trajectories of a run: `traces.jsonl`, then the shards in `traces/`."""
+    """Returns the files with trajectories of a run: `traces.jsonl`, then shards in `traces/`."""
     plain = folder / "traces.jsonl"
     return [*([plain] if plain.exists() else []), *_shards(folder / "traces")]
 
 
 def parts(path: str | os.PathLike[str]) -> list[Path]:
-    """The files with the trajectories of a run directory, of a folder of shards, or one file.
+    """Returns the files with trajectories at a path.
+
+    Args:
+        path: a run directory, a folder of shards, or a single file.
 
     Raises:
-        UserError: a folder without any, or a file of another kind.
+        UserError: a folder has no trajectories, or the file is of another kind.
     """
     path = Path(local(os.fspath(path)))
     one = path.name.endswith(_SUFFIXES) or not path.exists()
     found = [path] if one else of_run(path) or _shards(path)
     if not found:
         wanted = ", ".join(_SUFFIXES)
-        raise UserError(f"{path}: no file of trajectories, whose names end in {wanted}")
+        raise UserError(f"{path}: no file of trajectories; their names end in {wanted}")
     return found
 
 

@@ -25,6 +25,11 @@ class WandbRun:
     def __init__(self, directory: Path, project: str, config: Mapping[str, Any]) -> None:
         """Starts the W&B run of a directory, or continues it.
 
+        Args:
+            directory: the run directory.
+            project: W&B project.
+            config: config of the run.
+
         Raises:
             UserError: the package is missing, or W&B rejects the run.
         """

@@ -192,15 +192,15 @@ def test_a_directory_that_a_shell_left_empty_or_did_not_expand_is_refused(given,
 @pytest.mark.parametrize(
     ("name", "value", "why"),
     [
-        ("--workdir", "/home/me/gs://bucket/run", "stands in the middle"),  # a script made it so
+        ("--workdir", "/home/me/gs://bucket/run", "must begin with gs://"),  # a script made it so
         ("--config.model", "https://huggingface.co/Qwen/Qwen2.5-7B", "https:// is not supported"),
         ("--config.tasks", "gaia:hf://datasets/gaia/test.jsonl", "hf:// is not supported"),
         ("--config.traces.files", ("a.jsonl", "wasb://bucket/b.jsonl"), "wasb:// is not supported"),
         ("--config.tools.store.path", "file:///tmp/store", "file:// is not supported"),
-        ("--config.tools.store.path", "gs://bucket/store", "only a local path will do here"),
+        ("--config.tools.store.path", "gs://bucket/store", "this setting needs a local path"),
         ("--config.anything", "az://container/x", "az:// is not supported"),
-        ("--config.anything", "s3://bucket/x", "only a local path will do here"),
-        ("--workdir", "gs:///run", "no bucket is named"),
+        ("--config.anything", "s3://bucket/x", "this setting needs a local path"),
+        ("--workdir", "gs:///run", "the bucket is missing"),
     ],
 )
 def test_a_url_that_nothing_opens_is_refused(name, value, why):

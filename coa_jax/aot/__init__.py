@@ -1,1 +1,1 @@
-"""What a configuration takes on a machine that is not here: ``python -m coa_jax.aot``."""
+"""Estimates memory and time on machines that are not available: ``python -m coa_jax.aot``."""

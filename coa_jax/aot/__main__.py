@@ -1,21 +1,24 @@
-"""Proves that a configuration compiles for machines that are not here, and fits them.
+"""Checks that a configuration compiles for a machine that is not available, and fits its memory.
 
     python -m coa_jax.aot --config=configs/rl/web.py:7b --topology=v5p:4x4x4
     python -m coa_jax.aot --config=configs/sft/web.py:32b --topology=gpu:64xh100
 
-Compiles the training step of the configuration, and of an RL configuration its scoring, rollout and
-publish programs, with the compiler of real TPUs, which runs on any Linux machine (``bash
-launch/setup_env.sh tpu``).  No weights are needed: the architecture is read from ``config.json``,
-or known by the name in the model's path, or given with ``--model``.  Prints one JSON object; exit
-code 1 if the configuration does not fit, with the figure and the setting to change.  For GPUs,
-whose compiler needs a GPU, the compiler of CPUs stands in: the result is marked as an estimate.
+The command compiles the training step of the configuration and, for RL, the programs for scores,
+rollouts and publishing.  It uses the compiler of real TPUs, which runs on any Linux machine (``bash
+launch/setup_env.sh tpu``).  The compiler for GPUs needs a GPU, so the CPU compiler replaces it, and
+the result is marked as an estimate.  No weights are needed: the architecture comes from
+``config.json``, from the name in the model's path, or from ``--model``.
+
+The command prints one JSON object.  If the configuration does not fit, the exit code is 1, and a
+line on stderr names the memory that is needed and the setting to change.
 
     python -m coa_jax.aot --config=configs/rl/web.py:32b --topology=v5p:4x4x8 \\
       --config.mesh.rollout_devices=2 --config.mesh.decode_tensor=2 --rollout_ratio=1.5
 
-Of RL with rollouts on chips of their own the memory of both kinds of chips is told apart, and a
-table says which split of the slice has the shortest step, if rollouts take that many times as long
-as the update where both have all chips (without the flag: as long as decoding alone takes).
+For RL with separate chips for rollouts, the result has the memory of training chips and of rollout
+chips, and a table shows which split of the slice has the shortest step.  The table assumes that
+rollouts take ``--rollout_ratio`` times as long as the update if each has all chips.  Without the
+flag the time of rollouts is estimated from decoding alone.
 
 docs/scaling.md explains the figures.
 """
@@ -41,12 +44,18 @@ from coa_jax.settings import build
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     config_flag("configs/rl/factbook.py")
     flags.DEFINE_string("topology", None, "v5p:4x4x8, v5e:4x4, gpu:8xh100, ...", required=True)
     flags.DEFINE_enum("model", None, sorted(ARCHITECTURES), "architecture, if the path has none")
-    flags.DEFINE_float("rollout_ratio", 0.0, "seconds of rollouts over those of an update", 0.0)
-    flags.DEFINE_float("reserve", 0.1, "share of the memory that has to stay free", 0.0, 1.0)
+    flags.DEFINE_float(
+        "rollout_ratio",
+        0.0,
+        "time of a step's rollouts relative to the time of its update; 0 estimates it from "
+        "decoding",
+        0.0,
+    )
+    flags.DEFINE_float("reserve", 0.1, "share of the memory that must stay free", 0.0, 1.0)
     flags.DEFINE_float(
         "kernel_efficiency",
         KERNEL_EFFICIENCY,
@@ -57,8 +66,8 @@ def define_flags() -> None:
     flags.DEFINE_float(
         "memory_fraction",
         None,
-        "share of the memory that a run gets: by default all of a TPU's, and of a GPU's what "
-        "XLA_PYTHON_CLIENT_MEM_FRACTION says, or 0.75",
+        "share of a chip's memory that a run may use: by default 1 on TPUs, and "
+        "XLA_PYTHON_CLIENT_MEM_FRACTION or 0.75 on GPUs",
         0.01,
         1.0,
     )

@@ -1,4 +1,4 @@
-"""What a run has on its chips, as shapes and places in place of arrays."""
+"""The arrays that a run has on its chips, as shapes and shardings without data."""
 
 from __future__ import annotations
 
@@ -55,17 +55,16 @@ class Setup:
     """A configuration on a slice.
 
     Attributes:
-        config: of the run.
-        model: the architecture, with the adapters that are trained.
-        where: the chips that there are.
-        mesh: of training, with the chips that work.
-        engine_chips: chips of one engine; 0 without one.
-        aside: chips that only make rollouts; without any those of the mesh do.
-        rules: tables of the constraint under which an engine samples, without places; None where
-            nothing is constrained.
-        unknown: one line on what of them cannot be known here; empty for nothing.
+        config: settings of the run.
+        model: architecture, with the adapters to train.
+        where: the slice.
+        mesh: training mesh, over the chips that train.
+        engine_chips: chips of one engine; 0 without engines.
+        aside: chips that only make rollouts; () if the chips of the mesh make them.
+        rules: shapes of the tables of the constraint of sampling; None without a constraint.
+        unknown: one line about sizes of these tables that are unknown; "" for none.
         teacher: architecture of the local teacher of on-policy distillation; None without one.
-        hosts: of the slice.
+        hosts: number of hosts of the slice.
     """
 
     config: SFTConfig | RLConfig
@@ -81,7 +80,7 @@ class Setup:
 
     @property
     def rollouts_go_on(self) -> bool:
-        """Whether rollouts run on the chips that train, beside their updates."""
+        """Whether rollouts continue on the training chips during updates."""
         stale = isinstance(self.config, RLConfig) and self.config.max_staleness > 0
         return stale and not self.aside
 
@@ -89,14 +88,20 @@ class Setup:
 def set_up(
     config: SFTConfig | RLConfig, model: ModelConfig, where: Slice, devices: Sequence[Any]
 ) -> Setup:
-    """Lays a configuration out.
+    """Places a configuration on a slice.
 
-    As in a run, a mesh may have less chips than a slice of a single host; all figures are then of
-    the chips that it has.
+    As in a run, the mesh may have fewer chips than a slice of a single host.  All figures then
+    refer to the chips of the mesh.
+
+    Args:
+        config: settings of the run.
+        model: architecture of the model, without adapters.
+        where: the slice.
+        devices: devices of the slice, see `slices.devices_of`.
 
     Raises:
-        UserError: the sizes of the mesh do not fit the slice, an engine would span hosts, or it is
-            not known of which protocols a constraint is.
+        UserError: the mesh does not fit the slice, an engine would span hosts, or the protocols of
+            a constraint are unknown.
     """
     sizes, owners = config.mesh, owners_of(where, devices)
     training, aside = split_devices(devices, sizes.rollout_devices, owners)
@@ -111,7 +116,7 @@ def set_up(
     decode_mesh(mesh, chips)
     if aside:
         rollout_mesh(aside, chips, host - sizes.rollout_devices, sizes.rollout_devices)
-    # Of simulated devices it is not seen to which host they belong.
+    # Simulated devices do not know their host.
     elif not where.tpu and hosts > 1 and host % chips:
         raise UserError(
             f"{chips} chips that decode together span hosts of --topology={where.name}: set "
@@ -125,21 +130,21 @@ def set_up(
 
 
 def micro_batches(config: SFTConfig | RLConfig) -> int:
-    """Micro-batches of a step in which every sequence fills a row."""
+    """Number of micro-batches of a step in which every sequence fills a row."""
     if isinstance(config, SFTConfig):
         return -(-config.batch_size // config.rows)
     return -(-config.groups * config.group_size // config.rows)
 
 
 def micro_batches_of_update(config: SFTConfig | RLConfig) -> int:
-    """The most that one update of such a step has."""
+    """Maximum number of micro-batches of one update of such a step."""
     if isinstance(config, SFTConfig):
         return micro_batches(config)
     return -(-config.groups_per_update * config.group_size // config.rows)
 
 
 def attended(config: SFTConfig | RLConfig) -> int:
-    """Positions of a row as attention sees it: with a copy of a shared prompt for each sequence."""
+    """Positions of a row in attention, which has a copy of a shared prompt for each sequence."""
     unfolded = config.attention_length if isinstance(config, RLConfig) else 0
     return unfolded or config.row_length
 
@@ -147,12 +152,19 @@ def attended(config: SFTConfig | RLConfig) -> int:
 def array(
     mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: str | None
 ) -> jax.ShapeDtypeStruct:
-    """An array split by the rules of training along its logical axes."""
+    """Shape of an array that is sharded by the training rules.
+
+    Args:
+        mesh: training mesh.
+        shape: shape of the whole array.
+        dtype: dtype of the array.
+        *axes: logical axes of the array.
+    """
     return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_for(mesh, axes, shape=shape))
 
 
 def chip_bytes(tree: Any) -> int:
-    """Bytes of a tree's arrays that lie on one chip."""
+    """Bytes of a tree's arrays on one chip."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )
@@ -167,12 +179,12 @@ def parameters(setup: Setup) -> Params:
 
 
 def policy(setup: Setup) -> TrainState:
-    """The state of training."""
+    """State of the policy in training."""
     return run_state(setup.model, setup.config.optimizer, setup.mesh)
 
 
 def critic(setup: Setup) -> TrainState | None:
-    """The critic, where the algorithm has one."""
+    """State of the critic; None if the algorithm has no critic."""
     config = setup.config
     if isinstance(config, SFTConfig):
         return None
@@ -180,7 +192,10 @@ def critic(setup: Setup) -> TrainState | None:
 
 
 def reference_bytes(setup: Setup) -> int:
-    """Of the parameters that the KL penalty keeps from the beginning; adapters keep them anyway."""
+    """Bytes per chip of the reference of a KL penalty.
+
+    With adapters this is 0, because the frozen parameters are the reference.
+    """
     config = setup.config
     kept = isinstance(config, RLConfig) and config.chosen.needs_reference and not config.lora.rank
     return chip_bytes(parameters(setup)) if kept else 0
@@ -196,7 +211,7 @@ def teacher(setup: Setup) -> Params:
 
 
 def training_bytes(setup: Setup) -> int:
-    """Of all that training keeps on a chip between its steps."""
+    """Bytes per chip of everything that training keeps between steps."""
     values = critic(setup)
     others = 0 if values is None else chip_bytes(values)
     others += 0 if setup.teacher is None else chip_bytes(teacher(setup))
@@ -204,20 +219,19 @@ def training_bytes(setup: Setup) -> int:
 
 
 def resume_bytes(setup: Setup) -> int:
-    """Of a chip while a run reads its checkpoint.
+    """Bytes per chip while a run reads its checkpoint.
 
-    What training keeps, and a copy of the largest array of a checkpoint, whose fingerprint is
-    computed on its devices.
+    In addition to `training_bytes`, the computation of fingerprints copies one array at a time.
     """
     saved = policy(setup)._replace(frozen={})
     return training_bytes(setup) + max(map(chip_bytes, jax.tree.leaves(saved)))
 
 
 def export_bytes(setup: Setup) -> int:
-    """Of a chip while a run writes its model at the end.
+    """Bytes per chip while a run exports its model at the end.
 
-    With several hosts every tensor is gathered whole on every chip, one after another; arrays of
-    the layers are gathered layer by layer.
+    With several hosts every chip gathers one whole tensor at a time; stacked layers are gathered
+    layer by layer.
     """
     whole = 0
     if setup.hosts > 1:
@@ -229,11 +243,11 @@ def export_bytes(setup: Setup) -> int:
 
 
 def sampled_batch(setup: Setup, *stack: int) -> Batch:
-    """Rows as `learn.batch.pack` and `learn.objectives.weigh` leave them.
+    """Shapes of the rows that `learn.batch.pack` and `learn.objectives.weigh` return.
 
     Args:
-        setup: of the run.
-        *stack: micro-batches of a stack; nothing for one of them.
+        setup: the run.
+        *stack: number of micro-batches of a stack; nothing for a single micro-batch.
     """
     config = setup.config
 
@@ -256,7 +270,12 @@ def sampled_batch(setup: Setup, *stack: int) -> Batch:
 
 
 def policy_batch(setup: Setup, number: int) -> Batch:
-    """The stack of a step that the policy learns from, as `learn.update` hands it over."""
+    """Shapes of the stack of micro-batches that `learn.update` passes to the policy's update.
+
+    Args:
+        setup: the run.
+        number: number of micro-batches.
+    """
     batch, config = sampled_batch(setup, number), setup.config
     if not isinstance(config, RLConfig):
         return batch
@@ -267,7 +286,7 @@ def policy_batch(setup: Setup, number: int) -> Batch:
 
 
 def critic_batch(setup: Setup, number: int) -> Batch:
-    """The same for the critic."""
+    """Shapes of the stack of micro-batches that `learn.update` passes to the critic's update."""
     batch = sampled_batch(setup, number)
     return batch._replace(rule=None, weight=None, age=None, value=batch.logp, returns=batch.logp)
 
@@ -276,7 +295,7 @@ def critic_batch(setup: Setup, number: int) -> Batch:
 
 
 def engine_mesh(setup: Setup) -> Mesh:
-    """Chips of the first engine."""
+    """Mesh of the chips of the first engine."""
     chips = setup.engine_chips
     if setup.aside:
         group = np.array(setup.aside[:chips], object)
@@ -286,7 +305,7 @@ def engine_mesh(setup: Setup) -> Mesh:
 
 
 def engine_compute(setup: Setup) -> Compute:
-    """As `engine.layout.engine_compute`; GPUs are simulated with the reference attention."""
+    """Like `engine.layout.engine_compute`, but with the reference attention for GPUs."""
     assert isinstance(setup.config, RLConfig)
     engine, platform = setup.config.engine, "tpu" if setup.where.tpu else "cpu"
     case = paged_case(setup.model, engine, setup.engine_chips, platform)
@@ -301,7 +320,7 @@ def engine_compute(setup: Setup) -> Compute:
 
 
 def decoding_params(setup: Setup) -> DecodeParams:
-    """The policy in the layout of decoding."""
+    """Parameters of the policy in the layout of the engine."""
     assert isinstance(setup.config, RLConfig)
     model, dtype = without_adapters(setup.model), setup.config.engine.dtype
     places = decode_shardings(model, engine_mesh(setup))
@@ -312,21 +331,29 @@ def decoding_params(setup: Setup) -> DecodeParams:
 
 
 def pages(setup: Setup) -> tuple[LayerPages, ...]:
-    """The cache, as `engine.layout.new_pages` allocates it."""
+    """Shapes of the KV cache that `engine.layout.new_pages` allocates."""
     assert isinstance(setup.config, RLConfig)
     return abstract_pages(setup.model, setup.config.engine, engine_compute(setup))
 
 
 def tables(setup: Setup, mesh: Mesh) -> ConstraintTables | None:
-    """Those of the constraint, whole on every chip of a mesh."""
+    """Tables of the constraint, replicated on every chip of a mesh; None without a constraint."""
     return jax.tree.map(lambda x: array(mesh, x.shape, x.dtype), setup.rules)
 
 
 def abstract_tables(config: RLConfig, model: ModelConfig) -> tuple[ConstraintTables | None, str]:
-    """Tables of a run's constraint, and what of them is not known without the tokenizer.
+    """Computes the shapes of the tables of a run's constraint.
+
+    Args:
+        config: settings of the run.
+        model: architecture of the model.
+
+    Returns:
+        The shapes (None without a constraint), and one line about sizes that are unknown because
+        the tokenizer is missing ("" for none).
 
     Raises:
-        UserError: it is not known of which protocols.
+        UserError: the protocols of the tasks are unknown.
     """
     if not config.rollout.constrain:
         return None, ""
@@ -334,7 +361,8 @@ def abstract_tables(config: RLConfig, model: ModelConfig) -> tuple[ConstraintTab
     try:
         tokenizer = load_tokenizer(config.model)
     except UserError as error:
-        # Kinds of tokens are classes of a vocabulary; all else the protocols and its size say.
+        # All sizes follow from the protocols and the size of the vocabulary, except the number of
+        # kinds of tokens: kinds are classes of the tokenizer's vocabulary.
         automata = (compile_protocol(get_protocol(name)) for name in sorted(protocols))
         states = 1 + sum(len(automaton.transitions) for automaton in automata)
         shapes: Any = (
@@ -344,8 +372,8 @@ def abstract_tables(config: RLConfig, model: ModelConfig) -> tuple[ConstraintTab
             jax.ShapeDtypeStruct((states,), "bool"),
         )
         return ConstraintTables(*shapes), (
-            f"constraint: {4 * states} bytes of its tables are counted once and are there for "
-            f"each kind of token; how many kinds there are only the tokenizer says ({error})"
+            f"constraint: its tables need {4 * states} bytes for each kind of token, and are "
+            f"counted with one kind, because the tokenizer is missing ({error})"
         )
     made = constraint_for(config.rollout, tokenizer, model.vocab_size, protocols)
     assert made is not None
@@ -353,7 +381,7 @@ def abstract_tables(config: RLConfig, model: ModelConfig) -> tuple[ConstraintTab
 
 
 def _protocols(config: RLConfig) -> set[str]:
-    """Of the tasks, or where these are not here the one that their source names."""
+    """Protocols of the tasks; without the tasks, the protocol that their source names."""
     try:
         parts = load_parts(config, "train", config.num_tasks, config.seed)
     except UserError as error:
@@ -369,7 +397,7 @@ def _protocols(config: RLConfig) -> set[str]:
 
 
 def engine_bytes(setup: Setup) -> int:
-    """Of parameters, cache and tables of the engine that lie on a chip."""
+    """Bytes per chip of the engine's parameters, KV cache and tables."""
     if not isinstance(setup.config, RLConfig):
         return 0
     rules = tables(setup, engine_mesh(setup))
@@ -377,19 +405,20 @@ def engine_bytes(setup: Setup) -> int:
 
 
 def kept_bytes(setup: Setup) -> int:
-    """Of all that a run keeps on a chip while it updates, whatever program runs there.
+    """Bytes per training chip of everything that a run keeps during an update.
 
-    Arguments of programs are part of it.  Engines on the same chips have given their memory back,
-    unless rollouts go on; then new parameters are made beside the old ones.
+    This includes the arguments of programs.  Engines on the same chips have freed their memory,
+    unless rollouts continue during updates.
     """
     kept = training_bytes(setup)
     return kept + (engine_bytes(setup) if setup.rollouts_go_on else 0)
 
 
 def decoding_bytes(setup: Setup) -> int:
-    """The same of a chip while it decodes; while rollouts go on there is room for new parameters.
+    """Bytes per chip of everything that a run keeps while it decodes.
 
-    So there is on chips that only decode.
+    If rollouts continue during updates, or have separate chips, this includes a second copy of the
+    engine's parameters, which is needed while new parameters arrive.
     """
     kept = 0 if setup.aside else training_bytes(setup)
     second = setup.aside or setup.rollouts_go_on

@@ -1,8 +1,8 @@
-"""What one chip computes, reads and sends in a compiled program, loops counted turn by turn.
+"""Counts the FLOPs, memory traffic and sent bytes of one chip in a compiled program.
 
-XLA's own analysis (``Compiled.cost_analysis``) counts the body of a loop once, and a scan over the
-layers is a loop.  Here the text of the program is walked: every instruction counts as often as the
-loops around it turn.
+XLA's own analysis (``Compiled.cost_analysis``) counts the body of a loop once, although a scan over
+the layers is a loop.  This module reads the text of the program, and multiplies each instruction by
+the trip counts of the loops around it.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ from coa_jax.aot.hlo import Array, Computation, Instruction, Module, trip_count
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
-# Copies and slices that are made beside other operations, most of them into the chip's own memory.
+# Asynchronous copies and slices, mostly from the main memory to memory on the chip.
 PREFETCHES = ("copy-start", "slice-start", "dynamic-slice-start")
 
-# Nothing is computed or moved by these, or what they do is counted with who calls them.
+# Instructions that compute and move nothing, or whose called computations are counted instead.
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
     "call", "after-all", "partition-id", "replica-id", "iota", "opt-barrier",
@@ -31,14 +31,14 @@ FREE = {
 
 @dataclasses.dataclass
 class Costs:
-    """Sums over a program, of one chip.
+    """Sums over a program, for one chip.
 
     Attributes:
-        flops: of products, kernels included; other arithmetic is left out.
-        kernel_flops: of these, in kernels.
-        hbm_bytes: that instructions read and write in the main memory.
+        flops: FLOPs of matmuls, including kernels; other arithmetic is not counted.
+        kernel_flops: part of ``flops`` in kernels.
+        hbm_bytes: bytes that instructions read and write in the main memory.
         sent: bytes that the chip sends, by (kind of collective, chips that take part).
-        unknown_loops: loops of which only an assumption says how often they run.
+        unknown_loops: number of loops with an assumed trip count.
     """
 
     flops: float = 0.0
@@ -48,7 +48,7 @@ class Costs:
     unknown_loops: int = 0
 
     def sent_by_kind(self) -> dict[str, float]:
-        """Bytes by kind of collective, all kinds named."""
+        """Bytes by kind of collective, with 0 for absent kinds."""
         totals = dict.fromkeys(COLLECTIVES, 0.0)
         for (kind, _), count in self.sent.items():
             totals[kind] += count
@@ -56,13 +56,13 @@ class Costs:
 
 
 def count(module: Module, chips: int, data_trips: Sequence[float] = ()) -> Costs:
-    """Walks a program.
+    """Counts the costs of a program.
 
     Args:
-        module: see `hlo.parse`.
-        chips: that run it, for collectives that name no groups.
-        data_trips: how often loops run that end by data, by depth among such loops; 1 where the
-            sequence ends.
+        module: the parsed program, see `hlo.parse`.
+        chips: number of chips that run the program, for collectives without groups.
+        data_trips: trip counts of loops whose end depends on data, by nesting depth among such
+            loops; 1 for deeper loops.
     """
     costs = Costs()
     _walk(module, module.entry, 1.0, chips, tuple(data_trips), costs)
@@ -99,6 +99,13 @@ def _walk(
 
 
 def flops_of(module: Module, computation: Computation, line: Instruction) -> float:
+    """FLOPs of the matmuls of an instruction.
+
+    Args:
+        module: the program.
+        computation: computation of the instruction.
+        line: the instruction.
+    """
     if line.opcode == "fusion":
         inner = module.computations[line.called[0]]
         return sum(flops_of(module, inner, part) for part in inner.values())
@@ -114,9 +121,9 @@ def flops_of(module: Module, computation: Computation, line: Instruction) -> flo
 
 
 def _convolution_flops(computation: Computation, line: Instruction) -> float:
-    """On TPUs every product is a convolution, that of several axes one with a window.
+    """FLOPs of a convolution; on TPUs every matmul is a convolution, possibly with a window.
 
-    Positions of the window beyond the input are not multiplied.
+    Positions of the window outside the input are not counted.
     """
     left, right = (computation[name].types[0].shape for name in line.operands[:2])
     out = line.types[0].shape
@@ -147,9 +154,10 @@ def _convolution_flops(computation: Computation, line: Instruction) -> float:
     return 2.0 * batch * features * right[labels[2].index("i")] * pairs / groups
 
 
-# Products of [T, T] by a head's width in the parts of splash attention, see Dao 2023 (arXiv
-# 2307.08691), section 3: scores and outputs; of the backward pass, which has the scores to compute
-# again, one kernel makes the gradients of keys and values and another that of queries.
+# Number of matmuls of [T, T] by a head's width in each kernel of splash attention, see Dao 2023
+# (arXiv 2307.08691), section 3.  The forward kernel computes scores and outputs.  The backward pass
+# recomputes the scores: one kernel computes the gradients of keys and values, another that of
+# queries.
 _SPLASH = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 
 
@@ -158,7 +166,8 @@ def _kernel_flops(computation: Computation, line: Instruction) -> float:
     for prefix, products in _SPLASH.items():
         if line.name.startswith(prefix):
             *heads, length, width = _widest(computation, line).shape
-            return products * math.prod(heads) * float(length) ** 2 * width  # causal: half of 2
+            # 2 FLOPs per multiply-add, of which the causal mask leaves half.
+            return products * math.prod(heads) * float(length) ** 2 * width
     if line.name.startswith("ragged_paged"):
         queries, context = _queries(computation, line), _context(computation, line)
         return 4.0 * queries.size * context
@@ -170,7 +179,7 @@ def _operands(computation: Computation, line: Instruction) -> list[Array]:
 
 
 def _widest(computation: Computation, line: Instruction) -> Array:
-    """The queries: of the 16-bit operands one with the most heads."""
+    """The queries: the largest of the 16-bit operands."""
     arrays = [a for a in _operands(computation, line) if a.dtype in ("bf16", "f16")]
     return max(arrays, key=lambda a: a.size)
 
@@ -182,7 +191,7 @@ def _queries(computation: Computation, line: Instruction) -> Array:
 
 
 def _context(computation: Computation, line: Instruction) -> int:
-    """Positions of the longest sequence: pages of the table times their size."""
+    """Positions of the longest sequence: pages per row of the table times the page size."""
     arrays = _operands(computation, line)
     pages = next(a for a in arrays if len(a.shape) == 4)
     table = next(a for a in arrays if a.dtype == "s32" and len(a.shape) == 2)
@@ -193,13 +202,19 @@ def _context(computation: Computation, line: Instruction) -> int:
 
 
 def moved_by(module: Module, computation: Computation, line: Instruction) -> float:
-    """Bytes of operands and results in the main memory; of a slice only the slice."""
+    """Bytes that an instruction moves in the main memory; a slice counts only its own bytes.
+
+    Args:
+        module: the program.
+        computation: computation of the instruction.
+        line: the instruction.
+    """
     if line.opcode in FREE:
         return 0.0
     if line.opcode == "copy-start":
         return sum(float(t.bytes) for t in line.types[:2] if t.hbm)
     if line.opcode in PREFETCHES:
-        # The tuple holds the operands, the array and where the slice begins, before the slice.
+        # In the tuple the operands (the array, and the start of the slice) precede the slice.
         whole, part = line.types[0], line.types[len(line.operands)]
         return float(part.bytes) * (whole.hbm + part.hbm)
     if line.opcode == "custom-call" and line.name.startswith("ragged_paged"):
@@ -207,7 +222,7 @@ def moved_by(module: Module, computation: Computation, line: Instruction) -> flo
         pages = next(a for a in arrays if len(a.shape) == 4)
         table = next(a for a in arrays if a.dtype == "s32" and len(a.shape) == 2)
         queries = _queries(computation, line)
-        # Every page of the table is read once; the pool may have more.
+        # Every page in the table is read once; the pool may have more pages.
         return table.size * pages.bytes / pages.shape[0] + 2.0 * queries.bytes
     if line.opcode == "custom-call" and "AllocateBuffer" in line.text:
         return 0.0
@@ -232,7 +247,7 @@ def _fusion_moved(module: Module, computation: Computation, line: Instruction) -
             source = _source(inner, target)
             if inner[source].opcode == "parameter":
                 updated.add(int(inner[source].argument))
-                # Written in place: neither is the whole read nor the whole written.
+                # The update is in place: only the written part counts.
                 whole, written = inner[source].types[0], inner[update].types[0]
                 total += float(written.bytes) - float(whole.bytes)
     for part in inner.values():
@@ -250,11 +265,11 @@ def _fusion_moved(module: Module, computation: Computation, line: Instruction) -
 
 
 def _updates(part: Instruction) -> list[tuple[str, str]]:
-    """(What is written to, what is written) of an instruction that changes a part of an array."""
+    """(target, update) operands of an instruction that changes a part of an array."""
     if part.opcode == "dynamic-update-slice":
         return [(part.operands[0], part.operands[1])]
     if part.opcode == "scatter":
-        # Arrays, places, and an update for each of the arrays.
+        # The operands are the arrays, the indices, and an update for each array.
         number = len(part.operands) // 2
         return list(zip(part.operands[:number], part.operands[number + 1 :], strict=True))
     return []
@@ -267,7 +282,7 @@ def _source(inner: Computation, name: str) -> str:
 
 
 def _readers(module: Module, inner: Computation, name: str) -> list[Instruction]:
-    """Who reads a value, looked at through bitcasts, parts of tuples and into fusions."""
+    """Instructions that read a value, also through bitcasts, tuples and fusions."""
     found = []
     for user in inner.values():
         if name not in user.operands:
@@ -291,9 +306,17 @@ def _readers(module: Module, inner: Computation, name: str) -> list[Instruction]
 def collectives(
     module: Module, computation: Computation, line: Instruction
 ) -> Iterator[tuple[str, Instruction, Computation]]:
-    """(Kind, instruction, its computation) of what chips exchange in a line, fusions included.
+    """Yields the collectives of a line, including those in a fusion.
 
-    The compiler of TPUs writes a reduce-scatter as a fusion of an all-reduce and a slice.
+    The TPU compiler writes a reduce-scatter as a fusion of an all-reduce and a slice.
+
+    Args:
+        module: the program.
+        computation: computation of the line.
+        line: an instruction.
+
+    Yields:
+        Kind of the collective, its instruction, and the computation of this instruction.
     """
     kind = line.opcode.removesuffix("-start")
     if kind in COLLECTIVES:
@@ -311,7 +334,17 @@ def collectives(
 def sent_by(
     kind: str, line: Instruction, computation: Computation, chips: int
 ) -> tuple[int, float]:
-    """(Chips of a group, bytes that each sends) with a ring, which sends the least."""
+    """Cost of a collective with the ring algorithm, which sends the fewest bytes.
+
+    Args:
+        kind: kind of the collective.
+        line: instruction of the collective.
+        computation: computation of the instruction.
+        chips: number of chips that run the program.
+
+    Returns:
+        Chips of a group, and bytes that each chip sends.
+    """
     inputs = sum(float(t.bytes) for t in _operands(computation, line))
     if kind == "collective-permute":
         return 2, inputs
@@ -325,12 +358,12 @@ def sent_by(
 
 
 def group_size(line: Instruction, chips: int) -> int:
-    """Chips of a group of a collective."""
+    """Number of chips in a group of a collective."""
     return len(group(line, chips))
 
 
 def group(line: Instruction, chips: int) -> list[int]:
-    """The first group of a collective, numbers of chips, which XLA writes in one of three ways."""
+    """Numbers of the chips in the first group of a collective; XLA has three notations."""
     start = re.search(r"replica_groups=", line.text)
     text = line.text[start.end() :] if start else ""
     mesh = re.match(r"@?mesh\[(.*?)\](?:, ?device_ids=\((.*?)\))?[^{]*?\{([^}]*)\}", text)

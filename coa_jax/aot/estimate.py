@@ -1,4 +1,4 @@
-"""Compiles programs and says what a chip needs: memory, time at best, and whether it fits."""
+"""Compiles the programs of a run, and estimates the memory and time that a chip needs."""
 
 from __future__ import annotations
 
@@ -33,8 +33,10 @@ class Memory:
     """Bytes on one chip while a program runs.
 
     Attributes:
-        arguments, output, temporaries: of the program, with those of kernels that are not in it.
-        aliased: part of the output that takes the place of arguments.
+        arguments: arguments of the program.
+        output: results of the program.
+        temporaries: temporary arrays, including those of kernels that could not be compiled.
+        aliased: part of the output that reuses the memory of arguments.
         code: the program itself.
         lying: other arrays of the run.
     """
@@ -48,15 +50,15 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Everything together."""
+        """Sum of all bytes that the chip needs at the same time."""
         kept = self.arguments + self.output - self.aliased
         return kept + self.temporaries + self.code + self.lying
 
 
 KERNEL_EFFICIENCY = 0.5
-"""Assumed share of the peak at which attention kernels run; nothing of it is measured."""
+"""Assumed share of the peak FLOP rate of attention kernels; this value is not measured."""
 SENSITIVITY = (1.0, 0.7, 0.5, 0.35)
-"""Shares for which the time of a step is given beside that of the assumption."""
+"""Other assumed shares, for which the result has the time of a step too."""
 
 
 def analyse(
@@ -65,13 +67,13 @@ def analyse(
     """Compiles every program of a configuration.
 
     Args:
-        setup: see `programs.set_up`.
-        reserve: share of the memory that has to stay free, of what a run gets of a chip's.
-        kernels: share of the peak at which attention kernels are assumed to run.
-        fraction: share of a chip's memory that a run gets.
+        setup: configuration on a slice, see `arrays.set_up`.
+        reserve: share of the usable memory that must stay free.
+        kernels: assumed share of the peak FLOP rate of attention kernels.
+        fraction: share of a chip's memory that is usable for a run.
 
     Returns:
-        The result of the command; ``fits`` says whether all programs do.
+        The result of the command; ``fits`` is True if the whole run fits into memory.
     """
     chip, config = setup.where.chip, setup.config
     rows: list[dict[str, Any]] = []
@@ -123,10 +125,10 @@ def analyse(
 
 
 def _add_plans(rows: Sequence[dict[str, Any]]) -> None:
-    """Counts what programs of both kinds set aside, where either may be started beside the other.
+    """Adds the memory of a concurrent program: of an engine to training programs, and vice versa.
 
     Args:
-        rows: of all programs; the ``beside`` and ``total`` of their bytes are changed.
+        rows: rows of all programs; ``beside`` and ``total`` of their bytes are changed.
     """
 
     def scratch(row: dict[str, Any]) -> int:
@@ -187,13 +189,13 @@ def _compiled(program: Program, where: Slice, kernels: float = 1.0) -> dict[str,
         row["serial_s_by_kernel_efficiency"] = {
             f"{share:g}": roofline(costs, chip, share)["serial_s"] for share in shares
         }
-        # Only the text of a TPU program is a schedule.
+        # Only the text of TPU programs is in the order of execution.
         if where.tpu:
             places = np.array([device.coords[: len(where.shape)] for device in program.devices])
-            # As neighbours where other chips, which send nothing, lie between them.
+            # Chips between which only idle chips lie count as neighbours.
             sizes = [len(np.unique(axis)) for axis in places.T]
             places = np.array([np.unique(axis, return_inverse=True)[1] for axis in places.T]).T
-            # What is left of an axis is no ring.
+            # A part of an axis is not a ring.
             rings = tuple(
                 size if ring and size == whole else 0
                 for ring, size, whole in zip(where.rings, sizes, where.shape, strict=True)
@@ -217,25 +219,32 @@ def _compiled(program: Program, where: Slice, kernels: float = 1.0) -> dict[str,
 
 _REFUSALS = (
     r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm",
-    # Said where the temporaries alone are too much; the arguments come on top.
+    # This message appears if the temporaries alone exceed the memory, without the arguments.
     r"required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM",
 )
 
 
 def exceeded(message: str) -> int | None:
-    """Bytes that a program needs at least that the compiler refused for want of memory.
+    """Parses the compiler's error for a program that exceeds the memory.
 
-    None if the message is of something else.
+    Returns:
+        Minimum number of bytes that the program needs; None for another error.
     """
     found = next(filter(None, (re.search(refusal, message) for refusal in _REFUSALS)), None)
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else None
 
 
 def roofline(costs: Costs, chip: Chip, kernels: float = 1.0) -> dict[str, float]:
-    """Seconds at the peaks of a chip; products of kernels at a share of the peak.
+    """Computes the times of a program at the peaks of a chip, in seconds.
 
-    ``step_s`` is the longest of the three, as if they overlapped perfectly; ``serial_s`` is their
-    sum, as if they did not at all.
+    Args:
+        costs: costs of the program on one chip.
+        chip: peaks of the chip.
+        kernels: share of the peak FLOP rate that kernels reach.
+
+    Returns:
+        Times of matmuls (``compute_s``), memory traffic (``hbm_s``) and sending (``ici_s``); their
+        maximum ``step_s``, as with perfect overlap; and their sum ``serial_s``, as without overlap.
     """
     products = costs.flops + costs.kernel_flops * (1 / kernels - 1)
     compute, memory = products / chip.flops, costs.hbm_bytes / chip.hbm_bandwidth
@@ -253,18 +262,18 @@ def roofline(costs: Costs, chip: Chip, kernels: float = 1.0) -> dict[str, float]
 
 
 ENGINE = ("extend", "decode", "fork")
-"""Programs of an engine, which run where it is."""
+"""Programs that run on the chips of an engine."""
 
 _PARTS = {
     "score_s": ("score", "score_adapters", "score_teacher", "values"),
     "critic_s": ("critic",),
     "publish_s": ("merge", "publish"),
 }
-"""Programs of a step of RL beside its training."""
+"""Time in the result -> programs of an RL step, in addition to training and rollouts."""
 
 
 def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float]) -> dict[str, Any]:
-    """Time and model FLOPs utilisation of the training part of a step, and speed of decoding."""
+    """Time and model FLOP utilisation (MFU) of a step's training part, and speed of decoding."""
     config, chip = setup.config, setup.where.chip
     tokens = micro_batches(config) * config.rows * config.row_length
     lengths = [config.row_length] * (micro_batches(config) * config.rows)
@@ -276,8 +285,8 @@ def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float])
     played = train["runs_per_step"] * train.get("schedule", {}).get("total", 0.0)
     peak = setup.mesh.size * chip.flops
     step: dict[str, Any] = {
-        "assumes": "every row is full, one sequence a row; MFU counts 6 FLOPs a parameter and "
-        "token (4 where adapters are trained) and causal attention, not what is computed again",
+        "assumes": "every row is full and has one sequence; MFU counts 6 FLOPs per parameter and "
+        "token (4 if adapters are trained) and causal attention, without recomputation",
         "micro_batches": micro_batches(config),
         "tokens": tokens,
         "model_flops": useful,
@@ -307,20 +316,20 @@ def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float])
 def balance(
     setup: Setup, result: dict[str, Any], devices: Sequence[Any], ratio: float = 0.0
 ) -> tuple[list[Split], dict[str, Any]]:
-    """How long a step of RL takes if the slice is split in other ways.
+    """Estimates the time of an RL step for every split of the slice into training and rollouts.
 
     Args:
-        setup: of the split that was compiled.
-        result: of `analyse`.
-        devices: of the slice.
-        ratio: seconds of rollouts over those of an update where both have all chips; 0 for what
-            the programs of the engine say.
+        setup: configuration with the split that was compiled.
+        result: result of `analyse`.
+        devices: devices of the slice.
+        ratio: time of rollouts relative to the time of an update, if each has all chips; 0
+            estimates it from the programs of the engine.
 
     Returns:
-        The splits that a mesh can be laid over, and the same for the result of the command.
+        The splits for which a training mesh exists, and the same as part of the command's result.
 
     Raises:
-        UserError: a program does not fit at all, so that its time is not known.
+        UserError: the compiler refused a program, so its time is unknown.
     """
     config, rows = setup.config, result["programs"]
     assert isinstance(config, RLConfig)
@@ -346,7 +355,7 @@ def balance(
 
 
 def _can_train(setup: Setup, devices: Sequence[Any], owners: Sequence[int], count: int) -> bool:
-    """Whether the chips that are left for training are a block of the slice."""
+    """Whether the remaining chips for training form a block of the slice."""
     training, _ = split_devices(devices, count, owners)
     try:
         make_mesh(fsdp=-1, devices=training)
@@ -362,14 +371,14 @@ def advice(
     usable: float,
     reserve: float,
 ) -> str:
-    """One line: how much is too much, and which settings take less.
+    """Describes in one line how much memory is missing, and which settings need less.
 
     Args:
-        config: of the run.
-        rows: of its programs.
-        moments: bytes of a chip at other moments of the run.
-        usable: bytes of a chip that the run gets.
-        reserve: share of them that has to stay free.
+        config: settings of the run.
+        rows: rows of the run's programs.
+        moments: bytes per chip at other times of the run, by name.
+        usable: bytes of a chip that the run may use.
+        reserve: share of ``usable`` that must stay free.
     """
     others = ({"name": name, "bytes_per_chip": {"total": n}} for name, n in moments.items())
     worst: Any = max((*rows, *others), key=lambda row: row["bytes_per_chip"]["total"])
@@ -377,20 +386,20 @@ def advice(
     most = usable * (1 - reserve)
     least = "at least " if worst.get("refused") else ""
     head = (
-        f"{worst['name']} needs {least}{memory['total'] / 1e9:.1f} GB a chip, "
-        f"{most / 1e9:.1f} GB are there "
-        f"({usable / 1e9:.1f} GB that the run gets, of which {reserve:.0%} stay free): "
+        f"{worst['name']} needs {least}{memory['total'] / 1e9:.1f} GB per chip, and "
+        f"{most / 1e9:.1f} GB are available "
+        f"({usable / 1e9:.1f} GB for the run, of which {reserve:.0%} must stay free): "
     )
     if worst["name"] in (*ENGINE, "merge", "publish"):
         return head + "lower engine.slots or engine.max_length, or set engine.pages"
     knobs = []
-    # What keeps less for a backward pass; scores have none.
+    # `remat` matters only for programs with a backward pass.
     if worst["name"] in ("train", "critic") and (kept := config.remat) != "full":
         knobs.append(f"set remat to full (it is {kept})")
     if memory.get("temporaries", memory["total"]) > memory["total"] / 2:
         if config.rows > 1:
             knobs.append(f"lower rows ({config.rows}) to the product of mesh.data and mesh.fsdp")
-        knobs += ["raise mesh.tensor, which shares the tokens of a row", "lower row_length"]
+        knobs += ["raise mesh.tensor, which splits the tokens of a row", "lower row_length"]
     else:
         knobs.append("raise mesh.fsdp or mesh.tensor, or take more chips")
         if isinstance(config, RLConfig):

@@ -1,4 +1,4 @@
-"""Reads the text of a compiled XLA program: computations, instructions, types, trip counts."""
+"""Parses the text of a compiled XLA program: computations, instructions, types, trip counts."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Array:
     """An array type.
 
     Attributes:
-        dtype: as XLA writes it, such as ``bf16``.
-        shape: dimensions.
-        hbm: whether it lies in the main memory, not in one on the chip.
+        dtype: dtype in XLA's notation, such as ``bf16``.
+        shape: sizes of the axes.
+        hbm: whether the array is in the main memory, and not in memory on the chip.
     """
 
     dtype: str
@@ -26,12 +26,12 @@ class Array:
 
     @property
     def size(self) -> int:
-        """Elements."""
+        """Number of elements."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Bytes without the padding of tiles."""
+        """Number of bytes, without the padding of tiles."""
         digits = re.search(r"\d+", self.dtype)
         bits = _BITS.get(self.dtype, int(digits[0]) if digits else 32)
         return -(-self.size * bits // 8)
@@ -42,13 +42,13 @@ class Instruction:
     """One line of a computation.
 
     Attributes:
-        name: without the percent sign.
-        types: arrays of the result, those of a tuple one after another.
-        opcode: such as ``fusion``.
-        operands: names of instructions of the same computation.
-        text: what follows the operands: attributes.
-        argument: what stands between the parentheses, for parameters and constants.
-        root: whether it is the computation's result.
+        name: name of the instruction, without the percent sign.
+        types: array types of the result; several for a tuple.
+        opcode: operation, such as ``fusion``.
+        operands: names of the operands, which are instructions of the same computation.
+        text: text after the operands, with the attributes.
+        argument: text between the parentheses; the number of a parameter, or value of a constant.
+        root: whether the instruction is the result of the computation.
     """
 
     name: str
@@ -60,13 +60,13 @@ class Instruction:
     root: bool
 
     def attribute(self, name: str) -> str:
-        """Value of an attribute up to the next comma outside of brackets; empty if missing."""
+        """Value of an attribute, up to the next comma outside of brackets; "" if it is missing."""
         found = re.search(rf"(?:^|[ ,]){name}=", self.text)
         return "" if found is None else _balanced(self.text, found.end())
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Computations that it calls once (not those of reductions and the like)."""
+        """Computations that the instruction calls once; without those of reductions and loops."""
         names = []
         for key in ("calls", "called_computations", "branch_computations", "true_computation",
                     "false_computation"):  # fmt: skip
@@ -85,8 +85,8 @@ class Module:
     """A program.
 
     Attributes:
-        computations: by name.
-        entry: name of the one that runs.
+        computations: computations by name.
+        entry: name of the computation at which the program starts.
     """
 
     computations: dict[str, Computation]
@@ -94,10 +94,10 @@ class Module:
 
 
 def parse(text: str) -> Module:
-    """Reads the text that ``jax.stages.Compiled.as_text`` returns.
+    """Parses the text that ``jax.stages.Compiled.as_text`` returns.
 
     Raises:
-        ValueError: it has no entry computation.
+        ValueError: the text has no entry computation.
     """
     computations: dict[str, Computation] = {}
     entry, current = "", None
@@ -113,7 +113,7 @@ def parse(text: str) -> Module:
             if instruction is not None:
                 current[instruction.name] = instruction
     if not entry:
-        raise ValueError("the text holds no entry computation")
+        raise ValueError("the text has no entry computation")
     return Module(computations, entry)
 
 
@@ -138,7 +138,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _balanced(text: str, start: int, stop: str = ",") -> str:
-    """The text from ``start`` to the first ``stop`` that stands in no bracket."""
+    """The text from ``start`` to the first ``stop`` outside of brackets and quotes."""
     depth, quoted = 0, False
     for i in range(start, len(text)):
         char = text[i]
@@ -168,10 +168,16 @@ def _arrays(kind: str) -> Iterator[Array]:
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """How often a loop's body runs; None if that depends on data.
+    """Trip count of a loop; None if it depends on data.
 
-    XLA says it in some programs (``known_trip_count``).  Otherwise the loop counts if its condition
-    compares one element of its state with a constant, to which the body adds a constant.
+    Some programs state it (``known_trip_count``).  Otherwise it is computed for loops whose
+    condition compares an element of the state with a constant, if the body adds a constant to this
+    element.
+
+    Args:
+        module: the program.
+        computation: computation of the loop.
+        loop: the ``while`` instruction.
     """
     known = re.search(r'known_trip_count[^}]*?"?n"?[:=]"?(\d+)', loop.text)
     if known:
@@ -206,7 +212,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 def _through(
     module: Module, within: Computation, line: Instruction
 ) -> tuple[Computation, Instruction] | None:
-    """What a value is, looked at through copies and fusions of a single operation."""
+    """Resolves copies, and fusions of a single operation, to the instruction behind them."""
     while True:
         if line.opcode in ("copy", "bitcast", "convert", "copy-done", "copy-start"):
             line = within[line.operands[0]]
@@ -230,7 +236,7 @@ def _through(
 
 
 def _element(condition: Computation, line: Instruction) -> int | None:
-    """Which element of the loop's state a value is."""
+    """Index of a value in the state of the loop; None if the value is not part of the state."""
     if line.opcode != "get-tuple-element":
         return None
     source = condition.get(line.operands[0])

@@ -1,7 +1,7 @@
-"""The programs of a configuration, with shapes and shardings in place of arrays.
+"""The programs of a configuration, with shapes and shardings instead of arrays.
 
-What is compiled are the functions of `learn.step`, `learn.experience` and `engine.programs`
-themselves, on arrays such as `learn.update` hands to them.
+The programs are the functions of `learn.step`, `learn.experience` and `engine.programs` themselves,
+with arguments of the same shapes as in `learn.update`.
 """
 
 from __future__ import annotations
@@ -37,16 +37,16 @@ class Program:
     """A program to compile.
 
     Attributes:
-        name: such as ``train``.
-        lower: makes what XLA compiles.
-        runs: how often a step runs it; 0 for programs whose number depends on the data.
-        lying: bytes of a chip that other arrays take meanwhile.
-        devices: chips that run it together, in its order.
-        data_trips: see `costs.count`.
-        kernel_flops: of one chip, in kernels for which something stands in.
-        kernel_bytes: temporaries of one chip that those kernels have.
-        scratch: temporaries of one chip, where those of the compiler are not the machine's; None
-            for the compiler's.
+        name: name of the program, such as ``train``.
+        lower: lowers the program for XLA.
+        runs: number of runs in a step; 0 if the number depends on the data.
+        lying: bytes of other arrays on a chip while the program runs.
+        devices: chips that run the program, in the program's order.
+        data_trips: trip counts of loops whose end depends on data, see `costs.count`.
+        kernel_flops: FLOPs per chip of kernels that the compiled program lacks.
+        kernel_bytes: bytes per chip of temporary arrays of these kernels.
+        scratch: bytes per chip of temporary arrays on the real machine; None if the compiler's
+            value is right.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Program:
 
 
 def all_programs(setup: Setup) -> list[Program]:
-    """The programs of a step, and those that it may run."""
+    """Returns the programs of a step."""
     training = _training(setup)
     if not isinstance(setup.config, RLConfig):
         return training
@@ -73,7 +73,7 @@ def all_programs(setup: Setup) -> list[Program]:
 
 
 def _training(setup: Setup) -> list[Program]:
-    """The updates of a step."""
+    """Programs of the updates of a step."""
     config, mesh = setup.config, setup.mesh
     number, updates, passes = arrays.micro_batches_of_update(config), 1, 1
     if isinstance(config, RLConfig):
@@ -115,7 +115,7 @@ def _training(setup: Setup) -> list[Program]:
 
 
 def _scoring(setup: Setup) -> list[Program]:
-    """What `learn.experience` runs before a step's updates, one micro-batch after another."""
+    """Programs that `learn.experience` runs on each micro-batch before a step's updates."""
     config = setup.config
     assert isinstance(config, RLConfig)
     batch, compute = experience.inputs(arrays.sampled_batch(setup)), _compute(setup)
@@ -168,13 +168,13 @@ def _scoring(setup: Setup) -> list[Program]:
 
 
 def _allowed(setup: Setup) -> Any:
-    """The table of the constraint, which losses and scores read beside every micro-batch."""
+    """Shape of the constraint's table for losses and scores; None without a constraint."""
     rules = arrays.tables(setup, setup.mesh)
     return None if rules is None else rules.allowed
 
 
 def _head_turns(setup: Setup) -> int:
-    """Chunks of positions whose logits exist at a time; their loop ends by data (`learn.logps`)."""
+    """Number of chunks of the output head, whose loop ends depending on data (`learn.logps`)."""
     _, positions, chunk = chunked(setup.config.rows, setup.config.row_length, _compute(setup))
     return -(-positions // chunk)
 
@@ -187,12 +187,12 @@ def _loss(setup: Setup) -> Loss:
 
 
 def _compute(setup: Setup) -> Compute:
-    """How training computes."""
+    """Dtype, operations and sharding of training."""
     config = setup.config
     return Compute(
         config.dtype,
         config.remat,
-        # The kernels of GPUs cannot be compiled here.
+        # Kernels for GPUs can only be compiled on a GPU.
         _kernel(setup) if setup.where.tpu else STAND_IN,
         backend_for("tpu" if setup.where.tpu else "cuda"),
         setup.mesh,
@@ -201,7 +201,7 @@ def _compute(setup: Setup) -> Compute:
 
 
 def _kernel(setup: Setup) -> str:
-    """The implementation of attention that a run takes there."""
+    """The implementation of attention that the run uses on the slice."""
     config, model = setup.config, setup.model
     case = Case(
         platform="tpu" if setup.where.tpu else "cuda",
@@ -215,9 +215,10 @@ def _kernel(setup: Setup) -> str:
 
 
 def _mask_bytes(setup: Setup) -> int:
-    """Of a chip, what cuDNN reads in place of segment ids: a mask, and the bias made of it.
+    """Bytes per chip of the mask and the bias that cuDNN reads instead of segment ids.
 
-    Each is ``[rows, 1, T, T]`` of an even T, see `attention.causal`; what stands in has neither.
+    Each has the shape ``[rows, 1, T, T]`` with an even T, see `attention.causal`.  The compiled
+    program has neither, because another implementation replaces cuDNN.
     """
     if _kernel(setup) != "cudnn":
         return 0
@@ -229,11 +230,11 @@ def _mask_bytes(setup: Setup) -> int:
 
 
 def _attention_flops(setup: Setup, backward: bool = True) -> float:
-    """Of one chip and micro-batch where something stands in for the kernel.
+    """FLOPs of attention per chip and micro-batch, if another implementation replaces the kernel.
 
-    Forward, and for gradients again where the backward pass keeps nothing, and backward.  See
-    `costs` for the kernels: 2 products forward, 7 backward, each of half of ``[T, T]``;
-    of rows whose sequences share a prompt T is what they have with its copies.
+    The forward pass has 2 matmuls and the backward pass 7, each of half of ``[T, T]``, as in
+    `costs`.  With rematerialisation the backward pass repeats the forward pass.  T includes the
+    copies of shared prompts.
     """
     config, model = setup.config, setup.model
     if setup.where.tpu:
@@ -250,10 +251,10 @@ def _attention_flops(setup: Setup, backward: bool = True) -> float:
 
 
 def _publish(setup: Setup) -> list[Program]:
-    """From the training layout to the decoding layout: one engine for each group of chips.
+    """Programs that copy the parameters from the training layout to the layout of the engines.
 
-    Where engines have chips of their own these are copies for a transfer within each host.
-    Adapters are added to a copy of their model before.
+    If the engines have separate chips, the copies are then transferred within each host.  Adapters
+    are first added to a copy of their model.
     """
     assert isinstance(setup.config, RLConfig)
     params = arrays.parameters(setup)
@@ -275,7 +276,7 @@ def _publish(setup: Setup) -> list[Program]:
 
 
 def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
-    """The largest programs of an engine, on the chips of one."""
+    """The largest programs of one engine."""
     engine = engine.on_platform("tpu" if setup.where.tpu else "gpu")
     mesh, compute = arrays.engine_mesh(setup), arrays.engine_compute(setup)
     params, layers = arrays.decoding_params(setup), arrays.pages(setup)
@@ -301,7 +302,7 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
     )
     block, copies = of(blocks, engine.extend_block), of(min(engine.slots, 8))
     devices, pages = tuple(mesh.devices.flat), engine.pages_per_slot
-    # The compiler of CPUs copies a bfloat16 cache into float32 to write to it.
+    # The CPU compiler would copy a bfloat16 cache to float32 for every write.
     memory = engine_memory(without_adapters(setup.model), engine, setup.engine_chips)
     scratch = None if setup.where.tpu else memory.scratch
     found = [

@@ -1,17 +1,19 @@
-"""How long a compiled program takes if it runs in the order in which the compiler has put it.
+"""Simulates the time of a compiled TPU program in the order of the compiler's schedule.
 
-The text of a compiled TPU program is a schedule: what is written first begins first.  Here it is
-played through.  An operation takes the cycles that the compiler estimates for it.  Of a kernel the
-compiler has no estimate: a kernel takes as long as its products take at an assumed share of the
-peak, or its memory traffic at the peak.  A
-collective that the compiler has split into a start and a done is on its way in between, while other
-operations run; the done waits for what is left.  One that it has not split lets everything wait.
-Copies that are split so use the memory while products run.
+The text of a compiled TPU program lists the operations in the order in which they begin.  The
+simulation takes the following times:
 
-Each axis of the torus has a third of a chip's links (v4, v5p), or half of them (v5e, v6e), and a
-collective uses those of the axes that its chips lie along.  Where these chips are a line and no
-ring, each direction has to carry what in a ring goes both ways, which takes twice as long.
-Collectives over different links run at the same time, those over the same one after another.
+- An operation takes the number of cycles that the compiler estimates.
+- A kernel, for which the compiler has no estimate, takes the longer of two times: its FLOPs at an
+  assumed share of the peak, or its memory traffic at the peak.
+- An asynchronous collective (a start and a done) uses the links while other operations run; the
+  done waits for the rest.  During a synchronous collective nothing else runs.
+- An asynchronous copy uses the memory while matmuls run.
+
+Each axis of the torus has a third of a chip's links (v4, v5p) or half of them (v5e, v6e).  A
+collective uses the links of the axes along which its chips lie.  If these chips form a line instead
+of a ring, the collective takes twice as long.  Collectives over different links run at the same
+time; collectives over the same links run one after another.
 """
 
 from __future__ import annotations
@@ -29,14 +31,14 @@ from coa_jax.parallel.chips import Chip
 
 @dataclasses.dataclass
 class Timeline:
-    """Seconds of a program.
+    """Times of a program, in seconds.
 
     Attributes:
-        total: from the first operation to the last.
-        waiting: of these, in which a chip only waits for its links.
-        beyond: of these, by which operations take longer than their products at the peak.
-        split, whole: seconds on the links of collectives that other operations may hide, and of
-            those that none can.
+        total: time from the first operation to the last.
+        waiting: part of ``total`` in which the chip only waits for its links.
+        beyond: part of ``total`` by which operations exceed the time of their matmuls at the peak.
+        split: time of asynchronous collectives on the links, which other operations can hide.
+        whole: time of synchronous collectives on the links.
     """
 
     total: float = 0.0
@@ -46,7 +48,7 @@ class Timeline:
     whole: float = 0.0
 
     def add(self, other: Timeline, times: float) -> None:
-        """Another one after this, several times."""
+        """Appends another timeline, repeated ``times`` times."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name) + times * getattr(other, field.name)
             setattr(self, field.name, value)
@@ -54,15 +56,15 @@ class Timeline:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """Where a program runs.
+    """The machine that runs a program.
 
     Attributes:
-        chip: its peaks.
-        places: int ``[chips, axes]``, where each chip lies on the torus, in the program's order;
-            None where all links serve everyone.
-        rings: size of each axis whose last chip is linked to its first, 0 for a line; empty where
-            chips that lie along an axis are always a ring.
-        kernels: share of the peak at which products of kernels run.
+        chip: peaks of a chip.
+        places: coordinates of each chip on the torus, in the program's order, int
+            ``[chips, axes]``; None for a machine in which every collective can use all links.
+        rings: size of each axis whose last chip is linked to its first, and 0 for other axes; () if
+            the chips along every axis form a ring.
+        kernels: share of the peak FLOP rate that kernels reach.
     """
 
     chip: Chip
@@ -71,19 +73,19 @@ class Machine:
     kernels: float = 1.0
 
     def links(self, kind: str, line: Instruction) -> tuple[tuple[int, int], ...]:
-        """(Axis, direction) of the links of a chip that a collective uses."""
+        """(axis, direction) of the links of a chip that a collective uses."""
         if self.places is None:
             return ((0, 0),)
         places = self._members(kind, line)
         axes = np.flatnonzero(np.ptp(places, axis=0)).tolist() if len(places) else []
         if kind == "collective-permute" and axes:
-            # To the neighbour on one side; the way around the torus is one step too.
+            # A permutation sends to the neighbour on one side, possibly around the torus.
             step = int(places[1][axes[0]] - places[0][axes[0]])
             return ((axes[0], 1 if step == 1 or step < -1 else -1),)
         return tuple((axis, way) for axis in axes or [0] for way in (-1, 1))
 
     def _members(self, kind: str, line: Instruction) -> np.ndarray:
-        """Places of the first group of a collective, or of the first two chips of a permutation."""
+        """Coordinates of the first group of a collective, or of the first pair of a permutation."""
         assert self.places is not None
         members = group(line, len(self.places))
         if kind == "collective-permute":
@@ -94,31 +96,44 @@ class Machine:
     def bandwidth(
         self, links: Sequence[tuple[int, int]], size: int, kind: str, line: Instruction
     ) -> float:
-        """Bytes a second that a chip sends over some of its links."""
+        """Bandwidth of a chip in a collective, in bytes/s.
+
+        Args:
+            links: links that the collective uses, see `links`.
+            size: chips of a group.
+            kind: kind of the collective.
+            line: instruction of the collective.
+        """
         if self.places is None:
             far = self.chip.group and size > self.chip.group
             return self.chip.network_bandwidth if far else self.chip.link_bandwidth
         useful = float(len(links))
         if kind != "collective-permute" and self.rings:
-            # A part of a ring is a line too.
+            # A part of a ring is a line.
             chips = [len(np.unique(axis)) for axis in self._members(kind, line).T]
             useful = sum(1.0 if chips[axis] == self.rings[axis] else 0.5 for axis, _ in links)
         return self.chip.link_bandwidth * useful / (2 * self.places.shape[1])
 
 
 def play(module: Module, machine: Machine, data_trips: Sequence[float] = ()) -> Timeline:
-    """Plays a program; see `costs.count` for ``data_trips``."""
+    """Simulates a program.
+
+    Args:
+        module: the parsed program, see `hlo.parse`.
+        machine: the machine that runs it.
+        data_trips: trip counts of loops whose end depends on data, see `costs.count`.
+    """
     return _play(module, module.entry, machine, tuple(data_trips))
 
 
 class _Clock:
-    """The state of a computation while it is played.
+    """The state of a simulated computation; all times are in seconds.
 
     Attributes:
-        now: seconds.
-        links: when each is free, by axis and direction.
-        arrives: when what was started is there.
-        copied: when the memory is done with copies that run beside operations.
+        now: current time.
+        links: time at which each link is free, by axis and direction.
+        arrives: time at which the result of each asynchronous operation is available, by name.
+        copied: time at which the memory has finished all asynchronous copies.
     """
 
     def __init__(self) -> None:
@@ -170,7 +185,7 @@ def _play(module: Module, name: str, machine: Machine, trips: tuple[float, ...])
             if estimate and chip.clock:
                 seconds = int(estimate[1]) / chip.clock
             found.beyond += seconds - products
-            # What an operation reads and writes delays the copies beside it.
+            # The memory traffic of an operation delays concurrent copies.
             if clock.copied > clock.now:
                 clock.copied += min(memory, seconds)
             clock.now += seconds

@@ -1,4 +1,4 @@
-"""Slices of chips, and their names on a command line."""
+"""Slices of TPU chips and groups of GPUs, and their names on the command line."""
 
 from __future__ import annotations
 
@@ -21,15 +21,15 @@ GPUS = tuple(name for name, chip in CHIPS.items() if chip.capability)
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Chips that run one program together.
+    """Chips that run a program together.
 
-    A v7x chip is two devices of JAX with half of its memory each; all others are one.
+    A v7x chip is two JAX devices with half of its memory each.  Every other chip is one device.
 
     Attributes:
-        name: as it was given.
+        name: name on the command line.
         kind: key of `CHIPS`.
-        shape: of a TPU slice's torus; of GPUs their number.
-        peaks: measured peaks of a chip, in place of the stated ones; None for those.
+        shape: shape of a TPU slice's torus, or (number of GPUs,).
+        peaks: measured peaks of a chip; None for the vendor's peaks in `CHIPS`.
     """
 
     name: str
@@ -44,7 +44,7 @@ class Slice:
 
     @property
     def chip(self) -> Chip:
-        """Peaks of a device of JAX, which is a chip or an equal part of one."""
+        """Peaks of a JAX device, which is a chip or an equal part of a chip."""
         chip = self.whole
         parts = chip.devices
         return dataclasses.replace(
@@ -59,10 +59,10 @@ class Slice:
 
     @property
     def rings(self) -> tuple[bool, ...]:
-        """Of each axis of a TPU slice, whether its last chip is linked to its first.
+        """Whether the last chip of each axis of a TPU slice is linked to the first.
 
-        On v5e and v6e only the 16 chips of a whole pod's axis are a ring; on the others, whose
-        slices are made of cubes of 4 x 4 x 4 chips, all axes of a slice of whole cubes are.
+        On v5e and v6e only an axis of 16 chips (a whole pod) is a ring.  Other slices consist of
+        cubes of 4 x 4 x 4 chips; all axes of a slice of whole cubes are rings.
         """
         if len(self.shape) == 2:
             return tuple(size == 16 for size in self.shape)
@@ -70,20 +70,20 @@ class Slice:
 
     @property
     def count(self) -> int:
-        """Devices of JAX."""
+        """Number of JAX devices."""
         return math.prod(self.shape) * self.whole.devices
 
     @property
     def tpu(self) -> bool:
-        """Whether the real compiler is asked; else CPU devices stand for the chips."""
+        """Whether the slice has TPUs, for which the real compiler is available."""
         return self.kind in TPUS
 
 
 def parse_slice(name: str) -> Slice:
-    """Reads ``v5p:4x4x8``, ``v5e:4x4`` or ``gpu:8xh100``.
+    """Parses the name of a slice, such as ``v5p:4x4x8``, ``v5e:4x4`` or ``gpu:8xh100``.
 
     Raises:
-        UserError: it is none of these.
+        UserError: the name does not have one of these forms.
     """
     tpu = re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", name)
     if tpu and tpu[1] in TPUS:
@@ -103,10 +103,10 @@ def parse_slice(name: str) -> Slice:
 
 
 def default_fraction(where: Slice) -> float:
-    """Share of a device's memory that JAX gives a run.
+    """Share of a device's memory that JAX lets a run use.
 
     Raises:
-        UserError: the environment variable by which JAX decides is no share.
+        UserError: ``XLA_PYTHON_CLIENT_MEM_FRACTION`` is not a number above 0 and at most 1.
     """
     if where.tpu:
         return 1.0
@@ -121,40 +121,40 @@ def default_fraction(where: Slice) -> float:
 
 
 def owners_of(where: Slice, devices: Sequence[Any]) -> list[int]:
-    """The host of each device, which runs a process; simulated devices know of no hosts."""
+    """Number of each device's host; simulated devices are distributed over hosts in order."""
     if where.tpu:
         return [device.process_index for device in devices]
     return [number // where.chip.host for number in range(len(devices))]
 
 
 def devices_of(where: Slice) -> list[Any]:
-    """The devices of a slice to compile for; nothing can run on those of a TPU slice.
+    """Returns the devices of a slice, to compile for; programs cannot run on those of a TPU slice.
 
-    Called before anything else uses JAX: the number of simulated devices is fixed then.
+    Call this before any other use of JAX, because it sets the number of simulated devices.
 
     Raises:
-        UserError: the compiler of TPUs is not installed, or knows no such slice.
+        UserError: the TPU compiler is not installed, or there is no slice of this shape.
     """
     if not where.tpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", where.count)
         return jax.devices()
-    # Else libtpu asks a cloud's metadata server which machine this is, and waits for an answer.
+    # Otherwise libtpu queries the cloud's metadata server, and waits for an answer.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    # Else only one process of a machine may load it, as if it held the chips.
+    # Otherwise only one process of a machine can load libtpu, as if it used the chips.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     jax.config.update("jax_platforms", "cpu")
     from jax.experimental import topologies
 
     try:
-        # Without its name the compiler would have two devices for a v4 chip, as no machine has.
+        # By default the compiler would have two devices per v4 chip; real machines have one.
         cores = {"chip_config_name": "megacore"} if where.kind == "v4" else {}
         name = where.name.replace("v7x", "tpu7x")
         found = topologies.get_topology_desc(platform="tpu", topology_name=name, **cores)
     except (RuntimeError, ValueError, NotImplementedError) as error:
         first = str(error).strip().splitlines()[0][:200]
         raise UserError(
-            f"--topology={where.name}: the TPU compiler does not take it ({first}); it comes with "
-            f"`{install_hint('tpu')}`, and slices have the shapes that Cloud TPU offers"
+            f"--topology={where.name}: the TPU compiler refuses this slice ({first}); install the "
+            f"compiler with `{install_hint('tpu')}`, and give a shape that Cloud TPU offers"
         ) from error
     return list(found.devices)

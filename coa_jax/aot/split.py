@@ -1,7 +1,7 @@
-"""Which part of a slice should make rollouts while the rest trains.
+"""Compares the ways to split a slice into chips for training and chips for rollouts.
 
-Work is counted in chip-seconds, and ``n`` chips do it in an ``n``-th of the time.  Of the programs
-of one split that are compiled, the times of all splits of the same slice follow.
+Work is measured in chip-seconds: ``n`` chips need an ``n``-th of the time.  The times of all splits
+follow from the programs that were compiled for one split.
 """
 
 from __future__ import annotations
@@ -10,17 +10,17 @@ import dataclasses
 from collections.abc import Iterable, Sequence
 
 ASSUMES = (
-    "estimates, no measurements: updates and rollouts take time in inverse proportion to their "
-    "chips, updates the time of the compiler's schedule (on GPUs the sum of roofline parts); "
-    "slots are always full, and rollouts and updates overlap perfectly where they have chips of "
-    "their own, else one follows the other; tools, tails and the transfer of weights cost nothing, "
-    "so that the same chips in turns, which wait for tails, look better than they are; "
-    "only of the compiled split is it known whether it fits"
+    "estimates, no measurements: the times of updates and rollouts are inversely proportional to "
+    "their chips; an update takes the time of the compiler's schedule (on GPUs the sum of the "
+    "roofline's parts); slots are always full; rollouts and updates overlap perfectly on separate "
+    "chips, and alternate on shared chips; tools, the last long samples of a step and the transfer "
+    "of weights take no time, which favours shared chips; only the compiled split is known to fit "
+    "into memory"
 )
-BY_RATIO = "rollouts take --rollout_ratio times the update where both have all chips"
+BY_RATIO = "rollouts take --rollout_ratio times as long as the update, if each has all chips"
 BY_DECODING = (
-    "rollouts sample every token of full rows, each step reads full caches at the roofline; "
-    "prompts and observations cost nothing"
+    "rollouts sample every token of full rows, and each decoding step reads full caches at the "
+    "roofline; prompts and observations take no time"
 )
 
 
@@ -29,9 +29,11 @@ class Split:
     """One way to split a slice.
 
     Attributes:
-        rollout_devices: of each host; 0 where all chips do both in turns.
-        training_chips, rollout_chips: how many do each.
-        update_s, rollout_s: seconds of a step.
+        rollout_devices: chips of each host that make rollouts; 0 if all chips alternate.
+        training_chips: number of chips that train.
+        rollout_chips: number of chips that make rollouts.
+        update_s: time of a step's update, in seconds.
+        rollout_s: time of a step's rollouts, in seconds.
     """
 
     rollout_devices: int
@@ -42,7 +44,7 @@ class Split:
 
     @property
     def step_s(self) -> float:
-        """Seconds of a step: of the slower part, or of both where they share their chips."""
+        """Time of a step: the slower part, or the sum if both parts share their chips."""
         if self.rollout_devices:
             return max(self.update_s, self.rollout_s)
         return self.update_s + self.rollout_s
@@ -51,13 +53,14 @@ class Split:
 def splits(
     hosts: int, of_host: int, counts: Iterable[int], update: float, rollout: float
 ) -> list[Split]:
-    """The splits of a slice.
+    """Returns the splits of a slice.
 
     Args:
-        hosts: of the slice.
-        of_host: chips of each.
+        hosts: number of hosts of the slice.
+        of_host: chips of each host.
         counts: values of ``mesh.rollout_devices``, each less than ``of_host``.
-        update, rollout: chip-seconds of a step.
+        update: chip-seconds of a step's update.
+        rollout: chip-seconds of a step's rollouts.
     """
     found = []
     for count in counts:
@@ -67,21 +70,21 @@ def splits(
 
 
 def best(rows: Sequence[Split]) -> Split:
-    """The split with the shortest step; of equal ones that with more chips for training.
+    """Returns the split with the shortest step; of equal splits, that with more training chips.
 
-    The same chips in turns are no candidate while there is another: where time is in proportion to
-    chips nothing is faster, and why one splits, that tails and tools let chips wait, is not in it.
+    Shared chips are a candidate only if there is no other.  In this model they are always fastest,
+    because it neglects the waiting for tools and long samples, which is the reason to split.
     """
     apart = [row for row in rows if row.rollout_devices]
     return min(apart or rows, key=lambda row: (row.step_s, row.rollout_chips))
 
 
 def table(rows: Sequence[Split], compiled: int) -> str:
-    """Lines for people.
+    """Formats splits as a table.
 
     Args:
-        rows: of `splits`.
-        compiled: the ``mesh.rollout_devices`` whose programs were compiled.
+        rows: result of `splits`.
+        compiled: ``mesh.rollout_devices`` of the compiled split.
     """
     head = ("mesh.rollout_devices", "chips: train", "roll out", "update", "rollouts", "step")
     lines = ["  ".join(head)]

@@ -40,7 +40,13 @@ class ForcedEpisode(Episode):
     """An episode whose turns end after a given number of tokens, whatever their text is."""
 
     def __init__(self, request: Request, sample: int, script: Script):
-        """Starts the episode of a sample; ``script`` fixes its lengths, calls and observations."""
+        """Starts an episode.
+
+        Args:
+            request: request of the sample.
+            sample: number of the sample.
+            script: lengths, calls and observations of the sample.
+        """
         super().__init__(
             task_id=request.task.id,
             sample_id=sample,

@@ -2,16 +2,20 @@
 
     python -m coa_jax.bench.input --model=DIR --hosts=16 --rows=4 --length=20480 --step_seconds=1
 
-The host sleeps for ``--step_seconds``, as it does while an accelerator computes, then asks for the
-next update, as `coa_jax.learn.fit` does, and copies its rows into the arrays of the step.  The run
-has ``--hosts`` processes, of which this one has the first ``--rows`` rows of every micro-batch.
-Without ``--data`` the records are made of Factbook pages, with 2,000 tokens to ``--length``.
+In each step the process sleeps for ``--step_seconds``, as if an accelerator computed.  Then it
+takes the next update from the pipeline of `coa_jax.learn.fit`, and copies the rows into the arrays
+of the step.  The process represents the first of ``--hosts`` processes, and has the first
+``--rows`` rows of every micro-batch.  Without ``--data``, the records consist of Factbook pages and
+have from 2,000 to ``--length`` tokens.
 
-``stalled`` is the share of the time in which the step waits for data.  The wait before the first
-step, ``first_wait_s``, is not part of that share.  ``tokens_per_core_s`` is the rate at which one
-core reads and tokenises.  ``core_s`` is how long one core works for an update, packing and copies
-included.  Both are processor time, on which other programs of the machine have little influence.
-Prints one JSON object.
+The command prints one JSON object.  Its main figures are:
+
+    stalled            share of the time in which steps wait for data, without the first wait
+    first_wait_s       wait before the first step, in seconds
+    tokens_per_core_s  tokens that one core reads and tokenises per second of processor time
+    core_s             processor time of an update, including packing and copies, in seconds
+
+Other programs on the machine have little influence on processor time.
 """
 
 from __future__ import annotations
@@ -38,11 +42,17 @@ from coa_jax.records import Records
 from coa_jax.tools.factbook_pages import passages
 from coa_jax.trajectory import DistilledRecord, write_records
 
-_CHARS = 3  # of a token of these records: SmolLM2 has 3.0
+_CHARS = 3  # characters per token of these records, measured with SmolLM2
 
 
 def made_records(number: int, length: int, seed: int = 0) -> Iterator[DistilledRecord]:
-    """Records whose observations are Factbook pages, of 2,000 tokens to about ``length``."""
+    """Yields records whose observations are Factbook pages, with about 2,000 to ``length`` tokens.
+
+    Args:
+        number: number of records.
+        length: maximum number of tokens, approximately.
+        seed: seed of the lengths.
+    """
     pages = itertools.cycle(passages(2000))
     sizes = np.random.default_rng(seed).integers(min(2000, length // 2), length * 19 // 20, number)
     for name, size in enumerate(sizes * _CHARS):
@@ -59,7 +69,12 @@ def made_records(number: int, length: int, seed: int = 0) -> Iterator[DistilledR
 
 
 def core_speed(examples: Examples, seconds: float = 2.0) -> float:
-    """Tokens that one core reads and tokenises in a second of the processor."""
+    """Tokens that one core reads and tokenises per second of processor time.
+
+    Args:
+        examples: examples to read.
+        seconds: duration of the measurement.
+    """
     tokens, began = 0, time.process_time()
     for index in itertools.cycle(range(len(examples))):
         tokens += len(examples[index].tokens)
@@ -69,7 +84,13 @@ def core_speed(examples: Examples, seconds: float = 2.0) -> float:
 
 
 def batch_size_of(examples: Examples, rows: int, length: int) -> int:
-    """The most examples that fill at most ``rows`` rows, by the first ones."""
+    """Largest number of first examples that fit into the rows of an update.
+
+    Args:
+        examples: examples of the run.
+        rows: number of rows.
+        length: tokens of a row.
+    """
     low, high = 1, len(examples)
     while low < high:
         middle = (low + high + 1) // 2
@@ -88,16 +109,19 @@ def run_steps(
     step_seconds: float,
     workers: int,
 ) -> dict[str, Any]:
-    """Sleeps through the steps of a run and measures the waits between them.
+    """Runs steps that sleep, and measures how long they wait for data.
 
     Args:
-        examples: of the run.
+        examples: examples of the run.
         hosts: processes of the run.
-        rows: rows of a micro-batch that each of them has.
+        rows: rows of a micro-batch per process.
         length: tokens of a row.
-        steps: how many.
-        step_seconds: seconds of a step.
+        steps: number of measured steps.
+        step_seconds: duration of a step without waiting, in seconds.
         workers: see `FitConfig.data_workers`.
+
+    Returns:
+        The measured fields of the JSON object that the command prints.
     """
     batch_size = batch_size_of(examples, hosts * rows, length)
     updates = Updates(
@@ -113,7 +137,7 @@ def run_steps(
     waits, tokens, core = [], [], 0.0
     with read_ahead(updates, workers) as ahead:
         for step in range(steps + 1):
-            if step == 1:  # two updates are ready by now, and as many at the end of the run
+            if step == 1:  # two updates are ready now and at the end: the measured work is complete
                 core = time.process_time()
             began = time.perf_counter()
             update = next(ahead)
@@ -134,10 +158,10 @@ def run_steps(
 
 
 def define_flags() -> None:
-    """The flags of the command."""
+    """Defines the flags of the command."""
     flags.DEFINE_string("model", None, "directory or GGUF file with the tokenizer", required=True)
-    flags.DEFINE_string("data", "", "files of records; made ones if empty")
-    flags.DEFINE_integer("records", 256, "how many records are made", lower_bound=1)
+    flags.DEFINE_string("data", "", "files of records; by default records of Factbook pages")
+    flags.DEFINE_integer("records", 256, "number of records without --data", lower_bound=1)
     flags.DEFINE_integer("hosts", 16, "processes of the run", lower_bound=1)
     flags.DEFINE_integer("rows", 4, "rows of a micro-batch on this host", lower_bound=1)
     flags.DEFINE_integer("length", 20480, "tokens of a row", lower_bound=64)

@@ -14,7 +14,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params, init_params
 from coa_jax.model.shapes import ARCHITECTURES
 
-# Flags defined by the helper below belong to the command that calls it (for --help).
+# In --help, the flags that this module defines belong to the command that calls the function below.
 flags.disclaim_key_flags()
 
 

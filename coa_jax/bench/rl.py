@@ -163,7 +163,7 @@ def measure(
     steps: int = 3,
     attention: str = "auto",
 ) -> dict[str, Any]:
-    """Returns the result of the command.
+    """Measures RL steps; returns the JSON object that the command prints.
 
     Args:
         subject: the model, with float32 parameters, which are donated.

@@ -11,7 +11,7 @@ from coa_jax.bench.workload import Workload
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 
-# Flags defined by the helper below belong to the command that calls it (for --help).
+# In --help, the flags that this module defines belong to the command that calls the function below.
 flags.disclaim_key_flags()
 
 
@@ -46,7 +46,7 @@ def given_shapes(values: Any, workload: Workload) -> EngineConfig:
         workload: the workload, which must fit.
 
     Raises:
-        UserError: see `engine_shapes`.
+        UserError: a rollout is longer than ``--max_length``.
     """
     names = ("chunk", "dtype", "max_length", "extend_buckets", "pages", "cache_dtype", "engines")
     chosen = {name: getattr(values, name) for name in names}

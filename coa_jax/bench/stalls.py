@@ -103,7 +103,7 @@ def measure(
         repeats: number of measured runs of each workload.
 
     Raises:
-        UserError: there are fewer slots than rollouts, or see `quicken`.
+        UserError: there are fewer slots than rollouts, or the workload has no single longest call.
     """
     quick, apart = quicken(workload)
     if shapes.slots < len(workload.scripts):

@@ -1,9 +1,9 @@
-"""Every attention kernel of this device beside NumPy in float64: values and gradients.
+"""Compares the values and gradients of every attention kernel with NumPy in float64.
 
-A kernel of this platform runs as it is, in bfloat16.  On a CPU all kernels run in interpret mode in
-float32; for ``cudnn`` and ``ragged_paged``, which nothing can interpret, the reference that JAX has
-for the same call takes their place.  A wrong result is compared with the results of well-known
-faults, and the report names the fault that fits.
+Kernels of this platform run compiled, in bfloat16.  On a CPU all kernels run in interpret mode, in
+float32.  ``cudnn`` and ``ragged_paged`` cannot be interpreted; JAX's reference for the same call
+replaces them.  A wrong result is compared with the results of well-known faults, and the report
+names the fault that matches.
 
 Shape letters: B batch, T tokens, S keys, N key/value heads, G query heads of each, K head width.
 """
@@ -27,7 +27,7 @@ from coa_jax.model.config import ModelConfig
 
 GROUP = "kernels"
 LIMITS = {"float32": 1e-4, "bfloat16": 0.03}
-"""Largest error of a value; of gradients half of that, relative to their norm."""
+"""Maximum error of values, by dtype.  For gradients the limit is half, relative to their norm."""
 
 HEADS, GROUPS, PAGE = 2, 2, 16
 
@@ -40,15 +40,19 @@ def numpy_attention(
     cotangent: np.ndarray | None = None,
     factor: float = 1.0,
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """Attention in float64, and its gradients if there is a cotangent.
+    """Attention in float64, and its gradients if a cotangent is given.
 
     Args:
-        q: ``[B, T, N, G, K]``.
-        k, v: ``[B, S, N, K]``.
-        mask: bool ``[B, T, S]``, the keys that a query sees; the result of a query that sees no key
-            is NaN.
-        cotangent: like q.
-        factor: further factor of the scores, 1 for attention as it should be.
+        q: queries, ``[B, T, N, G, K]``.
+        k: keys, ``[B, S, N, K]``.
+        v: values, ``[B, S, N, K]``.
+        mask: bool ``[B, T, S]``, True for the keys that a query sees; the result of a query that
+            sees no key is NaN.
+        cotangent: gradient of the output, ``[B, T, N, G, K]``; None for no gradients.
+        factor: additional factor of the scores; 1 for correct attention.
+
+    Returns:
+        The output, float64 ``[B, T, N, G, K]``, and the gradients of q, k and v, or ().
     """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     scale = factor * q.shape[-1] ** -0.5
@@ -71,7 +75,12 @@ def numpy_attention(
 
 
 def runs_here(kind: Kind, name: str, head_dim: int) -> tuple[list[Compute], str]:
-    """How an implementation can run on this device.
+    """Determines how an implementation can run on this device.
+
+    Args:
+        kind: kind of attention.
+        name: name of the implementation.
+        head_dim: head width K.
 
     Returns:
         A `Compute` for each dtype to check, and the reason if there is none.
@@ -96,11 +105,11 @@ def _label(name: str, compute: Compute) -> str:
 
 
 def causal_checks(length: int, names: Sequence[str] = ()) -> Iterator[Check]:
-    """Each implementation of causal attention, on packed rows and on rows of one sequence.
+    """Checks implementations of causal attention, on packed rows and on rows of one sequence.
 
     Args:
         length: tokens of a row.
-        names: implementations; empty for all.
+        names: names of the implementations; () for all.
     """
     for name in names or implementations("causal"):
         computes, why = runs_here("causal", name, 64)
@@ -160,10 +169,10 @@ def _causal(name: str, compute: Compute, length: int, packed: bool) -> Check:
 
 
 def paged_checks(names: Sequence[str] = ()) -> Iterator[Check]:
-    """Each implementation of attention over a cache: one new token, and several.
+    """Checks implementations of attention over a paged cache, with one and with several new tokens.
 
     Args:
-        names: implementations; empty for all.
+        names: names of the implementations; () for all.
     """
     for name in names or implementations("paged"):
         computes, why = runs_here("paged", name, 128)
@@ -179,20 +188,20 @@ def _paged(name: str, compute: Compute, new: int) -> Check:
     rows, pages_each, width = 4, 9, 128
     length = pages_each * PAGE
     k, v = rng.normal(size=(2, rows, length, HEADS, width)).astype(np.float32)
-    # Every sequence owns pages in no order, among pages of rubbish.
+    # Each sequence has pages in random order; unused pages have other contents.
     count = rows * pages_each + 3
     table = rng.permutation(count)[: rows * pages_each].reshape(rows, -1).astype(np.int32)
     model = ModelConfig("llama", 8, 8, 8, 1, HEADS * GROUPS, HEADS, width)
     (pages,) = jax.tree.map(
         lambda x: x + 7, init_layers(model, count, PAGE, compute.dtype, compute)
     )
-    # A sequence that just begins, one of two whole pages, one that fills its pages, an idle row.
+    # An empty sequence, a sequence of two pages, a sequence that fills all its pages, an idle row.
     start = np.array([0, 2 * PAGE - new, length - new, length])
     positions = (start[:, None] + np.arange(new)).astype(np.int32)
     q = rng.normal(size=(rows, new, HEADS, GROUPS, width)).astype(np.float32)
     everywhere = jnp.broadcast_to(jnp.arange(length), (rows, length))
     run: Callable[..., jax.Array] = functools.partial(attend_to, compute=compute)
-    # JAX's reference of ragged_paged is a Python loop, which needs the values of the lengths.
+    # JAX's reference of ragged_paged is a Python loop over the lengths: it cannot be traced.
     if not (compute.attention == "ragged_paged" and compute.interpret):
         run = jax.jit(run)
     pages = write(pages, jnp.asarray(table), jnp.asarray(k), jnp.asarray(v), everywhere, compute)
@@ -221,7 +230,7 @@ def _paged(name: str, compute: Compute, new: int) -> Check:
 
 
 def _far(found: np.ndarray, right: np.ndarray) -> float:
-    """Largest difference, where a query sees a key; NaN where a found value is not finite."""
+    """Largest difference over queries that see a key; NaN if a found value is not finite."""
     seen = np.isfinite(right)
     if not seen.any():
         return float("inf")
@@ -237,14 +246,16 @@ def _fitting(
     right: np.ndarray,
     limit: float,
 ) -> str:
-    """The fault that gives these values: one of the masks, or a wrong scale; "" for none.
+    """Finds the fault that explains the values: a wrong mask or a wrong scale; "" for none.
 
     Args:
-        out: values of the kernel.
-        q, k, v: its arguments.
-        masks: fault -> the mask that a kernel with this fault applies.
-        right: the mask as it should be.
-        limit: largest difference of values that fit.
+        out: output of the kernel.
+        q: queries.
+        k: keys.
+        v: values.
+        masks: fault -> mask that a kernel with this fault applies.
+        right: correct mask.
+        limit: maximum difference between ``out`` and the output of a matching fault.
     """
     for fault, mask in masks.items():
         if _far(out, numpy_attention(q, k, v, mask)[0]) <= limit:
@@ -272,7 +283,10 @@ def _fitting(
 
 
 def all_checks() -> Iterator[Check]:
-    """Every implementation of both kinds; on accelerators rows are also longer than a block."""
+    """Checks every implementation of causal and of paged attention.
+
+    On accelerators one of the two row lengths exceeds a block of the kernels.
+    """
     lengths = (201,) if jax.default_backend() == "cpu" else (201, 1100)
     for length in lengths:
         yield from causal_checks(length)

@@ -1,4 +1,4 @@
-"""One check of the device report: its name, its verdict and its figures."""
+"""A check of the device report: its name, verdict and figures."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 Verdict = Literal["pass", "FAIL", "look", "skip"]
-"""``FAIL`` means a wrong result.  ``look`` means a speed or a size far from its expected value: the
-results are right, and somebody should find the reason.  ``skip`` means that the check cannot run on
-this device."""
+"""``FAIL`` means a wrong result.  ``look`` means a correct result with an unexpected speed or size,
+whose reason somebody should find.  ``skip`` means that the check cannot run on this device."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -18,11 +17,11 @@ class Check:
     """A finished check.
 
     Attributes:
-        group: the part of the report to which the check belongs.
-        name: of the check; unique in its group.
+        group: part of the report to which the check belongs.
+        name: name of the check, unique in its group.
         verdict: see `Verdict`.
-        text: one line: the measured values beside their limits, and the suspected fault.
-        figures: the same values for programs.
+        text: one line with the measured values, their limits and the suspected fault.
+        figures: the same values by name, for the JSON report.
     """
 
     group: str
@@ -35,13 +34,14 @@ class Check:
 def within(
     group: str, name: str, measured: Mapping[str, float], limits: Mapping[str, float], why: str = ""
 ) -> Check:
-    """A check that passes where every measured value is at most its limit.
+    """Creates a check that passes if every measured value is at most its limit.
 
     Args:
-        group, name: see `Check`.
-        measured: errors by name, at least 0; a NaN fails.
-        limits: the largest good value of each error.
-        why: the suspected fault, for a check that fails.
+        group: see `Check`.
+        name: see `Check`.
+        measured: errors by name, at least 0; NaN fails.
+        limits: maximum of each error.
+        why: suspected fault, which is shown if the check fails.
     """
     good = all(measured[key] <= limit for key, limit in limits.items())
     shown = [f"{key} {measured[key]:.1e} (limit {limit:.0e})" for key, limit in limits.items()]
@@ -53,12 +53,13 @@ def within(
 def guarded(
     group: str, name: str, checks: Callable[[], Iterable[Check]], show: Callable[[str], None]
 ) -> Iterator[Check]:
-    """The checks of a function; an exception becomes a failed check, and the report goes on.
+    """Yields the checks of a function; an exception becomes a failed check.
 
     Args:
-        group, name: of the failed check.
-        checks: yields checks, one after another.
-        show: gets the traceback.
+        group: group of the failed check.
+        name: name of the failed check.
+        checks: function that yields checks.
+        show: receives the traceback of an exception.
     """
     try:
         yield from checks()

@@ -1,18 +1,23 @@
-"""Checks this machine: isolation of programs, tools, or its accelerator.
+"""Checks this machine: the isolation of programs, the tools, or the accelerator.
 
-``coa-jax doctor [--backend bubblewrap|landlock]`` shows how programs are isolated, and runs one
-hostile program for each thing that must not happen.  ``--tools [--config FILE.py[:ARGUMENT]]`` says
-how each tool is configured and whether the servers behind it answer.
+``coa-jax doctor [--backend bubblewrap|landlock]`` shows how programs are isolated, and runs a
+hostile program for each kind of attack that the isolation must prevent.
+
+``coa-jax doctor --tools [--config FILE.py[:ARGUMENT]]`` shows the configuration of each tool, and
+whether its servers answer.
 
 ``coa-jax doctor --device`` checks the first accelerator of this machine with random weights; it
-downloads nothing.  It compares each attention kernel with NumPy in values and gradients, the
-log-probabilities of the sampler with those of the trainer, two SFT and two RL steps with the
-reference on the CPU, and memory and speed with the limits of the device and with the predictions of
-``coa_jax.aot``.  It prints one page and writes all figures to ``--out``, a JSON file to attach to a
-report of a defect.  Without an accelerator the same checks run on the CPU, where kernels are
-interpreted.
+downloads nothing.  It compares
 
-Exit code 0: everything holds; 1: something does not; 2: the command cannot run.
+- the values and gradients of each attention kernel with NumPy,
+- the log-probabilities of the sampler with those of the trainer,
+- two SFT steps and two RL steps with the reference on the CPU,
+- memory and speed with the limits of the device and with the predictions of ``coa_jax.aot``.
+
+It prints one page, and writes all figures to ``--out``, a JSON file to attach to a report of a
+defect.  Without an accelerator the same checks run on the CPU, where kernels are interpreted.
+
+Exit code 0: all checks pass; 1: a check fails; 2: the command cannot run.
 """
 
 from __future__ import annotations
@@ -31,7 +36,7 @@ from coa_jax.tools import doctor
 
 
 def check_device(out: str) -> int:
-    """Runs all checks of the device, prints the page and writes the JSON file.
+    """Runs all checks of the device, prints the report and writes the JSON file.
 
     Args:
         out: path of the JSON file.
@@ -45,7 +50,7 @@ def check_device(out: str) -> int:
     path = Path(out)
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"--out={out}: give a file in a directory that exists")
-    # The CPU computes what is right, whatever the other platform is.
+    # The CPU computes the expected results, so JAX needs it beside any other platform.
     if (platforms := os.environ.get("JAX_PLATFORMS", "")) and "cpu" not in platforms:
         os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"
     # Imported here: the other checks need neither JAX nor a device.

@@ -1,10 +1,10 @@
-"""A small policy that samples and learns here: its log-probabilities and its updates.
+"""Checks of a small policy on this device: its log-probabilities and its updates.
 
-The policy has random weights whose attention is sharp, so that a wrong position or a page that is
-not read changes the log-probabilities of tokens.  It samples as a rollout does: one prefill for
-several samples, turns, observations between them.  The trainer scores the same tokens, which must
-give the same log-probabilities.  Then it makes two SFT and two RL steps, and float32 on the CPU of
-this machine, with the reference operations, makes the same steps.
+The policy has random weights with sharp attention, so a wrong position or a missing page changes
+the log-probabilities of tokens.  The policy samples as in a rollout: one prefill for several
+samples, then turns with observations between them.  The trainer must compute the same
+log-probabilities for the sampled tokens.  Two SFT steps and two RL steps are then compared with the
+same steps in float32 on the CPU of this machine, with the reference operations.
 """
 
 from __future__ import annotations
@@ -37,14 +37,15 @@ SAMPLING, TRAINING = "sampler against trainer", "training steps"
 MODEL = ModelConfig("llama", 512, 256, 512, 2, 4, 2, 128)
 LENGTH, ROW, TEMPERATURE, GROUP_SIZE = 144, 256, 0.7, 4
 OPTIMIZER = OptimizerConfig(1e-4, 4, final_ratio=1.0, weight_decay=0.0)
-# Largest and mean difference of log-probabilities; float32 on a CPU is below 1e-5.
+# Limits of the largest and of the mean difference of log-probabilities, in nats.  In float32 on a
+# CPU the largest difference is below 1e-5.
 GAPS = {"float32": (2e-4, 2e-5), "bfloat16": (0.3, 0.03)}
-# Relative difference of losses and gradient norms from float32 on the CPU.
+# Limits of the relative difference of losses and gradient norms from float32 on the CPU.
 UPDATES = {"float32": 1e-3, "bfloat16": 0.05}
 
 
 def sharp_params() -> Params:
-    """Random parameters of `MODEL`, as NumPy arrays, with scores of attention of some size."""
+    """Random parameters of `MODEL` as NumPy arrays, scaled so that attention is sharp."""
     params = jax.jit(init_params, static_argnums=0)(MODEL, jax.random.key(0))
 
     def scaled(path: tuple[Any, ...], x: jax.Array) -> np.ndarray:
@@ -54,11 +55,11 @@ def sharp_params() -> Params:
 
 
 def computes() -> Iterator[tuple[Compute, Compute | None]]:
-    """How the trainer and the sampler compute, for each pair to check.
+    """Yields (trainer, sampler) computations to compare with each other.
 
-    None for the sampler means that the engine chooses, as in a run.  On a CPU the last pair are
-    interpreted kernels, of which one is for TPUs and one for GPUs: JAX's forms of the other kernels
-    cannot be compiled, or are no kernels.
+    None for the sampler means that the engine chooses, as in a run.  On a CPU the last pair has
+    interpreted kernels: splash attention (for TPUs) in the trainer, and the Pallas kernel for GPUs
+    in the sampler.  The other kernels cannot be interpreted within a compiled program.
     """
     yield local_compute("float32"), None
     yield training_compute(MODEL, dtype="bfloat16"), None
@@ -73,12 +74,15 @@ def computes() -> Iterator[tuple[Compute, Compute | None]]:
 
 
 def sampled(params: Params, dtype: str, compute: Compute | None) -> tuple[list[Trajectory], str]:
-    """A group of samples of one prompt with an observation in the middle, and how they came about.
+    """Samples a group of trajectories of one prompt, with an observation between two turns.
 
     Args:
-        params: on the device.
-        dtype: of the engine.
-        compute: of the engine; None for its own choice.
+        params: parameters of `MODEL` on the device.
+        dtype: dtype of the engine.
+        compute: computation of the engine; None for the engine's own choice.
+
+    Returns:
+        The trajectories, and the name of the engine's attention implementation.
     """
     rng = np.random.default_rng(3)
     prompt = rng.integers(0, MODEL.vocab_size, 41).tolist()
@@ -140,9 +144,9 @@ def sampled(params: Params, dtype: str, compute: Compute | None) -> tuple[list[T
 
 
 def _batch(group: Sequence[Trajectory], decoded: int = 0) -> Batch:
-    """Rows of a group; positions of the tokens that decoding fed are moved by ``decoded``."""
+    """Packs a group, with the positions of tokens that decoding read shifted by ``decoded``."""
     batch = pack([trajectory_example(one, 0.0) for one in group], ROW)
-    # Decoding fed a token if the policy wrote the next one.
+    # The decode program read a token if the policy wrote the next token.
     fed = np.pad(batch.mask[:, 1:], ((0, 0), (0, 1))).astype(np.int32)
     return batch._replace(positions=batch.positions + decoded * fed)
 
@@ -150,12 +154,15 @@ def _batch(group: Sequence[Trajectory], decoded: int = 0) -> Batch:
 def gap(
     params: Params, trainer: Compute, sampler: Compute | None
 ) -> tuple[Check, list[Trajectory]]:
-    """Differences of log-probabilities between the sampler and the trainer.
+    """Compares the log-probabilities of the sampler with those of the trainer.
 
     Args:
-        params: on the device.
-        trainer: how the trainer computes; its dtype is the sampler's too.
-        sampler: see `computes`.
+        params: parameters of `MODEL` on the device.
+        trainer: computation of the trainer; the sampler has the same dtype.
+        sampler: computation of the sampler, see `computes`.
+
+    Returns:
+        The check, and the sampled trajectories.
     """
     group, attention = sampled(params, trainer.dtype, sampler)
 
@@ -187,7 +194,7 @@ def gap(
 
 
 def sft_steps(params: Params, compute: Compute) -> list[dict[str, float]]:
-    """Statistics of two SFT steps on packed random sequences."""
+    """Makes two SFT steps on packed random sequences, and returns their statistics."""
     rng = np.random.default_rng(5)
     examples = []
     for size in (200, 130, 90, 251):
@@ -208,7 +215,17 @@ def sft_steps(params: Params, compute: Compute) -> list[dict[str, float]]:
 def rl_steps(
     params: Params, compute: Compute, group: list[Trajectory]
 ) -> tuple[list[dict[str, float]], float]:
-    """Statistics of two RL steps, and by how much right samples became likelier than wrong ones."""
+    """Makes two RL steps.
+
+    Args:
+        params: parameters of `MODEL` on the device.
+        compute: computation of the trainer.
+        group: trajectories with rewards, see `sampled`.
+
+    Returns:
+        Statistics of the steps, and by how much the log-probability of rewarded samples, relative
+        to that of the others, has risen, in nats per token.
+    """
     config = RLConfig(
         model="none",
         tasks="none",
@@ -249,24 +266,37 @@ def rl_steps(
 
 
 Steps = tuple[list[dict[str, float]], list[dict[str, float]], float]
-"""Statistics of SFT steps and of RL steps, and the gain of rewarded samples."""
+"""Statistics of SFT steps and of RL steps, and the gain of rewarded samples, see `rl_steps`."""
 
 
 def steps(params: Params, compute: Compute, group: list[Trajectory], device: Any) -> Steps:
-    """Two SFT and two RL steps on a device, from parameters that are NumPy arrays."""
+    """Makes two SFT steps and two RL steps on a device.
+
+    Args:
+        params: parameters of `MODEL` as NumPy arrays.
+        compute: computation of the trainer.
+        group: trajectories with rewards, see `sampled`.
+        device: JAX device.
+    """
     with jax.default_device(device):
         of_sft = sft_steps(jax.device_put(params, device), compute)
         return of_sft, *rl_steps(jax.device_put(params, device), compute, group)
 
 
 def learning(compute: Compute, found: Steps, right: Steps) -> Iterator[Check]:
-    """Steps beside those of the reference."""
+    """Compares steps with those of the reference.
+
+    Args:
+        compute: computation of the steps.
+        found: result of `steps` with ``compute``.
+        right: result of `steps` with the reference.
+    """
     limit, name = UPDATES[compute.dtype], f"{compute.dtype}, attention {compute.attention}"
     yield _steps(f"SFT {name}", found[0], right[0], limit)
     check = _steps(f"RL {name}", found[1], right[1], limit)
     gain = found[2]
     if not gain > 0:
-        text = f"{check.text}; rewarded samples became less likely ({gain:+.3g} nats a token)"
+        text = f"{check.text}; rewarded samples became less likely ({gain:+.3g} nats per token)"
         check = dataclasses.replace(check, verdict="FAIL", text=text)
     yield dataclasses.replace(check, figures={**check.figures, "gain": gain, "its gain": right[2]})
 
@@ -285,11 +315,11 @@ def _steps(
 
 
 def all_checks() -> Iterator[Check]:
-    """Sampler against trainer, and steps against the reference, for each pair of `computes`."""
+    """Compares sampler with trainer, and steps with the reference, for each pair of `computes`."""
     device, host = jax.local_devices()[0], sharp_params()
     try:
         beside = jax.local_devices(backend="cpu")[0]
-    except RuntimeError:  # JAX_PLATFORMS leaves the CPU out
+    except RuntimeError:  # JAX_PLATFORMS does not include the CPU
         beside = device
     params = jax.device_put(host, device)
     group: list[Trajectory] = []
@@ -298,7 +328,7 @@ def all_checks() -> Iterator[Check]:
         check, its = gap(params, trainer, sampler)
         yield check
         group = group or its
-    # Every trainer learns from the samples of the first pair, which are those of float32.
+    # All trainers learn from the samples of the first pair, whose sampler computes in float32.
     right = steps(host, REFERENCE, group, beside)
     for trainer, _ in pairs:
         yield from learning(trainer, steps(host, trainer, group, device), right)

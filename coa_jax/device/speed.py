@@ -1,8 +1,9 @@
-"""Speed and memory on this device, beside its own limits and beside `coa_jax.aot`.
+"""Compares speed and memory on this device with its limits and with the predictions of `aot`.
 
-A training step and decoding run on random weights.  Their limits, a large product and the reading
-of a large matrix, are measured in the same run.  `coa_jax.aot` predicts memory and time of the same
-step from the stated peaks of the chip; of a chip that it does not know, from the measured ones.
+A training step and decoding run with random weights.  The same run measures the limits of the
+device: the rate of a large matmul, and the bandwidth of reading a large matrix.  `coa_jax.aot`
+predicts memory and time of the training step from the vendor's peaks for the chip, or, for an
+unknown chip, from the measured limits.
 """
 
 from __future__ import annotations
@@ -29,20 +30,23 @@ from coa_jax.parallel.chips import CHIPS, KINDS, Chip
 
 GROUP = "speed and memory"
 SMALL = ModelConfig("llama", 4096, 256, 1024, 4, 4, 2, 64)
-"""Model of a device that is a CPU."""
+"""Model for measurements on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """What is measured.
+    """The model and the sizes to measure.
 
     Attributes:
-        model: name of a published architecture; empty for `SMALL`.
-        dtype: of the operands of products.
-        remat: of the training step.
-        batch, rows, length: sequences of a training step, of a micro-batch, and their tokens.
+        model: name of a published architecture; "" for `SMALL`.
+        dtype: dtype of the matmul operands.
+        remat: rematerialisation policy of the training step.
+        batch: sequences of a training step.
+        rows: rows of a micro-batch.
+        length: tokens of a sequence in training.
         decode: batch sizes of decoding.
-        prompt, new: tokens of a sequence that decodes.
+        prompt: prompt tokens of a sequence in decoding.
+        new: decoded tokens of a sequence.
     """
 
     model: str
@@ -61,12 +65,12 @@ ON_ACCELERATOR = Work("qwen2.5-0.5b", "bfloat16", "dots", 16, 4, 2048, (1, 32), 
 
 
 def all_checks() -> Iterator[Check]:
-    """Limits, a training step and decoding on the first device of this process."""
+    """Measures limits, a training step and decoding on the first device of this process."""
     device = jax.local_devices()[0]
     work = ON_CPU if device.platform == "cpu" else ON_ACCELERATOR
     subject, stated = _subject(work), KINDS.get(device.device_kind)
     bandwidth = read_bandwidth(128 if device.platform == "cpu" else 2048)
-    # A step uses its parameters up.
+    # A training step donates its parameters.
     copies = jax.tree.map(lambda x: x.copy(), subject.params)
     step = sft.measure(
         dataclasses.replace(subject, params=copies),
@@ -94,7 +98,7 @@ def _subject(work: Work) -> Subject:
 
 
 def _used(device: Any) -> float | None:
-    """Bytes of the device at its fullest moment so far; None where the device does not count."""
+    """Peak memory of the device so far, in bytes; None if the device does not report it."""
     stats = None if device.platform == "cpu" else device.memory_stats()
     return float(stats["peak_bytes_in_use"]) if stats else None
 
@@ -107,7 +111,7 @@ def _limits(flops: float, bandwidth: float, stated: str | None) -> Iterator[Chec
         if stated:
             peak = getattr(CHIPS[stated], field) / CHIPS[stated].devices
             figures["stated"] = peak
-            text += f", {value / peak:.0%} of the {peak:.3g} that the maker states"
+            text += f", {value / peak:.0%} of the vendor's {peak:.3g}"
             verdict = "pass" if value > 0.6 * peak else "look"
         yield Check(GROUP, name, verdict, text, figures)  # type: ignore[arg-type]
 
@@ -127,14 +131,15 @@ def prediction(
     flops: float,
     bandwidth: float,
 ) -> dict[str, Any]:
-    """The result of `aot.estimate.analyse` for the measured training step.
+    """Predicts memory and time of the measured training step with `aot.estimate.analyse`.
 
     Args:
-        work: the step.
-        model: its architecture.
-        device: a TPU is asked for its own compiler; for other devices a CPU stands in, as in aot.
-        stated: key of `CHIPS`; None for a chip that is not known.
-        flops, bandwidth: measured peaks, for such a chip.
+        work: sizes of the step.
+        model: architecture of the model.
+        device: device of the step; a TPU compiles for itself, and the CPU compiles for all others.
+        stated: key of the chip in `CHIPS`; None for an unknown chip.
+        flops: measured matmul rate in FLOP/s, which is used for an unknown chip.
+        bandwidth: measured read bandwidth in bytes/s, which is used for an unknown chip.
     """
     kind, peaks = stated or "measured", None
     if stated is None:
@@ -163,18 +168,18 @@ def prediction(
 
 
 def _beside(step: dict[str, Any], used: float | None, predicted: dict[str, Any]) -> Iterator[Check]:
-    """Memory and time of the training step beside their predictions.
+    """Compares memory and time of the training step with their predictions.
 
     Args:
-        step: of `bench.sft.measure`.
-        used: see `_used`.
-        predicted: of `prediction`.
+        step: result of `bench.sft.measure`.
+        used: result of `_used`.
+        predicted: result of `prediction`.
     """
     (program,) = predicted["programs"]
     needed = program["bytes_per_chip"]["total"]
     name = "memory of a training step"
     if used is None:
-        text = f"this device does not count; aot predicts {size(needed)}"
+        text = f"this device does not report its memory use; aot predicts {size(needed)}"
         yield Check(GROUP, name, "skip", text, {"predicted": needed})
     else:
         ratio = used / needed
@@ -184,12 +189,12 @@ def _beside(step: dict[str, Any], used: float | None, predicted: dict[str, Any])
     seconds = step["step_s"]["median"]
     least, most = (program["roofline"][name] for name in ("step_s", "serial_s"))
     played = program.get("schedule", {}).get("total")
-    text = f"{seconds:.3g} s; aot: {least:.3g} s if all overlaps, {most:.3g} s if nothing does"
+    text = f"{seconds:.3g} s; aot predicts {least:.3g} s with full overlap, {most:.3g} s without"
     if played:
-        text += f", {played:.3g} s by the schedule"
+        text += f", {played:.3g} s by the compiler's schedule"
     text += f"; {step['share_of_peak']:.0%} of the measured matmul rate"
     figures = {"measured": seconds, "least": least, "most": most, "share": step["share_of_peak"]}
-    # Faster than its own limits is a fault of the prediction.
+    # A time below the limit shows an error of the prediction.
     good = 0.9 * least < seconds < 2 * max(most, played or 0.0)
     yield Check(GROUP, "time of a training step", "pass" if good else "look", text, figures)
 
@@ -210,7 +215,7 @@ def _decoding(subject: Subject, work: Work) -> Iterator[Check]:
         least, share = max(floor.values()), result["share_of_floor"]
         step = result["ms_per_step"]["median"]
         text = (
-            f"{step:.3g} ms a token, {share:.0%} of the limit ({least:.3g} ms: "
+            f"{step:.3g} ms per token, {share:.0%} of the limit ({least:.3g} ms: "
             f"{floor['read']:.3g} to read, {floor['compute']:.3g} to compute)"
         )
         figures = {

@@ -139,8 +139,9 @@ class Endpoint:
 
         Args:
             chat: the messages.
-            episode: the run that asks; with `turn` it distinguishes equal chats.
-            turn: number of this call in the run.
+            episode: identity of the run that asks.
+            turn: number of this call in the run. Equal chats of different runs or turns get
+                separate replies.
 
         Raises:
             RequestRefusedError: the endpoint answers other requests and rejects this one.

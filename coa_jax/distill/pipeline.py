@@ -287,6 +287,17 @@ def evaluate_teacher(
     count_tokens: Callable[[str], int] | None = None,
     minds: Minds | None = None,
 ) -> dict[str, Any]:
-    """Runs the teacher on tasks and measures it without filters; see `teacher_block`."""
+    """Runs the teacher on tasks, and measures its runs without filters.
+
+    Args:
+        tasks: tasks to solve.
+        tools: tools by name.
+        config: settings of the teacher.
+        count_tokens: counts the tokens of a text; None leaves out counts of tokens.
+        minds: minds of the agents; None for those of the config.
+
+    Returns:
+        Statistics of the runs, see `teacher_block`.
+    """
     logs = asyncio.run(run_teacher(tasks, tools, config, minds))
     return teacher_block(graded_runs(tasks, logs, config.judges), count_tokens)

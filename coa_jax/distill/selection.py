@@ -173,7 +173,7 @@ class _Own:
 
     def _checked(self, kept: object) -> bool:
         if not isinstance(kept, bool):
-            raise self._misfit(kept, "True for what is kept, or False")
+            raise self._misfit(kept, "True to keep a run, or False")
         return kept
 
     def _misfit(self, found: object, wanted: str) -> UserError:

@@ -43,10 +43,11 @@ from coa_jax.parallel.turns import in_turn
 def decode_mesh(mesh: Mesh, tensor: int = 0) -> Mesh:
     """Arranges the devices of a training mesh into groups for decoding.
 
-    A group lies within one process, which has its engine and tools. In a TPU slice the training
-    axes follow the torus, so the chips of a host are not consecutive in a row: a v5p host has 2 x 2
-    chips of a 4 x 4 x 8 slice. The order of the devices remains that of training, because the
-    single program `publish` has one device order; axes define the groups.
+    A group lies within one process, which has its engine and tools. The devices keep their order
+    from training, because the program `publish` uses both meshes and JAX allows one device order
+    per program. The devices of a process need not be consecutive in this order: on TPUs the order
+    follows the torus, where a v5p host has 2 x 2 chips of a 4 x 4 x 8 slice. The mesh therefore
+    has as many axes as the groups need.
 
     Args:
         mesh: training mesh.

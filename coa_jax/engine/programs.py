@@ -198,7 +198,17 @@ def extend(
 
 @functools.partial(jax.jit, static_argnames="compute", donate_argnames=("pages",))
 def copy_pages(pages: Pages, sources: jax.Array, targets: jax.Array, compute: Compute) -> Pages:
-    """Copies pages ``sources [R]`` to ``targets [R]``; a target outside the pool is skipped."""
+    """Copies pages of the KV cache.
+
+    Args:
+        pages: pages of all layers; donated.
+        sources: numbers of the pages to copy, int32 ``[R]``.
+        targets: numbers of the pages to write, int32 ``[R]``; a number outside the pool is skipped.
+        compute: the implementation whose layout the pages have.
+
+    Returns:
+        The pages.
+    """
     before = (slice(None),) * page_axis(compute)
 
     def copy(buffer: jax.Array) -> jax.Array:

@@ -93,7 +93,16 @@ class Chain:
         gold: Sequence[str],
         metadata: dict[str, Any],
     ) -> Trajectory:
-        """Returns the finished trajectory."""
+        """Returns the finished trajectory.
+
+        Args:
+            stop_reason: why the sample ended.
+            task_id: id of the task.
+            sample_id: number of the sample.
+            question: question of the task.
+            gold: accepted answers.
+            metadata: JSON values.
+        """
         for segment in self._parser.finish():
             self._add(segment)
         return Trajectory(

@@ -126,8 +126,8 @@ class Journal:
         changed = [key for key in sorted({*earlier, *now}) if earlier.get(key) != now.get(key)]
         raise UserError(
             f"{self._run.path} holds samples of {self.folder.name!r} with another "
-            f"{' and '.join(changed)}: give the same settings to go on, another --config.stage or "
-            "--workdir to keep both, or --fresh to drop those samples"
+            f"{' and '.join(changed)}: give the same settings to continue, another --config.stage "
+            "or --workdir to keep both, or --fresh to delete the existing samples"
         )
 
     def _check(self, trajectory: Trajectory, places: Mapping[str, tuple[int, str]]) -> None:

@@ -1,4 +1,7 @@
-"""From trajectories and distilled records to packed arrays, by token ids and authors alone."""
+"""Converts trajectories and distilled records to packed arrays for training.
+
+Trajectories are converted from their token ids and authors; their text is not tokenised again.
+"""
 
 from __future__ import annotations
 
@@ -22,16 +25,17 @@ from coa_jax.trajectory import Author, DistilledRecord, Trajectory
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Example:
-    """One sequence to learn from.
+    """One sequence of T tokens to learn from.
 
     Attributes:
-        tokens: int32 ``[T]``.
+        tokens: token ids, int32 ``[T]``.
         mask: float32 ``[T]``, 1 where the policy wrote the token.
-        logp: float32 ``[T]``, log-probability under which it was sampled; 0 elsewhere.
-        advantage: float32 ``[T]``.
-        rule: int32 ``[T]``, state of the constraint under which it was sampled, `FREE` where it was
-            not; None for sequences sampled without a constraint.
-        more: further arrays ``[T]``, by their names in `Batch`.
+        logp: float32 ``[T]``, log-probability with which the token was sampled; 0 for tokens that
+            the policy did not sample.
+        advantage: advantage of each token, float32 ``[T]``.
+        rule: int32 ``[T]``, state of the constraint under which the token was sampled; `FREE` for
+            tokens that were not sampled.  None for sequences sampled without a constraint.
+        more: further arrays ``[T]``, by their field names in `Batch`.
     """
 
     tokens: np.ndarray
@@ -43,25 +47,27 @@ class Example:
 
 
 class Batch(NamedTuple):
-    """Packed rows, R rows of T tokens.  Arrays of index t describe token t.
+    """R packed rows of T tokens.  Index t of every array describes token t.
 
     Attributes:
-        tokens: int32 ``[R, T]``.
-        positions: int32 ``[R, T]``, from 0 in each sequence.
-        segment_ids: int32 ``[R, T]``, from 1; 0 is padding.
+        tokens: token ids, int32 ``[R, T]``.
+        positions: position of each token in its sequence, from 0, int32 ``[R, T]``.
+        segment_ids: number of each token's sequence in the row, from 1, int32 ``[R, T]``; 0 is
+            padding.
         mask: float32 ``[R, T]``, 1 where the token has a loss.
-        logp: float32 ``[R, T]``, sampling log-probabilities.
-        advantage: float32 ``[R, T]``.
-        rule: int32 ``[R, T]``, see `Example`; None where nothing is constrained.
-        weight: float32 ``[R, T]``, of the tokens' losses, see `objectives.weigh`; None for 1.
-        old_logp: float32 ``[R, T]``, log-probabilities of the trainer before a step's updates.
-        ref_logp: float32 ``[R, T]``, log-probabilities of the policy that the run began with.
-        value: float32 ``[R, T]``, the critic's values before a step's updates.
-        returns: float32 ``[R, T]``, what it learns.
-        teacher_logp: float32 ``[R, T]``, log-probabilities of a teacher.
-        age: int32 ``[R, T]``, steps between the policy that sampled a token and the one that learns
-            it; None where every token is of the newest policy.
-        unfolded: rows as attention sees them; None where no sequences share a prompt.
+        logp: sampling log-probabilities, float32 ``[R, T]``.
+        advantage: advantage of each token, float32 ``[R, T]``.
+        rule: states of the constraint, int32 ``[R, T]``, see `Example`; None without a constraint.
+        weight: weights of the tokens' losses, float32 ``[R, T]``, see `objectives.weigh`; None for
+            weight 1 everywhere.
+        old_logp: log-probabilities of the trainer before a step's updates, float32 ``[R, T]``.
+        ref_logp: log-probabilities of the run's initial policy, float32 ``[R, T]``.
+        value: the critic's values before a step's updates, float32 ``[R, T]``.
+        returns: targets that the critic learns, float32 ``[R, T]``.
+        teacher_logp: log-probabilities of a teacher, float32 ``[R, T]``.
+        age: int32 ``[R, T]``, steps between the policy version that sampled a token and the version
+            that learns from the token; None if the newest version sampled all tokens.
+        unfolded: layout of the rows in attention; None if no sequences share a prompt.
     """
 
     tokens: np.ndarray
@@ -82,10 +88,19 @@ class Batch(NamedTuple):
 
 
 def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> Example:
-    """Tokenises a distilled record part by part; the policy's parts carry the loss.
+    """Tokenises a distilled record part by part.
 
-    Parts of the environment are split as the agent loop encodes them, so that training sees the
-    ids that a rollout produces.  The end of the turn is learned after the last part.
+    Each part of the environment is encoded as the agent loop encodes an observation, so training
+    sees the token ids that a rollout produces.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        record: the record.
+        prompt: prompt style in which the policy sees the record's question.
+
+    Returns:
+        The record's tokens, followed by the end-of-turn token.  Only the end-of-turn tokens and the
+        parts of the policy have a loss.
     """
     tokens = list(prompt_ids(tokenizer, record, prompt))
     mask = [0.0] * len(tokens)
@@ -96,7 +111,7 @@ def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> E
         if author == "policy":
             ids = policy_ids(tokenizer, protocol, text)
             if turns and following and following[0][0] != "policy":
-                ids.append(end)  # the call is made when the policy ends its turn
+                ids.append(end)  # in these formats the end of the turn makes the tool call
         else:
             ids = environment_ids(tokenizer, protocol, text)
         tokens += ids
@@ -108,7 +123,16 @@ def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> E
 
 
 def environment_ids(tokenizer: Any, protocol: Protocol, text: str) -> list[int]:
-    """Ids of an observation in its surface form, as the agent loop encodes it."""
+    """Encodes an observation as the agent loop does.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        protocol: protocol of the record.
+        text: the observation, including the text that the protocol puts around it.
+
+    Returns:
+        Token ids.
+    """
     head, tail = plain_frame(protocol)
     if not text.startswith(head) or not text.endswith(tail) or len(text) < len(head) + len(tail):
         return encode_plain(tokenizer, text)
@@ -123,19 +147,19 @@ def trajectory_example(
     constraint: Constraint | None = None,
     version: int | None = None,
 ) -> Example:
-    """A sampled trajectory with the advantages of its policy tokens.
+    """Converts a sampled trajectory to an example.
 
-    What follows the last policy token has no loss and is left out.
+    Tokens after the last policy token have no loss and are left out.
 
     Args:
-        trajectory: with its log-probabilities.
-        advantage: of the whole, or of each token ``[T]``.
-        constraint: under which it was sampled.
-        version: steps behind the policy that learns, from which each token gets its age; None
-            leaves ages out.
+        trajectory: the trajectory, with its sampling log-probabilities.
+        advantage: advantage of the whole trajectory, or of each token, float32 ``[T]``.
+        constraint: constraint under which the trajectory was sampled; None without one.
+        version: policy version that learns from the trajectory, for the ages of the tokens; None
+            leaves out the ages.
 
     Raises:
-        ValueError: it was not sampled under that constraint.
+        ValueError: the trajectory was not sampled under this constraint.
     """
     written = np.flatnonzero(trajectory.author == Author.POLICY)
     end = int(written[-1]) + 1 if written.size else 0
@@ -156,10 +180,10 @@ def trajectory_example(
 
 
 def token_versions(trajectory: Trajectory, version: int) -> np.ndarray:
-    """Policy version under which each token was sampled or read, int32 ``[T]``.
+    """Policy version under which each token was sampled or prefilled, int32 ``[T]``.
 
-    The trajectory's ``policy_versions`` are pairs of a position and the version from there on; a
-    trajectory without them is of ``version``.
+    ``policy_versions`` in the trajectory's metadata lists pairs of a position and the version of
+    the tokens from this position on.  Tokens before the first position have ``version``.
     """
     versions = np.full(len(trajectory.tokens), version, np.int32)
     for position, sampled_by in trajectory.metadata.get("policy_versions", ()):
@@ -168,20 +192,20 @@ def token_versions(trajectory: Trajectory, version: int) -> np.ndarray:
 
 
 def pack(examples: Sequence[Example], length: int, unfolded: int = 0) -> Batch:
-    """Puts sequences into rows of ``length``: the longest first, each into the first row with room.
+    """Packs sequences into rows: the longest first, each into the first row with enough space.
 
-    With ``unfolded`` the sequences of a prompt come together, and a row has the prompt once: the
-    first of them is whole, of the others the row has what follows the prompt and, before it, the
-    prompt's last token, from which the first sampled one is predicted.  Attention alone sees them
-    whole, in rows of ``unfolded`` positions.
+    With ``unfolded``, sequences with the same prompt share a row, and the row stores the prompt
+    once.  The first sequence is stored whole.  Of every other sequence the row stores the last
+    token of the prompt, from which the first sampled token is predicted, and all tokens after the
+    prompt.  Only attention sees every sequence whole, in rows of ``unfolded`` positions.
 
-    The result depends on the examples and their order only.  All were sampled under a constraint,
-    or none was.
+    The result depends only on the examples and their order.
 
     Args:
-        examples: the prompt of one is what comes before its first token with a loss.
-        length: T.
-        unfolded: E, positions of a row in attention; 0 shares no prompts.
+        examples: the sequences.  The prompt of a sequence is all tokens before the first token with
+            a loss.  Either all sequences were sampled under a constraint, or none.
+        length: tokens of a row, T.
+        unfolded: positions of a row in attention, E; 0 to share no prompts.
 
     Raises:
         UserError: a sequence is longer than a row.
@@ -203,11 +227,14 @@ def pack(examples: Sequence[Example], length: int, unfolded: int = 0) -> Batch:
 def unpack(
     batches: Sequence[Batch], examples: Sequence[Example], length: int, unfolded: int = 0
 ) -> list[Example]:
-    """The examples of a batch with its advantages and all that it has gained since `pack`.
+    """Returns the examples with the advantages and scores that their batches have gained.
 
     Args:
-        batches: what `pack`, with the same arguments, and `split_rows` made of the examples.
-        examples, length, unfolded: see `pack`.
+        batches: micro-batches that `pack` and `split_rows` made of the examples, completed with
+            scores, values or advantages.
+        examples: as given to `pack`.
+        length: as given to `pack`.
+        unfolded: as given to `pack`.
     """
     gained = [name for name in _GAINED if getattr(batches[0], name) is not None]
     arrays = {name: np.concatenate([getattr(b, name) for b in batches]) for name in gained}
@@ -216,7 +243,7 @@ def unpack(
         at = 0
         for example, skipped, _ in row.members:
             end = at + len(example.tokens) - skipped
-            # Before the tokens that the row has, there is no loss.
+            # The skipped tokens of a shared prompt have no loss.
             more = {k: np.pad(v[number, at:end], (skipped, 0)) for k, v in arrays.items()}
             advantage = more.pop("advantage")
             found[id(example)] = dataclasses.replace(
@@ -230,14 +257,14 @@ _GAINED = ("advantage", "old_logp", "ref_logp", "value", "returns")
 
 
 def first_fit(sizes: Sequence[int] | np.ndarray, length: int) -> list[list[int]]:
-    """Says which row has which sequences: the longest first, each in the first row with room.
+    """Assigns sequences to rows: the longest first, each to the first row with enough space.
 
     Args:
-        sizes: tokens of each sequence; of equal ones the first comes first.
+        sizes: tokens of each sequence; sequences of equal size keep their order.
         length: tokens of a row.
 
     Returns:
-        Numbers of the sequences of each row.
+        Indices of the sequences of each row.
 
     Raises:
         UserError: a sequence is longer than a row.
@@ -264,7 +291,7 @@ def _check_size(size: int, length: int) -> None:
 
 
 def _fill(examples: Sequence[Example], length: int, unfolded: int) -> list[_Row]:
-    """Says which row has which sequences; see `pack`."""
+    """Assigns the examples to rows; see `pack`."""
     rows: list[_Row] = []
     if not unfolded:
         for members in first_fit([len(example.tokens) for example in examples], length):
@@ -288,13 +315,16 @@ def _fill(examples: Sequence[Example], length: int, unfolded: int) -> list[_Row]
 
 
 def _prompt(example: Example) -> bytes:
-    """The tokens before the first with a loss, without the one from which that is predicted."""
+    """The tokens that sequences of a prompt can share, as bytes.
+
+    The last token of the prompt is not shared: each first sampled token is predicted from it.
+    """
     first = int(np.argmax(example.mask > 0)) if example.mask.any() else 0
     return example.tokens[: max(first - 1, 0)].astype(np.int32).tobytes()
 
 
 def _in_order(examples: Sequence[Example]) -> list[Example]:
-    """In the order of packing with shared prompts: the prompt with the most tokens first."""
+    """Examples in the order of packing with shared prompts: largest prompt group first."""
     groups: dict[bytes, list[Example]] = {}
     for example in examples:
         groups.setdefault(_prompt(example), []).append(example)
@@ -304,13 +334,14 @@ def _in_order(examples: Sequence[Example]) -> list[Example]:
 
 @dataclasses.dataclass
 class _Row:
-    """A row while it fills.
+    """A row that is being filled.
 
     Attributes:
-        members: each sequence with the tokens of it that are left out here, which stand ``source``
-            on in the row.
-        prompts: where each begins.
-        size, unfolded: tokens so far, and positions in attention.
+        members: for each sequence (example, number of shared prompt tokens that are not stored
+            again, index in the row at which the shared prompt begins).
+        prompts: index in the row at which each prompt begins.
+        size: tokens stored so far.
+        unfolded: positions used so far in attention.
     """
 
     members: list[tuple[Example, int, int]] = dataclasses.field(default_factory=list)
@@ -319,16 +350,16 @@ class _Row:
     unfolded: int = 0
 
     def left_out(self, prompt: bytes) -> int:
-        """Tokens of a sequence that the row has already."""
+        """Number of prompt tokens that the row has stored already."""
         return len(prompt) // 4 if prompt in self.prompts else 0
 
     def has_room(self, size: int, prompt: bytes, length: int, unfolded: int) -> bool:
-        """Whether a sequence fits."""
+        """Whether a sequence of ``size`` tokens fits into the row."""
         fits = self.size + size - self.left_out(prompt) <= length
         return fits and self.unfolded + size <= unfolded
 
     def add(self, example: Example, prompt: bytes) -> None:
-        """Takes a sequence."""
+        """Adds a sequence."""
         skipped = self.left_out(prompt)
         source = self.prompts.setdefault(prompt, self.size)
         self.members.append((example, skipped, source))
@@ -337,7 +368,7 @@ class _Row:
 
 
 def _lay_out(row: _Row, batch: Batch) -> None:
-    """Writes a row's sequences into its arrays ``[T]``, and ``[E]`` as attention sees them."""
+    """Writes a row's sequences into its arrays ``[T]``, and into those of attention, ``[E]``."""
     at = start = 0
     for segment, (example, skipped, source) in enumerate(row.members, start=1):
         size = len(example.tokens)
@@ -347,7 +378,7 @@ def _lay_out(row: _Row, batch: Batch) -> None:
         batch.positions[span] = np.arange(skipped, size)
         batch.segment_ids[span] = segment
         batch.mask[span] = example.mask[own]
-        # The first token of a sequence has no predecessor to be predicted from.
+        # The first token of a sequence cannot be predicted: no token precedes it.
         batch.mask[at : at + 1] = 0.0
         batch.logp[span] = example.logp[own]
         batch.advantage[span] = example.advantage[own]
@@ -366,7 +397,14 @@ def _lay_out(row: _Row, batch: Batch) -> None:
 
 
 def empty_batch(rows: int, length: int, constrained: bool = False, unfolded: int = 0) -> Batch:
-    """A batch of padding."""
+    """Creates a batch of padding.
+
+    Args:
+        rows: number of rows, R.
+        length: tokens of a row, T.
+        constrained: whether the batch has states of a constraint.
+        unfolded: positions of a row in attention, E; 0 to share no prompts.
+    """
     shape = (rows, length)
     tokens, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
     mask, logp, advantage = (np.zeros(shape, np.float32) for _ in range(3))
@@ -381,7 +419,7 @@ def empty_batch(rows: int, length: int, constrained: bool = False, unfolded: int
 
 
 def split_rows(batch: Batch, rows: int) -> list[Batch]:
-    """Splits a batch into micro-batches of ``rows`` rows, the last one padded."""
+    """Splits a batch into micro-batches of ``rows`` rows; the last micro-batch is padded."""
     missing = -batch.tokens.shape[0] % rows
     if missing:
         # Zeros are padding, and `FREE` is 0.
@@ -393,7 +431,7 @@ def split_rows(batch: Batch, rows: int) -> list[Batch]:
 
 
 def stack(batches: Sequence[Batch], capacity: int) -> Batch:
-    """Micro-batches of one shape as arrays ``[capacity, R, T]``; zeros follow the last one."""
+    """Stacks micro-batches of equal shape to ``[capacity, R, T]``, padded with zeros at the end."""
 
     def stacked(*arrays: Any) -> np.ndarray:
         out = np.zeros((capacity, *arrays[0].shape), arrays[0].dtype)

@@ -1,9 +1,10 @@
 """Checkpoints of a run: everything that its next step depends on.
 
-A checkpoint is written in the background while the run goes on, and appears under its number only
-when it is whole.  It carries fingerprints of its arrays, taken on their devices before the save,
-and of what else it holds: what was damaged later (a torn file after a power cut, a flipped bit, a
-copy cut short) is told from what was saved, on any mesh, and the checkpoint before it is used.
+A checkpoint is written in the background while the run continues, and appears under its number only
+when it is complete.  It contains fingerprints of its arrays, computed on their devices before the
+save, and of its other contents.  `Checkpoints.newest` compares them after reading, on any mesh.  If
+a checkpoint was damaged (a torn file after a power cut, a flipped bit, an incomplete copy), the
+checkpoint before it is used.
 """
 
 from __future__ import annotations
@@ -40,22 +41,22 @@ _FINGERPRINT, _EXTRA, _STATE = "fingerprint", "extra", "state"
 _Mode = ocp.options.AtomicityMode
 
 _EARLIER = ("params.embed", *(f"params.{projection}.a" for projection in PROJECTIONS))
-"""Arrays that only earlier versions named so, of a model and of its adapters."""
+"""Names of arrays that only earlier versions used, for a model and for its adapters."""
 
 
 class Damaged(Exception):
-    """A checkpoint that is not what was saved."""
+    """The contents of a checkpoint differ from what was saved."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """A checkpoint.
+    """A checkpoint that has been read.
 
     Attributes:
-        step: its number.
-        state: parameters and optimiser.
-        extra: what is not an array: the data cursor and what else was saved.
-        more: the further trees that were asked for and that it has.
+        step: number of the checkpoint.
+        state: parameters and optimiser state.
+        extra: saved JSON values, such as the data cursor.
+        more: the requested further trees of arrays, by name, as far as the checkpoint has them.
     """
 
     step: int
@@ -66,11 +67,11 @@ class Restored:
 
 @functools.cache
 def _tell_faults_once() -> None:
-    """Keeps Orbax and TensorStore from printing tracebacks of faults that `Checkpoints` raises.
+    """Keeps Orbax and TensorStore from printing tracebacks of errors that `Checkpoints` raises.
 
-    A full disk fails many writes at a time, each in a thread of its own.  Orbax logs all of them
-    and raises one again from `Checkpoints.wait`; TensorStore prints one for every write that is
-    still under way when Orbax has closed its event loop.
+    On a full disk many writes fail at a time, each in its own thread.  Orbax logs all the errors,
+    and `Checkpoints.wait` raises one of them.  TensorStore prints another error for every write
+    that is unfinished when Orbax closes its event loop.
     """
     folder, shown = os.path.dirname(ocp.__file__), sys.unraisablehook
 
@@ -88,7 +89,7 @@ def _tell_faults_once() -> None:
 
 
 class Checkpoints:
-    """The newest states of a run in ``directory``, and the best one."""
+    """The newest checkpoints of a run in ``directory``, and the best checkpoint."""
 
     def __init__(
         self,
@@ -100,22 +101,26 @@ class Checkpoints:
         wait_seconds: float = MeshConfig.wait_seconds,
         before_save: Callable[[], None] = lambda: None,
     ):
-        """Opens the directory, which is made when it does not exist.
+        """Opens the directory, or creates it.
 
-        What a killed run left half written is removed.
+        Checkpoints that a killed run left incomplete are removed.
 
         Args:
-            directory: of nothing but checkpoints; a local path or a URL.
-            keep: how many of the newest stay.
-            best: a metric; the checkpoint with its best value stays too, the lowest for a name that
-                ends in ``loss`` and the highest for any other.  Empty for none.
-            read_only: whether nothing is changed, not even by a cleaning up: a run may be writing.
-            wait_seconds: see `processes.meet`.
-            before_save: called in each process before it begins to write a checkpoint, for what
-                must be safe when the checkpoint is.
+            directory: directory that contains only checkpoints; a local path or a URL.
+            keep: number of newest checkpoints to keep.
+            best: metric of the best checkpoint, which is kept too; "" for none.  Lower values are
+                better if the name ends in ``loss``, higher values otherwise.
+            read_only: whether the directory is left unchanged, even without the removal of
+                incomplete checkpoints, because a run may be writing to it.
+            wait_seconds: how long to wait for the slowest process, see `processes.meet`.
+            before_save: called in each process before a checkpoint is written; writes data to disk
+                that must be safe before the checkpoint is.
+
+        Raises:
+            UserError: ``keep`` is less than 1.
         """
         if keep < 1:
-            raise UserError(f"keep_last is {keep}; a run needs at least 1 checkpoint to go on from")
+            raise UserError(f"keep_last is {keep}; a run needs at least 1 checkpoint to resume")
         _tell_faults_once()
         self._saved = time.monotonic()
         self.best_metric, self._sign = best, -1.0 if best.endswith("loss") else 1.0
@@ -129,7 +134,7 @@ class Checkpoints:
         self._before_save = before_save
         verbosity = logging.get_verbosity()
         if read_only:
-            logging.set_verbosity(logging.ERROR)  # Orbax warns that the directory is read only
+            logging.set_verbosity(logging.ERROR)  # hides Orbax's warning of a read-only directory
         try:
             self._manager = ocp.CheckpointManager(
                 self.directory,
@@ -141,7 +146,7 @@ class Checkpoints:
                     cleanup_tmp_directories=not read_only,
                     enable_async_checkpointing=True,
                     atomicity_options=ocp.options.AtomicityOptions(
-                        # Elsewhere a folder that is renamed appears at once, whole.
+                        # A bucket has no atomic rename of folders; a local file system has.
                         mode=_Mode.COMMIT_FILE if is_bucket(self.directory) else _Mode.AUTO
                     ),
                 ),
@@ -151,19 +156,19 @@ class Checkpoints:
         self._reader = _reader_alone()
 
     def _quality(self, metrics: Mapping[str, float]) -> float:
-        # Checkpoints of a run that had another metric before are worse than any.
+        # A checkpoint without this metric is worse than every other.
         return self._sign * metrics.get(self.best_metric, -self._sign * math.inf)
 
     def steps(self) -> list[int]:
-        """Numbers of the complete checkpoints, ascending."""
+        """Returns the numbers of the complete checkpoints, ascending."""
         return sorted(self._manager.all_steps())
 
     def overdue(self, seconds: float) -> bool:
-        """Whether the last checkpoint, or the start, was so many seconds ago."""
+        """Whether the last checkpoint, or else the start, was at least ``seconds`` ago."""
         return time.monotonic() - self._saved >= seconds
 
     def best(self) -> int | None:
-        """Number of the checkpoint with the best value of the metric; None if none has one."""
+        """Number of the checkpoint with the best metric; None if no checkpoint has the metric."""
         step = self._manager.best_step() if self.best_metric else None
         known = {} if step is None else self._manager.metrics(step) or {}
         return step if self.best_metric in known else None
@@ -180,16 +185,16 @@ class Checkpoints:
         """Begins to write a checkpoint; returns when the arrays may be changed or donated.
 
         Args:
-            step: its number, above all earlier ones.
-            state: parameters and optimiser.
-            extra: a JSON dict.
-            metrics: of the step; without a finite value of the metric that decides which
-                checkpoint is best, this one is not among those to choose from.
-            more: further trees of arrays by name, each in a folder of its own.
+            step: number of the checkpoint, higher than all earlier numbers.
+            state: parameters and optimiser state.
+            extra: JSON values to save.
+            metrics: metrics of the step.  A checkpoint without a finite value of the metric
+                ``best`` cannot become the best checkpoint.
+            more: further trees of arrays by name, each saved in its own folder.
 
         Raises:
-            OSError: an earlier checkpoint could not be written, for a full disk perhaps; those
-                before it are there.
+            OSError: the previous checkpoint could not be written, for example because the disk is
+                full.  Checkpoints before it are intact.
         """
         self.wait()
         self._before_save()
@@ -200,7 +205,7 @@ class Checkpoints:
         value = (metrics or {}).get(self.best_metric, math.nan)
         if self.best_metric and self.best_metric not in (metrics or {}):
             logging.warning(
-                "%s: checkpoint %d can not be the best one, its step has no metric %r",
+                "%s: checkpoint %d cannot be the best one: its step has no metric %r",
                 self.directory,
                 step,
                 self.best_metric,
@@ -217,22 +222,26 @@ class Checkpoints:
         )
 
     def wait(self) -> None:
-        """Returns when the last checkpoint is on the disk.
+        """Waits until the last checkpoint has been written.
 
         Raises:
-            OSError: it is not.
+            OSError: the checkpoint could not be written.
         """
         self._manager.wait_until_finished()
         self._manager.check_for_errors()
 
     def newest(self, like: TrainState, more: Mapping[str, Any] | None = None) -> Restored | None:
-        """Reads the newest checkpoint that is whole; None if there is none.
+        """Reads the newest undamaged checkpoint; None if the directory has no checkpoint.
 
-        Those after it that are damaged are set aside under another name, with a warning.
+        Newer, damaged checkpoints are renamed to ``damaged-STEP``, with a warning.
+
+        Args:
+            like: see `restore`.
+            more: see `restore`.
 
         Raises:
-            UserError: it holds another model or optimiser, the file system refuses it, or every
-                checkpoint is damaged.
+            UserError: the checkpoint is of another model or optimiser, the file system refuses
+                access, or every checkpoint is damaged.
         """
         faults: dict[int, str] = {}
         for step in reversed(self.steps()):
@@ -247,7 +256,7 @@ class Checkpoints:
             newest, fault = next(iter(faults.items()))
             raise UserError(
                 f"{self.directory}: every checkpoint is damaged ({newest}: {fault}); restore the "
-                "directory from a copy, or remove it to begin anew"
+                "directory from a copy, or remove it to start the run again"
             )
         return None
 
@@ -257,7 +266,8 @@ class Checkpoints:
             while aside.exists():
                 aside = aside.with_name(aside.name + "-again")
             logging.warning(
-                "%s: checkpoint %d is damaged (%s); going on from checkpoint %d, moved it to %s",
+                "%s: checkpoint %d is damaged (%s); resuming from checkpoint %d; renamed the "
+                "damaged checkpoint to %s",
                 self.directory,
                 step,
                 fault,
@@ -274,23 +284,25 @@ class Checkpoints:
     ) -> Restored:
         """Reads a checkpoint into the shapes, dtypes and shardings of ``like``.
 
-        Every process reads what its devices hold; what is wrong for one is wrong for all of them.
+        Each process reads the parts of its own devices.  An error in one process is raised in all.
 
         Args:
-            step: its number.
-            like: a state, or its shapes with shardings; the mesh may be another than it was.
-            more: further trees; one that the checkpoint does not have is left out.
+            step: number of the checkpoint.
+            like: a state, or its shapes with shardings; the mesh may differ from that of the save.
+            more: further trees to read, by name; trees that the checkpoint lacks are left out.
 
         Raises:
-            UserError: it holds another model or another optimiser, or the file system refuses it.
-            Damaged: it is not what was saved.
+            UserError: the checkpoint is of another model or optimiser, or the file system refuses
+                access.
+            Damaged: the contents differ from what was saved.
         """
         found, fault = None, None
         try:
             found = self._read(step, like, more or {})
         except (UserError, Damaged) as error:
             fault = error
-        # Before any program of all processes: one that has failed would not take part in it.
+        # The fingerprints below are computed by all processes: a process whose reading failed
+        # would not take part, and the others would wait for it.
         self._agree(fault)
         assert found is not None
         read, likes = found
@@ -299,7 +311,7 @@ class Checkpoints:
             for name, tree in likes.items()
             if fingerprint(_plain(read[name])) != read[_FINGERPRINT][name]
         ]
-        # Checkpoints of earlier versions have no fingerprint of it.
+        # Checkpoints of earlier versions have no fingerprint of the JSON values.
         if read[_FINGERPRINT].get(_EXTRA, [digest(read[_EXTRA])]) != [digest(read[_EXTRA])]:
             fault = Damaged("its cursor or trajectories are not those that were saved")
         if torn:
@@ -312,9 +324,10 @@ class Checkpoints:
         return Restored(step, trees.pop(_STATE), read[_EXTRA], trees)
 
     def _agree(self, fault: UserError | Damaged | None) -> None:
-        """Raises what the first process has found that has a fault, in all of them alike.
+        """Raises the fault of the first process that has one in all processes.
 
-        A checkpoint that was refused to one process is not damaged because another says so.
+        A `UserError` of any process precedes `Damaged`: where the file system refuses access, the
+        checkpoint may be intact.
         """
         if processes.count() == 1:
             if fault is not None:
@@ -330,7 +343,7 @@ class Checkpoints:
     def _read(
         self, step: int, like: TrainState, more: Mapping[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """What this process reads of a checkpoint, and the trees that it was read like."""
+        """Reads this process's part of a checkpoint; also returns the trees that set its shapes."""
         path = self.directory / str(step)
         likes = {_STATE: like, **more}
         likes = {
@@ -351,28 +364,28 @@ class Checkpoints:
                     fingerprint=ocp.args.JsonRestore(),
                 ),
             )
-        # Memory that is short says nothing about the files.
+        # A lack of memory says nothing about the files.
         except (UserError, MemoryError, jax.errors.JaxRuntimeError):
             raise
-        # Whatever a torn file makes the readers of JSON, zarr and OCDBT raise.
+        # The readers of JSON, zarr and OCDBT raise many kinds of exceptions for a torn file.
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
             if _passing(error):
                 raise UserError(
                     f"{path}: the checkpoint could not be read ({reason}); nothing was changed: "
-                    "see to that, and start again"
+                    "correct the cause, and start the command again"
                 ) from error
             raise Damaged(f"cannot be read: {reason}") from error
         return read, likes
 
     def _check_fit(self, step: int, name: str, abstract: Any) -> None:
-        """Compares names, shapes and dtypes, which are read without the arrays."""
+        """Compares the names, shapes and dtypes of arrays, without reading the arrays."""
         there = _leaves(ocp.StandardCheckpointHandler().metadata(self.directory / str(step) / name))
         here = _leaves(abstract)
         if any(key in there for key in _EARLIER):
             raise UserError(
                 f"{self.directory}: checkpoint {step} has the parameters of an earlier version of "
-                "coa_jax: export it with that version, or start in another workdir"
+                "coa_jax: export them with that version, or start in another workdir"
             )
         for key in sorted(there.keys() | here.keys()):
             old, new = there.get(key, "nothing"), here.get(key, "nothing")
@@ -391,10 +404,10 @@ class Checkpoints:
 
 
 def _reader_alone() -> ocp.Checkpointer:
-    """Reads what this process needs and waits for no other.
+    """Creates a reader that does not wait for other processes.
 
-    The manager's own reader meets the others when it is done, so that one whose part is damaged
-    would leave them waiting.
+    The manager's own reader waits for all processes when it is done.  A process whose part is
+    damaged would leave the others waiting.
     """
     me = jax.process_index()
     options = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
@@ -405,25 +418,25 @@ def _reader_alone() -> ocp.Checkpointer:
 
 
 _LACKING = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
-"""States that the readers of arrays name in the text of their errors."""
+"""Status codes in the error messages of TensorStore that do not speak of damaged files."""
 
 
 def _passing(error: Exception) -> bool:
-    """Whether a checkpoint that cannot be read may be whole."""
+    """Whether an error of reading may be temporary, so that the checkpoint may be intact."""
     absent = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
     refused = isinstance(error, OSError) and not isinstance(error, absent)
     return refused or any(state in str(error) for state in _LACKING)
 
 
 def _plain(tree: Any) -> Any:
-    """A tree as it is saved: without the frozen parameters, which the model's files hold."""
+    """The saved part of a tree: all but the frozen parameters, which the model's files contain."""
     if not hasattr(tree, "_asdict"):
         return tree
     return {name: part for name, part in tree._asdict().items() if name != "frozen"}
 
 
 def _leaves(tree: Any) -> dict[str, str]:
-    """Dotted names of the leaves to shape and dtype."""
+    """Maps the dotted name of each leaf to its dtype and shape."""
     tree = getattr(tree, "tree", tree)
     found = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:

@@ -31,7 +31,7 @@ class Clock:
             self.seconds[name] += time.monotonic() - began
 
     def elapsed(self) -> float:
-        """Seconds since the clock was made."""
+        """Returns the seconds since the creation of the clock."""
         return time.monotonic() - self._began
 
     def report(self) -> dict[str, float]:

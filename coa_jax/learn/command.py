@@ -1,4 +1,4 @@
-"""What the commands that train have in common: their flags, and the directory of the run."""
+"""The flags and the run directory of the commands that train."""
 
 from __future__ import annotations
 
@@ -17,47 +17,53 @@ from coa_jax.settings import build
 from coa_jax.storage import run_folder, shown
 from coa_jax.tools.net.budget import spending
 
-# Flags defined by the helper below belong to the command that calls it (for --help).
+# In --help, the flags that this module defines belong to the command that calls `define_flags`.
 flags.disclaim_key_flags()
 
 C = TypeVar("C")
 
 
 def define_flags(config: str, *, workdir_required: bool = True) -> None:
-    """The flags of a command that trains.
+    """Defines the flags of a command that trains.
 
     Args:
-        config: the file that is taken without ``--config``.
+        config: default of ``--config``, a path.
         workdir_required: whether the command always needs ``--workdir``.
     """
     config_flag(config)
-    workdir_flag("where the run is written", required=workdir_required)
-    flags.DEFINE_string("wandb_project", "", "project of W&B that gets the metrics too")
+    workdir_flag("directory of the run", required=workdir_required)
+    flags.DEFINE_string("wandb_project", "", "W&B project to log the metrics to, too; '' for none")
     check_flags()
 
 
 def check_flags() -> None:
-    """The flags ``--check`` and ``--topology`` of a command that `coa_jax.check` knows."""
+    """Defines the flags ``--check`` and ``--topology``, which `coa_jax.check` reads."""
     flags.DEFINE(
         flags.EnumParser(["false", "true", "compile"]),
         "check",
         "false",
-        "run nothing, but look for all that the run needs; --check=compile compiles it, too",
+        "check everything that the run needs, without running; --check=compile also compiles the "
+        "programs",
     )
     flags.FLAGS["check"].boolean = True
-    flags.DEFINE_string("topology", "", "chips to --check for in place of these, e.g. v5p:4x4x4")
+    flags.DEFINE_string(
+        "topology", "", "chips to --check for instead of this machine's, such as v5p:4x4x4"
+    )
 
 
 @contextlib.contextmanager
 def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tuple[RunDir, Path]]:
-    """The run of a directory, with its config written, and where its model goes.
+    """Opens a run directory and writes the config to it.
 
-    Of several processes the first one writes.
+    Of several processes, only the first one writes.
 
     Args:
-        workdir: the directory.
-        config: see `RunDir.write_config`.
-        wandb_project: project of W&B that gets the metrics too; "" for none.
+        workdir: the run directory.
+        config: settings of the run, see `RunDir.write_config`.
+        wandb_project: W&B project to log the metrics to; "" for none.
+
+    Yields:
+        The run directory, and the path for its model.
     """
     active = processes.index() == 0
     if active:
@@ -67,16 +73,17 @@ def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tupl
         spending(workdir / "spent", processes.index(), processes.count()),
     ):
         run.write_config(config)
-        processes.meet("what the run has spent", 600.0)  # all have read it before any spends
+        # Every process must have read the sum before any process spends more.
+        processes.meet("what the run has spent", 600.0)
         yield run, run.path / "model"
 
 
 def run_fit(kind: type[C], train: Callable[[C, RunDir, Path], None]) -> None:
-    """Trains with the config of the flags, and says where the model is.
+    """Trains with the config of the flags, and prints where the model is.
 
     Args:
         kind: class of the settings.
-        train: takes them, the run, and where the model goes.
+        train: function of the settings, the run, and the path for the model.
     """
     values = flags.FLAGS
     config = build(kind, values.config)

@@ -1,10 +1,10 @@
 """The input pipeline of runs over a fixed set of examples.
 
-Every update of a run is a pure function of its number: which examples it has, in which rows they
-stand, and how they are changed depend on the seed and the position in the data alone.  So the state
-of the pipeline is one integer, the index of the next example, whatever the number of processes that
-train or read.  Token counts, which `learn.lengths` takes once, decide the rows; a process
-tokenises only the rows that its own devices compute.  grain reads updates ahead of the step.
+Every update of a run is a pure function of its number: its examples, their rows, and their random
+changes depend only on the seed and the position in the data.  The state of the pipeline is one
+integer, the index of the next example, for any number of processes that train or read.  The rows
+follow from token counts, which `learn.lengths` computes once, so a process tokenises only the rows
+of its own devices.  grain prepares the next updates during a training step.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from coa_jax.trajectory import DistilledRecord
 T = TypeVar("T")
 
 Change = Callable[[DistilledRecord, np.random.Generator], DistilledRecord]
-"""What a record becomes each time that it is learned."""
+"""Changes a record at random, each time that the record is learned."""
 
 Augmentation = Callable[[Any, Sequence[DistilledRecord], Prompt], Change]
-"""Makes the change from the policy's tokenizer, all records, and how questions are put."""
+"""Creates a `Change` from the policy's tokenizer, all records, and the prompt style."""
 
 
-# --- examples that are made when they are needed --------------------------------------------
+# --- examples that are tokenised on demand --------------------------------------------------
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -51,8 +51,9 @@ class RecordReader:
     Attributes:
         records: rows of the files.
         tokenizer: tokenizer of the policy.
-        prompt: how the records' questions are put to the policy.
-        level, format: see `tasks.base.with_level`.
+        prompt: prompt style in which the policy sees the records' questions.
+        level: level of the protocols, see `tasks.base.with_level`.
+        format: format of the conversations, see `tasks.base.with_level`.
     """
 
     records: Records
@@ -62,7 +63,11 @@ class RecordReader:
     format: str = ""
 
     def record(self, place: int) -> DistilledRecord:
-        """Reads the record of a row, which must not be one that is left out."""
+        """Reads the record of a row.
+
+        Raises:
+            UserError: the row is invalid, although it was valid when the lengths were computed.
+        """
         found = self.records[place]
         if isinstance(found, LeftOut):
             raise UserError(f"{found.where}: {found.reason}; the file changed during the run")
@@ -78,14 +83,14 @@ class RecordReader:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-    """Sequences to learn from, of which memory holds only the sizes.
+    """N sequences to learn from, which are tokenised on demand; only their sizes are in memory.
 
     Attributes:
-        sizes: int32 ``[N]``, tokens of each.
-        losses: int32 ``[N]``, tokens of each that have a loss once it is packed.
-        makers: what makes them.
-        owner: int32 ``[N]``, index of the maker of each.
-        place: int64 ``[N]``, place of each in the data of its maker.
+        sizes: tokens of each example, int32 ``[N]``.
+        losses: tokens of each packed example that have a loss, int32 ``[N]``.
+        makers: functions that return the example at a place in their data.
+        owner: index of each example's maker in ``makers``, int32 ``[N]``.
+        place: place of each example in the data of its maker, int64 ``[N]``.
     """
 
     sizes: np.ndarray
@@ -98,10 +103,10 @@ class Examples:
         return len(self.sizes)
 
     def __getitem__(self, index: int) -> Example:
-        """Makes an example.
+        """Creates an example.
 
         Raises:
-            UserError: it has another length than it had when lengths were taken.
+            UserError: the length of the example differs from ``sizes``.
         """
         example = self.makers[self.owner[index]](int(self.place[index]))
         if len(example.tokens) != self.sizes[index]:
@@ -112,9 +117,13 @@ class Examples:
         return example
 
     def changed(self, index: int, length: int, change: Change, rng: np.random.Generator) -> Example:
-        """Makes an example of a record that is changed first.
+        """Changes a record, and creates an example of the result.
 
-        A record that has more than ``length`` tokens once it is changed is used as it was.
+        Args:
+            index: index of the example; its maker must be a `RecordReader`.
+            length: maximum number of tokens; a record that becomes longer is used unchanged.
+            change: changes the record.
+            rng: random numbers for the change.
         """
         maker = self.makers[self.owner[index]]
         assert isinstance(maker, RecordReader)
@@ -126,24 +135,31 @@ class Examples:
 def examples_of(
     maker: Callable[[int], Example], sizes: np.ndarray, losses: np.ndarray, place: np.ndarray
 ) -> Examples:
-    """The examples that one maker makes; for the arrays see `Examples`."""
+    """Creates `Examples` with a single maker.
+
+    Args:
+        maker: returns the example at a place in its data.
+        sizes: tokens of each example, int32 ``[N]``.
+        losses: tokens of each packed example that have a loss, int32 ``[N]``.
+        place: place of each example in the data of the maker, int64 ``[N]``.
+    """
     return Examples(sizes, losses, (maker,), np.zeros(len(sizes), np.int32), place)
 
 
 def examples_in_memory(examples: Sequence[Example]) -> Examples:
-    """Examples that are there already."""
+    """Creates `Examples` from a list of examples."""
     sizes = np.array([len(example.tokens) for example in examples], np.int32)
     losses = np.array([loss_tokens(example) for example in examples], np.int32)
     return examples_of(list(examples).__getitem__, sizes, losses, np.arange(len(examples)))
 
 
 def loss_tokens(example: Example) -> int:
-    """Tokens that have a loss once the example is packed: the first one never has."""
+    """Tokens with a loss after packing, which removes the loss of the first token."""
     return int(np.sum(example.mask[1:], dtype=np.float64))
 
 
 def join(parts: Sequence[Examples]) -> Examples:
-    """The examples of all parts, one part after the other."""
+    """Concatenates the examples of all parts."""
     firsts = np.cumsum([0, *(len(part.makers) for part in parts)])
     owners = [part.owner + first for part, first in zip(parts, firsts[:-1], strict=True)]
     return Examples(
@@ -160,13 +176,13 @@ def join(parts: Sequence[Examples]) -> Examples:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Update:
-    """What a process holds of the data of an update.
+    """The data of an update, as far as one process needs them.
 
     Attributes:
         batches: micro-batches, with the rows that this process computes.
-        rows: rows of a whole micro-batch; 0 where ``batches`` has all of them.
-        lengths: tokens of each sequence of the whole update, row by row.
-        tokens: tokens of the whole update that have a loss.
+        rows: rows of a micro-batch over all processes; 0 if ``batches`` contains all rows.
+        lengths: tokens of each sequence of the update over all processes, row by row.
+        tokens: number of tokens with a loss over all processes.
         cursor: index of the first example after the update.
     """
 
@@ -179,18 +195,18 @@ class Update:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Updates(Sequence[Update]):
-    """The updates of a run from a cursor on, each made when it is asked for.
+    """The updates of a run from a cursor on; each update is created on demand.
 
     Attributes:
-        examples: none longer than ``length``.
-        order: gives the index of the example at each position of the stream.
+        examples: examples of at most ``length`` tokens.
+        order: index of the example at each position of the stream.
         cursor: position at which the first update begins.
-        number: how many updates there are.
-        batch_size: examples of an update.
-        rows: rows of a micro-batch.
+        number: number of updates.
+        batch_size: examples per update.
+        rows: rows of a micro-batch over all processes.
         length: tokens of a row.
         own: rows of a micro-batch that this process computes, see `placement.own_rows`.
-        change: see `Change`; None to leave the records as they are.
+        change: random change of the records, see `Change`; None to leave the records unchanged.
     """
 
     examples: Examples
@@ -216,7 +232,7 @@ class Updates(Sequence[Update]):
             sizes, losses = self.examples.sizes[indices], self.examples.losses[indices]
             chosen: Callable[[int], Example] = lambda k: self.examples[int(indices[k])]  # noqa: E731
         else:
-            # A change decides the length, so that each process makes all examples of the update.
+            # Lengths are known only after the change: each process creates all examples.
             made = [self._changed[position] for position in positions]
             sizes = np.array([len(example.tokens) for example in made])
             losses = np.array([loss_tokens(example) for example in made])
@@ -232,7 +248,7 @@ class Updates(Sequence[Update]):
 
     @functools.cached_property
     def _changed(self) -> grain.MapDataset:
-        """The stream of changed examples; grain gives each position randomness of its own."""
+        """The stream of changed examples; grain gives each position its own random numbers."""
         change = self.change
         assert change is not None
 
@@ -244,12 +260,12 @@ class Updates(Sequence[Update]):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MicroBatches(Sequence[Batch]):
-    """Micro-batches with this process's rows of a layout, each made when it is asked for.
+    """Micro-batches of a layout with the rows of this process; each is created on demand.
 
     Attributes:
-        layout: numbers of the examples of each row, see `first_fit`.
-        example: gives the example of a number.
-        rows: rows of a whole micro-batch.
+        layout: indices of the examples of each row, see `first_fit`.
+        example: returns the example of an index.
+        rows: rows of a micro-batch over all processes.
         length: tokens of a row.
         own: rows of a micro-batch that this process computes.
     """
@@ -278,11 +294,12 @@ class MicroBatches(Sequence[Batch]):
 
 
 def shuffled(parts: Sequence[int], weights: Sequence[float], seed: int) -> grain.MapDataset:
-    """Indices of examples without end: all of each part, epoch after epoch in another order.
+    """Returns an endless stream of example indices, in which each part is shuffled every epoch.
 
     Args:
-        parts: number of examples of each part, which follow each other; one part for most runs.
-        weights: how often examples of each part come, in proportion to the others.
+        parts: number of examples of each part.  The indices of a part follow those of the part
+            before it.  Most runs have one part.
+        weights: relative frequency of each part in the stream.
         seed: seed of the order.
     """
     ends = np.cumsum(parts).tolist()
@@ -296,17 +313,17 @@ def shuffled(parts: Sequence[int], weights: Sequence[float], seed: int) -> grain
 
 @contextlib.contextmanager
 def read_ahead(source: Sequence[T], workers: int, buffer: int = 2) -> Iterator[Iterator[T]]:
-    """Yields the items of a sequence in their order, which are made before they are asked for.
+    """Yields an iterator over a sequence that creates its items ahead of time.
 
     Args:
-        source: makes an item when it is asked for.
-        workers: processes that make items; 0 for a thread of this process.
-        buffer: items of the thread, or of each worker, that are ready at most.
+        source: creates an item on access.
+        workers: processes that create items; 0 for a thread of this process.
+        buffer: maximum number of items that the thread, or each worker, has ready.
     """
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=buffer)
     ahead = grain.MapDataset.source(source).to_iter_dataset(options)
     if workers:
-        if not flags.FLAGS.is_parsed():  # in a notebook; grain reads its own flags
+        if not flags.FLAGS.is_parsed():  # in a notebook; grain reads flags that it defines
             flags.FLAGS.mark_as_parsed()
         ahead = ahead.mp_prefetch(
             grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=1),
@@ -321,10 +338,10 @@ def read_ahead(source: Sequence[T], workers: int, buffer: int = 2) -> Iterator[I
 
 
 def _begin_worker(protocols: Any, index: int, count: int) -> None:
-    """Prepares a process that makes items.
+    """Prepares a worker process.
 
-    It knows the protocols that this run has added.  Signals to the whole group are for the process
-    that trains, after whose end none of its workers goes on.
+    The worker learns the protocols that the run has registered, ignores SIGINT and SIGTERM, which
+    only the training process handles, and exits when the training process ends.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -1,6 +1,6 @@
-"""What a step's batches need beyond the rollouts: scores under other policies, values, advantages.
+"""Completes the batches of a step with scores under other policies, values and advantages.
 
-All of it is computed once, before the step's first update, and put into the batches.
+All these arrays are computed once, before the step's first update.
 """
 
 from __future__ import annotations
@@ -40,7 +40,19 @@ def score(
     compute: Compute,
     temperature: float = 1.0,
 ) -> jax.Array:
-    """Log-probabilities of the tokens that are learned, float32 ``[R, T]``; others are 0."""
+    """Log-probabilities of the tokens that have a loss.
+
+    Args:
+        params: parameters of the policy.
+        batch: packed rows, R rows of T tokens.
+        allowed: table of the constraint under which the batch was sampled; None without one.
+        model: architecture of the policy.
+        compute: dtype, operations and sharding of the computation.
+        temperature: sampling temperature, which divides the logits.
+
+    Returns:
+        Float32 ``[R, T]``, 0 for tokens without a loss.
+    """
     logps, _ = token_logps(
         params,
         model,
@@ -58,15 +70,30 @@ def score(
 def score_values(
     params: Params, batch: Batch, *, model: ModelConfig, compute: Compute
 ) -> jax.Array:
-    """Values of a batch's tokens under a critic, float32 ``[R, T]``."""
+    """Values of a batch's tokens under a critic.
+
+    Args:
+        params: parameters of the critic.
+        batch: packed rows, R rows of T tokens.
+        model: architecture of the critic.
+        compute: dtype, operations and sharding of the computation.
+
+    Returns:
+        Float32 ``[R, T]``.
+    """
     return token_values(params, model, batch, compute)
 
 
 def scores_old(algorithm: Algorithm, updates: int) -> bool:
-    """Whether the policy before a step's updates scores its tokens.
+    """Whether the tokens of a step are scored by the policy before its updates.
 
-    With one update the parameters are the old policy's, and the loss computes what it needs; but
-    rewards and advantages are made before.
+    In a step with one update, the loss computes these log-probabilities itself, because the
+    parameters are still those of the old policy.  A KL penalty in the rewards and the advantages of
+    a teacher need them earlier.
+
+    Args:
+        algorithm: a resolved algorithm.
+        updates: number of updates of the step.
     """
     early = (algorithm.needs_reference and algorithm.kl_in == "reward") or algorithm.opd_coef > 0
     return algorithm.old_logp == "trainer" and (updates > 1 or early)
@@ -87,26 +114,27 @@ def complete_experience(
     allowed: jax.Array | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[list[Batch], dict[str, float]]:
-    """Fills in what the algorithm reads.
+    """Adds the arrays to the batches of a step that the algorithm needs.
 
     Args:
-        algorithm: resolved.
-        batches: micro-batches of the whole step, whose ``advantage`` is that of a sequence's tokens
-            or, where the algorithm has advantages of single tokens, the reward of the sequence at
-            its last token; with ``teacher_logp`` if a server has scored them.
+        algorithm: a resolved algorithm.
+        batches: micro-batches of the whole step.  If `Algorithm.whitened` is true, ``advantage``
+            has the reward of each sequence at its last token, else the advantage of each token.
+            If a server has scored the tokens, ``teacher_logp`` is present.
         model: architecture of policy, critic and reference.
         policy: parameters before the step's updates.
-        critic, reference: parameters, where the algorithm needs them.
-        temperature: of sampling.
-        compute: how to compute the forward passes.
-        teacher: a local one, where the algorithm needs it.
+        critic: parameters of the critic; None without a critic.
+        reference: parameters of the reference; None without a KL penalty.
+        temperature: sampling temperature.
+        compute: dtype, operations and sharding of the forward passes.
+        teacher: teacher on the devices of this run; None without one.
         updates: optimiser updates of the step.
-        allowed: table of the constraint, if the batches were sampled under one.
-        mesh: over which rows are split while they are scored.
+        allowed: table of the constraint under which the batches were sampled; None without one.
+        mesh: mesh over which the rows are split; None for one device.
 
     Returns:
         The batches on the host, with ``old_logp``, ``ref_logp``, ``value``, ``returns`` and
-        ``advantage`` where they are needed, and figures of them.
+        ``advantage`` as far as the algorithm needs them, and metrics of these arrays.
     """
     in_reward = algorithm.needs_reference and algorithm.kl_in == "reward"
     settings: dict[str, Any] = {"model": model, "compute": compute, "temperature": temperature}
@@ -156,7 +184,10 @@ def complete_experience(
 
 
 def inputs(batch: Batch) -> Batch:
-    """What a model reads of a batch; with more, each pass would be another program."""
+    """Removes the arrays that a forward pass does not read.
+
+    Every combination of arrays would compile another program.
+    """
     return batch._replace(
         weight=None, old_logp=None, ref_logp=None, value=None, returns=None,
         teacher_logp=None, age=None,
@@ -164,7 +195,7 @@ def inputs(batch: Batch) -> Batch:
 
 
 def _distilled(batches: Sequence[Batch], coef: float) -> tuple[list[Batch], dict[str, float]]:
-    """Adds the teacher's advantages; and the divergence from it, k1, in nats a token."""
+    """Adds the teacher's advantages, and returns the KL estimate k1 in nats per token."""
     made, total, count = [], 0.0, 0.0
     for batch in batches:
         assert batch.teacher_logp is not None
@@ -178,7 +209,7 @@ def _distilled(batches: Sequence[Batch], coef: float) -> tuple[list[Batch], dict
 
 @functools.partial(jax.jit, static_argnames=("gamma", "lam", "kl", "kl_coef"))
 def _estimate(batch: Batch, *, gamma: float, lam: float, kl: str, kl_coef: float) -> Batch:
-    """Advantages and returns of tokens; ``advantage`` holds rewards until then."""
+    """Replaces the rewards in ``advantage`` by advantages of tokens, and adds returns."""
     rewards = jnp.where(batch.mask > 0, batch.advantage, 0.0)
     if kl:
         assert batch.ref_logp is not None
@@ -197,10 +228,10 @@ def _explained_variance(batches: Sequence[Batch]) -> dict[str, float]:
         count, *moments = np.sum(np.asarray(about, np.float64), axis=0)
         return np.asarray(moments) / max(count, 1.0)
 
-    # Around the means: of squares in float32 a small variance would not be left.
+    # Subtract the means first: a difference of squares in float32 would lose a small variance.
     returned, error = means(0.0, 0.0)[[0, 2]]
     _, variance, _, unexplained = means(returned, error)
-    known = variance > (1e-6 * returned) ** 2  # below that it is the rounding of the mean
+    known = variance > (1e-6 * returned) ** 2  # a smaller variance is rounding error of the mean
     return {"critic/explained_variance": float(1 - unexplained / variance) if known else 0.0}
 
 

@@ -1,4 +1,4 @@
-"""Checksums of trees of arrays, by which a damaged checkpoint is told from what was saved."""
+"""Checksums of trees of arrays, for the detection of damaged checkpoints."""
 
 from __future__ import annotations
 
@@ -13,9 +13,10 @@ from coa_jax.parallel.turns import in_turn, mesh_of
 
 
 def fingerprint(tree: Any) -> list[int]:
-    """Checksums of the leaves of a tree; they depend on every bit and on no sharding.
+    """Checksums of the leaves of a tree; they depend on every bit, and not on the sharding.
 
-    One leaf after another: XLA's CPU backend makes a copy of all that a program scrambles.
+    Each leaf is a program of its own, because XLA's CPU backend copies all arrays that a program
+    scrambles.
     """
     return [int(in_turn(mesh_of(leaf), _checksum, leaf)) for leaf in jax.tree.leaves(tree)]
 
@@ -27,10 +28,11 @@ def digest(extra: Any) -> int:
 
 @jax.jit
 def _checksum(array: jax.Array) -> jax.Array:
-    """Sum of an array's elements modulo 2^32, each scrambled together with its place.
+    """Sum modulo 2^32 of an array's elements, each hashed together with its index.
 
-    A sum of integers is the same in any order, so each device sums what it has.  For a place the
-    scrambling (the finalizer of MurmurHash3) is one to one: no change of one element is missed.
+    A sum of integers does not depend on the order, so each device sums its own elements.  At each
+    index the hash (the finalizer of MurmurHash3) is one to one, so a change of a single element
+    always changes the sum.
     """
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)

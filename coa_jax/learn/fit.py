@@ -1,4 +1,4 @@
-"""The loop of every run over a fixed set of examples."""
+"""The training loop of runs over a fixed set of examples: SFT, DPO and rejection fine-tuning."""
 
 from __future__ import annotations
 
@@ -38,15 +38,17 @@ _PARTS = ("data", "update", "validation", "checkpoint")
 class FitConfig(TrainingConfig):
     """A run over a fixed set of examples; see `TrainingConfig` for the other settings.
 
-    Examples that are longer than ``row_length`` are left out and counted.
+    Examples of more than ``row_length`` tokens are left out, and a warning counts them.
 
     Attributes:
-        batch_size: examples of an update.
-        data_workers: processes of each host that read, tokenise and pack the next updates; 0 for a
-            thread of the process that trains, which is enough unless ``time/data`` grows.
-        validate_every: updates between two measurements of the validation loss, where there is one.
-        keep_best: metric of an update whose best checkpoint stays too; empty for none.  The
-            validation loss is that of the checkpoint, ``loss`` that of the parameters before.
+        batch_size: examples per update.
+        data_workers: processes per host that read, tokenise and pack the next updates; 0 for a
+            thread of the training process, which suffices unless ``time/data`` grows.
+        validate_every: updates between two measurements of the validation loss, if the run has
+            one.
+        keep_best: metric of the best checkpoint, which is kept too; "" for none.  A validation loss
+            is that of the checkpoint's parameters, ``loss`` that of the parameters before the
+            update.
     """
 
     batch_size: Size
@@ -73,27 +75,32 @@ def fit(
     evaluate: Callable[[TrainState, int], dict[str, float]] | None = None,
     hurry: Callable[[], None] = lambda: None,
 ) -> None:
-    """Updates, metrics and checkpoints, and in the end the model.
+    """Trains a model, writes metrics and checkpoints, and exports the model at the end.
 
-    SIGTERM ends it after the update that it is in, which is saved, with exit code 0.
+    An interrupted run is resumed from its newest checkpoint.  On SIGTERM the process completes the
+    current update, saves a checkpoint and exits with code 0.
 
     Args:
-        config: settings.
-        run: where metrics and checkpoints go; a run that was interrupted goes on.
-        output: directory of the model.
-        model: architecture, with the adapters that are trained, and tokenizer.
-        weights: reads the parameters that a run begins with, without adapters; they are donated.
-            A run that goes on asks for them only where they stay as they are beside adapters.
+        config: settings of the run.
+        run: directory of the run, for metrics and checkpoints.
+        output: directory for the exported model.
+        model: architecture, with the adapters to train, and tokenizer; no parameters.
+        weights: reads the initial parameters, without adapters; they are donated.  A resumed run
+            reads them only if it trains adapters, beside which they stay frozen.
         loss: loss of an update.
-        compute: how to compute; rows are split over its mesh.
-        updates: the updates from a cursor on, as many as the second argument says.
-        epoch: examples of one pass.
-        longest: tokens of the longest sequence, whose positions begin anew in every one of a row.
-        phase: name in metrics and checkpoints.
-        complete: adds to an update what the devices compute before the step; None for nothing.
-        validate: a figure of held-out data.
-        evaluate: figures of the policy after an update, by its number; {} after most.
-        hurry: cuts an evaluation short when the run shall end; signal handlers may call it.
+        compute: dtype, operations and sharding; rows are split over its mesh.
+        updates: function of a cursor and a number of updates, which returns these updates.
+        epoch: examples of one pass over the data.
+        longest: tokens of the longest sequence; a warning follows if the model has fewer positions.
+        phase: name of the training stage in metrics and checkpoints.
+        complete: adds arrays to an update before its step, such as reference scores; None for none.
+        validate: computes the validation loss; None for none.
+        evaluate: function of the state and the number of the update, which returns metrics of an
+            evaluation, or {} if none is due; None for no evaluations.
+        hurry: ends a running evaluation when the run stops; signal handlers may call it.
+
+    Raises:
+        UserError: the settings do not fit the model or a checkpoint, or an update is not finite.
     """
     warn_of_positions(model.config, longest, "row_length")
     state, cursor, checkpoints = _resume(config, run, model, weights, compute.mesh, phase)

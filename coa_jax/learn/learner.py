@@ -1,4 +1,4 @@
-"""A reinforcement-learning run between two steps: what it has, learns, publishes and saves."""
+"""The state of a reinforcement-learning run: policy, engines, and position in the run."""
 
 from __future__ import annotations
 
@@ -32,33 +32,37 @@ from coa_jax.rollout.constrain import constraint_for
 from coa_jax.trajectory import Trajectory
 
 _States = tuple[TrainState, TrainState | None, Params | None]
-"""Policy, critic and reference."""
+"""Policy, critic (None without one) and reference (None without one)."""
 
 
 class Learner:
-    """The policy, what it is learned with, the engines that sample from it, and the position.
+    """The trained parameters, the engines that sample from them, and the position in the run.
 
     Attributes:
-        model: architecture, with the adapters that are trained, and tokenizer; no parameters.
-        engines: of this process.
-        state, critic: what is trained.
-        reference: see `learn.update.reference_params`.
-        teacher: a local one, see `learn.teacher.load_teacher`.
-        compute: how the updates compute.
+        model: architecture, with the adapters to train, and tokenizer; no parameters.
+        engines: engines of this process.
+        state: policy and its optimiser state.
+        critic: critic and its optimiser state; None without a critic.
+        reference: parameters of the reference, see `learn.update.reference_params`; None without.
+        teacher: teacher on the devices of this run, see `learn.teacher.load_teacher`; None without.
+        compute: dtype, operations and sharding of the updates.
         constraint: constraint of sampling; None without one.
-        step: steps that have been learned.
+        step: number of steps learned so far.
         ledger: state of the stream of groups after ``step`` steps, see `admission.Composition`.
-        pool: what `pool.Pool` knows after ``step`` steps; {} without one.
+        pool: state of `pool.Pool` after ``step`` steps; {} without a pool.
         total: steps of the run.
     """
 
     def __init__(self, config: RLConfig, protocols: Iterable[str], checkpoints: Checkpoints):
-        """Loads the model, makes the engines, and goes on after the newest checkpoint.
+        """Loads the model or the newest checkpoint, and creates the engines.
 
         Args:
-            config: of the run.
-            protocols: of all tasks.
-            checkpoints: of the run; the caller closes them.
+            config: settings of the run.
+            protocols: names of the protocols of all tasks.
+            checkpoints: checkpoints of the run; the caller closes them.
+
+        Raises:
+            UserError: the model does not fit the settings, or the checkpoint does not fit them.
         """
         self._config, self._checkpoints = config, checkpoints
         self._mesh = training_mesh(config.mesh, config.rows, rollouts=True)
@@ -90,22 +94,22 @@ class Learner:
             rollout_devices(config.mesh),
         )
         for engine in self.engines if config.budgets.max_seconds else ():
-            engine.warm_up()  # or the first trajectories would spend their time on compilation
+            engine.warm_up()  # so that compilation does not count against `max_seconds`
 
     def _begun(self) -> _States:
-        """What the run begins with."""
+        """Creates the state of a new run."""
         config, model = self._config, self.model.config
         params = load_weights(config.model, self._mesh)
-        # Before the state, whose updates take the parameters' memory.
+        # Copy them first: the updates of the state reuse the memory of the parameters.
         critic, reference = critic_state(config, params), reference_params(config, params)
         trained, frozen = split_trained(params, model, config.seed, self._mesh)
         return init_state(trained, config.optimizer, frozen), critic, reference
 
     def _resumed(self) -> _States | None:
-        """What the newest checkpoint holds, and the position after it; None if there is none.
+        """Reads the newest checkpoint, and sets the position in the run; None without checkpoint.
 
-        The model's own weights are read only where they stay as they are: beside adapters, and as
-        the reference.
+        The model's files are read only for parameters that are not trained: the frozen parameters
+        beside adapters, and the reference.
         """
         if not self._checkpoints.steps():
             return None
@@ -126,12 +130,12 @@ class Learner:
         self.step, self.ledger = restored.step, restored.extra["ledger"]
         self.pool = restored.extra.get("pool", {})
         critic = restored.more.get("critic")
-        if critic is None and config.chosen.needs_critic:  # the run had another algorithm before
+        if critic is None and config.chosen.needs_critic:  # saved under another algorithm
             critic = critic_state(config, load_weights(config.model, self._mesh))
         return restored.state, critic, reference
 
     def still_learnable(self, trajectory: Trajectory) -> bool:
-        """Whether a trajectory of an earlier part of the run obeys the constraint of this one."""
+        """Whether a trajectory from before a resumption was sampled under the same constraint."""
         constrained = trajectory.metadata["rollout"].get("constrain", False)
         if self.constraint is None:
             return not constrained
@@ -154,30 +158,33 @@ class Learner:
         return statistics
 
     def publish(self) -> None:
-        """Gives the engines, none of whose slots is in use, the policy as it is now."""
+        """Copies the current policy to the engines, which must have no slot in use."""
         publish_all(self.engines, merge_adapters(self.model.config, self.state.model))
 
     def give_back(self) -> None:
-        """Frees the memory of engines, none of whose slots is in use, until `publish`.
+        """Frees the memory of the engines, which must have no slot in use, until `publish`.
 
-        Engines on devices of their own keep it: nothing else needs it there.
+        Engines on separate devices keep their memory, because nothing else needs it there.
         """
         if not apart(self.engines, self.state.params):
             give_back(self.engines)
 
     def weights(self) -> list[DecodeParams]:
-        """The present policy in the layout of the engines, which may be decoding."""
+        """Returns copies of the current policy in the layout of the engines.
+
+        The engines may be decoding meanwhile.
+        """
         return new_copies(self.engines, merge_adapters(self.model.config, self.state.model))
 
     def overdue(self) -> bool:
-        """Whether the last checkpoint was too long ago."""
+        """Whether the last checkpoint is older than ``checkpoint_seconds``."""
         return self._checkpoints.overdue(self._config.checkpoint_seconds)
 
     def save(self, metrics: dict[str, float]) -> None:
         """Writes a checkpoint.
 
         Args:
-            metrics: of the step, of which ``keep_best`` names one.
+            metrics: metrics of the step; ``keep_best`` selects the best checkpoint by one of them.
         """
         more: dict[str, Any] = {} if self.critic is None else {"critic": self.critic}
         extra = {"ledger": self.ledger}
@@ -189,10 +196,10 @@ class Learner:
 def group_rows(
     algorithm: Algorithm, groups: Sequence[Sequence[Trajectory]]
 ) -> list[dict[str, Any]]:
-    """The trajectories of groups as JSON objects.
+    """Converts the trajectories of groups to JSON objects for the traces.
 
-    ``metadata.advantage`` is the advantage of a graded trajectory, where the algorithm gives one
-    number for a trajectory that depends on its group alone.
+    ``metadata.advantage`` is the advantage of a graded trajectory, if the algorithm computes one
+    number per trajectory from its group alone.
     """
     rows = []
     for group in groups:

@@ -1,8 +1,9 @@
-"""Token counts of records, taken once: they decide which records are learned, and the rows.
+"""Token counts of records, which decide which records are learned and how rows are packed.
 
-The processes of a run each count a part of the records, with workers if there are many, and tell
-each other the result.  It is kept in ``$COA_JAX_LENGTHS`` (``~/.cache/coa_jax/lengths``) under a
-name that depends on the files, the tokenizer and the prompt: the next run counts nothing.
+Each process of a run counts the tokens of a part of the records, with worker processes if there are
+many records, and the processes exchange their counts.  The counts are cached in
+``$COA_JAX_LENGTHS`` (default: ``~/.cache/coa_jax/lengths``) under a name that depends on the files,
+the tokenizer and the prompt style.  A later run with the same data reads the cache.
 """
 
 from __future__ import annotations
@@ -33,20 +34,20 @@ from coa_jax.records import Counts, LeftOut
 from coa_jax.tasks.base import one_with_level
 from coa_jax.tasks.prompts import Wording, wording_of
 
-_VERSION = 1  # of the files in the cache
+_VERSION = 1  # version of the cache's file format
 _CHUNK = 64  # rows that a worker counts at a time
-_FEW = 32  # chunks for which no worker is started
+_FEW = 32  # for at most this many chunks no worker is started
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """What is known of some rows, each as long as they are.
+    """Token counts and other findings about N rows.
 
     Attributes:
-        sizes: int32 ``[N]``, tokens of each record; 0 for a row that is no record.
-        losses: int32 ``[N]``, tokens of each record that have a loss.
-        counts: rows that are left out, and protocols that tags told.
-        wording: how the questions of the records are put.
+        sizes: tokens of each record, int32 ``[N]``; 0 for a row that is left out.
+        losses: tokens of each record that have a loss, int32 ``[N]``.
+        counts: counts of left-out rows, and of protocols that were inferred from tags.
+        wording: prompts of the records.
     """
 
     sizes: np.ndarray
@@ -61,7 +62,7 @@ class _Chunks(Sequence[Measured]):
 
     Attributes:
         reader: reads and tokenises the rows.
-        numbers: which chunks.
+        numbers: numbers of the chunks to measure.
     """
 
     reader: RecordReader
@@ -88,17 +89,17 @@ class _Chunks(Sequence[Measured]):
 
 
 def measure(reader: RecordReader, workers: int, seconds: float) -> Measured:
-    """Measures all rows of a reader, or reads from the cache what is known of them.
+    """Measures all rows of a reader, or reads the measurements from the cache.
 
-    All processes of a run call this in the same order.
+    All processes of a run call this function in the same order.
 
     Args:
         reader: reads and tokenises the rows.
-        workers: processes of this host that tokenise; 0 for this process.
-        seconds: see `processes.meet`.
+        workers: worker processes of this host that tokenise; 0 for this process.
+        seconds: how long to wait for the slowest process, see `processes.meet`.
 
     Raises:
-        UserError: a row is damaged.
+        UserError: a file cannot be read.
     """
     path = _folder() / f"{_digest(reader)}.npz"
     known = _read(path, len(reader.records))
@@ -118,14 +119,14 @@ def measure(reader: RecordReader, workers: int, seconds: float) -> Measured:
             parts.append(part)
             bar.update(len(part.sizes))
     whole = _merged(processes.gather(parts, "lengths of records", seconds))
-    with contextlib.suppress(OSError):  # a folder that cannot be written saves no time, that is all
+    with contextlib.suppress(OSError):  # the cache only saves time
         _write(path, whole)
     return whole
 
 
 def _all_know(known: bool, seconds: float) -> bool:
     """Whether all processes of the run find the lengths in their cache."""
-    if processes.count() == 1:  # also in a notebook, whose event loop is running
+    if processes.count() == 1:  # `asyncio.run` would fail in a notebook, which runs an event loop
         return known
     return all(asyncio.run(processes.exchange(known, "known lengths of records", seconds)))
 
@@ -144,10 +145,15 @@ def _merged(parts: Sequence[Measured]) -> Measured:
 
 
 def fitting(reader: RecordReader, measured: Measured, length: int) -> Examples:
-    """Keeps examples of at most ``length`` tokens; logs omitted ones and inferred protocols.
+    """Keeps examples of at most ``length`` tokens; logs omitted records and inferred protocols.
+
+    Args:
+        reader: reads and tokenises the rows.
+        measured: measurements of all rows of the reader.
+        length: maximum number of tokens of an example.
 
     Raises:
-        UserError: there is no record, or none fits.
+        UserError: the source has no record, or no record has at most ``length`` tokens.
     """
     source, sizes = reader.records.source, measured.sizes
     number = int(np.count_nonzero(sizes))
@@ -178,10 +184,10 @@ def _folder() -> Path:
 
 
 def _digest(reader: RecordReader) -> str:
-    """A name for everything that the lengths depend on."""
+    """A hash of everything that the lengths depend on."""
     first: list[int] = []
     if len(reader.records) and not isinstance(found := reader.records[0], LeftOut):
-        # The ids of a record tell versions of this package apart that tokenise otherwise.
+        # Versions of this package that tokenise differently differ in the ids of a record.
         record = one_with_level(found.record, reader.level, reader.format)
         first = reader.example(record).tokens.tolist()
     tokenizer = reader.tokenizer
@@ -196,7 +202,7 @@ def _digest(reader: RecordReader) -> str:
 
 
 def _read(path: Path, number: int) -> Measured | None:
-    """Returns what the cache has; None where it has nothing that can be read."""
+    """Reads measurements of ``number`` rows from the cache; None if the file is not usable."""
     try:
         with np.load(path, allow_pickle=False) as held:
             sizes, losses = held["sizes"], held["losses"]

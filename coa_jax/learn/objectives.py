@@ -225,8 +225,10 @@ def clip(
     1912.09729 eq 4).
 
     Args:
-        ratio, advantages: r and A, float32 ``[R, T]``.
-        clip_low, clip_high: r is clipped to ``[1 - clip_low, 1 + clip_high]``.
+        ratio: r, float32 ``[R, T]``.
+        advantages: A, float32 ``[R, T]``.
+        clip_low: r is clipped to at least ``1 - clip_low``.
+        clip_high: r is clipped to at most ``1 + clip_high``.
         dual_clip: c; 0 for no dual clip.
 
     Returns:
@@ -254,7 +256,7 @@ def sequence_clip(
 
     The ratio is the exponential of the mean of log r over the policy tokens of the sequence.  All
     tokens of a sequence have the same loss, so ``normalise=sequence`` gives the mean over
-    sequences.  See `clip` for the parameters.
+    sequences.  For the parameters see `surrogate`, for the results `clip`.
     """
     ratio = bounded_exp(segment_means(log_ratio, mask, segment_ids))
     return clip(ratio, advantages, clip_low, clip_high, dual_clip)
@@ -265,8 +267,8 @@ def cispo(
 ) -> tuple[jax.Array, Stats]:
     """CISPO's loss ``-stop_gradient(clip(r)) A log p`` (MiniMax-M1, arXiv 2506.13585 eq 4).
 
-    Clipping bounds the weight of a token, but no token loses its gradient.  See `clip` for the
-    parameters; ``logp`` is log p, float32 ``[R, T]``.
+    Clipping bounds the weight of a token, but no token loses its gradient.  For the parameters see
+    `surrogate`, for the results `clip`.
     """
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     loss = -jax.lax.stop_gradient(clipped) * advantages * logp
@@ -294,7 +296,7 @@ def segment_sums(x: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
 
 
 def segment_means(x: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
-    """`segment_sums` of ``x``, which is 0 where ``mask`` is 0, over the number of policy tokens."""
+    """For each token the mean over the policy tokens of its sequence; x is 0 where mask is 0."""
     return segment_sums(x, segment_ids) / jnp.maximum(segment_sums(mask, segment_ids), 1.0)
 
 

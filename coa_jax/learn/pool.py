@@ -1,8 +1,8 @@
-"""Which tasks a run asks, by how often the policy has solved them.
+"""Selects the tasks that a run samples, by how often the policy has solved them.
 
-The stream of tasks stays what it is: an index has the same task always.  A pool says of an index
-whether it is passed over.  It learns from composed steps only, so that its state is a function of
-the steps of the run: several processes, a resumed run and a repeated one have the same.
+An index of the stream always has the same task; a pool only decides which indices are skipped.  It
+learns only from composed steps, so its state is a function of the steps of the run.  All processes,
+a resumed run and a replay therefore have the same state.
 """
 
 from __future__ import annotations
@@ -19,39 +19,41 @@ from coa_jax.storage import local
 from coa_jax.tasks import Task
 
 Score = tuple[int, int]
-"""Of a group: trajectories that solved the task, and trajectories that were graded."""
+"""(solved, graded): trajectories of a group that solved the task, and that were graded."""
 
 _MOST_PASSED_OVER = 10_000
-"""Indices that are passed over for one that is asked."""
+"""Maximum number of consecutive indices that are skipped."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PoolConfig(Bounded):
-    """Which tasks are asked; by default all in turn.
+    """Selection of the tasks to sample; by default all tasks in turn.
 
-    The solve rate of a task is the share of its graded trajectories, over the run, that solved it.
+    The solve rate of a task is the share of its graded trajectories in this run that solved the
+    task.  A task rests (is not sampled for some steps) while its solve rate is too low or too high.
 
     Attributes:
-        rest_steps: steps for which a task rests whose solve rate is at or beyond a bound; 0 for
-            none: no task rests.
-        rest_most: a task that comes back and is beyond a bound again rests twice as long as before,
-            up to so many steps; 0 for ``rest_steps`` each time.
-        rest_below, rest_above: the bounds, both included.
-        memory: by how much an earlier group of a task counts less than the one after it: 1 counts
-            all alike, 0 the newest only.
-        solved_at: reward from which a trajectory has solved its task; penalties for length do not
-            count.
-        curriculum: asks easy tasks first: a field of the metadata with numbers that grow with the
-            difficulty, such as ``hops``; or ``solve_rate``, by which a task is the harder the lower
-            its solve rate (before its first group, its pass rate) is; "" for all tasks at once.
-        curriculum_steps: steps until the hardest tasks are asked.
-        curriculum_start: difficulty up to which tasks are asked at first, from 0 (the easiest) to
-            1 (the hardest); it grows evenly.
-        pass_rates: ``results.json`` of an evaluation of the base model on these very tasks; "" to
-            read the field ``pass_rate`` of their metadata.
-        min_pass_rate, max_pass_rate: tasks whose pass rate is outside are never asked, nor are
-            tasks without one unless these are 0 and 1.  The paper keeps those of at most 0.3 in 32
-            samples (eq 8 and 9).
+        rest_steps: number of steps for which a task rests; 0 if no task rests.
+        rest_most: a task that must rest again right after a rest does so for twice as many steps
+            as before, up to this maximum; 0 for ``rest_steps`` each time.
+        rest_below: a task rests if its solve rate is at most this.
+        rest_above: a task rests if its solve rate is at least this.
+        memory: weight of a task's earlier groups relative to the next later group in its solve
+            rate: with 1 all groups count equally, with 0 only the newest counts.
+        solved_at: lowest reward of a trajectory that solved its task, before length penalties.
+        curriculum: measure of difficulty, by which easier tasks are sampled first: a field of the
+            metadata with numbers that grow with the difficulty, such as ``hops``, or ``solve_rate``
+            (a lower solve rate is harder; a task without groups has its pass rate).  "" samples all
+            tasks from the start.
+        curriculum_steps: number of steps until the hardest tasks are sampled.
+        curriculum_start: maximum difficulty of tasks at the start, from 0 (the easiest) to 1 (the
+            hardest); the maximum grows linearly.
+        pass_rates: ``results.json`` of an evaluation of the base model on the same tasks; "" reads
+            the field ``pass_rate`` of the tasks' metadata.
+        min_pass_rate: tasks with a lower pass rate are never sampled.
+        max_pass_rate: tasks with a higher pass rate are never sampled.  The paper keeps tasks with
+            a pass rate of at most 0.3 in 32 samples (eq 8 and 9).  Tasks without a pass rate are
+            sampled only if the bounds are 0 and 1.
     """
 
     rest_steps: Natural = 0
@@ -81,17 +83,18 @@ class PoolConfig(Bounded):
             )
 
     def __bool__(self) -> bool:
-        """Whether a task may be passed over."""
+        """Whether the pool may skip tasks."""
         return bool(self.rest_steps or self.curriculum)
 
 
 class Known(NamedTuple):
-    """What a pool knows of a task.
+    """A pool's knowledge of a task.
 
     Attributes:
-        solved, graded: trajectories, those of earlier groups by `PoolConfig.memory`.
-        until: step up to which it rests.
-        times: how often it has begun to rest without teaching anything between.
+        solved: number of trajectories that solved the task, weighted by `PoolConfig.memory`.
+        graded: number of graded trajectories, with the same weights.
+        until: step up to which the task rests.
+        times: number of rests in a row, without a solve rate between the bounds in between.
     """
 
     solved: float = 0.0
@@ -101,10 +104,10 @@ class Known(NamedTuple):
 
 
 class Pool:
-    """The solve rates of a run.
+    """Tracks the solve rates of a run's tasks, and decides which tasks are sampled.
 
     Attributes:
-        known: task id -> `Known`; JSON values, to go on from.
+        known: task id -> `Known`; consists of JSON values, from which a resumed run restores it.
     """
 
     def __init__(
@@ -114,13 +117,13 @@ class Pool:
         tasks: Sequence[Task],
         known: Mapping[str, Sequence[Any]] | None = None,
     ):
-        """Begins with nothing known, or goes on.
+        """Creates an empty pool, or restores the pool of a resumed run.
 
         Args:
-            config: settings.
+            config: settings of the pool.
             stream: the tasks by index, see `tasks.mixture.stream_of`.
             tasks: each task once.
-            known: of an earlier part of the run.
+            known: `known` of the pool when the run was interrupted; None for a new run.
 
         Raises:
             UserError: no task has the field of the curriculum.
@@ -131,14 +134,14 @@ class Pool:
         self._all_rest: tuple[int, bool] = (-1, False)
 
     def copy(self) -> Pool:
-        """Another pool that knows the same now."""
+        """Returns an independent copy of the pool."""
         return Pool(self._config, self._stream, self._tasks, self.known)
 
     def learn(self, step: int, scores: Mapping[int, Sequence[int]]) -> None:
-        """Notes the groups of a step.
+        """Updates the solve rates with the groups of a step.
 
         Args:
-            step: its number.
+            step: number of the step.
             scores: `Score` of each group by the index of its task.
         """
         config = self._config
@@ -152,19 +155,19 @@ class Pool:
             )
             if not config.rest_below < now.solved / now.graded < config.rest_above:
                 times = before.times + 1
-                length = config.rest_steps << min(times - 1, 30)  # of no thousand bits
+                length = config.rest_steps << min(times - 1, 30)  # bounds the size of the integer
                 length = min(length, max(config.rest_most, config.rest_steps))
                 now = now._replace(until=step + length, times=times)
             self.known[id] = now
 
     def next(self, first: int, step: int) -> int:
-        """The first index from one on whose task is asked.
+        """Returns the next index to sample: ``first`` or the first later index of an awake task.
 
-        If all tasks rest, or thousands in a row, it is the very first one.
+        If all tasks rest, or too many in a row, the result is ``first`` itself.
 
         Args:
-            first: the index to begin with.
-            step: steps that are composed.
+            first: index at which the search begins.
+            step: number of steps composed so far.
         """
         if self._all_rest[0] != step:
             self._all_rest = step, not any(self._awake(task, step) for task in self._tasks)
@@ -218,12 +221,12 @@ def _is_number(task: Task, field: str) -> bool:
 
 
 def with_pass_rates(config: PoolConfig, tasks: Sequence[Task], name: str) -> list[Task]:
-    """The tasks whose pass rate is within the bounds, with that rate in their metadata.
+    """Returns the tasks whose pass rate is within the bounds, with the rate in their metadata.
 
     Args:
-        config: settings.
-        tasks: of one source.
-        name: of the source, for errors.
+        config: settings of the pool.
+        tasks: tasks of one source.
+        name: name of the source, for messages.
 
     Raises:
         UserError: the file of pass rates cannot be read, or no task is left.
@@ -254,7 +257,7 @@ def with_pass_rates(config: PoolConfig, tasks: Sequence[Task], name: str) -> lis
 
 
 def _read_rates(path: Path) -> dict[str, float]:
-    """Task id -> share of its graded samples that are right, from a result file."""
+    """Reads pass rates from a result file: task id -> share of right samples among the graded."""
     try:
         found = {}
         for task in files.read_json_object(path)["tasks"]:

@@ -1,8 +1,8 @@
 """Direct preference optimisation on graded trajectories (Rafailov et al., arXiv 2305.18290).
 
-A baseline of reinforcement learning: of each task's trajectories the better ones are preferred to
-the worse ones.  Both sequences of a pair share a row, so that the loss of a pair never spans two
-micro-batches.
+This is a baseline for reinforcement learning: among the trajectories of a task, those with a higher
+reward are preferred to those with a lower reward.  Both sequences of a pair share a row, so the
+loss of a pair never spans two micro-batches.
 """
 
 from __future__ import annotations
@@ -38,22 +38,23 @@ from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import Trajectory
 
 Pair = tuple[Trajectory, Trajectory]
-"""The preferred trajectory and the other one."""
+"""(chosen, rejected): the preferred trajectory, and the trajectory with the lower reward."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DPOConfig(FitConfig):
-    """A preference run; see `FitConfig` for what is not named here.
+    """A run of direct preference optimisation; see `FitConfig` for the other settings.
 
-    An example is a pair, which has a row of its own; ``model`` is also the reference.
+    An example is a pair of trajectories, and takes one row.  ``model`` is also the reference.
 
     Attributes:
-        traces: ``traces.jsonl`` of a run that sampled and graded.
-        phase: its trajectories that are read; empty for all of them, those of an evaluation too.
-        beta: how much a difference of log-ratios counts; the smaller, the farther from the
-            reference.
-        min_gap: by how much the rewards of a pair differ at least.
-        per_task: at most so many pairs of one task.
+        traces: ``traces.jsonl`` of a run that sampled and graded trajectories.
+        phase: phase whose trajectories are read; "" for all phases, evaluations included.
+        beta: factor of the difference of log-ratios in the loss; with a smaller value the policy
+            moves farther from the reference.
+        min_gap: minimum difference between the rewards of a pair.
+        per_task: maximum number of pairs of one task.
+        keep_best: metric of the best checkpoint, which is kept too; "" for none.
     """
 
     traces: Place
@@ -65,15 +66,24 @@ class DPOConfig(FitConfig):
 
 
 def train(config: DPOConfig, run: RunDir, output: Path) -> None:
-    """Learns the preferences and writes the model to ``output``."""
+    """Trains on the preferences, and writes the model to ``output``.
+
+    Args:
+        config: settings of the run.
+        run: directory of the run, for metrics and checkpoints.
+        output: directory for the model.
+
+    Raises:
+        UserError: the traces have no pair that fits the settings.
+    """
     mesh = training_mesh(config.mesh, config.rows)
     graded = read_graded(config.traces, config.phase)
     pairs = make_pairs(graded, config.min_gap, config.per_task, config.row_length)
     if not pairs:
         raise UserError(
-            f"{config.traces}: among {len(graded)} graded trajectories there is no pair of one "
-            f"task whose rewards differ by {config.min_gap} and which has at most "
-            f"{config.row_length} tokens together: lower min_gap, raise row_length, or sample more"
+            f"{config.traces}: among {len(graded)} graded trajectories, no two of one task have "
+            f"rewards that differ by {config.min_gap} and at most {config.row_length} tokens "
+            "together: lower min_gap, raise row_length, or sample more"
         )
     tasks = len({chosen.task_id for chosen, _ in pairs})
     print(f"{len(pairs)} pairs of {tasks} tasks", flush=True)
@@ -97,7 +107,7 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
         run,
         output,
         model,
-        weights=lambda: jax.tree.map(jnp.copy, reference),  # updates take the memory of these
+        weights=lambda: jax.tree.map(jnp.copy, reference),  # copies, because updates donate them
         loss=DPOLoss(config.beta),
         compute=compute,
         updates=lambda cursor, number: PairUpdates(pairs, order, cursor, number, config),
@@ -113,9 +123,10 @@ class PairUpdates(Sequence[Update]):
     """The updates of a run from a cursor on; each process has all rows.
 
     Attributes:
-        pairs: that are learned.
-        order: gives the index of the pair at each position of the stream.
-        cursor, number: see `data.Updates`.
+        pairs: pairs to learn.
+        order: index of the pair at each position of the stream.
+        cursor: position at which the first update begins.
+        number: number of updates.
         config: settings of the run.
     """
 
@@ -142,13 +153,13 @@ class PairUpdates(Sequence[Update]):
 def make_pairs(
     trajectories: Sequence[Trajectory], min_gap: float, per_task: int, length: int
 ) -> list[Pair]:
-    """Pairs of each task: the best with the worst, the second best with the second worst, ...
+    """Pairs the trajectories of each task: best with worst, second best with second worst, ...
 
     Args:
-        trajectories: graded.
-        min_gap: by how much the rewards of a pair differ at least.
-        per_task: bound for one task.
-        length: pairs that are longer together are left out and counted in a warning.
+        trajectories: graded trajectories.
+        min_gap: minimum difference between the rewards of a pair.
+        per_task: maximum number of pairs of one task.
+        length: maximum number of tokens of a pair; a warning counts the longer pairs.
     """
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
@@ -156,7 +167,7 @@ def make_pairs(
     pairs: list[Pair] = []
     long = 0
     for members in by_task.values():
-        ranked = sorted(members, key=value, reverse=True)  # equal rewards stay in their order
+        ranked = sorted(members, key=value, reverse=True)  # stable for equal rewards
         most = len(pairs) + per_task
         for chosen, rejected in zip(ranked, ranked[::-1], strict=True):
             if len(pairs) == most or value(chosen) - value(rejected) < min_gap:
@@ -171,10 +182,17 @@ def make_pairs(
 
 
 def pair_batches(pairs: Sequence[Pair], length: int, rows: int) -> list[Batch]:
-    """Micro-batches with one pair a row.
+    """Packs pairs into micro-batches, one pair per row.
 
-    ``advantage`` is 1 at the tokens of the preferred sequence and -1 at those of the other one;
-    ``weight`` makes the loss a mean over pairs, see `objectives.weigh`.
+    Args:
+        pairs: pairs of at most ``length`` tokens.
+        length: tokens of a row, T.
+        rows: rows of a micro-batch, R.
+
+    Returns:
+        Micro-batches of ``[R, T]``.  ``advantage`` is 1 at the policy tokens of the chosen sequence
+        and -1 at those of the rejected sequence.  ``weight`` makes the loss a mean over pairs, see
+        `objectives.weigh`.
     """
     packed = [
         pack([trajectory_example(chosen, 1.0), trajectory_example(rejected, -1.0)], length)
@@ -193,7 +211,7 @@ class DPOLoss:
     """Loss of the pairs of a micro-batch; see `dpo_objective`.
 
     Attributes:
-        beta: see `DPOConfig`.
+        beta: factor of the difference of log-ratios, see `DPOConfig`.
     """
 
     beta: float
@@ -209,13 +227,16 @@ class DPOLoss:
 def dpo_objective(logp: jax.Array, batch: Batch, beta: float) -> tuple[jax.Array, Stats]:
     """``-log sigmoid(beta (log p_w / ref_w - log p_l / ref_l))``, summed over pairs (eq 7).
 
-    The log-ratio of a sequence is the sum over the tokens that the policy wrote: observations are
-    not preferred.
+    The log-ratio of a sequence is the sum over the tokens that the policy wrote; observations do
+    not count.
 
     Args:
-        logp: float32 ``[R, T]``.
-        batch: see `pair_batches`, with ``ref_logp``.
-        beta: see `DPOConfig`.
+        logp: log-probabilities of the policy, float32 ``[R, T]``.
+        batch: a micro-batch of `pair_batches`, with ``ref_logp``.
+        beta: factor of the difference of log-ratios, see `DPOConfig`.
+
+    Returns:
+        The loss, float32 ``[]``, and statistics summed over pairs.
     """
     assert batch.ref_logp is not None
     assert batch.weight is not None

@@ -1,8 +1,8 @@
 """Rejection-sampling fine-tuning: SFT on the policy's own graded trajectories that were right.
 
-A baseline of reinforcement learning: it learns from rewards but only imitates (Yuan et al., arXiv
-2308.01825; Dong et al., arXiv 2304.06767).  The tokens are those that were sampled; nothing is
-tokenised again, and observations are masked as in `learn.sft`.
+This is a baseline for reinforcement learning: rewards select the trajectories, and the policy
+imitates them (Yuan et al., arXiv 2308.01825; Dong et al., arXiv 2304.06767).  The policy learns the
+sampled token ids themselves; observations are masked as in `learn.sft`.
 """
 
 from __future__ import annotations
@@ -34,17 +34,20 @@ from coa_jax.trajectory import Trajectory, read_trajectories
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RFTConfig(FitConfig):
-    """A rejection-sampling run; see `FitConfig` for what is not named here.
+    """A run of rejection-sampling fine-tuning; see `FitConfig` for the other settings.
 
     Attributes:
-        traces: ``traces.jsonl`` of a run that sampled and graded; empty to learn ``data`` alone.
-        phase: phase whose trajectories are read; empty for all phases, evaluations included.
-        min_reward: least reward of a trajectory that is learned.
-        per_task: most trajectories of one task, so that easy tasks do not crowd out the others.
-        data: files of records that are learned as well, see `SFTConfig.data`; empty for none.
-        protocol: protocol of the records that name none; empty to tell it by their tags.
-        prompt_style: how the questions of records are put to the policy, see `tasks.prompts`.
-        lora: adapters to train in place of the whole model.
+        traces: ``traces.jsonl`` of a run that sampled and graded trajectories; "" to learn only
+            ``data``.
+        phase: phase whose trajectories are read; "" for all phases, evaluations included.
+        min_reward: minimum reward of a trajectory to learn.
+        per_task: maximum number of trajectories of one task, so that easy tasks do not crowd out
+            the others.
+        data: records to learn in addition, see `SFTConfig.data`; "" for none.
+        protocol: protocol of records that name none; "" infers the protocol from their tags.
+        prompt_style: prompt style in which the policy sees the records' questions, see
+            `tasks.prompts`.
+        lora: adapters to train instead of the whole model.
     """
 
     traces: Place
@@ -63,7 +66,16 @@ class RFTConfig(FitConfig):
 
 
 def train(config: RFTConfig, run: RunDir, output: Path) -> None:
-    """Fine-tunes on the trajectories that were right and writes the model to ``output``."""
+    """Fine-tunes on the trajectories with a sufficient reward, and writes the model to ``output``.
+
+    Args:
+        config: settings of the run.
+        run: directory of the run, for metrics and checkpoints.
+        output: directory for the model.
+
+    Raises:
+        UserError: no trajectory or record fits the settings.
+    """
     mesh = training_mesh(config.mesh, config.rows)
     chosen = _chosen(config) if config.traces else []
     described = describe_model(config.model)
@@ -107,7 +119,7 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
 
 
 def _chosen(config: RFTConfig) -> list[Trajectory]:
-    """Returns the trajectories that are learned, and prints their number."""
+    """Selects the trajectories to learn, and prints their number."""
     graded = read_graded(config.traces, config.phase)
     chosen = select(graded, config.min_reward, config.per_task, config.row_length)
     if not chosen:
@@ -122,10 +134,14 @@ def _chosen(config: RFTConfig) -> list[Trajectory]:
 
 
 def read_graded(path: str, phase: str) -> list[Trajectory]:
-    """Returns the trajectories of a phase that have a reward and tokens of the policy.
+    """Reads the trajectories of a phase that have a reward and policy tokens.
+
+    Args:
+        path: file of trajectories.
+        phase: phase of the run, such as ``rl``; "" for all phases.
 
     Raises:
-        UserError: the file is missing, or holds no such trajectory.
+        UserError: the file is missing, or has no such trajectory.
     """
     try:
         every = read_trajectories(path)
@@ -147,8 +163,8 @@ def read_graded(path: str, phase: str) -> list[Trajectory]:
     if not found:
         phases = Counter(str(t.metadata.get("phase")) for t in every)
         raise UserError(
-            f"{path}: no graded trajectory of phase {phase!r}; the file has "
-            f"{dict(phases) or 'none at all'}: set config.phase, or give another file"
+            f"{path}: no graded trajectory of phase {phase!r}; the file has trajectories of these "
+            f"phases: {dict(phases) or 'none'}; set config.phase, or give another file"
         )
     return found
 
@@ -170,13 +186,13 @@ def value(trajectory: Trajectory) -> float:
 def select(
     trajectories: Sequence[Trajectory], min_reward: float, per_task: int, length: int
 ) -> list[Trajectory]:
-    """The first ``per_task`` different trajectories of each task that are good enough.
+    """Selects the first ``per_task`` different trajectories of each task with enough reward.
 
     Args:
-        trajectories: graded.
-        min_reward: what is good enough.
-        per_task: bound for one task.
-        length: longer ones are left out and counted in a warning.
+        trajectories: graded trajectories.
+        min_reward: minimum reward of a trajectory.
+        per_task: maximum number of trajectories of one task.
+        length: maximum number of tokens of a trajectory; a warning counts the longer ones.
     """
     kept: dict[str, dict[bytes, Trajectory]] = defaultdict(dict)
     long = 0

@@ -1,7 +1,7 @@
 """Agentic reinforcement learning with live tools (paper §3.2).
 
-A stream of groups, each some trajectories of one task, is sampled and graded in the background.  A
-step takes the groups that teach something and makes one or more policy-gradient updates.
+A background thread samples and grades a stream of groups (a group is the set of samples of one
+task).  A step takes groups from the stream, and makes one or more policy-gradient updates.
 """
 
 from __future__ import annotations
@@ -70,14 +70,14 @@ _PARTS = ("rollout_wait", "update", "publish", "traces", "checkpoint")
 
 
 def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) -> None:
-    """Trains and writes the model as a Hugging Face directory to ``output``.
+    """Trains the policy, and writes the model as a Hugging Face directory to ``output``.
 
-    Started again in the same run directory the run goes on after its newest checkpoint: it repeats
-    the steps that ``steps.jsonl`` records after that, with the trajectories in ``spool/``, and
-    samples on from there.  With ``max_staleness=0`` samples are functions of (seed, task index,
-    sample number, parameters), so that a run is a function of its seed.
+    A run that is started again in the same directory resumes from its newest checkpoint.  It first
+    repeats the later steps that ``steps.jsonl`` records, with the trajectories in ``spool/``, and
+    then samples new groups.  With ``max_staleness=0`` each sample is a function of (seed, task
+    index, sample number, parameters), so the run is a function of its seed.
 
-    SIGTERM abandons the rollouts in flight, saves, and ends with exit code 0.
+    On SIGTERM the process abandons the rollouts in flight, saves, and exits with code 0.
     """
     check_loss(config.chosen)
     parts, prompt, graders = questions(config)
@@ -113,20 +113,20 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
 
 
 def repeat(config: RLConfig, run: Path) -> Repeated:
-    """Repeats a run from its record; see `learn.replay`.
+    """Replays a run from its record; see `learn.replay`.
 
     Raises:
-        UserError: programs sampled its trajectories.
+        UserError: an agent program sampled the trajectories, or the run has no record.
     """
     if config.agent:
-        raise UserError("agent names a program, whose part in a run cannot be repeated")
+        raise UserError("agent names a program, and the work of a program cannot be replayed")
     parts, prompt, _ = questions(config)
     protocols = {task.protocol for tasks in parts.values() for task in tasks}
     return replay(config, run, stream_of(config, parts, config.seed), protocols, prompt)
 
 
 class Source:
-    """The steps of a run: those that were composed before it was killed, then those of a stream."""
+    """The steps of a run: first those recorded before an interruption, then those of a stream."""
 
     def __init__(
         self,
@@ -140,9 +140,9 @@ class Source:
         tools: Sequence[Tool],
         environments: Environments | None = None,
     ):
-        """Finds what the run has recorded; nothing is sampled before the first `step`."""
+        """Reads the records of the run; sampling begins with the first `step` that needs it."""
         self._config, self._learner, self._tools = config, learner, tools
-        self._pool = pool  # as it is after the steps that were learned
+        self._pool = pool  # its state after the learned steps
         self._spool = Spool(run.path / "spool")
         self.log = StepLog(run.path / "steps.jsonl", run.active)
         self._kept = {
@@ -160,13 +160,13 @@ class Source:
         )
         self._graders = graders
         self._stream: Stream | None = None
-        # What the engines got last, while samples may be in flight.
+        # The newest weights of the engines, which `engines` shares for an evaluation.
         self._weights: list[DecodeParams] = []
         self._saved: tuple[int, list[list[int]]] | None = None
         self._abandoned = False
 
     def step(self) -> tuple[Sampled, dict[str, float]] | None:
-        """The next step and figures of its sampling; None if a process has abandoned the run."""
+        """The next step's groups and sampling metrics; None if a process has abandoned the run."""
         if self._stream is None and (record := self._recorded()) is not None:
             return record
         if self._stream is None:
@@ -181,7 +181,7 @@ class Source:
         return sampled, sampling_metrics(sampled, share.figures)
 
     def _recorded(self) -> tuple[Sampled, dict[str, float]] | None:
-        """The next step that an earlier part of the run has composed, if it is all there."""
+        """The next recorded step; None if there is none, or if a trajectory of it is missing."""
         if not self._records or self._abandoned:
             return None
         record = self._records.pop(0)
@@ -208,13 +208,13 @@ class Source:
         return self._assembled(composition, Share(composition, groups, [], {})), {}
 
     def _assembled(self, composition: Composition, share: Share) -> Sampled:
-        if not self._config.max_staleness:  # no rollout goes on, and the update has the memory
+        if not self._config.max_staleness:  # no rollout is in flight: free memory for the update
             self._learner.give_back()
         return assemble(composition, share.groups, share.dropped, self._config.mesh.wait_seconds)
 
     def _start(self) -> None:
         config, learner = self._config, self._learner
-        # The stream's pool runs ahead of the steps that are learned.
+        # The stream composes steps before they are learned: it needs its own pool.
         ahead = self._pool and self._pool.copy()
         ledger = Ledger.restore(config.rules, learner.ledger, ahead)
         if learner.step:
@@ -245,17 +245,17 @@ class Source:
         self._stream.start()
 
     def count(self, composition: Composition) -> dict[str, float]:
-        """Notes which tasks a step has solved; figures of the pool, if there is one."""
+        """Updates the pool with the tasks that a step solved, and returns the pool's metrics."""
         if self._pool is None:
             return {}
-        # A part of the run that had no pool has recorded no scores.
+        # The run may have recorded this step without a pool, and so without scores.
         scores = dict(zip(composition.examined, composition.scores, strict=False))
         self._pool.learn(composition.step, scores)
         self._learner.pool = self._pool.known
         return self._pool.figures(composition.step)
 
     def publish(self) -> None:
-        """Gives the engines the parameters of a step that was learned."""
+        """Publishes the parameters of the newest step to the engines."""
         if self._stream is None:
             return  # the engines get the policy when the stream starts
         if self._config.max_staleness:
@@ -265,15 +265,15 @@ class Source:
             self._learner.publish()
 
     def go_on(self) -> None:
-        """Lets the rollouts go on that wait for what `publish` has given."""
+        """Lets the rollouts continue that wait for the published parameters."""
         if self._stream is not None and not self._config.max_staleness:
             self._stream.publish(None, self._learner.step)
 
     def engines(self, slots: int) -> Sequence[Engine]:
-        """Engines with the parameters that `publish` gave, whose slots are free.
+        """Engines with the published parameters and free slots: new ones if rollouts are in flight.
 
         Args:
-            slots: of engines that are made because rollouts go on; 0 for as many as these have.
+            slots: slots of a new engine, which shares the weights; 0 for as many as the others.
         """
         learner = self._learner
         if self._stream is None:
@@ -287,14 +287,14 @@ class Source:
 
     def saved(self) -> None:
         """Removes the trajectories that no step after the newest complete checkpoint needs."""
-        # The newest one is still being written; the one before it is complete.
+        # The newest checkpoint is still being written; the checkpoint before it is complete.
         saved, self._saved = self._saved, (self._learner.step, self._learner.ledger["open"])
         if self._stream is not None and saved is not None:
             step, still_open = saved
             self._stream.prune(step, [index for index, _ in still_open])
 
     def abandon(self) -> None:
-        """Ends the rollouts as soon as they can be left; signal handlers may call it."""
+        """Asks the rollouts to end, without waiting; signal handlers may call this method."""
         self._abandoned = True
         if self._stream is not None:
             self._stream.abandon()
@@ -310,7 +310,7 @@ class Source:
 def _loop(
     config: RLConfig, learner: Learner, run: RunDir, source: Source, held_out: HeldOut | None
 ) -> None:
-    """Steps until there are enough, or until somebody asks for the end."""
+    """Runs steps until the run is complete or is asked to stop."""
     watch, saved, stopping = Watch(run.rows("rl")), learner.step, False
     clock, row = Clock(*_PARTS), dict[str, float]()
     with _around(config, learner, run, source, held_out) as (profile, stop, bar):
@@ -347,7 +347,7 @@ def _loop(
                 with clock("publish"):
                     source.go_on()
             processes.doing(f"rows of step {learner.step}")
-            # Rows come before the checkpoint: what a kill between the two leaves is taken back.
+            # Write rows before the checkpoint: a resumed run removes rows without a checkpoint.
             with clock("traces"):
                 source.log.learned(learner.step, parameters)
                 rows = group_rows(config.chosen, config.traces.kept(sampled.everything))
@@ -377,7 +377,7 @@ def _loop(
 def _around(
     config: RLConfig, learner: Learner, run: RunDir, source: Source, held_out: HeldOut | None
 ) -> Iterator[tuple[Profile, Stop, Bar]]:
-    """The profiler, the request to stop, and the progress bar of a run."""
+    """Provides the profiler, the stop request, and the progress bar of a run."""
 
     def abandon() -> None:
         source.abandon()
@@ -393,7 +393,7 @@ def _around(
 
 
 def _all_say(answer: bool, what: str, seconds: float) -> bool:
-    """Whether every process says yes; see `processes.exchange` for the other arguments."""
+    """Whether ``answer`` is True in every process; see `processes.exchange` for the arguments."""
     return all(asyncio.run(processes.exchange(answer, what, seconds)))
 
 
@@ -414,7 +414,7 @@ def _record(sampled: Sampled, scored: bool) -> StepRecord:
 def _describe(
     sampled: Sampled, learner: Learner, stats: dict[str, float], clock: Clock
 ) -> dict[str, float]:
-    """Figures of a step that was learned, beside those of its losses and of its sampling."""
+    """Metrics of a learned step, in addition to those of its losses and of its sampling."""
     lengths = [
         len(one.tokens)
         for group in sampled.used

@@ -53,31 +53,36 @@ from coa_jax.tools.make import ToolsConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SFTConfig(FitConfig):
-    """A fine-tuning run; see `FitConfig` for what is not named here.
+    """A run of supervised fine-tuning; see `FitConfig` for the other settings.
 
-    An example is a record (an update of the paper, §3.1, has 256); ``keep_best`` may be
-    ``validation/loss``, or a figure of the evaluation.
+    An example is a record.  The paper's updates have 256 examples (§3.1).
 
     Attributes:
-        data: records to learn: one path, several with commas, a pattern, a folder, or a data set
-            (``hf:NAME:CONFIG:SPLIT``, ``tfds:NAME:SPLIT``); docs/data.md shows the forms.
-        weights: how often records of each path in ``data`` are learned, in proportion to the
-            others; empty to learn all records equally often.
-        validation: files of records whose loss is measured; empty for none.
-        protocol: protocol of the records that name none; empty to tell it by their tags.
-        prompt_style: how questions are put to the policy, see `tasks.prompts`.
+        data: records to learn: a path, several paths with commas between them, a pattern, a folder,
+            or a data set (``hf:NAME:CONFIG:SPLIT``, ``tfds:NAME:SPLIT``); see docs/data.md.
+        weights: relative frequency of the records of each path in ``data``; () learns all records
+            equally often.
+        validation: records whose loss is measured; "" for none.
+        protocol: protocol of records that name none; "" infers the protocol from their tags.
+        prompt_style: prompt style in which the policy sees the questions, see `tasks.prompts`.
         level: level of the protocols' rules, ``lenient`` or ``paper``, which the instructions
-            explain; "" for that of each record.
-        format: in which the records are learned, see `RolloutConfig.format`: those in tags are
-            written in it, with their thoughts, calls and answers; "" for that of each record.
+            explain; "" for the level of each record.
+        format: format in which the records are learned, see `RolloutConfig.format`.  Records in
+            tags are rewritten in this format, with their thoughts, calls and answers.  "" for the
+            format of each record.
         rename_share: share of the records whose names and numbers are replaced by random ones, see
-            `small.augment`; 0 unless the policy starts from nothing.
-        lora: adapters to train in place of the whole model.
+            `small.augment`; 0 unless the policy is trained from random weights.
+        keep_best: metric of the best checkpoint, which is kept too; "" for none.  ``eval/...`` is
+            a metric of the evaluation on ``held_out``.
+        lora: adapters to train instead of the whole model.
         evaluate_every: updates between two evaluations on ``held_out``, with live tools; 0 for
             none.
-        held_out: tasks that are asked then, and how.
-        engine, rollout, graders, tools: of the evaluation; its prompts have ``prompt_style`` and
-            ``level`` of the records.
+        held_out: tasks and sampling settings of the evaluations.
+        engine: shapes of the decoding engine in evaluations.
+        rollout: budgets of a trajectory in evaluations; ``prompt_style``, ``level`` and ``format``
+            are replaced by those above.
+        graders: graders of the answers in evaluations.
+        tools: tools in evaluations.
     """
 
     data: Place
@@ -99,15 +104,15 @@ class SFTConfig(FitConfig):
 
     @property
     def parts(self) -> list[str]:
-        """The paths whose records are mixed; all of ``data`` in one where it has no weights."""
+        """The paths that ``weights`` applies to; without weights, ``data`` as a single path."""
         return self.data.split(",") if self.weights else [self.data]
 
     def __post_init__(self) -> None:
         super().__post_init__()
         if self.weights and len(self.weights) != len(self.parts):
             raise UserError(
-                f"weights has {len(self.weights)} numbers, and data {len(self.parts)} paths; give"
-                " one for each, or none"
+                f"weights has {len(self.weights)} numbers, and data {len(self.parts)} paths; give "
+                "one number for each path, or no weights"
             )
         check_best(self.keep_best, self.evaluate_every, self.checkpoint_every)
         if self.evaluate_every and not (self.held_out.tasks or self.held_out.mixture):
@@ -132,18 +137,22 @@ def train(
     augmentation: Augmentation | None = None,
     tools: Sequence[Tool] = (),
 ) -> None:
-    """Fine-tunes and writes the model as a Hugging Face directory to ``output``.
+    """Fine-tunes the model, and writes it as a Hugging Face directory to ``output``.
 
-    Started again in the same run directory it goes on after the newest checkpoint, and ends with
-    the parameters that it would have had without the interruption.
+    A run that is started again in the same directory resumes from its newest checkpoint, and ends
+    with the same parameters as without the interruption.
 
     Args:
-        config: settings.
-        run: where metrics and checkpoints go.
-        output: directory of the model.
-        augmentation: how records change from epoch to epoch; ``rename_share`` needs
-            `small.augment.renaming`.
-        tools: live tools of the evaluation.
+        config: settings of the run.
+        run: directory of the run, for metrics and checkpoints.
+        output: directory for the model.
+        augmentation: creates the random change of records; ``rename_share`` needs
+            `small.augment.renaming`.  None leaves the records unchanged.
+        tools: live tools of the evaluations.
+
+    Raises:
+        UserError: the records, the model and the settings do not fit each other.
+        ValueError: ``rename_share`` is set without an augmentation.
     """
     if config.rename_share and augmentation is None:
         raise ValueError("rename_share needs an augmentation that renames")
@@ -256,7 +265,7 @@ def _held_out(config: SFTConfig, run: RunDir, prompt: Prompt, tools: Sequence[To
 def _engines(
     config: SFTConfig, model: Model, state: TrainState, protocols: Sequence[str]
 ) -> list[Engine]:
-    """Engines with the parameters of now; they and their copy of these end with the evaluation."""
+    """Creates engines with the current parameters, for a single evaluation."""
     tokenizer = model.tokenizer
     engines: list[Engine] = make_engines(
         merge_adapters(model.config, state.model),
@@ -267,7 +276,7 @@ def _engines(
         config.mesh.decode_tensor,
     )
     for engine in engines if config.rollout.max_seconds else ():
-        engine.warm_up()  # or the first trajectories would spend their time on compilation
+        engine.warm_up()  # so that compilation does not count against `max_seconds`
     return engines
 
 
@@ -278,7 +287,15 @@ def mean_loss(
     model: ModelConfig,
     compute: Compute,
 ) -> float:
-    """Mean loss over the policy's tokens of all examples."""
+    """Computes the mean loss over the policy's tokens of all examples.
+
+    Args:
+        state: state of the run, whose model is evaluated.
+        examples: examples of at most ``config.row_length`` tokens.
+        config: settings of the run.
+        model: architecture of the model.
+        compute: dtype, operations and sharding of the computation.
+    """
     rows, length = config.rows, config.row_length
     own, layout = own_rows(compute.mesh, rows), first_fit(examples.sizes, length)
     batches = MicroBatches(layout, examples.__getitem__, rows, length, own)

@@ -1,8 +1,9 @@
-"""The training step: one program accumulates gradients over micro-batches and updates once.
+"""The training step: one program sums the gradients of all micro-batches and makes one update.
 
-Micro-batches come as one stack with room for as many as a step can have; how many there are is an
-argument of the program.  RL batches differ in size from step to step, and nothing is compiled again
-for that.  A global token mean needs the sum of all gradients before it divides.
+The micro-batches of an update are stacked into arrays with capacity for the largest update; their
+number is an argument of the program.  RL updates that differ in size therefore share one compiled
+program.  The program divides by the number of tokens after the sum over all micro-batches, so the
+loss is a mean over all tokens of the update.
 """
 
 from __future__ import annotations
@@ -31,16 +32,16 @@ from coa_jax.parallel.turns import in_turn
 
 
 class TrainState(NamedTuple):
-    """All that a run needs to go on.
+    """Parameters and optimiser state of a run.
 
     Attributes:
-        params: float32 master parameters that are trained: all of a model, or its adapters.
-        frozen: the other parameters of a model whose adapters are trained, else an empty dict.
-            Checkpoints leave them out.
+        params: trained parameters, float32: all parameters of a model, or its adapters.
+        frozen: the other parameters of a model whose adapters are trained, else {}.  Checkpoints
+            do not contain them.
         opt_state: state of the optimiser.
-        step: int32 scalar, updates so far, those that were skipped among them.
-        skipped: int32 scalar, updates that were skipped, see `train_step`.
-        skipped_in_a_row: int32 scalar, how many of the last ones were.
+        step: number of updates so far, including skipped updates, int32 ``[]``.
+        skipped: number of skipped updates so far, see `train_step`, int32 ``[]``.
+        skipped_in_a_row: number of skipped updates since the last that was not, int32 ``[]``.
     """
 
     params: Params
@@ -58,16 +59,21 @@ class TrainState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig(Bounded):
-    """AdamW with linear warm-up and cosine or constant rate.
+    """AdamW with linear warm-up, followed by cosine decay or a constant learning rate.
 
     Attributes:
-        learning_rate: at the peak.
+        learning_rate: peak of the learning rate.
         total_steps: updates of the whole run.
         warmup_steps: updates until the peak.
-        final_ratio: rate at the end relative to the peak; 1 keeps it constant after warm-up.
-        b1, b2, eps, weight_decay: of AdamW; norms and biases do not decay.
+        final_ratio: learning rate at the end, relative to the peak; 1 keeps the learning rate
+            constant after warm-up.
+        b1: decay of AdamW's first moment.
+        b2: decay of AdamW's second moment.
+        eps: AdamW's epsilon, which is added to the root of the second moment.
+        weight_decay: factor of AdamW's weight decay; norms and biases do not decay.
         clip_norm: bound on the global gradient norm; 1e9 for none.
-        max_skipped: skipped updates in a row (see `train_step`) after which training ends.
+        max_skipped: number of skipped updates in a row (see `train_step`) after which training
+            ends with an error.
     """
 
     learning_rate: Annotated[float, Between(0, 10)]
@@ -83,7 +89,7 @@ class OptimizerConfig(Bounded):
 
 
 def schedule(config: OptimizerConfig) -> optax.Schedule:
-    """Learning rate by update: linear warm-up, then cosine down to ``final_ratio`` of the peak."""
+    """Learning rate by update: linear warm-up, then cosine decay to ``final_ratio`` of the peak."""
     return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / (config.warmup_steps + 1),
         peak_value=config.learning_rate,
@@ -95,7 +101,7 @@ def schedule(config: OptimizerConfig) -> optax.Schedule:
 
 @functools.lru_cache
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """The optimiser of a run."""
+    """Creates the optimiser of a run."""
 
     def decays(params: Params) -> Any:
         def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
@@ -119,10 +125,16 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 def init_state(
     params: Params, optimizer: OptimizerConfig, frozen: Params | None = None
 ) -> TrainState:
-    """State before the first update; the moments of a parameter lie where it lies.
+    """Creates the state before the first update; moments are sharded like their parameters.
 
-    Nothing but the parameters says where: moments are zeros that read none of them, and JAX would
-    put all of them on the first device, and compile again for the second update.
+    The shardings are given to JAX explicitly.  The initial moments are zeros that do not depend on
+    the parameters, so JAX would place them on the first device, and compile the training step again
+    for the second update.
+
+    Args:
+        params: trained parameters.
+        optimizer: settings of the optimiser.
+        frozen: parameters that are not trained; None for none.
     """
     _, places, rest = _opt_state(params, optimizer)
     opt_state = jax.jit(make_optimizer(optimizer).init, out_shardings=places)(params)
@@ -133,7 +145,13 @@ def init_state(
 def abstract_state(
     params: Params, optimizer: OptimizerConfig, frozen: Params | None = None
 ) -> TrainState:
-    """Shapes and places of what `init_state` returns, from those of the parameters."""
+    """Shapes and shardings of the result of `init_state`.
+
+    Args:
+        params: shapes and shardings of the trained parameters.
+        optimizer: settings of the optimiser.
+        frozen: shapes and shardings of the parameters that are not trained; None for none.
+    """
 
     def placed(x: jax.ShapeDtypeStruct, place: Sharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
@@ -144,12 +162,12 @@ def abstract_state(
 
 
 def run_state(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh | None) -> TrainState:
-    """Shapes and places of the state of a run, its frozen parameters too.
+    """Shapes and shardings of the state of a run, including its frozen parameters.
 
     Args:
-        model: the architecture, with the adapters that the run trains.
-        optimizer: of the run.
-        mesh: None for one device.
+        model: architecture, with the adapters that the run trains.
+        optimizer: settings of the optimiser.
+        mesh: devices of the run; None for one device.
     """
     params = abstract_params(model, mesh)
     if not model.lora.rank:
@@ -159,7 +177,7 @@ def run_state(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh | None)
 
 
 def _opt_state(params: Params, optimizer: OptimizerConfig) -> tuple[Any, Any, Sharding]:
-    """Shapes and places of the optimiser's state, and the place of counters: everywhere."""
+    """Shapes and shardings of the optimiser's state, and the (replicated) sharding of counters."""
     transformation = make_optimizer(optimizer)
     first = jax.tree.leaves(params)[0].sharding
     rest = NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
@@ -185,14 +203,21 @@ def gradient_sums(
     model: ModelConfig,
     compute: Compute,
 ) -> tuple[Params, Stats]:
-    """Gradients and statistics, summed over the first ``number`` micro-batches of a stack.
+    """Sums gradients and statistics over the first ``number`` micro-batches of a stack.
 
     Args:
         params: parameters by which the loss is differentiated.
         frozen: the other parameters.
-        batches: arrays ``[M, R, T]``.
-        number: int32, how many there are.
-        allowed, loss, model, compute: see `train_step`.
+        batches: stacked micro-batches, arrays ``[M, R, T]``.
+        number: number of micro-batches, int32 ``[]``, at most M.
+        allowed: table of the constraint under which the batches were sampled; None without one.
+        loss: loss of a micro-batch.
+        model: architecture of the model.
+        compute: dtype, operations and sharding of the computation.
+
+    Returns:
+        Gradients in the shapes of ``params``, and statistics by name: sums, or maxima where the
+        name ends in ``max``.
     """
 
     def loss_of(params: Params, batch: Batch) -> tuple[jax.Array, Stats]:
@@ -233,7 +258,22 @@ def train_program(
     compute: Compute,
     optimizer: OptimizerConfig,
 ) -> tuple[TrainState, Stats]:
-    """The program of `train_step`; ``count`` is the number of tokens that have a loss."""
+    """The compiled program of `train_step`.
+
+    Args:
+        state: state before the update; donated.
+        batches: stacked micro-batches, arrays ``[M, R, T]``.
+        number: number of micro-batches, int32 ``[]``, at most M.
+        count: number of tokens with a loss, float32 ``[]``.
+        allowed: table of the constraint under which the batches were sampled; None without one.
+        loss: loss of a micro-batch.
+        model: architecture of the model.
+        compute: dtype, operations and sharding of the computation.
+        optimizer: settings of the optimiser.
+
+    Returns:
+        The new state, and statistics, see `train_step`.
+    """
     sums, stats = gradient_sums(
         state.params,
         state.frozen,
@@ -248,9 +288,9 @@ def train_program(
     norm = optax.tree.norm(gradients)
     updates, opt_state = make_optimizer(optimizer).update(gradients, state.opt_state, state.params)
     params = optax.apply_updates(state.params, updates)
-    # A norm that is finite has no part that is not.
+    # If the global norm is finite, all gradients are.
     good = jnp.isfinite(norm) & jnp.isfinite(stats["loss"])
-    # Selected within the update's own passes over memory, where a branch would copy the state.
+    # XLA fuses this selection with the update; a branch would copy the state.
     params, opt_state = jax.tree.map(
         lambda new, old: jnp.where(good, new, old),
         (params, opt_state),
@@ -289,29 +329,30 @@ def train_step(
     rows: int = 0,
     count: float | None = None,
 ) -> tuple[TrainState, dict[str, float]]:
-    """One update from micro-batches of one shape.
+    """Makes one update from micro-batches of equal shape.
 
-    A loss or a gradient that is not finite changes neither parameters nor moments: the update is
-    skipped and counted, and the rate stays where it was.  See `check_updates`.
+    An update whose loss or gradient is not finite is skipped and counted: parameters and moments do
+    not change, and the schedule of the learning rate does not advance.  See `check_updates`.
 
     Args:
-        state: donated.
-        batches: at least one, on the host; only tokens with mask 1 count.
-        loss: the loss, static.
-        model: the architecture, static.
-        compute: how to compute; rows are split over its mesh; static.
-        optimizer: settings of the optimiser, static.
+        state: state before the update; donated.
+        batches: at least one micro-batch, on the host; only tokens with mask 1 count.
+        loss: loss of a micro-batch; static.
+        model: architecture of the model; static.
+        compute: dtype, operations and sharding; rows are split over its mesh; static.
+        optimizer: settings of the optimiser; static.
         allowed: table of the constraint under which the batches were sampled; None without one.
-        rows: rows of a whole micro-batch, where ``batches`` has this process's rows only, see
-            `put_batch`; 0 where it has all.
-        count: tokens of all processes that have a loss; None to count those of ``batches``.
-        capacity: micro-batches that the program has room for: the most that a step of the run can
-            have.  By default, and where there are more, the next power of two from 4 on, so that
-            few programs are compiled.
+        capacity: maximum number of micro-batches of an update in this run, which is the size of the
+            stack.  By default, and for larger updates, the size is the next power of two from 4 on,
+            so that few programs are compiled.
+        rows: rows of a micro-batch over all processes, if ``batches`` has only the rows of this
+            process, see `put_batch`; 0 if ``batches`` has all rows.
+        count: tokens with a loss over all processes; None to count those of ``batches``.
 
     Returns:
-        The new state, and statistics: means over the batch's tokens, plus ``optim/grad_norm``,
-        ``optim/lr``, ``optim/skipped``, ``optim/skipped_in_a_row`` and ``tokens``.
+        The new state, and statistics: means over the tokens of the update, plus
+        ``optim/grad_norm``, ``optim/lr``, ``optim/skipped``, ``optim/skipped_in_a_row`` and
+        ``tokens``.
     """
     number = len(batches)
     if number > capacity:
@@ -336,11 +377,15 @@ def train_step(
 
 
 def check_updates(stats: dict[str, float], optimizer: OptimizerConfig) -> UserError | None:
-    """The error with which training has to end, once its state is saved; None to go on.
+    """Checks how many updates in a row were skipped.
 
     Args:
-        stats: of the last step, see `train_step`; those of a critic under ``critic/``.
-        optimizer: says how many updates in a row may be skipped.
+        stats: statistics of the last step, see `train_step`; those of a critic begin with
+            ``critic/``.
+        optimizer: settings of the optimiser, with the bound ``max_skipped``.
+
+    Returns:
+        The error that the caller must raise after it has saved the state; None to continue.
     """
     for whose, prefix, loss, rate in (
         ("", "optim/", "loss", "optimizer.learning_rate"),
@@ -351,7 +396,7 @@ def check_updates(stats: dict[str, float], optimizer: OptimizerConfig) -> UserEr
             return UserError(
                 f"the last {skipped} updates {whose}had a loss or gradient that is not finite "
                 f"(loss {stats[loss]:g}, gradient norm {stats[f'{prefix}grad_norm']:g}) and were "
-                f"skipped; the state is saved: lower {rate} or optimizer.clip_norm, or look at the "
+                f"skipped; the state is saved: lower {rate} or optimizer.clip_norm, or check the "
                 "data"
             )
     return None

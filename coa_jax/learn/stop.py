@@ -1,4 +1,4 @@
-"""SIGTERM, which a cluster sends before it takes a machine away: the run saves and ends well."""
+"""Handles SIGTERM, which a cluster sends before it preempts a machine: the run saves and exits."""
 
 from __future__ import annotations
 
@@ -17,28 +17,35 @@ import jax
 from coa_jax.parallel import processes
 
 _SECONDS = 1.0
-"""How often a process looks whether another has been asked."""
+"""Seconds between two checks whether another process has received SIGTERM."""
 
 
 class Stop:
-    """Whether the run has been asked to stop."""
+    """A request to stop the run.
+
+    Attributes:
+        requested: whether this process knows of a request.
+    """
 
     def __init__(self) -> None:
         self.requested = False
 
     def agreed(self, wait_seconds: float, due: bool = False) -> tuple[bool, bool]:
-        """Whether a process of the run has been asked to stop, and whether one says that it is due.
+        """Agrees with the other processes on whether to stop and whether to save a checkpoint.
 
-        Every process calls this at the same step and gets the same answer: one that stopped or
-        saved alone would leave the others waiting for it.
+        Every process calls this method at the same step and gets the same result.  A process that
+        stopped or saved alone would leave the others waiting.
 
         Args:
-            wait_seconds: see `processes.exchange`.
-            due: whether this process's clock says that a checkpoint is due.
+            wait_seconds: how long to wait for the slowest process, see `processes.exchange`.
+            due: whether a checkpoint is due by the clock of this process.
+
+        Returns:
+            Whether any process was asked to stop, and whether a checkpoint is due in any process.
         """
-        if processes.count() == 1:  # also in a notebook, whose event loop is running
+        if processes.count() == 1:  # `asyncio.run` would fail in a notebook, which runs a loop
             return self.requested, due
-        # No program on the devices: rollouts that go on may be about to start one.
+        # This exchange runs no program on the devices: a rollout thread may be launching one.
         mine = [self.requested, due]
         told = asyncio.run(processes.exchange(mine, "the end of a step", wait_seconds))
         return any(stop for stop, _ in told), any(due for _, due in told)
@@ -46,12 +53,12 @@ class Stop:
 
 @contextlib.contextmanager
 def stop_on_sigterm(hurry: Callable[[], None] = lambda: None) -> Iterator[Stop]:
-    """Takes the first SIGTERM as a request; a second one ends the process at once.
+    """Treats the first SIGTERM as a request to stop; a second SIGTERM ends the process at once.
 
-    A request to one process is a request to all of them, which learn of it within a second or two.
+    A request to one process is passed on to all processes within about two seconds.
 
     Args:
-        hurry: called once with the request, to cut short what the run waits for.  It runs in a
+        hurry: is called once after a request, and ends work that the run waits for.  It runs in a
             signal handler, or in a thread if there are several processes.
     """
     stop = Stop()
@@ -63,7 +70,7 @@ def stop_on_sigterm(hurry: Callable[[], None] = lambda: None) -> Iterator[Stop]:
             hurry()
 
     if threading.current_thread() is not threading.main_thread():
-        yield stop  # only the main thread may handle signals
+        yield stop  # only the main thread can handle signals
         return
     over = threading.Event()
     follower = threading.Thread(target=_follow, args=(stop, hurry, over), daemon=True)
@@ -76,13 +83,13 @@ def stop_on_sigterm(hurry: Callable[[], None] = lambda: None) -> Iterator[Stop]:
         signal.signal(signal.SIGTERM, before)
         over.set()
         if processes.count() > 1:
-            follower.join(5 * _SECONDS)  # no longer: the coordinator may be frozen
+            follower.join(5 * _SECONDS)  # with a time limit, because the coordinator may hang
 
 
 def _follow(stop: Stop, hurry: Callable[[], None], over: threading.Event) -> None:
-    """Passes a request on to the other processes, or takes theirs over."""
+    """Passes a request on to the other processes, and adopts theirs."""
     while not over.wait(_SECONDS):
-        # What ails the connection is found out by the watch, which ends the process.
+        # The watch of `processes` notices a lost connection, and ends this process.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
             if stop.requested:
                 processes.ask_all_to_stop()
@@ -96,8 +103,12 @@ def _follow(stop: Stop, hurry: Callable[[], None], over: threading.Event) -> Non
 def end_run(step: int, total: int) -> NoReturn:
     """Ends a command that was asked to stop and has saved its state.
 
-    The exit code is 0, or that of COA_JAX_STOP_CODE: the scripts that start runs set it, so that
-    they tell a run that has to go on from one that has come to its end.
+    The exit code is ``$COA_JAX_STOP_CODE``, by default 0.  Launch scripts set this variable to
+    distinguish a run that must be continued from a complete run.
+
+    Args:
+        step: number of the newest step, which is saved.
+        total: steps of the run.
     """
     if jax.process_index() == 0:
         print(

@@ -1,4 +1,4 @@
-"""The forms that a config file has: sizes of the model, and the same settings in small."""
+"""Variants of a config file: sizes of the model, machines, and a small form for debugging."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _SMALL: Mapping[str, Sequence[str]] = {
         "rollout.max_tool_calls", "rollout.max_observation_tokens", "rollout.prompt_style",
     ),
 }  # fmt: skip
-"""Settings of a stage that make it large."""
+"""Settings of a stage that the variant ``debug`` takes from ``configs/STAGE/tiny.py``."""
 
 SMALL = ("", "debug")
 """Names of a config's forms: as in the paper, and in small."""
@@ -71,22 +71,25 @@ def parse_variant(argument: str | None, sizes: Sequence[str] = ("",)) -> tuple[s
 
 
 def on_machine(config: ConfigDict, stage: str, size: str, machine: str) -> ConfigDict:
-    """A configuration with sizes that fit a small machine; all else is kept.
+    """Changes the lengths, mesh and memory settings of a config for a pod to fit a small machine.
 
     Args:
-        config: of a pod.
+        config: a config for a pod; changed in place.
         stage: ``sft`` or ``rl``.
-        size: of the model.
+        size: size of the model, such as ``7b``.
         machine: key of `MACHINES`.
 
+    Returns:
+        The same config.
+
     Raises:
-        UserError: the model does not fit on the machine, in this stage.
+        UserError: `MACHINES` has no settings for this model, stage and machine.
     """
     known = MACHINES[machine][stage]
     if size not in known:
         raise UserError(
-            f"--config: no settings are known by which {stage} of {size} fits {machine}; there are "
-            f"those of {', '.join(known)}"
+            f"--config: there are no settings with which {stage} of {size} fits {machine}; the "
+            f"sizes with settings are {', '.join(known)}"
         )
     fit = known[size]
     config.row_length, config.remat, config.rows = fit.length, "full", fit.fsdp
@@ -98,7 +101,15 @@ def on_machine(config: ConfigDict, stage: str, size: str, machine: str) -> Confi
 
 
 def in_small(config: ConfigDict, stage: str) -> ConfigDict:
-    """A configuration with the sizes of ``configs/STAGE/tiny.py``; all else is kept."""
+    """Changes a config to the model, data and sizes of ``configs/STAGE/tiny.py``, for debugging.
+
+    Args:
+        config: a config; changed in place.
+        stage: ``sft``, ``rl`` or ``evaluate``.
+
+    Returns:
+        The same config.
+    """
     tiny = load_config(f"configs/{stage}/tiny.py")
     for key in _SMALL[stage]:
         *groups, name = key.split(".")

@@ -1,7 +1,7 @@
 """Warnings about a run that goes wrong, each with its likely cause.
 
-Rules read nothing but the rows of `metrics.jsonl`, one after the other: a resumed run goes on where
-it was, and the report of a run finds the same warnings again.
+The rules read only the rows of `metrics.jsonl`, in order.  A resumed run restores their state from
+these rows, and the report of a run finds the same warnings again.
 """
 
 from __future__ import annotations
@@ -14,29 +14,29 @@ from typing import Any
 Row = Mapping[str, Any]
 
 QUIET = 5
-"""Rows with its metric and without a fault after which a rule may warn again: noise around a bound
-warns once."""
-_FIRST = 5  # rows whose mean is what a policy began with, and as many for what it does now
+"""Rows without a fault after which a rule may warn again, so that noise around a bound causes one
+warning."""
+_FIRST = 5  # number of first rows, and of newest rows, that rules compare
 
 
 class Watch:
     """The state of all rules for one phase of a run."""
 
     def __init__(self, rows: Iterable[Row] = ()):
-        """Begins after the rows of an earlier part of the run."""
+        """Starts after the given rows, which are those of the run before it was interrupted."""
         self._first: dict[str, list[float]] = {}
         self._last: dict[str, deque[float]] = {}
         self._best: tuple[float, int] = (math.inf, 0)
-        self._open: dict[str, int] = {}  # rows without a fault since a rule warned
+        self._open: dict[str, int] = {}  # rule that has warned -> rows without a fault since then
         for row in rows:
             self.see(row)
 
     def see(self, row: Row) -> list[str]:
-        """The warnings that this row is the first to deserve."""
+        """Applies all rules to the next row, and returns new warnings."""
         texts = []
         for rule, metric in RULES.items():
             if metric not in row:
-                continue  # a metric of some steps only, which is no sign that all is well again
+                continue  # only some steps have this metric
             text = rule(self, row)
             name = rule.__name__
             if text is None:
@@ -51,7 +51,7 @@ class Watch:
         return texts
 
     def start(self, row: Row, name: str) -> float | None:
-        """Mean of a metric over its first rows; None until there are enough."""
+        """Mean of a metric over its first rows; None until enough rows have the metric."""
         seen = self._first.setdefault(name, [])
         value = _value(row, name)
         if value is not None and len(seen) < _FIRST:
@@ -60,10 +60,11 @@ class Watch:
         return sum(seen) / len(seen) if len(seen) == _FIRST else None
 
     def risen(self, row: Row, name: str) -> tuple[float, float] | None:
-        """Means of a metric over its first and over its last rows, if it has risen; else None.
+        """Means of a metric over its first and over its newest rows, if it has risen; else None.
 
-        It has if each of the last is above all of the first, which by chance, without a change, is
-        so once in ``C(10, 5) = 252`` times (the extreme case of the rank-sum test).
+        The metric has risen if each of the 5 newest values is above all of the 5 first values.
+        Without a change this happens once in ``C(10, 5) = 252`` times (the extreme case of the
+        rank-sum test).
         """
         first = self._first.setdefault(name, [])
         last = self._last.setdefault(name, deque(maxlen=_FIRST))
@@ -73,22 +74,22 @@ class Watch:
         return sum(first) / _FIRST, sum(last) / _FIRST
 
     def last(self, row: Row, name: str) -> Sequence[float]:
-        """The newest values of a metric, as many as are compared; that of the first row is none."""
+        """The newest values of a metric, without the first row of the run."""
         seen = self._last.get(name)
-        if seen is None:  # the first row of a run waits until reading has begun
+        if seen is None:  # the first step includes the start of the input pipeline
             self._last[name] = deque(maxlen=_FIRST)
             return ()
         seen.append(_value(row, name) or 0.0)
         return seen
 
     def lowest(self, value: float, step: int) -> tuple[float, int]:
-        """The lowest validation loss so far and its step."""
+        """Returns the lowest validation loss so far, including ``value``, and its step."""
         self._best = min(self._best, (value, step))
         return self._best
 
 
 def warnings_of(rows: Sequence[Row]) -> list[tuple[str, int, str]]:
-    """(phase, step, text) of every warning that the rows of a run deserve."""
+    """Returns (phase, step, text) of every warning about the rows of a run."""
     watches: dict[str, Watch] = {}
     found = []
     for row in rows:
@@ -122,7 +123,7 @@ def cut_off(watch: Watch, row: Row) -> str | None:
     most = max(reasons, key=lambda reason: _value(row, f"stop/{reason}") or 0.0)
     return (
         f"{share:.0%} of the trajectories were cut off (above 20 %), most of them by "
-        f"{reasons[most]}: raise it, or find out why the policy does not come to an end"
+        f"{reasons[most]}: raise this setting, or find out why the policy does not finish"
     )
 
 
@@ -130,8 +131,8 @@ def no_tools(watch: Watch, row: Row) -> str | None:
     if _value(row, "tool/calls") != 0.0 or "agent/turns" in row:  # a program has its own tools
         return None
     return (
-        "no trajectory called a tool: the policy has not learnt to (more SFT, prompt_style=full), "
-        "or the reward does not need it"
+        "no trajectory called a tool: the policy has not learnt to call tools (try more SFT, or "
+        "prompt_style=full), or the tasks can be solved without tools"
     )
 
 
@@ -140,7 +141,7 @@ def broken_tools(watch: Watch, row: Row) -> str | None:
     if share is None:
         return None
     return (
-        f"{share:.0%} of the tool calls failed: look at their outcomes in traces.jsonl, and run "
+        f"{share:.0%} of the tool calls failed: read their outcomes in traces.jsonl, and run "
         "`python -m coa_jax.tools.doctor`"
     )
 
@@ -149,7 +150,10 @@ def all_solved(watch: Watch, row: Row) -> str | None:
     share = _above(row, "group/frac_all_pass", 0.9)
     if share is None:
         return None
-    return f"{share:.0%} of the groups are all right and teach nothing: give harder tasks"
+    return (
+        f"in {share:.0%} of the groups all samples are right, so these groups have no signal: give "
+        "harder tasks"
+    )
 
 
 def all_failed(watch: Watch, row: Row) -> str | None:
@@ -157,8 +161,8 @@ def all_failed(watch: Watch, row: Row) -> str | None:
     if share is None:
         return None
     return (
-        f"{share:.0%} of the groups are all wrong and teach nothing: give easier tasks, more SFT "
-        "or a larger group_size, and check the grader on a known answer"
+        f"in {share:.0%} of the groups all samples are wrong, so these groups have no signal: give "
+        "easier tasks, more SFT or a larger group_size, and check the grader on a known answer"
     )
 
 
@@ -169,21 +173,21 @@ def masked(watch: Watch, row: Row) -> str | None:
     most = max(_MASKED, key=lambda cause: _value(row, f"masked/{cause}") or 0.0)
     return (
         f"{share:.0%} of the trajectories are masked (above 5 %), most of them because "
-        f"{_MASKED[most]}; they do not learn, and are not scored 0"
+        f"{_MASKED[most]}; the policy does not learn from masked trajectories"
     )
 
 
 _MASKED = {
-    "ungraded": "a reward had no verdict: the judge or the sandbox is down or too slow",
-    "tool_fault": "a part of ours failed in a tool: run `python -m coa_jax.tools.doctor`",
-    "fault": "a part of ours failed: the log has the reason",
-    "deadline": "rollout.max_seconds ran out: raise it, or give the machine less to do",
-    "tool_time": "rollout.max_tool_seconds ran out: raise it, or find out which tool is slow",
+    "ungraded": "a grader had no verdict: the judge or the sandbox is down or too slow",
+    "tool_fault": "a tool had a system failure: run `python -m coa_jax.tools.doctor`",
+    "fault": "the system failed: the log has the reason",
+    "deadline": "rollout.max_seconds was reached: raise it, or reduce the load of the machine",
+    "tool_time": "rollout.max_tool_seconds was reached: raise it, or find out which tool is slow",
 }
 
 
 def masked_more(watch: Watch, row: Row) -> str | None:
-    """A policy may learn to provoke what spares it a bad reward."""
+    """A policy may learn to cause failures that prevent a bad reward."""
     found = None
     for name in sorted(name for name in row if name.startswith("masked/")):
         means = watch.risen(row, name)
@@ -191,8 +195,8 @@ def masked_more(watch: Watch, row: Row) -> str | None:
             found = (
                 f"{means[1]:.0%} of the trajectories of the last {_FIRST} steps are masked because "
                 f"of {name.removeprefix('masked/')}, {means[0]:.0%} of the first {_FIRST}: "
-                "something fails more often, or the policy has learnt to provoke what spares it a "
-                "bad reward; look at these trajectories in traces.jsonl"
+                "something fails more often, or the policy has learnt to cause failures that "
+                "prevent a bad reward; read these trajectories in traces.jsonl"
             )
     return found
 
@@ -213,9 +217,9 @@ def mismatch(watch: Watch, row: Row) -> str | None:
     if start is None or now is None or now <= max(3 * start, 1e-3):
         return None
     return (
-        f"sampler and trainer differ by {now:.2g} nats a token, {start:.2g} at first: engine.dtype "
-        "or cache_dtype is too coarse for this policy, or rollouts are too old; use float32 in the "
-        "engine, or a truncated importance correction"
+        f"sampler and trainer differ by {now:.2g} nats per token, and by {start:.2g} at the start: "
+        "engine.dtype or cache_dtype is too coarse for this policy, or rollouts are too old; use "
+        "float32 in the engine, or truncated importance sampling (algorithm.tis_cap)"
     )
 
 
@@ -227,13 +231,13 @@ def overfitting(watch: Watch, row: Row) -> str | None:
     if loss <= 1.1 * best:
         return None
     return (
-        f"validation loss is {loss:.3g}, above its best {best:.3g} of step {step}: the policy "
-        "learns its data by heart; stop there (keep_best=validation/loss keeps that checkpoint)"
+        f"validation loss is {loss:.3g}, above its minimum {best:.3g} at step {step}: the policy "
+        "overfits the data; use the checkpoint of that step (keep_best=validation/loss keeps it)"
     )
 
 
 def starved(watch: Watch, row: Row) -> str | None:
-    """Compares sums over some rows: a single slow read is no sign of a slow pipeline."""
+    """Compares sums over several rows, because a single slow read does not show a slow pipeline."""
     waits, steps = watch.last(row, "time/data"), watch.last(row, "time/step")
     waited, total = sum(waits), sum(steps)
     if len(waits) < _FIRST or waited <= 0.05 * total:
@@ -245,10 +249,10 @@ def starved(watch: Watch, row: Row) -> str | None:
 
 
 def diverged(watch: Watch, row: Row) -> str | None:
-    # JSON has no NaN; `RunDir.metrics` writes null.
+    # JSON has no NaN, so `RunDir.metrics` writes null.
     if _value(row, "loss") is not None:
         return None
-    return "the loss is not a number: lower the learning rate, or look for a broken record"
+    return "the loss is not finite: lower the learning rate, or look for a broken record"
 
 
 Rule = Callable[[Watch, Row], str | None]

@@ -1,18 +1,19 @@
 """Matmuls of a layer on a mesh, with sharding constraints or with explicit collectives.
 
-Between two matmuls each device holds a part of the rows' tokens and of the kernels. A matmul that
-widens (queries, keys and values; gate and up) needs all tokens of a tensor group and gives each
-device of the group a part of the outputs. A matmul that narrows (out, down) gives partial sums for
-all tokens, of which each device needs those of its own tokens. Gradients travel the same way back.
-Gradients of kernels are sums over all rows, of which each device needs its part.
+Between two matmuls each device holds a part of the tokens and a part of each kernel. A widening
+matmul (queries, keys and values; gate and up) needs all tokens of a tensor group, and each device
+of the group computes a part of the outputs. A narrowing matmul (out, down) computes partial sums
+for all tokens, and each device needs the total for its own tokens. The backward pass moves
+gradients in the opposite direction. The gradient of a kernel is a sum over all rows, of which each
+device needs its own part.
 
 The strategy `compiler` states the shardings and leaves the collectives to XLA. The strategy
-`manual` writes the collectives explicitly, because XLA for TPUs adds up everything on every device
-and discards most of it, or makes the next matmul wait. Its collectives over ``tensor`` follow
-"Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198, section 4.2.2),
-those over ``fsdp`` follow "ZeRO" (arXiv 1910.02054, stage 3).
+`manual` writes the collectives explicitly, because XLA for TPUs computes the whole sum on every
+device and discards most of the result, or makes the next matmul wait. The collectives over
+``tensor`` follow "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198,
+section 4.2.2), and the collectives over ``fsdp`` follow "ZeRO" (arXiv 1910.02054, stage 3).
 
-Shape letters: B rows, T tokens, D hidden, K contracted.
+Shape letters: B rows, T tokens, D hidden size, K contracted size.
 """
 
 from __future__ import annotations
@@ -32,8 +33,8 @@ from coa_jax.model.ops import product
 from coa_jax.parallel.mesh import gather, sharding_for
 
 STREAM = ("batch", "length", None)
-"""Logical axes of the residual stream. Without them XLA would shard it along D, like the kernels,
-and add up partial logits of all devices.
+"""Logical axes of the residual stream. Without this constraint XLA would shard the stream along D,
+like the kernels, and sum partial logits of all devices.
 """
 
 Axes = tuple[str | None, ...]
@@ -43,9 +44,9 @@ def linear(x: jax.Array, w: jax.Array, axes: Axes, inputs: int, compute: Compute
     """Multiplies ``x [B, T, *I]`` by a kernel on a training mesh; returns float32 ``[B, T, *O]``.
 
     Args:
-        x: activations, sharded as `STREAM` where I is D, else like the kernel's input axes.
+        x: activations, sharded as `STREAM` if I is D, else like the kernel's input axes.
         w: kernel ``[*I, *O]``, sharded by ``axes``; I or O is D.
-        axes: logical names of the kernel's axes.
+        axes: logical axes of the kernel.
         inputs: number of axes of I.
         compute: mesh, strategy and dtype.
     """
@@ -72,7 +73,7 @@ class _Split:
     """The sharding of a matmul's operands; static.
 
     Attributes:
-        mesh: the devices.
+        mesh: training mesh.
         dtype: dtype of the matmul operands.
         rows: mesh axes over which the batch is sharded.
         weight: mesh axis of each axis of the weight, None for unsharded axes.
@@ -106,8 +107,8 @@ class _Split:
             outs: partition specs of the results.
             *arguments: global arrays.
         """
-        # JAX treats values that all devices of a tensor group have gathered as varying over the
-        # group.
+        # `check_vma` would refuse gathered values, because JAX does not know that they are equal on
+        # all devices of a tensor group.
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False
         )(*arguments)
@@ -133,12 +134,16 @@ class _Split:
         return jax.lax.all_gather(x.astype(self.dtype), "tensor", axis=1, tiled=True)
 
     def scatter_product(self, spec: str, x: jax.Array, w: jax.Array, d: int) -> jax.Array:
-        """Multiplies the group's tokens by a part of the weight; returns the own tokens' sums.
+        """Multiplies the tokens of a tensor group by a part of the weight, and sums over the group.
 
         Args:
             spec: einsum of ``[B, T, ...]`` and a weight to ``[B, T, D]``.
-            x, w: operands.
+            x: all tokens of the group.
+            w: this device's part of the weight.
             d: axis of the weight that becomes D.
+
+        Returns:
+            The sums for the tokens of this device.
         """
         if self.mesh.shape["tensor"] == 1:
             return product(spec, x, w)
@@ -147,19 +152,22 @@ class _Split:
             whole = product(spec, x, w)
             return jax.lax.psum_scatter(whole, "tensor", scatter_dimension=1, tiled=True)
 
-        # The TPU compiler turns this pattern into a full all-reduce, and everything waits for it.
+        # The TPU compiler turns `at_once` into a synchronous all-reduce of all tokens.
         around = functools.partial(self.scatter_around, spec, d=d)
         result: jax.Array = jax.lax.platform_dependent(x, w, tpu=around, default=at_once)
         return result
 
     def scatter_around(self, spec: str, x: jax.Array, w: jax.Array, d: int) -> jax.Array:
-        """`scatter_product` as a ring: sums travel while the next product is computed.
+        """Computes `scatter_product` with a ring: sums are sent during the next matmul.
 
-        The sums of a device's tokens start at its neighbour and end at the device. One half of D
-        travels around the ring in one direction and the other half in the other.
+        The sum for a device's tokens starts at its neighbour, travels around the ring, and ends at
+        the device. The two halves of D travel in opposite directions.
 
         Args:
-            spec, x, w, d: see `scatter_product`.
+            spec: see `scatter_product`.
+            x: see `scatter_product`.
+            w: see `scatter_product`.
+            d: see `scatter_product`.
         """
         size, me = self.mesh.shape["tensor"], jax.lax.axis_index("tensor")
         length = x.shape[1] // size
@@ -196,8 +204,8 @@ def _split(axes: Axes, w: jax.Array, x: jax.Array, compute: Compute) -> _Split |
 
 # --- matmuls and their gradients ----------------------------------------------------------
 #
-# The gathered operands are returned as residuals, so that under `model.remat` each of them is
-# gathered again only once.
+# The gathered operands are returned as residuals, so that under `model.remat` the backward pass
+# gathers each operand only once.
 
 
 _Forward = Callable[[_Split, jax.Array, jax.Array], tuple[jax.Array, Any]]
@@ -207,9 +215,9 @@ _Backward = Callable[[_Split, Any, jax.Array], tuple[jax.Array, jax.Array]]
 def _with_gradient(
     forward: _Forward, backward: _Backward
 ) -> Callable[[_Split, jax.Array, jax.Array], jax.Array]:
-    """Makes a differentiable product from two functions.
+    """Creates a differentiable matmul from a forward and a backward function.
 
-    ``forward`` returns the product and the values that it saves for ``backward``.
+    ``forward`` returns the result, and the residuals for ``backward``.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -29,7 +29,13 @@ from coa_jax.model.rope import apply_rope, rope_tables
 
 
 class Embed(nnx.Module):
-    """Token embeddings ``[V, D]``; a model with tied weights uses them as its output head too."""
+    """Token embeddings ``[V, D]``; a model with tied weights uses them as its output head too.
+
+    Args:
+        count: size of the vocabulary, V.
+        width: hidden size, D.
+        rngs: random keys for the initial values.
+    """
 
     def __init__(self, count: int, width: int, *, rngs: nnx.Rngs):
         values = jax.random.normal(rngs.params(), (count, width)) * STDDEV
@@ -45,7 +51,13 @@ class Embed(nnx.Module):
 
 
 class RMSNorm(nnx.Module):
-    """Root-mean-square normalisation over the last axis, in float32."""
+    """Root-mean-square normalisation over the last axis, in float32.
+
+    Args:
+        size: size of the last axis.
+        axis: logical name of the last axis.
+        eps: epsilon, which is added to the mean square.
+    """
 
     def __init__(self, size: int, axis: str, eps: float):
         self.scale = nnx.Param(jnp.ones(size), axes=(axis,))

@@ -34,6 +34,16 @@ class Linear(nnx.Module):
         stddev: float = STDDEV,
         use_bias: bool = False,
     ):
+        """Creates a kernel with normally distributed values, and a bias of zeros.
+
+        Args:
+            inputs: sizes of the input axes.
+            outputs: sizes of the output axes.
+            axes: logical names of the kernel's axes.
+            rngs: random keys for the initial values.
+            stddev: standard deviation of the initial values.
+            use_bias: whether there is a bias.
+        """
         values = jax.random.normal(rngs.params(), (*inputs, *outputs)) * stddev
         self.kernel = nnx.Param(values, axes=axes)
         bias_axes = axes[len(inputs) :]
@@ -71,6 +81,15 @@ class Lora(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
+        """Creates an adapter of a kernel.
+
+        Args:
+            inputs: sizes of the kernel's input axes.
+            outputs: sizes of the kernel's output axes.
+            axes: logical names of the kernel's axes.
+            config: rank and scale of the adapter.
+            rngs: random keys for the initial values.
+        """
         count, size = len(inputs), 1
         for length in inputs:
             size *= length

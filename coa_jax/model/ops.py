@@ -26,14 +26,24 @@ def einsum(spec: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
 
     Args:
         spec: subscripts of the einsum.
-        x, w: operands.
+        x: first operand.
+        w: second operand.
         dtype: dtype of the operands in the matmul.
     """
     return _einsum(spec, x.astype(dtype), w.astype(dtype))
 
 
 def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
-    """Computes ``einsum(spec, x, w)`` in the operands' dtype, accumulated in float32."""
+    """Computes ``einsum(spec, x, w)`` in the operands' dtype, accumulated in float32.
+
+    Args:
+        spec: subscripts of the einsum.
+        x: first operand.
+        w: second operand, of the same dtype.
+
+    Returns:
+        The result in float32.
+    """
     exact = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
     return jnp.einsum(spec, x, w, precision=exact, preferred_element_type=jnp.float32)
 
@@ -89,7 +99,16 @@ def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Arr
 
 
 def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
-    """Logits, float32 ``[..., V]``, of ``x [..., D]`` and an embedding ``table [V, D]``."""
+    """Computes logits with tied weights.
+
+    Args:
+        x: hidden states, ``[..., D]``.
+        table: embedding table, ``[V, D]``.
+        compute: dtype of the operands.
+
+    Returns:
+        Logits, float32 ``[..., V]``.
+    """
     return einsum("...d,vd->...v", x, table, compute.dtype)
 
 
@@ -97,7 +116,16 @@ def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """``x / sqrt(mean(x^2) + eps) * scale`` over the last axis (arXiv 1910.07467 eq 4), float32."""
+    """``x / sqrt(mean(x^2) + eps) * scale`` over the last axis (arXiv 1910.07467 eq 4).
+
+    Args:
+        x: ``[..., D]``.
+        scale: float32 ``[D]``.
+        eps: epsilon.
+
+    Returns:
+        Float32 ``[..., D]``.
+    """
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale
 

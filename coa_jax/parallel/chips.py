@@ -1,4 +1,4 @@
-"""What the accelerators can do at best: one table, for MFU and for what is compiled ahead."""
+"""Peaks of accelerators, for model FLOP utilisation and ahead-of-time estimates."""
 
 from __future__ import annotations
 
@@ -9,19 +9,20 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Peaks of one chip, as its maker states them.
+    """Peaks of one chip, as its vendor states them.
 
     Attributes:
-        flops: products of bfloat16 a second, without sparsity.
-        hbm_bytes: memory.
-        hbm_bandwidth: bytes a second.
-        link_bandwidth: bytes a second that it can send to its neighbours over all links together.
-        group: chips that are linked so; all of a TPU slice (0), those of a host of GPUs.
-        network_bandwidth: bytes a second that it can send to chips beyond the group.
+        flops: FLOP/s of matmuls in bfloat16, without sparsity.
+        hbm_bytes: memory in bytes.
+        hbm_bandwidth: memory bandwidth in bytes/s.
+        link_bandwidth: bytes/s that the chip can send over all its links together.
+        group: chips that are connected by these links: those of a GPU host; 0 for the whole slice
+            of a TPU.
+        network_bandwidth: bytes/s that the chip can send to chips outside of the group.
         host: chips of a host.
-        clock: cycles a second of a TPU; 0 where it is not known.
-        capability: compute capability of a GPU.
-        devices: devices of JAX that the chip is.
+        clock: clock of a TPU in Hz; 0 if unknown.
+        capability: compute capability of a GPU; 0 for a TPU.
+        devices: JAX devices per chip.
     """
 
     flops: float
@@ -36,13 +37,13 @@ class Chip:
     devices: int = 1
 
 
-# TPUs: the system architecture pages of Cloud TPU (memory in GiB there; links in Gbit/s of a chip,
-# or in both directions together, of which half is sent).
-# Clocks are their peaks over what all matrix units of 128 x 128 do in a cycle.
-# GPUs: NVIDIA's data sheets of A100, H100, H200, "DGX B200", "GB200 NVL72", L4 and L40S.  Where
-# they state products with sparsity only, half of that; NVLink and PCIe are stated for both
-# directions together, half of that is sent.  Boards without NVLink send over PCIe.  Each GPU has a
-# 400 Gbit/s network adapter (A100, L4 and L40S: 200).
+# Sources for TPUs: the system architecture pages of Cloud TPU.  Memory is stated in GiB there.
+# Links are stated in Gbit/s per chip; a figure for both directions counts half.  The clock is the
+# peak divided by the FLOPs per cycle of all matrix units of 128 x 128.
+# Sources for GPUs: NVIDIA's data sheets of A100, H100, H200, "DGX B200", "GB200 NVL72", L4 and
+# L40S.  FLOP/s that are stated only with sparsity count half.  NVLink and PCIe are stated for both
+# directions, and count half.  Boards without NVLink send over PCIe.  Each GPU has a 400 Gbit/s
+# network adapter (A100, L4 and L40S: 200 Gbit/s).
 CHIPS: dict[str, Chip] = {
     "v4": Chip(275e12, 32 << 30, 1228e9, 300e9, clock=1.05e9),
     "v5e": Chip(197e12, 16 << 30, 819e9, 200e9, clock=1.5e9),
@@ -87,11 +88,11 @@ KINDS = {
     "NVIDIA L4": "l4",
     "NVIDIA L40S": "l40s",
 }
-"""Kinds of devices as JAX names them, and their chips."""
+"""Device kind in JAX -> key of `CHIPS`."""
 
 
 def stated_flops(devices: Sequence[Any]) -> float | None:
-    """Products of bfloat16 a second of devices of one kind; None where their chip is not known."""
+    """Peak FLOP/s in bfloat16 of devices of one kind together; None for unknown chips."""
     name = KINDS.get(devices[0].device_kind)
     if name is None:
         return None

@@ -1,8 +1,8 @@
 """The device mesh and the rules that map logical axes to it.
 
-The mesh has three axes: ``data`` (replicas of the parameters), ``fsdp`` (batch and parameters
-are both split), ``tensor`` (heads, MLP width and vocabulary are split).  The weight table names
-the logical axes of each array; a rules tuple says which mesh axes a logical axis is split over.
+The mesh has three axes: ``data`` replicates the parameters, ``fsdp`` splits batch and parameters,
+and ``tensor`` splits heads, MLP width and vocabulary.  The modules of the model name the logical
+axes of each array.  Rules map each logical axis to mesh axes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ RULES: Rules = (
     ("kv_heads", ("tensor",)),
     ("mlp", ("tensor",)),
 )
-"""Training: parameters, gradients and optimiser state are split over ``fsdp`` and ``tensor``.
-Between two products the tokens of a row (``length``) are split over ``tensor``, not kept by all.
-A logical axis that is not listed stays whole."""
+"""Rules for training: parameters, gradients and optimiser state are split over ``fsdp`` and
+``tensor``.  Between two matmuls the tokens of a row (``length``) are split over ``tensor``.  A
+logical axis without a rule is not split."""
 
 DECODE_RULES: Rules = (
     ("batch", ("data", "fsdp")),
@@ -41,8 +41,8 @@ DECODE_RULES: Rules = (
     ("kv_heads", ("tensor",)),
     ("mlp", ("tensor",)),
 )
-"""Decoding: a step reads every weight once for a few tokens, so gathering them over ``fsdp``
-each time would cost more than the products; they are split over ``tensor`` only."""
+"""Rules for decoding: weights are split only over ``tensor``.  A decoding step reads every weight
+once for a few tokens, so gathering weights over ``fsdp`` would take longer than the matmuls."""
 
 
 def make_mesh(
@@ -52,18 +52,20 @@ def make_mesh(
     devices: Sequence[jax.Device] | None = None,
     processes: int = 1,
 ) -> Mesh:
-    """A mesh of axes ``("data", "fsdp", "tensor")`` over the first devices.
+    """Creates a mesh with the axes ``("data", "fsdp", "tensor")`` over the first devices.
+
+    One of the three sizes may be -1, for the number of remaining devices.
 
     Args:
-        data: replicas; -1 (allowed for one of the three) means whatever is left.
-        fsdp: parts of the batch that also split the parameters.
-        tensor: parts of each layer.
-        devices: to choose from; None for all of this run.
-        processes: that have those devices; of None it is known.
+        data: number of replicas of the parameters.
+        fsdp: number of parts of the batch, which also split the parameters.
+        tensor: number of parts of each layer.
+        devices: available devices; None for all devices of the run.
+        processes: number of processes that own ``devices``; ignored if ``devices`` is None.
 
     Raises:
-        UserError: a size is not positive, more devices are asked for than there are, a process
-            would be left without a device, or the devices are no whole block of a TPU slice.
+        UserError: a size is not positive, there are too few devices, a process would have no
+            device in the mesh, or the devices do not form a block of a TPU slice.
     """
     every = devices is None
     processes = jax.process_count() if devices is None else processes
@@ -81,30 +83,30 @@ def make_mesh(
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={need}"
         on_cpu = f", or on CPU set {flag}" if every else ""
         raise UserError(
-            f"mesh {text} needs {need} devices, there are {count}: change the sizes{on_cpu}"
+            f"mesh {text} needs {need} devices, and there are {count}: change the sizes{on_cpu}"
         )
     if processes > 1 and need != count:
         raise UserError(
-            f"mesh {text} has {need} of the {count} devices of {processes} processes, each of "
-            "which needs its part: give one size as -1, which takes what is left"
+            f"mesh {text} has {need} of the {count} devices of {processes} processes, but it must "
+            "have all of them: give -1 for one size, which then takes the remaining devices"
         )
     return _laid_out(sizes, devices[:need], text)
 
 
 def _laid_out(sizes: Sequence[int], devices: Sequence[jax.Device], text: str) -> Mesh:
-    """The mesh of sizes whose product is the number of devices; ``text`` names them in errors."""
-    # Auto is asked for explicitly: the compiler places the collectives, whatever JAX's default.
+    """Creates a mesh of all devices; ``text`` describes the sizes in errors."""
+    # Explicit, because JAX's default may change: the compiler inserts the collectives.
     auto = (AxisType.Auto,) * 3
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices > 1 and devices[0].platform == "gpu":
-        # JAX calls each node of GPUs a slice and makes no mesh of several.  In their order devices
-        # of a node stand together, so that `tensor`, the last axis, stays within one.
+        # JAX treats each GPU node as a slice, and `jax.make_mesh` does not span slices.  Sorted by
+        # id, the devices of a node are adjacent, so `tensor`, the last axis, stays within a node.
         order = sorted(devices, key=lambda device: device.id)
         return Mesh(np.array(order, object).reshape(sizes), AXES, axis_types=auto)
     if slices > 1:
         raise UserError(
-            f"mesh {text} has devices of {slices} TPU slices, a run has those of one: start it on "
-            "a larger slice"
+            f"mesh {text} has devices of {slices} TPU slices, and a run needs a single slice: "
+            "start the run on a larger slice"
         )
     if devices[0].platform == "tpu":
         return Mesh(_on_torus(sizes, devices, text), AXES, axis_types=auto)
@@ -112,29 +114,30 @@ def _laid_out(sizes: Sequence[int], devices: Sequence[jax.Device], text: str) ->
 
 
 def _on_torus(sizes: Sequence[int], devices: Sequence[jax.Device], text: str) -> np.ndarray:
-    """The devices ``[data, fsdp, tensor]`` of a mesh on a TPU slice.
+    """Arranges the devices ``[data, fsdp, tensor]`` of a mesh on a TPU slice.
 
-    Where the sizes are products of the torus's own, JAX lays each axis along whole axes of the
-    torus.  Elsewhere axes share one, and devices of a ``tensor`` group become a compact block.  Its
-    devices are ordered as a ring of neighbours, where there is one in which those of a host follow
-    each other: an engine has devices of one host.  ``data`` and ``fsdp`` are then laid over blocks.
+    If each mesh size is a product of sizes of the torus, JAX assigns whole axes of the torus to
+    each mesh axis.  Otherwise mesh axes share an axis of the torus: each ``tensor`` group is then a
+    compact block, and ``data`` and ``fsdp`` are arranged over blocks.  The devices of a block are
+    ordered as a ring of neighbours in which the devices of a host are adjacent, if there is such a
+    ring, because an engine needs devices of one host.
     """
     at = [(*device.coords, device.core_on_chip) for device in devices]
-    # Places between which chips make rollouts are drawn together.
+    # Chips that make rollouts are not in the mesh: the coordinates close the gaps that they leave.
     columns = [sorted(set(places)) for places in zip(*at, strict=True)]
     places = [tuple(map(list.index, columns, place)) for place in at]
     extents = [len(column) for column in columns]
     if math.prod(extents) != len(devices):
         raise UserError(
-            f"mesh {text} has {len(devices)} chips that are no whole block of this TPU slice: give "
-            "one size as -1, which takes all of them, and let mesh.rollout_devices leave rows of "
-            "a host's chips"
+            f"mesh {text} has {len(devices)} chips that do not form a block of this TPU slice: "
+            "give -1 for one size, which takes all chips, and choose mesh.rollout_devices so that "
+            "whole rows of a host's chips remain"
         )
     data, fsdp, tensor = sizes
     try:
         one = (1,) * len(extents)
         return _over_blocks((data, fsdp, tensor), devices, places, one, split=False)
-    except NotImplementedError:  # what JAX raises where axes would have to share one
+    except NotImplementedError:  # JAX raises it if mesh axes would share an axis of the torus
         block = _block(extents, tensor)
         return _over_blocks((data, fsdp, 1), devices, places, block, split=True)
 
@@ -146,19 +149,20 @@ def _over_blocks(
     block: Sequence[int],
     split: bool,
 ) -> np.ndarray:
-    """Blocks of devices, in the order in which JAX lays out a slice with a chip for each block.
+    """Arranges blocks of devices as JAX arranges a slice with one chip per block.
 
     Args:
-        sizes: of the axes over blocks.
-        devices, places: places on the torus (x, y, z, core), without holes.
-        block: its extents, which divide those of the torus.
-        split: whether axes may share one of the torus.
+        sizes: sizes of the mesh axes over blocks.
+        devices: devices of the mesh.
+        places: coordinates (x, y, z, core) of each device on the torus, without gaps.
+        block: size of a block along each axis of the torus; it divides the size of the torus.
+        split: whether mesh axes may share an axis of the torus.
 
     Returns:
-        ``[data, fsdp, tensor]`` devices; those of a block lie along the last axis.
+        Devices ``[data, fsdp, tensor]``; the devices of a block lie along the last axis.
 
     Raises:
-        NotImplementedError: axes would have to share one.
+        NotImplementedError: mesh axes would have to share an axis of the torus.
     """
     members: dict[tuple[int, ...], dict[tuple[int, ...], jax.Device]] = {}
     for device, place in zip(devices, places, strict=True):
@@ -179,10 +183,10 @@ def _over_blocks(
 
 
 def _block(extents: Sequence[int], size: int) -> tuple[int, ...]:
-    """The extents of a block of ``size`` chips that divide those of a torus.
+    """Chooses the shape of a block of ``size`` chips that divides a torus.
 
-    Whole axes come first, whose ends are linked, then what is compact: 2 x 2 chips are a ring, of
-    4 x 1 the ends are not linked.
+    Blocks of whole axes are preferred, because the ends of an axis are linked, then compact blocks:
+    2 x 2 chips form a ring, 4 x 1 chips only a line.
     """
     divisors = [[d for d in range(1, n + 1) if n % d == 0] for n in extents]
     blocks = [block for block in itertools.product(*divisors) if math.prod(block) == size]
@@ -195,10 +199,9 @@ def _block(extents: Sequence[int], size: int) -> tuple[int, ...]:
 
 
 def _ring(members: Mapping[tuple[int, ...], jax.Device]) -> list[jax.Device]:
-    """Devices by place, as a ring of neighbours in which those of a host follow each other.
+    """Orders devices as a ring of neighbours in which the devices of a host are adjacent.
 
-    Without such a ring, or for so many devices that the search would be long, those of a host
-    follow each other in the order of their places.
+    If there is no such ring, or for more than 16 devices, they are sorted by host and place.
     """
     hosts: dict[int, int] = {}
     for device in members.values():
@@ -231,18 +234,17 @@ def sharding_for(
     rules: Rules = RULES,
     shape: Sequence[int] | None = None,
 ) -> NamedSharding:
-    """The sharding of an array with the given logical axes.
+    """Returns the sharding of an array with the given logical axes.
 
-    Where ``shape`` is given, a dimension that its mesh axes do not divide is split over the
-    longest prefix of them that does, which may be none: with 2 key/value heads on 4-way
-    ``tensor``, that dimension is replicated and the others are split as usual.  A mesh axis
-    that an earlier dimension uses is not used again.
+    A dimension is split over the longest prefix of its mesh axes whose product divides its size.
+    If no prefix does, the dimension is replicated: for example 2 key/value heads on a ``tensor``
+    axis of 4.  A mesh axis is used for one dimension only, the first that needs it.
 
     Args:
-        mesh: see :func:`make_mesh`.
-        axes: one logical axis a dimension; None or one without a rule stays whole.
-        rules: :data:`RULES` or :data:`DECODE_RULES`.
-        shape: the array's shape.
+        mesh: mesh of `make_mesh`.
+        axes: logical axis of each dimension; None, or an axis without a rule, is not split.
+        rules: `RULES` or `DECODE_RULES`.
+        shape: shape of the array; None assumes that all sizes are divisible.
     """
     table, used, spec = dict(rules), set(), []
     for i, axis in enumerate(axes):
@@ -258,7 +260,13 @@ def sharding_for(
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
-    """Tells the compiler how a value is split by the training rules; without a mesh the value."""
+    """Constrains a value to the sharding of the training rules.
+
+    Args:
+        x: the value.
+        mesh: training mesh; None returns the value unchanged.
+        *axes: logical axis of each dimension.
+    """
     if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(x, sharding_for(mesh, axes, shape=x.shape))
@@ -270,16 +278,17 @@ def gather(
     axes: Sequence[str | None],
     whole: Sequence[str],
 ) -> jax.Array:
-    """A value split over some logical axes no longer, whose gradient is split over them again.
+    """Gathers a value along some logical axes; its gradient is split along these axes again.
 
-    The gradient is a sum over the devices that have had the value.  Told only how the value lies
-    the compiler makes the whole sum on each of them; told this it leaves each one its part.
+    The gradient is a sum over the devices that have gathered the value.  With a sharding constraint
+    on the value alone, the compiler would compute the whole sum on every device.  The constraint on
+    the gradient lets each device compute only its part (a reduce-scatter).
 
     Args:
-        x: split as ``axes`` say.
-        mesh: None returns the value.
-        axes: logical axes, one a dimension.
-        whole: those of them that every device gets all of.
+        x: value, sharded by ``axes``.
+        mesh: training mesh; None returns the value unchanged.
+        axes: logical axis of each dimension.
+        whole: logical axes to gather.
     """
     if mesh is None:
         return x

@@ -1,4 +1,4 @@
-"""Where a run's arrays live: its mesh, and its batches on it."""
+"""Places a run on its devices: the training mesh, devices for rollouts, and batches."""
 
 from __future__ import annotations
 
@@ -24,18 +24,22 @@ Axis = Annotated[int, Between(1, MAX_INT, also=(-1,))]
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig(Bounded):
-    """Sizes of the mesh axes, and how patiently its processes wait for each other.
+    """Sizes of the mesh axes, and placement of rollouts.
+
+    One of ``data``, ``fsdp`` and ``tensor`` may be -1, for the number of remaining devices.
 
     Attributes:
-        data, fsdp, tensor: see `make_mesh`; -1 takes what is left of the devices.
-        decode_tensor: devices over which an engine splits the model, 0 for ``tensor``; a process
-            has an engine for every so many of its devices.
-        rollout_devices: devices of each process that only make rollouts, the last ones in its
-            order; the axes are laid over the others.  With 0 the same devices do both.
-        collectives: how the matmuls of training are split: by the ``compiler``, or by collectives
-            that are written out (``manual``); ``auto`` takes the better choice for the platform.
-        wait_seconds: how long a process waits for others before it logs for whom; it goes on
-            waiting.
+        data: number of replicas of the parameters.
+        fsdp: number of parts of the batch, which also split the parameters.
+        tensor: number of parts of each layer: of heads, MLP width and vocabulary.
+        decode_tensor: number of devices of an engine, over which it splits the model; 0 for
+            ``tensor``.  A process divides its devices among engines of this size.
+        rollout_devices: devices of each process (the last in its order) that only make rollouts;
+            the mesh has the others.  With 0 the same devices train and make rollouts.
+        collectives: strategy for the matmuls of training on a mesh: ``compiler`` leaves the
+            collectives to XLA, ``manual`` writes them explicitly, ``auto`` chooses by platform.
+        wait_seconds: seconds after which a process that waits for others logs their names; it
+            continues to wait.
     """
 
     data: Axis = 1
@@ -50,15 +54,15 @@ class MeshConfig(Bounded):
 def split_devices(
     devices: Sequence[Any], count: int, owners: Sequence[int] = ()
 ) -> tuple[list[Any], list[Any]]:
-    """Devices that train, and devices that make rollouts.
+    """Splits devices into devices for training and devices for rollouts.
 
     Args:
-        devices: of all processes.
-        count: devices that each process sets aside for rollouts, the last ones in this order.
-        owners: process of each device; empty where the devices know it.
+        devices: devices of all processes.
+        count: devices of each process, the last in this order, that are set aside for rollouts.
+        owners: process of each device; () reads it from the devices.
 
     Returns:
-        Those that train in the order in which they came, the others process by process.
+        Devices for training in the given order, and devices for rollouts, process by process.
 
     Raises:
         UserError: a process would have no device left for training.
@@ -78,22 +82,23 @@ def split_devices(
 
 
 def rollout_devices(config: MeshConfig) -> list[jax.Device]:
-    """The devices of all processes that only make rollouts; empty where there are none."""
+    """Returns the devices of all processes that only make rollouts; [] for none."""
     return split_devices(jax.devices(), config.rollout_devices)[1]
 
 
 def training_mesh(config: MeshConfig, rows: int = 0, *, rollouts: bool = False) -> Mesh | None:
-    """The mesh of a configuration; None on one device, where placement is the default.
+    """Creates the training mesh of a run; None for one device.
 
-    Warnings say when devices have nothing to do, or the same as others.
+    Logs a warning if devices are idle, or if several devices compute the same rows.
 
     Args:
         config: sizes of the axes.
-        rows: of a micro-batch; 0 where there are none.
-        rollouts: whether the run makes rollouts, for which devices may be set aside.
+        rows: rows of a micro-batch; 0 for a run without micro-batches.
+        rollouts: whether the run makes rollouts.
 
     Raises:
-        UserError: the sizes do not fit the devices, or devices wait for rollouts in vain.
+        UserError: the sizes do not fit the devices, or devices are set aside for rollouts in a run
+            without rollouts.
     """
     aside = config.rollout_devices
     if aside and not rollouts:
@@ -110,16 +115,16 @@ def training_mesh(config: MeshConfig, rows: int = 0, *, rollouts: bool = False) 
     used = 1 if mesh is None else mesh.size
     if used < there:
         logging.warning(
-            "the mesh has %d of %d devices, the others have nothing to do: config.mesh.fsdp=-1 "
-            "takes what is left",
+            "the mesh has %d of %d devices, and the others are idle: config.mesh.fsdp=-1 takes the "
+            "remaining devices",
             used,
             there,
         )
     parts = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
     if rows % parts:
         logging.warning(
-            "rows is %d, which mesh.data x mesh.fsdp = %d does not divide: devices compute the "
-            "same rows; let rows be a multiple",
+            "rows is %d, which mesh.data x mesh.fsdp = %d does not divide: several devices compute "
+            "the same rows; give a multiple",
             rows,
             parts,
         )
@@ -130,10 +135,10 @@ def training_mesh(config: MeshConfig, rows: int = 0, *, rollouts: bool = False) 
 
 
 def _find_each_other(mesh: Mesh) -> None:
-    """Lets each group of devices of CPUs sum once, in programs that compile in no time.
+    """Connects the groups of CPU devices, by a small program with a sum over each group.
 
-    Gloo fails where a process comes to the first sum of a group 30 s after another, and a step may
-    take longer to compile.
+    Gloo fails if a process reaches the first sum of a group more than 30 s after another process,
+    and the compilation of a training step may take longer.
     """
     axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
     for count in range(1, len(axes) + 1):
@@ -142,7 +147,7 @@ def _find_each_other(mesh: Mesh) -> None:
             def total(group: tuple[str, ...] = group) -> jax.Array:
                 return jax.lax.psum(jax.lax.axis_index(mesh.axis_names), group)
 
-            # A sum over some axes differs along the others.
+            # The result varies along the axes outside of the group: `check_vma` would refuse it.
             summed = jax.shard_map(
                 total, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False
             )
@@ -150,7 +155,7 @@ def _find_each_other(mesh: Mesh) -> None:
 
 
 def replicate(array: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """All of an array, which every process has, on every device of the mesh."""
+    """Copies an array, which every process has, to every device of the mesh."""
     if mesh is None:
         return array
     whole, sharding = np.asarray(array), NamedSharding(mesh, PartitionSpec())
@@ -158,7 +163,7 @@ def replicate(array: jax.Array, mesh: Mesh | None) -> jax.Array:
 
 
 def own_rows(mesh: Mesh | None, rows: int) -> list[int]:
-    """Rows of a micro-batch that devices of this process compute, in ascending order.
+    """Returns the rows of a micro-batch that the devices of this process compute, ascending.
 
     Args:
         mesh: mesh of the run; None for one device.
@@ -177,8 +182,8 @@ def put_batch(batch: T, mesh: Mesh | None, rows: int = 0) -> T:
     Args:
         batch: arrays on the host.
         mesh: mesh of the run; None for one device.
-        rows: R of the whole batch, where the arrays have this process's `own_rows` only; 0 where
-            every process holds all rows.
+        rows: number of rows of the whole batch, if the arrays have only the `own_rows` of this
+            process; 0 if the arrays have all rows.
     """
     if mesh is None:
         return batch

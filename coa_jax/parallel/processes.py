@@ -1,23 +1,23 @@
-"""The processes of a run: joining them, meeting, gathering, and noticing one that is gone.
+"""The processes of a run: joining, barriers, exchange of values, and detection of lost processes.
 
-Each process drives its own devices, engines and tools.  They work together in two ways only: in
-compiled programs over the devices of all, and by gathering what each of them has sampled.  All of
-them `meet` before, where a process that waits handles signals and says for whom it waits.
+Each process drives its own devices, engines and tools.  Processes cooperate in only two ways: in
+compiled programs over all devices, and by gathering samples.  Before either, all processes wait for
+each other in `meet`.  A waiting process handles signals, and logs which processes it waits for.
 
-A process may be as slow as it likes: rollouts take an hour, and longer where a judge is slow.  Only
-a heartbeat that is missing ends a run.  A thread of each process, `_watch`, ends it with one line
-when another one is gone.
+A slow process does not end a run: rollouts may take hours.  Only a missing heartbeat ends a run.
+In each process the thread `_watch` ends the process with one line if another process is lost.
 
-The coordinator, process 0, hosts the service through which they talk.  Of its client only calls
-with a deadline come back when it is frozen or cut off, so the watch makes no other.
+Process 0, the coordinator, hosts JAX's coordination service, through which processes communicate.
+If the coordinator hangs or is unreachable, only client calls with a deadline return, so `_watch`
+makes no other calls.
 
-Environment of a process:
+Environment variables of a process:
 
 ======================================  ===========================================================
-COA_JAX_DISTRIBUTED=1                   JAX finds the others: TPU pods, GKE, SLURM, Open MPI
-COA_JAX_COORDINATOR=HOST:PORT           address of process 0, where JAX does not
-COA_JAX_NUM_PROCESSES, _PROCESS_ID      how many there are, and which one this is, from 0
-COA_JAX_LOST_SECONDS                    silence after which a process is given up (default 60)
+COA_JAX_DISTRIBUTED=1                   JAX finds the processes: TPU pods, GKE, SLURM, Open MPI
+COA_JAX_COORDINATOR=HOST:PORT           address of process 0, if JAX cannot find the processes
+COA_JAX_NUM_PROCESSES, _PROCESS_ID      number of processes, and number of this process from 0
+COA_JAX_LOST_SECONDS                    seconds without heartbeat of a lost process (default 60)
 ======================================  ===========================================================
 """
 
@@ -49,30 +49,31 @@ from coa_jax.errors import UserError
 T = TypeVar("T")
 
 EXIT_LOST = 3
-"""Exit code of a process that ends because another one is gone: the same command goes on."""
+"""Exit code of a process that ends because another process is lost: the run can be resumed."""
 
 _ROOT = "coa_jax"
 _VERDICT = f"{_ROOT}/verdict"
 _STOP = f"{_ROOT}/stop/"
 _COORDINATOR = f"{_ROOT}/alive/0"
 _FINISHED = "finished"
-_SMALLEST = 1 << 16  # bytes; payloads are padded to powers of two, which few programs serve
+_SMALLEST = 1 << 16  # bytes; payloads are padded to powers of two, so that few programs compile
 
 
 @dataclasses.dataclass
 class _Joined:
-    """This process among several.
+    """This process in a run of several processes.
 
     Attributes:
-        client: of JAX's coordination service, in which all processes can set and read keys.
-        index, count: this process, and how many there are.
-        coordinator: address of the service, which lives in process 0.
-        lost_seconds: silence after which a process is given up.
-        doing: what it is at, for the others to read.
-        told: how many exchanges of each kind it has been part of.
-        beat: how often it has said that it lives.
-        ending: set when the interpreter is at its end, which waits for all processes.
-        lock: of what two threads do.
+        client: client of JAX's coordination service, a key-value store of all processes.
+        index: number of this process.
+        count: number of processes.
+        coordinator: address of the coordination service, in process 0.
+        lost_seconds: seconds without heartbeat after which a process counts as lost.
+        doing: current activity of this process, which the other processes can read.
+        told: number of exchanges so far, by place.
+        beat: number of heartbeats so far.
+        ending: set when the interpreter shuts down, which waits for all processes.
+        lock: lock for heartbeats, which two threads send.
     """
 
     client: Any
@@ -87,7 +88,7 @@ class _Joined:
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
 
     def tell(self) -> None:
-        """Says that this process lives, and what it does."""
+        """Sends a heartbeat with the current activity."""
         with self.lock:
             self.beat += 1
             state = {
@@ -99,26 +100,26 @@ class _Joined:
             self.client.key_value_set(key, json.dumps(state), allow_overwrite=True)
 
     def others(self) -> dict[int, dict[str, Any]]:
-        """What every process said last."""
+        """Reads the last heartbeat of every process."""
         entries = self.client.key_value_dir_get(f"{_ROOT}/alive/")
         return {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in entries}
 
     def watched(self) -> dict[int, dict[str, Any]]:
-        """What those said whom this process watches: process 0 watches all, the others it."""
+        """Reads the heartbeats to watch: of all processes in process 0, else of process 0."""
         if self.index == 0:
             return self.others()
         milliseconds = int(_interval(self) * 1000)
         return {0: json.loads(self.client.blocking_key_value_get(_COORDINATOR, milliseconds))}
 
     def coordinator_is_gone(self) -> bool:
-        """Whether nobody listens any more where process 0 did."""
+        """Whether the address of the coordinator refuses connections."""
         host, port = self.coordinator.rsplit(":", 1)
         try:
             socket.create_connection((host.strip("[]"), int(port)), _interval(self)).close()
         except ConnectionRefusedError:
             return True
         except OSError:
-            return False  # out of reach: it may come back before it is given up
+            return False  # it is unreachable, and may return before it counts as lost
         return False
 
 
@@ -126,10 +127,10 @@ _joined: _Joined | None = None
 
 
 def join() -> None:
-    """Joins the other processes; comes before anything else uses JAX.
+    """Joins the other processes; call this before any other use of JAX.
 
     Raises:
-        UserError: the environment contradicts itself, or the others did not come.
+        UserError: the environment variables are invalid, or the other processes did not join.
     """
     global _joined
     seconds = _number("COA_JAX_LOST_SECONDS", 60.0)
@@ -150,11 +151,11 @@ def join() -> None:
         }
         if not 0 <= explicit["process_id"] < explicit["num_processes"]:
             raise UserError(
-                f"COA_JAX_PROCESS_ID is {explicit['process_id']}; give 0 to "
-                f"{explicit['num_processes'] - 1}, each to one process"
+                f"COA_JAX_PROCESS_ID is {explicit['process_id']}; give each process a number from "
+                f"0 to {explicit['num_processes'] - 1}"
             )
-    # JAX itself gives a silent process up later and ends the others without naming it.
-    # At its end a process waits for all others, of which the first may write a large model.
+    # JAX's own heartbeat timeout is longer than ours, because JAX does not name the lost process.
+    # The shutdown timeout is long, because process 0 may be writing a large model at the end.
     try:
         jax.distributed.initialize(
             **explicit,
@@ -164,11 +165,10 @@ def join() -> None:
     except (ValueError, RuntimeError, OSError) as error:
         reason = " ".join(str(error).split())[:300]
         raise UserError(
-            f"cannot join the other processes ({reason}); outside of a cluster that JAX knows set "
-            "COA_JAX_COORDINATOR, COA_JAX_NUM_PROCESSES and COA_JAX_PROCESS_ID for each of them"
+            f"cannot join the other processes ({reason}); outside of a cluster that JAX knows, set "
+            "COA_JAX_COORDINATOR, COA_JAX_NUM_PROCESSES and COA_JAX_PROCESS_ID for each process"
         ) from error
-    # The service's client has no public name.  This is the only place that takes it; Orbax does
-    # the same.
+    # The client of the service has no public name; Orbax imports it in the same way.
     from jax._src import distributed
 
     state = distributed.global_state
@@ -188,16 +188,16 @@ def join() -> None:
         ]
         for thread in threads:
             thread.start()
-        # Handlers run in reverse order, so this one before that of JAX.
+        # Exit handlers run in reverse order, so this handler runs before that of JAX.
         atexit.register(_finish, _joined, threads)
 
 
 def _hold_aborts() -> None:
-    """Lets an abort wait for 6 seconds, in which the watch can say what is the matter.
+    """Delays an abort of the process by 6 seconds, so that `_watch` can print the reason.
 
-    JAX aborts a process as soon as its connection to the coordinator breaks.  The C library calls
-    what handles SIGABRT, whose number is 6, with that number in the thread that aborts, and aborts
-    when it returns.  Nothing of Python runs there, so that no lock can keep the process alive.
+    JAX aborts a process as soon as its connection to the coordinator breaks.  Here the C function
+    ``sleep`` becomes the handler of SIGABRT: the C library calls it with the signal's number, 6,
+    and then aborts.  No Python code runs in between, so no lock can keep the process alive.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
@@ -212,17 +212,17 @@ def _number(name: str, default: float | None = None) -> float:
     except ValueError:
         text = repr(text)
     if default is None or text is not None:
-        raise UserError(f"{name} is {text or 'not set'}: a number is needed")
+        raise UserError(f"{name} is {text or 'not set'}: give a number")
     return default
 
 
 def index() -> int:
-    """Number of this process."""
+    """Returns the number of this process, from 0."""
     return 0 if _joined is None else _joined.index
 
 
 def count() -> int:
-    """How many processes there are."""
+    """Returns the number of processes."""
     return 1 if _joined is None else _joined.count
 
 
@@ -230,17 +230,17 @@ def count() -> int:
 
 
 def doing(what: str) -> None:
-    """Notes what this process is at; the others name it when they have to wait for this one."""
+    """Sets the activity of this process, which other processes log when they wait for it."""
     if _joined is not None:
         _joined.doing = what
 
 
 def meet(what: str, seconds: float) -> None:
-    """Waits until all processes are here.
+    """A barrier: waits until all processes have called this function.
 
     Args:
-        what: names the place; all processes come to the same places in the same order.
-        seconds: after which it logs for whom it waits, and again after as long.
+        what: name of the barrier; all processes reach the same barriers in the same order.
+        seconds: interval at which a waiting process logs which processes are missing.
     """
     here = _joined
     if here is None:
@@ -253,8 +253,8 @@ def meet(what: str, seconds: float) -> None:
 
 
 def _log_late(here: _Joined, what: str, waited: float, came: Collection[int]) -> None:
-    """Names all processes but those that came."""
-    # What ails the connection is found out by the watch, which ends the process.
+    """Logs the processes that are missing; ``came`` has the numbers of the others."""
+    # `_watch` notices a lost connection, and ends this process.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         late = [
             f"process {number} ({state['name']}), which is at: {state['doing']}"
@@ -266,16 +266,20 @@ def _log_late(here: _Joined, what: str, waited: float, came: Collection[int]) ->
 
 
 async def exchange(value: Any, what: str, seconds: float, place: str = "") -> list[Any]:
-    """What each process has to say, on all of them, in their order.
+    """Exchanges a value between all processes.
 
-    It runs no program on the devices, so that a thread may do this while another is in programs of
-    all processes, or in another exchange.  While it waits, signals are handled.
+    The exchange runs no program on the devices, so a thread may call it while another thread runs a
+    program of all processes, or makes another exchange.  Signals are handled while it waits.
 
     Args:
-        value: of this process; what JSON takes, and short.
-        what: names the exchange in messages.
-        seconds: after which it logs for whom it waits, and again after as long.
-        place: names it for the service, by default ``what``; only one thread has those of a name.
+        value: value of this process; a short JSON value.
+        what: name of the exchange in messages.
+        seconds: interval at which a waiting process logs which processes are missing.
+        place: key of the exchange in the coordination service; "" for ``what``.  Only one thread
+            may use a key.
+
+    Returns:
+        The values of all processes, in the order of their numbers.
     """
     here = _joined
     if here is None:
@@ -295,34 +299,37 @@ async def exchange(value: Any, what: str, seconds: float, place: str = "") -> li
             _log_late(here, what, waited, told)
         await asyncio.sleep(pause)
         pause = min(2 * pause, 0.2)
-    if turn > 1:  # who has said this has read all that came before
+    if turn > 1:  # every process has read the previous turn before it wrote its value of this one
         here.client.key_value_delete(f"{place}/{turn - 1}/{here.index}")
     return [told[number] for number in range(here.count)]
 
 
 def ask_all_to_stop() -> None:
-    """Tells all processes that one of them has been asked to stop."""
+    """Tells all processes that this process has been asked to stop."""
     if _joined is not None:
         _joined.client.key_value_set(f"{_STOP}{_joined.index}", "yes", allow_overwrite=True)
 
 
 def asked_to_stop() -> bool:
-    """Whether a process has told all of them to stop."""
+    """Whether any process has called `ask_all_to_stop`."""
     return _joined is not None and bool(_joined.client.key_value_dir_get(_STOP))
 
 
 def share(items: Sequence[T]) -> list[T]:
-    """This process's part of what all of them have to do: every so many items."""
+    """Returns the items of this process: every n-th item, for n processes."""
     return list(items[index() :: count()])
 
 
 def gather(items: Sequence[T], what: str, seconds: float) -> list[T]:
-    """The items of all processes, on all of them, in the order that `share` took them from.
+    """Gathers the items of all processes in every process.
 
     Args:
-        items: of this process; what pickle takes.
-        what: for messages.
-        seconds: see `meet`.
+        items: items of this process, which pickle can serialise.
+        what: name of the operation in messages.
+        seconds: interval at which a waiting process logs which processes are missing.
+
+    Returns:
+        The items of all processes, in the order of the sequence that was split by `share`.
     """
     if _joined is None:
         return list(items)
@@ -340,23 +347,27 @@ def gather(items: Sequence[T], what: str, seconds: float) -> list[T]:
     return [parts[at % len(parts)][at // len(parts)] for at in range(total)]
 
 
-# --- noticing who is gone ------------------------------------------------------------------
+# --- detection of lost processes -----------------------------------------------------------
 
 
 def fail(error: BaseException, reason: str, code: int) -> NoReturn:
-    """Ends this process because of an error, which has been printed, and tells the others.
+    """Ends all processes because of an error of this process that has been printed.
 
-    They end with the same exit code: what one of them cannot do is not tried again.  A process that
-    went through the interpreter's end would wait there for all the others.
+    The interpreter is not shut down, because JAX's exit handler would wait for all processes.
+
+    Args:
+        error: the error.
+        reason: description of the error for the other processes.
+        code: exit code of all processes.
     """
     if _joined is not None:
         if isinstance(error, jax.errors.JaxRuntimeError):
-            # What fails in a program of all may be another process; then the watch ends this one.
+            # The cause may be the loss of another process; in this case `_watch` ends this process.
             time.sleep(_joined.lost_seconds + 2 * _interval(_joined))
         name = f"process {_joined.index} ({socket.gethostname()}, pid {os.getpid()})"
         _say(_joined, f"{name} has failed: {reason}", code)
         if _joined.index == 0:
-            time.sleep(1.0)  # the service ends with this process: let the others read that
+            time.sleep(1.0)  # the service ends with this process: let the others read the message
     _exit(code)
 
 
@@ -365,13 +376,13 @@ def _finish(here: _Joined, threads: Sequence[threading.Thread]) -> None:
     here.ending.set()
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         here.tell()
-    # A thread that waits in the client while the interpreter ends would abort the process.
+    # A thread that is in a client call when the interpreter ends would abort the process.
     for thread in threads:
         thread.join(3 * _interval(here) + 1)
 
 
 def _say(here: _Joined, verdict: str, code: int = EXIT_LOST) -> None:
-    # The first verdict stands: a key that is there cannot be set.
+    # The first verdict counts: an existing key is not overwritten.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         here.client.key_value_set(_VERDICT, json.dumps([here.index, verdict, code]))
 
@@ -388,34 +399,34 @@ def _interval(here: _Joined) -> float:
 
 
 def _live(here: _Joined) -> None:
-    """Says again and again that this process lives, which may take as long as it likes."""
+    """Sends heartbeats until the process ends."""
     while not here.ending.wait(_interval(here)):
-        with contextlib.suppress(jax.errors.JaxRuntimeError):  # the watch finds out why
+        with contextlib.suppress(jax.errors.JaxRuntimeError):  # `_watch` finds the reason
             here.tell()
 
 
 def _watch(here: _Joined) -> None:
-    """Ends this process when another is gone: the main thread may be in a program that waits."""
+    """Ends this process if another is lost; the main thread may be blocked in a program."""
     start = time.monotonic()
     unknown = {"beat": 0, "name": f"the coordinator at {here.coordinator}", "doing": "starting"}
     seen = {0: (unknown, start)}
     while not here.ending.is_set():
         try:
-            # This wait is what the connection's end interrupts at once.
+            # A lost connection interrupts this call at once.
             text = here.client.blocking_key_value_get(_VERDICT, int(_interval(here) * 1000))
             by, verdict, code = json.loads(text)
             if by == here.index and code != EXIT_LOST:
-                return  # that is this process, which is about to end
+                return  # this process has failed itself, and is about to end
             _end(here, verdict, code)
         except jax.errors.JaxRuntimeError:
-            pass  # there is none, or the question has not been answered
+            pass  # there is no verdict, or no answer
         try:
             watched = here.watched()
         except jax.errors.JaxRuntimeError:
             if here.coordinator_is_gone() and not here.ending.is_set():
                 _end(here, f"process 0, the coordinator at {here.coordinator}, is gone")
             watched = {}
-            here.ending.wait(0.1)  # the question may have come back at once
+            here.ending.wait(0.1)  # the call may have failed at once
         now = time.monotonic()
         for number, state in watched.items():
             if number not in seen or state["beat"] != seen[number][0]["beat"]:
@@ -423,11 +434,11 @@ def _watch(here: _Joined) -> None:
         for number, (state, heard) in seen.items():
             if now - heard > here.lost_seconds and state["doing"] != _FINISHED:
                 verdict = (
-                    f"process {number} ({state['name']}) has not been heard from for "
-                    f"{now - heard:.0f} s; its last words: {state['doing']}"
+                    f"process {number} ({state['name']}) has sent no heartbeat for "
+                    f"{now - heard:.0f} s; its last activity: {state['doing']}"
                 )
                 if number == 0 != here.index:
-                    _end(here, verdict)  # nobody is there to whom it could be said
+                    _end(here, verdict)  # without the coordinator there is no place for a verdict
                 _say(here, verdict)
 
 
@@ -435,5 +446,5 @@ def _end(here: _Joined, verdict: str, code: int = EXIT_LOST) -> NoReturn:
     again = "; run the same command again to continue" if code == EXIT_LOST else ""
     os.write(2, f"error: {verdict}{again}\n".encode())
     if here.index == 0:
-        time.sleep(min(1.0, here.lost_seconds))  # until the others have read it too
+        time.sleep(min(1.0, here.lost_seconds))  # until the others have read the verdict too
     _exit(code)

@@ -1,14 +1,13 @@
-"""One order of the programs that several devices of this process run together.
+"""A common order of the multi-device programs that several threads of this process launch.
 
-While rollouts go on beside an update, two threads start programs: engines in one, the update in the
-other.  A program of several devices goes into a queue of each of them.  If two threads filled the
-queues at the same time, one device could have the first program before the second, and another
-device the second before the first; each program would then wait for the other one for ever.  So a
-thread puts its program into all queues before another thread begins.  It does not wait for the
-program to end.
+While rollouts continue during an update, two threads launch programs: one thread those of the
+engines, the other those of the update.  A multi-device program enters a queue of each of its
+devices.  If two threads filled the queues at the same time, two devices could have two programs in
+opposite order, and both programs would wait for each other forever.  Therefore a thread puts its
+program into all queues before another thread begins.  It does not wait for the program to end.
 
-Programs of all processes are started by the main thread of each, in one order everywhere; engines
-are of one process.
+Programs that span processes are launched only by the main threads, in the same order in every
+process.  The programs of an engine belong to one process.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _TURN = threading.RLock()
 
 
 def turn(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Held while a program of a mesh is started; programs of one device need no turn.
+    """Lock to hold while a multi-device program is launched; single-device programs need none.
 
     Args:
         mesh: devices of the program; None for one device.
@@ -36,7 +35,7 @@ def turn(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
 
 
 def mesh_of(array: Any) -> Mesh | None:
-    """The devices on which an array lies; None for one device."""
+    """Returns the mesh of an array; None for an array on one device."""
     place = getattr(array, "sharding", None)
     if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
         return place.mesh
@@ -44,10 +43,19 @@ def mesh_of(array: Any) -> Mesh | None:
 
 
 def in_turn(mesh: Mesh | None, program: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Starts a program in its turn and returns its result, which may not be there yet.
+    """Launches a program while no other thread launches one.
 
-    Simulated devices of a CPU have no queues, and programs that wait for each other take the
-    threads that the others need: there the program ends in its turn.
+    Simulated devices of a CPU have no queues.  Waiting programs would occupy the threads that other
+    programs need, so on a CPU this function also waits for the program to end.
+
+    Args:
+        mesh: devices of the program; None for one device.
+        program: the program.
+        *arguments: arguments of the program.
+        **options: keyword arguments of the program.
+
+    Returns:
+        The result of the program, which may still be computing.
     """
     with turn(mesh):
         result = program(*arguments, **options)

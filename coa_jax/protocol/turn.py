@@ -29,7 +29,7 @@ class Pieces:
         return self.start + len(self.text)
 
     def interrupt(self) -> None:
-        """Notes that other text comes before the next piece, so that no mark spans both."""
+        """Notes that other text follows: a mark that has begun cannot go on in the next piece."""
         self.text += self.carry
         self.carry = ""
 

@@ -1,11 +1,11 @@
-"""Reads trajectories to learn from, in the forms in which they are published and exchanged.
+"""Reads trajectories for training, in the forms in which they are published and exchanged.
 
-Our own JSONL, LLaMA-Factory's alpaca and ShareGPT files, OpenAI ``messages``, everything that
-``coa_jax.distill.export`` writes, in JSON, JSONL, parquet, ArrayRecord, TFDS or on the hub.
-docs/data.md shows each form.
+The forms are this project's JSONL, LLaMA-Factory's alpaca and ShareGPT, OpenAI ``messages``, and
+everything that ``coa_jax.distill.export`` writes.  The containers are JSON, JSONL, parquet,
+ArrayRecord, TFDS and the Hugging Face Hub.  docs/data.md shows each form.
 
-A file that is damaged is refused.  A row from which nothing can be learned safely, for example one
-with an observation that is never closed, is left out and counted.
+A damaged file is refused.  A row that cannot be learned safely, such as a row with an observation
+that is never closed, is left out and counted.
 """
 
 from __future__ import annotations
@@ -51,11 +51,18 @@ def _protocols() -> tuple[str, ...]:
 
 
 ProtocolName = Annotated[str, OneOf(_protocols)]
-"""Setting: the protocol of records that name none; "" to tell it by their tags."""
+"""Setting: the protocol of records that name none; "" infers the protocol from their tags."""
 
 
 class LeftOut(NamedTuple):
-    """A row that is not learned, and why."""
+    """A row that is left out.
+
+    Attributes:
+        path: the file.
+        number: number of the row, see `Row`.
+        where: position of the row for messages.
+        reason: reason for which the row cannot be learned.
+    """
 
     path: Path
     number: int
@@ -64,13 +71,14 @@ class LeftOut(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A row that became a record.
+    """A record with its source.
 
     Attributes:
         record: the record.
-        row: the row it comes from.
-        tags: the tags that told its protocol; none where row or setting name the protocol.
-        dropped: name of the filter, for a row of the ``dropped/`` files of ``coa_jax.distill``.
+        row: row of the record.
+        tags: tags from which the protocol was inferred; () if the row or the setting names it.
+        dropped: name of the filter that dropped the record, in the ``dropped/`` files of
+            ``coa_jax.distill``; "" elsewhere.
     """
 
     record: DistilledRecord
@@ -80,11 +88,11 @@ class Read(NamedTuple):
 
 
 def iterate_records(source: str | os.PathLike[str], protocol: str = "") -> Iterator[Read | LeftOut]:
-    """Yields what became of each row, one row at a time.
+    """Yields the record of each row, or why the row is left out; one row is in memory at a time.
 
     Args:
         source: files, as for `rows.find_files`.
-        protocol: protocol of the rows that name none; "" to tell it by their tags.
+        protocol: protocol of rows that name none; "" infers the protocol from their tags.
 
     Raises:
         UserError: a file cannot be read, or a row is damaged; the message names file and row.
@@ -96,7 +104,7 @@ def iterate_records(source: str | os.PathLike[str], protocol: str = "") -> Itera
 
 
 def _opened(source: str | os.PathLike[str], protocol: str) -> list[Path]:
-    """Returns the files of a source, whose protocols are known from now on."""
+    """Returns the files of a source, and registers the protocols next to them."""
     paths = find_files(source)
     for path in paths:
         find_protocols(path)
@@ -106,7 +114,7 @@ def _opened(source: str | os.PathLike[str], protocol: str) -> list[Path]:
 
 
 def _found(row: Row, info: Mapping[str, Any], protocol: str) -> Read | LeftOut:
-    """Makes a record of a row, see `iterate_records`."""
+    """Converts a row to a record, see `iterate_records`."""
     value, dropped = row.value, ""
     if isinstance(value, dict) and value.keys() == {"filter", "record"}:
         value, dropped = value["record"], str(value["filter"])
@@ -122,9 +130,9 @@ def _found(row: Row, info: Mapping[str, Any], protocol: str) -> Read | LeftOut:
 
 
 class Records:
-    """The rows of some files, each read when it is asked for.
+    """The rows of files, read on access.
 
-    Memory holds where the rows begin, 16 bytes a row.  An instance can be sent to another process.
+    Only the positions of the rows are in memory, 16 bytes per row.  An instance can be pickled.
     """
 
     def __init__(self, source: str | os.PathLike[str], protocol: str = "") -> None:
@@ -132,10 +140,10 @@ class Records:
 
         Args:
             source: files, as for `rows.find_files`.
-            protocol: protocol of the rows that name none; "" to tell it by their tags.
+            protocol: protocol of rows that name none; "" infers the protocol from their tags.
 
         Raises:
-            UserError: a file cannot be read, or is damaged where its rows begin and end.
+            UserError: a file cannot be read, or is so damaged that its rows cannot be separated.
         """
         self.source, self.protocol = os.fspath(source), protocol
         paths = _opened(source, protocol)
@@ -160,12 +168,12 @@ class Records:
         return _found(row, self._columns[file], self.protocol)
 
     def stamps(self) -> list[str]:
-        """Returns a text for each file that changes when the file is written anew."""
+        """Returns a text for each file that changes when the file is rewritten."""
         return [f"{rows.path.absolute()} {len(rows)} {stamp(rows.path)}" for rows in self._files]
 
 
 def _short(reason: str) -> str:
-    """Returns a reason without the middle of a long text that it quotes."""
+    """Shortens a long reason in the middle."""
     return reason if len(reason) <= 300 else f"{reason[:150]} ... {reason[-140:]}"
 
 
@@ -174,10 +182,10 @@ def read_records(source: str | os.PathLike[str], protocol: str = "") -> list[Dis
 
     Args:
         source: files, as for `rows.find_files`.
-        protocol: protocol of the rows that name none; "" to tell it by their tags.
+        protocol: protocol of rows that name none; "" infers the protocol from their tags.
 
     Raises:
-        UserError: as for `iterate_records`, or no row of several can be learned.
+        UserError: a file cannot be read, a row is damaged, or no row can be learned.
     """
     records: list[DistilledRecord] = []
     counts = Counts()
@@ -194,12 +202,12 @@ def read_records(source: str | os.PathLike[str], protocol: str = "") -> list[Dis
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """What a person should know about the rows of some files.
+    """Counts of left-out rows and inferred protocols, which are logged for the user.
 
     Attributes:
-        left_out: reason -> rows that are left out for it, and the places of the first two.
-        told: protocol -> records whose tags told it.
-        tags: protocol -> tags by which it was told.
+        left_out: reason -> number of left-out rows, and positions of the first two.
+        told: inferred protocol -> number of records.
+        tags: inferred protocol -> tags from which it was inferred.
     """
 
     left_out: dict[str, tuple[int, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
@@ -215,7 +223,7 @@ class Counts:
             self.tags[found.record.protocol].update(found.tags)
 
     def merge(self, later: Counts) -> None:
-        """Adds what was counted of later rows."""
+        """Adds the counts of later rows."""
         for reason, (number, where) in later.left_out.items():
             self._leave_out(reason, number, where)
         self.told.update(later.told)
@@ -227,19 +235,16 @@ class Counts:
         self.left_out[reason] = before + number, (*first, *where)[:2]
 
     def check_some(self) -> None:
-        """Raises UserError where rows are left out; called where no row is a record."""
+        """Raises `UserError` if rows are left out; call it if there is no record."""
         for reason, (_, where) in self.left_out.items():
             number = sum(number for number, _ in self.left_out.values())
             raise UserError(f"{where[0]}: {reason}; none of the {number} rows can be learned")
 
     def lines(self) -> list[str]:
-        """Returns a line for each protocol that tags told, and for each reason to leave rows out.
-
-        The first rows of a reason are named.
-        """
+        """Returns a line for each inferred protocol, and for each reason to leave rows out."""
         lines = [
             f"records that name no protocol: {number}, by their tags {name} "
-            f"({', '.join(sorted(self.tags[name]))}); set protocol if it is another"
+            f"({', '.join(sorted(self.tags[name]))}); set protocol if this is wrong"
             for name, number in self.told.items()
         ]
         for reason, (number, where) in self.left_out.items():

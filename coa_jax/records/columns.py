@@ -22,7 +22,7 @@ def columns_of(path: Path) -> dict[str, Any]:
     try:
         entries = [e for e in files.read_json_object(info).values() if isinstance(e, dict)]
     except RecursionError:
-        raise UserError(f"{info}: nested too deeply; mend or remove the file") from None
+        raise UserError(f"{info}: nested too deeply; correct or remove the file") from None
     return next((entry for entry in entries if entry.get("file_name") == path.name), {})
 
 

@@ -1,10 +1,10 @@
-"""Opens data sets of the Hugging Face hub and of TFDS, whose rows are read by their number.
+"""Opens data sets of the Hugging Face Hub and of TFDS, with random access to their rows.
 
     hf:NAME:CONFIG:SPLIT       hf:openai/gsm8k:main:train, hf:/data/my_set
     tfds:NAME:SPLIT            tfds:gsm8k:train, tfds:/data/tfds/my_set/1.0.0:test
 
-CONFIG may be left out where the data set has one only; SPLIT where the caller has a default.  A
-path is a local folder with data files, or a prepared TFDS folder.
+CONFIG may be omitted if the data set has a single one.  SPLIT may be omitted if the caller has a
+default.  NAME may be a path: of a local folder with data files, or of a prepared TFDS folder.
 """
 
 from __future__ import annotations
@@ -19,19 +19,19 @@ from coa_jax.storage import local
 
 
 def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> Any:
-    """Opens a data set with the ``datasets`` library, which keeps what it downloads.
+    """Opens a data set of the Hugging Face Hub with the ``datasets`` library.
 
-    ``HF_HUB_OFFLINE=1`` reads what is kept; ``HF_HOME`` says where, and ``HF_TOKEN`` opens gated
-    data sets.
+    The library caches downloads in ``$HF_HOME``.  ``HF_HUB_OFFLINE=1`` reads only the cache;
+    ``HF_TOKEN`` gives access to gated data sets.
 
     Args:
         source: ``hf:NAME:CONFIG:SPLIT``.
-        split: split that is taken where the source names none.
+        split: split to read if the source names none.
         revision: branch, tag or commit of the data set; "" for the newest.
-        setting: name of the setting that errors give beside the source.
+        setting: name of the setting, for errors; "" for none.
 
     Returns:
-        A ``datasets.Dataset``, whose rows stay in files until they are asked for.
+        A ``datasets.Dataset``, which reads its rows from files on access.
 
     Raises:
         UserError: the library is not installed, the hub cannot be reached, or there is no such
@@ -58,9 +58,12 @@ def open_tfds(source: str, split: str, data_dir: str = "", setting: str = "") ->
 
     Args:
         source: ``tfds:NAME:SPLIT``.
-        split: split that is taken where the source names none.
-        data_dir: where prepared data sets are; "" for ``TFDS_DATA_DIR``, or the library's own.
-        setting: name of the setting that errors give beside the source.
+        split: split to read if the source names none.
+        data_dir: folder of prepared data sets; "" for ``$TFDS_DATA_DIR`` or the library's default.
+        setting: name of the setting, for errors; "" for none.
+
+    Returns:
+        A sequence that reads its rows from files on access.
 
     Raises:
         UserError: the library is not installed, or there is no such data set or split.

@@ -1,8 +1,8 @@
-"""Rows of record files: which files a setting means, and the JSON value of a row by its number.
+"""Finds the files that a setting names, and reads the JSON value of a row by its number.
 
-A file is recognised by its first bytes, not by its name: parquet, a JSON list, or one JSON object a
-line.  Rows stay in their file until they are asked for: `open_rows` keeps where each row begins,
-16 bytes a row.  A row larger than `LONGEST` is refused before it is decoded.
+The first bytes of a file decide its kind, not its name: parquet, a JSON list, or one JSON object
+per line.  Rows are read on access: `open_rows` stores only the position of each row, 16 bytes per
+row.  A row larger than `LONGEST` is refused before it is decoded.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from coa_jax.records import tables
 from coa_jax.storage import local
 
 LONGEST = 16 << 20
-"""Bytes of a row; a trajectory of 32,768 tokens has about 150 kB."""
+"""Maximum size of a row in bytes; a trajectory of 32,768 tokens has about 150 kB."""
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".array_record")
 _LISTS = ("data", "rows", "records")  # keys under which a JSON object may hold its list of rows
@@ -42,9 +42,9 @@ class Row(NamedTuple):
 
     Attributes:
         path: the file.
-        number: line of a JSONL file; place in the list or table of the other files, from 1.
-        where: how messages name the row.
-        value: the JSON value.
+        number: line in a JSONL file; index in the list or table of another file; from 1.
+        where: position of the row for messages.
+        value: JSON value of the row.
     """
 
     path: Path
@@ -55,13 +55,13 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of a file, each read when it is asked for; pickling copies no row.
+    """The rows of a file, read on access; pickling copies no row.
 
     Attributes:
         path: the file.
-        size: how many rows there are.
-        read: gives the JSON value of the row at an index.
-        lines: line of each row in a JSONL file, from 1; None for files without lines.
+        size: number of rows.
+        read: returns the JSON value of the row at an index.
+        lines: line of each row in a JSONL file, from 1; None for other files.
     """
 
     path: Path
@@ -96,12 +96,12 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     """Returns the files that a setting names.
 
     Args:
-        source: a path or a URL; several with commas; a pattern with ``*``; a folder, of which all
-            files with one of `SUFFIXES` are taken; ``FOLDER/SPLIT`` of a TFDS data set; or a data
-            set of `records.data_sets`, whose name is returned as if it were a path.
+        source: a path or a URL; several of them with commas between; a pattern with ``*``; a
+            folder, for all its files with one of `SUFFIXES`; ``FOLDER/SPLIT`` of a TFDS data set;
+            or a data set of `records.data_sets`, whose name is returned as if it were a path.
 
     Raises:
-        UserError: a file is missing, or a folder holds files of several kinds.
+        UserError: a file is missing, or a folder has files of several kinds.
     """
     text = os.fspath(source)
     names = [text] if os.path.exists(text) else [name.strip() for name in text.split(",")]
@@ -111,25 +111,25 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
         if is_data_set(path) or (is_tfds(path.parent) and not path.exists()):
             files.append(path)
         elif path.is_dir() and is_tfds(path):
-            raise UserError(f"{path}: is a TFDS data set; name a split of it, as in {path}/train")
+            raise UserError(f"{path}: is a TFDS data set; name its split, as in {path}/train")
         elif path.is_dir():
             files += _in_folder(path)
         elif any(sign in name for sign in "*?[") and not path.exists():
             found = sorted(map(Path, glob.glob(name)))
             if not found:
-                raise UserError(f"{name}: no file has such a name; mend the pattern")
+                raise UserError(f"{name}: no file matches; correct the pattern")
             files += found
         else:
             files.append(path)
     if not files:
-        raise UserError("no data file is named; give the path of one")
+        raise UserError("no data file is named; give the path of a file")
     return files
 
 
 def _in_folder(folder: Path) -> list[Path]:
     if (folder / "dataset_info.json").is_file():
         raise UserError(
-            f"{folder}: may hold the same records in several files (it has a dataset_info.json); "
+            f"{folder}: may have the same records in several files (it has a dataset_info.json); "
             "name the file to read"
         )
     found = [p for p in sorted(folder.iterdir()) if p.suffix in SUFFIXES and p.name[0] not in "._"]
@@ -160,7 +160,7 @@ def open_rows(path: Path) -> Rows:
     """Opens a file of rows.
 
     Raises:
-        UserError: the file cannot be read, or is damaged where its rows begin and end.
+        UserError: the file cannot be read, or is so damaged that its rows cannot be separated.
     """
     if is_data_set(path) or (is_tfds(path.parent) and not path.exists()):
         return Rows(path, *tables.data_set(path))
@@ -184,7 +184,7 @@ def open_rows(path: Path) -> Rows:
 
 
 def _first_character(file: IO[bytes]) -> bytes:
-    """Returns the first byte that is not white space, and goes back to the beginning."""
+    """Returns the first byte that is not white space, and seeks to the beginning."""
     found = b""
     while not found:
         chunk = file.read(_CHUNK)
@@ -229,9 +229,9 @@ def _line(path: Path, starts: np.ndarray, index: int) -> Any:
 
 
 def _document(file: IO[bytes], line: bytes) -> list[Any] | None:
-    """Returns the rows of a file that is one JSON object, which may stand on several lines.
+    """Returns the rows of a file that is a single JSON object, possibly on several lines.
 
-    None where the first line is a row.  The file is then as it was.
+    The result is None if the first line is a row.  The position in the file is then unchanged.
     """
     try:
         return _wrapped(jsonl.loads(line.removeprefix(codecs.BOM_UTF8).decode()))
@@ -251,7 +251,7 @@ def _document(file: IO[bytes], line: bytes) -> list[Any] | None:
 
 
 def _wrapped(value: Any) -> list[Any] | None:
-    """Returns the list of rows that an object only wraps, or None."""
+    """Returns the list of rows in an object with only this list; None for another value."""
     if isinstance(value, dict) and len(value) == 1:
         ((key, rows),) = value.items()
         if key in _LISTS and isinstance(rows, list):
@@ -274,7 +274,7 @@ def _span(path: Path, spans: np.ndarray, index: int) -> Any:
 
 
 def _list_spans(path: Path, file: IO[bytes]) -> Iterator[tuple[int, int]]:
-    """Yields the bytes [start, end) of each item of a JSON list, which is never read as a whole."""
+    """Yields the byte range [start, end) of each item of a JSON list, without reading it whole."""
     bom = len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
     file.seek(bom)
     reader = io.TextIOWrapper(file, encoding="utf-8", newline="")

@@ -1,8 +1,8 @@
-"""Files and data sets whose libraries read a row by its number: parquet, ArrayRecord, TFDS, hub.
+"""Random access to rows of parquet, ArrayRecord, TFDS and the Hugging Face Hub.
 
-Each function opens one kind and returns how many rows there are, and a function that reads one.
-That function can be sent to another process, where the file is opened again.  A file that was
-written anew is opened anew: its `stamp` is part of what is remembered.
+Each function opens one kind of file or data set, and returns the number of rows and a function that
+reads the row at an index.  This function can be pickled; another process opens the file again.
+Open files are cached by path and `stamp`, so a rewritten file is opened again.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from coa_jax.installed import missing
 from coa_jax.records.data_sets import open_hub, open_tfds
 
 Opened = tuple[int, Callable[[int], Any]]
-"""Number of rows, and what reads the row at an index."""
+"""Number of rows, and a function that reads the row at an index."""
 
-_HELD = 1 << 30  # bytes of decoded parquet that stay in memory
+_HELD = 1 << 30  # maximum bytes of decoded parquet in memory
 
 
 def stamp(path: Path) -> str:
-    """A text that changes when the file, or the data set that the path names, is written anew."""
+    """Returns a text that changes when the file or data set that the path names is rewritten."""
     if str(path).startswith("hf:"):
         return str(_hub(path)._fingerprint)
     if str(path).startswith("tfds:"):
-        return ""  # TFDS has its version in the name
+        return ""  # the name of a TFDS data set includes its version
     status = (path if path.exists() else path.parent / "dataset_info.json").stat()
     return f"{status.st_size}:{status.st_mtime_ns}"
 
@@ -43,7 +43,7 @@ def array_record(path: Path) -> Opened:
     """Opens an ArrayRecord file whose records are JSON.
 
     Raises:
-        UserError: it is no such file.
+        UserError: the file is not an ArrayRecord file.
     """
     seen = stamp(path)
     try:
@@ -74,8 +74,8 @@ def _array_record_row(path: Path, seen: str, index: int) -> Any:
 def parquet(path: Path) -> Opened:
     """Opens a parquet file.
 
-    Parquet is decoded a row group at a time.  Of a file that has more than 1 GiB decoded, only some
-    groups stay in memory, and rows in random order are slow to read.
+    Parquet is decoded one row group at a time.  If the decoded file has more than 1 GiB, only some
+    row groups stay in memory, and reading rows in random order is slow.
 
     Raises:
         UserError: pyarrow is not installed, or the file is damaged.
@@ -105,7 +105,7 @@ def _parquet_row(path: Path, seen: str, ends: np.ndarray, held: int, index: int)
 
 @functools.lru_cache(maxsize=64)
 def _row_groups(path: Path, seen: str, held: int) -> Callable[[int], Any]:
-    """Gives row groups of a file as Arrow tables, of which ``held`` stay in memory."""
+    """Returns a function that reads row groups as Arrow tables, and caches ``held`` of them."""
     import pyarrow.parquet
 
     @functools.lru_cache(maxsize=held)
@@ -123,7 +123,7 @@ def data_set(path: Path) -> Opened:
     """Opens ``hf:NAME:CONFIG:SPLIT``, ``tfds:NAME:SPLIT`` or ``FOLDER/SPLIT`` of TFDS.
 
     Raises:
-        UserError: see `open_hub` and `open_tfds`.
+        UserError: a library is not installed, or there is no such data set, configuration or split.
     """
     if str(path).startswith("hf:"):
         return len(_hub(path)), functools.partial(_hub_row, path)

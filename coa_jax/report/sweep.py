@@ -1,10 +1,11 @@
-"""Sets the runs of a sweep beside each other.
+"""Compares the runs of a sweep in a table and in curves.
 
-The directory holds runs as subdirectories ``NAME-SEED``; runs of one name are repetitions of one
-setting.  A run's evaluation is in its ``summary.json`` or in ``evaluate/summary.json`` below it.
-Where a run has several phases (``sft`` and then ``rl``), the last one is what is compared.
-Prints the table and writes ``report/index.html`` and ``sweep.json`` beside the runs, with the
-curves of training, averaged over the repetitions.  Runs may still be under way.
+The directory has a subdirectory ``NAME-SEED`` for each run; runs of the same name are repetitions
+of a setting.  The evaluation of a run is in its ``summary.json`` or ``evaluate/summary.json``.  If
+runs have several phases (``sft`` and then ``rl``), the last phase is compared.
+
+The command prints the table.  Beside the runs it writes ``report/index.html``, with training curves
+averaged over the repetitions, and ``sweep.json``.  Runs may still be in progress.
 """
 
 from __future__ import annotations
@@ -44,13 +45,14 @@ _CHARTS = (
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """What one run left.
+    """The results of a run.
 
     Attributes:
-        name, seed: of its directory ``NAME-SEED``; without a number at the end the seed is empty.
-        rows: of the phase in metrics.jsonl, by step.
-        result: the block of its last stage in summary.json; None before it was measured.
-        phase: the last that any run of the name has begun; "" if none has written a row.
+        name: name of the run in the name of its directory, ``NAME-SEED``.
+        seed: seed in the name of the directory; "" without a number at the end.
+        rows: rows of ``phase`` in metrics.jsonl, by step.
+        result: block of the last stage in summary.json; None without an evaluation.
+        phase: last phase that any run of this name has begun; "" without metrics.
     """
 
     name: str
@@ -62,18 +64,22 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A setting: the mean over its runs, and their lowest and highest.
+    """A setting with statistics over its runs; a measured run has an evaluation.
 
     Attributes:
-        name: of the setting.
-        phase: of training that ``reward``, ``steps`` and ``gap`` are of; "" if there is none.
-        runs, measured: how many there are, and how many have been evaluated.
-        pass_at_1, low, high: of the measured runs; None without one.
-        deviation: standard deviation over the measured runs; None below two.
-        tasks: tasks of an evaluation.
-        tokens_per_task, format_valid: means over the measured runs.
+        name: name of the setting.
+        phase: training phase of ``reward``, ``steps`` and ``gap``; "" without metrics.
+        runs: number of runs.
+        measured: number of measured runs.
+        pass_at_1: mean pass@1 of the measured runs; None without any.
+        low: lowest pass@1 of the measured runs; None without any.
+        high: highest pass@1 of the measured runs; None without any.
+        deviation: standard deviation of pass@1; None for fewer than two measured runs.
+        tasks: number of tasks of an evaluation.
+        tokens_per_task: mean number of tokens per task over the measured runs.
+        format_valid: mean share of samples that obey the protocol over the measured runs.
         reward: mean reward over the last quarter of the steps.
-        steps: that every run which has begun the phase has reached.
+        steps: smallest number of steps of a run that has begun the phase.
         gap: largest difference of log-probabilities between sampler and trainer in any step.
     """
 
@@ -94,13 +100,13 @@ class Row:
 
 
 def read_runs(parent: Path) -> list[Run]:
-    """The runs below a directory, by name and seed.
+    """Reads the runs in a directory, sorted by the names of their subdirectories.
 
     Raises:
-        UserError: there is no such directory, or no run in it.
+        UserError: the directory does not exist, or has no run.
     """
     if not parent.is_dir():
-        raise UserError(f"{parent}: no such directory; give the one that holds the runs")
+        raise UserError(f"{parent}: no such directory; give the directory of the runs")
     runs = [run for path in sorted(parent.iterdir()) if (run := _read(path)) is not None]
     if not runs:
         raise UserError(
@@ -111,7 +117,7 @@ def read_runs(parent: Path) -> list[Run]:
 
 
 def _of_last_phase(runs: Sequence[Run]) -> list[Run]:
-    """The runs with the rows of one phase for each name, whose steps are counted alike."""
+    """Reduces the rows of each run to the last phase of its name, so that steps are comparable."""
     phases: dict[str, tuple[str, ...]] = {}
     for run in runs:
         begun = tuple(dict.fromkeys(map(_phase_of, run.rows)))
@@ -137,7 +143,7 @@ def _read(path: Path) -> Run | None:
         return None
     blocks = files.read_json_object(summaries[0]) if summaries else {}
     measured = {k: v for k, v in blocks.items() if isinstance(v, Mapping) and "pass_at_1" in v}
-    # The last stage of a pipeline is what the run is about.
+    # The result of a pipeline is that of its last stage.
     last = max(measured, key=lambda k: STAGES.index(k) if k in STAGES else len(STAGES), default="")
     name, seed = re.fullmatch(r"(.+?)(?:-(\d+))?", path.name).groups(default="")  # type: ignore[union-attr]
     rows = jsonl.read_objects(metrics)
@@ -145,7 +151,7 @@ def _read(path: Path) -> Run | None:
 
 
 def summarize(runs: Sequence[Run]) -> list[Row]:
-    """A row for each name, the best first; names without an evaluation come last."""
+    """Returns a row for each name, the best first; names without an evaluation come last."""
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         groups[run.name].append(run)
@@ -178,7 +184,7 @@ def _row(name: str, runs: Sequence[Run]) -> Row:
 
 
 def curves(runs: Sequence[Run], metric: str) -> list[Series]:
-    """A metric over the steps, a line for each name: the mean of the runs that have the step."""
+    """Curves of a metric over the steps: for each name the mean of the runs with this step."""
     lines = []
     for name in dict.fromkeys(run.name for run in runs):
         points: dict[float, list[float]] = defaultdict(list)
@@ -212,8 +218,8 @@ def build_sweep(parent: Path) -> tuple[Path, list[Row]]:
             '<h2 id="results">Results</h2>',
             _html_table(rows),
             '<p class="dim">Means over the repetitions; the bar reaches from the lowest to the '
-            "highest of them. Training reward: over the last quarter of the steps. Steps, training "
-            "reward and curves are of the last phase of a setting, which its row names.</p>",
+            "highest repetition. Training reward: mean over the last quarter of the steps. Steps, "
+            "training reward and curves belong to the phase in the row.</p>",
             '<h2 id="curves">Curves</h2><p class="dim">By step, averaged over the repetitions.</p>',
             *(_charts(phase, runs) for phase in dict.fromkeys(run.phase for run in runs)),
         ],
@@ -237,7 +243,7 @@ def _charts(phase: str, runs: Sequence[Run]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """The rows for a terminal."""
+    """Formats the rows as a table for a terminal."""
     width = max(4, *(len(row.name) for row in rows))
     lines = [
         f"{'name':{width}}  runs  pass@1  lowest  highest  tokens  format  training reward  gap",

@@ -2,9 +2,9 @@
 
     coa-jax watch --workdir=runs/rl
 
-The command only reads files of the run directory: it may be started and ended at any time, and it
-may run on another machine that mounts the directory.  Without a terminal, or with ``--once``, it
-prints the current state and ends.  Of a run in a bucket it shows what was uploaded last, without
+The command only reads files of the run directory.  It may be started and ended at any time, and may
+run on another machine that mounts the directory.  Without a terminal, or with ``--once``, it prints
+the current state and ends.  For a run in a bucket, it shows the state of the last upload, without
 trajectories.
 """
 

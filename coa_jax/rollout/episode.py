@@ -56,6 +56,19 @@ class Episode:
         strict: bool = False,
         frames: Frames | None = None,
     ):
+        """Starts the episode of a sample.
+
+        Args:
+            task_id: id of the task.
+            sample_id: number of the sample.
+            question: question of the task.
+            protocol: protocol of the sample.
+            prompt: token ids of the prompt.
+            table: bytes of each token.
+            end_tokens: ids of the tokens that end a turn.
+            strict: whether the first broken rule of the protocol ends the episode.
+            frames: text around tool results in a format of turns; None otherwise.
+        """
         self.task_id, self.sample_id, self.question = task_id, sample_id, question
         self.protocol = protocol
         self.tokens: list[int] = list(prompt)
@@ -273,7 +286,13 @@ class Episode:
     def finish(
         self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
     ) -> Trajectory:
-        """Returns the finished trajectory."""
+        """Returns the finished trajectory.
+
+        Args:
+            stop_reason: why the episode ended.
+            gold: accepted answers.
+            metadata: JSON values.
+        """
         self._end_text()
         for segment in self._parser.finish():
             self._add_span(segment)

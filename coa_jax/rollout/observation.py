@@ -130,7 +130,16 @@ def frame_length(tokenizer: Any, protocol: Protocol) -> int:
 def frame_tokens(
     tokenizer: Any, protocol: Protocol, frame: tuple[str, str] | None = None
 ) -> tuple[list[int], list[int]]:
-    """Returns the ids before and after the body of an observation; see `encode_observation`."""
+    """Encodes the text around the body of an observation, see `encode_observation`.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        protocol: protocol of the episode.
+        frame: (text before the body, text after the body); None for the protocol's own.
+
+    Returns:
+        Token ids before and after the body.
+    """
     head, tail = frame or frames_of(tokenizer, protocol)[::2]
     return _frame_ids(tokenizer, protocol, head), _frame_ids(tokenizer, protocol, tail)
 

@@ -41,7 +41,7 @@ class Scheduler:
         on_text: Callable[[Arrival], None] | None,
         on_tokens: Callable[[int], None] | None = None,
     ):
-        """Takes over an engine whose slots are all free; see `run_episodes`."""
+        """Takes over an engine whose slots are all free; for the arguments see `run_episodes`."""
         if config.constrain and engine.constraint is None:
             raise ValueError("config.constrain is set, but the engine has no constraint")
         self.engine, self.episodes, self.config = engine, episodes, config

@@ -39,7 +39,7 @@ class Choice:
 
 
 def part(event: Event) -> dict[str, Any]:
-    """Returns the author of a piece of an agent's trajectory, and the call that it answers."""
+    """Describes a piece of a trajectory: its author and, for a tool's result, the call."""
     described: dict[str, Any] = {"author": event.author.name.lower()}
     if event.call is not None:
         call = event.call

@@ -84,6 +84,14 @@ class Completion(Episode):
     """A sample without tools, which ends at a stop string, an end token or its limit."""
 
     def __init__(self, visit: Visit, sample: int, table: TokenTable, ends: frozenset[int]):
+        """Starts a sample.
+
+        Args:
+            visit: the client's request in the rollout loop.
+            sample: number of the sample.
+            table: bytes of each token.
+            ends: ids of the tokens that end the text.
+        """
         super().__init__(
             task_id=visit.task.id,
             sample_id=sample,

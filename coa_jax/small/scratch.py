@@ -110,12 +110,12 @@ def write_policy(
 def template_words(
     records: Sequence[DistilledRecord], prompt: Prompt, share: float = 0.1
 ) -> frozenset[str]:
-    """Returns the capitalised words of the records that are not names: see `common_words`.
+    """Returns the capitalised words that many records share, e.g. "Step", and that are not names.
 
     Args:
         records: the records.
-        prompt: how the records' questions are put to the policy.
-        share: minimum share of the records with the word.
+        prompt: format of the prompts made from the questions.
+        share: minimum share of the records that contain a word.
     """
     return frozenset(common_words(_texts(records, prompt), share))
 

@@ -1,8 +1,8 @@
 """Files and folders by URL: local paths, buckets (``gs://``, ``s3://``) and models of the Hub.
 
-Everything below works with local paths.  An input is copied first (`local`, `model_folder`), an
-output is uploaded in the end (`output`), and the directory of a run has a local mirror
-(`run_folder`, which `coa_jax.run_dir` opens).  docs/storage.md says what is written when.
+The other packages work with local paths.  `local` and `model_folder` copy an input to a local path,
+`output` uploads a local file or folder at the end, and `run_folder` gives a run directory a local
+mirror, which `coa_jax.run_dir` opens.  docs/storage.md describes when files are uploaded.
 """
 
 from coa_jax.storage.copies import exists, local, output, shown, upload, version

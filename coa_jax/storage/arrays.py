@@ -1,4 +1,4 @@
-"""Where Orbax puts checkpoints: local folders, mounted buckets, and buckets by URL."""
+"""Folders to which Orbax writes checkpoints: local, mounted buckets, and buckets by URL."""
 
 from __future__ import annotations
 
@@ -11,14 +11,15 @@ from coa_jax.storage.mirror import CHECKPOINTS, mirror_of
 from coa_jax.storage.places import file_system, is_url, join, scheme_of
 
 MOUNTS = ("gcsfuse", "s3fs", "goofys", "mountpoint-s3", "rclone", "blobfuse")
-"""What mounts buckets as folders, as it names itself in the table of mounts."""
+"""Names of the programs that mount buckets as folders, as in ``/proc/self/mountinfo``."""
 
 
 def checkpoints_of(path: Path) -> Path:
-    """Where a run's checkpoints are: in its bucket where its directory has a mirror.
+    """Returns the folder of a run's checkpoints.
 
     Args:
-        path: local folder of the run.
+        path: local folder of the run.  If it is the mirror of a bucket, the checkpoints are in the
+            bucket.
     """
     mirror = mirror_of(path)
     if mirror is None:
@@ -28,10 +29,10 @@ def checkpoints_of(path: Path) -> Path:
 
 
 def prepared(place: str | os.PathLike[str]) -> Any:
-    """The folder as Orbax takes it; a `pathlib.Path`, or an `epath.Path` for a URL."""
+    """Converts a place for Orbax: to a `pathlib.Path`, or to an `epath.Path` for a URL."""
     if not is_url(place):
         return Path(place).resolve()
-    file_system(scheme_of(os.fspath(place)))  # sets what the file systems of epath take over
+    file_system(scheme_of(os.fspath(place)))  # applies fsspec settings that epath uses too
     if scheme_of(os.fspath(place)) == "s3":
         _teach_orbax_s3()
     from etils import epath
@@ -40,7 +41,7 @@ def prepared(place: str | os.PathLike[str]) -> Any:
 
 
 def is_bucket(path: os.PathLike[str]) -> bool:
-    """Whether a folder is in a bucket, by URL or mounted: its renames are not atomic there."""
+    """Whether a folder is in a bucket, by URL or mounted; renames are not atomic in buckets."""
     if is_url(path):
         return True
     kinds = {}
@@ -58,10 +59,10 @@ def is_bucket(path: os.PathLike[str]) -> bool:
 
 @functools.cache
 def _teach_orbax_s3() -> None:
-    """Lets Orbax hand ``s3://`` to TensorStore, which has a driver for it.
+    """Patches Orbax to use TensorStore's driver for ``s3://``.
 
-    Orbax writes metadata to any URL of etils.epath but knows the drivers of local files and Google
-    Cloud Storage only.  These three functions are where it chooses the driver.
+    Orbax writes metadata to any URL of etils.epath, but uses only TensorStore's drivers for local
+    files and Google Cloud Storage.  The three patched functions choose the driver.
     """
     from orbax.checkpoint._src.path import gcs_utils
     from orbax.checkpoint._src.serialization import tensorstore_utils
@@ -77,13 +78,13 @@ def _teach_orbax_s3() -> None:
 
 
 def _s3_driver(path: str) -> dict[str, Any]:
-    """TensorStore's description of a folder on S3, or of a store that speaks its protocol."""
+    """TensorStore's spec of a folder on S3, or on a store with the same protocol."""
     bucket, _, inside = path.removeprefix("s3://").partition("/")
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": inside}
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
         region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         spec |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
     if "AWS_ACCESS_KEY_ID" in os.environ:
-        # Or it complains about each file of credentials that is not there.
+        # Otherwise TensorStore logs a warning for each missing file of credentials.
         spec["aws_credentials"] = {"type": "environment"}
     return spec

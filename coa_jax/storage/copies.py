@@ -18,14 +18,14 @@ from coa_jax.errors import UserError
 from coa_jax.storage.places import file_system, is_url, join, scheme_of, telling
 
 PART = ".part-"
-"""Between the name of a file and the place of a further part of it."""
+"""Separates the name of a file from the offset of a further part in the names of objects."""
 
 _shown: dict[str, str] = {}
-"""Local folder -> the URL that it stands for."""
+"""Local folder -> the URL that messages show instead."""
 
 
 def shown(text: str | os.PathLike[str]) -> str:
-    """A message, or a path, with URLs in place of the local folders that stand for them."""
+    """Replaces local copies and mirrors in a message or a path by their URLs."""
     text = os.fspath(text)
     for folder, url in _shown.items():
         text = text.replace(folder, url)
@@ -33,35 +33,36 @@ def shown(text: str | os.PathLike[str]) -> str:
 
 
 def stands_for(folder: Path, url: str) -> None:
-    """Notes that messages name ``url`` where they would name a local folder."""
+    """Registers that messages show ``url`` instead of a local folder."""
     _shown[str(folder)] = url.rstrip("/")
 
 
 def own_folder() -> Path:
-    """Our folder in the temporary folder (``TMPDIR``); no other user may write to it.
+    """Creates this user's folder in the temporary folder (``TMPDIR``), private to the user.
 
     Raises:
-        UserError: somebody else owns what is there.
+        UserError: another user owns the folder.
     """
     path = Path(tempfile.gettempdir()) / f"coa_jax-{os.getuid()}"
     path.mkdir(mode=0o700, parents=True, exist_ok=True)
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
-        raise UserError(f"{path}: belongs to somebody else; set TMPDIR to a folder of your own")
+        raise UserError(f"{path}: belongs to another user; set TMPDIR to a folder of your own")
     return path
 
 
 def local(place: str, leave_out: str = "") -> str:
-    """The local path of an input: what is in a bucket is copied first, anything else is as it was.
+    """Returns the local path of an input; an input in a bucket is copied first.
 
-    A copy is made once on each host, and anew when the object has changed.
+    Each host copies an object once, and again after the object has changed.
 
     Args:
-        place: a file; a folder, which is copied whole; or a pattern with ``*``.
-        leave_out: pattern of the names of files that stay where they are.
+        place: local path or URL of a file, of a folder (which is copied whole), or a pattern with
+            ``*``.
+        leave_out: pattern of the names of files that are not copied.
 
     Raises:
-        UserError: the place cannot be read, or nothing is there.
+        UserError: the place cannot be read, or has no files.
     """
     if not is_url(place):
         return place
@@ -79,14 +80,14 @@ def local(place: str, leave_out: str = "") -> str:
             root, _, result = inside.rpartition("/")
         found = {n: info for n, info in found.items() if not fnmatch.fnmatch(n, leave_out)}
         if not found:
-            raise UserError(f"{place}: nothing is there; mend the address")
+            raise UserError(f"{place}: there is no such file or folder; correct the address")
         folder = _folder_of(f"{scheme_of(url)}://{root}")
         _copy(fs, found, root, folder)
     return str(folder / result)
 
 
 def _objects(fs: Any, inside: str) -> dict[str, Any]:
-    """The object of a name and its parts, or those below it: name -> what the store says of it."""
+    """Objects of a file (with its parts) or of a folder: name -> metadata from the store."""
     with contextlib.suppress(FileNotFoundError):
         info = fs.info(inside)
         if info["type"] == "file":
@@ -105,7 +106,7 @@ def _folder_of(url: str) -> Path:
 
 
 def _copy(fs: Any, found: Mapping[str, Any], root: str, folder: Path) -> None:
-    """Copies objects to a folder unless it has them; several processes may do so at a time."""
+    """Copies new and changed objects to a folder; a lock lets one process copy at a time."""
     with locked(folder / ".lock"):
         marks_file = folder / ".marks"
         marks = files.read_json_object(marks_file, None) if marks_file.exists() else {}
@@ -127,11 +128,11 @@ def _copy(fs: Any, found: Mapping[str, Any], root: str, folder: Path) -> None:
 
 
 def joined(whole: str, sizes: Mapping[str, int]) -> list[str]:
-    """The objects that a file consists of, see `coa_jax.storage.mirror`.
+    """Names of the objects that make up a file, in order; see `coa_jax.storage.mirror`.
 
     Args:
-        whole: name of the first one.
-        sizes: bytes of all objects, by name.
+        whole: name of the file, which is the name of its first object.
+        sizes: sizes of all objects in bytes, by name.
     """
     pieces, end = [whole], sizes[whole]
     while (name := f"{whole}{PART}{end:015d}") in sizes and sizes[name]:
@@ -141,15 +142,19 @@ def joined(whole: str, sizes: Mapping[str, int]) -> list[str]:
 
 
 def _mark(info: Mapping[str, Any]) -> str:
-    """What changes with the content of an object."""
+    """A text that changes when the content of an object changes."""
     return f"{info.get('size')} {info.get('generation') or info.get('ETag') or info.get('mtime')}"
 
 
 def version(place: str) -> str:
-    """What changes with the content of a file: of a URL without a copy of it.
+    """Returns a text that changes when the content of a file changes; a URL is not copied.
+
+    Args:
+        place: local path or URL of the file.
 
     Raises:
-        UserError: it is not there.
+        UserError: the object of a URL does not exist or cannot be read.
+        OSError: the local file does not exist.
     """
     if not is_url(place):
         found = Path(place).expanduser().resolve()
@@ -159,7 +164,7 @@ def version(place: str) -> str:
 
 
 def exists(url: str) -> bool:
-    """Whether there is an object of this name.
+    """Whether an object or a folder exists at a URL.
 
     Raises:
         UserError: the bucket cannot be read.
@@ -170,7 +175,7 @@ def exists(url: str) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds the lock of a local file, which ends with the process."""
+    """Holds a lock on a local file; the lock ends at the latest with the process."""
     with open(path, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -178,13 +183,13 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def output(place: str) -> Iterator[Path]:
-    """A local path for a file or a folder to be written, which is uploaded in the end.
+    """Yields a local path to write a file or folder to, which is uploaded at the end.
 
     Args:
-        place: a local path, which is given as it is, or a URL; whatever is below it is replaced.
+        place: a local path, which is yielded unchanged, or a URL, whose objects are replaced.
 
     Raises:
-        UserError: the upload fails; the files are gone then.
+        UserError: the upload fails; the local files are removed nevertheless.
     """
     if not is_url(place):
         yield Path(place)
@@ -198,7 +203,7 @@ def output(place: str) -> Iterator[Path]:
 
 
 def upload(path: Path, url: str) -> None:
-    """Uploads a file, or a folder whose old objects that are not in it go afterwards."""
+    """Uploads a file or a folder; objects that the new folder lacks are removed afterwards."""
     fs, inside = file_system(scheme_of(url)), url.partition("://")[2]
     with telling(url):
         if path.is_file():

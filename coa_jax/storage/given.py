@@ -1,4 +1,4 @@
-"""Checks of the places that a command line gives, before the command does anything else."""
+"""Checks the paths and URLs of a command line, before the command does anything else."""
 
 from __future__ import annotations
 
@@ -11,29 +11,29 @@ from coa_jax.storage.places import check, is_url
 
 _SCHEME = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*)://")
 _PLACE = re.compile(r"(?:\w+:)?(?P<url>[A-Za-z][A-Za-z0-9+.-]*://.*)")
-"""A URL, perhaps behind the name of a reader, as in ``aime:gs://bucket/aime.jsonl``."""
+"""A URL, optionally after the name of a reader, as in ``aime:gs://bucket/aime.jsonl``."""
 
 _NAMES_FILES = re.compile(
     r"(?:--|.*\.)(?:workdir|replay|out|output|copy|model|policy|data|validation|tasks|source|traces"
     r"|files|corpus|path|folder|pass_rates|private_tests|prompt_style)"
 )
-"""Flags and settings whose values name files."""
+"""Flags and settings whose values are paths or URLs of files."""
 _LOCAL_ONLY = re.compile(r".*(?:\.store\.path|\.cache)|--copy")
-"""Those of files that several processes write at a time, and of files for an editor."""
+"""Flags and settings that allow only local paths: several processes write to these files at a time,
+or a person edits them."""
 
 
 def check_places(values: Mapping[str, Any], *, ask: bool = True) -> None:
-    """Refuses addresses that cannot be opened, and asks the store of every other one.
+    """Checks that every URL among the values can be opened.
 
-    An http address is fine for a service and refused where a file belongs.
+    An http URL is valid for a service, but not for a file.
 
     Args:
         values: flag with its dashes, or dotted setting (``--config.model``) -> value.
-        ask: whether stores are asked.
+        ask: whether to send a request to each store, see `places.check`.
 
     Raises:
-        UserError: a value is, or holds, an address that nothing here can open, or its store
-            refuses; see `places.check`.
+        UserError: a value contains a URL that cannot be opened, or its store refuses access.
     """
     for name, value in values.items():
         if ".mcp." in name:
@@ -52,11 +52,11 @@ def _check_place(name: str, place: str, ask: bool) -> None:
         return
     whole = _PLACE.fullmatch(place)
     if whole is None or not whole["url"].startswith(found[0]):
-        raise UserError(f"{name}={place}: {found[0]} stands in the middle; mend the address")
+        raise UserError(f"{name}={place}: a URL must begin with {found[0]}; correct the address")
     try:
         is_url(whole["url"])  # refuses a scheme that nothing opens
         if _LOCAL_ONLY.fullmatch(name) or not names_files:
-            raise UserError(f"{place}: only a local path will do here")
+            raise UserError(f"{place}: this setting needs a local path")
         if ask:
             check(whole["url"])
     except UserError as error:

@@ -1,6 +1,6 @@
 """Models of the Hugging Face Hub by their id, ``Org/Name`` or ``Org/Name@revision``.
 
-huggingface_hub does the work: its cache, tokens, ``HF_ENDPOINT`` and offline mode hold here too.
+Downloads use huggingface_hub, with its cache, tokens, ``HF_ENDPOINT`` and offline mode.
 """
 
 from __future__ import annotations
@@ -23,7 +23,12 @@ _WEIGHTS = ("*.safetensors",)
 
 
 def hub_id(place: str | os.PathLike[str]) -> tuple[str, str | None] | None:
-    """(``Org/Name``, revision or None) of a Hub id; None for a URL or what exists locally."""
+    """Parses a Hub id.
+
+    Returns:
+        ``Org/Name`` and the revision (None without one); None for a URL, and for a local path that
+        exists.
+    """
     text = os.fspath(place)
     found = _ID.fullmatch(text)
     if found is None or os.path.exists(text):
@@ -32,17 +37,17 @@ def hub_id(place: str | os.PathLike[str]) -> tuple[str, str | None] | None:
 
 
 def model_folder(place: str | os.PathLike[str], *, weights: bool = True) -> Path:
-    """The local folder, or GGUF file, of a model.
+    """Returns the local folder, or GGUF file, of a model.
 
-    A model of the Hub is downloaded to the cache of huggingface_hub, whose locks let one of several
-    processes do it.  The safetensors of a bucket stay there, see `weights_apart`.
+    A model of the Hub is downloaded to the cache of huggingface_hub, which lets one process
+    download at a time.  The safetensors files of a bucket are not copied, see `weights_apart`.
 
     Args:
-        place: a local path, a URL, or an id of the Hub.
-        weights: whether the tensors are needed; if not, only what describes the model is there.
+        place: a local path, a URL, or a Hub id.
+        weights: whether the weights are needed; if not, only config and tokenizer are downloaded.
 
     Raises:
-        UserError: there is no such model, or it may not be read.
+        UserError: the model does not exist, or access is refused.
     """
     text = os.fspath(place)
     if is_url(text):
@@ -54,7 +59,7 @@ def model_folder(place: str | os.PathLike[str], *, weights: bool = True) -> Path
 
     patterns = [*_DESCRIPTION, *(_WEIGHTS if weights else ())]
     with _telling(text):
-        # In a subfolder are other formats of the same weights.
+        # Subfolders contain other formats of the same weights.
         folder = snapshot_download(
             name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
         )
@@ -64,12 +69,12 @@ def model_folder(place: str | os.PathLike[str], *, weights: bool = True) -> Path
 
 @dataclasses.dataclass(frozen=True)
 class RemoteFiles:
-    """Files elsewhere, of which ranges of bytes are read.
+    """Files in a bucket, from which ranges of bytes can be read.
 
     Attributes:
-        url: the folder that they are in, for messages.
-        root: the folder, as the file system names it.
-        names: names of the files in it.
+        url: URL of the folder of the files, for messages.
+        root: path of the folder in the file system.
+        names: names of the files in the folder.
         fs: the fsspec file system.
     """
 
@@ -79,10 +84,15 @@ class RemoteFiles:
     fs: Any = dataclasses.field(repr=False)
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Bytes of a file.
+        """Reads the bytes ``[start, stop)`` of a file.
+
+        Args:
+            name: name of the file in the folder.
+            start: first byte.
+            stop: byte after the last.
 
         Raises:
-            UserError: see `places.telling`.
+            UserError: the store refuses access or cannot be reached, see `places.telling`.
         """
         if stop <= start:
             return b""
@@ -92,14 +102,14 @@ class RemoteFiles:
 
 
 def weights_apart(place: str | os.PathLike[str], folder: Path) -> RemoteFiles | None:
-    """The safetensors of a model whose weights are not in its local folder; None if they are.
+    """Returns the safetensors files of a model in a bucket; None if the model is not in a bucket.
 
     Args:
-        place: the model, see `model_folder`.
-        folder: its local folder.
+        place: path, URL or Hub id of the model, see `model_folder`.
+        folder: local folder of the model.
 
     Raises:
-        UserError: the place cannot be read.
+        UserError: the bucket cannot be read.
     """
     text = os.fspath(place)
     if not is_url(text):
@@ -112,7 +122,7 @@ def weights_apart(place: str | os.PathLike[str], folder: Path) -> RemoteFiles | 
 
 @contextlib.contextmanager
 def _telling(text: str) -> Iterator[None]:
-    """Turns what the Hub answers into a `UserError`."""
+    """Converts errors of huggingface_hub to `UserError`."""
     from huggingface_hub import errors
 
     nothing = f"{text}: there is no such folder here, and "
@@ -127,32 +137,32 @@ def _telling(text: str) -> Iterator[None]:
         raise UserError(f"{text}: the model has no such revision on the Hub") from error
     except errors.RepositoryNotFoundError as error:
         raise UserError(
-            nothing + "the Hub has no such model, or shows it only to others; mend the name, or "
+            nothing + "the Hub has no such model, or the model is private; correct the name, or "
             "set HF_TOKEN"
         ) from error
     except (errors.OfflineModeIsEnabled, errors.LocalEntryNotFoundError) as error:
         raise UserError(
-            nothing + "its files are not in the cache of the Hub, which cannot be reached now; "
+            nothing + "its files are not in the cache of the Hub, and the Hub cannot be reached; "
             "check the path, the network and HF_HUB_OFFLINE"
         ) from error
     except errors.HTTPError as error:
         reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{text}: the Hub refuses ({reason})") from error
+        raise UserError(f"{text}: the Hub refuses the request ({reason})") from error
 
 
 def push_model(folder: Path, name: str, message: str) -> str:
-    """Uploads a folder as a model of the Hub, which is made if need be.
+    """Uploads a folder as a model of the Hub; a new model is created if necessary.
 
     Args:
-        folder: with the files of the model.
-        name: ``Org/Name``.
-        message: of the commit.
+        folder: folder with the files of the model.
+        name: id of the model, ``Org/Name``.
+        message: message of the commit.
 
     Returns:
-        The address of the commit.
+        The URL of the commit.
 
     Raises:
-        UserError: the name is no id, or the Hub refuses.
+        UserError: the name is not a Hub id, or the Hub refuses the upload.
     """
     from huggingface_hub import HfApi
 
@@ -165,14 +175,14 @@ def push_model(folder: Path, name: str, message: str) -> str:
 
 
 def check_push(name: str) -> None:
-    """Refuses what is no id of the Hub, and a Hub that nobody is known to.
+    """Checks that a model can be uploaded under a name, without a request to the Hub.
 
     Raises:
-        UserError: says what to change.
+        UserError: the name is not a Hub id, the Hub is in offline mode, or there is no token.
     """
     found = _ID.fullmatch(name)
     if found is None or found["revision"]:
-        raise UserError(f"--push={name}: give an id of the Hub, Org/Name")
+        raise UserError(f"--push={name}: give a Hub id, Org/Name")
     from huggingface_hub import constants, get_token
 
     if constants.HF_HUB_OFFLINE:

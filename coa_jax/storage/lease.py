@@ -1,8 +1,9 @@
-"""The lease of a run directory in a bucket, which has no locks: one object with its holder.
+"""The lease of a run directory in a bucket: an object that names the run that may write.
 
-The holder writes the object again every quarter of `seconds()`.  Whoever finds that it has not
-changed for `seconds()`, by his own clock, takes the lease over; one whose holder was on this host
-and is gone is taken over at once.
+A lease replaces a lock, which buckets do not have.  Its holder rewrites the object every quarter of
+`seconds()`.  Another run takes the lease over if the object does not change for `seconds()`, by the
+clock of the other run.  It takes the lease over at once if the holder was a process of the same
+host that has ended.
 """
 
 from __future__ import annotations
@@ -26,18 +27,23 @@ NAME = "lease.json"
 
 
 def seconds() -> float:
-    """Silence after which a holder counts as dead (``COA_JAX_LEASE_SECONDS``, 60 by default)."""
+    """Seconds without renewal after which a lease is free (``$COA_JAX_LEASE_SECONDS``, or 60)."""
     return seconds_of("COA_JAX_LEASE_SECONDS", 60.0)
 
 
 class Lease:
-    """A lease that this process holds, until `close`."""
+    """A lease that this process holds until `close`."""
 
     def __init__(self, url: str):
-        """Takes the lease of a directory; waits for as long as a dead holder may look alive.
+        """Takes the lease of a directory.
+
+        If there is a lease, this waits up to `seconds()` to see whether its holder renews it.
+
+        Args:
+            url: URL of the run directory.
 
         Raises:
-            UserError: another run holds it, or the bucket cannot be written.
+            UserError: another run holds the lease, or the bucket cannot be written.
         """
         self.url, self._seconds = url, seconds()
         self._fs = file_system(scheme_of(url))
@@ -60,23 +66,26 @@ class Lease:
                 )
             waited = time.monotonic() - since
             if waited >= self._seconds:
-                logging.warning("%s: its last run fell silent; taking its lease over", self.url)
+                logging.warning(
+                    "%s: the last run does not renew its lease; taking the lease over", self.url
+                )
                 break
             time.sleep(min(0.5, self._seconds / 20))
         with telling(self.url):
             if now is not None:
                 self._fs.rm_file(self._path)
-            # A store that cannot refuse to overwrite has the last writer as the holder.
+            # In a store without conditional writes, the last writer becomes the holder.
             with contextlib.suppress(FileExistsError):
                 self._write("create")
                 self._settle()
         if self._read_token() != self._token:
             raise UserError(
-                f"workdir {self.url}: another run has just taken it; choose another --workdir"
+                f"workdir {self.url}: another run has just taken this directory; choose another "
+                "--workdir"
             )
 
     def _settle(self) -> None:
-        """Gives a run that saw the same moment the time to write."""
+        """Waits so that a run that takes the lease at the same time can write its object."""
         time.sleep(min(0.2, self._seconds / 20))
 
     def _read(self) -> dict[str, Any] | None:
@@ -109,21 +118,21 @@ class Lease:
         while not self._closing.wait(self._seconds / 4):
             try:
                 self._look()
-            except Exception as error:  # `check` raises it again where it matters
-                logging.warning("%s: its lease is not renewed: %s", self.url, error)
+            except Exception as error:  # a later `check` raises an error if the problem persists
+                logging.warning("%s: cannot renew the lease: %s", self.url, error)
 
     def _look(self) -> None:
         if self._read_token() != self._token:
-            self._lost = f"workdir {self.url}: another run has taken it over; this one ends"
+            self._lost = f"workdir {self.url}: another run has taken the lease over; this run ends"
             return
         with telling(self.url):
             self._write("overwrite")
 
     def check(self) -> None:
-        """Makes sure that this process still holds the lease, before it writes.
+        """Checks that this process still holds the lease; called before every write.
 
         Raises:
-            UserError: it does not, because it was silent for too long.
+            UserError: another run has taken the lease over, because it was not renewed in time.
         """
         if not self._lost and time.monotonic() - self._renewed > self._seconds / 2:
             self._look()
@@ -131,7 +140,7 @@ class Lease:
             raise UserError(self._lost)
 
     def close(self) -> None:
-        """Gives the lease back."""
+        """Releases the lease."""
         self._closing.set()
         self._thread.join()
         with contextlib.suppress(UserError, FileNotFoundError):
@@ -141,13 +150,13 @@ class Lease:
 
 
 def _place() -> str:
-    """Names the machine since its start and its space of process numbers."""
+    """Identifies the machine, its last boot and its PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _started(pid: int) -> str:
-    """When a process of this machine started; "" if it is gone."""
+    """Start time of a process of this machine; "" if the process has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:

@@ -1,13 +1,14 @@
 """The local mirror of a run directory in a bucket.
 
-A run reads and writes local files in the temporary folder, which may be appended to, renamed and
-locked; `Mirror.sync` brings the bucket to the same state.  Objects can only be written whole, so a
-file that has grown is kept in parts: the object of its name, and then ``NAME.part-OFFSET``, each
-written anew until it has `WHOLE` bytes.  A part counts only where the ones before it end.  Thus a
-reader, and a run that goes on after a kill between two writes, sees a file as it was at some
-moment.
+A run reads and writes local files in the temporary folder, where it can append, rename and lock.
+`Mirror.sync` uploads the changes to the bucket.
 
-Checkpoints are no part of the mirror: Orbax writes them to the bucket itself.
+An object can only be written whole, so a growing file is stored in parts: first the object NAME,
+then objects ``NAME.part-OFFSET``.  The last part is rewritten as it grows, until it has `WHOLE`
+bytes.  A part is valid only if its offset is the end of the part before it.  A reader, and a run
+that resumes after a kill between two writes, therefore always sees an earlier state of the file.
+
+Checkpoints are not mirrored: Orbax writes them directly to the bucket.
 """
 
 from __future__ import annotations
@@ -34,10 +35,10 @@ from coa_jax.storage.copies import PART, joined, own_folder, stands_for
 from coa_jax.storage.places import file_system, is_url, scheme_of, seconds_of, telling
 
 WHOLE = 8 << 20
-"""Bytes from which on a part of a growing file is complete."""
+"""Size in bytes from which on a part of a growing file is not rewritten."""
 CHECKPOINTS = "checkpoints"
 NAMES_ONLY = ("traces", "tensorboard", "profile", "model", "model-adapters")
-"""Folders of which a run that goes on needs the names of files, and not their content."""
+"""Folders of which a resumed run needs only the names of the files."""
 
 
 @dataclasses.dataclass
@@ -45,9 +46,10 @@ class _Chunk:
     """An object with a part of a file.
 
     Attributes:
-        name: of the object.
-        offset, size: the bytes of the file that it has.
-        crc: checksum of these bytes; 0 where they were not read.
+        name: name of the object.
+        offset: offset of the part in the file, in bytes.
+        size: size of the part, in bytes.
+        crc: CRC-32 of the part; 0 if it was not read.
     """
 
     name: str
@@ -58,7 +60,12 @@ class _Chunk:
 
 @dataclasses.dataclass
 class _File:
-    """What the bucket has of a file, and the local file of that moment."""
+    """The state of a file in the bucket.
+
+    Attributes:
+        chunks: the objects of the file, in order.
+        seen: inode, size and modification time of the local file when it was uploaded last.
+    """
 
     chunks: list[_Chunk]
     seen: tuple[int, int, int] | None = None
@@ -73,7 +80,7 @@ class Mirror:
     """
 
     def __init__(self, url: str):
-        """Makes an empty mirror, which is removed when the process ends."""
+        """Creates an empty mirror, which is removed when the process ends."""
         self.url = url.rstrip("/")
         self._fs = file_system(scheme_of(self.url))
         self._root = self.url.partition("://")[2]
@@ -89,13 +96,12 @@ class Mirror:
     # --- from the bucket -------------------------------------------------------------------
 
     def fill(self, names_only: Iterable[str] = (), *, own: bool = False) -> None:
-        """Brings the local folder to the state of the bucket.
+        """Downloads the state of the bucket to the local folder.
 
         Args:
-            names_only: first parts of names whose files are made empty here, and left as they are
-                in the bucket.
-            own: whether this process is the one that writes: it removes parts that a killed run
-                has left behind.
+            names_only: top-level folders whose files are created empty and not downloaded.
+            own: whether this process writes to the bucket; if so, it removes invalid parts that a
+                killed run has left.
 
         Raises:
             UserError: the bucket cannot be read.
@@ -125,7 +131,7 @@ class Mirror:
     def _fetch(self, file: _File, path: Path) -> None:
         first, *rest = file.chunks
         self._fs.get_file(f"{self._root}/{first.name}", str(path))
-        # The object may have been written anew since it was listed.
+        # The object may have been rewritten after it was listed.
         first.size, first.crc = path.stat().st_size, _checksum(path)
         for number, chunk in enumerate(rest, 1):
             if chunk.offset != path.stat().st_size:
@@ -139,12 +145,12 @@ class Mirror:
     # --- to the bucket ---------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Brings the bucket to the state of the local folder; returns when it is there.
+        """Uploads the state of the local folder to the bucket, and waits until this is done.
 
-        Names that begin with a dot are left out: files that are not finished, and locks.
+        Files whose names begin with a dot are left out: they are unfinished files and locks.
 
         Raises:
-            UserError: the bucket cannot be written, or another run has taken the directory over.
+            UserError: the bucket cannot be written, or another run has taken the lease over.
         """
         with self._syncing:
             if self.lease is not None:
@@ -179,11 +185,11 @@ class Mirror:
         except FileNotFoundError:
             if path.exists():
                 raise
-            # It was removed meanwhile, and goes from the bucket with the next `sync`.
+            # The file was removed meanwhile: the next `sync` removes it from the bucket.
 
     def _put_whole(self, relative: str, path: Path, file: _File | None) -> None:
         size = path.stat().st_size
-        # A file that goes on growing while it is sent is sent up to here.
+        # A file that grows during the upload is uploaded up to this size.
         with open(path, "rb") as data:
             if size <= WHOLE:
                 block = data.read(size)
@@ -198,7 +204,7 @@ class Mirror:
         self._files[relative] = _File([_Chunk(relative, 0, size, crc)])
 
     def _put_rest(self, relative: str, path: Path, file: _File) -> None:
-        """Sends what a file has grown by, and what has changed before."""
+        """Uploads the part of a file from its first change on, usually only new bytes."""
         with open(path, "rb") as data:
             keep = len(file.chunks)
             while keep and not self._is_same(data, file.chunks[keep - 1]):
@@ -219,7 +225,7 @@ class Mirror:
         return _checksum_of(data, chunk.size) == chunk.crc
 
     def _remove(self, chunks: Iterable[_Chunk]) -> None:
-        """Removes objects, the last part first, so that the rest is always a file's beginning."""
+        """Removes objects, the last part first, so that a beginning of the file remains."""
         for chunk in sorted(chunks, key=lambda chunk: -chunk.offset):
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(f"{self._root}/{chunk.name}")
@@ -227,13 +233,13 @@ class Mirror:
     # --- the run ---------------------------------------------------------------------------
 
     def open(self, *, active: bool) -> None:
-        """Begins a run in the directory: takes the lease, fills the mirror, and syncs from now on.
+        """Begins a run: takes the lease, downloads the directory, and starts regular uploads.
 
         Args:
-            active: whether this process is the first of the run, which holds the lease.
+            active: whether this is the first process of the run, which holds the lease.
 
         Raises:
-            UserError: see `leases.Lease` and `fill`.
+            UserError: another run holds the lease, or the bucket cannot be read or written.
         """
         if active:
             self.lease = leases.Lease(self.url)
@@ -242,10 +248,10 @@ class Mirror:
         self._beat = _Beat(self)
 
     def close(self) -> None:
-        """Ends the run: sends what is left, and gives the lease back.
+        """Ends the run: uploads the last changes, and releases the lease.
 
         Raises:
-            UserError: see `sync`.
+            UserError: the bucket cannot be written, or another run has taken the lease over.
         """
         if self._beat is not None:
             self._beat.stop()
@@ -259,7 +265,7 @@ class Mirror:
 
 
 class _Beat:
-    """Syncs a mirror again and again in the background."""
+    """A background thread that uploads the changes of a mirror every `interval()` seconds."""
 
     def __init__(self, mirror: Mirror):
         self._mirror, self._over = mirror, threading.Event()
@@ -270,8 +276,8 @@ class _Beat:
         while not self._over.wait(interval()):
             try:
                 self._mirror.sync()
-            except Exception as error:  # the next `sync` of the run itself raises it again
-                logging.warning("%s: not up to date: %s", self._mirror.url, error)
+            except Exception as error:  # the run's next `sync` raises it if the problem persists
+                logging.warning("%s: cannot upload changes now: %s", self._mirror.url, error)
 
     def stop(self) -> None:
         self._over.set()
@@ -279,12 +285,16 @@ class _Beat:
 
 
 def interval() -> float:
-    """Seconds between two syncs (``COA_JAX_SYNC_SECONDS``, 15 by default): what a kill can lose."""
+    """Seconds between two uploads (``$COA_JAX_SYNC_SECONDS``, or 15): a kill can lose this time."""
     return seconds_of("COA_JAX_SYNC_SECONDS", 15.0)
 
 
 def _files_of(objects: Iterable[tuple[str, int]]) -> tuple[dict[str, _File], list[str]]:
-    """(Files by name, names of parts that do not count) of objects, which are (name, bytes)."""
+    """Groups objects, given as (name, bytes), into files.
+
+    Returns:
+        Files by name, and the names of objects that are invalid parts.
+    """
     sizes = dict(objects)
     files, used = {}, set[str]()
     for whole in (name for name in sizes if PART not in name):
@@ -323,7 +333,10 @@ def _has_grown(before: tuple[int, int, int], now: tuple[int, int, int]) -> bool:
 
 
 def _new_folder() -> tuple[Path, int]:
-    """A folder for a mirror, and its lock, by which a later process tells that this one is gone."""
+    """Creates a folder for a mirror, and locks it.
+
+    The lock ends with the process: a later process removes folders that nobody locks.
+    """
     root = own_folder() / "mirrors"
     root.mkdir(exist_ok=True)
     for old in root.iterdir():
@@ -336,7 +349,7 @@ def _new_folder() -> tuple[Path, int]:
 
 
 def _remove_own(folder: Path, owner: int) -> None:
-    if os.getpid() == owner:  # and not in a worker that was forked
+    if os.getpid() == owner:  # not in a forked worker
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -344,7 +357,7 @@ def _remove_if_left(folder: Path) -> None:
     try:
         lock = os.open(folder / ".lock", os.O_RDWR)
     except OSError:
-        return  # it is being made
+        return  # the folder is just being created
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
@@ -360,10 +373,14 @@ _mirrors: dict[Path, Mirror] = {}
 
 
 def run_folder(place: str | os.PathLike[str]) -> Path:
-    """The local folder of a run directory; for a URL an empty mirror, which `RunDir` fills.
+    """Returns the local folder of a run directory.
+
+    Args:
+        place: a local path or a URL.  For a URL the folder is an empty mirror, which `RunDir`
+            fills.
 
     Raises:
-        UserError: the URL has no scheme or names no bucket that can be used.
+        UserError: the scheme of the URL is not supported, or its store cannot be used.
     """
     if not is_url(place):
         return Path(place)
@@ -377,7 +394,7 @@ def run_folder(place: str | os.PathLike[str]) -> Path:
 
 
 def mirror_of(path: str | os.PathLike[str]) -> Mirror | None:
-    """The mirror that a local path lies in; None for any other path."""
+    """Returns the mirror that contains a local path; None if there is none."""
     path = Path(path)
     return next((_mirrors[p] for p in (path, *path.parents) if p in _mirrors), None)
 
@@ -386,14 +403,14 @@ def mirror_of(path: str | os.PathLike[str]) -> Mirror | None:
 def visited(
     place: str | os.PathLike[str], names_only: Iterable[str] = NAMES_ONLY
 ) -> Iterator[Path]:
-    """The local folder of a run, which may be going on; what is written there is sent in the end.
+    """Yields the local folder of a run, which may be in progress, and uploads changes at the end.
 
     Args:
         place: directory of the run, a local path or a URL.
-        names_only: see `Mirror.fill`.
+        names_only: top-level folders that are not downloaded, see `Mirror.fill`.
 
     Raises:
-        UserError: the place cannot be read, nothing is there, or it cannot be written.
+        UserError: the directory does not exist, or cannot be read or written.
     """
     path = run_folder(place)
     mirror = mirror_of(path)
@@ -402,6 +419,6 @@ def visited(
         return
     mirror.fill(names_only)
     if not any(path.iterdir()):
-        raise UserError(f"{os.fspath(place)}: nothing is there; mend the address")
+        raise UserError(f"{os.fspath(place)}: there is no run directory; correct the address")
     yield path
     mirror.sync()

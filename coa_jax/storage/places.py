@@ -1,7 +1,7 @@
-"""Places by URL: which store a URL names, its file system, and one line for what goes wrong there.
+"""Stores by URL: their schemes and file systems, and one-line messages for their errors.
 
-The file systems are those of fsspec.  Orbax reaches buckets through them too (by etils.epath); they
-add ranges of bytes and creation of objects that must not exist, which etils.epath lacks.
+The file systems are those of fsspec.  Orbax uses them too, through etils.epath, which lacks two of
+their functions: reading ranges of bytes, and creating an object only if it does not exist.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coa_jax.errors import UserError
 from coa_jax.installed import missing
 
 SCHEMES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
-"""Scheme of a bucket -> its package, and the extra of setup.py that brings the package."""
+"""Scheme of a bucket -> its package, and the extra of setup.py that installs the package."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CREDENTIALS = {
@@ -38,7 +38,7 @@ _UNREACHED = (
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
-    """Whether a place is in a bucket.
+    """Whether a place is the URL of a bucket, and not a local path.
 
     Raises:
         UserError: the URL has a scheme that is not supported.
@@ -60,19 +60,19 @@ def scheme_of(url: str) -> str:
 
 
 def join(url: str, *names: str) -> str:
-    """A URL below another one."""
+    """Appends names to a URL or path, with slashes between them."""
     return "/".join([url.rstrip("/"), *names])
 
 
 @functools.cache
 def file_system(scheme: str) -> Any:
-    """The fsspec file system of a scheme.
+    """Returns the fsspec file system of a scheme.
 
     Raises:
-        UserError: its package is not installed, or it finds no credentials.
+        UserError: the package of the file system is not installed, or there are no credentials.
     """
     package, extra = SCHEMES[scheme]
-    # Other hosts write too.  The instances that etils.epath makes obey this as well.
+    # No caches of listings, because other hosts write too; this applies to etils.epath as well.
     import fsspec
 
     for name in (scheme, "gcs") if scheme == "gs" else (scheme,):
@@ -82,7 +82,7 @@ def file_system(scheme: str) -> Any:
             found = fsspec.filesystem(scheme)
     except ImportError:
         raise missing(f"a place that begins with {scheme}://", package, extra) from None
-    # They print a traceback for each request that fails at last, which is raised as well.
+    # These packages log a traceback for each failed request, in addition to the exception.
     for name in ("gcsfs", "gcsfs.retry", "s3fs"):
         logging.getLogger(name).setLevel(logging.CRITICAL)
     return found
@@ -90,11 +90,14 @@ def file_system(scheme: str) -> Any:
 
 @contextlib.contextmanager
 def telling(url: str) -> Iterator[None]:
-    """Turns what a store answers into a `UserError` about a URL; other errors pass.
+    """Converts errors of a store to `UserError`; other exceptions pass.
+
+    Args:
+        url: URL that the message names.
 
     Raises:
-        UserError: there is no such bucket or object, it is forbidden, there are no credentials, or
-            the store is out of reach.
+        UserError: the bucket or object does not exist, access is forbidden, there are no
+            credentials, or the store cannot be reached.
     """
     try:
         yield
@@ -107,9 +110,9 @@ def telling(url: str) -> Iterator[None]:
 
 
 def _reason(url: str, error: Exception) -> str | None:
-    """What is wrong and what to do about it; None for an error that is none of a store."""
+    """Explains an error and its remedy; None if a store did not cause the error."""
     if isinstance(error, OSError) and error.filename is not None:
-        return None  # of a local file: a full disk, for example
+        return None  # an error of a local file, such as a full disk
     scheme, causes = scheme_of(url), list(_chain(error))
     names = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
     text = " ".join(str(error).split())[:200]
@@ -117,13 +120,13 @@ def _reason(url: str, error: Exception) -> str | None:
     if names & set(_UNKNOWN) or re.search(r"\b401\b|Anonymous caller|InvalidAccessKeyId", text):
         return f"no valid credentials ({text}); {credentials}"
     if "PermissionError" in names or re.search(r"\b403\b|Forbidden|AccessDenied", text):
-        return f"permission denied ({text}); ask for the right to read, write, list and delete"
+        return f"permission denied ({text}); ask for permission to read, write, list and delete"
     if "FileNotFoundError" in names or re.search(r"\b404\b|NoSuchBucket", text):
-        return "there is no such bucket or object; mend the address, or make the bucket"
+        return "there is no such bucket or object; correct the address, or create the bucket"
     if names & set(_UNREACHED):
-        return f"the store is out of reach ({text}); check the network, then run the command again"
+        return f"the store cannot be reached ({text}); check the network, and run the command again"
     if isinstance(error, OSError) or names & {"HttpError", "ClientError", "BotoCoreError"}:
-        return f"the store refuses ({type(error).__name__}: {text})"
+        return f"the store refuses the request ({type(error).__name__}: {text})"
     return None
 
 
@@ -134,19 +137,22 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def check(url: str) -> None:
-    """Asks the store for a URL, which need not be there, so that faults show at the start.
+    """Sends a request for a URL, so that errors of its store show at the start of a command.
+
+    Args:
+        url: a URL, whose object need not exist; a local path passes.
 
     Raises:
-        UserError: see `telling`.
+        UserError: the bucket does not exist, cannot be reached, or refuses access.
     """
     if not is_url(url):
         return
-    # The folder before the first part that is a pattern.
+    # Of a pattern, check the folder before the first wildcard.
     fixed = re.split(r"[*?\[]", url.partition("://")[2])[0]
     place = fixed.rpartition("/")[0] if fixed != url.partition("://")[2] else fixed.rstrip("/")
     bucket = place.partition("/")[0]
     if not bucket:
-        raise UserError(f"{url}: no bucket is named; give {scheme_of(url)}://BUCKET/FOLDER")
+        raise UserError(f"{url}: the bucket is missing; give {scheme_of(url)}://BUCKET/FOLDER")
     fs = file_system(scheme_of(url))
     with telling(url):
         try:
@@ -156,10 +162,10 @@ def check(url: str) -> None:
 
 
 def check_writable(url: str) -> None:
-    """Writes an object below a URL and removes it.
+    """Checks that objects can be written below a URL, by writing an object and removing it.
 
     Raises:
-        UserError: see `telling`.
+        UserError: the bucket does not exist, cannot be reached, or refuses access.
     """
     check(url)
     fs = file_system(scheme_of(url))
@@ -172,8 +178,8 @@ def check_writable(url: str) -> None:
 def _check_bucket(fs: Any, url: str, bucket: str) -> None:
     if not fs.exists(bucket):
         raise UserError(
-            f"{url}: there is no bucket {bucket!r}, or these credentials may not see it; make it "
-            "or mend the address"
+            f"{url}: there is no bucket {bucket!r}, or these credentials have no access to it; "
+            "create the bucket, or correct the address"
         )
 
 

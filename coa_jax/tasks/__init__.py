@@ -159,8 +159,8 @@ def load_splits(
 ) -> dict[str, list[Task]]:
     """Loads tasks of several splits; each task is in only one of them.
 
-    Questions of a file without splits belong to every split. Those in ``validation`` are then
-    removed from ``train``.
+    Questions of a file without splits belong to every split. Questions that were chosen for another
+    split are then removed from ``train``.
 
     Args:
         source, seed: see `load_tasks`.

@@ -58,7 +58,8 @@ def with_level(asked: Sequence[Leveled], level: str, form: str = "") -> list[Lev
 
     Args:
         asked: tasks or records; the parts of records are rewritten in the format.
-        level, form: see `at_level`; "" keeps the present ones.
+        level: level of the protocols; "" keeps the present level.
+        form: format of the protocols; "" keeps the present format.
 
     Raises:
         UserError: the level or the format is unknown, or a record is in a format other than tags.
@@ -67,7 +68,16 @@ def with_level(asked: Sequence[Leveled], level: str, form: str = "") -> list[Lev
 
 
 def one_with_level(asked: Leveled, level: str, form: str = "") -> Leveled:
-    """One task or record as `with_level` returns it."""
+    """Returns a single task or record with another protocol level, or another format.
+
+    Args:
+        asked: a task or a record.
+        level: see `with_level`.
+        form: see `with_level`.
+
+    Raises:
+        UserError: see `with_level`.
+    """
     name = at_level(asked.protocol, level, form)
     changed: dict[str, Any] = {"protocol": name}
     if hasattr(asked, "parts"):

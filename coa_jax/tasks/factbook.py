@@ -238,7 +238,7 @@ _normal = functools.cache(normalize_answer)
 
 @functools.cache
 def items_of(split: str) -> tuple[Item, ...]:
-    """All programs of a split, each once, without those that give their answer away."""
+    """Returns the distinct programs of a split whose question does not contain the answer."""
     items: dict[Program, Item] = {}
     seen = frozenset() if split == "train" else _training_phrases()
     for program in _all_programs(split):
@@ -326,7 +326,16 @@ def _kind_weight(kind: str) -> float:
 
 
 def shares(total: int, weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
-    """Splits a total by weight, never more than a size; what one cannot take goes to others."""
+    """Distributes a number of items over kinds in proportion to weights.
+
+    Args:
+        total: number of items to distribute.
+        weights: weight of each kind.
+        sizes: maximum number of items of each kind; the other kinds get the rest.
+
+    Returns:
+        Number of items of each kind.
+    """
     counts = [0] * len(weights)
     for _ in range(min(total, sum(sizes))):
         open_ = [i for i, size in enumerate(sizes) if counts[i] < size and weights[i] > 0]

@@ -122,7 +122,16 @@ def _extreme(step: Comparison, values: list[str]) -> str | None:
 
 
 def compute(operation: str, a: str, b: str) -> str:
-    """The result of an operation of `OPERATIONS` on two numbers of the Factbook, as a text."""
+    """Computes the result of an operation on two numbers of the Factbook.
+
+    Args:
+        operation: one of `OPERATIONS`.
+        a: first number, as in the Factbook.
+        b: second number, as in the Factbook.
+
+    Returns:
+        The result as text.
+    """
     x, y = to_decimal(a), to_decimal(b)
     if operation == "ratio":
         return repr(round(float(x) / float(y), 2))

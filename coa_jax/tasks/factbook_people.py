@@ -48,13 +48,19 @@ _HASTY = 0.15  # share of questions that are typed without capital letters and q
 
 
 def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]:
-    """Loads what a source names, e.g. ``factbook_people:protocol=mhqa,topics=single/chain``.
+    """Loads the questions of a source, e.g. ``factbook_people:protocol=mhqa,topics=single/chain``.
 
-    ``topics`` keeps the shares of the topics it names.  ``wording=known`` or ``wording=new`` keeps
-    the questions with known templates, or those with held-out ones.
+    Args:
+        split: see `load_people`.
+        n: see `load_people`.
+        seed: see `load_people`.
+        source: the source with its options after a colon.  ``protocol`` is the protocol of the
+            tasks.  ``topics`` selects topics, whose shares stay in proportion.  ``wording=known``
+            selects questions with known templates, ``wording=new`` questions with held-out
+            templates.
 
     Raises:
-        UserError: see `load_people`, or an unknown option.
+        UserError: an option is unknown, or see `load_people`.
     """
     options = {"protocol": "generalist", "topics": "/".join(TOPICS), "wording": ""}
     for item in filter(None, (part.strip() for part in source.partition(":")[2].split(","))):

@@ -64,7 +64,7 @@ def run(programs, cpu_s, wall_s):
         errors.flush()
 
     def keep(number):
-        # High up and closed to what it starts, where a program does not meet it.
+        # A high number, which the program does not use; processes that it starts do not inherit it.
         return fcntl.fcntl(number, fcntl.F_DUPFD_CLOEXEC, limit - 8)
 
     def guarded_close(number):
@@ -79,7 +79,7 @@ def run(programs, cpu_s, wall_s):
                 pass
 
     def connect(reads, writes, complains):
-        # Whatever the program before has closed or replaced: it is there again.
+        # Restore the streams: the program before may have closed or replaced them.
         for number, end in enumerate((reads, writes, complains)):
             os.dup2(end, number)
         options = {"encoding": "utf-8", "closefd": False}

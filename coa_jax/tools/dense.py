@@ -71,6 +71,13 @@ class DenseIndex:
     """A search index by the cosine between the vectors of passages and query."""
 
     def __init__(self, passages: Sequence[Passage], vectors: np.ndarray, encoder: Encoder):
+        """Creates the index.
+
+        Args:
+            passages: the N passages.
+            vectors: vectors of the passages with norm 1, float32 ``[N, D]``.
+            encoder: encodes queries.
+        """
         self._passages, self._vectors, self._encoder = passages, vectors, encoder
 
     def __len__(self) -> int:

@@ -94,7 +94,13 @@ INVERTIBLE: tuple[str, ...] = tuple(r.key for r in _ALL if r.invertible)
 
 
 def state(relation: Relation, entity: str, value: str) -> str:
-    """Returns the passage text that states a fact; values of ``borders`` are joined by "; "."""
+    """Returns the passage text that states a fact.
+
+    Args:
+        relation: the relation.
+        entity: name of the entity.
+        value: value of the relation; values of ``borders`` are joined by "; ".
+    """
     return relation.sentence.format(entity=entity, value=value)
 
 

@@ -57,7 +57,13 @@ class Server(uvicorn.Server):
     """uvicorn with the limits of `Connections`; ``should_exit`` ends it."""
 
     def __init__(self, app: ASGIApp, limits: ConnectionLimits, log: RefusalLog):
-        """Sets a server up; ``serve([listener])`` runs it."""
+        """Creates a server; ``serve([listener])`` runs it.
+
+        Args:
+            app: the application.
+            limits: limits on connections.
+            log: log of rejected requests.
+        """
         connections = Connections(limits, log)
         config = uvicorn.Config(
             app,

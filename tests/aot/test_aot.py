@@ -137,7 +137,7 @@ def test_ppo_is_estimated_with_its_scores_its_critic_and_its_constraint():
     programs = {program["name"]: program for program in result["programs"]}
     engine = {"publish", "extend", "decode", "fork"}
     assert set(programs) == {"score", "values", "train", "critic"} | engine
-    assert "kinds there are only the tokenizer says" in result["unknown"]
+    assert "because the tokenizer is missing" in result["unknown"]
     # A forward pass over a micro-batch; causal attention needs half of the square.
     length, body, head = 128, 2 * (64 * 128 + 64 * 64 + 3 * 64 * 128), 512 * 64
     attention = 4 * 2 * 4 * 16 * length / 2
@@ -183,7 +183,7 @@ def test_what_does_not_fit_is_refused_with_the_figure_and_the_setting():
                             "--config.rows=1", "--config.row_length=16384")  # fmt: skip
     assert code == 1
     assert result["fits"] is False
-    assert "needs " in err and "GB a chip" in err and "mesh.fsdp" in err
+    assert "needs " in err and "GB per chip" in err and "mesh.fsdp" in err
     assert result["advice"] in err
 
 
@@ -328,7 +328,7 @@ def test_who_runs_out_of_memory_is_told_to_keep_less_where_that_helps(program, r
     config = rl_config(Path("m"), Path("t"), remat=remat)
     rows = [{"name": program, "bytes_per_chip": {"total": 90 * 10**9, "temporaries": 60 * 10**9}}]
     line = advice(config, rows, {"resume": 70 * 10**9}, 80e9, 0.1)
-    assert line.startswith(f"{program} needs 90.0 GB a chip, 72.0 GB are there")
+    assert line.startswith(f"{program} needs 90.0 GB per chip, and 72.0 GB are available")
     assert said in line
     assert ("remat" in line) == bool(said)
 

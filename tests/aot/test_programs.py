@@ -85,7 +85,7 @@ def test_figures_are_of_the_chips_that_work_and_all_of_several_hosts_do():
         "gpu:8xh100,1,4,1,2": "4 chips 4 at work 2 engines",
         "gpu:16xh100,1,-1,1,8": "16 chips 16 at work 2 engines",
         "gpu:16xh100,1,4,1,2": "mesh data=1, fsdp=4, tensor=1 has 4 of the 16 devices of 2 "
-        "processes, each of which needs its part",
+        "processes, but it must have all of them",
         "gpu:16xh100,1,1,16,0": "16 chips that decode together span hosts of --topology=gpu",
         "gpu:24xh100,1,-1,1,3": "3 chips that decode together span hosts of --topology=gpu",
     }

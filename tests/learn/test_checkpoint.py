@@ -106,7 +106,7 @@ def test_the_parameter_names_of_earlier_versions_are_refused_in_one_clear_line(t
             checkpoints.newest(made(0))
     (line,) = str(raised.value).splitlines()
     assert "checkpoint 3 has the parameters of an earlier version of coa_jax" in line
-    assert "export it with that version, or start in another workdir" in line
+    assert "export them with that version, or start in another workdir" in line
     assert numbers(tmp_path / "c") == {"3"}  # nothing is set aside
 
 
@@ -145,7 +145,7 @@ def test_the_newest_and_the_best_stay(tmp_path, caplog):
             checkpoints.save(step, made(step), {}, metrics={"validation/loss": loss, "x": 1.0})
         checkpoints.save(6, made(6), {}, metrics={"x": 1.0})
         checkpoints.wait()
-        assert caplog.text.count("can not be the best one") == 1
+        assert caplog.text.count("cannot be the best one") == 1
         assert "checkpoint 6" in caplog.text and "no metric 'validation/loss'" in caplog.text
         assert checkpoints.steps() == [2, 5, 6]
         assert checkpoints.best() == 2
@@ -222,7 +222,7 @@ def test_a_damaged_checkpoint_is_never_used(tmp_path, caplog, harm):
         assert restored is not None and restored.step == 1
         same(restored.state, made(1))
         assert "checkpoint 2 is damaged" in caplog.text
-        assert "going on from checkpoint 1" in caplog.text
+        assert "resuming from checkpoint 1" in caplog.text
         # The run writes its second step again.
         checkpoints.save(2, made(2), {"cursor": 2})
     assert {"1", "2", "damaged-2"} <= numbers(tmp_path / "c")

@@ -23,9 +23,9 @@ from coa_jax.learn.watch import QUIET, Watch, warnings_of
         ({"reward/masked_frac": 0.06}, "6% of the trajectories are masked .* no verdict"),
         (
             {"reward/masked_frac": 0.4, "masked/ungraded": 0.1, "masked/deadline": 0.3},
-            "40% of the trajectories are masked .* rollout.max_seconds ran out",
+            "40% of the trajectories are masked .* rollout.max_seconds was reached",
         ),
-        ({"loss": None}, "not a number"),
+        ({"loss": None}, "not finite"),
     ],
 )
 def test_a_row_that_is_bad_is_warned_of_and_its_neighbour_is_not(row, words):
@@ -64,8 +64,8 @@ def steady(name: str, *values: float) -> list[dict[str, float]]:
     ("rows", "step", "words"),
     [
         (steady("policy/entropy", *[1.0] * 5, 0.3, 0.19), 7, "entropy fell from 1 to 0.19"),
-        (steady("mismatch/abs_logp_mean", *[0.01] * 5, 0.029, 0.031), 7, "0.01 at first"),
-        (steady("validation/loss", 2.0, 1.0, 1.09, 1.2), 4, "its best 1 of step 2"),
+        (steady("mismatch/abs_logp_mean", *[0.01] * 5, 0.029, 0.031), 7, "0.01 at the start"),
+        (steady("validation/loss", 2.0, 1.0, 1.09, 1.2), 4, "its minimum 1 at step 2"),
     ],
 )
 def test_what_is_bad_beside_the_beginning_is_warned_of(rows, step, words):
@@ -84,7 +84,7 @@ def test_a_share_of_masked_trajectories_that_rises_is_warned_of():
     ((_, step, text),) = warnings_of(masking(0, 0.02, 0, 0.01, 0, 0.01, *[0.03, 0.1, 0.2] * 2))
     assert step == 11
     assert "9% of the trajectories of the last 5 steps are masked because of tool_fault" in text
-    assert "1% of the first 5" in text and "provoke what spares it a bad reward" in text
+    assert "1% of the first 5" in text and "cause failures that prevent a bad reward" in text
 
 
 @pytest.mark.parametrize(

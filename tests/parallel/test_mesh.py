@@ -126,7 +126,7 @@ def test_several_tpu_slices_are_refused():
 def test_chips_that_are_no_block_of_a_slice_are_refused():
     places = [(x, y, 0) for y in range(2) for x in range(2)]
     devices = [Device(n, "tpu", coords=place) for n, place in enumerate(places)]
-    with pytest.raises(UserError, match="has 3 chips that are no whole block of this TPU slice"):
+    with pytest.raises(UserError, match="has 3 chips that do not form a block of this TPU slice"):
         make_mesh(fsdp=3, devices=devices)
 
 
@@ -232,7 +232,7 @@ assert jax.device_count() == 8
 try:
     training_mesh(MeshConfig(1, 7, 1, rollout_devices=2), rollouts=True)
 except UserError as error:
-    assert "needs 7 devices, there are 6" in str(error), error
+    assert "needs 7 devices, and there are 6" in str(error), error
     assert "(beside 2 mesh.rollout_devices of each process)" in str(error), error
 assert training_mesh(MeshConfig(2, -1, 1, 1, 2), rollouts=True).devices.shape == (2, 3, 1)
 path, out = sys.argv[1:]

@@ -128,7 +128,7 @@ def test_processes_gather_in_order_and_a_killed_one_is_named(tmp_path):
     assert "error: process 0 ended with exit code 3" in done.stderr
     (line,) = lines(done.stderr, 0)
     assert re.match(
-        r"error: process 1 \(.*, pid \d+\) has not been heard from for [2345] s; its last words: "
+        r"error: process 1 \(.*, pid \d+\) has sent no heartbeat for [2345] s; its last activity: "
         r".*rollouts.*; run the same command again to continue$",
         line,
     )
@@ -170,7 +170,7 @@ def test_a_frozen_coordinator_is_named_though_its_service_does_not_answer(tmp_pa
     assert done.returncode == 3
     line = lines(done.stderr, 1)[-1]
     assert re.match(
-        r"error: process 0 \(.*, pid \d+\) has not been heard from for [2345] s; its last words: "
+        r"error: process 0 \(.*, pid \d+\) has sent no heartbeat for [2345] s; its last activity: "
         r"rollouts of step 3; run the same command again to continue$",
         line,
     )

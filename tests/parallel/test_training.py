@@ -224,9 +224,9 @@ def test_a_process_that_is_killed_during_a_rollout_is_named(folder):
     done = train(folder, "kill1", "kill1", 2, COA_JAX_LOST_SECONDS="5")
     assert done.returncode == 128 + 9
     assert "error: process 0 ended with exit code 3" in done.stderr
-    (line,) = [line for line in done.stderr.splitlines() if "has not been heard from" in line]
+    (line,) = [line for line in done.stderr.splitlines() if "has sent no heartbeat" in line]
     assert line.startswith("[0] error: process 1 (")
-    assert "its last words: rollouts of step 1" in line
+    assert "its last activity: rollouts of step 1" in line
 
 
 def test_so_is_the_one_that_coordinates(folder):

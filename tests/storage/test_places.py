@@ -121,7 +121,7 @@ def test_a_bucket_that_is_not_there_is_named(bucket):
     with pytest.raises(UserError, match=r"there is no bucket 'no-\w+', or these credentials"):
         storage.check(f"{url}/x")
     storage.check(f"{bucket}/not/there/yet")
-    with pytest.raises(UserError, match="nothing is there; mend the address"):
+    with pytest.raises(UserError, match="there is no such file or folder; correct the address"):
         storage.local(f"{bucket}/not/there/yet")
 
 
@@ -142,7 +142,7 @@ class NoCredentialsError(Exception):
         (OSError("Forbidden: https://storage.googleapis.com/b"), "permission denied"),
         (PermissionError(1, "Access Denied"), "permission denied"),
         (FileNotFoundError("b/no/o"), "there is no such bucket or object"),
-        (ConnectionError("Cannot connect to host"), "the store is out of reach"),
+        (ConnectionError("Cannot connect to host"), "the store cannot be reached"),
     ],
 )
 def test_what_a_store_answers_is_one_line(error, why):
@@ -164,7 +164,7 @@ def test_a_store_out_of_reach_is_said_so(clouds):
         endpoint_url=f"http://127.0.0.1:{free_port()}",
         config_kwargs={"retries": {"max_attempts": 0}},
     )
-    with pytest.raises(UserError, match="s3://b: the store is out of reach"), telling("s3://b"):
+    with pytest.raises(UserError, match="s3://b: the store cannot be reached"), telling("s3://b"):
         fs.ls("b")
 
 

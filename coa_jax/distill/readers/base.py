@@ -253,7 +253,16 @@ def scalar(value: Any, what: str) -> str:
 
 
 def need(record: Mapping[str, Any], key: str, where: str = "the record") -> Any:
-    """Returns the value of a key; raises `Malformed` if the key is missing."""
+    """Returns the value of a key.
+
+    Args:
+        record: a JSON object.
+        key: the key.
+        where: name of the object in the error.
+
+    Raises:
+        Malformed: the key is missing.
+    """
     if key not in record:
         raise Malformed(f"{where} lacks {key!r}")
     return record[key]

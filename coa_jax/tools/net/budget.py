@@ -27,14 +27,18 @@ class BudgetSpentError(UserError):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget(Bounded):
-    """Limits on the calls to a model.
+    """Limits on the calls to a model, over all processes of a run.
+
+    If a limit is reached, the run stops before the next call.
 
     Attributes:
         prices: (model, money per million prompt tokens, money per million completion tokens).
-        max_calls, max_total_tokens, max_money: limits after which the run stops before the next
-            call; 0 for no limit. The last two need a server that counts tokens.
-        max_per_second: calls that begin in a second, over all processes of the run; later calls
-            wait. 0 for no limit.
+        max_calls: maximum number of calls; 0 for no limit.
+        max_total_tokens: maximum number of prompt and completion tokens; 0 for no limit. Needs a
+            server that counts tokens.
+        max_money: maximum cost; 0 for no limit. Needs a server that counts tokens.
+        max_per_second: maximum number of calls that begin in a second; later calls wait. 0 for no
+            limit.
     """
 
     prices: tuple[tuple[Place, NotNegative, NotNegative], ...] = ()
@@ -67,7 +71,12 @@ class Budget(Bounded):
 class Spent:
     """The total cost of all calls so far.
 
-    ``unmetered`` counts the calls whose answers had no token counts.
+    Attributes:
+        calls: number of calls.
+        prompt: number of prompt tokens.
+        completion: number of completion tokens.
+        money: cost at the known price.
+        unmetered: number of calls whose answers had no token counts.
     """
 
     calls: int = 0
@@ -85,7 +94,12 @@ class Spent:
         return Spent(*(a + b for a, b in zip(mine, theirs, strict=True)))
 
     def add(self, row: Mapping[str, Any], price: tuple[float, float] | None) -> None:
-        """Adds a call (its numbers of ``prompt`` and ``completion`` tokens) at a price."""
+        """Adds a call.
+
+        Args:
+            row: numbers of ``prompt`` and ``completion`` tokens, see `counts_of`.
+            price: money per million prompt and completion tokens; None if unknown.
+        """
         prompt, completion = row["prompt"] or 0, row["completion"] or 0
         per_prompt, per_completion = price or (0.0, 0.0)
         self.calls += 1
@@ -97,13 +111,16 @@ class Spent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallBudget(Bounded):
-    """What may be spent on the calls of a tool, over all processes of a run.
+    """Limits on the calls of a tool, over all processes of a run.
+
+    The run stops before a call that would exceed a limit.
 
     Attributes:
         price: money per call.
-        max_calls, max_money: the run stops before a call that would exceed the limit; 0 for no
+        max_calls: maximum number of calls; 0 for no limit.
+        max_money: maximum cost; 0 for no limit.
+        max_per_second: maximum number of calls that begin in a second; later calls wait.  0 for no
             limit.
-        max_per_second: calls that begin in a second; later calls wait.  0 for no limit.
     """
 
     price: NotNegative = 0.0
@@ -118,7 +135,7 @@ class CallBudget(Bounded):
 
     @property
     def as_budget(self) -> Budget:
-        """The same limits as calls alone: a price per call makes money a number of calls."""
+        """The same limits as a number of calls, in which the price converts ``max_money``."""
         most = [self.max_calls] if self.max_calls else []
         most += [int(self.max_money / self.price)] if self.max_money else []
         if 0 in most:
@@ -128,14 +145,15 @@ class CallBudget(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """The run that pays: where its processes write what they spend, and what they had spent.
+    """The run to which costs are charged.
 
     Attributes:
-        folder: with a file for each process.
-        process, processes: this one, and how many there are.
-        before: name of a purse -> what all processes had spent when this one began.
-        own: the same of the processes that had this number.
-        now: the purses of this process, by what tells them apart -> name, what it has spent.
+        folder: folder with a file of costs for each process.
+        process: number of this process.
+        processes: number of processes.
+        before: name of a purse -> costs of all processes before this process began.
+        own: name of a purse -> costs of earlier processes with this process's number.
+        now: identity of a purse of this process -> its name and its costs.
     """
 
     folder: Path
@@ -146,13 +164,19 @@ class _Run:
     now: dict[int, tuple[str, Spent]] = dataclasses.field(default_factory=dict)
 
     def share(self, left: float) -> float:
-        """This process's part of what is left: whole calls and tokens, and any part of money."""
+        """This process's share of the remaining budget; a share of an integer is an integer."""
         if isinstance(left, int):
             return left // self.processes + (self.process < left % self.processes)
         return left / self.processes
 
     def write(self, purse: int, name: str, spent: Spent) -> None:
-        """Notes what a purse has spent."""
+        """Writes the costs of this process to its file.
+
+        Args:
+            purse: identity of the purse whose costs changed.
+            name: name of the purse.
+            spent: costs of the purse.
+        """
         with _lock:
             self.now[purse] = name, spent
             rows = dict(self.own)
@@ -170,17 +194,18 @@ _lock = threading.RLock()
 
 @contextlib.contextmanager
 def spending(folder: Path, process: int = 0, processes: int = 1) -> Iterator[None]:
-    """Makes the budgets of this process those of a run with a work directory.
+    """Context manager that charges the costs of this process to a run.
 
-    All processes must have entered before the first call: each reads what all have spent.
+    Each process reads the earlier costs of all processes, so all processes must have entered before
+    the first call.
 
     Args:
-        folder: where the processes of the run write what they spend.
-        process: number of this one.
-        processes: how many there are.
+        folder: folder in which the processes of the run store their costs.
+        process: number of this process.
+        processes: number of processes.
 
     Raises:
-        UserError: what has been spent cannot be read.
+        UserError: a file of costs cannot be read.
     """
     global _run
     told: dict[int, dict[str, Spent]] = {}
@@ -189,7 +214,7 @@ def spending(folder: Path, process: int = 0, processes: int = 1) -> Iterator[Non
         try:
             told[int(path.stem)] = {name: Spent(**row) for name, row in rows.items()}
         except (TypeError, ValueError):
-            raise UserError(f"{path}: does not say what a process has spent") from None
+            raise UserError(f"{path}: not a file with the costs of a process") from None
     before: dict[str, Spent] = {}
     for spent in told.values():
         for name, each in spent.items():
@@ -211,13 +236,13 @@ def spending(folder: Path, process: int = 0, processes: int = 1) -> Iterator[Non
 
 
 def purse_of(limits: Budget, name: str, model: str = "", where: str = "") -> Purse:
-    """What this process has spent under one budget, within the run that it is part of.
+    """Returns the purse of a budget in the current run; equal budgets share a purse.
 
     Args:
-        limits: what may be spent.
-        name: of what is paid for, such as the address of a server; a part of the purse's name.
-        model: its name in the prices.
-        where: what errors call the settings.
+        limits: limits on the calls.
+        name: name of the paid service, such as the URL of a server; a part of the purse's name.
+        model: name of the model in the prices; "" for a tool.
+        where: name of the settings in errors; "" for ``name``.
     """
     with _lock:
         key = (name, model, limits.prices, limits.max_calls, limits.max_total_tokens,
@@ -228,11 +253,11 @@ def purse_of(limits: Budget, name: str, model: str = "", where: str = "") -> Pur
 
 
 class Purse:
-    """The money and tokens spent on one model or tool; thread-safe.
+    """The costs of one model or tool in this process, with their limits; thread-safe.
 
     Attributes:
-        spent: the totals, to which calls of other processes may be added.
-        price: money per million prompt and completion tokens, if known.
+        spent: costs so far; a caller may add the costs of other processes.
+        price: money per million prompt and completion tokens; None if unknown.
     """
 
     def __init__(
@@ -244,13 +269,13 @@ class Purse:
             limits: limits on the calls.
             model: name of the model in the prices.
             where: name of the settings in error messages.
-            run: the run that pays; None for this process alone.
+            run: run to which the costs are charged; None for this process alone.
             name: name of the purse in the files of the run.
         """
         self.spent, self.price = Spent(), limits.price_of(model)
         self._limits, self._where, self._run, self._name = limits, where, run, name
         self._inside, self._lock = 0, threading.Lock()
-        self._written = 0  # calls that the file of the run counts already
+        self._written = 0  # calls that the file of costs includes already
         self._next = 0.0
         self._pause = (run.processes if run else 1) / (limits.max_per_second or math.inf)
         self._before = run.before.get(name, Spent()) if run else Spent()
@@ -284,15 +309,16 @@ class Purse:
             if name in self._most and value >= self._most[name]:
                 told = f"{value:g}"
                 if self._run is not None:
-                    told += f" by process {self._run.process} of {self._run.processes} since it "
-                    told += f"began, its share of what was left being {self._most[name]:g}"
+                    told += f" by process {self._run.process} of {self._run.processes} since its "
+                    told += f"start; its share of the remaining budget was {self._most[name]:g}"
                 raise BudgetSpentError(
-                    f"the budget {where}.{name}={getattr(limits, name):g} is spent ({told}); what "
-                    "is finished is kept: raise it and run the same command again to continue"
+                    f"the budget {where}.{name}={getattr(limits, name):g} is spent ({told}); "
+                    "finished work is kept: raise the budget, and run the same command again to "
+                    "continue"
                 )
 
     async def turn(self) -> None:
-        """Waits until the rate of calls allows a further one."""
+        """Waits until ``max_per_second`` allows another call."""
         if self._pause:
             with self._lock:
                 now = time.monotonic()
@@ -301,7 +327,7 @@ class Purse:
             await asyncio.sleep(at - now)
 
     def begin(self) -> None:
-        """Must be called before a request.
+        """Counts a request; call this before each request.
 
         Raises:
             BudgetSpentError: a limit is reached.
@@ -310,29 +336,34 @@ class Purse:
             self.check()
             self._inside += 1
             if self.spent.calls + self._inside > self._written:
-                # Counted before they are made: a kill costs a part of the budget, no more.
+                # Store future calls as made, so that a killed run never exceeds its budget.
                 share = self._most.get("max_calls", 10_000)
                 self._write(int(min(max(self.spent.calls, 1), max(share // 100, 1), 100)))
 
     def end(self, usage: Any = None, answered: bool = False) -> None:
-        """Must be called after a request, with the ``usage`` of the answer if there is one."""
+        """Ends a request; call this after each request.
+
+        Args:
+            usage: ``usage`` of the answer, if there is one.
+            answered: whether there was an answer, whose costs count.
+        """
         with self._lock:
             self._inside -= 1
             if answered:
                 self.spent.add(counts_of(usage), self.price)
 
     def close(self) -> None:
-        """Writes what has been spent to the file of the run."""
+        """Writes the final costs to the file of costs."""
         with self._lock:
             if self._written:
                 self._write(0)
 
     def _write(self, further: int) -> None:
-        """Notes the totals, with what is under way and ``further`` calls counted as made."""
+        """Stores the costs, including those of calls in progress and of ``further`` calls."""
         if self._run is None or not self._most:
             return
         self._written = self.spent.calls + self._inside + further
-        # What the calls that are not made yet will cost, by those that were made.
+        # Estimate the cost of the calls that are not complete from the mean of the others.
         scale = self._written / self.spent.calls if self.spent.calls else 1.0
         counted = dataclasses.replace(
             self.spent,

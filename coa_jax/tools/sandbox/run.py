@@ -303,7 +303,13 @@ def _result(report: str, out: _Reader, error: _Reader) -> Result:
 def run_blocking(job: Job, source: str, stdin: str = "") -> tuple[Result, float]:
     """Runs a program synchronously, inside or outside an event loop.
 
-    The second value is the wall time in seconds.
+    Args:
+        job: limits and environment of the program.
+        source: source of the program.
+        stdin: text on the program's standard input.
+
+    Returns:
+        The result, and the wall time in seconds.
     """
     answer: list[Result] = []
     failure: list[BaseException] = []

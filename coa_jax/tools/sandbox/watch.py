@@ -25,9 +25,16 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Watch:
-    """Watches the processes below this one, which belong to one program."""
+    """Watches the child processes of this process, which belong to one program."""
 
     def __init__(self, limits: Limits, scratch: Scratch, group: Group | None) -> None:
+        """Starts to watch.
+
+        Args:
+            limits: limits of the program.
+            scratch: scratch space of the program.
+            group: memory control group of the program; None without one.
+        """
         self._limits, self._scratch, self._group = limits, scratch, group
         self._start = _written([], scratch.in_memory)
         self._net = 0  # bytes written and not deleted, at the last check
