@@ -30,10 +30,7 @@ from tests.tiny_policy import HEAD_DIM, KV_HEADS, LAYERS
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("sft")
-    tiny_policy.write_untrained(path / "base")
-    write_records(path / "data.jsonl", tiny_policy.records())
-    return path
+    return tiny_policy.write_sft_inputs(tmp_path_factory.mktemp("sft"))
 
 
 @pytest.fixture(scope="module")

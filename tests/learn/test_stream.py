@@ -19,28 +19,19 @@ from coa_jax.learn.admission import Ledger, Rules
 from coa_jax.learn.record import Spool, checksum, versions_of
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.learn.stream import Stream
-from coa_jax.model.api import Model, save_model
 from coa_jax.rollout.request import Request
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Task
 from coa_jax.trajectory import Author, Reward, StopReason, Trajectory, read_trajectories
 from tests import tiny_policy
+from tests.learn.killed_runs import kill_once
 from tests.learn.slow_tools import slow_tools
-from tests.learn.test_kill import kill_once
 from tests.learn.tiny_runs import LEAVE_OUT, STREAM, config_of, rl_config, rows, run_rl
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("stream")
-    model = tiny_policy.policy()
-    save_model(Model(model.config, model.params, model.tokenizer), path / "model")
-    lines = [
-        json.dumps({"id": task.id, "question": task.question, "answer": task.gold[0]})
-        for task in tiny_policy.TASKS
-    ]
-    (path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
-    return path
+    return tiny_policy.write_rl_inputs(tmp_path_factory.mktemp("stream"))
 
 
 def train(folder, name, seed=0, **changes):
