@@ -24,11 +24,12 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _cache = tempfile.mkdtemp(prefix="coa_jax-compiled-")
     atexit.register(shutil.rmtree, _cache, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
-# Token counts of records, of this run of the suite only.
-if "COA_JAX_LENGTHS" not in os.environ:
-    os.environ["COA_JAX_LENGTHS"] = tempfile.mkdtemp(prefix="coa_jax-lengths-")
-    atexit.register(shutil.rmtree, os.environ["COA_JAX_LENGTHS"], ignore_errors=True)
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+# Token counts of records and the trained tiny policy, of this run of the suite only.
+for _name in ("COA_JAX_LENGTHS", "COA_JAX_TINY_POLICY"):
+    if _name not in os.environ:
+        os.environ[_name] = tempfile.mkdtemp(prefix="coa_jax-tests-")
+        atexit.register(shutil.rmtree, os.environ[_name], ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
 
 # A shell lets what it starts in the background ignore Ctrl-C, and children inherit that: tests that
