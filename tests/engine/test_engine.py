@@ -86,9 +86,9 @@ def sampled(engine, slot, others=()):
     "shapes",
     [
         {"chunk": 1, "slots": 7},
-        {"chunk": 32, "slots": 2},
+        pytest.param({"chunk": 32, "slots": 2}, marks=pytest.mark.slow),
         {"chunk": 3, "slots": 16},
-        {"slots": 16, "decode_programs": 5},
+        pytest.param({"slots": 16, "decode_programs": 5}, marks=pytest.mark.slow),
         {"pages": 9},
         {"slots": 33, "pages": 90, "extend_buckets": (16, 48, 200)},
     ],

@@ -57,6 +57,7 @@ def test_a_step_samples_with_tools_and_learns_on_policy(finished, folder):
     assert any((left[name] != right[name]).any() for name in left)
 
 
+@pytest.mark.slow
 def test_a_constrained_run_learns_what_it_sampled(folder):
     # Hot enough that a free policy would break many rules.
     run = train(

@@ -58,6 +58,7 @@ def test_a_run_learns_and_writes_its_model(finished, folder):
     )
 
 
+@pytest.mark.slow
 def test_a_published_file_trains_to_the_parameters_of_our_own(folder, caplog):
     own, published = folder / "own.jsonl", folder / "published.json"
     write_records(own, tiny_policy.records())

@@ -70,7 +70,7 @@ def test_a_streaming_run_is_repeated_to_the_bit(folder, name, changes):
 
 
 def test_a_repetition_with_other_parameters_says_where_it_differs(folder):
-    config = train(folder, "other", optimizer=OptimizerConfig(1e-3, total_steps=3))
+    config = train(folder, "other", optimizer=OptimizerConfig(1e-3, total_steps=2))
     log = folder / "other" / "steps.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     first = next(line for line in lines if "used" in line)
@@ -90,7 +90,7 @@ def test_a_run_without_a_record_cannot_be_repeated(folder, tmp_path):
 def test_without_staleness_late_tools_and_other_slots_change_no_bit(folder):
     from coa_jax.engine.config import EngineConfig
 
-    changes = {"max_staleness": 0, "optimizer": OptimizerConfig(1e-3, total_steps=4)}
+    changes = {"max_staleness": 0, "optimizer": OptimizerConfig(1e-3, total_steps=2)}
     train(folder, "sync1", 1, **changes)
     train(folder, "sync2", 2, **changes, engine=EngineConfig(6, 192, 16, (64,)))
     one, two = (load_file(folder / name / "model/model.safetensors") for name in ("sync1", "sync2"))
