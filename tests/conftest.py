@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import hypothesis
@@ -24,12 +25,16 @@ if "JAX_COMPILATION_CACHE_DIR" not in os.environ:
     _cache = tempfile.mkdtemp(prefix="coa_jax-compiled-")
     atexit.register(shutil.rmtree, _cache, ignore_errors=True)
     os.environ["JAX_COMPILATION_CACHE_DIR"] = _cache
-# Token counts of records, of this run of the suite only.
-if "COA_JAX_LENGTHS" not in os.environ:
-    os.environ["COA_JAX_LENGTHS"] = tempfile.mkdtemp(prefix="coa_jax-lengths-")
-    atexit.register(shutil.rmtree, os.environ["COA_JAX_LENGTHS"], ignore_errors=True)
-os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0.1")
+# Token counts of records and the trained tiny policy, of this run of the suite only.
+for _name in ("COA_JAX_LENGTHS", "COA_JAX_TINY_POLICY"):
+    if _name not in os.environ:
+        os.environ[_name] = tempfile.mkdtemp(prefix="coa_jax-tests-")
+        atexit.register(shutil.rmtree, os.environ[_name], ignore_errors=True)
+os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Most of the suite's time is LLVM's work on programs that run for milliseconds.  Tests of what this
+# work decides (bits under other shapes, memory, copies) use the fixture `optimized`.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # A shell lets what it starts in the background ignore Ctrl-C, and children inherit that: tests that
 # interrupt a command would wait in vain.
@@ -56,6 +61,21 @@ def protocols_of_one_test():
     yield
     spec._PROTOCOLS.clear()
     spec._PROTOCOLS.update(before)
+
+
+@pytest.fixture(scope="module")
+def optimized() -> Iterator[None]:
+    """Compiles the programs of a module's tests as a user's run does."""
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    if before:
+        jax.clear_caches()
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+    if before:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -1,13 +1,24 @@
-"""Kills a command once its output file has grown."""
+"""Starts programs to kill them, and compares runs that were killed with one that was not."""
 
 from __future__ import annotations
 
+import contextlib
 import os
+import shutil
 import signal
 import subprocess
+import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
+
+import numpy as np
+from safetensors.numpy import load_file
+
+from coa_jax import files
+from coa_jax.trajectory import read_trajectories
+
+ROOT = Path(__file__).parents[1]
 
 
 def kill_when(command: Sequence[str], folder: Path, file: Path, lines: int) -> int:
@@ -39,3 +50,69 @@ def kill_when(command: Sequence[str], folder: Path, file: Path, lines: int) -> i
 def lines_of(file: Path) -> int:
     """Whole lines of a file; 0 where it is not."""
     return file.read_bytes().count(b"\n") if file.exists() else 0
+
+
+def copy_compiled(folder: Path) -> Path:
+    """Copies the programs that are compiled so far: a killed process leaves half a program."""
+    return Path(shutil.copytree(os.environ["JAX_COMPILATION_CACHE_DIR"], folder))
+
+
+@contextlib.contextmanager
+def started(words: Sequence[str], compiled: Path, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    """Starts ``python -m WORDS`` on a CPU; at the end of the block the process is killed.
+
+    Args:
+        words: the module and its arguments.
+        compiled: folder of compiled programs, see `copy_compiled`.
+        env: more environment variables.
+    """
+    settings = {"JAX_COMPILATION_CACHE_DIR": str(compiled), "JAX_PLATFORMS": "cpu"}
+    process = subprocess.Popen(
+        [sys.executable, "-m", *words],
+        cwd=ROOT,
+        env={**os.environ, **settings, **env},
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.PIPE,
+    )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+        assert process.stderr is not None
+        process.stderr.close()
+
+
+def kill(process: subprocess.Popen[bytes]) -> bool:
+    """Kills a process (-9); False if the process has ended by itself, without a fault."""
+    if process.poll() is not None:
+        errors = process.communicate()[1].decode()
+        assert process.returncode == 0, errors[-3000:]
+        return False
+    process.kill()
+    process.wait()
+    return True
+
+
+def assert_same_run(first: Path, second: Path, phase: str, steps: int) -> None:
+    """Both run directories have the same parameters, losses and, of RL runs, trajectories."""
+    left, right = (load_file(run / "model" / "model.safetensors") for run in (first, second))
+    assert left.keys() == right.keys()
+    for key in left:
+        np.testing.assert_array_equal(left[key], right[key])
+    history = [
+        [row for row in files.read_jsonl(run / "metrics.jsonl") if row["phase"] == phase]
+        for run in (first, second)
+    ]
+    assert [row["step"] for row in history[1]] == list(range(1, steps + 1))
+    assert [row.get("loss") for row in history[0]] == [row.get("loss") for row in history[1]]
+    assert not list((second / "checkpoints" / phase).glob("damaged-*"))
+    if phase == "rl":
+        sampled = [
+            [
+                (t.metadata["step"], t.task_id, t.sample_id, t.tokens.tolist())
+                for t in read_trajectories(run / "traces.jsonl")
+            ]
+            for run in (first, second)
+        ]
+        assert sampled[0] == sampled[1]

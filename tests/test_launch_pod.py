@@ -15,8 +15,6 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from coa_jax.model.api import Model, save_model
-from coa_jax.trajectory import write_records
 from tests import tiny_policy
 from tests.learn.tiny_runs import rows
 from tests.test_launch import REPOSITORY, program
@@ -30,12 +28,8 @@ MESH = ("--config.mesh.fsdp=-1", "--config.rows=4", "--config.row_length=192")
 def shared(tmp_path_factory):
     """What all hosts mount: policies and data."""
     path = tmp_path_factory.mktemp("shared")
-    tiny_policy.write_untrained(path / "base")
-    write_records(path / "data.jsonl", tiny_policy.records())
-    model = tiny_policy.policy()
-    save_model(Model(model.config, model.params, model.tokenizer), path / "model")
-    tasks = [{"id": t.id, "question": t.question, "answer": t.gold[0]} for t in tiny_policy.TASKS]
-    (path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    tiny_policy.write_sft_inputs(path)
+    tiny_policy.write_rl_inputs(path)
     corpus = [{"title": p.title, "text": p.text} for p in tiny_policy.PASSAGES]
     (path / "corpus.jsonl").write_text("".join(json.dumps(each) + "\n" for each in corpus))
     return path

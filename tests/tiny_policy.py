@@ -6,7 +6,10 @@ It is trained from scratch in seconds, once per test session.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import functools
+import json
+import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
@@ -30,7 +33,7 @@ from coa_jax.tools.base import ToolContext, call
 from coa_jax.tools.code import CodeTool
 from coa_jax.tools.factbook_pages import Passage
 from coa_jax.tools.wiki_search import WikiSearch
-from coa_jax.trajectory import DistilledRecord, part_violations
+from coa_jax.trajectory import DistilledRecord, part_violations, write_records
 
 ROW_LENGTH = 192
 PROTOCOL = "generalist"
@@ -113,8 +116,37 @@ def write_untrained(path: Path, episodes: Sequence[DistilledRecord] = ()) -> Pat
 
 @functools.cache
 def policy() -> Model:
-    """The trained policy.  Its parameters are shared: hand them to nothing that donates them."""
-    return learn(records())
+    """The trained policy.  Its parameters are shared: hand them to nothing that donates them.
+
+    The first process of a run of the suite trains the policy, the others read its file.
+    """
+    folder = os.environ.get("COA_JAX_TINY_POLICY")
+    if not folder:
+        return learn(records())
+    path = Path(folder) / "model"
+    if not path.exists():
+        with tempfile.TemporaryDirectory(dir=folder) as own:
+            save_model(learn(records()), Path(own) / "model")
+            # Two processes train the same parameters; the second finds the folder of the first.
+            with contextlib.suppress(OSError):
+                (Path(own) / "model").rename(path)
+    model = load_model(path)
+    return Model(model.config, model.params, model.tokenizer)
+
+
+def write_sft_inputs(folder: Path) -> Path:
+    """Writes ``base``, the untrained policy, and ``data.jsonl``, the episodes."""
+    write_untrained(folder / "base")
+    write_records(folder / "data.jsonl", records())
+    return folder
+
+
+def write_rl_inputs(folder: Path) -> Path:
+    """Writes ``model``, the trained policy, and ``tasks.jsonl``, the questions of `TASKS`."""
+    save_model(policy(), folder / "model")
+    lines = [json.dumps({"id": t.id, "question": t.question, "answer": t.gold[0]}) for t in TASKS]
+    (folder / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    return folder
 
 
 def learn(episodes: Sequence[DistilledRecord], steps: int = 90) -> Model:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import signal
 import subprocess
@@ -23,7 +22,6 @@ from coa_jax.learn.record import checksum, oldest_of
 from coa_jax.learn.rl import repeat
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.learn.update import group_examples
-from coa_jax.model.api import Model, save_model
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import Reward, StopReason, Trajectory, read_trajectories
@@ -40,15 +38,7 @@ OPTIMIZER = OptimizerConfig(1e-3, total_steps=2, final_ratio=1.0, weight_decay=0
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    path = tmp_path_factory.mktemp("agents")
-    model = tiny_policy.policy()
-    save_model(Model(model.config, model.params, model.tokenizer), path / "model")
-    lines = [
-        json.dumps({"id": task.id, "question": task.question, "answer": task.gold[0]})
-        for task in tiny_policy.TASKS
-    ]
-    (path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
-    return path
+    return tiny_policy.write_rl_inputs(tmp_path_factory.mktemp("agents"))
 
 
 def train(folder: Path, name: str, **changes: object) -> Path:

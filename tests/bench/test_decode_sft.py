@@ -32,6 +32,7 @@ def test_decoding_samples_what_was_asked_for():
     assert engine.extended_tokens == 96
 
 
+@pytest.mark.slow
 def test_what_is_measured_as_constrained_is_sampled_under_the_constraint(monkeypatch):
     model = tiny_policy.policy()
     learnt = Subject("learnt", model.config, model.params, model.tokenizer)

@@ -50,6 +50,7 @@ def test_groups_are_those_of_the_prompts_and_rewards_count_even_ids(tmp_path):
         assert trajectory.reward.value == pytest.approx(np.mean([i % 2 == 0 for i in ids]))
 
 
+@pytest.mark.slow
 def test_rows_hold_a_group_with_its_prompt_once_unless_prompts_are_not_shared(tmp_path):
     # 12 tokens of the prompt, 5 sampled, 6 observed and 3 sampled ones.
     work = workload(tmp_path, *(rollout(prompt) for prompt in (0, 1, 0, 1)))

@@ -18,6 +18,8 @@ from coa_jax.model.compute import REFERENCE
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import bind, init_params
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 MODEL = ModelConfig("qwen3", 199, 48, 96, 3, 6, 2, 16, qk_norm=True)
 PARAMS = init_params(MODEL, jax.random.key(3))
 SHAPES = EngineConfig(
@@ -86,9 +88,9 @@ def sampled(engine, slot, others=()):
     "shapes",
     [
         {"chunk": 1, "slots": 7},
-        {"chunk": 32, "slots": 2},
+        pytest.param({"chunk": 32, "slots": 2}, marks=pytest.mark.slow),
         {"chunk": 3, "slots": 16},
-        {"slots": 16, "decode_programs": 5},
+        pytest.param({"slots": 16, "decode_programs": 5}, marks=pytest.mark.slow),
         {"pages": 9},
         {"slots": 33, "pages": 90, "extend_buckets": (16, 48, 200)},
     ],

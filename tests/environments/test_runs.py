@@ -89,6 +89,7 @@ def test_two_steps_of_rl_learn_from_rewards_of_turns(folder):
         assert row["tokens"] > 0 and row["optim/grad_norm"] > 0
 
 
+@pytest.mark.slow
 def test_the_run_is_repeated_without_the_environment(folder):
     (folder / "guess.py").rename(folder / "guess_away.py")
     (folder / "guess.py").write_text(
@@ -111,6 +112,7 @@ def test_an_evaluation_acts_in_the_environment(folder):
     assert results["settings"]["environment"] == {"path": "guess:Guess", "options": {}}
 
 
+@pytest.mark.slow
 def test_a_question_is_asked_in_the_environment(folder):
     said = coa_jax(
         folder, "ask", "Guess my number.", "--model=model", "--config=evaluate_config.py",

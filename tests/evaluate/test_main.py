@@ -11,7 +11,6 @@ from pathlib import Path
 import pytest
 
 from coa_jax import jsonl
-from coa_jax.model.api import Model, save_model
 from tests import tiny_policy
 from tests.serve import live
 
@@ -27,10 +26,7 @@ SHAPES = (
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
     folder = tmp_path_factory.mktemp("files")
-    model = tiny_policy.policy()
-    save_model(Model(model.config, model.params, model.tokenizer), folder / "model")
-    rows = [{"id": t.id, "question": t.question, "answer": t.gold[0]} for t in tiny_policy.TASKS]
-    jsonl.write_lines(folder / "tasks.jsonl", rows)
+    tiny_policy.write_rl_inputs(folder)
     passages = [{"title": p.title, "text": p.text} for p in tiny_policy.PASSAGES]
     jsonl.write_lines(folder / "corpus.jsonl", passages)
     return folder

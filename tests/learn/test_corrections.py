@@ -231,7 +231,9 @@ def test_where_the_trainer_agrees_with_the_sampler_the_gradient_is_the_plain_one
     assert_same(results(corrected, sequences), results(plain, sequences))
 
 
-@pytest.mark.parametrize("loss", LOSSES)
+@pytest.mark.parametrize(
+    "loss", ["clip", *(pytest.param(n, marks=pytest.mark.slow) for n in LOSSES if n != "clip")]
+)
 @pytest.mark.parametrize("correction", CORRECTIONS)
 def test_packing_changes_no_corrected_gradient(correction, loss):
     a, sequences = algorithm_of(correction, loss), members()

@@ -1,14 +1,11 @@
 """Runs that train adapters resume bit-identically and sample from the merged model."""
 
-import json
-
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.step import OptimizerConfig
-from coa_jax.model.api import save_model
 from coa_jax.model.config import LoraConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import write_records
@@ -60,14 +57,7 @@ def test_a_resumed_run_ends_with_the_same_adapters_and_an_untouched_base(tmp_pat
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("lora")
-    save_model(tiny_policy.policy(), path / "model")
-    lines = [
-        json.dumps({"id": task.id, "question": task.question, "answer": task.gold[0]})
-        for task in tiny_policy.TASKS
-    ]
-    (path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
-    return path
+    return tiny_policy.write_rl_inputs(tmp_path_factory.mktemp("lora"))
 
 
 RATE = OptimizerConfig(learning_rate=3e-3, total_steps=3, final_ratio=1.0, weight_decay=0.0)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import fnmatch
-import json
 import re
 from pathlib import Path
 
@@ -21,11 +20,10 @@ from coa_jax.learn.metrics import mfu, sequence_lengths, train_speed
 from coa_jax.learn.objectives import policy_objective, value_objective
 from coa_jax.learn.preference import dpo_objective
 from coa_jax.learn.update import quotients
-from coa_jax.model.api import Model, save_model
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.costs import train_flops
 from coa_jax.parallel.chips import KINDS
-from coa_jax.trajectory import ToolCall, read_trajectories, write_records
+from coa_jax.trajectory import ToolCall, read_trajectories
 from tests import tiny_policy
 from tests.learn.tiny_runs import pooled, rl_config, rows, run_rl, run_sft, sft_config
 
@@ -44,15 +42,8 @@ def documented() -> dict[str, set[str]]:
 def written(tmp_path_factory) -> dict[str, set[str]]:
     """Names of the metrics of a tiny SFT and a tiny RL run, on a device with a known peak."""
     folder = tmp_path_factory.mktemp("metrics")
-    tiny_policy.write_untrained(folder / "base")
-    write_records(folder / "data.jsonl", tiny_policy.records())
-    model = tiny_policy.policy()
-    save_model(Model(model.config, model.params, model.tokenizer), folder / "model")
-    lines = [
-        json.dumps({"id": task.id, "question": task.question, "answer": task.gold[0]})
-        for task in tiny_policy.TASKS
-    ]
-    (folder / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    tiny_policy.write_sft_inputs(folder)
+    tiny_policy.write_rl_inputs(folder)
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(KINDS, jax.devices()[0].device_kind, "v4")
         # A CPU does not report its memory; everything else is as the run has it.

@@ -13,26 +13,17 @@ from coa_jax.learn import rl
 from coa_jax.learn.pool import Pool
 from coa_jax.learn.record import StepLog
 from coa_jax.learn.step import OptimizerConfig
-from coa_jax.model.api import Model, save_model
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks.mixture import load_parts, stream_of
 from coa_jax.trajectory import read_trajectories
 from tests import tiny_policy
-from tests.learn.test_kill import kill_once
+from tests.learn.killed_runs import kill_once
 from tests.learn.tiny_runs import config_of, pooled, rl_config, rows, run_rl
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("pool")
-    model = tiny_policy.policy()
-    save_model(Model(model.config, model.params, model.tokenizer), path / "model")
-    lines = [
-        json.dumps({"id": task.id, "question": task.question, "answer": task.gold[0]})
-        for task in tiny_policy.TASKS
-    ]
-    (path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
-    return path
+    return tiny_policy.write_rl_inputs(tmp_path_factory.mktemp("pool"))
 
 
 def train(folder, name):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import struct
 import threading
 
@@ -13,9 +12,8 @@ import pytest
 from coa_jax.learn import fit, learner
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.step import OptimizerConfig
-from coa_jax.model.api import describe_model, save_model
+from coa_jax.model.api import describe_model
 from coa_jax.model.params import num_params
-from coa_jax.trajectory import write_records
 from tests import tiny_policy
 from tests.learn.tiny_runs import rl_config, rows, run_rl, run_sft, sft_config
 
@@ -50,9 +48,7 @@ def spoil(model):
 
 @pytest.fixture
 def folder(tmp_path):
-    tiny_policy.write_untrained(tmp_path / "base")
-    write_records(tmp_path / "data.jsonl", tiny_policy.records())
-    return tmp_path
+    return tiny_policy.write_sft_inputs(tmp_path)
 
 
 def settings(folder, steps, **changes):
@@ -89,13 +85,8 @@ def test_a_run_that_goes_on_reads_no_base_weights_and_holds_its_state_once(folde
 def test_an_rl_run_that_goes_on_holds_its_state_once_before_its_engines_are_made(
     folder, monkeypatch
 ):
-    lines = [
-        json.dumps({"id": task.id, "question": task.question, "answer": task.gold[0]})
-        for task in tiny_policy.TASKS
-    ]
-    (folder / "tasks.jsonl").write_text("\n".join(lines) + "\n")
+    tiny_policy.write_rl_inputs(folder)
     model = tiny_policy.policy()
-    save_model(model, folder / "model")
     algorithm = Algorithm("ppo", critic_learning_rate=1e-3, kl_coef=0.0, overlong_buffer=0)
 
     def settings(steps):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +14,6 @@ from coa_jax.errors import UserError
 from coa_jax.learn.algorithms import Algorithm, presets
 from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.learn.update import update
-from coa_jax.model.api import Model, save_model
 from coa_jax.model.compute import local_compute
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
@@ -26,15 +24,7 @@ from tests.learn.tiny_runs import rl_config, rows, run_rl
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("rl")
-    model = tiny_policy.policy()
-    save_model(Model(model.config, model.params, model.tokenizer), path / "model")
-    lines = [
-        json.dumps({"id": task.id, "question": task.question, "answer": task.gold[0]})
-        for task in tiny_policy.TASKS
-    ]
-    (path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
-    return path
+    return tiny_policy.write_rl_inputs(tmp_path_factory.mktemp("rl"))
 
 
 def train(folder, name, **changes):
@@ -67,6 +57,7 @@ def test_a_step_samples_with_tools_and_learns_on_policy(finished, folder):
     assert any((left[name] != right[name]).any() for name in left)
 
 
+@pytest.mark.slow
 def test_a_constrained_run_learns_what_it_sampled(folder):
     # Hot enough that a free policy would break many rules.
     run = train(

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import dataclasses
-
 import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.learn import room
 from coa_jax.learn.room import check_rows
-from tests import tiny_policy
+from coa_jax.model.config import ModelConfig
 
-MODEL = dataclasses.replace(tiny_policy.policy().config, num_layers=3, hidden_size=100)
+MODEL = ModelConfig("llama", 500, 100, 128, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16)
 OF_A_ROW = 3 * 500 * 100 * 4  # layers x tokens x hidden x float32
 
 

@@ -30,10 +30,7 @@ from tests.tiny_policy import HEAD_DIM, KV_HEADS, LAYERS
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("sft")
-    tiny_policy.write_untrained(path / "base")
-    write_records(path / "data.jsonl", tiny_policy.records())
-    return path
+    return tiny_policy.write_sft_inputs(tmp_path_factory.mktemp("sft"))
 
 
 @pytest.fixture(scope="module")
@@ -61,6 +58,7 @@ def test_a_run_learns_and_writes_its_model(finished, folder):
     )
 
 
+@pytest.mark.slow
 def test_a_published_file_trains_to_the_parameters_of_our_own(folder, caplog):
     own, published = folder / "own.jsonl", folder / "published.json"
     write_records(own, tiny_policy.records())

@@ -18,7 +18,6 @@ from coa_jax.model.api import load_model
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import init_params
-from coa_jax.trajectory import write_records
 from tests import tiny_policy
 from tests.learn.tiny_runs import run_sft, sft_config
 
@@ -139,8 +138,7 @@ def test_a_negative_warm_up_is_refused():
 
 @pytest.mark.slow
 def test_a_run_that_cannot_go_on_saves_its_state_and_says_so(tmp_path):
-    tiny_policy.write_untrained(tmp_path / "base")
-    write_records(tmp_path / "data.jsonl", tiny_policy.records())
+    tiny_policy.write_sft_inputs(tmp_path)
     optimizer = OptimizerConfig(learning_rate=1e38, total_steps=30, max_skipped=3)
     config = sft_config(
         tmp_path / "base", tmp_path / "data.jsonl", optimizer=optimizer, checkpoint_every=100

@@ -19,28 +19,19 @@ from coa_jax.learn.admission import Ledger, Rules
 from coa_jax.learn.record import Spool, checksum, versions_of
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.learn.stream import Stream
-from coa_jax.model.api import Model, save_model
 from coa_jax.rollout.request import Request
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Task
 from coa_jax.trajectory import Author, Reward, StopReason, Trajectory, read_trajectories
 from tests import tiny_policy
+from tests.learn.killed_runs import kill_once
 from tests.learn.slow_tools import slow_tools
-from tests.learn.test_kill import kill_once
 from tests.learn.tiny_runs import LEAVE_OUT, STREAM, config_of, rl_config, rows, run_rl
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
-    path = tmp_path_factory.mktemp("stream")
-    model = tiny_policy.policy()
-    save_model(Model(model.config, model.params, model.tokenizer), path / "model")
-    lines = [
-        json.dumps({"id": task.id, "question": task.question, "answer": task.gold[0]})
-        for task in tiny_policy.TASKS
-    ]
-    (path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
-    return path
+    return tiny_policy.write_rl_inputs(tmp_path_factory.mktemp("stream"))
 
 
 def train(folder, name, seed=0, **changes):
@@ -79,7 +70,7 @@ def test_a_streaming_run_is_repeated_to_the_bit(folder, name, changes):
 
 
 def test_a_repetition_with_other_parameters_says_where_it_differs(folder):
-    config = train(folder, "other", optimizer=OptimizerConfig(1e-3, total_steps=3))
+    config = train(folder, "other", optimizer=OptimizerConfig(1e-3, total_steps=2))
     log = folder / "other" / "steps.jsonl"
     lines = [json.loads(line) for line in log.read_text().splitlines()]
     first = next(line for line in lines if "used" in line)
@@ -99,7 +90,7 @@ def test_a_run_without_a_record_cannot_be_repeated(folder, tmp_path):
 def test_without_staleness_late_tools_and_other_slots_change_no_bit(folder):
     from coa_jax.engine.config import EngineConfig
 
-    changes = {"max_staleness": 0, "optimizer": OptimizerConfig(1e-3, total_steps=4)}
+    changes = {"max_staleness": 0, "optimizer": OptimizerConfig(1e-3, total_steps=2)}
     train(folder, "sync1", 1, **changes)
     train(folder, "sync2", 2, **changes, engine=EngineConfig(6, 192, 16, (64,)))
     one, two = (load_file(folder / name / "model/model.safetensors") for name in ("sync1", "sync2"))

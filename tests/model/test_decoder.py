@@ -57,8 +57,19 @@ def step(params, config, tokens, positions, cache, compute):
     return decoder.logits(hidden, compute), cache
 
 
-@pytest.mark.parametrize("family", ["qwen2", "qwen3-yarn", "llama-untied", "llama3-rope"])
-@pytest.mark.parametrize("outputs_first", [False, True])
+@pytest.mark.parametrize(
+    ("family", "outputs_first"),
+    [
+        ("qwen2", False),
+        ("qwen3-yarn", True),
+        ("llama-untied", True),
+        ("llama3-rope", False),
+        pytest.param("qwen2", True, marks=pytest.mark.slow),
+        pytest.param("qwen3-yarn", False, marks=pytest.mark.slow),
+        pytest.param("llama-untied", False, marks=pytest.mark.slow),
+        pytest.param("llama3-rope", True, marks=pytest.mark.slow),
+    ],
+)
 def test_chunks_through_a_cache_equal_one_pass(references, family, backend, outputs_first):
     """Rows are ragged: each has its own length before every chunk."""
     model = load_model(references[family].path)

@@ -6,7 +6,6 @@ import json
 
 import pytest
 
-from coa_jax.model.api import Model, save_model
 from tests import tiny_policy
 from tests.parallel.launched import launch
 
@@ -59,10 +58,7 @@ def test_two_processes_spend_no_more_than_one_budget_over_their_restarts(tmp_pat
 
 @pytest.mark.slow
 def test_a_run_of_two_processes_that_has_spent_its_budget_ends_in_a_line_and_goes_on(tmp_path):
-    model = tiny_policy.policy()
-    save_model(Model(model.config, model.params, model.tokenizer), tmp_path / "model")
-    tasks = [{"id": t.id, "question": t.question, "answer": t.gold[0]} for t in tiny_policy.TASKS]
-    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(task) + "\n" for task in tasks))
+    tiny_policy.write_rl_inputs(tmp_path)
     given = {"model": tmp_path / "model", "tasks": tmp_path / "tasks.jsonl", "num_tasks": 3,
              "rows": 2, "row_length": 192, "mesh.fsdp": -1, "engine.max_length": 192,
              "rollout.max_tokens": 192, "optimizer.total_steps": 3, "group_size": 4,

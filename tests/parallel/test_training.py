@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 
 import numpy as np
@@ -10,8 +9,7 @@ import pytest
 from safetensors.numpy import load_file
 
 from coa_jax.learn.record import StepLog, versions_of
-from coa_jax.model.api import Model, save_model
-from coa_jax.trajectory import read_trajectories, write_records
+from coa_jax.trajectory import read_trajectories
 from tests import tiny_policy
 from tests.learn.tiny_runs import rows
 from tests.parallel.launched import launch
@@ -22,16 +20,8 @@ pytestmark = pytest.mark.slow
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     path = tmp_path_factory.mktemp("training")
-    tiny_policy.write_untrained(path / "base")
-    write_records(path / "data.jsonl", tiny_policy.records())
-    model = tiny_policy.policy()
-    save_model(Model(model.config, model.params, model.tokenizer), path / "model")
-    lines = [
-        json.dumps({"id": task.id, "question": task.question, "answer": task.gold[0]})
-        for task in tiny_policy.TASKS
-    ]
-    (path / "tasks.jsonl").write_text("\n".join(lines) + "\n")
-    return path
+    tiny_policy.write_sft_inputs(path)
+    return tiny_policy.write_rl_inputs(path)
 
 
 def train(folder, name, case, processes, *more, devices=8, **env):

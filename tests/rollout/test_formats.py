@@ -31,7 +31,8 @@ from tests import tiny_policy
 from tests.rollout.small_loop import BUDGET, GREEDY, SHAPES, Says, collect_with
 from tests.tiny_policy import TASKS
 
-FORMATS = ("hermes", "react")
+# Each trains a policy; how replies in both are read is tested in tests/protocol.
+FORMATS = ("hermes", pytest.param("react", marks=pytest.mark.slow))
 
 
 def records(form):

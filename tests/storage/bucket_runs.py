@@ -5,7 +5,6 @@ python -m tests.storage.bucket_runs {sft,rl} ROOT NAME
 
 from __future__ import annotations
 
-import json
 import tempfile
 from pathlib import Path
 from typing import Any
@@ -14,12 +13,10 @@ from coa_jax import storage
 from coa_jax.cli import run_main
 from coa_jax.learn import rl, sft
 from coa_jax.learn.step import OptimizerConfig
-from coa_jax.model.api import Model, save_model
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import MeshConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.small.augment import renaming
-from coa_jax.trajectory import write_records
 from tests import tiny_policy
 from tests.learn.tiny_runs import rl_config, sft_config
 
@@ -28,19 +25,9 @@ STEPS = {"sft": 6, "rl": 3}
 
 def prepare(kind: str, root: str) -> None:
     """Uploads the policy and the data of a kind of run."""
-    tasks = [
-        json.dumps({"id": task.id, "question": task.question, "answer": task.gold[0]})
-        for task in tiny_policy.TASKS
-    ]
+    write = tiny_policy.write_rl_inputs if kind == "rl" else tiny_policy.write_sft_inputs
     with tempfile.TemporaryDirectory() as made:
-        folder = Path(made)
-        if kind == "rl":
-            model = tiny_policy.policy()
-            save_model(Model(model.config, model.params, model.tokenizer), folder / "model")
-            (folder / "tasks.jsonl").write_text("\n".join(tasks) + "\n")
-        else:
-            tiny_policy.write_untrained(folder / "base")
-            write_records(folder / "data.jsonl", tiny_policy.records())
+        folder = write(Path(made))
         storage.upload(folder, root)
 
 

@@ -4,15 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import json
-import os
 import random
 import secrets
-import shutil
-import signal
 import subprocess
-import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -25,9 +20,8 @@ from coa_jax.export import export
 from coa_jax.storage.places import file_system
 from coa_jax.trajectory import read_trajectories
 from tests.buckets import BUCKET, SCHEMES, free_port
+from tests.killing import assert_same_run, copy_compiled, kill, started
 from tests.storage.bucket_runs import STEPS, prepare, run_kind
-
-ROOT = Path(__file__).parents[2]
 
 
 @pytest.fixture(scope="module", params=SCHEMES)
@@ -113,40 +107,20 @@ def whole(root_of, tmp_path_factory):
 
     def of(kind: str) -> tuple[str, Path, Path]:
         if kind not in found:
-            compiled, root = tmp_path_factory.mktemp("compiled") / kind, root_of(kind)
+            root = root_of(kind)
             run_kind(kind, root, "whole")
-            shutil.copytree(os.environ["JAX_COMPILATION_CACHE_DIR"], compiled)
+            compiled = copy_compiled(tmp_path_factory.mktemp("compiled") / kind)
             found[kind] = root, seen(f"{root}/whole"), compiled
         return found[kind]
 
     return of
 
 
-@contextlib.contextmanager
-def started(
+def start(
     kind: str, root: str, name: str, compiled: Path, **env: str
-) -> Iterator[subprocess.Popen[bytes]]:
-    settings = {
-        "JAX_COMPILATION_CACHE_DIR": str(compiled),
-        "JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS": "0",
-        "JAX_PLATFORMS": "cpu",
-        "COA_JAX_SYNC_SECONDS": "0.3",
-        "COA_JAX_LEASE_SECONDS": "4",
-    }
-    process = subprocess.Popen(
-        [sys.executable, "-m", "tests.storage.bucket_runs", kind, root, name],
-        cwd=ROOT,
-        env={**os.environ, **settings, **env},
-        stdout=subprocess.DEVNULL,
-        stderr=subprocess.PIPE,
-    )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
-        assert process.stderr is not None
-        process.stderr.close()
+) -> contextlib.AbstractContextManager[subprocess.Popen[bytes]]:
+    settings = {"COA_JAX_SYNC_SECONDS": "0.3", "COA_JAX_LEASE_SECONDS": "4", **env}
+    return started(["tests.storage.bucket_runs", kind, root, name], compiled, **settings)
 
 
 def holder(root: str, name: str) -> int:
@@ -160,39 +134,17 @@ def holder(root: str, name: str) -> int:
 
 def kill_once(kind: str, root: str, name: str, compiled: Path, delay: float) -> bool:
     """Kills a run so many seconds after it has the directory; False if it ended before."""
-    with started(kind, root, name, compiled) as process:
+    with start(kind, root, name, compiled) as process:
         while process.poll() is None and holder(root, name) != process.pid:
             time.sleep(0.05)
         end = time.monotonic() + delay
         while process.poll() is None and time.monotonic() < end:
             time.sleep(0.01)
-        if process.poll() is not None:
-            errors = process.communicate()[1].decode()
-            assert process.returncode == 0, errors[-3000:]
-            return False
-        os.kill(process.pid, signal.SIGKILL)
-        process.wait()
-    return True
+        return kill(process)
 
 
 def check_same(root: str, kind: str, name: str, first: Path) -> None:
-    second = seen(f"{root}/{name}")
-    left, right = (load_file(f / "model" / "model.safetensors") for f in (first, second))
-    assert left.keys() == right.keys()
-    for key in left:
-        np.testing.assert_array_equal(left[key], right[key])
-    history = [rows(folder, kind) for folder in (first, second)]
-    assert [row["step"] for row in history[1]] == list(range(1, STEPS[kind] + 1))
-    assert [row["loss"] for row in history[0]] == [row["loss"] for row in history[1]]
-    if kind == "rl":
-        mine, theirs = (
-            [
-                (t.metadata["step"], t.task_id, t.sample_id, t.tokens.tolist())
-                for t in read_trajectories(folder / "traces.jsonl")
-            ]
-            for folder in (first, second)
-        )
-        assert mine == theirs
+    assert_same_run(first, seen(f"{root}/{name}"), kind, STEPS[kind])
 
 
 @pytest.mark.slow
@@ -209,7 +161,7 @@ def test_a_run_killed_at_ten_random_moments_ends_with_the_same_parameters(whole,
         longest = max(2.0, min(longest, 0.7 * (time.monotonic() - begun)))
         check_same(root, kind, name, first)  # it came to its end; the next one begins anew
         part += 1
-    with started(kind, root, name, compiled) as process:
+    with start(kind, root, name, compiled) as process:
         errors = process.communicate()[1].decode()
         assert process.returncode == 0, errors[-3000:]
     check_same(root, kind, name, first)
@@ -234,7 +186,7 @@ def run_two(root: str, kind: str, name: str, compiled: Path, delay: float | None
     with contextlib.ExitStack() as stack:
         both = [
             stack.enter_context(
-                started(
+                start(
                     kind,
                     root,
                     name,
