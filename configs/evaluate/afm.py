@@ -29,7 +29,7 @@ import ml_collections
 
 from coa_jax.cli import load_config
 from coa_jax.errors import UserError
-from coa_jax.evaluate.variants import SIZES, parse_variants
+from coa_jax.learn.variants import SMALL, parse_variants
 
 AGENTS = {"web": "WebAgent", "mhqa": "MHQA-Agent", "maths": "CodeAgent", "code": "CodeAgent"}
 """Config of a group of benchmarks -> the released agent that answers them."""
@@ -46,7 +46,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     """The configuration of a benchmark, a size and a checkpoint."""
     groups = {name: group for group, names in BENCHMARKS.items() for name in names}
     sizes, phases = ("7b", "3b", "32b"), ("rl", "sft")
-    name, size, phase, debug = parse_variants(arg, tuple(groups), sizes, phases, SIZES)
+    name, size, phase, debug = parse_variants(arg, tuple(groups), sizes, phases, SMALL)
     group = groups[name]
     if size == "3b" and group != "mhqa":
         raise UserError("the release has 3b checkpoints of the MHQA agent only: use 7b or 32b")

@@ -95,11 +95,14 @@ _FILES = """
             file.write(CHUNK)
         held(megabytes)
 """
-_GONE = _FILES + """
+_GONE = (
+    _FILES
+    + """
     for megabytes in range(STEP, most + 1, STEP):
         os.unlink(f"file.{os.getpid()}.{megabytes}")
     held(0)
 """
+)
 _NAMED_MEMORY = """
     for megabytes in range(STEP, most + 1, STEP):
         with open(f"/dev/shm/file.{os.getpid()}.{megabytes}", "wb") as file:
