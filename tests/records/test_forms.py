@@ -379,7 +379,7 @@ def test_several_files_may_be_named(tmp_path):
     (tmp_path / "more.json").write_text("[]")
     with pytest.raises(UserError, match=r"holds \.json and \.jsonl files; give a pattern"):
         read(tmp_path)
-    with pytest.raises(UserError, match="no file has such a name"):
+    with pytest.raises(UserError, match="no file matches; correct the pattern"):
         read(f"{tmp_path}/*.csv")
 
 

@@ -75,7 +75,7 @@ def test_of_several_phases_the_last_one_is_compared_and_named(tmp_path):
     assert (a.phase, a.steps, a.reward) == ("rl", 1, pytest.approx(3.5))
     assert (b.phase, b.steps) == ("sft", 1)
     page = build_sweep(tmp_path)[0].read_text()
-    assert "last phase of a setting" in page
+    assert "belong to the phase in the row" in page
     # Losses of two phases are no lines of one chart.
     assert page.index("<h3>RL</h3>") < page.index("<h3>SFT</h3>") and page.count(">Loss<") == 2
 

@@ -102,7 +102,7 @@ def test_tokens_and_money_are_shared_and_kept_too(tmp_path):
         pay(5)
         with pytest.raises(BudgetSpentError, match=r"max_money=10 is spent \(5 by process 0 of 2"):
             pay(1)
-    with spending(tmp_path, 1, 2), pytest.raises(BudgetSpentError, match=r"left being 2\.5"):
+    with spending(tmp_path, 1, 2), pytest.raises(BudgetSpentError, match=r"budget was 2\.5"):
         pay(4)
     told = [json.loads(path.read_text()) for path in sorted(tmp_path.glob("*.json"))]
     assert sum(rows["http://x m"]["money"] for rows in told) == pytest.approx(8.0)
@@ -159,5 +159,5 @@ def test_a_budget_that_cannot_be_kept_is_refused(budgets, said):
 
 def test_what_was_spent_is_read_or_refused(tmp_path):
     (tmp_path / "0.json").write_text('{"search": {"cals": 1}}')
-    with pytest.raises(UserError, match=r"0\.json: does not say"), spending(tmp_path):
+    with pytest.raises(UserError, match=r"0\.json: not a file with the costs"), spending(tmp_path):
         pass
