@@ -285,7 +285,7 @@ def engine_mesh(setup: Setup) -> Mesh:
     return Mesh(group.reshape(1, 1, -1), AXES, axis_types=(AxisType.Auto,) * 3)
 
 
-def simulated_compute(setup: Setup) -> Compute:
+def engine_compute(setup: Setup) -> Compute:
     """As `engine.layout.engine_compute`; GPUs are simulated with the reference attention."""
     assert isinstance(setup.config, RLConfig)
     engine, platform = setup.config.engine, "tpu" if setup.where.tpu else "cpu"
@@ -314,7 +314,7 @@ def decoding_params(setup: Setup) -> DecodeParams:
 def pages(setup: Setup) -> tuple[LayerPages, ...]:
     """The cache, as `engine.layout.new_pages` allocates it."""
     assert isinstance(setup.config, RLConfig)
-    return abstract_pages(setup.model, setup.config.engine, simulated_compute(setup))
+    return abstract_pages(setup.model, setup.config.engine, engine_compute(setup))
 
 
 def tables(setup: Setup, mesh: Mesh) -> ConstraintTables | None:

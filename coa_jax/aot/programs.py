@@ -277,7 +277,7 @@ def _publish(setup: Setup) -> list[Program]:
 def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
     """The largest programs of an engine, on the chips of one."""
     engine = engine.on_platform("tpu" if setup.where.tpu else "gpu")
-    mesh, compute = arrays.engine_mesh(setup), arrays.simulated_compute(setup)
+    mesh, compute = arrays.engine_mesh(setup), arrays.engine_compute(setup)
     params, layers = arrays.decoding_params(setup), arrays.pages(setup)
     options = {"config": without_adapters(setup.model), "compute": compute}
     kept = arrays.decoding_bytes(setup)

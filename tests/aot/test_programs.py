@@ -105,7 +105,7 @@ def test_figures_are_of_the_chips_that_work_and_all_of_several_hosts_do():
 CACHE = """
 import sys, jax, jax.numpy as jnp
 from coa_jax.aot import arrays
-from coa_jax.aot.arrays import chip_bytes, simulated_compute, pages, set_up
+from coa_jax.aot.arrays import chip_bytes, engine_compute, pages, set_up
 from coa_jax.aot.slices import Slice
 from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig
@@ -120,7 +120,7 @@ for case in sys.argv[1:]:
     config = rl_config("m", "t", engine=engine, mesh=MeshConfig(1, 4, 1, 4))
     # The chips are simulated; what is chosen is what those of a TPU can run.
     setup = set_up(config, model, Slice("v5e:2x2", "v5e", (2, 2)), jax.devices())
-    compute = simulated_compute(setup)
+    compute = engine_compute(setup)
     params = {"x": replicate(jnp.zeros(4), compute.mesh)}
     real = jax.tree.leaves(layout.new_pages(params, model, engine, compute))
     for expected, found in zip(real, jax.tree.leaves(pages(setup)), strict=True):
