@@ -156,7 +156,7 @@ def is_learned(config: RLConfig, group: Sequence[Trajectory]) -> bool:
     return config.chosen.learn_from == "all" or has_signal(earned(group))
 
 
-def score(config: RLConfig, group: Sequence[Trajectory]) -> Score:
+def score_group(config: RLConfig, group: Sequence[Trajectory]) -> Score:
     """Counts the trajectories of a group that solved the task, and those that were graded."""
     graded = [value for value in earned(group) if value is not None]
     return sum(value >= config.pool.solved_at for value in graded), len(graded)
@@ -169,7 +169,9 @@ def describe_sources(config: RLConfig, sampled: Sampled) -> dict[str, float]:
         groups[group[0].metadata["source"]].append(group)
     figures: dict[str, float] = {}
     for name, members in sorted(groups.items()):
-        solved, graded = map(sum, zip(*(score(config, group) for group in members), strict=True))
+        solved, graded = map(
+            sum, zip(*(score_group(config, group) for group in members), strict=True)
+        )
         values = graded_values(members)
         figures |= {
             f"source/{name}/groups": float(len(members)),

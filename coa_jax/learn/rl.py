@@ -36,7 +36,7 @@ from coa_jax.learn.groups import (
     is_learned,
     request_of,
     rewards,
-    score,
+    score_group,
 )
 from coa_jax.learn.held_out import HeldOut
 from coa_jax.learn.learner import Learner, group_rows
@@ -237,7 +237,7 @@ class Source:
             has_signal=functools.partial(is_learned, config),
             wait_seconds=config.mesh.wait_seconds,
             leave_out=config.late_samples == "leave_out",
-            score=functools.partial(score, config),
+            score=functools.partial(score_group, config),
             kept=self._kept,
         )
         if self._abandoned:
