@@ -157,8 +157,8 @@ def test_initial_values_have_the_deviations_that_are_said_and_follow_from_the_ke
 
 
 def test_the_dtype_of_initial_values_is_the_one_asked_for():
-    assert {x.dtype.name for x in jax.tree.leaves(init_params(MODEL, jax.random.key(0), "bfloat16"))
-            } == {"bfloat16"}  # fmt: skip
+    made = jax.eval_shape(lambda: init_params(MODEL, jax.random.key(0), "bfloat16"))
+    assert {x.dtype.name for x in jax.tree.leaves(made)} == {"bfloat16"}
 
 
 # --- kinds ---------------------------------------------------------------------------------
