@@ -11,7 +11,11 @@ arguments=()
 for argument in "$@"; do
   case "$argument" in
     -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 0 ;;
-    --slow) arguments+=(-m "slow or not slow") ;;
+    --slow)
+      arguments+=(-m "slow or not slow")
+      # With the programs of a user's run; the default tests have less optimized ones.
+      export JAX_DISABLE_MOST_OPTIMIZATIONS="${JAX_DISABLE_MOST_OPTIMIZATIONS:-0}"
+      ;;
     *) arguments+=("$argument") ;;
   esac
 done

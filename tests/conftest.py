@@ -7,6 +7,7 @@ import os
 import shutil
 import signal
 import tempfile
+from collections.abc import Iterator
 from importlib.util import find_spec
 
 import hypothesis
@@ -31,6 +32,9 @@ for _name in ("COA_JAX_LENGTHS", "COA_JAX_TINY_POLICY"):
         atexit.register(shutil.rmtree, os.environ[_name], ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
+# Most of the suite's time is LLVM's work on programs that run for milliseconds.  Tests of what this
+# work decides (bits under other shapes, memory, copies) use the fixture `optimized`.
+os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
 
 # A shell lets what it starts in the background ignore Ctrl-C, and children inherit that: tests that
 # interrupt a command would wait in vain.
@@ -57,6 +61,21 @@ def protocols_of_one_test():
     yield
     spec._PROTOCOLS.clear()
     spec._PROTOCOLS.update(before)
+
+
+@pytest.fixture(scope="module")
+def optimized() -> Iterator[None]:
+    """Compiles the programs of a module's tests as a user's run does."""
+    import jax
+
+    before = jax.config.read("jax_disable_most_optimizations")
+    jax.config.update("jax_disable_most_optimizations", False)
+    if before:
+        jax.clear_caches()
+    yield
+    jax.config.update("jax_disable_most_optimizations", before)
+    if before:
+        jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -32,7 +32,12 @@ def aot(*arguments):
     """(exit code, JSON or None, stderr) of the command, in a process that has no devices yet."""
     done = subprocess.run(
         [sys.executable, "-m", "coa_jax.aot", *arguments],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": ""},
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": "",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+        },
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -92,7 +92,12 @@ def test_figures_are_of_the_chips_that_work_and_all_of_several_hosts_do():
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=24"
     done = subprocess.run(
         [sys.executable, "-c", PARTS, *cases],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": flags,
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+        },
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,
@@ -139,7 +144,12 @@ def test_the_cache_is_split_as_an_engine_splits_it():
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     done = subprocess.run(
         [sys.executable, "-c", CACHE, *cases],
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags},
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "XLA_FLAGS": flags,
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+        },
         cwd=Path(__file__).parents[2],
         capture_output=True,
         text=True,

@@ -18,6 +18,8 @@ from coa_jax.model.compute import REFERENCE
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import bind, init_params
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 MODEL = ModelConfig("qwen3", 199, 48, 96, 3, 6, 2, 16, qk_norm=True)
 PARAMS = init_params(MODEL, jax.random.key(3))
 SHAPES = EngineConfig(

@@ -22,6 +22,8 @@ from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import init_params
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 MODEL = ModelConfig("qwen3", 199, 48, 96, 3, 6, 2, 16, qk_norm=True)
 SHAPES = EngineConfig(
     slots=4, max_length=96, chunk=8, extend_buckets=(8, 32), extend_block=8, page_size=32

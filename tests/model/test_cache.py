@@ -8,6 +8,8 @@ import pytest
 from coa_jax.model.cache import LayerCache, attend_to, quantize, write
 from coa_jax.model.compute import REFERENCE, Compute
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 B, N, G, K, SIZE, PAGES = 3, 2, 3, 16, 8, 4
 
 

@@ -18,6 +18,8 @@ from hypothesis import strategies as st
 
 from coa_jax.model.compute import BACKENDS, Compute
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 TOLERANCE = {"float32": 1e-5, "bfloat16": 2e-2}
 DTYPES = ["float32", "bfloat16"]
 

@@ -16,6 +16,8 @@ from coa_jax.model.params import bind, init_params
 from coa_jax.model.remat import POLICIES, rematerialize
 from tests.learn.tiny_runs import sft_config
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 MODEL = ModelConfig("qwen3", 64, 32, 96, 4, 4, 2, 8, qk_norm=True)
 PARAMS = init_params(MODEL, jax.random.key(0))
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 64)).astype(np.int32)

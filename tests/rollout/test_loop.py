@@ -24,6 +24,8 @@ from tests import tiny_policy
 from tests.rollout.small_loop import BUDGET, SHAPES, Says, engine, requests, run, tokens_of
 from tests.tiny_policy import TASKS
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 
 @pytest.fixture(scope="module")
 def greedy():

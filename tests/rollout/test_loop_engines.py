@@ -18,6 +18,8 @@ from tests import tiny_policy
 from tests.rollout.small_loop import BUDGET, Hangs, engine, requests, run
 from tests.tiny_policy import TASKS
 
+pytestmark = pytest.mark.usefixtures("optimized")
+
 
 @functools.cache
 def two() -> tuple[Engine, Engine]:

@@ -26,7 +26,12 @@ def compiled(program, topology):
     done = subprocess.run(
         [sys.executable, "-m", "tests.model.attention.tpu_programs", program, topology],
         # Without the second, libtpu asks a cloud's metadata server which machine this is.
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "TPU_SKIP_MDS_QUERY": "1"},
+        env={
+            **os.environ,
+            "JAX_PLATFORMS": "cpu",
+            "TPU_SKIP_MDS_QUERY": "1",
+            "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+        },
         cwd=Path(__file__).parents[3],
         capture_output=True,
         text=True,
