@@ -129,7 +129,8 @@ def render_trace(trajectory: Trajectory, tokens: str = "") -> str:
         trajectory.stop_reason.value,
     ]
     summary = (
-        f'<summary><span class="mark {verdict}" title="{verdict}">{mark}</span>'
+        f'<summary><span class="mark {verdict}" role="img" title="{verdict}" '
+        f'aria-label="{verdict}">{mark}</span>'
         f'<span class="question">{escape(_short(trajectory.question, 300))}</span>'
         f'<span class="chips">{"".join(f"<b>{escape(c)}</b>" for c in chips)}'
         f"{''.join(f'<span>{escape(f)}</span>' for f in facts)}</span></summary>"
