@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         Agent,
         Evaluation,
         Trained,
+        create_policy,
         evaluate_policy,
         load_config,
         load_policy,
@@ -29,6 +30,7 @@ __all__ = [
     "Evaluation",
     "Trained",
     "__version__",
+    "create_policy",
     "evaluate_policy",
     "load_config",
     "load_model",
@@ -41,7 +43,8 @@ __all__ = [
 
 _HOMES = {
     **dict.fromkeys(
-        ("Evaluation", "Trained", "evaluate_policy", "train_rl", "train_sft"), "coa_jax.api"
+        ("Evaluation", "Trained", "create_policy", "evaluate_policy", "train_rl", "train_sft"),
+        "coa_jax.api",
     ),
     **dict.fromkeys(("Agent", "load_policy"), "coa_jax.rollout.agent"),
     **dict.fromkeys(("load_model", "logits", "save_model"), "coa_jax.model.api"),

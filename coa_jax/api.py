@@ -30,9 +30,11 @@ from coa_jax.rollout.agent import Agent, load_policy
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.small.augment import renaming
+from coa_jax.small.scratch import ScratchConfig, write_policy
 from coa_jax.storage import model_folder, run_folder
 from coa_jax.tasks import SOURCES, Task
 from coa_jax.tasks.checks import REWARDS
+from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tasks.ready import check_ready
 from coa_jax.tools.make import Tools, ToolsConfig, make_tools, named_tools
 from coa_jax.tools.net.budget import spending
@@ -43,6 +45,7 @@ __all__ = [
     "Agent",
     "Evaluation",
     "Trained",
+    "create_policy",
     "evaluate_policy",
     "load_config",
     "load_policy",
@@ -67,6 +70,32 @@ task itself.
 
 
 # --- training ------------------------------------------------------------------------------
+
+
+def create_policy(
+    path: str | Path,
+    records: Sequence[DistilledRecord],
+    *,
+    prompt_style: str = "brief",
+    **sizes: Any,
+) -> Path:
+    """Creates a small untrained policy: a tokenizer trained on records, and random parameters.
+
+    Args:
+        path: directory of the policy, in Hugging Face format.
+        records: trajectories on whose text the tokenizer is trained.
+        prompt_style: how the policy is asked, as in the setting ``prompt_style`` of SFT.
+        sizes: settings of `small.scratch.ScratchConfig`, such as ``num_layers=2``.
+
+    Returns:
+        The directory, for `train_sft` and its setting ``model``.
+
+    Raises:
+        UserError: a size is wrong, or the parameters do not fit into the free memory.
+    """
+    config = build(ScratchConfig, sizes)
+    apart(lambda: write_policy(config, records, load_prompt(prompt_style), Path(path)))
+    return Path(path)
 
 
 @dataclasses.dataclass(frozen=True)

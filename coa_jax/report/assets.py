@@ -92,7 +92,11 @@ details.more { margin-top: 14px; } details.more > summary { color: var(--accent)
   overflow-wrap: anywhere; unicode-bidi: isolate; }
 .rules { border-left: 3px solid var(--bad); padding: 2px 12px; margin: 0 0 10px;
   font-size: 13px; } .rules ul { margin: 2px 0; padding-left: 18px; }
-.same { font-size: 12px; padding: 2px 8px; margin-bottom: 10px; }
+.same { font-size: 12px; padding: 2px 8px; float: right; }
+.pair { display: grid; gap: 4px 20px; padding: 12px 14px;
+  grid-template-columns: repeat(auto-fit, minmax(min(340px, 100%), 1fr)); }
+.pair > * { min-width: 0; } .pair h4 { margin: 0 0 8px; }
+.settings td, .settings th { text-align: left; white-space: normal; overflow-wrap: anywhere; }
 .segment { --role: var(--dim); border-left: 4px solid var(--role); margin: 0 0 8px;
   padding: 3px 0 3px 12px; border-radius: 3px; }
 .segment header { display: flex; flex-wrap: wrap; gap: 8px; font-size: 12px; font-weight: 700;
@@ -130,7 +134,7 @@ details.more { margin-top: 14px; } details.more > summary { color: var(--accent)
 @media print { .filters, .same { display: none; } }
 """
 
-SCRIPT = """
+_TRACES = """
 'use strict';
 const traces = [...document.querySelectorAll('.trace')];
 const control = name => document.getElementById('filter-' + name);
@@ -211,6 +215,10 @@ for (const list of document.querySelectorAll('.tokens pre')) {
   });
 }
 
+"""
+
+CHARTS = """
+'use strict';
 const short = value => Math.abs(value) >= 1000 ? Math.round(value).toLocaleString('en')
   : String(Number(value.toPrecision(4)));
 
@@ -248,3 +256,7 @@ function hover(svg) {
 }
 document.querySelectorAll('svg[data-chart]').forEach(hover);
 """
+"""Script of a page with charts alone."""
+
+SCRIPT = _TRACES + CHARTS
+"""Script of a page with traces and charts."""

@@ -44,6 +44,12 @@ TRACES_PER_STAGE = 60
 _WITH_TOKENS = 12  # traces of each stage with a view of their tokens, which is most of the page
 _FILES = ("config.json", "metrics.jsonl", "traces.jsonl", "traces", "summary.json")
 
+# Measured parts of a step that do not overlap, after the whole step.
+_PARTS = (
+    *("step", "data", "rollout_wait", "update", "publish", "traces", "checkpoint"),
+    *("validation", "evaluation"),
+)
+
 # (title, patterns of the metrics in one chart); a star matches any text.
 _CHARTS = (
     ("Evaluation during training: pass@1", ("eval/pass_at_1", "eval/*/pass_at_1")),
@@ -63,16 +69,7 @@ _CHARTS = (
     ("Loss", ("loss", "validation/loss")),
     ("Gradient norm", ("optim/grad_norm",)),
     ("Learning rate", ("optim/lr",)),
-    (
-        "Seconds per step",
-        tuple(
-            f"time/{part}"
-            for part in (
-                "step", "data", "rollout_wait", "update", "publish", "traces", "checkpoint",
-                "validation", "evaluation",
-            )
-        ),
-    ),
+    ("Seconds per step", tuple(f"time/{part}" for part in _PARTS)),
 )
 _STAGE_TITLES = {
     "teacher": "Teacher (multi-agent system)",

@@ -54,8 +54,9 @@ class Interval:
 def line_chart(title: str, series: Sequence[Series]) -> str:
     """Renders a chart with axes, a line per series, and a legend for several series.
 
-    A noisy series is drawn faintly under its moving average, if there are at most two series.  Long series are thinned to at
-    most ``MAX_POINTS`` points, which keep the extremes.  Without any value the result is "".
+    A noisy series is drawn faintly under its moving average, if there are at most two series.  Long
+    series are thinned to at most ``MAX_POINTS`` points, which keep the extremes.  Without any value
+    the result is "".
     """
     series = [_thin(s) for s in series]
     values = [y for s in series for y in s.y if y is not None]

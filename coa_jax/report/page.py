@@ -13,9 +13,7 @@ from coa_jax.report.charts import Series, number
 from coa_jax.report.traces import escape
 
 
-def whole_page(
-    name: str, sections: Sequence[str], *, style: str = "", script: str = SCRIPT
-) -> str:
+def whole_page(name: str, sections: Sequence[str], *, style: str = "", script: str = SCRIPT) -> str:
     """Renders a whole page, which loads no other file.
 
     Args:

@@ -30,7 +30,7 @@ from coa_jax.report.page import table as html_table
 from coa_jax.report.traces import STAGES, escape
 from coa_jax.storage import shown, visited
 
-_CHARTS = (
+CHARTED = (
     ("Mean reward", "reward/mean"),
     ("Episodes that obey the protocol (share)", "format/valid"),
     ("Entropy of the policy (nats)", "policy/entropy"),
@@ -41,6 +41,7 @@ _CHARTS = (
     ("Largest sampler against trainer |log p| gap", "mismatch/abs_logp_max"),
     ("Loss", "loss"),
 )
+"""Title and metric of each chart that has a line for each run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,7 +231,7 @@ def build_sweep(parent: Path) -> tuple[Path, list[Row]]:
 def _charts(phase: str, runs: Sequence[Run]) -> str:
     mine = [run for run in runs if run.phase == phase]
     charts = [
-        line_chart(title, lines) for title, metric in _CHARTS if (lines := curves(mine, metric))
+        line_chart(title, lines) for title, metric in CHARTED if (lines := curves(mine, metric))
     ]
     if not charts:
         return ""

@@ -31,11 +31,11 @@ _SPEC.loader.exec_module(run_files)
 HOSTILE, episode, write_run = run_files.HOSTILE, run_files.episode, run_files.write_run
 
 ALLOWED = {
-    *("html", "head", "meta", "title", "style", "body", "main", "header", "nav", "section", "script"),
+    *("html", "head", "meta", "title", "style", "body", "header", "nav", "section", "script"),
     *("h1", "h2", "h3", "p", "a", "pre", "code", "div", "span", "i", "b", "em", "strong"),
     *("details", "summary", "figure", "figcaption", "ul", "li", "dl", "dt", "dd"),
     *("table", "thead", "tbody", "tr", "th", "td", "svg", "line", "circle", "path", "text"),
-    *("select", "option", "input", "button", "output"),
+    *("select", "option", "input", "button", "output", "main"),
 }
 
 
