@@ -22,6 +22,7 @@ if TYPE_CHECKING:
         train_sft,
     )
     from coa_jax.model.api import load_model, logits, save_model
+    from coa_jax.report.notebook import failure_of, read_run, show, show_tokens
 
 __version__ = "0.1.0"
 
@@ -32,11 +33,15 @@ __all__ = [
     "__version__",
     "create_policy",
     "evaluate_policy",
+    "failure_of",
     "load_config",
     "load_model",
     "load_policy",
     "logits",
+    "read_run",
     "save_model",
+    "show",
+    "show_tokens",
     "train_rl",
     "train_sft",
 ]
@@ -48,6 +53,7 @@ _HOMES = {
     ),
     **dict.fromkeys(("Agent", "load_policy"), "coa_jax.rollout.agent"),
     **dict.fromkeys(("load_model", "logits", "save_model"), "coa_jax.model.api"),
+    **dict.fromkeys(("failure_of", "read_run", "show", "show_tokens"), "coa_jax.report.notebook"),
     "load_config": "coa_jax.cli",
 }
 

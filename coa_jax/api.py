@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from coa_jax import files
 from coa_jax.bounds import Name, Place
 from coa_jax.cli import load_config
-from coa_jax.environments.base import tags_of
+from coa_jax.environments.base import ENVIRONMENTS, tags_of
 from coa_jax.evaluate.compare import Comparison, compare
 from coa_jax.evaluate.endpoint import endpoint_policy
 from coa_jax.evaluate.figures import table
@@ -173,6 +173,7 @@ def train_rl(
     tasks: Tasks | None = None,
     rewards: Rewards | None = None,
     tools: Tools | None = None,
+    environment: Callable[..., Any] | None = None,
     wandb_project: str = "",
     **changes: Any,
 ) -> Trained:
@@ -184,13 +185,14 @@ def train_rl(
         tasks: replaces ``config.tasks``.
         rewards: replaces ``config.graders.rewards``.
         tools: replaces ``config.tools``, or the tools that it names.
+        environment: a class that replaces ``config.environment.path`` (docs/environments.md).
         wandb_project: W&B project that also gets the metrics; "" for none.
         changes: settings that replace those of the config; a group is replaced completely.
 
     Raises:
         UserError: an error that the caller can correct.
     """
-    values = {**_given(config, tasks, rewards, tools), **_plain(changes)}
+    values = {**_given(config, tasks, rewards, tools, environment), **_plain(changes)}
     found, path = build(RLRun, values), run_folder(workdir)
 
     def train() -> None:
@@ -306,6 +308,7 @@ def evaluate_policy(
     tasks: Tasks | None = None,
     rewards: Rewards | None = None,
     tools: Tools | None = None,
+    environment: Callable[..., Any] | None = None,
     fresh: bool = False,
     **changes: Any,
 ) -> Evaluation:
@@ -318,6 +321,7 @@ def evaluate_policy(
         tasks: replaces ``config.tasks``.
         rewards: replaces ``config.graders.rewards``.
         tools: replaces ``config.tools``, or the tools that it names.
+        environment: a class that replaces ``config.environment.path`` (docs/environments.md).
         fresh: whether to delete the existing samples of the stage.
         changes: settings that replace those of the config, such as ``stage``, the name of the
             results; a group is replaced completely.
@@ -325,7 +329,11 @@ def evaluate_policy(
     Raises:
         UserError: an error that the caller can correct; finished samples are kept.
     """
-    values = {"stage": "policy", **_given(config, tasks, rewards, tools), **_plain(changes)}
+    values = {
+        "stage": "policy",
+        **_given(config, tasks, rewards, tools, environment),
+        **_plain(changes),
+    }
     values |= {"model": str(policy)} if policy is not None else {}
     found, path = build(EvaluateRun, values), run_folder(workdir)
 
@@ -378,7 +386,11 @@ def _plain(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _given(
-    config: Any, tasks: Tasks | None, rewards: Rewards | None, tools: Tools | None
+    config: Any,
+    tasks: Tasks | None,
+    rewards: Rewards | None,
+    tools: Tools | None,
+    environment: Callable[..., Any] | None,
 ) -> dict[str, Any]:
     """Returns settings by name, with the arguments of the caller registered under names."""
     values = _values(config)
@@ -388,6 +400,9 @@ def _given(
         values["graders"] = {**_values(values.get("graders", {})), "rewards": _rewards(rewards)}
     if tools is not None:
         values["tools"] = {**_values(values.get("tools", {})), **named_tools(tools)}
+    if environment is not None:
+        path = ENVIRONMENTS.name_of(environment, "environment")
+        values["environment"] = {**_values(values.get("environment", {})), "path": path}
     return values
 
 

@@ -15,7 +15,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -98,13 +98,21 @@ def define_flags() -> None:
     flags.DEFINE_string("page", "", "file for the page that compares two runs")
 
 
-def main(argv: list[str]) -> None:
-    """Entry point."""
-    if len(argv) != 3:
+def run(places: Sequence[str], out: str = "", page: str = "") -> None:
+    """Compares two runs or two result files.
+
+    Args:
+        places: two run directories or two result files.
+        out: file for the comparison as JSON; "" for none.
+        page: file for the page of two runs; "" for the default.
+
+    Raises:
+        UserError: an argument is wrong, or a file is malformed.
+    """
+    if len(places) != 2:
         raise UserError("give two runs or two result files: coa-jax compare runs/a runs/b")
-    a, b = argv[1:]
-    for name in ("out", "page"):
-        given = flags.FLAGS[name].value
+    a, b = places
+    for name, given in (("out", out), ("page", page)):
         path = Path(given)
         if given and not is_url(given) and (path.is_dir() or not path.parent.is_dir()):
             raise UserError(f"--{name}={given}: give a file in a directory that exists")
@@ -112,14 +120,19 @@ def main(argv: list[str]) -> None:
     if any(of_files):
         if not all(of_files):
             raise UserError("give two runs or two result files, not one of each")
-        if flags.FLAGS.page:
+        if page:
             raise UserError("--page needs two run directories")
         value: dict[str, Any] = compare_files(a, b)
     else:
-        value = {"stages": compare_runs(a, b, flags.FLAGS.page)}
-    if flags.FLAGS.out:
-        with output(flags.FLAGS.out) as path:
+        value = {"stages": compare_runs(a, b, page)}
+    if out:
+        with output(out) as path:
             files.write_json(path, json.loads(json.dumps({"a": a, "b": b, **value})))
+
+
+def main(argv: list[str]) -> None:
+    """Entry point."""
+    run(argv[1:], flags.FLAGS.out, flags.FLAGS.page)
 
 
 if __name__ == "__main__":

@@ -2,22 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
+import io
 import json
-import subprocess
-import sys
+import re
 from pathlib import Path
 
 import pytest
 
+from coa_jax.compare import run
+from coa_jax.errors import UserError
 from tests.evaluate.made import outcome
 from tests.report.run_files import HOSTILE, write_run
-
-
-def command(*arguments: str | Path) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [sys.executable, "-m", "coa_jax.compare", *map(str, arguments)],
-        capture_output=True, text=True, timeout=120,
-    )  # fmt: skip
 
 
 def write_results(run: Path, stage: str, rows: dict[str, list[float]]) -> None:
@@ -32,9 +28,9 @@ def runs(tmp_path_factory) -> tuple[Path, Path]:
     """Two runs with eight tasks: of those, B alone solves two and A alone solves one."""
     a, b = (write_run(tmp_path_factory.mktemp("runs") / name) for name in ("a & b", "second"))
     tasks = [f"factbook/half-area/{k}" for k in range(8)]
-    for run, solved in ((a, {0, 3, 4}), (b, {1, 2, 3, 4})):
-        write_results(run, "base", {task: [0.0] for task in tasks})
-        write_results(run, "sft", {task: [float(k in solved)] for k, task in enumerate(tasks)})
+    for folder, solved in ((a, {0, 3, 4}), (b, {1, 2, 3, 4})):
+        write_results(folder, "base", {task: [0.0] for task in tasks})
+        write_results(folder, "sft", {task: [float(k in solved)] for k, task in enumerate(tasks)})
     config = json.loads((b / "config.json").read_text())
     config["optim"]["lr"] = 5e-6
     (b / "config.json").write_text(json.dumps(config))
@@ -45,11 +41,12 @@ def runs(tmp_path_factory) -> tuple[Path, Path]:
 def told(runs, tmp_path_factory) -> tuple[str, dict, str]:
     """The output of the command, the JSON file and the page."""
     out = tmp_path_factory.mktemp("out") / "out.json"
-    done = command(*runs, f"--out={out}")
-    assert (done.returncode, done.stderr) == (0, "")
+    printed = io.StringIO()
+    with contextlib.redirect_stdout(printed):
+        run([*map(str, runs)], str(out))
     page = runs[1] / "report" / "compare.html"
-    assert done.stdout.splitlines()[-1] == f"report -> {page}"
-    return done.stdout, json.loads(out.read_text()), page.read_text()
+    assert printed.getvalue().splitlines()[-1] == f"report -> {page}"
+    return printed.getvalue(), json.loads(out.read_text()), page.read_text()
 
 
 def test_the_stages_that_both_runs_have_are_compared_task_by_task(told):
@@ -86,23 +83,21 @@ def test_the_page_sets_the_trajectories_of_a_question_side_by_side(told):
     assert HOSTILE not in page and "a &amp; b" in page
 
 
-def test_runs_without_a_common_stage_are_compared_by_their_last_evaluations(tmp_path):
+def test_runs_without_a_common_stage_are_compared_by_their_last_evaluations(tmp_path, capsys):
     for name, stage, value in (("a", "ours", 0.0), ("b", "theirs", 1.0)):
         write_results(tmp_path / name, stage, {str(k): [value] for k in range(3)})
-    done = command(tmp_path / "a", tmp_path / "b", f"--page={tmp_path / 'page.html'}")
-    assert done.returncode == 0, done.stderr
-    assert "B - A: +1.000" in done.stdout
+    run([str(tmp_path / "a"), str(tmp_path / "b")], page=str(tmp_path / "page.html"))
+    assert "B - A: +1.000" in capsys.readouterr().out
     page = (tmp_path / "page.html").read_text()
     assert "no phase in common" in page and "no trajectories to compare" in page
 
 
-def test_runs_without_an_evaluation_have_settings_and_curves(tmp_path):
+def test_runs_without_an_evaluation_have_settings_and_curves(tmp_path, capsys):
     for name, lr in (("a", 1), ("b", 2)):
         (tmp_path / name).mkdir()
         (tmp_path / name / "config.json").write_text(json.dumps({"lr": lr}))
-    done = command(tmp_path / "a", tmp_path / "b")
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("no evaluation to compare\n")
+    run([str(tmp_path / "a"), str(tmp_path / "b")])
+    assert capsys.readouterr().out.startswith("no evaluation to compare\n")
     assert "No stage is evaluated in both runs" in (tmp_path / "b/report/compare.html").read_text()
 
 
@@ -113,14 +108,12 @@ def test_runs_without_an_evaluation_have_settings_and_curves(tmp_path):
         (("a", "none"), "none: no such run directory"),
         (("a", "empty"), "empty: not a run directory: it has none of config.json"),
         (("a", "a/evaluate/sft/results.json"), "not one of each"),
-        (("a", "a", "--page=."), "--page=.: give a file in a directory that exists"),
+        (("a", "a", "", "."), "--page=.: give a file in a directory that exists"),
     ],
 )
-def test_wrong_arguments_end_in_one_line_and_exit_code_2(tmp_path, monkeypatch, arguments, why):
+def test_a_wrong_argument_is_one_line(tmp_path, monkeypatch, arguments, why):
     monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("PYTHONPATH", str(Path(__file__).parent.parent))
     write_results(tmp_path / "a", "sft", {"1": [1.0]})
     (tmp_path / "empty").mkdir()
-    done = command(*arguments)
-    assert done.returncode == 2 and done.stdout == ""
-    assert why in done.stderr and done.stderr.count("\n") == 1
+    with pytest.raises(UserError, match=re.escape(why)):
+        run(arguments[:2], *arguments[2:])
