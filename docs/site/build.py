@@ -3,9 +3,9 @@
     python docs/site/build.py [--out=site]
 
 Puts all pages into ``build/docs``: those of ``docs/``, the documents beside it, the notebooks, and
-the reference that `reference.py` writes from the code.  Then MkDocs makes the site; a warning is an error.  The
-site loads nothing from other hosts.  ``python -m http.server -d site`` shows it; opened from the
-folder it lacks only the search.
+the reference that `reference.py` writes from the code.  Then MkDocs makes the site; a warning is an
+error.  The site loads nothing from other hosts.  ``python -m http.server -d site`` shows it; opened
+from the folder it lacks only the search.
 """
 
 from __future__ import annotations
