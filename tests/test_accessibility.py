@@ -15,6 +15,7 @@ import pytest
 from coa_jax.compare import run
 from coa_jax.report import build_report
 from coa_jax.report.benchmark import write_page
+from coa_jax.report.page import whole_page
 from coa_jax.report.sweep import build_sweep
 from tests.evaluate.made import outcome
 from tests.report.run_files import write_run
@@ -56,8 +57,8 @@ def opened(browser: Browser, address: str) -> None:
     """Opens a page, with axe in it."""
     browser.call("Page.setBypassCSP", enabled=True)
     browser.call("Page.navigate", url=address)
-    browser.until(f"location.href.startsWith({json.dumps(address)}) && document.body")
-    browser.until("document.readyState === 'complete'")
+    there = f"location.href.startsWith({json.dumps(address)}) && document.readyState === 'complete'"
+    browser.until(there, 120)
     browser.run(AXE.read_text())
 
 
@@ -90,8 +91,6 @@ def test_the_pages_of_runs_break_no_rule(tmp_path):
 
 def test_tokens_can_be_inspected_with_the_arrow_keys(tmp_path):
     page = tmp_path / "page.html"
-    from coa_jax.report.page import whole_page
-
     tokens = "".join(f'<span title="policy, id {i}">{i}</span>' for i in range(3))
     body = f'<details open class="tokens"><output></output><pre tabindex="0">{tokens}</pre>'
     page.write_text(whole_page("t", [f"{body}</details>"]))

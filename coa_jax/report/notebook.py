@@ -38,7 +38,7 @@ class Html:
         text: the HTML.
     """
 
-    text: str
+    text: str = dataclasses.field(repr=False)
 
     def _repr_html_(self) -> str:
         return self.text
