@@ -69,7 +69,8 @@ def test_a_notebook_is_stored_with_small_outputs_and_without_faults(path):
     notebook = nbformat.read(path, as_version=4)
     assert path.stat().st_size < 300_000
     counts = [cell.execution_count for cell in code_cells(notebook)]
-    assert counts == list(range(1, len(counts) + 1))
+    # All cells were executed in their order, or none was.
+    assert counts in ([*range(1, len(counts) + 1)], [None] * len(counts))
     for output in outputs_of(notebook):
         assert output.output_type != "error" and output.get("name") != "stderr"
         assert "image/png" not in output.get("data", {})
