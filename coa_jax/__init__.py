@@ -14,6 +14,7 @@ if TYPE_CHECKING:
         Agent,
         Evaluation,
         Trained,
+        create_policy,
         evaluate_policy,
         load_config,
         load_policy,
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
         train_sft,
     )
     from coa_jax.model.api import load_model, logits, save_model
+    from coa_jax.report.notebook import failure_of, read_run, show, show_tokens
 
 __version__ = "0.1.0"
 
@@ -29,22 +31,29 @@ __all__ = [
     "Evaluation",
     "Trained",
     "__version__",
+    "create_policy",
     "evaluate_policy",
+    "failure_of",
     "load_config",
     "load_model",
     "load_policy",
     "logits",
+    "read_run",
     "save_model",
+    "show",
+    "show_tokens",
     "train_rl",
     "train_sft",
 ]
 
 _HOMES = {
     **dict.fromkeys(
-        ("Evaluation", "Trained", "evaluate_policy", "train_rl", "train_sft"), "coa_jax.api"
+        ("Evaluation", "Trained", "create_policy", "evaluate_policy", "train_rl", "train_sft"),
+        "coa_jax.api",
     ),
     **dict.fromkeys(("Agent", "load_policy"), "coa_jax.rollout.agent"),
     **dict.fromkeys(("load_model", "logits", "save_model"), "coa_jax.model.api"),
+    **dict.fromkeys(("failure_of", "read_run", "show", "show_tokens"), "coa_jax.report.notebook"),
     "load_config": "coa_jax.cli",
 }
 

@@ -25,7 +25,7 @@ COMMANDS = {
     "rft": "rft",
     "dpo": "dpo",
     "evaluate": "evaluate",
-    "compare": "evaluate.compare",
+    "compare": "compare",
     "ask": "ask",
     "serve": "serve",
     "report": "report",

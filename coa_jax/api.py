@@ -16,7 +16,7 @@ from ml_collections import ConfigDict
 from coa_jax import jsonl
 from coa_jax.bounds import Name, Place
 from coa_jax.cli import load_config
-from coa_jax.environments.base import tags_of
+from coa_jax.environments.base import ENVIRONMENTS, tags_of
 from coa_jax.evaluate.compare import Comparison, compare
 from coa_jax.evaluate.endpoint import endpoint_policy
 from coa_jax.evaluate.figures import table
@@ -30,9 +30,11 @@ from coa_jax.rollout.agent import Agent, load_policy
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.small.augment import renaming
+from coa_jax.small.scratch import ScratchConfig, write_policy
 from coa_jax.storage import model_folder, run_folder
 from coa_jax.tasks import SOURCES, Task
 from coa_jax.tasks.checks import REWARDS
+from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tasks.ready import check_ready, look
 from coa_jax.tools.make import Tools, ToolsConfig, make_tools, named_tools
 from coa_jax.tools.net.budget import spending
@@ -43,6 +45,7 @@ __all__ = [
     "Agent",
     "Evaluation",
     "Trained",
+    "create_policy",
     "evaluate_policy",
     "load_config",
     "load_policy",
@@ -67,6 +70,32 @@ task itself.
 
 
 # --- training ------------------------------------------------------------------------------
+
+
+def create_policy(
+    path: str | Path,
+    records: Sequence[DistilledRecord],
+    *,
+    prompt_style: str = "brief",
+    **sizes: Any,
+) -> Path:
+    """Creates a small untrained policy: a tokenizer trained on records, and random parameters.
+
+    Args:
+        path: directory of the policy, in Hugging Face format.
+        records: trajectories on whose text the tokenizer is trained.
+        prompt_style: how the policy is asked, as in the setting ``prompt_style`` of SFT.
+        sizes: settings of `small.scratch.ScratchConfig`, such as ``num_layers=2``.
+
+    Returns:
+        The directory, for `train_sft` and its setting ``model``.
+
+    Raises:
+        UserError: a size is wrong, or the parameters do not fit into the free memory.
+    """
+    config = build(ScratchConfig, sizes)
+    apart(lambda: write_policy(config, records, load_prompt(prompt_style), Path(path)))
+    return Path(path)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,6 +173,7 @@ def train_rl(
     tasks: Tasks | None = None,
     rewards: Rewards | None = None,
     tools: Tools | None = None,
+    environment: Callable[..., Any] | None = None,
     wandb_project: str = "",
     **changes: Any,
 ) -> Trained:
@@ -155,13 +185,14 @@ def train_rl(
         tasks: replaces ``config.tasks``.
         rewards: replaces ``config.graders.rewards``.
         tools: replaces ``config.tools``, or the tools that it names.
+        environment: a class that replaces ``config.environment.path`` (docs/environments.md).
         wandb_project: W&B project that also gets the metrics; "" for none.
         changes: settings that replace those of the config; a group is replaced completely.
 
     Raises:
         UserError: an error that the caller can correct.
     """
-    values = {**_given(config, tasks, rewards, tools), **_plain(changes)}
+    values = {**_given(config, tasks, rewards, tools, environment), **_plain(changes)}
     found, path = build(RLRun, values), run_folder(workdir)
 
     def train() -> None:
@@ -277,6 +308,7 @@ def evaluate_policy(
     tasks: Tasks | None = None,
     rewards: Rewards | None = None,
     tools: Tools | None = None,
+    environment: Callable[..., Any] | None = None,
     fresh: bool = False,
     **changes: Any,
 ) -> Evaluation:
@@ -289,6 +321,7 @@ def evaluate_policy(
         tasks: replaces ``config.tasks``.
         rewards: replaces ``config.graders.rewards``.
         tools: replaces ``config.tools``, or the tools that it names.
+        environment: a class that replaces ``config.environment.path`` (docs/environments.md).
         fresh: whether to delete the existing samples of the stage.
         changes: settings that replace those of the config, such as ``stage``, the name of the
             results; a group is replaced completely.
@@ -296,7 +329,11 @@ def evaluate_policy(
     Raises:
         UserError: an error that the caller can correct; finished samples are kept.
     """
-    values = {"stage": "policy", **_given(config, tasks, rewards, tools), **_plain(changes)}
+    values = {
+        "stage": "policy",
+        **_given(config, tasks, rewards, tools, environment),
+        **_plain(changes),
+    }
     values |= {"model": str(policy)} if policy is not None else {}
     found, path = build(EvaluateRun, values), run_folder(workdir)
 
@@ -349,7 +386,11 @@ def _plain(changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _given(
-    config: Any, tasks: Tasks | None, rewards: Rewards | None, tools: Tools | None
+    config: Any,
+    tasks: Tasks | None,
+    rewards: Rewards | None,
+    tools: Tools | None,
+    environment: Callable[..., Any] | None,
 ) -> dict[str, Any]:
     """Returns settings by name, with the arguments of the caller registered under names."""
     values = _values(config)
@@ -359,6 +400,9 @@ def _given(
         values["graders"] = {**_values(values.get("graders", {})), "rewards": _rewards(rewards)}
     if tools is not None:
         values["tools"] = {**_values(values.get("tools", {})), **named_tools(tools)}
+    if environment is not None:
+        path = ENVIRONMENTS.name_of(environment, "environment")
+        values["environment"] = {**_values(values.get("environment", {})), "path": path}
     return values
 
 

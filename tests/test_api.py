@@ -118,6 +118,16 @@ def test_what_cannot_be_loaded_is_one_line(tmp_path):
 # --- training ------------------------------------------------------------------------------
 
 
+def test_a_policy_is_created_from_records(tmp_path):
+    sizes = {"hidden_size": 16, "num_layers": 1, "head_dim": 8, "induction": False}
+    path = coa_jax.create_policy(tmp_path / "base", tiny_policy.records(), vocab_size=400, **sizes)
+    made = coa_jax.load_policy(path)
+    assert (made.config.hidden_size, made.config.num_layers) == (16, 1)
+    assert made.tokenizer.convert_tokens_to_ids("<answer>") != made.tokenizer.unk_token_id
+    with pytest.raises(UserError, match="vocab_size 100 is too small"):
+        coa_jax.create_policy(tmp_path / "none", tiny_policy.records(), vocab_size=100, **sizes)
+
+
 def test_a_policy_learns_records_and_the_run_is_a_policy(tmp_path):
     base = tiny_policy.write_untrained(tmp_path / "base")
     write_records(tmp_path / "held_out.jsonl", tiny_policy.records())

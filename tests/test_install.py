@@ -273,3 +273,30 @@ def test_a_user_of_the_wheel_copies_the_configs_and_trains(environment, tmp_path
         assert len(rows) == steps
         assert (tmp_path / "runs" / run / "model" / "config.json").is_file()
     assert json.loads((tmp_path / "runs" / "b" / "config.json").read_text())["groups"] == 3
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_first_cell_of_a_notebook_installs_the_wheel(wheel, tmp_path):
+    """In an environment with all dependencies and without coa_jax."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(tmp_path / "v")], check=True)
+    (site,) = (tmp_path / "v" / "lib").glob("python*/site-packages")
+    others = [path for path in sys.path if path.endswith("site-packages")]
+    (site / "dependencies.pth").write_text("\n".join(others))
+    program = (
+        "import nbformat, sys\n"
+        "from nbclient import NotebookClient\n"
+        "book = nbformat.read(sys.argv[1], as_version=4)\n"
+        "code = 'import coa_jax; print(coa_jax.__file__)'\n"
+        "book.cells = [*book.cells[:2], nbformat.v4.new_code_cell(code)]\n"
+        "NotebookClient(book, timeout=900).execute()\n"
+        "print(book.cells[-1].outputs[-1].text)\n"
+    )
+    kept = {k: v for k, v in os.environ.items() if k not in ("PYTHONPATH", "VIRTUAL_ENV")}
+    done = subprocess.run(
+        [str(tmp_path / "v/bin/python"), "-c", program,
+         str(REPOSITORY / "notebooks" / "explore_run.ipynb")],
+        capture_output=True, text=True, cwd=tmp_path, env={**kept, "COA_JAX": str(wheel)},
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert Path(done.stdout.strip()).is_relative_to(site)

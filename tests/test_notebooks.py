@@ -1,8 +1,9 @@
-"""The notebooks run on the directory of a run, and are stored without outputs."""
+"""The notebooks run, and are stored with outputs that are small."""
 
 from __future__ import annotations
 
 import importlib.util
+import re
 from pathlib import Path
 
 import nbformat
@@ -45,41 +46,78 @@ def write_run(root: Path) -> Path:
     return root
 
 
-def test_there_is_a_notebook():
-    assert [path.name for path in NOTEBOOKS] == ["explore_run.ipynb"]
+def code_cells(notebook) -> list:
+    return [cell for cell in notebook.cells if cell.cell_type == "code"]
+
+
+def outputs_of(notebook) -> list:
+    return [output for cell in code_cells(notebook) for output in cell.outputs]
+
+
+def pages_of(outputs) -> str:
+    """The HTML of all outputs."""
+    return "".join(o.data.get("text/html", "") for o in outputs if "data" in o)
+
+
+def test_there_is_a_notebook_for_each_audience():
+    names = ["explore_run", "inside_a_rollout", "own_environment", "train_policy"]
+    assert [path.stem for path in NOTEBOOKS] == names
 
 
 @pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
-def test_a_notebook_is_stored_without_outputs(path):
-    for cell in nbformat.read(path, as_version=4).cells:
-        if cell.cell_type == "code":
-            assert cell.outputs == []
-            assert cell.execution_count is None
+def test_a_notebook_is_stored_with_small_outputs_and_without_faults(path):
+    notebook = nbformat.read(path, as_version=4)
+    assert path.stat().st_size < 300_000
+    counts = [cell.execution_count for cell in code_cells(notebook)]
+    # All cells were executed in their order, or none was.
+    assert counts in ([*range(1, len(counts) + 1)], [None] * len(counts))
+    for output in outputs_of(notebook):
+        assert output.output_type != "error" and output.get("name") != "stderr"
+        assert "image/png" not in output.get("data", {})
 
 
-def execute(run: Path, monkeypatch) -> list:
-    """The outputs of the notebook on a run directory."""
-    monkeypatch.setenv("COA_JAX_RUN", str(run))
+@pytest.mark.parametrize("path", NOTEBOOKS, ids=lambda path: path.stem)
+def test_one_variable_of_the_first_cell_names_the_wheel(path):
+    first = code_cells(nbformat.read(path, as_version=4))[0].source
+    assert re.search(r'^COA_JAX = os\.environ\.get\("COA_JAX", ""\)$', first, re.MULTILINE)
+    assert '%pip install --quiet "{COA_JAX}[notebook]"' in first
+
+
+def execute(name: str, monkeypatch, seconds: int = 300) -> list:
+    """The outputs of a notebook."""
     monkeypatch.setenv("PYTHONPATH", str(REPOSITORY))
-    notebook = nbformat.read(REPOSITORY / "notebooks" / "explore_run.ipynb", as_version=4)
-    client = NotebookClient(
-        notebook, timeout=60, resources={"metadata": {"path": str(REPOSITORY / "notebooks")}}
-    )
-    client.execute()
-    cells = [cell for cell in notebook.cells if cell.cell_type == "code"]
-    outputs = [output for cell in cells for output in cell.outputs]
-    assert not [o for o in outputs if o.output_type == "error" or o.get("name") == "stderr"]
+    monkeypatch.delenv("COA_JAX", raising=False)
+    notebook = nbformat.read(REPOSITORY / "notebooks" / f"{name}.ipynb", as_version=4)
+    folder = {"metadata": {"path": str(REPOSITORY / "notebooks")}}
+    NotebookClient(notebook, timeout=seconds, resources=folder).execute()
+    outputs = outputs_of(notebook)
+    assert not [o for o in outputs if o.output_type == "error"]
     return outputs
 
 
-def test_explore_run_shows_a_run(tmp_path, monkeypatch):
-    outputs = execute(write_run(tmp_path / "a run"), monkeypatch)
-    pages = "".join(o.data.get("text/html", "") for o in outputs if "data" in o)
-    assert sum("image/png" in o.data for o in outputs if "data" in o) == 4
+def explore(run: Path, monkeypatch) -> list:
+    """The outputs of explore_run.ipynb on the directory of a run."""
+    monkeypatch.setenv("COA_JAX_RUN", str(run))
+    outputs = execute("explore_run", monkeypatch)
+    assert not [o for o in outputs if o.get("name") == "stderr"]
+    return outputs
+
+
+def printed(outputs) -> str:
+    return "".join(o.text for o in outputs if o.get("name") == "stdout")
+
+
+def test_explore_run_walks_through_a_run(tmp_path, monkeypatch):
+    outputs = explore(write_run(tmp_path / "a run"), monkeypatch)
+    pages, said = pages_of(outputs), printed(outputs)
+    assert sum("image/svg+xml" in o.data for o in outputs if "data" in o) == 3
+    assert "evaluated: teacher, base, sft, rl" in said
     assert "0.750" in pages and "0.690 to 0.810" in pages
+    assert "from left to right: base, sft, rl" in said
     assert "What is half of the area of" in pages
-    assert "base: wrong" in pages and "rl: right" in pages
-    assert "wiki_search</td><td>8</td>" in pages
+    # Two of the eight questions are wrong, and no page that was read has their answer.
+    assert "read the answer, wrote another" in said
+    assert "<td>wiki_search</td><td>8</td>" in pages
     # Text of tools is shown and not obeyed.
     assert "&lt;script&gt;document.title" in pages
     assert "<script>" not in pages and "<img" not in pages
@@ -90,26 +128,38 @@ def test_explore_run_shows_what_a_stage_of_its_own_wrote(tmp_path, monkeypatch, 
     run = write_run(tmp_path / "run")
     for name in missing:
         (run / name).unlink()
-    outputs = execute(run, monkeypatch)
-    pages = "".join(o.data.get("text/html", "") for o in outputs if "data" in o)
+    pages = pages_of(explore(run, monkeypatch))
     assert ("0.690 to 0.810" in pages) == ("summary.json" not in missing)
-    assert ("wiki_search</td><td>8</td>" in pages) == ("traces.jsonl" not in missing)
+    # Without results the notebook does not know which policy is the last one.
+    assert ("wiki_search</td><td>8</td>" in pages) == ("metrics.jsonl" in missing)
 
 
 def test_explore_run_shows_an_evaluation_under_a_name_of_its_own(tmp_path, monkeypatch):
     with RunDir(tmp_path) as run:
         run.summary({"ours": run_files.block(0.5, 200)})
-    outputs = execute(tmp_path, monkeypatch)
-    assert "<td>ours</td>" in "".join(o.data.get("text/html", "") for o in outputs if "data" in o)
+    assert "<td>ours</td>" in pages_of(explore(tmp_path, monkeypatch))
 
 
 def test_a_run_that_is_not_there_is_an_error_and_no_page_of_zeros(tmp_path, monkeypatch):
-    with pytest.raises(CellExecutionError, match="holds no run; set COA_JAX_RUN"):
-        execute(tmp_path / "rn", monkeypatch)
+    with pytest.raises(CellExecutionError, match="holds no run; give the --workdir"):
+        explore(tmp_path / "rn", monkeypatch)
 
 
 def test_an_evaluation_that_nobody_graded_is_shown_as_such(tmp_path, monkeypatch):
     with RunDir(tmp_path) as run:
         run.summary({"ours": {**run_files.block(0.5, 200), "pass_at_1": None, "n": 0}})
-    outputs = execute(tmp_path, monkeypatch)
-    assert "not graded" in "".join(o.data.get("text/html", "") for o in outputs if "data" in o)
+    assert "not graded" in pages_of(explore(tmp_path, monkeypatch))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        ("train_policy", "difference +"),
+        ("own_environment", "step 2: reward"),
+        ("inside_a_rollout", "tokens are targets"),
+    ],
+)
+def test_a_notebook_that_trains_runs_to_its_end(monkeypatch, name, told):
+    assert told in printed(execute(name, monkeypatch, seconds=3000))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -172,6 +173,30 @@ def test_the_figures_are_those_that_the_script_draws():
 )
 def test_links_of_the_repository_become_links_of_the_site(source, text, mended):
     assert load("site/build.py").linked(text, source) == mended
+
+
+def test_a_notebook_becomes_a_page_with_its_outputs(tmp_path):
+    def code(source, *outputs):
+        return {"cell_type": "code", "source": [source], "outputs": list(outputs)}
+
+    cells = [
+        {"cell_type": "markdown", "source": ["# A title\n", "\n", "See [runs](../docs/runs.md)."]},
+        code('if COA_JAX:\n    %pip install "x"'),
+        code("print(1)", {"output_type": "stream", "name": "stdout", "text": ["1\n"]}),
+        code("plot()", {"output_type": "display_data", "data": {"image/svg+xml": ["<svg/>"]}}),
+        code("show()", {"output_type": "execute_result", "data": {"text/html": ["<b>a\n\nb</b>"],
+                                                               "text/plain": ["Html()"]}}),
+    ]  # fmt: skip
+    path = tmp_path / "book.ipynb"
+    path.write_text(json.dumps({"cells": cells}))
+    text, figures = load("site/notebook.py").page_of(path)
+    assert figures == {"book-1.svg": "<svg/>"}
+    assert text.startswith("# A title\n\nThe file is `notebooks/book.ipynb`")
+    assert "%pip" not in text and "Html()" not in text
+    assert "````python\nprint(1)\n````\n\n````text\n1\n````" in text
+    assert "(book-1.svg)" in text
+    assert "<b>a\n&#8203;\nb</b>" in text  # an HTML block of Markdown ends at a blank line
+    assert "[runs](../runs.md)" in load("site/build.py").linked(text, "notebooks/book.ipynb")
 
 
 @pytest.mark.slow

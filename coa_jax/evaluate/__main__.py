@@ -4,8 +4,8 @@
 
 Writes ``evaluate/STAGE/results.json``, the same results as an HTML page, ``summary.json`` and every
 trajectory to the work directory, and prints the results. A killed evaluation continues when started
-again, and its result file is the same as without the kill. ``python -m coa_jax.evaluate.compare``
-compares two result files.
+again, and its result file is the same as without the kill. ``coa-jax compare`` compares two result
+files.
 """
 
 from __future__ import annotations

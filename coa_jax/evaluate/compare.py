@@ -1,34 +1,28 @@
 """Compares two result files task by task, and tests whether one is better.
 
-    python -m coa_jax.evaluate.compare runs/a/evaluate/sft/results.json \
-        runs/a/evaluate/rl/results.json
-
-Both files must contain the same tasks; tasks that are graded in only one of them are left out and
-counted. The difference is the mean over tasks of B's rate minus A's. Its p-value comes from the
-paired permutation test: under the null hypothesis each task's difference could have the other sign.
-The test is exact; with one sample per task it is McNemar's exact test. The interval is a bootstrap
-over tasks; there is none for fewer than 10 tasks, or if all tasks have the same difference.
+Tasks that are graded in only one of the files are left out and counted. The difference is the mean
+over tasks of B's rate minus A's. Its p-value comes from the paired permutation test: under the null
+hypothesis each task's difference could have the other sign. The test is exact; with one sample per
+task it is McNemar's exact test. The interval is a bootstrap over tasks; there is none for fewer
+than 10 tasks, or if all tasks have the same difference.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import fractions
-import json
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from absl import flags
 
 from coa_jax import files
-from coa_jax.cli import run_main
 from coa_jax.errors import UserError
 from coa_jax.evaluate.figures import COMPARABLE
 from coa_jax.evaluate.metrics import standard_error
-from coa_jax.storage import is_url, local, output
+from coa_jax.storage import local
 
 _RESAMPLES = 10_000
 _FEWEST = 10  # tasks for an interval: with fewer, resampling makes it too narrow
@@ -206,9 +200,14 @@ def text(a: Mapping[str, Any], b: Mapping[str, Any], found: Comparison) -> str:
     for name, count in (("A", found.only_a), ("B", found.only_b)):
         if count:
             lines.append(f"left out: {count} tasks with graded samples in {name} only")
-    mine, other = _measured_with(a), _measured_with(b)
-    lines += [f"note: the two differ in {key} too" for key in mine if mine[key] != other[key]]
+    lines += [f"note: the two differ in {key} too" for key in differing(a, b)]
     return "\n".join(lines)
+
+
+def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
+    """Returns the settings besides the policy in which two result files differ."""
+    mine, other = _measured_with(a), _measured_with(b)
+    return [key for key in mine if mine[key] != other[key]]
 
 
 def _measured_with(outcome: Mapping[str, Any]) -> dict[str, Any]:
@@ -219,29 +218,3 @@ def _measured_with(outcome: Mapping[str, Any]) -> dict[str, Any]:
         # The picker among samples has no effect on the mean over all of them.
         found["grading"] = {name: grading[name] for name in grading if name != "pick"}
     return found
-
-
-def define_flags() -> None:
-    """Defines the flags of the command."""
-    flags.DEFINE_string("out", "", "file for the comparison as JSON")
-
-
-def main(argv: list[str]) -> None:
-    """Entry point."""
-    if len(argv) != 3:
-        raise UserError("give two result files: ... compare A/results.json B/results.json")
-    given = flags.FLAGS.out
-    out = Path(given) if given and not is_url(given) else None
-    if out is not None and (out.is_dir() or not out.parent.is_dir()):
-        raise UserError(f"--out={out}: give a file in a directory that exists")
-    a, b = load(argv[1]), load(argv[2])
-    found = compare(a, b)
-    print(text(a, b, found))
-    if given:
-        value = {"a": argv[1], "b": argv[2], **dataclasses.asdict(found)}
-        with output(given) as path:
-            files.write_json(path, json.loads(json.dumps(value)))
-
-
-if __name__ == "__main__":
-    run_main(main, define_flags, positional=True)

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 STYLE = """
-:root { color-scheme: light dark; --bg: #fbfbfa; --card: #fff; --ink: #1d2126; --dim: #667080;
-  --rule: #e2e4e8; --soft: #f1f2f4; --accent: #2f5fd0; --good: #1a7f4b; --bad: #b8322a;
+:root { color-scheme: light dark; --bg: #fbfbfa; --card: #fff; --ink: #1d2126; --dim: #5a6473;
+  --rule: #e2e4e8; --soft: #f1f2f4; --accent: #2f5fd0; --good: #14713f; --bad: #b8322a;
   --s0: #2f5fd0; --s1: #d9730d; --s2: #1a7f4b; --s3: #a3359c; --s4: #0e8a9e; --s5: #b8322a;
   --s6: #7a6a1c; --s7: #667080;
-  --think: #667080; --plan: #7048c8; --tool: #0b76b7; --code: #0e8a70; --reflection: #b06a00;
-  --suggest: #a3359c; --check: #c2410c; --answer: #1a7f4b; --env-bg: #f3efe4; --env: #8a7a4a; }
+  --think: #5a6473; --plan: #7048c8; --tool: #0b76b7; --code: #0a7a62; --reflection: #a05f00;
+  --suggest: #a3359c; --check: #b93c0a; --answer: #14713f; --env-bg: #f3efe4; --env: #75663a; }
 @media (prefers-color-scheme: dark) { :root { --bg: #14171b; --card: #1b1f25; --ink: #e6e8eb;
   --dim: #97a1af; --rule: #2d333c; --soft: #232830; --accent: #8ab0ff; --good: #58c98e;
   --bad: #ff8a80; --s0: #8ab0ff; --s1: #f5a65b; --s2: #58c98e; --s3: #e08be0; --s4: #5fd0e0;
@@ -23,6 +23,7 @@ h2 { font-size: 19px; margin: 36px 0 10px; }
 h3 { font-size: 14px; margin: 18px 0 8px; color: var(--dim); font-weight: 600; }
 p { margin: 6px 0; } .dim { color: var(--dim); }
 pre, code { font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, Consolas, monospace; }
+:focus-visible { outline: 2px solid var(--accent); outline-offset: 2px; }
 nav { margin-top: 8px; } nav a { margin-right: 16px; color: var(--accent); }
 .card { background: var(--card); border: 1px solid var(--rule); border-radius: 10px; }
 .scroll { overflow-x: auto; }
@@ -31,10 +32,11 @@ th, td { text-align: right; padding: 8px 14px; border-bottom: 1px solid var(--ru
   white-space: nowrap; }
 th { font-weight: 600; color: var(--dim); font-size: 13px; white-space: normal;
   vertical-align: bottom; }
-th:first-child, td:first-child { text-align: left; } tr:last-child td { border-bottom: 0; }
+th:first-child, td:first-child { text-align: left; } tbody tr:last-child td { border-bottom: 0; }
 .detail td, .detail th { padding: 4px 14px; } .detail { font-size: 14px; }
-td strong { font-size: 17px; } td.plot { width: 170px; text-align: left; }
-.interval { width: 150px; height: 22px; display: block; }
+td strong { font-size: 17px; } 
+.interval { width: 150px; height: 22px; display: block; margin-left: auto; }
+.warnings { border-left: 3px solid var(--check); margin: 0; padding: 0 0 0 30px; }
 .interval .bar { stroke: var(--accent); stroke-width: 4; stroke-linecap: round; opacity: .45; }
 .interval .dot { fill: var(--accent); }
 .facts { display: flex; flex-wrap: wrap; gap: 4px 26px; padding: 0; margin: 8px 0; }
@@ -47,6 +49,7 @@ td strong { font-size: 17px; } td.plot { width: 170px; text-align: left; }
 svg text { fill: var(--dim); font: 11px system-ui, sans-serif; }
 .grid { stroke: var(--rule); } .axis { stroke: var(--dim); }
 .line { fill: none; stroke-width: 1.8; stroke-linejoin: round; } .faint { opacity: .3; }
+.dashed { stroke-dasharray: 5 3; } i.dashed { opacity: .55; }
 circle.line { stroke: none; }
 .cursor { stroke: var(--dim); stroke-dasharray: 3 3; visibility: hidden; }
 .s0 { stroke: var(--s0); } .s1 { stroke: var(--s1); } .s2 { stroke: var(--s2); }
@@ -89,7 +92,11 @@ details.more { margin-top: 14px; } details.more > summary { color: var(--accent)
   overflow-wrap: anywhere; unicode-bidi: isolate; }
 .rules { border-left: 3px solid var(--bad); padding: 2px 12px; margin: 0 0 10px;
   font-size: 13px; } .rules ul { margin: 2px 0; padding-left: 18px; }
-.same { font-size: 12px; padding: 2px 8px; margin-bottom: 10px; }
+.same { font-size: 12px; padding: 2px 8px; float: right; }
+.pair { display: grid; gap: 4px 20px; padding: 12px 14px;
+  grid-template-columns: repeat(auto-fit, minmax(min(340px, 100%), 1fr)); }
+.pair > * { min-width: 0; } .pair h4 { margin: 0 0 8px; }
+.settings td, .settings th { text-align: left; white-space: normal; overflow-wrap: anywhere; }
 .segment { --role: var(--dim); border-left: 4px solid var(--role); margin: 0 0 8px;
   padding: 3px 0 3px 12px; border-radius: 3px; }
 .segment header { display: flex; flex-wrap: wrap; gap: 8px; font-size: 12px; font-weight: 700;
@@ -112,18 +119,22 @@ details.more { margin-top: 14px; } details.more > summary { color: var(--accent)
 .tokens pre { white-space: pre-wrap; overflow-wrap: anywhere; unicode-bidi: isolate;
   max-height: 40em; overflow: auto; }
 .tokens span { border-radius: 3px; box-shadow: inset -1px 0 var(--rule); }
+.tokens .at { outline: 2px solid var(--ink); }
 .tokens .prompt { color: var(--dim); } .tokens .tool { background: var(--env-bg); }
 .p0, .p1, .p2, .p3, .p4 { background: color-mix(in srgb, var(--accent) var(--p), transparent); }
-.p0 { --p: 8%; } .p1 { --p: 18%; } .p2 { --p: 30%; } .p3 { --p: 42%; } .p4 { --p: 54%; }
+.p0 { --p: 8%; } .p1 { --p: 18%; } .p2 { --p: 30%; } .p3 { --p: 38%; } .p4 { --p: 46%; }
 @media (max-width: 640px) { body { padding: 16px 12px 48px; }
-  .charts { grid-template-columns: 1fr; } .trace > summary { flex-wrap: wrap; }
+  .charts { grid-template-columns: 1fr; } th, td, .detail td, .detail th { padding: 6px 8px; }
+  th { white-space: nowrap; } td:first-child, .detail td { white-space: normal; }
+  td:first-child { min-width: 8em; }
+ .trace > summary { flex-wrap: wrap; }
   .question { flex-basis: 80%; }
   .chips { padding-left: 1.9em; } .segment.env { margin-left: 8px; }
   .filters { position: static; } }
 @media print { .filters, .same { display: none; } }
 """
 
-SCRIPT = """
+_TRACES = """
 'use strict';
 const traces = [...document.querySelectorAll('.trace')];
 const control = name => document.getElementById('filter-' + name);
@@ -186,9 +197,28 @@ if (traces.length) {
 
 for (const list of document.querySelectorAll('.tokens pre')) {
   const told = list.parentNode.querySelector('output');
-  list.addEventListener('click', event => { told.value = event.target.title || told.value; });
+  let at = null;
+  const choose = token => {
+    if (!token || !token.title) return;
+    if (at) at.classList.remove('at');
+    at = token;
+    at.classList.add('at');
+    at.scrollIntoView({block: 'nearest'});
+    told.value = `"${at.textContent}": ${at.title}`;
+  };
+  list.addEventListener('click', event => choose(event.target));
+  list.addEventListener('keydown', event => {
+    const steps = {ArrowRight: 'nextElementSibling', ArrowLeft: 'previousElementSibling'};
+    if (!(event.key in steps)) return;
+    event.preventDefault();
+    choose(at ? at[steps[event.key]] : list.firstElementChild);
+  });
 }
 
+"""
+
+CHARTS = """
+'use strict';
 const short = value => Math.abs(value) >= 1000 ? Math.round(value).toLocaleString('en')
   : String(Number(value.toPrecision(4)));
 
@@ -226,3 +256,7 @@ function hover(svg) {
 }
 document.querySelectorAll('svg[data-chart]').forEach(hover);
 """
+"""Script of a page with charts alone."""
+
+SCRIPT = _TRACES + CHARTS
+"""Script of a page with traces and charts."""

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from coa_jax import files
-from coa_jax.report.assets import STYLE
 from coa_jax.report.charts import Interval, Series, interval_bar, line_chart, number
+from coa_jax.report.page import table, whole_page
 from coa_jax.report.traces import escape
 
 MOST_TASKS = 2000
@@ -21,7 +21,6 @@ _MARKS = {None: ("", "?"), True: ("correct", "\u2713"), False: ("wrong", "\u2717
 _STYLE = """
 .marks { white-space: normal; letter-spacing: 3px; } .marks span { font-weight: 700; }
 .correct { color: var(--good); } .wrong { color: var(--bad); }
-.interval { margin-left: auto; }
 .columns { display: grid; gap: 14px; grid-template-columns: repeat(auto-fit, minmax(360px, 1fr)); }
 .columns > * { align-self: start; }
 .tasks td { white-space: normal; overflow-wrap: anywhere; }
@@ -55,14 +54,7 @@ def page(outcome: Mapping[str, Any]) -> str:
         _left_out(figures),
         _tasks(outcome["tasks"], figures["by"]),
     ]
-    policy = "default-src 'none'; style-src 'unsafe-inline'; base-uri 'none'; form-action 'none'"
-    return (
-        '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
-        f'<meta http-equiv="Content-Security-Policy" content="{policy}">'
-        '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(stage)}</title><style>{STYLE}{_STYLE}</style></head>\n<body>"
-        f"{''.join(sections)}\n</body></html>\n"
-    )
+    return whole_page(stage, sections, style=_STYLE, script="")
 
 
 def _header(
@@ -94,7 +86,7 @@ def _headline(figures: Mapping[str, Any]) -> str:
     met = figures["exposure"]
     if met["named_blocked_address"] or met["shown_question"]:
         rows.append(_rate_row("without samples exposed to the benchmark", met["unexposed"]))
-    lines = ["<h2>Result</h2>", _table(["", "", "95 %", "error", "tasks"], rows)]
+    lines = ["<h2>Result</h2>", table("Result", ["", "", "95 %", "error", "tasks"], rows)]
     if len(rounds) > 1:
         shown = ", ".join(f"{value:.3f}" for value in rounds)
         lines.append(f'<p class="dim">Rounds: {shown}. The error is clustered by task.</p>')
@@ -128,8 +120,8 @@ def _several(figures: Mapping[str, Any]) -> str:
             "pass@k", tuple(float(k) for k in at), tuple(e["value"] for e in at.values())
         )
         chart = line_chart("pass@k over k", [curve])
-    table = _table(["several samples", "", "error", "tasks"], rows)
-    return f'<h2>Test-time scaling</h2><div class="columns">{table}{chart}</div>'
+    shown = table("Test-time scaling", ["several samples", "", "error", "tasks"], rows)
+    return f'<h2>Test-time scaling</h2><div class="columns">{shown}{chart}</div>'
 
 
 def _rate(value: float | None) -> str:
@@ -148,7 +140,8 @@ def _breakdown(by: Mapping[str, Mapping[str, Any]]) -> str:
     tables = []
     for field, groups in by.items():
         rows = [_rate_row(name, entry) for name, entry in groups.items()]
-        tables.append(_table([field, "pass@1", "95 %", "error", "tasks"], rows))
+        head = [field, "pass@1", "95 %", "error", "tasks"]
+        tables.append(table(f"Results by {field}", head, rows))
     if not tables:
         return ""
     return f'<h2>Results by group</h2><div class="columns">{"".join(tables)}</div>'
@@ -169,9 +162,10 @@ def _costs(figures: Mapping[str, Any]) -> str:
         outcomes = ", ".join(f"{escape(k)} {v:,}" for k, v in entry["outcomes"].items())
         calls.append([escape(name), f"{entry['calls']:,}", outcomes])
     ends = [[escape(name), number(count)] for name, count in figures["stops"].items()]
-    tables = _table(["costs", ""], rows) + _table(["stop reason", "samples"], ends)
+    tables = table("Costs", ["costs", ""], rows)
+    tables += table("Stop reasons", ["stop reason", "samples"], ends)
     if calls:
-        tables += _table(["tool", "calls", "outcomes"], calls)
+        tables += table("Tools", ["tool", "calls", "outcomes"], calls)
     return f'<h2>Costs and stop reasons</h2><div class="columns">{tables}</div>'
 
 
@@ -216,19 +210,10 @@ def _tasks(tasks: Sequence[Mapping[str, Any]], by: Mapping[str, Any]) -> str:
                      number(tokens)])  # fmt: skip
     more = len(tasks) - len(rows)
     note = f'<p class="dim">{more:,} more are in the result file.</p>' if more > 0 else ""
-    table = _table(["task", *by, "samples", "tokens"], rows, "detail tasks")
-    return f"<h2>Tasks</h2>{table}{note}"
+    shown = table("Tasks", ["task", *by, "samples", "tokens"], rows, "detail tasks")
+    return f"<h2>Tasks</h2>{shown}{note}"
 
 
 def _mark(solved: bool | None) -> str:
     kind, sign = _MARKS[solved]
     return f'<span class="{kind}">{sign}</span>'
-
-
-def _table(head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "detail") -> str:
-    heads = "".join(f"<th>{escape(name)}</th>" for name in head)
-    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    return (
-        f'<div class="card scroll"><table class="{kind}"><thead><tr>{heads}</tr></thead>'
-        f"<tbody>{body}</tbody></table></div>"
-    )

@@ -9,6 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from coa_jax.report.charts import number
+from coa_jax.report.page import table
 from coa_jax.report.traces import escape
 
 _NONE = "\u2013"
@@ -26,7 +27,7 @@ def breakdown(summary: Mapping[str, Any], stages: Sequence[str], titles: Mapping
     details = {stage: block for stage, block in found.items() if isinstance(block, Mapping)}
     if not details:
         return ""
-    head = "".join(f"<th>{escape(titles.get(stage, stage))}</th>" for stage in details)
+    head = ["", *(titles.get(stage, stage) for stage in details)]
     rows = [
         *_rows(details, "pass_at_k", lambda k: f"pass@{k}", _number3, skip=("1",)),
         *_rows(details, "by_hops", _hops, _rate),
@@ -40,17 +41,10 @@ def breakdown(summary: Mapping[str, Any], stages: Sequence[str], titles: Mapping
     if kinds:
         more = (
             f'<details class="more"><summary>pass@1 by kind of question ({len(kinds)})</summary>'
-            f"{_table(head, kinds)}</details>"
+            f"{table('pass@1 by kind of question', head, kinds)}</details>"
         )
-    shown = _table(head, rows) if rows else ""
+    shown = table("Details", head, rows) if rows else ""
     return f"<h3>Details</h3>{shown}{more}" if shown or more else ""
-
-
-def _table(head: str, rows: Sequence[str]) -> str:
-    return (
-        '<div class="card scroll"><table class="detail"><thead><tr><th></th>'
-        f"{head}</tr></thead><tbody>{''.join(rows)}</tbody></table></div>"
-    )
 
 
 def _rows(
@@ -59,24 +53,24 @@ def _rows(
     title: Callable[[str], str],
     show: Callable[[Any], str],
     skip: Sequence[str] = (),
-) -> list[str]:
+) -> list[list[str]]:
     """A row for each name in a group of the details, such as ``by_hops``."""
     groups = {stage: _mapping(block.get(group)) for stage, block in details.items()}
     names = dict.fromkeys(name for values in groups.values() for name in values)
     return [
-        _row(title(name), [show(values[name]) if name in values else _NONE
-                           for values in groups.values()])
+        [escape(title(name)), *(show(values[name]) if name in values else _NONE
+                                for values in groups.values())]
         for name in sorted(names, key=lambda name: (len(name) if name.isdigit() else 0, name))
         if name not in skip
     ]  # fmt: skip
 
 
-def _single(details: Mapping[str, Mapping[str, Any]], key: str, title: str) -> list[str]:
+def _single(details: Mapping[str, Mapping[str, Any]], key: str, title: str) -> list[list[str]]:
     values = [block.get(key) for block in details.values()]
-    return [_row(title, [_amount(v) for v in values])] if any(values) else []
+    return [[title, *map(_amount, values)]] if any(values) else []
 
 
-def _tools(details: Mapping[str, Mapping[str, Any]]) -> list[str]:
+def _tools(details: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
     """A row for each tool: number of calls, and the share of each outcome other than ``ok``."""
     return _rows(details, "tools", lambda name: f"{name}: calls", _calls)
 
@@ -110,10 +104,6 @@ def _number3(value: Any) -> str:
 
 def _amount(value: Any) -> str:
     return number(value) if isinstance(value, int | float) else _NONE
-
-
-def _row(title: str, cells: Sequence[str]) -> str:
-    return f"<tr><td>{escape(title)}</td>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>"
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

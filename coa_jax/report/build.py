@@ -9,6 +9,7 @@ from __future__ import annotations
 import fnmatch
 import json
 import os
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from coa_jax.report.page import (
     phase_title,
     series_of,
     step_of,
+    table,
     whole_page,
 )
 from coa_jax.report.tokens import Spell, render_tokens, spelling
@@ -42,9 +44,14 @@ TRACES_PER_STAGE = 60
 _WITH_TOKENS = 12  # traces of each stage with a view of their tokens, which is most of the page
 _FILES = ("config.json", "metrics.jsonl", "traces.jsonl", "traces", "summary.json")
 
+# Measured parts of a step that do not overlap, after the whole step.
+_PARTS = (
+    *("step", "data", "rollout_wait", "update", "publish", "traces", "checkpoint"),
+    *("validation", "evaluation"),
+)
+
 # (title, patterns of the metrics in one chart); a star matches any text.
 _CHARTS = (
-    ("Loss", ("loss",)),
     ("Evaluation during training: pass@1", ("eval/pass_at_1", "eval/*/pass_at_1")),
     ("Mean reward", ("reward/mean",)),
     ("Mean reward by source", ("source/*/reward",)),
@@ -59,9 +66,10 @@ _CHARTS = (
     ("Failed tool calls (share)", ("tool/fail_frac",)),
     ("Episodes that obey the protocol (share)", ("format/valid",)),
     ("Stop reasons (share)", ("stop/*",)),
+    ("Loss", ("loss", "validation/loss")),
     ("Gradient norm", ("optim/grad_norm",)),
     ("Learning rate", ("optim/lr",)),
-    ("Seconds per step", ("time/*",)),
+    ("Seconds per step", tuple(f"time/{part}" for part in _PARTS)),
 )
 _STAGE_TITLES = {
     "teacher": "Teacher (multi-agent system)",
@@ -143,11 +151,18 @@ def _warnings(rows: Sequence[Mapping[str, Any]]) -> str:
     found = warnings_of(rows)
     if not found:
         return ""
-    items = "".join(
-        f"<li><b>{escape(phase)}, step {number(step)}</b>: {escape(text)}</li>"
-        for phase, step, text in found
-    )
-    return f'<h2 id="warnings">Warnings</h2><ul>{items}</ul>'
+    # A warning that comes back differs in its figures only.
+    same: dict[tuple[str, str], list[tuple[float, str]]] = {}
+    for phase, step, text in found:
+        same.setdefault((phase, re.sub(r"\d+", "", text)), []).append((step, text))
+    items = []
+    for (phase, _), times in same.items():
+        first, (last, text) = times[0][0], times[-1]
+        when = f"step {number(last)}"
+        if len(times) > 1:
+            when = f"{len(times)} times, steps {number(first)} to {number(last)}"
+        items.append(f"<li><b>{escape(phase_title(phase))}, {when}</b>: {escape(text)}</li>")
+    return f'<h2 id="warnings">Warnings</h2><ul class="warnings">{"".join(items)}</ul>'
 
 
 def _results(summary: Mapping[str, Any]) -> str:
@@ -155,16 +170,18 @@ def _results(summary: Mapping[str, Any]) -> str:
     order = [s for s in STAGES if s in blocks] + sorted(set(blocks) - set(STAGES))
     parts = ['<h2 id="results">Results</h2>']
     if blocks:
-        body = "".join(_result_row(name, blocks[name]) for name in order)
-        parts.append(
-            '<div class="card scroll"><table><thead><tr><th>Policy</th><th>pass@1</th>'
-            "<th>95% interval</th><th></th><th>tasks</th><th>tokens per task</th>"
-            "<th>tool calls per task</th><th>format valid</th></tr></thead>"
-            f"<tbody>{body}</tbody></table></div>"
-        )
+        head = (
+            "Policy", "pass@1", "95% interval", "", "tasks", "tokens per task",
+            "tool calls per task", "format valid",
+        )  # fmt: skip
+        rows = [_result_row(name, blocks[name]) for name in order]
+        parts.append(table("Results", head, rows, ""))
         parts.append(breakdown(summary, order, _STAGE_TITLES))
     else:
-        parts.append('<p class="dim">No evaluation in summary.json yet.</p>')
+        parts.append(
+            '<p class="dim">No evaluation yet. <code>coa-jax evaluate</code> adds its results to '
+            "this directory.</p>"
+        )
     times = summary.get("timings_s")
     if isinstance(times, dict) and times:
         parts.append("<h3>Wall time in seconds</h3>" + facts(times))
@@ -174,7 +191,7 @@ def _results(summary: Mapping[str, Any]) -> str:
     return "".join(parts) + (facts(others) if others else "")
 
 
-def _result_row(name: str, block: Mapping[str, Any]) -> str:
+def _result_row(name: str, block: Mapping[str, Any]) -> list[str]:
     value, interval = as_number(block.get("pass_at_1")), block.get("ci95")
     shown = "not graded" if value is None else f"{value:.3f}"
     ends = [as_number(end) for end in interval] if isinstance(interval, list) else []
@@ -183,23 +200,22 @@ def _result_row(name: str, block: Mapping[str, Any]) -> str:
     if value is not None and len(ends) == 2 and ends[0] is not None and ends[1] is not None:
         plot = interval_bar(Interval(name, value, ends[0], ends[1]))
         span = f"{ends[0]:.3f} \u2013 {ends[1]:.3f}"
-    cells = [
-        f"<td>{escape(_STAGE_TITLES.get(name, name))}</td>",
-        f"<td><strong>{shown}</strong></td>",
-        f"<td>{span}</td>",
-        f'<td class="plot">{plot}</td>',
-        f"<td>{fixed(block.get('n'), 0)}</td>",
-        f"<td>{fixed(block.get('tokens_per_task'), 1)}</td>",
-        f"<td>{fixed(block.get('tool_calls_per_task'), 2)}</td>",
-        f"<td>{'' if valid is None else f'{valid:.1%}'}</td>",
+    return [
+        escape(_STAGE_TITLES.get(name, name)),
+        f"<strong>{shown}</strong>",
+        span,
+        plot,
+        fixed(block.get("n"), 0),
+        fixed(block.get("tokens_per_task"), 1),
+        fixed(block.get("tool_calls_per_task"), 2),
+        "" if valid is None else f"{valid:.1%}",
     ]
-    return f"<tr>{''.join(cells)}</tr>"
 
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
     parts = ['<h2 id="curves">Curves</h2>']
     if not rows:
-        parts.append('<p class="dim">No metrics yet.</p>')
+        parts.append('<p class="dim">No metrics yet. Training writes a row after each step.</p>')
     phases = dict.fromkeys(str(row.get("phase", "run")) for row in rows)
     for phase in phases:
         mine = [row for row in rows if str(row.get("phase", "run")) == phase]

@@ -54,8 +54,9 @@ class Interval:
 def line_chart(title: str, series: Sequence[Series]) -> str:
     """Renders a chart with axes, a line per series, and a legend for several series.
 
-    A single noisy series is drawn faintly under its moving average.  Long series are thinned to at
-    most ``MAX_POINTS`` points, which keep the extremes.  Without any value the result is "".
+    A noisy series is drawn faintly under its moving average, if there are at most two series.  Long
+    series are thinned to at most ``MAX_POINTS`` points, which keep the extremes.  Without any value
+    the result is "".
     """
     series = [_thin(s) for s in series]
     values = [y for s in series for y in s.y if y is not None]
@@ -64,9 +65,10 @@ def line_chart(title: str, series: Sequence[Series]) -> str:
         return ""
     x_range, y_range = _padded(min(steps), max(steps), 0.0), _padded(min(values), max(values), 0.06)
     parts = [_axes(x_range, y_range, whole_x=all(float(x).is_integer() for x in steps))]
-    smooth = len(series) == 1 and len(values) >= _SMOOTH_FROM and _is_noisy(values)
     for index, one in enumerate(series):
-        place = f"line s{index % 8}"
+        found = [y for y in one.y if y is not None]
+        smooth = len(series) < 3 and len(found) >= _SMOOTH_FROM and _is_noisy(found)
+        place = f"line {_colour(index)}"
         parts.append(_path(one, x_range, y_range, place + (" faint" if smooth else "")))
         if smooth:
             parts.append(_path(_smoothed(one), x_range, y_range, place))
@@ -192,10 +194,15 @@ def _legend(series: Sequence[Series]) -> str:
     if len(series) < 2:
         return ""
     names = "".join(
-        f'<span><i class="s{index % 8}"></i>{html.escape(one.name)}</span>'
+        f'<span><i class="{_colour(index)}"></i>{html.escape(one.name)}</span>'
         for index, one in enumerate(series)
     )
     return f'<div class="legend">{names}</div>'
+
+
+def _colour(index: int) -> str:
+    """CSS classes of a line: eight colours, and dashes for the next eight lines."""
+    return f"s{index % 8}{' dashed' if index >= 8 else ''}"
 
 
 def _last(one: Series) -> float | None:

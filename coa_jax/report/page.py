@@ -13,25 +13,49 @@ from coa_jax.report.charts import Series, number
 from coa_jax.report.traces import escape
 
 
-def whole_page(name: str, sections: Sequence[str]) -> str:
+def whole_page(name: str, sections: Sequence[str], *, style: str = "", script: str = SCRIPT) -> str:
     """Renders a whole page, which loads no other file.
 
     Args:
         name: title of the page.
         sections: HTML of the page's sections.
+        style: CSS rules that are added to the shared ones.
+        script: JavaScript of the page; "" for none.
     """
     # The policy allows only this script, in case markup of a trace were not escaped.
-    digest = base64.b64encode(hashlib.sha256(SCRIPT.encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    allowed = f"script-src 'sha256-{digest}'; " if script else ""
     policy = (
-        f"default-src 'none'; style-src 'unsafe-inline'; script-src 'sha256-{digest}'; "
-        "base-uri 'none'; form-action 'none'"
+        f"default-src 'none'; style-src 'unsafe-inline'; {allowed}base-uri 'none'; "
+        "form-action 'none'"
     )
+    code = f"\n<script>{script}</script>" if script else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy, quote=False)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(name)}</title><style>{STYLE}</style></head>\n<body>"
-        f"{''.join(sections)}\n<script>{SCRIPT}</script></body></html>\n"
+        f"<title>{escape(name)}</title><style>{STYLE}{style}</style></head>\n<body>"
+        f"<main>{''.join(sections)}</main>{code}</body></html>\n"
+    )
+
+
+def table(
+    name: str, head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "detail"
+) -> str:
+    """Renders a table that scrolls sideways where the window is narrow.
+
+    Args:
+        name: name for screen readers.
+        head: titles of the columns, as text; "" for a column without a title.
+        rows: HTML of the cells of each row.
+        kind: CSS classes of the table.
+    """
+    heads = "".join(f"<th>{escape(title)}</th>" if title else "<td></td>" for title in head)
+    body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
+    # A keyboard can scroll only an element that has the focus.
+    return (
+        f'<div class="card scroll" tabindex="0" role="group" aria-label="{escape(name)}">'
+        f'<table class="{kind}"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 

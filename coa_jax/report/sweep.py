@@ -27,10 +27,11 @@ from coa_jax.cli import run_main, workdir_flag
 from coa_jax.errors import UserError
 from coa_jax.report.charts import Interval, Series, interval_bar, line_chart, number
 from coa_jax.report.page import as_number, fixed, phase_title, series_of, step_of, whole_page
+from coa_jax.report.page import table as html_table
 from coa_jax.report.traces import STAGES, escape
 from coa_jax.storage import shown, visited
 
-_CHARTS = (
+CHARTED = (
     ("Mean reward", "reward/mean"),
     ("Episodes that obey the protocol (share)", "format/valid"),
     ("Entropy of the policy (nats)", "policy/entropy"),
@@ -41,6 +42,7 @@ _CHARTS = (
     ("Largest sampler against trainer |log p| gap", "mismatch/abs_logp_max"),
     ("Loss", "loss"),
 )
+"""Title and metric of each chart that has a line for each run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -235,7 +237,7 @@ def build_sweep(parent: Path) -> tuple[Path, list[Row]]:
 def _charts(phase: str, runs: Sequence[Run]) -> str:
     mine = [run for run in runs if run.phase == phase]
     charts = [
-        line_chart(title, lines) for title, metric in _CHARTS if (lines := curves(mine, metric))
+        line_chart(title, lines) for title, metric in CHARTED if (lines := curves(mine, metric))
     ]
     if not charts:
         return ""
@@ -285,17 +287,13 @@ def _html_table(rows: Sequence[Row]) -> str:
             fixed(row.reward, 3),
             "" if row.gap is None else f"{row.gap:.1e}",
         )
-        body.append(f"<tr>{''.join(f'<td>{cell}</td>' for cell in cells)}</tr>")
+        body.append(cells)
     heads = (
         "Name", "runs measured", "pass@1", "lowest \u2013 highest", "", "deviation", "tasks",
         "tokens per task", "format valid", "phase", "steps", "training reward",
         "largest |log p| gap",
     )  # fmt: skip
-    head = "".join(f"<th>{title}</th>" for title in heads)
-    return (
-        f'<div class="card scroll"><table><thead><tr>{head}</tr></thead>'
-        f"<tbody>{''.join(body)}</tbody></table></div>"
-    )
+    return html_table("Results", heads, body, "")
 
 
 def _late_mean(rows: Sequence[Mapping[str, Any]], metric: str) -> float | None:

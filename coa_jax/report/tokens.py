@@ -62,8 +62,9 @@ def render_tokens(trajectory: Trajectory, spell: Spell) -> str:
         about += f" Their advantage is {advantage:.4g}."
     return (
         f'<details class="more tokens"><summary>{len(trajectory.tokens):,} tokens</summary>'
-        f'<p class="dim">{about}</p><output>Click a token to see its log-probability.</output>'
-        f"<pre>{spans}</pre>{more}</details>"
+        f'<p class="dim">{about}</p><output>Click a token, or step through the tokens with the '
+        "arrow keys, to see the log-probability.</output>"
+        f'<pre tabindex="0" role="group" aria-label="tokens">{spans}</pre>{more}</details>'
     )
 
 

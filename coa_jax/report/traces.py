@@ -129,17 +129,23 @@ def render_trace(trajectory: Trajectory, tokens: str = "") -> str:
         trajectory.stop_reason.value,
     ]
     summary = (
-        f'<summary><span class="mark {verdict}" title="{verdict}">{mark}</span>'
+        f'<summary><span class="mark {verdict}" role="img" title="{verdict}" '
+        f'aria-label="{verdict}">{mark}</span>'
         f'<span class="question">{escape(_short(trajectory.question, 300))}</span>'
         f'<span class="chips">{"".join(f"<b>{escape(c)}</b>" for c in chips)}'
         f"{''.join(f'<span>{escape(f)}</span>' for f in facts)}</span></summary>"
     )
+    same = '<button type="button" class="same">show this task only</button>'
     return (
         f'<details class="trace" data-stage="{escape(stage)}" data-verdict="{verdict}" '
         f'data-hops="{escape(str(hops))}" data-task="{task}">{summary}'
-        f'<div class="body">{_outcome(trajectory)}{"".join(_segments(trajectory))}{tokens}</div>'
-        "</details>"
+        f'<div class="body">{same}{render_body(trajectory)}{tokens}</div></details>'
     )
+
+
+def render_body(trajectory: Trajectory) -> str:
+    """Renders the outcome of a trajectory, the rules that it broke, and its segments."""
+    return _outcome(trajectory) + "".join(_segments(trajectory))
 
 
 def _outcome(trajectory: Trajectory) -> str:
@@ -159,9 +165,7 @@ def _outcome(trajectory: Trajectory) -> str:
         f"<div><dt>{escape(name)}</dt><dd>{escape(_short(value, 500))}</dd></div>"
         for name, value in rows
     )
-    broken = _broken_rules(trajectory)
-    same = '<button type="button" class="same">show this task only</button>'
-    return f'<dl class="outcome">{cells}</dl>{broken}{same}'
+    return f'<dl class="outcome">{cells}</dl>{_broken_rules(trajectory)}'
 
 
 def _broken_rules(trajectory: Trajectory) -> str:

@@ -2,10 +2,10 @@
 
     python docs/site/build.py [--out=site]
 
-Puts all pages into ``build/docs``: those of ``docs/``, the documents beside it, and the reference
-that `reference.py` writes from the code.  Then MkDocs makes the site; a warning is an error.  The
-site loads nothing from other hosts.  ``python -m http.server -d site`` shows it; opened from the
-folder it lacks only the search.
+Puts all pages into ``build/docs``: those of ``docs/``, the documents beside it, the notebooks, and
+the reference that `reference.py` writes from the code.  Then MkDocs makes the site; a warning is an
+error.  The site loads nothing from other hosts.  ``python -m http.server -d site`` shows it; opened
+from the folder it lacks only the search.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ import yaml
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(Path(__file__).parent), str(ROOT)]
 
-import reference  # noqa: E402  (its folder has just been added)
+import notebook  # noqa: E402  (its folder has just been added)
+import reference  # noqa: E402
 
 OF_ROOT = {
     "README.md": "index.md",
@@ -77,6 +78,8 @@ def linked(markdown: str, source: str) -> str:
 
 def _page(path: str) -> str | None:
     """The page of the site that shows a file of the repository; None if there is none."""
+    if path.startswith("notebooks/"):
+        return path.replace(".ipynb", ".md")
     return path.removeprefix("docs/") if path.startswith("docs/") else OF_ROOT.get(path)
 
 
@@ -91,6 +94,11 @@ def write_pages(folder: Path) -> None:
     for path in sources:
         name = path.relative_to(ROOT).as_posix()
         texts[_page(name) or name] = linked(path.read_text(encoding="utf-8"), name)
+    for path in sorted((ROOT / "notebooks").glob("*.ipynb")):
+        name = path.relative_to(ROOT).as_posix()
+        text, figures = notebook.page_of(path)
+        texts[name.replace(".ipynb", ".md")] = linked(text, name)
+        texts |= {f"notebooks/{file}": svg for file, svg in figures.items()}
     for page, text in {**texts, **reference.pages()}.items():
         (folder / page).parent.mkdir(parents=True, exist_ok=True)
         (folder / page).write_text(text, encoding="utf-8")

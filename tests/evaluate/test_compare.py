@@ -128,7 +128,7 @@ def test_the_command_compares_two_files_also_of_the_earlier_format(tmp_path):
 
     def run(*names):
         return subprocess.run(
-            [sys.executable, "-m", "coa_jax.evaluate.compare", *map(str, names)],
+            [sys.executable, "-m", "coa_jax.compare", *map(str, names)],
             capture_output=True, text=True, timeout=120,
         )  # fmt: skip
 

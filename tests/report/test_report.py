@@ -18,6 +18,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
+from coa_jax.learn.watch import QUIET
 from coa_jax.report import build_report
 from coa_jax.report.traces import escape, render_trace, sample_traces, verdict_of
 from coa_jax.trajectory import Author, Reward, SegmentSpan, append_trajectories
@@ -34,7 +35,7 @@ ALLOWED = {
     *("h1", "h2", "h3", "p", "a", "pre", "code", "div", "span", "i", "b", "em", "strong"),
     *("details", "summary", "figure", "figcaption", "ul", "li", "dl", "dt", "dd"),
     *("table", "thead", "tbody", "tr", "th", "td", "svg", "line", "circle", "path", "text"),
-    *("select", "option", "input", "button", "output"),
+    *("select", "option", "input", "button", "output", "main"),
 }
 
 
@@ -80,7 +81,16 @@ def test_warnings_are_shown_above_the_results(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     source = build_report(tmp_path).read_text()
     assert source.count("no trajectory called a tool") == 1
-    assert source.index("rl, step 1") < source.index('id="results"')
+    assert source.index("RL, step 1") < source.index('id="results"')
+
+
+def test_a_warning_that_comes_back_is_one_line(tmp_path):
+    calls = [0.0, *[1.0] * QUIET, 0.0]
+    rows = [{"phase": "rl", "step": i + 1, "tool/calls": made} for i, made in enumerate(calls)]
+    (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    source = build_report(tmp_path).read_text()
+    assert source.count("no trajectory called a tool") == 1
+    assert f"RL, 2 times, steps 1 to {len(calls)}" in source
 
 
 def test_results_curves_and_traces_are_there(page):
@@ -204,7 +214,7 @@ def test_every_file_is_optional(tmp_path, kept):
     text = "".join(shown.texts)
     assert ("No traces yet." in text) == (kept != "traces.jsonl")
     assert ("No metrics yet." in text) == (kept != "metrics.jsonl")
-    assert ("No evaluation in summary.json yet." in text) == (kept != "summary.json")
+    assert ("No evaluation yet." in text) == (kept != "summary.json")
 
 
 def test_a_run_under_way_is_reported_without_its_unfinished_lines(tmp_path):

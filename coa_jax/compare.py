@@ -1,0 +1,139 @@
+"""Compares two runs or two evaluations: results task by task, settings, curves, trajectories.
+
+    coa-jax compare runs/a runs/b
+    coa-jax compare runs/a/evaluate/sft/results.json runs/a/evaluate/rl/results.json
+
+Give two run directories or two result files. The command prints the difference of pass@1 with a
+paired interval and a paired test for every stage that both runs evaluated; without a common stage
+it compares the last ones. For two runs it also writes a page, by default B/report/compare.html,
+with the settings that differ, the curves of both runs in the same charts, and trajectories of the
+same questions side by side.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from absl import flags
+
+from coa_jax import files
+from coa_jax.cli import run_main
+from coa_jax.errors import UserError
+from coa_jax.evaluate.compare import Comparison, compare, differing, load, text
+from coa_jax.report.pair import Result, Side, pair_page, read_side
+from coa_jax.report.traces import STAGES
+from coa_jax.storage import is_url, output, shown, visited
+
+Outcome = Mapping[str, Any]
+
+
+def outcomes(run: Path) -> dict[str, Outcome]:
+    """Returns the evaluations of a run by stage, in the order of the pipeline.
+
+    Raises:
+        UserError: a result file is damaged.
+    """
+    found = {p.parent.name: load(str(p)) for p in run.glob("evaluate/*/results.json")}
+    known = [stage for stage in STAGES if stage in found]
+    return {stage: found[stage] for stage in [*known, *sorted(set(found) - set(known))]}
+
+
+def paired(a: Mapping[str, Outcome], b: Mapping[str, Outcome]) -> list[tuple[Outcome, Outcome]]:
+    """Returns the evaluations to compare: those of the same stages, else the last ones."""
+    same = [(a[stage], b[stage]) for stage in a if stage in b]
+    return same or list(zip([*a.values()][-1:], [*b.values()][-1:], strict=False))
+
+
+def compared(a: Mapping[str, Outcome], b: Mapping[str, Outcome]) -> list[tuple[str, Result]]:
+    """Compares the evaluations of two runs; returns the text and the result of each pair."""
+    found = []
+    for first, second in paired(a, b):
+        try:
+            comparison = compare(first, second)
+        except UserError as error:  # e.g. one of them was not graded
+            print(f"{first['stage']}: {error}")
+            continue
+        result = Result(first, second, dataclasses.asdict(comparison), differing(first, second))
+        found.append((text(first, second, comparison), result))
+    return found
+
+
+@contextlib.contextmanager
+def both_runs(a: str, b: str) -> Iterator[tuple[Side, Side]]:
+    """Reads two run directories; what is written into the second one is sent to its bucket."""
+    with visited(a) as first, visited(b) as second:
+        sides = read_side(first), read_side(second)
+        yield sides
+
+
+def compare_runs(a: str, b: str, page: str) -> dict[str, dict[str, Any]]:
+    """Compares two run directories, prints the results, and writes the page."""
+    with both_runs(a, b) as (first, second):
+        found = compared(outcomes(first.path), outcomes(second.path))
+        print("\n\n".join(told for told, _ in found) or "no evaluation to compare")
+        html = pair_page(first, second, [result for _, result in found])
+        with output(page or str(second.path / "report" / "compare.html")) as path:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            files.replace(path, html.encode("utf-8", "replace"))
+            print(f"report -> {page or shown(path)}")
+    return {result.a["stage"]: result.comparison for _, result in found}
+
+
+def compare_files(a: str, b: str) -> dict[str, Any]:
+    """Compares two result files and prints the result."""
+    first, second = load(a), load(b)
+    found: Comparison = compare(first, second)
+    print(text(first, second, found))
+    return dataclasses.asdict(found)
+
+
+def define_flags() -> None:
+    """Defines the flags of the command."""
+    flags.DEFINE_string("out", "", "file for the comparison as JSON")
+    flags.DEFINE_string("page", "", "file for the page that compares two runs")
+
+
+def run(places: Sequence[str], out: str = "", page: str = "") -> None:
+    """Compares two runs or two result files.
+
+    Args:
+        places: two run directories or two result files.
+        out: file for the comparison as JSON; "" for none.
+        page: file for the page of two runs; "" for the default.
+
+    Raises:
+        UserError: an argument is wrong, or a file is malformed.
+    """
+    if len(places) != 2:
+        raise UserError("give two runs or two result files: coa-jax compare runs/a runs/b")
+    a, b = places
+    for name, given in (("out", out), ("page", page)):
+        path = Path(given)
+        if given and not is_url(given) and (path.is_dir() or not path.parent.is_dir()):
+            raise UserError(f"--{name}={given}: give a file in a directory that exists")
+    of_files = [place.endswith(".json") for place in (a, b)]
+    if any(of_files):
+        if not all(of_files):
+            raise UserError("give two runs or two result files, not one of each")
+        if page:
+            raise UserError("--page needs two run directories")
+        value: dict[str, Any] = compare_files(a, b)
+    else:
+        value = {"stages": compare_runs(a, b, page)}
+    if out:
+        with output(out) as path:
+            files.write_json(path, json.loads(json.dumps({"a": a, "b": b, **value})))
+
+
+def main(argv: list[str]) -> None:
+    """Entry point."""
+    run(argv[1:], flags.FLAGS.out, flags.FLAGS.page)
+
+
+if __name__ == "__main__":
+    run_main(main, define_flags, positional=True)

@@ -1,0 +1,238 @@
+"""The page that compares two runs: results, settings, curves, and the same questions.
+
+The page has the style of the report, is one file and works offline.  Run A is always drawn first
+and in the first colour.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from coa_jax import files, shards
+from coa_jax.errors import UserError
+from coa_jax.report.assets import CHARTS
+from coa_jax.report.charts import Interval, Series, interval_bar, line_chart
+from coa_jax.report.page import phase_title, series_of, step_of, table, whole_page
+from coa_jax.report.sweep import CHARTED
+from coa_jax.report.traces import escape, render_body, stage_of, verdict_of
+from coa_jax.trajectory import Trajectory, iterate_trajectories
+
+QUESTIONS = 6
+"""Maximum number of questions that the page shows of each kind."""
+
+_FILES = ("config.json", "metrics.jsonl", "summary.json", "traces.jsonl", "traces", "evaluate")
+_NONE = "\u2013"
+_KINDS = {
+    (False, True): "B is right, A is wrong",
+    (True, False): "A is right, B is wrong",
+    (False, False): "Both are wrong",
+    (True, True): "Both are right",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class Side:
+    """One of the two runs.
+
+    Attributes:
+        path: directory of the run.
+        config: content of config.json; {} without one.
+        rows: rows of metrics.jsonl.
+    """
+
+    path: Path
+    config: Mapping[str, Any]
+    rows: Sequence[Mapping[str, Any]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Result:
+    """Two evaluations of the same tasks.
+
+    Attributes:
+        a, b: contents of the two result files.
+        comparison: fields of `evaluate.compare.Comparison`.
+        notes: settings besides the policy in which the evaluations differ.
+    """
+
+    a: Mapping[str, Any]
+    b: Mapping[str, Any]
+    comparison: Mapping[str, Any]
+    notes: Sequence[str]
+
+
+def read_side(run: Path) -> Side:
+    """Reads a run.
+
+    Raises:
+        UserError: the directory does not exist or holds no run, or a file is malformed.
+    """
+    if not run.is_dir():
+        raise UserError(f"{run}: no such run directory; pass the --workdir of a run")
+    if not any((run / name).exists() for name in _FILES):
+        raise UserError(f"{run}: not a run directory: it has none of {', '.join(_FILES)}")
+    config, metrics = run / "config.json", run / "metrics.jsonl"
+    return Side(
+        run,
+        files.read_json_object(config) if config.exists() else {},
+        files.read_jsonl(metrics) if metrics.exists() else [],
+    )
+
+
+def pair_page(a: Side, b: Side, results: Sequence[Result]) -> str:
+    """Renders the page.
+
+    Args:
+        a, b: the two runs.
+        results: their evaluations, compared.
+
+    Raises:
+        UserError: a trace file is malformed.
+    """
+    names = [side.path.resolve().name for side in (a, b)]
+    if names[0] == names[1]:  # runs/x/rl and runs/y/rl
+        names = [f"{side.path.resolve().parent.name}/{side.path.resolve().name}" for side in (a, b)]
+    title = f"{names[0]} and {names[1]}"
+    keys = "".join(
+        f'<span><i class="s{index}"></i>{letter}: {escape(name)}</span>'
+        for index, (letter, name) in enumerate(zip("AB", names, strict=True))
+    )
+    sections = [
+        f'<header><h1>{escape(title)}</h1><div class="legend">{keys}</div>'
+        '<nav><a href="#results">Results</a><a href="#settings">Settings</a>'
+        '<a href="#curves">Curves</a><a href="#questions">Questions</a></nav></header>',
+        '<h2 id="results">Results</h2>',
+        "".join(map(_result, results)) or '<p class="dim">No stage is evaluated in both runs.</p>',
+        '<h2 id="settings">Settings that differ</h2>',
+        _settings(a.config, b.config),
+        '<h2 id="curves">Curves</h2>',
+        _curves(a.rows, b.rows) or '<p class="dim">The runs have no phase in common.</p>',
+        '<h2 id="questions">The same questions</h2>',
+        _questions(a, b, results) or '<p class="dim">The runs have no trajectories to compare.</p>',
+    ]
+    return whole_page(title, sections, script=CHARTS)
+
+
+def _result(result: Result) -> str:
+    found = result.comparison
+    rows = []
+    for letter, outcome in (("A", result.a), ("B", result.b)):
+        figures = outcome["figures"]
+        low, high = figures["ci95"]
+        rate = figures["pass_at_1"]
+        bar = "" if rate is None else interval_bar(Interval(letter, rate, low, high))
+        shown = "not graded" if rate is None else f"<strong>{rate:.3f}</strong>"
+        cells = [f"{letter}: {escape(str(outcome['stage']))}", shown]
+        rows.append([*cells, f"{low:.3f} {_NONE} {high:.3f}", bar, f"{figures['n']:,}"])
+    span = found["ci95"]
+    interval = f"95% interval {span[0]:+.3f} to {span[1]:+.3f}" if span else "no interval"
+    lines = [
+        f"<strong>B \u2212 A: {found['difference']:+.3f}</strong> ({interval}, paired over "
+        f"{found['tasks']:,} common tasks), p = {found['p']:.2g} ({escape(found['test'])}).",
+        f"B is better at {found['better']:,} tasks, worse at {found['worse']:,}, and the same at "
+        f"{found['same']:,}.",
+        *(f"The evaluations differ in {escape(name)} too." for name in result.notes),
+    ]
+    stage = escape(str(result.b["stage"]))
+    head = ("", "pass@1", "95% interval", "", "tasks")
+    return f"<h3>{stage}</h3>{table(stage, head, rows, '')}" + "".join(f"<p>{x}</p>" for x in lines)
+
+
+def _settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
+    first, second = dict(_flat(a)), dict(_flat(b))
+    names = [name for name in {**first, **second} if first.get(name) != second.get(name)]
+    if not names:
+        return '<p class="dim">The two configurations are equal.</p>'
+    rows = [
+        [escape(name), *(escape(str(side.get(name, _NONE))) for side in (first, second))]
+        for name in names
+    ]
+    return table("Settings that differ", ("setting", "A", "B"), rows, "detail settings")
+
+
+def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the settings of a config by their full names."""
+    for name, value in values.items():
+        if isinstance(value, Mapping) and value:
+            yield from _flat(value, f"{path}{name}.")
+        else:
+            yield path + name, value
+
+
+def _curves(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> str:
+    """Charts of the phases that both runs have, with a line for each run."""
+    phases = [dict.fromkeys(str(row.get("phase", "run")) for row in rows) for rows in (a, b)]
+    parts = []
+    for phase in (phase for phase in phases[0] if phase in phases[1]):
+        mine = [
+            sorted((r for r in rows if str(r.get("phase", "run")) == phase), key=step_of)
+            for rows in (a, b)
+        ]
+        charts = []
+        for title, metric in CHARTED:
+            lines = [series_of(metric, rows) for rows in mine]
+            named = [Series(f"{letter}", s.x, s.y) for letter, s in zip("AB", lines, strict=True)]
+            charts.append(line_chart(title, named))
+        heading = f"<h3>{escape(phase_title(phase))}, by step</h3>"
+        parts.append(f'{heading}<div class="charts">{"".join(charts)}</div>')
+    return "".join(parts)
+
+
+def _questions(a: Side, b: Side, results: Sequence[Result]) -> str:
+    """Trajectories of the same questions side by side, for the last comparison."""
+    if not results:
+        return ""
+    last = results[-1]
+    solved = [
+        {
+            task["id"]: task["samples"][0]["value"] == 1.0
+            for task in outcome["tasks"]
+            if task["samples"] and task["samples"][0]["value"] is not None
+        }
+        for outcome in (last.a, last.b)
+    ]
+    kinds: dict[tuple[bool, bool], list[str]] = {kind: [] for kind in _KINDS}
+    for task in (task for task in solved[0] if task in solved[1]):
+        kinds[solved[0][task], solved[1][task]].append(task)
+    chosen = {task for tasks in kinds.values() for task in tasks[:QUESTIONS]}
+    first, second = (
+        _trajectories(side.path, str(outcome["stage"]), chosen)
+        for side, outcome in ((a, last.a), (b, last.b))
+    )
+    parts = []
+    for kind, tasks in kinds.items():
+        shown = [task for task in tasks[:QUESTIONS] if task in first and task in second]
+        if shown:
+            parts.append(f"<h3>{_KINDS[kind]} ({len(tasks):,})</h3>")
+            parts += [_question(first[task], second[task]) for task in shown]
+    if not parts:
+        return ""
+    about = f"The first sample of each task, at most {QUESTIONS} tasks of each kind."
+    return f'<p class="dim">{about}</p>{"".join(parts)}'
+
+
+def _trajectories(run: Path, stage: str, tasks: set[str]) -> dict[str, Trajectory]:
+    """The first sample of each task in the evaluation of a stage."""
+    if not shards.of_run(run):
+        return {}
+    read = iterate_trajectories(run, Trajectory.from_json, growing=True)
+    return {
+        one.task_id: one
+        for one in read
+        if one.task_id in tasks and stage_of(one) == stage and one.sample_id == 0
+    }
+
+
+def _question(a: Trajectory, b: Trajectory) -> str:
+    sides = "".join(
+        f"<div><h4>{letter}: {verdict_of(one)}</h4>{render_body(one)}</div>"
+        for letter, one in (("A", a), ("B", b))
+    )
+    question = f'<span class="question">{escape(a.question)}</span>'
+    return (
+        f'<details class="trace"><summary>{question}</summary>'
+        f'<div class="pair">{sides}</div></details>'
+    )
