@@ -81,7 +81,7 @@ def compare_runs(a: str, b: str, page: str) -> dict[str, dict[str, Any]]:
             path.parent.mkdir(parents=True, exist_ok=True)
             files.replace(path, html.encode("utf-8", "replace"))
             print(f"report -> {page or shown(path)}")
-    return {result.a["stage"]: result.comparison for _, result in found}
+    return {result.a["stage"]: dict(result.comparison) for _, result in found}
 
 
 def compare_files(a: str, b: str) -> dict[str, Any]:

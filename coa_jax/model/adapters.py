@@ -65,12 +65,11 @@ def read_adapter(folder: Path) -> Adapter | None:
             raise UserError(f"{path}: {name} is not supported: merge the adapter with PEFT first")
     if config.get("bias", "none") != "none":
         raise UserError(f"{path}: bias={config['bias']!r} is not supported: use 'none'")
-    base, rank, alpha = (
-        config.get(name) for name in ("base_model_name_or_path", "r", "lora_alpha")
-    )
+    base = config.get("base_model_name_or_path")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(base, str) or not base:
         raise UserError(f"{path}: base_model_name_or_path is missing: name the base model there")
-    if type(rank) is not int or rank < 1 or type(alpha) not in (int, float):
+    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
         raise UserError(f"{path}: r and lora_alpha are not numbers above 0")
     return Adapter(folder, base, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 

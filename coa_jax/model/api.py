@@ -103,7 +103,7 @@ def _source(path: str | Path) -> tuple[TensorSource, ModelConfig]:
         with _named_by(adapter):
             base, config = _source(adapter.base)
         # A bucket's safetensors are read by ranges, but an adapter is small: copy all of it.
-        whole = Path(local(path)) if is_url(path) else folder
+        whole = Path(local(str(path))) if is_url(path) else folder
         return AdaptedTensors(base, dataclasses.replace(adapter, folder=whole)), config
     gguf = gguf_file(folder)
     if gguf is not None:

@@ -14,7 +14,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from coa_jax import files, shards
+from coa_jax import files, jsonl, shards
 from coa_jax.errors import UserError
 from coa_jax.report.page import as_number, step_of
 from coa_jax.report.traces import STAGES, escape, stage_of, verdict_of
@@ -114,8 +114,7 @@ def read_run(path: str | Path) -> Run:
     def read(name: str) -> Mapping[str, Any]:
         return files.read_json_object(root / name) if (root / name).exists() else {}
 
-    metrics = root / "metrics.jsonl"
-    rows = files.read_jsonl(metrics) if metrics.exists() else []
+    rows = jsonl.read_objects(root / "metrics.jsonl")
     return Run(root, read("config.json"), read("summary.json"), rows)
 
 

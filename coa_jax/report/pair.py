@@ -11,7 +11,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax import files, shards
+from coa_jax import files, jsonl, shards
 from coa_jax.errors import UserError
 from coa_jax.report.assets import CHARTS
 from coa_jax.report.charts import Interval, Series, interval_bar, line_chart
@@ -74,11 +74,11 @@ def read_side(run: Path) -> Side:
         raise UserError(f"{run}: no such run directory; pass the --workdir of a run")
     if not any((run / name).exists() for name in _FILES):
         raise UserError(f"{run}: not a run directory: it has none of {', '.join(_FILES)}")
-    config, metrics = run / "config.json", run / "metrics.jsonl"
+    config = run / "config.json"
     return Side(
         run,
         files.read_json_object(config) if config.exists() else {},
-        files.read_jsonl(metrics) if metrics.exists() else [],
+        jsonl.read_objects(run / "metrics.jsonl"),
     )
 
 
