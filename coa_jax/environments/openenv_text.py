@@ -86,7 +86,7 @@ class Actions:
             return f"Each turn is an action: a JSON object with the fields\n{listed}"
         kind = self.kinds[self.field]
         if _is_text(kind):
-            about = kind.get("description", "")
+            about = kind.get("description", "").rstrip(".")
             return f"Your whole turn is the {self.field}{about and f' ({about})'}."
         return f"Name the {self.field} in each turn: {_shown(kind)}."
 
@@ -130,7 +130,7 @@ def _shown(kind: Mapping[str, Any]) -> str:
     allowed = ", ".join(map(str, kind.get("enum", ()))) or kind.get("type", "any JSON value")
     bounds = (f"{word} {kind[key]}" for key, word in
               (("minimum", "at least"), ("maximum", "at most")) if key in kind)  # fmt: skip
-    return "; ".join(filter(None, (allowed, *bounds, kind.get("description", ""))))
+    return "; ".join(filter(None, (allowed, *bounds, kind.get("description", "").rstrip("."))))
 
 
 def _object(text: str) -> dict[str, Any]:
@@ -170,9 +170,9 @@ def read_observation(
 ) -> str:
     """Turns an observation into text.
 
-    One field is shown as it is, several with their names.  A long text is left out if the
-    observation before has it in the same field, or if it is a part of another field: games send
-    their rules with each observation.
+    One field is shown as it is, several with their names.  Games send their rules, or the whole
+    game so far, with each observation: of a long text, only what follows the same field of the
+    observation before is shown, and it is left out if it is a part of another field.
 
     Args:
         found: fields of the observation.
@@ -197,12 +197,12 @@ def read_observation(
     kept = {
         name: text
         for name, text in texts.items()
-        if len(text) <= _LONG
-        or not (
-            found[name] == before.get(name)
-            or any(text in other and other != text for other in texts.values())
-        )
+        if len(text) <= _LONG or not any(text in other != text for other in texts.values())
     }
+    for name in [name for name in kept if len(_text(before.get(name))) > _LONG]:
+        kept[name] = kept[name].removeprefix(_text(before[name])).strip()
+        if not kept[name]:
+            del kept[name]
     if len(kept) == 1:
         return next(iter(kept.values()))
     return "\n".join(f"{name}: {text}" for name, text in kept.items())

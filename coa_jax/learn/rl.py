@@ -120,7 +120,11 @@ def repeat(config: RLConfig, run: Path) -> Repeated:
         UserError: programs sampled its trajectories.
     """
     if config.agent:
-        raise UserError("agent names a program, whose part in a run cannot be repeated")
+        raise UserError(
+            "--replay repeats tool calls and steps of environments from their records, and the run "
+            "has an agent program (config.agent), whose requests are not recorded; start the run "
+            "again with the same seed and max_staleness=0 instead"
+        )
     parts, prompt, _ = questions(config)
     protocols = {task.protocol for tasks in parts.values() for task in tasks}
     return replay(config, run, stream_of(config, parts, config.seed), protocols, prompt)

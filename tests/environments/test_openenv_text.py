@@ -75,6 +75,8 @@ def test_an_observation_is_text_without_repeated_rules():
     later = {**first, "messages": [{"content": "Higher."}]}
     assert read_observation(later, (), first) == "messages: Higher.\nplayer: 0"
     assert read_observation(later, ("messages",), first) == "Higher."
+    longer = {**first, "messages": [{"content": rules + "Go.\nHigher."}]}
+    assert read_observation(longer, (), first) == "messages: Higher.\nplayer: 0"
     with pytest.raises(KeyError, match="no 'board'"):
         read_observation(later, ("board",), first)
 
