@@ -66,6 +66,8 @@ EXTRAS = {
     "mcp": ["mcp>=2.3"],
     # Games as environments.
     "textarena": ["textarena>=0.7.4"],
+    # Environments of openenv servers.
+    "openenv": ["websockets>=16.0"],
     # Grading of mathematical answers.
     "maths": ["math-verify>=0.9"],
     # Runs and plots in notebooks/.
@@ -115,6 +117,7 @@ TEST = [
     *EXTRAS["web"],
     *EXTRAS["maths"],
     *EXTRAS["mcp"],
+    *EXTRAS["openenv"],
     *EXTRAS["notebook"],
     *EXTRAS["serve"],
     "schemathesis>=4.32",

@@ -92,7 +92,10 @@ class Environment(Protocol):
 ENVIRONMENTS = Kind(
     "environment",
     "coa_jax.environments",
-    {"textarena": "coa_jax.environments.textarena:TextArena"},
+    {
+        "openenv": "coa_jax.environments.openenv:OpenEnv",
+        "textarena": "coa_jax.environments.textarena:TextArena",
+    },
     offers=("task", "seed", "sample", "samples", "group"),
 )
 """A class of environments, or a function that creates one; it is called once per trajectory.

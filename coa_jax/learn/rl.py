@@ -119,7 +119,11 @@ def repeat(config: RLConfig, run: Path) -> Repeated:
         UserError: an agent program sampled the trajectories, or the run has no record.
     """
     if config.agent:
-        raise UserError("agent names a program, and the work of a program cannot be replayed")
+        raise UserError(
+            "--replay repeats tool calls and steps of environments from their records, and the run "
+            "has an agent program (config.agent), whose requests are not recorded; start the run "
+            "again with the same seed and max_staleness=0 instead"
+        )
     parts, prompt, _ = questions(config)
     protocols = {task.protocol for tasks in parts.values() for task in tasks}
     return replay(config, run, stream_of(config, parts, config.seed), protocols, prompt)

@@ -51,6 +51,7 @@ SOURCES = Kind(
         "arithmetic": "coa_jax.tasks.arithmetic:load_source",
         "factbook_people": "coa_jax.tasks.factbook_people:load_source",
         "textarena": "coa_jax.environments.textarena:load",
+        "openenv": "coa_jax.environments.openenv:load",
         **dict.fromkeys(BENCHMARKS, "coa_jax.tasks.benchmark_files:load_benchmark"),
         **dict.fromkeys(("hf", "tfds", *SUFFIXES), "coa_jax.tasks.columns:load_rows"),
     },

@@ -113,8 +113,10 @@ def test_a_task_set_runs_two_steps_and_an_evaluation(folder, name, monkeypatch):
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[2]}:{folder}")
     monkeypatch.setenv("PATH", f"{Path(PYTHON).parent}:{os.environ['PATH']}")
     seat = "player" if name == "letters" else "agent"
-    source = f"tasks:load:taskset={name},seat={seat},max_tokens=12"
-    agent = AgentConfig(command=shlex.join([PYTHON, str(EXAMPLE / "agent.py")]), seconds=300.0)
+    source = "tasks:load"
+    options = f"--env.{seat}.harness.id null --env.{seat}.runtime.type subprocess"
+    command = [PYTHON, str(EXAMPLE / "agent.py"), name, *options.split(), "--sampling.max-tokens"]
+    agent = AgentConfig(command=shlex.join([*command, "12"]), seconds=300.0)
     budget = RolloutConfig(192)
     run = folder / f"{name}-rl"
     optimizer = OptimizerConfig(1e-3, total_steps=2, final_ratio=1.0, weight_decay=0.0)
