@@ -4,8 +4,7 @@ r"""The whole pipeline on SmolLM2-135M-Instruct: the claims of the paper in smal
 
 Needs: 2 CPU cores, 12 GiB of memory, the sandbox for programs (bubblewrap, or Landlock), and
 ``coa-jax fetch smollm2``, which the script runs.
-Takes: no run was timed.  An update of SFT took 15 to 21 seconds of one core, from which two and a
-half hours on 2 free cores are estimated.
+Takes: about 2 hours 40 minutes on 2 cores, at most 10.8 GB of memory (docs/reproduction.md).
 Gives: ``summary.json``, ``report/index.html`` and a result file for each evaluation, from which
 ``python -m coa_jax.claims`` makes a table.
 
@@ -14,8 +13,8 @@ without controls; ``factbook.py:debug`` has the same stages on a tiny policy of 
 
 Choices: questions in the wordings of people, whose held-out half only the evaluation asks; two
 passages in an observation, of which at most one states the fact; the brief prompt, which saves
-some 700 tokens a trajectory; a policy that is not fine-tuned to the end, so that RL has something
-to find.
+some 700 tokens a trajectory; adapters, because they are small enough to publish and take less
+memory; a policy that is not fine-tuned to the end, so that RL has something to find.
 """
 
 from __future__ import annotations
@@ -102,24 +101,24 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     return _in_small(config) if debug else config
 
 
-# Of 2 cores that do nothing else: estimates from the processor seconds of single updates.
+# Measured on 2 cores beside other programs; those of the controls and of `scaling` are estimates.
 _MINUTES = {
-    "distill": 1,
-    "base": 1,
-    "evaluate_base": 5,
-    "sft": 18,
-    "evaluate_sft": 6,
-    "rl": 37,
-    "evaluate_rl": 6,
-    "sft_more": 37,
-    "evaluate_sft_more": 6,
+    "distill": 0.3,
+    "base": 0.2,
+    "evaluate_base": 4,
+    "sft": 28,
+    "evaluate_sft": 5,
+    "rl": 41,
+    "evaluate_rl": 5,
+    "sft_more": 41,
+    "evaluate_sft_more": 5,
     "rft": 8,
-    "evaluate_rft": 6,
-    "economy": 1,
+    "evaluate_rft": 5,
+    "economy": 0.1,
     "evaluate_natural_sft": 2,
     "evaluate_natural_rl": 2,
-    "evaluate_scaling": 10,
-    "evaluate_unseen": 2,
+    "evaluate_scaling": 9,
+    "evaluate_unseen": 3,
 }
 
 
@@ -216,7 +215,11 @@ def _rft() -> dict[str, Any]:
 def _measures() -> dict[str, Any]:
     """The evaluations besides those of the stages."""
     columns = {"columns": {"kind": "kind", "hops": "hops"}}
-    natural = {"mixture": {"natural": {"tasks": NATURAL, "options": columns}}, "num_tasks": 0}
+    natural = {
+        "mixture": {"natural": {"tasks": NATURAL, "options": columns}},
+        "num_tasks": 0,
+        "temperature": 0.0,  # as `ask` answers
+    }
     people = {"people": {"tasks": "factbook_people", "num_tasks": 80}}
     return {
         "natural_sft": {"policy": "sft", "evaluate": natural},
