@@ -148,7 +148,7 @@ coa_install() {
   hash="$(coa_hash)" || return 1
   [ -z "$constraints" ] || pip+=(-c "$constraints")
   # What setup.py includes in these two, so that a later request for a part installs nothing.
-  case " $* " in *" test "* | *" dev "*) implied="distill endpoint gguf hub maths mcp notebook serve tasks test testjax tfds web" ;; esac
+  case " $* " in *" test "* | *" dev "*) implied="distill endpoint gguf hub maths mcp notebook openenv serve tasks test testjax tfds web" ;; esac
   # shellcheck disable=SC2046,SC2086  # both are lists of words
   extras="$(printf '%s\n' "$@" $implied $(coa_marked 2) |
     sort -u | grep . | paste -sd ' ' -)"
