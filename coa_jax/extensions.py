@@ -310,7 +310,9 @@ def bind(
         options = options.to_dict()
     for option in options:
         if option not in known and not any_option:
-            has = suggest(option, known) or (f"; there are {', '.join(known)}" if known else "")
+            has = suggest(str(option), known) or (
+                f"; there are {', '.join(known)}" if known else ""
+            )
             raise UserError(f"{where}: {name} has no option {option!r}{has or '; it has none'}")
     given = {
         option: _value(found, option, value, f"{where}: the option {option} of {name}", text)

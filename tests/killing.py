@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import load_file
 
-from coa_jax import files
+from coa_jax import jsonl
 from coa_jax.trajectory import read_trajectories
 
 ROOT = Path(__file__).parents[1]
@@ -101,7 +101,7 @@ def assert_same_run(first: Path, second: Path, phase: str, steps: int) -> None:
     for key in left:
         np.testing.assert_array_equal(left[key], right[key])
     history = [
-        [row for row in files.read_jsonl(run / "metrics.jsonl") if row["phase"] == phase]
+        [row for row in jsonl.read_objects(run / "metrics.jsonl") if row["phase"] == phase]
         for run in (first, second)
     ]
     assert [row["step"] for row in history[1]] == list(range(1, steps + 1))

@@ -404,5 +404,5 @@ def test_a_machine_that_does_not_hold_a_model_is_refused_with_those_that_it_hold
         UserError, match=r"rl of 7b fits h100; the sizes with settings are 1\.5b, 4b"
     ):
         load_config("configs/rl/web.py:7b,h100")
-    with pytest.raises(UserError, match="give one machine, not v5e-8 and h100"):
+    with pytest.raises(UserError, match="give one of h100, v5e-8, not both"):
         load_config("configs/sft/web.py:v5e-8,7b,h100")

@@ -1,9 +1,6 @@
 r"""Evaluates the released Agent Foundation Models as the release does, against the paper's tables.
 
-    python -m coa_jax.evaluate --config=configs/evaluate/afm.py:gaia,7b --workdir=runs/afm-gaia \
-        --config.rollout.prompt_style=/mnt/data/WebAgentRLDataset.parquet \
-        --config.graders.judge.chat.url=http://judge:8000/v1 \
-        --config.tools.crawl_page.summarizer.url=http://judge:8000/v1
+    python -m coa_jax.evaluate --config=configs/evaluate/afm.py:gaia,7b --workdir=runs/afm-gaia
 
 Variants: a benchmark, which is a variant of web.py, mhqa.py, maths.py or code.py beside this file
 (default ``gaia``); a size, ``3b`` (multi-hop questions only), ``7b`` (default) or ``32b``; the
@@ -12,7 +9,8 @@ configs/evaluate/tiny.py.
 Needs: the Hugging Face Hub, from which ``PersonalAILab/AFM-*`` is loaded, or ``config.model``; an
 accelerator that holds the model, or ``config.endpoint.url``; what the config of the benchmark
 needs; and for web and multi-hop questions the instructions of the checkpoint's training, which are
-in each row of its RL data (``PersonalAILab/AFM-WebAgent-RL-Dataset``, ``AFM-MHQA-RL-Dataset``).
+in each row of its RL data (``PersonalAILab/AFM-WebAgent-RL-Dataset``, ``AFM-MHQA-RL-Dataset``):
+``--config.rollout.prompt_style=FILE.parquet``.
 The benchmark files of the code agent hold their instructions themselves.
 Takes: unknown: nobody has run this size yet.
 Gives: the figures of docs/benchmarks.md beside which the paper's stand.

@@ -30,7 +30,6 @@ from coa_jax.evaluate.journal import Journal
 from coa_jax.model.api import Model, load_model, save_model
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import init_params
-from coa_jax.model.tokenizer import chat_ids
 from coa_jax.records import read_records
 from coa_jax.report.build import build_report
 from coa_jax.report.sweep import read_runs, summarize
@@ -50,6 +49,7 @@ from coa_jax.trajectory import (
     trajectory_violations,
     write_trajectories,
 )
+from tests.chats import chat_ids
 from tests.evaluate.made import outcome, task, trajectory
 from tests.report.run_files import write_run
 

@@ -250,7 +250,7 @@ def test_runs_of_a_model_that_is_asked_otherwise_are_of_another_configuration(tm
 
         run(0.7)
         run(0.7)
-        with pytest.raises(UserError, match=r"temperature 0\.7.* there, .*temperature 0\.2"):
+        with pytest.raises(UserError, match=r"temperature 0\.7.* -> .*temperature 0\.2"):
             run(0.2)
         assert len(server.seen) == 6
 

@@ -276,7 +276,7 @@ def test_a_sound_loss_passes_the_check():
             "^algorithm.loss: the option tau_pos of sapo:sapo is 'much'; give a number",
         ),
         ({"loss_options": {"tau": 1}}, "^algorithm.loss: clip has no option 'tau'; it has none"),
-        ({"loss": "my_losses:asks"}, "my_losses:asks needs 'rewards'; a loss is called with"),
+        ({"loss": "my_losses:asks"}, "my_losses:asks needs 'rewards'; a loss gets these arguments"),
         ({"loss": "sapo:sapo", "dual_clip": 3.0}, "the loss sapo:sapo does not take it: give 0"),
         ({"advantage": "my_advantages:asks"}, r"needs 'reward'; did you mean 'rewards'\?"),
         ({"advantage": "my_advantages:wants"}, "my_advantages:wants needs 'power'"),

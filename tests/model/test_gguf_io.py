@@ -24,13 +24,13 @@ from coa_jax.model.hf_table import TABLE, tensors_of
 from coa_jax.model.hf_weights import load_params
 from coa_jax.model.params import shardings, specs, unstack
 from coa_jax.model.tokenizer import (
-    chat_ids,
     decode_ids,
     encode_plain,
     end_of_turn_id,
     gguf_tokenizer,
     load_tokenizer,
 )
+from tests.chats import chat_ids
 
 torch = pytest.importorskip("torch")
 

@@ -14,7 +14,6 @@ from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import (
     IM_END,
     check_byte_level,
-    conversation_ids,
     decode_ids,
     encode_plain,
     end_of_turn_id,
@@ -23,6 +22,7 @@ from coa_jax.model.tokenizer import (
     load_tokenizer,
 )
 from coa_jax.small.bpe import train_bpe
+from tests.chats import chat_ids
 from tests.model.conftest import CORPUS, sentencepiece_like
 
 CHATML = ["<|endoftext|>", "<|im_start|>", "<|im_end|>"]
@@ -154,12 +154,6 @@ def test_lone_surrogates_become_replacement_characters():
     tokenizer = TOKENIZERS["own"]
     assert decode_ids(tokenizer, encode_plain(tokenizer, "a\ud800b")) == "a\ufffdb"
     assert decode_ids(tokenizer, encode_plain(tokenizer, "\ud83d\ude00")) == "\U0001f600"
-
-
-def chat_ids(tokenizer, user_text, system=None):
-    """The ids of a conversation with one message of the user."""
-    before = [] if system is None else [("system", system)]
-    return conversation_ids(tokenizer, [*before, ("user", user_text)])
 
 
 @pytest.mark.parametrize("name", ["qwen_like", "own"])
