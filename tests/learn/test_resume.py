@@ -21,7 +21,8 @@ from tests.learn.tiny_runs import rl_config, rows, run_rl, run_sft, sft_config
 @contextlib.contextmanager
 def peak():
     """Yields a list, in which the most bytes of arrays that came to life are at the end."""
-    before = {id(x) for x in jax.live_arrays()}
+    held = jax.live_arrays()  # alive until the end, so that no new array gets the id of one of them
+    before = {id(x) for x in held}
     over, most = threading.Event(), [0]
 
     def look():
@@ -36,6 +37,7 @@ def peak():
     finally:
         over.set()
         thread.join()
+        del held
 
 
 def spoil(model):
