@@ -62,7 +62,8 @@ def check_release(run, release):
         policy.params,
     )
     assert released.card == policy.card
-    assert len(read_records(release / "data" / "train.jsonl")) == 20
+    kept, made = (read_records(path / "data" / "train.jsonl") for path in (release, run))
+    assert kept == made and kept
     sampled = Counter(t.metadata["phase"] for t in read_trajectories(release))
     assert sampled == {"evaluate-sft": 6, "evaluate-rl": 6}
     assert build_report(release).is_file()
