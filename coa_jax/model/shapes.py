@@ -7,6 +7,7 @@ from pathlib import Path
 
 from coa_jax import storage
 from coa_jax.errors import UserError
+from coa_jax.model.adapters import read_adapter
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.hf_config import read_config
 
@@ -41,6 +42,8 @@ def architecture_of(model: str) -> tuple[str, ModelConfig]:
     """
     if storage.is_url(model) or (Path(model) / "config.json").is_file():
         return model, read_config(storage.model_folder(model, weights=False))
+    if (adapter := read_adapter(Path(model))) is not None:
+        return architecture_of(adapter.base)
     text = model.lower().replace("-coder", "")
     last = Path(text).name
     named = [name for name in ARCHITECTURES if (name == last if name == "tiny" else name in text)]

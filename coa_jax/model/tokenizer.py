@@ -18,6 +18,7 @@ from typing import Any
 
 from coa_jax import reading
 from coa_jax.errors import UserError
+from coa_jax.model.adapters import read_adapter
 from coa_jax.model.chat_template import TEMPLATE, ChatTemplateError, render
 from coa_jax.model.gguf_io import GgufFile, gguf_file
 from coa_jax.storage import model_folder
@@ -71,7 +72,7 @@ class MissingTokenizer:
 
 
 def load_tokenizer(path: str | Path) -> Any:
-    """Loads the tokenizer of a model directory or of a GGUF file.
+    """Loads the tokenizer of a model directory, of a GGUF file, or of an adapter's base model.
 
     Returns:
         A transformers ``PreTrainedTokenizerFast``.
@@ -79,8 +80,11 @@ def load_tokenizer(path: str | Path) -> Any:
     Raises:
         UserError: the tokenizer file is missing or damaged; the message names it.
     """
-    tokenizer = find_tokenizer(model_folder(path, weights=False))
+    folder = model_folder(path, weights=False)
+    tokenizer = find_tokenizer(folder)
     if isinstance(tokenizer, MissingTokenizer):
+        if (adapter := read_adapter(folder)) is not None:
+            return load_tokenizer(adapter.base)
         raise UserError(tokenizer.message)
     return tokenizer
 

@@ -29,6 +29,8 @@ from coa_jax.model.params import (
     without_adapters,
 )
 from coa_jax.model.peft_io import save_trained
+from coa_jax.model.shapes import architecture_of
+from coa_jax.model.tokenizer import load_tokenizer
 from coa_jax.small.bpe import train_bpe
 
 torch = pytest.importorskip("torch")
@@ -223,6 +225,8 @@ def test_an_adapter_directory_is_a_model(base, tmp_path):
     )
     assert describe_model(tmp_path / "model-adapters").config == whole.config
     assert loaded.tokenizer.get_vocab() == whole.tokenizer.get_vocab()
+    assert load_tokenizer(tmp_path / "model-adapters").get_vocab() == whole.tokenizer.get_vocab()
+    assert architecture_of(str(tmp_path / "model-adapters"))[1] == whole.config
     # Another program's adapter, with a rank-stabilised scale.
     theirs = peft.get_peft_model(
         LlamaForCausalLM.from_pretrained(base),
