@@ -64,8 +64,32 @@ def release(run: Path, output: Path) -> int:
         for path in sorted((run / "evaluate").glob("*/results.json")):
             (new / "evaluate" / path.parent.name).mkdir(parents=True)
             shutil.copy(path, new / "evaluate" / path.parent.name)
+        (new / "README.md").write_text(_readme(output, config, new), encoding="utf-8")
         files.replace_folder(new, output)
     return sum(path.stat().st_size for path in output.rglob("*") if path.is_file())
+
+
+def _readme(output: Path, config: dict[str, Any], new: Path) -> str:
+    """Returns the text that says what the directory holds and how it is used."""
+    summary = files.read_json_object(new / "summary.json")
+    rates = [
+        f"{stage.upper()} {summary[stage]['pass_at_1']:.3f} (n {summary[stage]['n']})"
+        for stage in _STAGES
+    ]
+    return f"""# A chain-of-agents policy: adapter, data and traces
+
+Base model: `{config["model"]}`. pass@1 on the held-out tasks of the run: {", ".join(rates)}.
+
+- `adapter/`: LoRA adapter in the format of PEFT, the sum of the adapters of SFT and RL
+- `data/`: the distilled trajectories, with a card
+- `traces/`: the trajectories of the evaluations after SFT and after RL
+- `summary.json`, `metrics.jsonl`, `evaluate/`: the figures of the run
+
+```bash
+coa-jax ask --model={output}/adapter "How many inhabitants does Chad have?"
+coa-jax report --workdir={output}
+```
+"""
 
 
 def _adapter(run: Path, stage: str) -> Adapter:

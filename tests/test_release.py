@@ -1,0 +1,59 @@
+"""The files in released/ are whole, small, and a run for other commands."""
+
+from __future__ import annotations
+
+import shutil
+from collections import Counter
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from coa_jax.claims import Folders, table
+from coa_jax.errors import UserError
+from coa_jax.model.adapters import read_adapter
+from coa_jax.model.card import read_card
+from coa_jax.model.safetensors_io import open_safetensors
+from coa_jax.records import read_records
+from coa_jax.release import release
+from coa_jax.report import build_report
+from coa_jax.trajectory import read_trajectories
+
+RELEASED = Path(__file__).resolve().parent.parent / "released" / "smollm2"
+
+
+def test_the_released_files_are_whole_and_below_ten_megabytes():
+    files = [path for path in RELEASED.rglob("*") if path.is_file() and "report" not in path.parts]
+    assert sum(path.stat().st_size for path in files) < 10_000_000
+    adapter = read_adapter(RELEASED / "adapter")
+    assert adapter is not None and adapter.scale == 1.0
+    tensors = open_safetensors(RELEASED / "adapter" / "adapter_model.safetensors")
+    for name in tensors.keys():  # noqa: SIM118  # a file is not a mapping
+        values = tensors.get_tensor(name).astype(np.float32)
+        assert np.isfinite(values).all() and values.any(), name
+    assert read_card(RELEASED / "adapter")
+    assert len(read_records(RELEASED / "data" / "train.jsonl")) > 700
+
+
+def test_the_released_directory_is_a_run_for_the_report_and_the_claims(tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(RELEASED, run)
+    sampled = read_trajectories(run)
+    assert Counter(t.metadata["phase"] for t in sampled) == {
+        "evaluate-sft": 200,
+        "evaluate-rl": 200,
+    }
+    right = [t.reward.value == 1 for t in sampled if t.metadata["phase"] == "evaluate-rl"]
+    assert f"| {sum(right) / 200:.3f} (" in table(Folders([run]))
+    page = build_report(run).read_text()
+    assert sampled[0].question.split("?")[0][:20] in page
+
+
+def test_a_run_without_adapters_is_refused(tmp_path):
+    for name in ("config.json", "summary.json", "metrics.jsonl"):
+        (tmp_path / name).write_text("{}\n")
+    with pytest.raises(UserError, match=r"sft-adapters has no adapter: .*config\.sft\.lora\.rank"):
+        release(tmp_path, tmp_path / "out")
+    with pytest.raises(UserError, match=r"has no config\.json: give the directory of a finished"):
+        release(tmp_path / "none", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
