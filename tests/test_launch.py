@@ -187,7 +187,7 @@ def test_torch_comes_first_for_the_tests(tree):
     calls = pip_calls(tree.root)
     assert calls[0].endswith(" torch==2.13.0")
     assert calls[1].endswith(
-        "[distill,endpoint,gguf,hub,maths,mcp,notebook,serve,tasks,test,testjax,tfds,web]"
+        "[distill,endpoint,gguf,hub,maths,mcp,notebook,openenv,serve,tasks,test,testjax,tfds,web]"
     )
     # The tests' environment holds what the other commands need.
     assert tree("setup_env.sh", "gguf", "tasks").returncode == 0
