@@ -38,7 +38,7 @@ from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.api import describe_model, load_model, save_model
 from coa_jax.model.tokenizer import encode_plain, load_tokenizer
-from coa_jax.progress import Bar, progress
+from coa_jax.progress import progress
 from coa_jax.protocol import TAGS, FormatName, Level
 from coa_jax.records import read_records
 from coa_jax.release import release
@@ -233,7 +233,7 @@ class Pipeline:
                     self.teacher,
                     self.data,
                     self.told_tools,
-                    functools.partial(_show, bar),
+                    bar.reach,
                 )
 
     def base(self) -> None:
@@ -406,10 +406,6 @@ def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
             run.summary({"timings_s": timings})
         pipeline.report()
         return _summary(run)
-
-
-def _show(bar: Bar, done: int) -> None:
-    bar.update(done - bar.done)
 
 
 def _summary(run: RunDir) -> dict[str, Any]:

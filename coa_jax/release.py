@@ -1,4 +1,4 @@
-"""Collects what is worth publishing of a finished pipeline in one small directory.
+"""Collects the publishable results of a finished pipeline in one small directory.
 
     coa-jax release --workdir=runs/pretrained --output=released/smollm2
 
@@ -21,7 +21,7 @@ from typing import Any
 
 from absl import flags
 
-from coa_jax import files, shards
+from coa_jax import files, shards, storage
 from coa_jax.cli import run_main, workdir_flag
 from coa_jax.distill.card import card as data_card
 from coa_jax.errors import UserError
@@ -70,7 +70,8 @@ def release(run: Path, output: Path) -> int:
 
 
 def _readme(output: Path, config: dict[str, Any], new: Path) -> str:
-    """Returns the text that says what the directory holds and how it is used."""
+    """Returns the README of the directory: its contents and the commands that use it."""
+    place = storage.shown(str(output))
     summary = files.read_json_object(new / "summary.json")
     rates = [
         f"{stage.upper()} {summary[stage]['pass_at_1']:.3f} (n {summary[stage]['n']})"
@@ -86,8 +87,8 @@ Base model: `{config["model"]}`. pass@1 on the held-out tasks of the run: {", ".
 - `summary.json`, `metrics.jsonl`, `evaluate/`: the figures of the run
 
 ```bash
-coa-jax ask --model={output}/adapter "How many inhabitants does Chad have?"
-coa-jax report --workdir={output}
+coa-jax ask --model={place}/adapter "How many inhabitants does Chad have?"
+coa-jax report --workdir={place}
 ```
 """
 
@@ -131,16 +132,30 @@ def _write_data(run: Path, output: Path) -> None:
         shards.write(output / "traces", "jsonl.gz", phase, 0, rows)
 
 
+def release_to(workdir: str, place: str) -> int:
+    """Like `release`, for directories that may be in buckets.
+
+    Args:
+        workdir: directory of the run, a local path or a URL.
+        place: directory to create, a local path or a URL.
+    """
+    if storage.is_url(place) and storage.exists(place):
+        raise UserError(f"--output={place} is there already: choose another directory")
+    # The adapters are in ``models``, which other commands do not download.
+    with storage.visited(workdir, ("checkpoints",)) as run, storage.output(place) as output:
+        return release(run, output)
+
+
 def define_flags() -> None:
     """Defines the flags of the command."""
     workdir_flag("directory of the run")
-    flags.DEFINE_string("output", None, "directory to create", required=True)
+    flags.DEFINE_string("output", None, "directory to create, a local path or a URL", required=True)
 
 
 def main(_: list[str]) -> None:
     """Entry point."""
     values = flags.FLAGS
-    size = release(Path(values.workdir), Path(values.output))
+    size = release_to(values.workdir, values.output)
     print(f"{size / 1e6:.1f} MB -> {values.output}")
 
 

@@ -18,7 +18,7 @@ import numpy as np
 from coa_jax import files
 from coa_jax.errors import UserError
 from coa_jax.model.hf_weights import TensorSource
-from coa_jax.model.safetensors_io import open_safetensors, write_safetensors
+from coa_jax.model.safetensors_io import FLOATS, open_safetensors, write_safetensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -69,8 +69,11 @@ def read_adapter(folder: Path) -> Adapter | None:
     rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(base, str) or not base:
         raise UserError(f"{path}: base_model_name_or_path is missing: name the base model there")
-    if not isinstance(rank, int) or rank < 1 or not isinstance(alpha, int | float):
-        raise UserError(f"{path}: r and lora_alpha are not numbers above 0")
+    if (
+        isinstance(rank, bool) or not isinstance(rank, int) or rank < 1
+        or not isinstance(alpha, int | float) or not 0 < alpha < math.inf
+    ):  # fmt: skip
+        raise UserError(f"{path}: r and lora_alpha are not finite numbers above 0")
     return Adapter(folder, base, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
@@ -96,17 +99,24 @@ class AdaptedTensors:
         for name in sorted(names):
             module = name.removesuffix(_A).removesuffix(_B)
             if module == name or not {module + _A, module + _B} <= names:
-                raise UserError(f"{path}: {name} is no half of a pair lora_A, lora_B")
+                raise UserError(f"{path}: {name} is not one of a pair of tensors lora_A and lora_B")
             self._modules[module.removeprefix(_PREFIX) + ".weight"] = module
         for weight, module in self._modules.items():
-            (rank, inputs), (outputs, same) = (
-                self._file.get_slice(module + half).get_shape() for half in (_A, _B)
-            )
-            if rank != same or base.shapes.get(weight) != (outputs, inputs):
+            a, b = (self._file.get_slice(module + half) for half in (_A, _B))
+            (*before, inputs), (outputs, *after) = a.get_shape(), b.get_shape()
+            fits = len(before) == 1 and before == after
+            if not fits or base.shapes.get(weight) != (outputs, inputs):
                 raise UserError(
-                    f"{path}: {module} has {outputs} x {same} and {rank} x {inputs} numbers, which "
-                    f"do not fit {weight} of {base.where}: is base_model_name_or_path right?"
+                    f"{path}: the tensors of {module} have shapes {b.get_shape()} and "
+                    f"{a.get_shape()}, which do not fit {weight} of {base.where}: is "
+                    "base_model_name_or_path right?"
                 )
+            for half in (a, b):
+                if half.get_dtype() not in FLOATS:
+                    raise UserError(
+                        f"{path}: a tensor of {module} has dtype {half.get_dtype()}: use "
+                        + ", ".join(FLOATS)
+                    )
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Reads rows of a tensor; an adapted tensor is float32."""

@@ -26,6 +26,8 @@ SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
 """Name of a dtype -> its code in the format."""
+FLOATS = tuple(_CODES.values())
+"""Codes of the dtypes that weights may have."""
 
 
 class Checkpoint:
@@ -66,10 +68,9 @@ class Checkpoint:
         """
         path, file = self._tensors[name]
         stored = file.get_slice(name)
-        if (code := stored.get_dtype()) not in _CODES.values():
+        if (code := stored.get_dtype()) not in FLOATS:
             raise UserError(
-                f"{path}: tensor {name} has dtype {code}: use weights in "
-                + ", ".join(_CODES.values())
+                f"{path}: tensor {name} has dtype {code}: use weights in " + ", ".join(FLOATS)
             )
         values: np.ndarray = stored[rows]
         return values

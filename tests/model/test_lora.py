@@ -250,7 +250,9 @@ def test_an_adapter_directory_is_a_model(base, tmp_path):
         ({"bias": "all"}, "bias='all' is not supported"),
         ({"base_model_name_or_path": None}, "base_model_name_or_path is missing"),
         ({"base_model_name_or_path": "/no/such"}, "the base model /no/such cannot be loaded"),
-        ({"r": 0}, "r and lora_alpha are not numbers above 0"),
+        ({"r": 0}, "r and lora_alpha are not finite numbers above 0"),
+        ({"lora_alpha": 0}, "r and lora_alpha are not finite numbers above 0"),
+        ({"r": True}, "r and lora_alpha are not finite numbers above 0"),
     ],
 )
 def test_an_adapter_that_cannot_be_applied_is_refused(base, tmp_path, changes, message):
@@ -258,6 +260,25 @@ def test_an_adapter_that_cannot_be_applied_is_refused(base, tmp_path, changes, m
     save_trained(model, str(base), tmp_path / "model", "float32")
     path = tmp_path / "model-adapters" / "adapter_config.json"
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    with pytest.raises(UserError, match=message):
+        load_model(tmp_path / "model-adapters")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda tensor: tensor.reshape(-1), r"have shapes .* which do not fit model\.layers"),
+        (lambda tensor: tensor.astype(np.int32), "has dtype I32: use F64, F32"),
+    ],
+)
+def test_an_adapter_with_odd_tensors_is_refused(base, tmp_path, change, message):
+    from safetensors.numpy import load_file, save_file
+
+    save_trained(grown(load_model(base), SOME), str(base), tmp_path / "model", "float32")
+    path = tmp_path / "model-adapters" / "adapter_model.safetensors"
+    tensors = load_file(path)
+    name = sorted(tensors)[0]
+    save_file({**tensors, name: change(tensors[name])}, path)
     with pytest.raises(UserError, match=message):
         load_model(tmp_path / "model-adapters")
 
