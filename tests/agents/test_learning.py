@@ -63,7 +63,7 @@ def test_steps_learn_what_a_program_was_told(finished, folder):
         assert row["stop/answer"] == 1
     kept = read_trajectories(finished / "traces.jsonl")
     assert {t.reward.value for t in kept} == {1 / (1 + len(t.answer)) for t in kept}
-    with pytest.raises(UserError, match="agent names a program"):
+    with pytest.raises(UserError, match="agent program"):
         repeat(rl_config(folder / "model", folder / "tasks.jsonl", agent=AGENT), finished)
 
 
