@@ -43,8 +43,9 @@ class Figure:
     Attributes:
         value: value over all seeds.
         interval: 95 % confidence interval; None without one.
-        n: number of tasks of all seeds together.
-        seeds: value of each seed.
+        n: number of tasks of all seeds together; 0 if the runs have nothing to count, such as calls
+            of a tool that the policy never calls.
+        seeds: value of each seed that has something to count.
         signed: whether the value is a difference.
     """
 
@@ -143,11 +144,11 @@ def rate(stage: str, plain: bool = False, **where: Any) -> Callable[[Folders], F
 
 def _of_groups(seeds: Sequence[Sequence[Sequence[bool]]]) -> Figure | None:
     groups = list(itertools.chain(*seeds))
-    if not groups or not all(seeds):
+    if not seeds:
         return None
-    values = tuple(_mean([_mean(group) for group in seed]) for seed in seeds)
+    values = tuple(_mean([_mean(group) for group in seed]) for seed in seeds if seed)
     value = _mean([_mean(group) for group in groups])
-    return Figure(value, mean_interval(groups), len(groups), values)
+    return Figure(value, mean_interval(groups) if groups else None, len(groups), values)
 
 
 def _mean(values: Sequence[float]) -> float:
@@ -390,6 +391,8 @@ def table(folders: Folders) -> str:
 
 
 def _shown(figure: Figure) -> tuple[str, str, str]:
+    if not figure.n:
+        return "nothing to count", "0", ""
     sign = "+" if figure.signed else ""
     text = f"{figure.value:{sign}.3f}"
     if figure.interval is not None:

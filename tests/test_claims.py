@@ -106,6 +106,15 @@ def test_a_row_without_its_files_is_not_measured(folders):
     assert claims.rate("rl")(folders) is None
 
 
+def test_a_measured_row_without_cases_says_so(folders):
+    for run in folders.runs:
+        write_stage(run, "unseen", [("a", {}, [(0.0, {})])])
+    figure = claims.well_formed("unseen", "units")(folders)
+    assert figure.n == 0 and figure.seeds == () and figure.interval is None
+    [line] = [line for line in claims.table(folders).splitlines() if "tools understood" in line]
+    assert "| nothing to count | 0 |" in line
+
+
 def test_the_code_of_the_table_holds_no_result():
     text = (REPOSITORY / "coa_jax" / "claims.py").read_text()
     measured = re.findall(r"\b0\.\d+", text)
