@@ -1,8 +1,8 @@
-"""Creates a folder with a custom extension: a module, its test and a README with its use in a run.
+"""Creates a folder with an extension: a module, a test, and a README with the command of a run.
 
     coa-jax new reward brief      brief/brief.py, brief/test_brief.py and brief/README.md
 
-Kinds are the folders of coa_jax/templates: tool, reward, tasks, environment, advantage, loss.
+The kind is one of: tool, reward, tasks, environment, advantage, loss.
 docs/extending.md describes the parameters of each kind.
 """
 
@@ -18,7 +18,11 @@ from coa_jax.errors import UserError
 from coa_jax.overrides import suggest
 
 TEMPLATES = Path(__file__).parent / "templates"
-"""A folder for each kind: files with NAME in place of the name, and the options of a run."""
+"""Directory with a folder for each kind of extension.
+
+A folder contains the files of the extension, with NAME in place of its name, and the options of
+a run.
+"""
 
 _README = """# {name}
 
@@ -27,13 +31,13 @@ _README = """# {name}
 In this folder:
 
 ```bash
-python -m pytest       # its test
-coa-jax debug-files    # a tiny policy and questions, in runs/debug
+python -m pytest       # runs the test
+coa-jax debug-files    # writes a tiny policy and questions to runs/debug
 coa-jax rl --config=configs/rl/tiny.py --workdir=runs/{name} \\
     {options}
 ```
 
-The same options work with every RL config; docs/extending.md of coa_jax describes all extensions.
+The same options work with every RL config. docs/extending.md of coa_jax describes all extensions.
 """
 
 
@@ -43,11 +47,11 @@ def kinds() -> list[str]:
 
 
 def write_new(kind: str, name: str) -> list[Path]:
-    """Creates the folder ``NAME`` of an extension; returns the paths of its files.
+    """Creates the folder of a new extension; returns the paths of the files in the folder.
 
     Args:
         kind: one of `kinds`.
-        name: name of the folder, of the module, and of the function or class in it.
+        name: name of the folder, of the module, and of the function or class in the module.
 
     Raises:
         UserError: the kind is unknown, the name is not a valid module name, or the folder exists.

@@ -1,4 +1,4 @@
-"""Compares a chain of agents with the same policy without tools: same tasks and budgets."""
+"""Compares a chain of agents with the same policy without tools, on the same tasks."""
 
 from __future__ import annotations
 
@@ -10,11 +10,14 @@ import coa_jax
 from coa_jax.tasks import load_tasks
 
 ALONE = {"names": (), "protocol": "alone"}
-"""A protocol without tool tags: the policy cannot write a call."""
+"""Settings of a protocol without tool tags, in which the policy cannot call a tool."""
 
 
 def compare(config: Any, policy: str, workdir: str) -> tuple[coa_jax.Evaluation, ...]:
-    """Evaluations with and without tools; both may write only what their protocol allows."""
+    """Evaluates the policy with and without tools; returns both evaluations in this order.
+
+    Constrained decoding ensures that the policy writes only text that its protocol allows.
+    """
     constrained = {**config.rollout, "constrain": True}
     tasks = load_tasks(config.tasks, config.split, config.num_tasks or None, config.seed)
     alone = [dataclasses.replace(task, protocol="alone") for task in tasks]

@@ -1,9 +1,9 @@
 #!/bin/bash
-# Asks the policy twice about one task and rewards it for a short last reply.
+# Asks the policy twice about one task; the reward is higher for a shorter second reply.
 set -euo pipefail
 task=$(cat)  # {"id": ..., "question": ..., "metadata": {...}, "sample": ...}
 
-ask() {  # messages as JSON -> the policy's reply
+ask() {  # takes messages as JSON, prints the policy's reply
   jq -n --argjson messages "$1" '{model: "policy", max_tokens: 24, messages: $messages}' |
     curl -sS --fail-with-body "$OPENAI_BASE_URL/chat/completions" -d @- \
       -H "Authorization: Bearer $OPENAI_API_KEY" -H "Content-Type: application/json" |

@@ -4,10 +4,10 @@ import numpy as np
 
 
 def maxrl(rewards: np.ndarray) -> np.ndarray:
-    """``(R - mean) / mean`` of non-negative rewards; 0 for a group whose rewards are all 0.
+    """Returns ``(R - mean) / mean`` of non-negative rewards, or 0 if all rewards are 0.
 
-    For rewards 0 and 1, the policy gradient estimates the gradient of the logarithm of the pass
-    rate, so tasks that are rarely solved have more weight.
+    If rewards are 0 or 1, the policy gradient estimates the gradient of the logarithm of the pass
+    rate. Tasks that are rarely solved therefore have more weight.
     """
     mean = rewards.mean()
     return (rewards - mean) / mean if mean > 0 else np.zeros_like(rewards)

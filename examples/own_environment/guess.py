@@ -1,4 +1,4 @@
-"""Guess a number: an environment with state, a reward per turn, and its own end of episode."""
+"""An environment in which the policy guesses a number, with a reward for each guess."""
 
 import random
 import re
@@ -14,7 +14,11 @@ def load(split: str, n: int | None, seed: int) -> list[Task]:
 
 
 class Guess:
-    """The policy's whole turns are guesses; each may halve what is left, which is its reward."""
+    """Gives reward 1 for the secret number, 0.1 for a possible guess and -0.1 otherwise.
+
+    Each whole turn of the policy is a guess. A possible guess is within the range that earlier
+    hints have left.
+    """
 
     def __init__(self, seed: int, largest: int = 9, guesses: int = 4):
         self.low, self.high, self.left = 1, largest, guesses

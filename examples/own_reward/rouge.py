@@ -1,4 +1,4 @@
-"""ROUGE-L of an answer (Lin 2004): F of the longest common subsequence of words."""
+"""The reward ROUGE-L (Lin 2004): the F-score of the longest common subsequence of words."""
 
 
 def longest_common(one: list[str], two: list[str]) -> int:

@@ -1,4 +1,4 @@
-"""A tool that says how many days lie between two dates."""
+"""A tool that counts the days between two dates."""
 
 from datetime import date
 

@@ -1,4 +1,4 @@
-"""Solves a task with a code agent of smolagents, whose model is the policy that learns."""
+"""Solves a task with a code agent of smolagents, whose model is the policy in training."""
 
 import json
 import os
@@ -12,7 +12,7 @@ Call final_answer(...) with the result."""
 
 
 def main() -> None:
-    """Solves the task on the standard input; its outcome is the last line."""
+    """Reads a task from standard input, solves it, and prints the outcome as the last line."""
     task = json.load(sys.stdin)
     model = smolagents.OpenAIServerModel(
         os.environ["OPENAI_MODEL"],

@@ -1,4 +1,4 @@
-"""Questions that the two tools answer."""
+"""Questions that can be answered with the tools of `examples.unseen_tools.tools`."""
 
 import random
 from datetime import date, timedelta

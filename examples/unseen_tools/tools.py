@@ -1,4 +1,4 @@
-"""Two tools that no training trajectory has."""
+"""Two tools that no training trajectory calls."""
 
 from datetime import date, timedelta
 

@@ -1,4 +1,4 @@
-"""One episode of a verifiers task set; runs in the environment that has verifiers.
+"""Runs one episode of a verifiers task set, in a Python environment with verifiers.
 
 The arguments are those of verifiers' own command ``eval``: TASKSET --env.NAME VALUE ...
 """
@@ -16,7 +16,7 @@ from verifiers.v1.utils.loaders import load_environment
 
 
 async def episode(index: int, config: EvalConfig) -> vf.Episode:
-    """Runs a task, by its place in the task set, with the task set's own harness and rewards."""
+    """Runs the task with number ``index`` with the harness and the rewards of its task set."""
     url = os.environ["OPENAI_BASE_URL"]
     client = vf.EvalClientConfig(base_url=url, api_key_var="OPENAI_API_KEY")
     policy = vf.ModelContext(os.environ["OPENAI_MODEL"], client, config.sampling)
@@ -33,6 +33,6 @@ if __name__ == "__main__":
     found = asyncio.run(episode(asked["index"], config))
     errors = [error.message for part in (found, *found.traces) for error in part.errors]
     rewards = [trace.reward for trace in found.traces if trace.agent.trainable]
-    # A failed episode is no verdict on the policy.
+    # A failed episode says nothing about the policy, so the sample is masked.
     outcome = {"error": errors[-1]} if errors else {"reward": sum(rewards) / len(rewards)}
     print(json.dumps(outcome))
