@@ -2,10 +2,11 @@
 
     python docs/site/build.py [--out=site]
 
-Puts all pages into ``build/docs``: those of ``docs/``, the documents beside it, the notebooks, and
-the reference that `reference.py` writes from the code.  Then MkDocs makes the site; a warning is an
-error.  The site loads nothing from other hosts.  ``python -m http.server -d site`` shows it; opened
-from the folder it lacks only the search.
+The script first writes all pages to ``build/docs``: the pages of ``docs/``, the documents in the
+root of the repository, the notebooks, and the reference that `reference.py` writes from the code.
+Then MkDocs builds the site; a warning of MkDocs is an error.  The site loads nothing from other
+hosts.  ``python -m http.server -d site`` serves the site.  If the files are opened without a
+server, only the search does not work.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ OF_ROOT = {
     "CHANGELOG.md": "changelog.md",
     "SECURITY.md": "security.md",
 }
-"""Documents beside ``docs/`` -> the page of the site that shows each."""
+"""Document in the root of the repository -> page of the site that shows the document."""
 
 _CODE = re.compile(r"(^ *```.*?^ *```$|`[^`\n]+`)", re.MULTILINE | re.DOTALL)
 _LINK = re.compile(r"\[(?P<text>[^\]]+)\]\((?P<path>[^)#:\s]+)(?P<anchor>#[^)\s]*)?\)")
@@ -56,11 +57,11 @@ def navigation(entry: Any) -> Any:
 def linked(markdown: str, source: str) -> str:
     """Returns a document whose relative links lead to pages of the site.
 
-    Links to files that the site does not have, such as a script, become their text.
+    A link to a file that is not a page of the site, such as a script, becomes plain text.
 
     Args:
         markdown: the document.
-        source: its path in the repository, such as ``docs/tools.md``.
+        source: path of the document in the repository, such as ``docs/tools.md``.
     """
     here = posixpath.dirname(_page(source) or "")
 
@@ -70,21 +71,21 @@ def linked(markdown: str, source: str) -> str:
             return link["text"]
         return f"[{link['text']}]({posixpath.relpath(page, here or '.')}{link['anchor'] or ''})"
 
-    # The pattern has one group: code stands at the odd places.
+    # The pattern has one group, so the parts at odd places are code.
     parts = _CODE.split(markdown)
     text = "".join(part if i % 2 else _LINK.sub(mended, part) for i, part in enumerate(parts))
     return text if source.startswith("docs/") else text.replace('src="docs/', 'src="')
 
 
 def _page(path: str) -> str | None:
-    """The page of the site that shows a file of the repository; None if there is none."""
+    """Returns the page that shows a file of the repository; None if no page shows the file."""
     if path.startswith("notebooks/"):
         return path.replace(".ipynb", ".md")
     return path.removeprefix("docs/") if path.startswith("docs/") else OF_ROOT.get(path)
 
 
 def write_pages(folder: Path) -> None:
-    """Writes every page and picture of the site into a folder, which is emptied first."""
+    """Writes all pages and pictures of the site to a folder, whose old content is deleted."""
     shutil.rmtree(folder, ignore_errors=True)
     shutil.copytree(
         ROOT / "docs", folder, ignore=shutil.ignore_patterns("*.py", "*.cast", "__pycache__")

@@ -7,11 +7,11 @@ from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
-_INSTALLS = "%pip install"  # the cell that prepares an empty environment, which a reader can skip
+_INSTALLS = "%pip install"  # marks the cell that installs coa_jax, which the page leaves out
 
 
 def page_of(path: Path) -> tuple[str, dict[str, str]]:
-    """Returns the Markdown of a notebook, and its figures as SVG by their file names."""
+    """Returns the Markdown of a notebook, and a dict from file names to the figures as SVG."""
     figures: dict[str, str] = {}
     parts = []
     for cell in json.loads(path.read_text(encoding="utf-8"))["cells"]:
@@ -28,7 +28,7 @@ def page_of(path: Path) -> tuple[str, dict[str, str]]:
 
 
 def _shown(output: Mapping[str, Any], name: str, figures: dict[str, str]) -> Iterator[str]:
-    """Yields the Markdown of an output; a figure is added to ``figures``."""
+    """Yields the Markdown of an output, and adds its figure, if any, to ``figures``."""
     data = output.get("data", {})
     if output["output_type"] == "stream":
         yield _fenced("".join(output["text"]).rstrip(), "text")

@@ -1,7 +1,7 @@
 """Writes the reference of the commands, their settings and the Python API as Markdown.
 
-Everything comes from the code, so no page of the reference is kept in the repository.  The build of
-the site calls `pages`.
+All text comes from the code, so the repository contains no page of the reference.  `build.py`
+calls `pages` when it builds the site.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def pages() -> dict[str, str]:
 
 
 def meanings(cls: type[Any]) -> dict[str, str]:
-    """Returns what the ``Attributes:`` of a class and of its bases say of each field."""
+    """Returns field -> meaning, from the ``Attributes:`` sections of a class and of its bases."""
     found: dict[str, str] = {}
     for base in reversed(cls.__mro__):
         found |= _attributes(base.__dict__.get("__doc__") or "")
@@ -114,7 +114,7 @@ def entry_point(command: str) -> types.ModuleType:
 
 
 def _argument(module: types.ModuleType, function: str, index: int) -> Any:
-    """Returns the value of an argument where a module calls a function; None if it does not."""
+    """Returns an argument of a module's call of a function; None if the module has no such call."""
     for node in ast.walk(ast.parse(inspect.getsource(module))):
         if not isinstance(node, ast.Call) or len(node.args) <= index:
             continue
@@ -248,15 +248,15 @@ def _other_settings(shown: set[type[Any]]) -> str:
 def _group(
     cls: Any, path: str, default: Any, shown: set[type[Any]], level: int, place: str = ""
 ) -> list[str]:
-    """The settings of a dataclass: first its own ones, then each group inside it.
+    """Returns the Markdown of the settings of a dataclass, and then of the groups inside it.
 
     Args:
         cls: the dataclass.
-        path: of the group in the config, with a dot at its end; "" for the whole config.
-        default: the instance that is taken where the config has no such group, None for none.
-        shown: gets the classes that the text covers.
-        level: of the heading above.
-        place: begins the anchors, where one page has several configs.
+        path: key of the group in the config, with a dot at the end; "" for the whole config.
+        default: instance with the default values; None if there are no default values.
+        shown: set to which the classes that the text describes are added.
+        level: level of the heading above the group.
+        place: prefix of the anchors, for a page with several configs.
     """
     shown |= {base for base in cls.__mro__ if base is not Bounded and issubclass(base, Bounded)}
     about = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[0].strip()
@@ -294,7 +294,7 @@ def _definition(name: str, anchor: str, about: str, meaning: str) -> list[str]:
 
 
 def _sentences(meaning: str, annotation: Any) -> str:
-    """The meaning of a setting as sentences, with its bounds where the meaning lacks them."""
+    """Returns the meaning of a setting as sentences, and its bounds unless the meaning has them."""
     _, bounds = parts(present(annotation))
     names = [name for bound in bounds if isinstance(bound, OneOf) for name in bound.names()]
     if names and all(name in meaning for name in names):
@@ -303,7 +303,7 @@ def _sentences(meaning: str, annotation: Any) -> str:
 
 
 def type_name(annotation: Any) -> str:
-    """Returns what to call the type of a setting: "whole number", "tuple of texts", ..."""
+    """Returns the name of the type of a setting: "whole number", "tuple of texts", ..."""
     optional = present(annotation) is not annotation
     plain = annotation_of(present(annotation))
     kind, _ = parts(present(annotation))
@@ -316,7 +316,7 @@ def type_name(annotation: Any) -> str:
 
 
 def allowed(annotation: Any) -> str:
-    """Returns a sentence about the bounds of a setting; "" where its type says enough."""
+    """Returns a sentence about the bounds of a setting; "" if the type has no bounds."""
     kind, bounds = parts(present(annotation))
     told = [
         _ENDLESS.sub("", bound.wanted(kind))
