@@ -39,7 +39,7 @@ from coa_jax.trajectory import Trajectory, format_valid
 T = TypeVar("T")
 
 METRICS = ("eval/pass_at_1", "eval/reward")
-"""Metrics of an evaluation by which ``keep_best`` can select a checkpoint; higher is better."""
+"""Metrics of an evaluation by which ``keep_best`` can select a checkpoint; the highest is best."""
 
 Key = tuple[int, int]
 """Identifies a sample by (index of the held-out task, index among the samples of the task)."""
