@@ -5,7 +5,9 @@ multiplied by the weight w. Its advantage is A_i = s (R_i - b), where s is the s
 baseline of the group. The tokens of turn k cannot change earlier rewards, so their advantage A_ik
 uses the return G_ik from turn k on:
 
-    G_ik = R_i - w sum_{j<k} r_ij A_ik = s (G_ik - b_k), b_k = mean over the group of G_ik
+    G_ik = R_i - w sum_{j<k} r_ij
+    b_k = mean over the group of G_ik
+    A_ik = s (G_ik - b_k)
 
 For such returns-to-go see Williams 1992 (https://doi.org/10.1007/BF00992696) and Sutton et al. 1999
 (NIPS 12); for turns of a language model see MT-GRPO (arXiv 2505.11821). Without rewards of turns
