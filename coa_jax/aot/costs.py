@@ -214,7 +214,6 @@ def _context(computation: Computation, line: Instruction) -> int:
 def moved_by(module: Module, computation: Computation, line: Instruction) -> float:
     """Returns the number of bytes that an instruction moves in the main memory.
 
-
     For a slice of an array, only the bytes of the slice are counted.
 
     Args:

@@ -128,7 +128,6 @@ def analyse(
 def _add_plans(rows: Sequence[dict[str, Any]]) -> None:
     """Adds to each program the memory of the program that may run at the same time.
 
-
     Programs of an engine run beside programs of training.
 
     Args:

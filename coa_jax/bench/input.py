@@ -48,7 +48,6 @@ _CHARS = 3  # characters per token in these records, measured with SmolLM2
 def made_records(number: int, length: int, seed: int = 0) -> Iterator[DistilledRecord]:
     """Yields records whose observations are Factbook pages.
 
-
     The records have from about 2,000 to ``length`` tokens.
 
     Args:

@@ -55,7 +55,6 @@ class _Episode(ForcedEpisode):
 class Watch:
     """Measurements of the samples of a run.
 
-
     Times are those of `time.perf_counter`.
 
     Attributes:

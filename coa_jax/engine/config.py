@@ -35,7 +35,6 @@ class SamplingParams(Bounded):
 class EngineConfig(Bounded):
     """Settings of an engine: the static shapes of its programs, and how they compute.
 
-
     Programs are compiled once for each distinct configuration.
 
     Attributes:

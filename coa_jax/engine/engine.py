@@ -98,7 +98,6 @@ class Engine:
     def give_back(self, places: DecodeParams) -> None:
         """Frees the memory of parameters and cache until the next `publish`.
 
-
         The slots must be free.
 
         Args:
@@ -272,7 +271,6 @@ class Engine:
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
         """Starts sequences with the first ``length`` tokens of another sequence.
-
 
         The common tokens are thus prefilled only once.
 

@@ -104,7 +104,6 @@ def rollout_mesh(devices: Sequence[jax.Device], tensor: int, train: int, count: 
 def run_groups(mesh: Mesh | None, tensor: int, aside: Sequence[jax.Device] = ()) -> Mesh | None:
     """Returns the mesh of a run's decoding groups over all processes.
 
-
     The result is None if a single device trains and decodes.
 
     Args:

@@ -174,7 +174,6 @@ def free_memory(device: jax.Device) -> int | None:
 def free_in_groups(listing: Path, mounted: Path) -> Iterator[int]:
     """Yields the free bytes under each memory limit of this process's cgroups.
 
-
     Containers set such limits.
 
     Args:

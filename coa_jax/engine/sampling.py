@@ -97,7 +97,6 @@ def sample(
 def sample_keys(numbers: jax.Array) -> jax.Array:
     """Returns the random key of each sample, ``[B]``.
 
-
     A random number depends only on the key and the position.
 
     Args:

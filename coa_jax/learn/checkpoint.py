@@ -56,8 +56,8 @@ class Restored:
         step: number of the checkpoint.
         state: parameters and optimiser state.
         extra: the JSON values that were saved, such as the position in the data.
-        more: the further trees of arrays that were requested, by name; trees that the checkpoint
-            lacks are absent.
+        more: the requested further trees of arrays, by name, without those that the checkpoint
+            lacks.
     """
 
     step: int
@@ -235,8 +235,7 @@ class Checkpoints:
     def newest(self, like: TrainState, more: Mapping[str, Any] | None = None) -> Restored | None:
         """Reads the newest undamaged checkpoint; returns None if the directory has no checkpoint.
 
-        Damaged checkpoints that are newer are renamed to ``damaged-STEP``, and a warning names
-        them.
+        Damaged, newer checkpoints are renamed to ``damaged-STEP``, and a warning names them.
 
         Args:
             like: a state whose shapes, dtypes and shardings the result gets, see `restore`.
@@ -287,15 +286,14 @@ class Checkpoints:
     ) -> Restored:
         """Reads a checkpoint into the shapes, dtypes and shardings of ``like``.
 
-        Each process reads the parts that its own devices hold. An error in one process is raised in
-        all processes.
+        Each process reads the parts on its own devices. An error in one process is raised in all.
 
         Args:
             step: number of the checkpoint.
             like: a state, or the shapes of a state with shardings. The mesh may differ from the
                 mesh of the run that saved the checkpoint.
-            more: shapes of further trees to read, by name; the result has no entry for a tree that
-                the checkpoint lacks.
+            more: shapes of further trees to read, by name; trees that the checkpoint lacks are left
+                out.
 
         Raises:
             UserError: the checkpoint belongs to another model or optimiser, or the file system
@@ -435,10 +433,7 @@ def _passing(error: Exception) -> bool:
 
 
 def _plain(tree: Any) -> Any:
-    """Returns the part of a tree that is saved: all but frozen parameters.
-
-    The model's own files contain the frozen parameters.
-    """
+    """Returns the saved part of a tree, without frozen parameters, which the model's files hold."""
     if not hasattr(tree, "_asdict"):
         return tree
     return {name: part for name, part in tree._asdict().items() if name != "frozen"}

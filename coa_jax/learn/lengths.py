@@ -149,7 +149,6 @@ def _merged(parts: Sequence[Measured]) -> Measured:
 def fitting(reader: RecordReader, measured: Measured, length: int) -> Examples:
     """Selects the records with at most ``length`` tokens; logs what was omitted or inferred.
 
-
     The log says how many records are omitted for which reason, and which protocols were inferred.
 
     Args:

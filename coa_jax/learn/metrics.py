@@ -178,7 +178,6 @@ def train_speed(
 ) -> dict[str, float]:
     """Computes the throughput of updates and, if the chip's peak FLOP rate is known, their MFU.
 
-
     MFU is the model FLOP utilisation, see `mfu`.
 
     Args:

@@ -1,8 +1,8 @@
 """The formulas of reinforcement learning from advantages to losses, each with its source.
 
-The module contains the weights of tokens, estimates of KL divergences, losses, corrections for the
-sampling policy, and the objectives of policy and critic. No formula depends on the model: a policy
-appears as log-probabilities, float32 ``[R, T]`` for R packed rows of T tokens.
+These are weights of tokens, estimates of KL divergences, losses, corrections for the sampling
+policy, and objectives. No formula depends on the model: a policy appears as log-probabilities,
+float32 ``[R, T]`` for R packed rows of T tokens.
 
 Only tokens that the policy wrote (``mask`` 1) are actions. Text of the environment between two
 actions is part of the transition: it has no value, reward or advantage, and is excluded from means.
@@ -80,10 +80,7 @@ def weigh(batches: Sequence[Batch], normalise: str, length: int = 1) -> list[Bat
 
 
 def _tokens_of_own_sequence(batch: Batch) -> np.ndarray:
-    """Returns the number of policy tokens of each token's sequence, float64 ``[R, T]``.
-
-    The number is at least 1, so that it can be a denominator.
-    """
+    """Returns the number (at least 1) of policy tokens of each token's sequence, ``[R, T]``."""
     counts = np.ones(batch.mask.shape)
     for row, (ids, mask) in enumerate(zip(batch.segment_ids, batch.mask, strict=True)):
         counts[row] = np.maximum(np.bincount(ids, weights=mask), 1.0)[ids]
@@ -138,10 +135,10 @@ def surrogate(
     The loss function gets those of the following arguments that it has as parameters:
 
     - ``logp`` and ``old_logp``: log-probabilities under the current and the old policy;
-    - ``log_ratio`` and ``ratio``: the difference of these log-probabilities, and its exponential r;
-      they are 0 and 1 at tokens that the policy did not write;
-    - ``advantages``: A, which is 0 at tokens that the policy did not write;
-    - ``mask``: 1 at tokens that the policy wrote, 0 elsewhere;
+    - ``log_ratio``: ``logp - old_logp``, 0 for tokens of other authors; ``ratio``: its exponential
+      r;
+    - ``advantages``: A, which is 0 for tokens of other authors;
+    - ``mask``: 1 for tokens that the policy wrote, 0 for tokens of other authors;
     - ``segment_ids``: index of each token's sequence in its row, from 1;
     - ``entropy``: entropy of the current policy at each token;
     - ``clip_low``, ``clip_high`` and ``dual_clip``: settings of the algorithm.
@@ -158,8 +155,7 @@ def surrogate(
         `policy_objective` takes the mean of each metric over tokens.
 
     Raises:
-        UserError: the loss function fails, JAX cannot trace it, or it returns something else than a
-            loss per token, with or without metrics.
+        UserError: the loss function fails, JAX cannot trace it, or it returns something else.
     """
     name, where = algorithm.loss, "algorithm.loss"
     log_ratio = (logp - old_logp) * batch.mask
@@ -237,8 +233,7 @@ def clip(
         dual_clip: the constant c; 0 for no dual clip.
 
     Returns:
-        The loss of each token, float32 ``[R, T]``, and two metrics: whether the token's ratio is
-        beyond the lower clip bound, and whether it is beyond the upper clip bound.
+        The loss of each token, float32 ``[R, T]``, and whether its ratio is beyond each clip bound.
     """
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
@@ -302,10 +297,7 @@ def segment_sums(x: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
 
 
 def segment_means(x: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
-    """Returns, for each token, the mean of x over the policy tokens of the token's sequence.
-
-    x must be 0 where mask is 0.
-    """
+    """Returns, for each token, the mean of x over its sequence's policy tokens."""
     return segment_sums(x, segment_ids) / jnp.maximum(segment_sums(mask, segment_ids), 1.0)
 
 
@@ -315,28 +307,25 @@ def segment_means(x: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike) -> jax.
 def correction(algorithm: Algorithm, gap: jax.Array, batch: Batch) -> tuple[jax.Array, Stats]:
     """Computes the importance weight rho, which corrects for the policy that sampled a token.
 
-    ``rho = min(k, tis_cap) [mask_low <= k' <= mask_high]`` has no gradient. The bracket is 1 if the
-    condition holds, and 0 otherwise. k is the ratio p_trainer / p_sampler at the level
-    ``tis_level``, and k' is the ratio at the level ``mask_level``:
+    ``rho = min(k, tis_cap) [mask_low <= k' <= mask_high]`` has no gradient; the bracket is 1 or 0.
+    k is the ratio p_trainer / p_sampler at the level ``tis_level``, k' the one at ``mask_level``:
 
     - ``token``: the ratio of the token itself. ``min(k, C)`` is truncated importance sampling (Yao
       et al. 2025, https://fengyao.notion.site/off-policy-rl); ``k [low <= k <= high]`` is IcePop
       (Ring-1T, arXiv 2510.18855);
-    - ``sequence``: the product of the ratios of the sequence's policy tokens. The product is
-      unbiased, but its variance grows with the length. ``k [k <= C]`` is masked importance sampling
-      (MIS, Liu et al. 2025, https://richardli.xyz/rl-collapse);
+    - ``sequence``: the product of the ratios of the sequence's policy tokens. It is unbiased, but
+      its variance grows with the length. ``k [k <= C]`` is masked importance sampling (MIS, Liu et
+      al. 2025, https://richardli.xyz/rl-collapse);
     - ``geometric``: the geometric mean of the ratios of the sequence's policy tokens, which is
       GSPO's ratio. The mean is biased, but has the same scale at any length.
 
-    A masked token is still counted in the denominator of means. With ``old_logp=trainer`` the loss
-    is that of decoupled PPO: r bounds the step from the proximal policy, and rho corrects from the
-    sampling policy to the proximal policy (Hilton et al., arXiv 2110.00641 §3; AReaL, arXiv
-    2505.24298 eq 5).
+    Means still count a masked token. With ``old_logp=trainer`` the loss is that of decoupled PPO: r
+    bounds the step from the proximal policy, and rho corrects from the sampling policy to the
+    proximal one (Hilton et al., arXiv 2110.00641 §3; AReaL, arXiv 2505.24298 eq 5).
 
     Args:
         algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
-        gap: log ratio p_trainer / p_sampler of each token, float32 ``[R, T]``; 0 at tokens that the
-            policy did not write.
+        gap: log ratio p_trainer / p_sampler of each token, float32 ``[R, T]``; 0 for other authors.
         batch: packed rows; the function reads only ``mask`` and ``segment_ids``.
 
     Returns:
@@ -429,10 +418,10 @@ def policy_objective(
 def value_objective(values: jax.Array, batch: Batch, bound: float) -> tuple[jax.Array, Stats]:
     """Computes half the squared error of the critic's values, summed over policy tokens.
 
-    With a bound, the error of a token is the larger of the errors of V and of ``V_old + clip(V -
-    V_old, -bound, bound)``. A value therefore has no gradient once its distance from the old value
-    exceeds the bound (the code of PPO, arXiv 1707.06347; Engstrom et al., arXiv 2005.12729 §3).
-    Observation tokens have no value.
+    With a bound, the error is the larger of those of V and ``V_old + clip(V - V_old, -bound,
+    bound)``. A value therefore has no gradient once its distance from the old value exceeds the
+    bound (code of PPO, arXiv 1707.06347; Engstrom et al., arXiv 2005.12729 §3). Observations have
+    no value.
 
     Args:
         values: values V of the critic, float32 ``[R, T]``.

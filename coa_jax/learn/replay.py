@@ -89,7 +89,6 @@ def replay(
 ) -> Repeated:
     """Replays a run in a single process.
 
-
     The machine must be of the same kind as the machine of the run.
 
     Args:

@@ -77,7 +77,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     and then samples new groups. With ``max_staleness=0`` each sample is a function of (seed, task
     index, sample index, parameters), so the run is a function of its seed.
 
-    On SIGTERM the process abandons the rollouts in flight, saves a checkpoint, and exits with code
+    On SIGTERM the process abandons the rollouts in flight, saves a checkpoint and exits with code
     0.
     """
     check_loss(config.chosen)
@@ -117,8 +117,7 @@ def repeat(config: RLConfig, run: Path) -> Repeated:
     """Replays a run from the records of its steps; see `learn.replay`.
 
     Raises:
-        UserError: an agent program sampled the trajectories, or the run has no records of its
-            steps.
+        UserError: an agent program sampled the trajectories, or the run recorded no steps.
     """
     if config.agent:
         raise UserError(
@@ -223,8 +222,7 @@ class Source:
 
     def _start(self) -> None:
         config, learner = self._config, self._learner
-        # The stream composes steps before the run trains on them, so the stream needs a pool of its
-        # own.
+        # The stream composes steps before the run trains on them, so it needs a pool of its own.
         ahead = self._pool and self._pool.copy()
         ledger = Ledger.restore(config.rules, learner.ledger, ahead)
         if learner.step:
@@ -281,7 +279,6 @@ class Source:
 
     def engines(self, slots: int) -> Sequence[Engine]:
         """Returns engines that have the published parameters and free slots.
-
 
         The engines are those of the run, or new engines if rollouts are in flight.
 
@@ -361,8 +358,7 @@ def _loop(
                 with clock("publish"):
                     source.go_on()
             processes.doing(f"rows of step {learner.step}")
-            # Write the rows before the checkpoint: a resumed run removes rows of steps after its
-            # checkpoint.
+            # Write the rows before the checkpoint: a resumed run removes rows after its checkpoint.
             with clock("traces"):
                 source.log.learned(learner.step, parameters)
                 rows = group_rows(config.chosen, config.traces.kept(sampled.everything))

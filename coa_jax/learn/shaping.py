@@ -85,7 +85,6 @@ def shape_reward(
 ) -> Reward:
     """Returns the shaped reward that the policy is trained on.
 
-
     A reward without a value stays unchanged.
 
     Args:

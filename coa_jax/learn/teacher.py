@@ -32,7 +32,6 @@ _BYTES = 1024
 class TeacherConfig(ServedModel):
     """Settings of the model that scores the student's tokens.
 
-
     The teacher must have the same vocabulary as the student.
 
     Attributes:
@@ -134,7 +133,6 @@ def scored_by_server(
     teacher: TeacherConfig, groups: Sequence[Sequence[Example]], seconds: float
 ) -> list[list[Example]]:
     """Adds the ``teacher_logp`` that a server returns to examples.
-
 
     Each process requests the scores of a part of the examples.
 

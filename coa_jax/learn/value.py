@@ -45,7 +45,6 @@ def critic_config(model: ModelConfig) -> ModelConfig:
 def token_values(params: Params, model: ModelConfig, batch: Batch, compute: Compute) -> jax.Array:
     """Computes the value of the state before each token.
 
-
     The state before a token consists of the tokens before it in its sequence.
 
     Args:

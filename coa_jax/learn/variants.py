@@ -78,7 +78,6 @@ def parse_variant(argument: str | None, sizes: Sequence[str] = ("",)) -> tuple[s
 def on_machine(config: ConfigDict, stage: str, size: str, machine: str) -> ConfigDict:
     """Changes a config for a pod so that it fits a small machine.
 
-
     The function changes the lengths, the mesh and the memory settings.
 
     Args:

@@ -81,7 +81,6 @@ def read_adapter(folder: Path) -> Adapter | None:
 class AdaptedTensors:
     """The tensors of a base model to which the products of an adapter are added.
 
-
     The class implements the protocol `TensorSource`.
 
     Attributes:

@@ -71,7 +71,6 @@ def gguf_file(path: str | Path) -> Path | None:
 class GgufFile:
     """A GGUF file, presented with the tensor names and the row order of Hugging Face.
 
-
     The class implements the protocol `TensorSource`.
 
     Attributes:

@@ -26,7 +26,6 @@ _PEFT = {
 def save_trained(model: Model, source: str, output: Path, dtype: str) -> None:
     """Writes the model to ``output`` and, if there are adapters, the adapters beside it.
 
-
     In ``output`` the adapters are merged into the model. The adapters alone are written to the
     directory whose name is that of ``output`` followed by ``-adapters``.
 

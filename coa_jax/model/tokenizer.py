@@ -56,7 +56,6 @@ _SPLITS = {
 class MissingTokenizer:
     """Placeholder for the tokenizer of a model without tokenizer files.
 
-
     Every use of the placeholder raises a `UserError`.
 
     Attributes:

@@ -1,13 +1,11 @@
 """The processes of a run: joining, barriers, exchange of values, and detection of lost processes.
 
 Each process drives its own devices, engines and tools. Processes cooperate in only two ways: they
-run compiled programs over all devices, and they gather samples. Before each of these, all processes
-wait for each other in `meet`. A waiting process handles signals, and logs for which processes it
-waits.
+run compiled programs over all devices, and they gather samples. Before both, all processes wait for
+each other in `meet`. A waiting process handles signals, and logs which processes are missing.
 
-A slow process does not end a run, because rollouts may take hours. Only a missing heartbeat ends a
-run. If a process is lost, the thread `_watch` of every other process ends that process, with a
-message of one line.
+A slow process does not end a run, because rollouts may take hours. Only a missing heartbeat does:
+the thread `_watch` then ends every other process with a one-line message.
 
 Process 0 is the coordinator: it hosts JAX's coordination service, through which the processes
 communicate. If the coordinator hangs or is unreachable, only those calls to the service return that
@@ -70,14 +68,12 @@ class _Joined:
         index: index of this process, from 0.
         count: number of processes.
         coordinator: address of the coordination service, which process 0 hosts.
-        lost_seconds: number of seconds without a heartbeat after which a process is regarded as
-            lost.
+        lost_seconds: seconds without a heartbeat after which a process is regarded as lost.
         doing: current activity of this process, which the other processes can read.
         told: number of exchanges so far, by their key in the coordination service.
         beat: number of heartbeats so far.
         ending: event that is set when the interpreter shuts down, which waits for all processes.
-        lock: lock that a thread holds while it sends a heartbeat, because two threads send
-            heartbeats.
+        lock: held while a heartbeat is sent, because two threads send heartbeats.
     """
 
     client: Any
@@ -109,10 +105,7 @@ class _Joined:
         return {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in entries}
 
     def watched(self) -> dict[int, dict[str, Any]]:
-        """Reads the heartbeats that this process watches.
-
-        Process 0 watches all processes; every other process watches process 0.
-        """
+        """Reads the heartbeats to watch: of every process in process 0, of process 0 elsewhere."""
         if self.index == 0:
             return self.others()
         milliseconds = int(_interval(self) * 1000)
@@ -161,9 +154,8 @@ def join() -> None:
                 f"COA_JAX_PROCESS_ID is {explicit['process_id']}; give each process a number from "
                 f"0 to {explicit['num_processes'] - 1}"
             )
-    # JAX's own heartbeat timeout is longer than that of this module, because JAX does not name the
-    # lost process. The shutdown timeout is long, because process 0 may be writing a large model at
-    # the end.
+    # JAX's heartbeat timeout is the longer one, because JAX does not name the lost process. The
+    # shutdown timeout is long, because process 0 may be writing a large model at the end.
     try:
         jax.distributed.initialize(
             **explicit,
@@ -176,8 +168,7 @@ def join() -> None:
             f"cannot join the other processes ({reason}); outside of a cluster that JAX knows, set "
             "COA_JAX_COORDINATOR, COA_JAX_NUM_PROCESSES and COA_JAX_PROCESS_ID for each process"
         ) from error
-    # The client of the coordination service has no public name; Orbax imports the client in the
-    # same way.
+    # The client of the coordination service has no public name; Orbax imports it in the same way.
     from jax._src import distributed
 
     state = distributed.global_state
@@ -205,9 +196,8 @@ def _hold_aborts() -> None:
     """Delays an abort of the process by 6 seconds, so that `_watch` can print the reason.
 
     JAX aborts a process as soon as its connection to the coordinator breaks. Here the C function
-    ``sleep`` becomes the handler of SIGABRT: the C library calls ``sleep`` with the signal's
-    number, 6, and then aborts. No Python code runs in between, so no lock can keep the process
-    alive.
+    ``sleep`` becomes the handler of SIGABRT: the C library calls it with the signal's number, 6,
+    and then aborts. No Python code runs in between, so no lock can block the abort.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
@@ -249,10 +239,8 @@ def meet(what: str, seconds: float) -> None:
     """Waits until all processes have called this function (a barrier).
 
     Args:
-        what: name of the barrier, which appears in messages. All processes must reach the same
-            barriers in the same order.
-        seconds: number of seconds between two log messages of a waiting process, which name the
-            missing processes.
+        what: name of the barrier; all processes reach the same barriers in the same order.
+        seconds: interval at which a waiting process logs which processes are missing.
     """
     here = _joined
     if here is None:
@@ -280,17 +268,15 @@ def _log_late(here: _Joined, what: str, waited: float, came: Collection[int]) ->
 async def exchange(value: Any, what: str, seconds: float, place: str = "") -> list[Any]:
     """Exchanges a value between all processes.
 
-    The exchange runs no program on the devices. A thread may therefore call this function while
-    another thread runs a program of all processes, or makes another exchange. Signals are handled
-    while the function waits.
+    The exchange runs no program on the devices, so a thread may call this function while another
+    thread runs a program of all processes, or makes another exchange. The wait handles signals.
 
     Args:
         value: value of this process, which must be a short JSON value.
         what: name of the exchange, used in messages.
-        seconds: number of seconds between two log messages of a waiting process, which name the
-            missing processes.
-        place: key of the exchange in the coordination service; "" for the key ``what``. Only one
-            thread may use a key.
+        seconds: interval at which a waiting process logs which processes are missing.
+        place: key of the exchange in the coordination service, used by only one thread; "" for
+            ``what``.
 
     Returns:
         The values of all processes, in the order of the processes' indices.
@@ -340,8 +326,7 @@ def gather(items: Sequence[T], what: str, seconds: float) -> list[T]:
     Args:
         items: items of this process, which pickle can serialise.
         what: name of the operation, used in messages.
-        seconds: number of seconds between two log messages of a waiting process, which name the
-            missing processes.
+        seconds: interval at which a waiting process logs which processes are missing.
 
     Returns:
         The items of all processes, in the order of the sequence that `share` has split.
@@ -391,8 +376,7 @@ def _finish(here: _Joined, threads: Sequence[threading.Thread]) -> None:
     here.ending.set()
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         here.tell()
-    # A thread that is calling the coordination service when the interpreter ends would abort the
-    # process.
+    # A thread that is calling the service when the interpreter ends would abort the process.
     for thread in threads:
         thread.join(3 * _interval(here) + 1)
 
@@ -422,10 +406,7 @@ def _live(here: _Joined) -> None:
 
 
 def _watch(here: _Joined) -> None:
-    """Ends this process if another process is lost.
-
-    A thread runs this function, because the main thread may be blocked in a program.
-    """
+    """Ends this process if another is lost; the main thread may be blocked in a program."""
     start = time.monotonic()
     unknown = {"beat": 0, "name": f"the coordinator at {here.coordinator}", "doing": "starting"}
     seen = {0: (unknown, start)}

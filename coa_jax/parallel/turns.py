@@ -29,7 +29,6 @@ _TURN = threading.RLock()
 def turn(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     """Returns the lock to hold while a multi-device program is launched.
 
-
     For a single-device program, which needs no lock, the result is a context manager without
     effect.
 

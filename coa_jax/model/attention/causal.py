@@ -56,7 +56,6 @@ def causal_attention(
 ) -> Attend:
     """Returns the attention function for all layers of a forward pass.
 
-
     The mask is computed once for all layers.
 
     Args:
