@@ -46,8 +46,8 @@ from coa_jax.settings import build
 def define_flags() -> None:
     """Defines the flags of the command."""
     config_flag("configs/rl/factbook.py")
-    flags.DEFINE_string("topology", None, "v5p:4x4x8, v5e:4x4, gpu:8xh100, ...", required=True)
-    flags.DEFINE_enum("model", None, sorted(ARCHITECTURES), "architecture, if the path has none")
+    flags.DEFINE_string("topology", None, "chips, such as v5p:4x4x8 or gpu:8xh100", required=True)
+    flags.DEFINE_enum("model", None, sorted(ARCHITECTURES), "architecture, instead of the config's")
     flags.DEFINE_float(
         "rollout_ratio",
         0.0,

@@ -141,9 +141,9 @@ def micro_batches(config: SFTConfig | RLConfig) -> int:
 
 
 def micro_batches_of_update(config: SFTConfig | RLConfig) -> int:
-    """Returns the maximum number of micro-batches of one update in such a step.
+    """Returns the maximum number of micro-batches of one update.
 
-    As in `micro_batches`, every sequence fills a row.
+    As in `micro_batches`, every sequence of the step fills a row.
     """
     if isinstance(config, SFTConfig):
         return micro_batches(config)
@@ -231,7 +231,7 @@ def training_bytes(setup: Setup) -> int:
 def resume_bytes(setup: Setup) -> int:
     """Returns the bytes per chip at the time when a run reads its checkpoint.
 
-    They include `training_bytes`, and a copy of the largest array, because the computation of
+    The bytes include `training_bytes`, and a copy of the largest array, because the computation of
     fingerprints copies one array at a time.
     """
     saved = policy(setup)._replace(frozen={})
@@ -427,7 +427,7 @@ def engine_bytes(setup: Setup) -> int:
 def kept_bytes(setup: Setup) -> int:
     """Returns the bytes per training chip of everything that a run keeps during an update.
 
-    They include the arguments of programs. Engines on the same chips have freed their memory,
+    The bytes include the arguments of programs. Engines on the same chips have freed their memory,
     unless rollouts continue during updates.
     """
     kept = training_bytes(setup)

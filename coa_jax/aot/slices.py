@@ -84,7 +84,7 @@ def parse_slice(name: str) -> Slice:
     """Parses the name of a slice, such as ``v5p:4x4x8``, ``v5e:4x4`` or ``gpu:8xh100``.
 
     Raises:
-        UserError: the name has none of these forms.
+        UserError: the name does not have such a form, or its kind of chip is not known.
     """
     tpu = re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", name)
     if tpu and tpu[1] in TPUS:

@@ -33,9 +33,9 @@ JSON object:
         serial_s           D + T + U: nothing overlaps with an update
     of_floor             floor.step_s / mean seconds of a step: 1 is the best possible
 
-A step needs ``--groups`` groups with a signal, and samples more groups than that. The tokens and
-tool seconds of a step are those of the number of groups of which, on average, ``--groups`` groups
-have a signal.
+A step needs ``--groups`` groups with a signal, and samples further groups until it has them. The
+tokens and tool seconds of a step, in D and T, are therefore those of the average number of groups
+that a step samples: ``--groups`` / share of the groups with a signal.
 """
 
 from __future__ import annotations
@@ -343,7 +343,7 @@ def measure(
 
 def define_flags() -> None:
     """Defines the flags of the command."""
-    flags.DEFINE_string("workload", "20", "5, 20, 60, or a file of `pipeline_workload`")
+    flags.DEFINE_string("workload", "20", "5, 20, 60, or a file, see pipeline_workload")
     flags.DEFINE_string(
         "workdir", None, "new folder for inputs and runs; by default a temporary folder"
     )
@@ -351,7 +351,7 @@ def define_flags() -> None:
     flags.DEFINE_integer("steps", 16, "steps of the run", lower_bound=2 * EDGE + 1)
     flags.DEFINE_integer("groups", 8, "groups that a step trains on", lower_bound=1)
     flags.DEFINE_integer("slots", 32, "sequences in progress at a time", lower_bound=1)
-    flags.DEFINE_multi_string("set", [], "a setting of RL, e.g. max_staleness=2 (repeatable)")
+    flags.DEFINE_multi_string("set", [], "setting to change, e.g. max_staleness=2 (repeatable)")
 
 
 def given_changes(texts: Iterable[str]) -> dict[str, Any]:

@@ -252,8 +252,8 @@ def define_flags() -> None:
     """Defines the flags of the command."""
     define_model_flags()
     define_shape_flags()
-    flags.DEFINE_integer("rows", 0, "rows per micro-batch; 0 for all", lower_bound=0)
-    flags.DEFINE_integer("row_length", 0, "tokens per row; 0 for those of a group", lower_bound=0)
+    flags.DEFINE_integer("rows", 0, "rows per micro-batch; 0 for the whole batch", lower_bound=0)
+    flags.DEFINE_integer("row_length", 0, "tokens per row; 0 fits a group", lower_bound=0)
     flags.DEFINE_bool("share_prompts", True, "store the prompt of a group's samples once per row")
     flags.DEFINE_enum("remat", "dots", list(POLICIES), "what the backward pass recomputes")
     flags.DEFINE_string("attention", "auto", "attention kernel, see docs/kernels.md")

@@ -137,7 +137,7 @@ def define_flags() -> None:
     define_model_flags()
     flags.DEFINE_integer("batch", 8, "sequences per step", lower_bound=1)
     flags.DEFINE_integer("length", 256, "tokens per sequence", lower_bound=2)
-    flags.DEFINE_integer("rows", 0, "sequences per micro-batch; 0 for all", lower_bound=0)
+    flags.DEFINE_integer("rows", 0, "sequences per micro-batch; 0 for the batch", lower_bound=0)
     flags.DEFINE_enum("remat", "dots", list(POLICIES), "what the backward pass recomputes")
     flags.DEFINE_integer("lora_rank", 0, "rank of LoRA adapters; 0 for none", lower_bound=0)
     flags.DEFINE_string("attention", "auto", "attention kernel, see docs/kernels.md")

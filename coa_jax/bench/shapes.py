@@ -26,7 +26,7 @@ def define_shape_flags() -> None:
         "max_length", 0, "positions per slot; 0 for the longest rollout", lower_bound=0
     )
     flags.DEFINE_multi_integer(
-        "extend_buckets", [], "tokens of a prefill program (repeatable)", lower_bound=1
+        "extend_buckets", [], "tokens that a prefill program processes (repeatable)", lower_bound=1
     )
     flags.DEFINE_integer(
         "pages", 0, "pages of a KV cache that slots share; 0 for unshared pages", lower_bound=0

@@ -354,9 +354,9 @@ def define_flags() -> None:
     flags.DEFINE_list("tool_seconds", None, "range of the latency of a call, e.g. 0.05,2")
     flags.DEFINE_list("observation_tokens", None, "range of tokens of a result, e.g. 32,128")
     flags.DEFINE_list("final_tokens", None, "range of tokens after the last call, e.g. 16,32")
-    flags.DEFINE_integer("vocab_size", None, "token ids are below it", lower_bound=1)
+    flags.DEFINE_integer("vocab_size", None, "all token ids are below this number", lower_bound=1)
     flags.DEFINE_float(
-        "slow_tool", None, "seconds of one call; all other calls take 0.1", lower_bound=0.0
+        "slow_tool", None, "seconds of one call; all other calls take 0.1 s", lower_bound=0.0
     )
 
 

@@ -86,7 +86,8 @@ def runs_here(kind: Kind, name: str, head_dim: int) -> tuple[list[Compute], str]
         head_dim: head width K.
 
     Returns:
-        A `Compute` for each dtype to check; and, if there is none, the reason ("" otherwise).
+        A `Compute` for each dtype to check, and "". If the implementation cannot run on this
+        device, the list is empty, and the text is the reason.
     """
     platform, capability = platform_of(jax.local_devices()[0])
     backend = backend_for(platform)

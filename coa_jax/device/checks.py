@@ -1,4 +1,4 @@
-"""Defines a check of the device report, which has a name, a verdict and figures."""
+"""Defines the result of a check in the device report: its name, verdict and figures."""
 
 from __future__ import annotations
 

@@ -48,7 +48,7 @@ class EngineConfig(Bounded):
         extend_block: number of consecutive tokens of a sequence that a prefill program processes
             together. The last block of a sequence is padded. 0 uses the default of the platform.
         dtype: dtype of matmul operands.
-        cache_dtype: dtype of keys and values in the cache; "" for the dtype ``dtype``. ``int8``
+        cache_dtype: dtype of keys and values in the cache; "" for the value of ``dtype``. ``int8``
             stores one byte per number, and one scale per head and position.
         page_size: number of positions of a cache page.
         pages: number of pages of a pool that all slots share. The samples of a prompt then store

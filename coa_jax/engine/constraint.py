@@ -1,4 +1,4 @@
-"""Tables for the decoding program of the tokens that a protocol allows next.
+"""Tables that tell the decoding program which tokens a protocol allows next.
 
 A token is allowed in a state of the byte automaton (`protocol.grammar`) if the token's bytes have
 transitions from that state, and if further tokens can continue from the resulting state. Most
@@ -35,8 +35,8 @@ class ConstraintTables(NamedTuple):
         next_state: int32 ``[S, K]``, next state after a token of a kind; `DEAD` if the token is not
             allowed.
         kind: int32 ``[V]``, kind of each token.
-        ends: bool ``[S]``, whether the policy may write no token in a state, because an observation
-            or the end of the trajectory follows.
+        ends: bool ``[S]``, whether the policy must not write a token in a state, because an
+            observation or the end of the trajectory follows.
     """
 
     allowed: jax.Array

@@ -101,7 +101,8 @@ class Engine:
         The slots must be free.
 
         Args:
-            places: shapes and shardings of the parameters, which replace the parameters.
+            places: shapes and shardings of the parameters. They take the place of the arrays until
+                the next `publish`.
         """
         self.params, self._pages = places, None
 
@@ -218,9 +219,9 @@ class Engine:
         """Prefills tokens into the cache; the lengths of the slots grow to include the tokens.
 
         Args:
-            feeds: tuples (slot, start, tokens). The tokens get the positions from ``start`` on,
-                which is at most the length of the slot. For a sequence in progress ``start`` is
-                ``length - 1``, because the newest token is not in the cache yet. A slot without
+            feeds: tuples (slot, start, tokens). ``start`` is the position of the first of the
+                tokens, and is at most the length of the slot. For a sequence in progress ``start``
+                is ``length - 1``, because the newest token is not in the cache yet. A slot without
                 pages gets pages for ``max_length`` positions.
         """
         size = self.config.extend_block

@@ -33,7 +33,8 @@ class DecodeState(NamedTuple):
         limit: int32 ``[B]``, length at which decoding of a row stops.
         active: bool ``[B]``, whether a row is decoding.
         key: int32 ``[B, 3]``, the numbers from which `sampling.sample_keys` derives random keys.
-        temperature, top_p: float32 ``[B]``; top_k: int32 ``[B]``.
+        temperature, top_p, top_k: sampling settings of each row: float32 ``[B]``, float32 ``[B]``
+            and int32 ``[B]``.
         rule: int32 ``[B]``, state of the constraint; None without a constraint.
     """
 
@@ -102,7 +103,7 @@ def decode_chunk(
         tables: tables of the constraint; None if the state has no ``rule``.
         config: the architecture, without adapters.
         capacity: maximum number of tokens per row in the result.
-        compute: dtype, operations and sharding. Its implementation of attention determines the
+        compute: dtype, operations and sharding. The implementation of attention determines the
             layout of the pages.
 
     Returns:

@@ -58,10 +58,10 @@ def sample(
             result therefore depends only on the sample and the position.
         temperature: float32 ``[B]``; 0 or a subnormal number selects the token with the largest
             logit.
-        top_p, top_k: see `filter_logits`.
+        top_p, top_k: limits of each row on the tokens that may be sampled, see `filter_logits`.
         allowed: bool ``[B, V]``, the tokens that may be sampled, at least one per row; None allows
             all tokens.
-        compute: its backend computes the sums over the vocabulary; static.
+        compute: computation whose backend computes the sums over the vocabulary; static.
 
     Returns:
         Tokens, int32 ``[B]``, and their log-probabilities, float32 ``[B]``. The log-probability is

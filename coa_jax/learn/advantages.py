@@ -26,7 +26,7 @@ from coa_jax.trajectory import Trajectory
 _BOUND = 20.0  # largest absolute difference of two log-probabilities
 
 
-# --- advantages of a group (paper eq 10) ---------------------------------------------------
+# --- advantages of a group (eq 10 of the Chain-of-Agents paper) ----------------------------
 
 
 def advantages_of(
@@ -85,7 +85,10 @@ def advantages_of(
 
 
 def has_signal(rewards: Sequence[float | None] | np.ndarray) -> bool:
-    """Returns whether the graded rewards of a group differ: else all its advantages are zero."""
+    """Returns whether the graded rewards of a group differ.
+
+    If they do not differ, all advantages of the group are zero.
+    """
     return len({reward for reward in rewards if reward is not None}) > 1
 
 
@@ -241,6 +244,6 @@ def distillation(old: ArrayLike, teacher: ArrayLike) -> jax.Array:
         teacher: log-probabilities of the same tokens under the teacher, float32 ``[R, T]``.
 
     Returns:
-        Float32 ``[R, T]``, clipped to the range from -20 to 20.
+        Advantages, float32 ``[R, T]``, clipped to the range from -20 to 20.
     """
     return jnp.clip(jnp.asarray(teacher) - old, -_BOUND, _BOUND)

@@ -112,7 +112,7 @@ class Algorithm(Bounded):
             and keeps its gradient. ``package.module:name`` names a function of your own, see
             `LOSSES`.
         loss_options: keyword arguments of the loss function. The loss function may also have the
-            clip bounds below as parameters.
+            settings ``clip_low``, ``clip_high`` and ``dual_clip`` as parameters.
         normalise: how the losses of tokens are averaged: ``token``, ``sequence`` or ``constant``;
             see `objectives.weigh`.
         learn_from: groups to train on: ``all``, or only groups with a ``signal``, whose rewards
@@ -149,8 +149,8 @@ class Algorithm(Bounded):
             the ratios of its ``sequence``, or their ``geometric`` mean.
         mask_low: lower bound of the ratio of the trainer's to the sampler's probability; a token
             with a smaller ratio has no loss. 0 for no bound.
-        mask_high: upper bound of that ratio; a token with a larger ratio has no loss. 0 for no
-            bound.
+        mask_high: upper bound of the ratio of the trainer's to the sampler's probability; a token
+            with a larger ratio has no loss. 0 for no bound.
         mask_level: level of the ratio that ``mask_low`` and ``mask_high`` bound; the levels are
             those of ``tis_level``.
         overlong_buffer: number of tokens before the budget ``rollout.max_tokens`` over which the

@@ -132,7 +132,7 @@ def environment_ids(tokenizer: Any, protocol: Protocol, text: str) -> list[int]:
         text: the observation, including the text that the protocol puts around it.
 
     Returns:
-        Token ids.
+        The token ids of the observation.
     """
     head, tail = plain_frame(protocol)
     if not text.startswith(head) or not text.endswith(tail) or len(text) < len(head) + len(tail):

@@ -109,9 +109,9 @@ class Checkpoints:
         Args:
             directory: directory that contains only checkpoints: a local path or a URL.
             keep: number of newest checkpoints to keep.
-            best: metric by which the best checkpoint is selected, which is kept in addition to the
-                newest ones; "" for no best checkpoint. Lower values are better if the metric's name
-                ends in ``loss``, higher values otherwise.
+            best: metric that selects the best checkpoint, which is kept beside the newest ones; ""
+                for no best checkpoint. Lower values are better if the metric's name ends in
+                ``loss``, higher values otherwise.
             read_only: whether the directory is left unchanged, because a run may be writing to it.
                 Incomplete checkpoints are then not removed either.
             wait_seconds: number of seconds to wait for the slowest process, see `processes.meet`.

@@ -48,7 +48,7 @@ class Clock:
 
 
 class Profile:
-    """Records a profile of the steps ``first`` to ``last`` with `jax.profiler`.
+    """Records a profile of a range of steps with `jax.profiler`.
 
     TensorBoard and xprof show such a profile.
     """

@@ -64,8 +64,6 @@ def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tupl
 
     Yields:
         The run directory, and the path for its model.
-
-    Returns:
     """
     active = processes.index() == 0
     if active:

@@ -52,7 +52,7 @@ def score(
         temperature: sampling temperature, which divides the logits.
 
     Returns:
-        Float32 ``[R, T]``, 0 for tokens without a loss.
+        Log-probabilities, float32 ``[R, T]``; 0 for tokens without a loss.
     """
     logps, _ = token_logps(
         params,
@@ -80,7 +80,7 @@ def score_values(
         compute: dtype, operations and sharding of the computation.
 
     Returns:
-        Float32 ``[R, T]``.
+        Values, float32 ``[R, T]``.
     """
     return token_values(params, model, batch, compute)
 

@@ -46,10 +46,9 @@ class FitConfig(TrainingConfig):
             for a thread of the training process. A thread suffices unless ``time/data`` grows.
         validate_every: number of updates between two measurements of the validation loss, if the
             run has validation data.
-        keep_best: metric by which the best checkpoint is selected, which is kept in addition to the
-            newest ones; "" for no best checkpoint. A validation loss is computed with the
-            parameters of the checkpoint, ``loss`` with the parameters before the checkpoint's last
-            update.
+        keep_best: metric that selects the best checkpoint, which is kept beside the newest ones; ""
+            for no best checkpoint. A validation loss is computed with the parameters of the
+            checkpoint, ``loss`` with the parameters before the checkpoint's last update.
     """
 
     batch_size: Size

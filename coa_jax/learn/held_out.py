@@ -104,7 +104,7 @@ def check_best(keep_best: str, evaluate_every: int, checkpoint_every: int) -> No
     """Checks that the metric ``keep_best`` exists at every checkpoint.
 
     Args:
-        keep_best: metric by which the best checkpoint is selected; "" for no best checkpoint.
+        keep_best: metric that selects the best checkpoint; "" for no best checkpoint.
         evaluate_every: number of steps between two evaluations; 0 for no evaluations.
         checkpoint_every: number of steps between two checkpoints.
 

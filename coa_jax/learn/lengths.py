@@ -46,8 +46,8 @@ class Measured:
     Attributes:
         sizes: number of tokens of each record, int32 ``[N]``; 0 for a row that is left out.
         losses: number of tokens of each record that have a loss, int32 ``[N]``.
-        counts: number of left-out rows by reason, and number of records by protocol that was
-            inferred from their tags.
+        counts: for each reason, the number of rows that are left out; for each protocol that was
+            inferred from tags, the number of records.
         wording: which prompts the records use.
     """
 

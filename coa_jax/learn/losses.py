@@ -62,7 +62,7 @@ class Loss(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class SFTLoss:
-    """Negative log-likelihood of the policy's tokens (paper eq 7).
+    """Negative log-likelihood of the policy's tokens (eq 7 of the Chain-of-Agents paper).
 
     Tokens of observations and prompts have mask 0, and therefore no loss.
     """

@@ -135,8 +135,7 @@ def surrogate(
     The loss function gets those of the following arguments that it has as parameters:
 
     - ``logp`` and ``old_logp``: log-probabilities under the current and the old policy;
-    - ``log_ratio``: ``logp - old_logp``, 0 for tokens of other authors; ``ratio``: its exponential
-      r;
+    - ``log_ratio``: ``logp - old_logp``, 0 for other authors' tokens; ``ratio``: its exponential r;
     - ``advantages``: A, which is 0 for tokens of other authors;
     - ``mask``: 1 for tokens that the policy wrote, 0 for tokens of other authors;
     - ``segment_ids``: index of each token's sequence in its row, from 1;
@@ -307,8 +306,9 @@ def segment_means(x: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike) -> jax.
 def correction(algorithm: Algorithm, gap: jax.Array, batch: Batch) -> tuple[jax.Array, Stats]:
     """Computes the importance weight rho, which corrects for the policy that sampled a token.
 
-    ``rho = min(k, tis_cap) [mask_low <= k' <= mask_high]`` has no gradient; the bracket is 1 or 0.
-    k is the ratio p_trainer / p_sampler at the level ``tis_level``, k' the one at ``mask_level``:
+    ``rho = min(k, tis_cap) [mask_low <= k' <= mask_high]`` has no gradient. The bracket is 1 if its
+    condition holds, else 0. k is the ratio p_trainer / p_sampler at the level ``tis_level``, and k'
+    is the ratio at the level ``mask_level``:
 
     - ``token``: the ratio of the token itself. ``min(k, C)`` is truncated importance sampling (Yao
       et al. 2025, https://fengyao.notion.site/off-policy-rl); ``k [low <= k <= high]`` is IcePop
@@ -420,8 +420,7 @@ def value_objective(values: jax.Array, batch: Batch, bound: float) -> tuple[jax.
 
     With a bound, the error is the larger of those of V and ``V_old + clip(V - V_old, -bound,
     bound)``. A value therefore has no gradient once its distance from the old value exceeds the
-    bound (code of PPO, arXiv 1707.06347; Engstrom et al., arXiv 2005.12729 §3). Observations have
-    no value.
+    bound (code of PPO, arXiv 1707.06347; Engstrom et al., arXiv 2005.12729 §3).
 
     Args:
         values: values V of the critic, float32 ``[R, T]``.

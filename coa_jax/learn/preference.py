@@ -56,8 +56,8 @@ class DPOConfig(FitConfig):
             value the policy moves farther from the reference.
         min_gap: minimum difference between the rewards of the two trajectories of a pair.
         per_task: maximum number of pairs of one task.
-        keep_best: metric by which the best checkpoint is selected, which is kept in addition to the
-            newest ones; "" for no best checkpoint.
+        keep_best: metric that selects the best checkpoint, which is kept beside the newest ones; ""
+            for no best checkpoint.
     """
 
     traces: Place

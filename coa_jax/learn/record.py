@@ -180,7 +180,7 @@ class StepLog:
     def read(self, after: int = 0) -> list[StepRecord]:
         """Reads the records of the consecutive steps that follow step ``after``.
 
-        If a step was repeated, its last record is returned.
+        If a step was repeated, only its last record is returned.
         """
         rows = jsonl.read_objects(self.path)
         records = {row["step"]: StepRecord(**row) for row in rows if "used" in row}

@@ -1,4 +1,4 @@
-"""Agentic reinforcement learning with live tools (paper §3.2).
+"""Agentic reinforcement learning with live tools (§3.2 of the Chain-of-Agents paper).
 
 A background thread samples and grades a stream of groups; a group is all samples of one task. A
 step of the main thread takes groups from the stream, and makes one or more policy-gradient updates.
@@ -72,7 +72,7 @@ _PARTS = ("rollout_wait", "update", "publish", "traces", "checkpoint")
 def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) -> None:
     """Trains the policy, and writes the model as a Hugging Face directory to ``output``.
 
-    If the directory contains an interrupted run, the run resumes from its newest checkpoint. It
+    If the run directory contains an interrupted run, it resumes from its newest checkpoint. It
     first repeats the later steps that ``steps.jsonl`` records, with the trajectories in ``spool/``,
     and then samples new groups. With ``max_staleness=0`` each sample is a function of (seed, task
     index, sample index, parameters), so the run is a function of its seed.

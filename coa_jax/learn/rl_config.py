@@ -87,10 +87,10 @@ class RLConfig(TrainingConfig):
         environment: environment in which the policy acts, in addition to the tools; see
             docs/environments.md.
         lora: LoRA adapters to train instead of the whole model.
-        keep_best: metric by which the best checkpoint is selected, such as ``reward/mean``, which
-            is kept in addition to the newest ones; "" for no best checkpoint. Metrics of a step's
-            rollouts belong to the policy before the step's updates; the step's checkpoint and
-            evaluation have the parameters after the updates.
+        keep_best: metric that selects the best checkpoint, such as ``reward/mean``. This checkpoint
+            is kept beside the newest ones; "" for no best checkpoint. Metrics of a step's rollouts
+            belong to the policy before the step's updates; the step's checkpoint and evaluation
+            have the parameters after the updates.
         evaluate_every: number of steps between two evaluations on ``held_out``; 0 for no
             evaluations.
         held_out: settings of the evaluations.  If it names no sources, the policy is evaluated on

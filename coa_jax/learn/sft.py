@@ -1,4 +1,7 @@
-"""Observation-masked supervised fine-tuning on distilled trajectories (paper §3.1)."""
+"""Observation-masked supervised fine-tuning on distilled trajectories.
+
+The method is that of §3.1 of the Chain-of-Agents paper.
+"""
 
 from __future__ import annotations
 
@@ -73,9 +76,8 @@ class SFTConfig(FitConfig):
             and answers. "" for the format of each record.
         rename_share: share of the records in which names and numbers are replaced by random ones,
             see `small.augment`. Leave it 0 unless the policy is trained from random weights.
-        keep_best: metric by which the best checkpoint is selected, which is kept in addition to the
-            newest ones; "" for no best checkpoint. ``eval/...`` is a metric of the evaluations on
-            ``held_out``.
+        keep_best: metric that selects the best checkpoint, which is kept beside the newest ones; ""
+            for no best checkpoint. ``eval/...`` is a metric of the evaluations on ``held_out``.
         lora: LoRA adapters to train instead of the whole model.
         evaluate_every: number of updates between two evaluations on ``held_out``, which use live
             tools; 0 for no evaluations.

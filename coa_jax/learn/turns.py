@@ -81,7 +81,8 @@ def credited(
         weight: weight w of the rewards of turns; None if turns get no credit of their own.
 
     Returns:
-        For each trajectory the advantages A_ik of its turns, see `turn_advantages`; or None.
+        For each trajectory the advantages A_ik of its turns, see `turn_advantages`; None in the
+        cases above.
     """
     group = [trajectory for trajectory, _ in learned]
     if weight is None or not has_turn_rewards(group) or any(a.ndim for _, a in learned):

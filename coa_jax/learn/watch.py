@@ -65,8 +65,8 @@ class Watch:
         """Returns a metric's means over its first and its newest rows; None if it has not risen.
 
         The metric has risen if each of its 5 newest values is above all of its 5 first values. If
-        the distribution of the metric does not change, this happens once in ``C(10, 5) = 252``
-        times (the extreme case of the rank-sum test).
+        the distribution of the metric does not change, this happens in one of ``C(10, 5) = 252``
+        cases (the extreme case of the rank-sum test).
         """
         first = self._first.setdefault(name, [])
         last = self._last.setdefault(name, deque(maxlen=_FIRST))
@@ -189,9 +189,10 @@ _MASKED = {
 
 
 def masked_more(watch: Watch, row: Row) -> str | None:
-    """Returns a warning if the share of trajectories that are masked for some reason has risen.
+    """Returns a warning if the share of trajectories masked for one of the reasons has risen.
 
-    A policy may learn to cause failures that prevent a bad reward.
+    The result is None otherwise. The rule exists because a policy may learn to cause failures that
+    prevent a bad reward.
     """
     found = None
     for name in sorted(name for name in row if name.startswith("masked/")):

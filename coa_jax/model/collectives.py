@@ -1,12 +1,12 @@
 """The matmuls of a layer on a mesh, with sharding constraints or with explicit collectives.
 
 Between two matmuls, each device holds a part of the tokens and a part of each kernel. A tensor
-group is the devices along the mesh axis ``tensor``. A widening matmul (queries, keys and values;
-gate and up) needs all tokens of a tensor group, and each device of the group computes a part of the
-outputs. A narrowing matmul (out, down) computes partial sums for all tokens, and each device needs
-the totals for its own tokens. The backward pass moves gradients in the opposite direction. The
-gradient of a kernel is a sum over all rows, and each device needs the part of the sum that belongs
-to its part of the kernel.
+group consists of the devices along the mesh axis ``tensor``. A widening matmul (queries, keys and
+values; gate and up) needs all tokens of a tensor group, and each device of the group computes a
+part of the outputs. A narrowing matmul (out, down) computes partial sums for all tokens, and each
+device needs the totals for its own tokens. The backward pass moves gradients in the opposite
+direction. The gradient of a kernel is a sum over all rows, and each device needs the part of the
+sum that belongs to its part of the kernel.
 
 The strategy ``compiler`` states the shardings and leaves the collectives to XLA. The strategy
 ``manual`` writes the collectives explicitly, because XLA for TPUs either computes the whole sum on

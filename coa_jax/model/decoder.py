@@ -234,8 +234,8 @@ class Decoder(nnx.Module):
                 its own segment. None if each row is a single segment. Must be None with a cache.
             unfolded: layout of rows whose sequences share a prompt, for attention; None if no
                 sequences share a prompt. Must be None with a cache.
-            layers: the layers one by one, for decoding steps, in whose loop slices of a stack would
-                be copied. None uses the stacked layers of the module.
+            layers: the layers, one by one, as decoding needs them: slices of a stack would be
+                copied in the loop over decoding steps. None uses the stacked layers of the module.
             cache: keys and values of earlier tokens: a token at position p reads the positions 0 to
                 p. None attends over the rows themselves.
 

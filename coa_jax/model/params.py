@@ -249,7 +249,10 @@ def select(config: ModelConfig, params: Params, *, adapter: bool) -> Params:
 
 
 def without_adapters(config: ModelConfig) -> ModelConfig:
-    """Returns the architecture without adapters, for a model with merged or without adapters."""
+    """Returns the architecture of the same model without adapters.
+
+    It describes parameters that never had adapters, and parameters into which adapters were merged.
+    """
     return dataclasses.replace(config, lora=LoraConfig())
 
 

@@ -92,7 +92,10 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def find_tokenizer(path: str | Path) -> Any:
-    """Loads a tokenizer like `load_tokenizer`, but returns a `MissingTokenizer` without a file."""
+    """Loads a tokenizer; returns a `MissingTokenizer` if the model has no tokenizer.
+
+    In all other respects the function is like `load_tokenizer`.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = Path(path)
@@ -265,7 +268,7 @@ def _is_byte_level(spec: dict[str, Any]) -> bool:
 
 
 def check_byte_level(tokenizer: Any) -> None:
-    """Rejects a tokenizer whose encodings of two pieces of text do not join.
+    """Rejects a tokenizer for which the encoding of a text is not that of its parts, joined.
 
     A tokenizer that adds a space before every text is rejected. SentencePiece-style tokenizers do
     this, and byte-level BPE with ``add_prefix_space``.

@@ -1,4 +1,4 @@
-"""The device mesh and the rules that map logical axes to it.
+"""The device mesh, and the rules that map logical axes to the axes of the mesh.
 
 The mesh has three axes: ``data`` replicates the parameters, ``fsdp`` splits the batch and the
 parameters, and ``tensor`` splits heads, MLP width and vocabulary. The modules of the model name the
