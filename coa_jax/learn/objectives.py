@@ -74,7 +74,7 @@ def weigh(batches: Sequence[Batch], normalise: str, length: int = 1) -> list[Bat
         elif normalise == "constant":
             weight = batch.mask * scale / length
         else:
-            raise ValueError(f"no normalisation {normalise!r}")
+            raise ValueError(f"unknown normalisation {normalise!r}")
         weighed.append(batch._replace(weight=weight.astype(np.float32)))
     return weighed
 

@@ -213,5 +213,5 @@ def _own(entry: Mapping[str, Any], token: int) -> float:
     """Returns the log-probability of a token, taken from the response's entry for its position."""
     logp = float(entry[str(token)]["logprob"])
     if not logp <= 1e-3:
-        raise ValueError(f"{logp} is no log-probability")
+        raise ValueError(f"{logp} is not a log-probability")
     return logp
