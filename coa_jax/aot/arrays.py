@@ -202,7 +202,7 @@ def critic(setup: Setup) -> TrainState | None:
 
 
 def reference_bytes(setup: Setup) -> int:
-    """Returns the bytes per chip of the reference policy of a KL penalty.
+    """Returns the number of bytes per chip of the reference policy of a KL penalty.
 
     If adapters are trained, the result is 0, because the frozen parameters are the reference.
     """
@@ -221,7 +221,7 @@ def teacher(setup: Setup) -> Params:
 
 
 def training_bytes(setup: Setup) -> int:
-    """Returns the bytes per chip of everything that training keeps between steps."""
+    """Returns the number of bytes per chip of everything that training keeps between steps."""
     values = critic(setup)
     others = 0 if values is None else chip_bytes(values)
     others += 0 if setup.teacher is None else chip_bytes(teacher(setup))
@@ -229,7 +229,7 @@ def training_bytes(setup: Setup) -> int:
 
 
 def resume_bytes(setup: Setup) -> int:
-    """Returns the bytes per chip at the time when a run reads its checkpoint.
+    """Returns the number of bytes per chip that a run takes while it reads its checkpoint.
 
     The bytes include `training_bytes`, and a copy of the largest array, because the computation of
     fingerprints copies one array at a time.
@@ -239,7 +239,7 @@ def resume_bytes(setup: Setup) -> int:
 
 
 def export_bytes(setup: Setup) -> int:
-    """Returns the bytes per chip at the time when a run exports its model at the end.
+    """Returns the number of bytes per chip that a run takes while it exports its model at the end.
 
     If there are several hosts, every chip gathers one whole tensor at a time; stacked layers are
     gathered layer by layer.
@@ -417,7 +417,7 @@ def _protocols(config: RLConfig) -> set[str]:
 
 
 def engine_bytes(setup: Setup) -> int:
-    """Returns the bytes per chip of an engine's parameters, KV cache and tables."""
+    """Returns the number of bytes per chip of an engine's parameters, KV cache and tables."""
     if not isinstance(setup.config, RLConfig):
         return 0
     rules = tables(setup, engine_mesh(setup))
@@ -425,7 +425,7 @@ def engine_bytes(setup: Setup) -> int:
 
 
 def kept_bytes(setup: Setup) -> int:
-    """Returns the bytes per training chip of everything that a run keeps during an update.
+    """Returns the number of bytes per training chip of all that a run keeps during an update.
 
     The bytes include the arguments of programs. Engines on the same chips have freed their memory,
     unless rollouts continue during updates.
@@ -435,7 +435,7 @@ def kept_bytes(setup: Setup) -> int:
 
 
 def decoding_bytes(setup: Setup) -> int:
-    """Returns the bytes per chip of everything that a run keeps while it decodes.
+    """Returns the number of bytes per chip of everything that a run keeps while it decodes.
 
     If rollouts continue during updates, or have separate chips, the bytes include a second copy of
     the engine's parameters, which exists while new parameters arrive.

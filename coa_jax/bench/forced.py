@@ -100,7 +100,7 @@ class ForcedEpisodes(Episodes):
     def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
         """Returns the workload's observation in place of the tool's text.
 
-        The length of the observations has been checked before.
+        The argument ``room`` is ignored, because every rollout of the workload fits into a slot.
         """
         calls = self.workload.scripts[episode.sample_id].calls
         return list(calls[len(episode.tool_calls)].observation), text

@@ -142,7 +142,7 @@ def output_path(out: str | None) -> Path | None:
 
 
 def report(result: dict[str, Any], path: Path | None) -> None:
-    """Prints a result as one line of JSON, and writes it to ``path`` if that is given.
+    """Prints a result as one line of JSON, and writes it to ``path`` unless ``path`` is None.
 
     The function adds the device, the number of cores, the load average and the version of JAX to
     the result.

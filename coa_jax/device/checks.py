@@ -58,7 +58,7 @@ def within(
 def guarded(
     group: str, name: str, checks: Callable[[], Iterable[Check]], show: Callable[[str], None]
 ) -> Iterator[Check]:
-    """Yields the checks that a function yields; if it raises an exception, yields a failed check.
+    """Yields the checks of a function, and a failed check if the function raises an exception.
 
     Args:
         group: group of the failed check that an exception causes.

@@ -185,7 +185,7 @@ class Engine:
         self._top_k[slot] = sampling.top_k
 
     def set_active(self, slot: int, active: bool) -> None:
-        """Resumes decoding in a slot, or pauses it while its tool runs."""
+        """Resumes decoding in a slot, or pauses it while a tool of the slot's sequence runs."""
         self._active[slot] = active
 
     def set_limit(self, slot: int, limit: int) -> None:

@@ -102,7 +102,7 @@ def fitted(
     No shape is larger than in ``config``. The slots fit in memory, no slot stays empty for the
     whole run, and no slot is longer than the longest sample. On CPUs, extend buckets and chunks are
     those of the platform, because larger programs are no faster there and returning to the host is
-    cheap. A trajectory is the same with all of these shapes.
+    cheap. The choice of the shapes does not change any trajectory.
 
     Args:
         config: the largest allowed shapes.

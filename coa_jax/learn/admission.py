@@ -113,7 +113,10 @@ class Ledger:
 
     @classmethod
     def restore(cls, rules: Rules, state: Mapping[str, Any], pool: Pool | None = None) -> Ledger:
-        """Restores the ledger as it was after a step; tasks then in flight are requested again.
+        """Restores the ledger to its state after a step.
+
+
+        The tasks that were in flight at that time are requested again.
 
         Args:
             rules: the rules by which the run composes its steps.
@@ -156,7 +159,10 @@ class Ledger:
             self._ended[index] = _Ended(signal, oldest, (score[0], score[1]))
 
     def late(self, index: int) -> None:
-        """Drops a group that is too old; its task is sampled again, `ATTEMPTS` times at most."""
+        """Drops a group that is too old.
+
+        The group's task is sampled again, at most `ATTEMPTS` times.
+        """
         if index not in self._open:
             return
         self._ended.pop(index, None)

@@ -45,7 +45,7 @@ _EARLIER = ("params.embed", *(f"params.{projection}.a" for projection in PROJECT
 
 
 class Damaged(Exception):
-    """Says that the contents of a checkpoint differ from the contents that were saved."""
+    """Raised if the contents of a checkpoint differ from the contents that were saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,7 +148,7 @@ class Checkpoints:
                     cleanup_tmp_directories=not read_only,
                     enable_async_checkpointing=True,
                     atomicity_options=ocp.options.AtomicityOptions(
-                        # A bucket has no atomic rename of folders; a local file system has.
+                        # A local file system renames a folder atomically; a bucket cannot.
                         mode=_Mode.COMMIT_FILE if is_bucket(self.directory) else _Mode.AUTO
                     ),
                 ),
@@ -166,7 +166,7 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def overdue(self, seconds: float) -> bool:
-        """Returns whether ``seconds`` have passed since the last save, or else since the start."""
+        """Returns whether the last save, or the start if nothing was saved, is ``seconds`` ago."""
         return time.monotonic() - self._saved >= seconds
 
     def best(self) -> int | None:
@@ -286,7 +286,8 @@ class Checkpoints:
     ) -> Restored:
         """Reads a checkpoint into the shapes, dtypes and shardings of ``like``.
 
-        Each process reads the parts on its own devices. An error in one process is raised in all.
+        Each process reads the parts on its own devices. An error in one process is raised in all
+        processes.
 
         Args:
             step: number of the checkpoint.

@@ -329,7 +329,7 @@ def read_ahead(source: Sequence[T], workers: int, buffer: int = 2) -> Iterator[I
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=buffer)
     ahead = grain.MapDataset.source(source).to_iter_dataset(options)
     if workers:
-        if not flags.FLAGS.is_parsed():  # as in a notebook; grain reads its own flags
+        if not flags.FLAGS.is_parsed():  # e.g. in a notebook; grain reads flags
             flags.FLAGS.mark_as_parsed()
         ahead = ahead.mp_prefetch(
             grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=1),

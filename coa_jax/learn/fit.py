@@ -106,8 +106,8 @@ def fit(
             it.
 
     Raises:
-        UserError: the settings do not fit the model or a checkpoint, or several updates in a row
-            were not finite.
+        UserError: the settings do not fit the model or a checkpoint, or the loss or the gradient of
+            several updates in a row was not finite.
     """
     warn_of_positions(model.config, longest, "row_length")
     state, cursor, checkpoints = _resume(config, run, model, weights, compute.mesh, phase)

@@ -250,8 +250,8 @@ def masked_by(trajectory: Trajectory) -> str:
     """Returns the reason why a trajectory has no reward to train on; "" if it has a reward.
 
     The reason is ``ungraded`` if a grader gave no verdict, and ``tool_fault`` if a tool call failed
-    because of a fault of the system rather than of the policy. In all other cases the reason is the
-    stop reason of the trajectory.
+    because of a fault of the system rather than of the policy. For every other trajectory without a
+    reward, the reason is its stop reason.
     """
     reward, stop = trajectory.reward, trajectory.stop_reason
     if reward is None or reward.reason:

@@ -137,7 +137,7 @@ def chunked(rows: int, length: int, compute: Compute, vocab_chunk: int = 0) -> t
     Args:
         rows: number of rows of the batch.
         length: number of tokens of a row.
-        compute: its mesh tells whether there is one device or several.
+        compute: computation whose mesh determines whether there is one device or several.
         vocab_chunk: number of positions per device whose logits exist at a time; 0 for the default.
 
     Returns:

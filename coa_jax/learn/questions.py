@@ -58,7 +58,7 @@ def measured_by(
     Args:
         config: settings of the run.
         run: directory of the run.
-        trained: tasks that the run trains on, for a warning about tasks that are held out too.
+        trained: tasks that the run trains on; a warning is logged if some of them are held out too.
         prompt: prompt style in which the policy sees the tasks.
         graders: graders of the answers.
         tools: live tools.

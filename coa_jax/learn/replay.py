@@ -164,7 +164,7 @@ class _Again:
         self._learner = learner
         self._rewards: dict[Key, Reward | None] = {}
         self._last: dict[Key, int] = {}  # newest policy version that sampled a trajectory
-        self._requests: dict[int, list[Request]] = {}  # by the version under which they start
+        self._requests: dict[int, list[Request]] = {}  # by their first policy version
         calls: dict[str, list[ToolCall]] = {}
         for record in records:
             for index, samples in zip(record.used, record.samples, strict=True):

@@ -72,10 +72,10 @@ _PARTS = ("rollout_wait", "update", "publish", "traces", "checkpoint")
 def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) -> None:
     """Trains the policy, and writes the model as a Hugging Face directory to ``output``.
 
-    If the run directory contains an interrupted run, it resumes from its newest checkpoint. It
-    first repeats the later steps that ``steps.jsonl`` records, with the trajectories in ``spool/``,
-    and then samples new groups. With ``max_staleness=0`` each sample is a function of (seed, task
-    index, sample index, parameters), so the run is a function of its seed.
+    If the run directory contains an interrupted run, that run resumes from its newest checkpoint.
+    It first repeats the later steps that ``steps.jsonl`` records, with the trajectories in
+    ``spool/``, and then samples new groups. With ``max_staleness=0`` each sample is a function of
+    (seed, task index, sample index, parameters), so the run is a function of its seed.
 
     On SIGTERM the process abandons the rollouts in flight, saves a checkpoint and exits with code
     0.
@@ -147,7 +147,7 @@ class Source:
     ):
         """Reads the records of the run; sampling begins when `step` first needs a new group."""
         self._config, self._learner, self._tools = config, learner, tools
-        self._pool = pool  # in its state after the steps trained on so far
+        self._pool = pool  # as it was after the newest step trained on
         self._spool = Spool(run.path / "spool")
         self.log = StepLog(run.path / "steps.jsonl", run.active)
         self._kept = {

@@ -16,7 +16,7 @@ def sampler_of(config: RLConfig, learner: Learner, tools: Sequence[Tool], versio
 
     Args:
         config: settings of the run.
-        learner: state of the run; the sampler takes over its engines.
+        learner: state of the run, whose engines the sampler uses from now on.
         tools: live tools of the tool loop; an agent program does not use these tools.
         version: policy version of the weights that the engines have.
     """

@@ -83,8 +83,8 @@ class SFTConfig(FitConfig):
             tools; 0 for no evaluations.
         held_out: tasks and sampling settings of the evaluations.
         engine: static shapes of the decoding engine in evaluations.
-        rollout: budgets of a trajectory in evaluations. Its ``prompt_style``, ``level`` and
-            ``format`` are replaced by the settings above.
+        rollout: budgets of a trajectory in evaluations. The settings above replace its fields
+            ``prompt_style``, ``level`` and ``format``.
         graders: how answers are graded in evaluations.
         tools: tools that the policy can call in evaluations.
     """
@@ -294,7 +294,7 @@ def mean_loss(
     """Computes the mean loss over the policy's tokens of all examples.
 
     Args:
-        state: state of the run; the loss is that of its model.
+        state: state of the run, whose model is measured.
         examples: examples of at most ``config.row_length`` tokens.
         config: settings of the run.
         model: architecture of the model.

@@ -36,8 +36,8 @@ class TrainState(NamedTuple):
 
     Attributes:
         params: trained parameters, float32: all parameters of a model, or its adapters.
-        frozen: the parameters that are not trained in a run that trains adapters; {} in other runs.
-            Checkpoints do not contain them.
+        frozen: the parameters that stay fixed while adapters are trained; {} in a run without
+            adapters. Checkpoints do not contain them.
         opt_state: state of the optimiser.
         step: number of updates so far, including skipped updates, int32 ``[]``.
         skipped: number of skipped updates so far, see `train_step`, int32 ``[]``.
@@ -73,8 +73,8 @@ class OptimizerConfig(Bounded):
         eps: AdamW's epsilon, which is added to the root of the second moment.
         weight_decay: factor of AdamW's weight decay, which applies to all parameters except norms
             and biases.
-        clip_norm: upper bound to which the global gradient norm is clipped; 1e9 in effect for no
-            clipping.
+        clip_norm: upper bound to which the global gradient norm is clipped; a large number such as
+            1e9 means that nothing is clipped.
         max_skipped: number of consecutive skipped updates (see `train_step`) after which training
             ends with an error.
     """

@@ -100,7 +100,7 @@ def turn_advantages(
         group: graded trajectories of one task.
         advantages: advantage A_i of each trajectory.
         weight: weight w of the rewards of turns.
-        alone: whether A_i is R_i itself, without a baseline: then s is 1 and b_k is 0.
+        alone: whether A_i is R_i itself, without a baseline; in that case s is 1 and b_k is 0.
 
     Returns:
         For each trajectory the advantages A_ik of its turns, float64 ``[turns]``.

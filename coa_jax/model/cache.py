@@ -27,8 +27,9 @@ from coa_jax.model.config import ModelConfig
 class LayerCache(NamedTuple):
     """The pages of one layer, in buffers of their own, so that a write copies no other layer.
 
-    With the layouts of keys and values, the product of one token with either reads memory in order.
-    On CPUs this is twice as fast as keys in the layout of the values.
+    Keys and values have different layouts, so that the product of one token's query with the keys,
+    and of its attention weights with the values, reads memory in order. On CPUs this is twice as
+    fast as keys in the layout of the values.
 
     Attributes:
         keys: ``[P, N, K, S]``.

@@ -27,7 +27,7 @@ _LONGEST = 1 << 20
 
 
 class ChatTemplateError(Exception):
-    """Says that a template cannot be rendered; the message is a single line."""
+    """Raised if a template cannot be rendered; the message is a single line."""
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], **names: Any) -> str:

@@ -42,7 +42,8 @@ class BertConfig(Bounded):
     """The architecture of an encoder: all sizes and options that the forward pass needs.
 
     The fields have the names of ``config.json``, except ``first_position`` and ``max_tokens``,
-    which are computed from it. A field with a default may be missing in the file.
+    which are computed from other fields of the file. A field with a default may be missing in the
+    file.
 
     Attributes:
         model_type: family of the model.

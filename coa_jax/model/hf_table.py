@@ -27,7 +27,7 @@ Split = Callable[[Any], Sequence[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of a table: how tensors of the checkpoint form an array of the parameters.
+    """A row of a table, which says how tensors of the checkpoint form an array of the parameters.
 
     Attributes:
         tensors: names of the tensors; ``{}`` stands for the index of the layer.

@@ -268,10 +268,11 @@ def _is_byte_level(spec: dict[str, Any]) -> bool:
 
 
 def check_byte_level(tokenizer: Any) -> None:
-    """Rejects a tokenizer for which the encoding of a text is not that of its parts, joined.
+    """Rejects a tokenizer that is not byte-level BPE, or that adds a space before every text.
 
-    A tokenizer that adds a space before every text is rejected. SentencePiece-style tokenizers do
-    this, and byte-level BPE with ``add_prefix_space``.
+    With such a tokenizer, the encoding of a text may differ from the joined encodings of the text's
+    parts. SentencePiece-style tokenizers add spaces, and so does byte-level BPE with
+    ``add_prefix_space``.
 
     Raises:
         UserError: the tokenizer is not byte-level BPE, or adds spaces.

@@ -4,8 +4,8 @@ Each process drives its own devices, engines and tools. Processes cooperate in o
 run compiled programs over all devices, and they gather samples. Before both, all processes wait for
 each other in `meet`. A waiting process handles signals, and logs which processes are missing.
 
-A slow process does not end a run, because rollouts may take hours. Only a missing heartbeat does:
-the thread `_watch` then ends every other process with a one-line message.
+A slow process does not end a run, because rollouts may take hours. Only a missing heartbeat ends a
+run: the thread `_watch` then ends every other process with a one-line message.
 
 Process 0 is the coordinator: it hosts JAX's coordination service, through which the processes
 communicate. If the coordinator hangs or is unreachable, only those calls to the service return that
@@ -105,7 +105,7 @@ class _Joined:
         return {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in entries}
 
     def watched(self) -> dict[int, dict[str, Any]]:
-        """Reads the heartbeats to watch: of every process in process 0, of process 0 elsewhere."""
+        """Reads the heartbeat of process 0 or, in process 0, the heartbeats of all others."""
         if self.index == 0:
             return self.others()
         milliseconds = int(_interval(self) * 1000)

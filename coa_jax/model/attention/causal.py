@@ -40,7 +40,7 @@ class Unfolded(NamedTuple):
         segment_ids: int32 ``[B, E]``, index of the sequence to which each place belongs, counted
             from 1; 0 is padding.
         back: int32 ``[B, T]``, place in the unfolded row of each token of the row. A token of a
-            shared prompt has several places, of which this is one.
+            shared prompt has several places, one of which is listed here.
     """
 
     places: Any
