@@ -180,7 +180,7 @@ class HeldOut:
         known = {task.question for task in trained}
         if both := sum(task.question in known for task in self.tasks):
             logging.warning(
-                "%d of %d tasks of the evaluation are also trained on, so its metrics are not "
+                "%d of %d tasks of the evaluation are trained on too, so its metrics are not "
                 "those of held-out tasks; give another held_out.split",
                 both,
                 len(self.tasks),
