@@ -4,10 +4,10 @@
     python -m coa_jax.aot --config=configs/sft/web.py:32b --topology=gpu:64xh100
 
 The command compiles the training step of the configuration and, for RL, the programs for scores,
-rollouts and publishing.  It uses the compiler of real TPUs, which runs on any Linux machine (``bash
-launch/setup_env.sh tpu``).  The compiler for GPUs needs a GPU, so the CPU compiler replaces it, and
-the result is marked as an estimate.  No weights are needed: the architecture comes from
-``config.json``, from the name in the model's path, or from ``--model``.
+rollouts and publishing. For TPUs it uses the compiler of real TPUs, which runs on any Linux machine
+(``bash launch/setup_env.sh tpu``). The compiler for GPUs needs a GPU; the command uses the CPU
+compiler instead, and marks the result as an estimate. No weights are needed, because the
+architecture comes from ``config.json``, from the name in the model's path, or from ``--model``.
 
 The command prints one JSON object.  If the configuration does not fit, the exit code is 1, and a
 line on stderr names the memory that is needed and the setting to change.
@@ -15,10 +15,10 @@ line on stderr names the memory that is needed and the setting to change.
     python -m coa_jax.aot --config=configs/rl/web.py:32b --topology=v5p:4x4x8 \\
       --config.mesh.rollout_devices=2 --config.mesh.decode_tensor=2 --rollout_ratio=1.5
 
-For RL with separate chips for rollouts, the result has the memory of training chips and of rollout
-chips, and a table shows which split of the slice has the shortest step.  The table assumes that
-rollouts take ``--rollout_ratio`` times as long as the update if each has all chips.  Without the
-flag the time of rollouts is estimated from decoding alone.
+If a configuration for RL has separate chips for rollouts, as in this example, the result contains
+the memory of training chips and of rollout chips. A table shows which split of the slice has the
+shortest step. The table assumes that rollouts on all chips take ``--rollout_ratio`` times as long
+as an update on all chips. Without this flag the time of rollouts is estimated from decoding alone.
 
 docs/scaling.md explains the figures.
 """
@@ -46,8 +46,8 @@ from coa_jax.settings import build
 def define_flags() -> None:
     """Defines the flags of the command."""
     config_flag("configs/rl/factbook.py")
-    flags.DEFINE_string("topology", None, "v5p:4x4x8, v5e:4x4, gpu:8xh100, ...", required=True)
-    flags.DEFINE_enum("model", None, sorted(ARCHITECTURES), "architecture, if the path has none")
+    flags.DEFINE_string("topology", None, "chips, such as v5p:4x4x8 or gpu:8xh100", required=True)
+    flags.DEFINE_enum("model", None, sorted(ARCHITECTURES), "architecture, instead of the config's")
     flags.DEFINE_float(
         "rollout_ratio",
         0.0,
@@ -74,7 +74,7 @@ def define_flags() -> None:
 
 
 def main(_: list[str]) -> int:
-    """Entry point."""
+    """Runs the command; returns the exit code."""
     values = flags.FLAGS
     where = parse_slice(values.topology)
     fraction = values.memory_fraction or default_fraction(where)

@@ -1,4 +1,4 @@
-"""The arrays that a run has on its chips, as shapes and shardings without data."""
+"""Describes the arrays that a run has on its chips, as shapes and shardings without data."""
 
 from __future__ import annotations
 
@@ -52,18 +52,22 @@ from coa_jax.tasks.mixture import load_parts
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A configuration on a slice.
+    """A configuration that has been placed on a slice.
 
     Attributes:
         config: settings of the run.
-        model: architecture, with the adapters to train.
-        where: the slice.
-        mesh: training mesh, over the chips that train.
-        engine_chips: chips of one engine; 0 without engines.
-        aside: chips that only make rollouts; () if the chips of the mesh make them.
-        rules: shapes of the tables of the constraint of sampling; None without a constraint.
-        unknown: one line about sizes of these tables that are unknown; "" for none.
-        teacher: architecture of the local teacher of on-policy distillation; None without one.
+        model: architecture of the model, including the adapters to train.
+        where: the slice on which the configuration is placed.
+        mesh: training mesh, which consists of the chips that train.
+        engine_chips: number of chips of one engine; 0 without engines.
+        aside: chips that are reserved for rollouts; () if the chips of the mesh run the rollouts
+            too.
+        rules: shapes of the tables of the constraint under which the run samples; None without a
+            constraint.
+        unknown: one line of text about sizes of these tables that are unknown; "" if all sizes are
+            known.
+        teacher: architecture of the local teacher of on-policy distillation; None without a local
+            teacher.
         hosts: number of hosts of the slice.
     """
 
@@ -90,18 +94,18 @@ def set_up(
 ) -> Setup:
     """Places a configuration on a slice.
 
-    As in a run, the mesh may have fewer chips than a slice of a single host.  All figures then
-    refer to the chips of the mesh.
+    As in a run, the mesh may have fewer chips than a slice of a single host. All figures then refer
+    to the chips of the mesh.
 
     Args:
         config: settings of the run.
         model: architecture of the model, without adapters.
-        where: the slice.
+        where: the slice on which the configuration is placed.
         devices: devices of the slice, see `slices.devices_of`.
 
     Raises:
         UserError: the mesh does not fit the slice, an engine would span hosts, or the protocols of
-            a constraint are unknown.
+            the tasks are unknown although the run has a constraint.
     """
     sizes, owners = config.mesh, owners_of(where, devices)
     training, aside = split_devices(devices, sizes.rollout_devices, owners)
@@ -116,7 +120,7 @@ def set_up(
     decode_mesh(mesh, chips)
     if aside:
         rollout_mesh(aside, chips, host - sizes.rollout_devices, sizes.rollout_devices)
-    # Simulated devices do not know their host.
+    # Simulated devices do not have a host of their own.
     elif not where.tpu and hosts > 1 and host % chips:
         raise UserError(
             f"{chips} chips that decode together span hosts of --topology={where.name}: set "
@@ -130,21 +134,27 @@ def set_up(
 
 
 def micro_batches(config: SFTConfig | RLConfig) -> int:
-    """Number of micro-batches of a step in which every sequence fills a row."""
+    """Returns the number of micro-batches of a step in which every sequence fills a row."""
     if isinstance(config, SFTConfig):
         return -(-config.batch_size // config.rows)
     return -(-config.groups * config.group_size // config.rows)
 
 
 def micro_batches_of_update(config: SFTConfig | RLConfig) -> int:
-    """Maximum number of micro-batches of one update of such a step."""
+    """Returns the maximum number of micro-batches of one update.
+
+    As in `micro_batches`, every sequence of the step fills a row.
+    """
     if isinstance(config, SFTConfig):
         return micro_batches(config)
     return -(-config.groups_per_update * config.group_size // config.rows)
 
 
 def attended(config: SFTConfig | RLConfig) -> int:
-    """Positions of a row in attention, which has a copy of a shared prompt for each sequence."""
+    """Returns the number of positions of a row in attention.
+
+    In attention, a row has a copy of a shared prompt for each sequence.
+    """
     unfolded = config.attention_length if isinstance(config, RLConfig) else 0
     return unfolded or config.row_length
 
@@ -152,7 +162,7 @@ def attended(config: SFTConfig | RLConfig) -> int:
 def array(
     mesh: Mesh, shape: tuple[int, ...], dtype: Any, *axes: str | None
 ) -> jax.ShapeDtypeStruct:
-    """Shape of an array that is sharded by the training rules.
+    """Returns the shape and sharding of an array that is sharded by the rules for training.
 
     Args:
         mesh: training mesh.
@@ -164,7 +174,7 @@ def array(
 
 
 def chip_bytes(tree: Any) -> int:
-    """Bytes of a tree's arrays on one chip."""
+    """Returns the number of bytes that the arrays of a tree take on one chip."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )
@@ -174,17 +184,17 @@ def chip_bytes(tree: Any) -> int:
 
 
 def parameters(setup: Setup) -> Params:
-    """Parameters of the model in training, without adapters."""
+    """Returns the shapes of the model's parameters in training, without adapters."""
     return abstract_params(without_adapters(setup.model), setup.mesh)
 
 
 def policy(setup: Setup) -> TrainState:
-    """State of the policy in training."""
+    """Returns the shapes of the policy's state in training."""
     return run_state(setup.model, setup.config.optimizer, setup.mesh)
 
 
 def critic(setup: Setup) -> TrainState | None:
-    """State of the critic; None if the algorithm has no critic."""
+    """Returns the shapes of the critic's state; None if the algorithm has no critic."""
     config = setup.config
     if isinstance(config, SFTConfig):
         return None
@@ -192,9 +202,9 @@ def critic(setup: Setup) -> TrainState | None:
 
 
 def reference_bytes(setup: Setup) -> int:
-    """Bytes per chip of the reference of a KL penalty.
+    """Returns the number of bytes per chip of the reference policy of a KL penalty.
 
-    With adapters this is 0, because the frozen parameters are the reference.
+    If adapters are trained, the result is 0, because the frozen parameters are the reference.
     """
     config = setup.config
     kept = isinstance(config, RLConfig) and config.chosen.needs_reference and not config.lora.rank
@@ -202,7 +212,7 @@ def reference_bytes(setup: Setup) -> int:
 
 
 def teacher(setup: Setup) -> Params:
-    """Parameters of the local teacher, in the dtype in which `learn.teacher` loads them."""
+    """Returns the shapes of the local teacher's parameters, in the dtype used for loading them."""
     assert setup.teacher is not None
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, setup.config.dtype, sharding=x.sharding),
@@ -211,7 +221,7 @@ def teacher(setup: Setup) -> Params:
 
 
 def training_bytes(setup: Setup) -> int:
-    """Bytes per chip of everything that training keeps between steps."""
+    """Returns the number of bytes per chip of everything that training keeps between steps."""
     values = critic(setup)
     others = 0 if values is None else chip_bytes(values)
     others += 0 if setup.teacher is None else chip_bytes(teacher(setup))
@@ -219,19 +229,20 @@ def training_bytes(setup: Setup) -> int:
 
 
 def resume_bytes(setup: Setup) -> int:
-    """Bytes per chip while a run reads its checkpoint.
+    """Returns the number of bytes per chip that a run takes while it reads its checkpoint.
 
-    In addition to `training_bytes`, the computation of fingerprints copies one array at a time.
+    The bytes include `training_bytes`, and a copy of the largest array, because the computation of
+    fingerprints copies one array at a time.
     """
     saved = policy(setup)._replace(frozen={})
     return training_bytes(setup) + max(map(chip_bytes, jax.tree.leaves(saved)))
 
 
 def export_bytes(setup: Setup) -> int:
-    """Bytes per chip while a run exports its model at the end.
+    """Returns the number of bytes per chip that a run takes while it exports its model at the end.
 
-    With several hosts every chip gathers one whole tensor at a time; stacked layers are gathered
-    layer by layer.
+    If there are several hosts, every chip gathers one whole tensor at a time; stacked layers are
+    gathered layer by layer.
     """
     whole = 0
     if setup.hosts > 1:
@@ -243,11 +254,11 @@ def export_bytes(setup: Setup) -> int:
 
 
 def sampled_batch(setup: Setup, *stack: int) -> Batch:
-    """Shapes of the rows that `learn.batch.pack` and `learn.objectives.weigh` return.
+    """Returns the shapes of the rows that `learn.batch.pack` and `learn.objectives.weigh` create.
 
     Args:
-        setup: the run.
-        *stack: number of micro-batches of a stack; nothing for a single micro-batch.
+        setup: the configuration on a slice.
+        *stack: number of micro-batches in a stack; no argument for a single micro-batch.
     """
     config = setup.config
 
@@ -270,11 +281,11 @@ def sampled_batch(setup: Setup, *stack: int) -> Batch:
 
 
 def policy_batch(setup: Setup, number: int) -> Batch:
-    """Shapes of the stack of micro-batches that `learn.update` passes to the policy's update.
+    """Returns the shapes of the stacked micro-batches of the policy's update in `learn.update`.
 
     Args:
-        setup: the run.
-        number: number of micro-batches.
+        setup: the configuration on a slice.
+        number: number of micro-batches in the stack.
     """
     batch, config = sampled_batch(setup, number), setup.config
     if not isinstance(config, RLConfig):
@@ -286,7 +297,7 @@ def policy_batch(setup: Setup, number: int) -> Batch:
 
 
 def critic_batch(setup: Setup, number: int) -> Batch:
-    """Shapes of the stack of micro-batches that `learn.update` passes to the critic's update."""
+    """Returns the shapes of the stacked micro-batches of the critic's update in `learn.update`."""
     batch = sampled_batch(setup, number)
     return batch._replace(rule=None, weight=None, age=None, value=batch.logp, returns=batch.logp)
 
@@ -295,7 +306,7 @@ def critic_batch(setup: Setup, number: int) -> Batch:
 
 
 def engine_mesh(setup: Setup) -> Mesh:
-    """Mesh of the chips of the first engine."""
+    """Returns the mesh of the first engine's chips."""
     chips = setup.engine_chips
     if setup.aside:
         group = np.array(setup.aside[:chips], object)
@@ -305,7 +316,10 @@ def engine_mesh(setup: Setup) -> Mesh:
 
 
 def engine_compute(setup: Setup) -> Compute:
-    """Like `engine.layout.engine_compute`, but with the reference attention for GPUs."""
+    """Returns the result of `engine.layout.engine_compute` for the chips of an engine.
+
+    For GPUs, the implementation of attention is the reference.
+    """
     assert isinstance(setup.config, RLConfig)
     engine, platform = setup.config.engine, "tpu" if setup.where.tpu else "cpu"
     case = paged_case(setup.model, engine, setup.engine_chips, platform)
@@ -320,7 +334,7 @@ def engine_compute(setup: Setup) -> Compute:
 
 
 def decoding_params(setup: Setup) -> DecodeParams:
-    """Parameters of the policy in the layout of the engine."""
+    """Returns the shapes of the policy's parameters in the layout for decoding."""
     assert isinstance(setup.config, RLConfig)
     model, dtype = without_adapters(setup.model), setup.config.engine.dtype
     places = decode_shardings(model, engine_mesh(setup))
@@ -331,13 +345,16 @@ def decoding_params(setup: Setup) -> DecodeParams:
 
 
 def pages(setup: Setup) -> tuple[LayerPages, ...]:
-    """Shapes of the KV cache that `engine.layout.new_pages` allocates."""
+    """Returns the shapes of the KV cache that `engine.layout.new_pages` allocates."""
     assert isinstance(setup.config, RLConfig)
     return abstract_pages(setup.model, setup.config.engine, engine_compute(setup))
 
 
 def tables(setup: Setup, mesh: Mesh) -> ConstraintTables | None:
-    """Tables of the constraint, replicated on every chip of a mesh; None without a constraint."""
+    """Returns the shapes of the constraint's tables; None without a constraint.
+
+    The tables are replicated on every chip of a mesh.
+    """
     return jax.tree.map(lambda x: array(mesh, x.shape, x.dtype), setup.rules)
 
 
@@ -349,8 +366,8 @@ def abstract_tables(config: RLConfig, model: ModelConfig) -> tuple[ConstraintTab
         model: architecture of the model.
 
     Returns:
-        The shapes (None without a constraint), and one line about sizes that are unknown because
-        the tokenizer is missing ("" for none).
+        The shapes (None without a constraint), and one line of text about sizes that are unknown
+        because the tokenizer is missing ("" if all sizes are known).
 
     Raises:
         UserError: the protocols of the tasks are unknown.
@@ -361,8 +378,8 @@ def abstract_tables(config: RLConfig, model: ModelConfig) -> tuple[ConstraintTab
     try:
         tokenizer = load_tokenizer(config.model)
     except UserError as error:
-        # All sizes follow from the protocols and the size of the vocabulary, except the number of
-        # kinds of tokens: kinds are classes of the tokenizer's vocabulary.
+        # All sizes follow from the protocols and the size of the vocabulary, except for the number
+        # of kinds of tokens, which depends on the tokenizer's vocabulary.
         automata = (compile_protocol(get_protocol(name)) for name in sorted(protocols))
         states = 1 + sum(len(automaton.transitions) for automaton in automata)
         shapes: Any = (
@@ -381,7 +398,10 @@ def abstract_tables(config: RLConfig, model: ModelConfig) -> tuple[ConstraintTab
 
 
 def _protocols(config: RLConfig) -> set[str]:
-    """Protocols of the tasks; without the tasks, the protocol that their source names."""
+    """Returns the protocols of the tasks.
+
+    If the tasks cannot be loaded, the result is the protocol that the setting ``tasks`` names.
+    """
     try:
         parts = load_parts(config, "train", config.num_tasks, config.seed)
     except UserError as error:
@@ -397,7 +417,7 @@ def _protocols(config: RLConfig) -> set[str]:
 
 
 def engine_bytes(setup: Setup) -> int:
-    """Bytes per chip of the engine's parameters, KV cache and tables."""
+    """Returns the number of bytes per chip of an engine's parameters, KV cache and tables."""
     if not isinstance(setup.config, RLConfig):
         return 0
     rules = tables(setup, engine_mesh(setup))
@@ -405,9 +425,9 @@ def engine_bytes(setup: Setup) -> int:
 
 
 def kept_bytes(setup: Setup) -> int:
-    """Bytes per training chip of everything that a run keeps during an update.
+    """Returns the number of bytes per training chip of all that a run keeps during an update.
 
-    This includes the arguments of programs.  Engines on the same chips have freed their memory,
+    The bytes include the arguments of programs. Engines on the same chips have freed their memory,
     unless rollouts continue during updates.
     """
     kept = training_bytes(setup)
@@ -415,10 +435,10 @@ def kept_bytes(setup: Setup) -> int:
 
 
 def decoding_bytes(setup: Setup) -> int:
-    """Bytes per chip of everything that a run keeps while it decodes.
+    """Returns the number of bytes per chip of everything that a run keeps while it decodes.
 
-    If rollouts continue during updates, or have separate chips, this includes a second copy of the
-    engine's parameters, which is needed while new parameters arrive.
+    If rollouts continue during updates, or have separate chips, the bytes include a second copy of
+    the engine's parameters, which exists while new parameters arrive.
     """
     kept = 0 if setup.aside else training_bytes(setup)
     second = setup.aside or setup.rollouts_go_on

@@ -1,8 +1,8 @@
-"""Counts the FLOPs, memory traffic and sent bytes of one chip in a compiled program.
+"""Counts the FLOPs, the memory traffic and the sent bytes of one chip in a compiled program.
 
-XLA's own analysis (``Compiled.cost_analysis``) counts the body of a loop once, although a scan over
-the layers is a loop.  This module reads the text of the program, and multiplies each instruction by
-the trip counts of the loops around it.
+XLA's own analysis (``Compiled.cost_analysis``) counts the body of a loop only once, although a scan
+over layers is a loop. This module reads the text of the compiled program, and multiplies the costs
+of each instruction by the trip counts of the loops around the instruction.
 """
 
 from __future__ import annotations
@@ -19,10 +19,12 @@ from coa_jax.aot.hlo import Array, Computation, Instruction, Module, trip_count
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
-# Asynchronous copies and slices, mostly from the main memory to memory on the chip.
+# Asynchronous copies and slices, most of which move data from the main memory to memory on the
+# chip.
 PREFETCHES = ("copy-start", "slice-start", "dynamic-slice-start")
 
-# Instructions that compute and move nothing, or whose called computations are counted instead.
+# Instructions that compute and move nothing, and instructions whose called computations are counted
+# instead.
 FREE = {
     "parameter", "constant", "tuple", "get-tuple-element", "bitcast", "while", "conditional",
     "call", "after-all", "partition-id", "replica-id", "iota", "opt-barrier",
@@ -31,13 +33,15 @@ FREE = {
 
 @dataclasses.dataclass
 class Costs:
-    """Sums over a program, for one chip.
+    """The costs of a compiled program on one chip.
 
     Attributes:
-        flops: FLOPs of matmuls, including kernels; other arithmetic is not counted.
-        kernel_flops: part of ``flops`` in kernels.
-        hbm_bytes: bytes that instructions read and write in the main memory.
-        sent: bytes that the chip sends, by (kind of collective, chips that take part).
+        flops: number of FLOPs of matmuls, including those in kernels; other arithmetic is not
+            counted.
+        kernel_flops: the part of ``flops`` that is in kernels.
+        hbm_bytes: number of bytes that instructions read and write in the main memory.
+        sent: number of bytes that the chip sends, by (kind of collective, number of chips that take
+            part).
         unknown_loops: number of loops with an assumed trip count.
     """
 
@@ -48,7 +52,7 @@ class Costs:
     unknown_loops: int = 0
 
     def sent_by_kind(self) -> dict[str, float]:
-        """Bytes by kind of collective, with 0 for absent kinds."""
+        """Returns the number of sent bytes by kind of collective; 0 for kinds that do not occur."""
         totals = dict.fromkeys(COLLECTIVES, 0.0)
         for (kind, _), count in self.sent.items():
             totals[kind] += count
@@ -56,13 +60,15 @@ class Costs:
 
 
 def count(module: Module, chips: int, data_trips: Sequence[float] = ()) -> Costs:
-    """Counts the costs of a program.
+    """Counts the costs of a compiled program.
 
     Args:
         module: the parsed program, see `hlo.parse`.
-        chips: number of chips that run the program, for collectives without groups.
-        data_trips: trip counts of loops whose end depends on data, by nesting depth among such
-            loops; 1 for deeper loops.
+        chips: number of chips that run the program, which is the group size of collectives without
+            groups.
+        data_trips: trip counts of loops whose end depends on data. The first number is for the
+            outermost such loops, the second number for loops of this kind inside them, and so on; 1
+            is assumed for deeper loops.
     """
     costs = Costs()
     _walk(module, module.entry, 1.0, chips, tuple(data_trips), costs)
@@ -99,11 +105,11 @@ def _walk(
 
 
 def flops_of(module: Module, computation: Computation, line: Instruction) -> float:
-    """FLOPs of the matmuls of an instruction.
+    """Returns the number of FLOPs of the matmuls of an instruction.
 
     Args:
         module: the program.
-        computation: computation of the instruction.
+        computation: the computation that contains the instruction.
         line: the instruction.
     """
     if line.opcode == "fusion":
@@ -121,9 +127,10 @@ def flops_of(module: Module, computation: Computation, line: Instruction) -> flo
 
 
 def _convolution_flops(computation: Computation, line: Instruction) -> float:
-    """FLOPs of a convolution; on TPUs every matmul is a convolution, possibly with a window.
+    """Returns the number of FLOPs of a convolution.
 
-    Positions of the window outside the input are not counted.
+    On TPUs every matmul is a convolution, possibly with a window. Positions of the window outside
+    the input are not counted.
     """
     left, right = (computation[name].types[0].shape for name in line.operands[:2])
     out = line.types[0].shape
@@ -154,15 +161,15 @@ def _convolution_flops(computation: Computation, line: Instruction) -> float:
     return 2.0 * batch * features * right[labels[2].index("i")] * pairs / groups
 
 
-# Number of matmuls of [T, T] by a head's width in each kernel of splash attention, see Dao 2023
-# (arXiv 2307.08691), section 3.  The forward kernel computes scores and outputs.  The backward pass
-# recomputes the scores: one kernel computes the gradients of keys and values, another that of
-# queries.
+# Number of matmuls with a [T, T] matrix and a head's width in each kernel of splash attention, see
+# Dao 2023 (arXiv 2307.08691), section 3. The forward kernel computes scores and outputs. Both
+# backward kernels recompute the scores; one kernel computes the gradients of keys and values, the
+# other kernel the gradient of queries.
 _SPLASH = {"splash_mha_fwd": 2, "splash_mha_dkv": 4, "splash_mha_dq": 3}
 
 
 def _kernel_flops(computation: Computation, line: Instruction) -> float:
-    """FLOPs of the kernels that this project calls."""
+    """Returns the number of FLOPs of a call of a kernel that this project uses."""
     for prefix, products in _SPLASH.items():
         if line.name.startswith(prefix):
             *heads, length, width = _widest(computation, line).shape
@@ -179,19 +186,22 @@ def _operands(computation: Computation, line: Instruction) -> list[Array]:
 
 
 def _widest(computation: Computation, line: Instruction) -> Array:
-    """The queries: the largest of the 16-bit operands."""
+    """Returns the queries, which are the largest of the 16-bit operands."""
     arrays = [a for a in _operands(computation, line) if a.dtype in ("bf16", "f16")]
     return max(arrays, key=lambda a: a.size)
 
 
 def _queries(computation: Computation, line: Instruction) -> Array:
-    """The queries ``[tokens, heads, width]`` of a call of ragged paged attention."""
+    """Returns the queries ``[tokens, heads, width]`` of a call of ragged paged attention."""
     arrays = _operands(computation, line)
     return next(a for a in arrays if a.dtype in ("bf16", "f16") and len(a.shape) == 3)
 
 
 def _context(computation: Computation, line: Instruction) -> int:
-    """Positions of the longest sequence: pages per row of the table times the page size."""
+    """Returns the number of positions of the longest sequence.
+
+    The number is the number of pages in a row of the page table, times the page size.
+    """
     arrays = _operands(computation, line)
     pages = next(a for a in arrays if len(a.shape) == 4)
     table = next(a for a in arrays if a.dtype == "s32" and len(a.shape) == 2)
@@ -202,11 +212,13 @@ def _context(computation: Computation, line: Instruction) -> int:
 
 
 def moved_by(module: Module, computation: Computation, line: Instruction) -> float:
-    """Bytes that an instruction moves in the main memory; a slice counts only its own bytes.
+    """Returns the number of bytes that an instruction moves in the main memory.
+
+    For a slice of an array, only the bytes of the slice are counted.
 
     Args:
         module: the program.
-        computation: computation of the instruction.
+        computation: the computation that contains the instruction.
         line: the instruction.
     """
     if line.opcode in FREE:
@@ -214,7 +226,8 @@ def moved_by(module: Module, computation: Computation, line: Instruction) -> flo
     if line.opcode == "copy-start":
         return sum(float(t.bytes) for t in line.types[:2] if t.hbm)
     if line.opcode in PREFETCHES:
-        # In the tuple the operands (the array, and the start of the slice) precede the slice.
+        # In the result tuple, the operands (the array, and the start of the slice) precede the
+        # slice.
         whole, part = line.types[0], line.types[len(line.operands)]
         return float(part.bytes) * (whole.hbm + part.hbm)
     if line.opcode == "custom-call" and line.name.startswith("ragged_paged"):
@@ -247,7 +260,7 @@ def _fusion_moved(module: Module, computation: Computation, line: Instruction) -
             source = _source(inner, target)
             if inner[source].opcode == "parameter":
                 updated.add(int(inner[source].argument))
-                # The update is in place: only the written part counts.
+                # The update is in place, so only the written part is counted.
                 whole, written = inner[source].types[0], inner[update].types[0]
                 total += float(written.bytes) - float(whole.bytes)
     for part in inner.values():
@@ -265,7 +278,7 @@ def _fusion_moved(module: Module, computation: Computation, line: Instruction) -
 
 
 def _updates(part: Instruction) -> list[tuple[str, str]]:
-    """(target, update) operands of an instruction that changes a part of an array."""
+    """Returns (target, update) operands of an instruction that changes a part of an array."""
     if part.opcode == "dynamic-update-slice":
         return [(part.operands[0], part.operands[1])]
     if part.opcode == "scatter":
@@ -282,7 +295,7 @@ def _source(inner: Computation, name: str) -> str:
 
 
 def _readers(module: Module, inner: Computation, name: str) -> list[Instruction]:
-    """Instructions that read a value, also through bitcasts, tuples and fusions."""
+    """Returns the instructions that read a value, also through bitcasts, tuples and fusions."""
     found = []
     for user in inner.values():
         if name not in user.operands:
@@ -306,14 +319,14 @@ def _readers(module: Module, inner: Computation, name: str) -> list[Instruction]
 def collectives(
     module: Module, computation: Computation, line: Instruction
 ) -> Iterator[tuple[str, Instruction, Computation]]:
-    """Yields the collectives of a line, including those in a fusion.
+    """Yields the collectives of an instruction, including those inside a fusion.
 
     The TPU compiler writes a reduce-scatter as a fusion of an all-reduce and a slice.
 
     Args:
         module: the program.
-        computation: computation of the line.
-        line: an instruction.
+        computation: the computation that contains the instruction.
+        line: the instruction.
 
     Yields:
         Kind of the collective, its instruction, and the computation of this instruction.
@@ -334,16 +347,17 @@ def collectives(
 def sent_by(
     kind: str, line: Instruction, computation: Computation, chips: int
 ) -> tuple[int, float]:
-    """Cost of a collective with the ring algorithm, which sends the fewest bytes.
+    """Returns the cost of a collective with the ring algorithm, which sends the fewest bytes.
 
     Args:
-        kind: kind of the collective.
-        line: instruction of the collective.
-        computation: computation of the instruction.
+        kind: kind of the collective, one of `COLLECTIVES`.
+        line: the instruction of the collective.
+        computation: the computation that contains the instruction.
         chips: number of chips that run the program.
 
     Returns:
-        Chips of a group, and bytes that each chip sends.
+        The number of chips in a group of the collective, and the number of bytes that each chip
+        sends.
     """
     inputs = sum(float(t.bytes) for t in _operands(computation, line))
     if kind == "collective-permute":
@@ -358,12 +372,15 @@ def sent_by(
 
 
 def group_size(line: Instruction, chips: int) -> int:
-    """Number of chips in a group of a collective."""
+    """Returns the number of chips in a group of a collective."""
     return len(group(line, chips))
 
 
 def group(line: Instruction, chips: int) -> list[int]:
-    """Numbers of the chips in the first group of a collective; XLA has three notations."""
+    """Returns the indices of the chips in the first group of a collective.
+
+    XLA writes groups in three notations.
+    """
     start = re.search(r"replica_groups=", line.text)
     text = line.text[start.end() :] if start else ""
     mesh = re.match(r"@?mesh\[(.*?)\](?:, ?device_ids=\((.*?)\))?[^{]*?\{([^}]*)\}", text)
@@ -384,7 +401,7 @@ def group(line: Instruction, chips: int) -> list[int]:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Numbers of chips in the order of ``<=[4,2]T(1,0)``."""
+    """Returns the indices of chips in the order of a text such as ``<=[4,2]T(1,0)``."""
     shape, order = re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()  # type: ignore
     numbers = np.arange(math.prod(map(int, shape.split(",")))).reshape(_ints(shape))
     return numbers.transpose(_ints(order)) if order else numbers

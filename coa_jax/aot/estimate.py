@@ -1,4 +1,4 @@
-"""Compiles the programs of a run, and estimates the memory and time that a chip needs."""
+"""Compiles the programs of a run, and estimates how much memory and time a chip needs."""
 
 from __future__ import annotations
 
@@ -30,15 +30,16 @@ from coa_jax.parallel.placement import split_devices
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Bytes on one chip while a program runs.
+    """The number of bytes on one chip while a compiled program runs.
 
     Attributes:
-        arguments: arguments of the program.
-        output: results of the program.
-        temporaries: temporary arrays, including those of kernels that could not be compiled.
-        aliased: part of the output that reuses the memory of arguments.
-        code: the program itself.
-        lying: other arrays of the run.
+        arguments: bytes of the arguments of the program.
+        output: bytes of the results of the program.
+        temporaries: bytes of temporary arrays, including those of kernels that could not be
+            compiled.
+        aliased: bytes of results that reuse the memory of arguments.
+        code: bytes of the program's code.
+        lying: bytes of other arrays of the run.
     """
 
     arguments: int
@@ -50,30 +51,30 @@ class Memory:
 
     @property
     def total(self) -> int:
-        """Sum of all bytes that the chip needs at the same time."""
+        """Number of bytes that the chip needs at the same time."""
         kept = self.arguments + self.output - self.aliased
         return kept + self.temporaries + self.code + self.lying
 
 
 KERNEL_EFFICIENCY = 0.5
-"""Assumed share of the peak FLOP rate of attention kernels; this value is not measured."""
+"""Share of the peak FLOP rate that attention kernels are assumed (not measured) to reach."""
 SENSITIVITY = (1.0, 0.7, 0.5, 0.35)
-"""Other assumed shares, for which the result has the time of a step too."""
+"""Other shares of the peak FLOP rate, for which the result contains the time of a step too."""
 
 
 def analyse(
     setup: Setup, reserve: float, kernels: float = KERNEL_EFFICIENCY, fraction: float = 1.0
 ) -> dict[str, Any]:
-    """Compiles every program of a configuration.
+    """Compiles every program of a configuration, and estimates memory and times.
 
     Args:
         setup: configuration on a slice, see `arrays.set_up`.
         reserve: share of the usable memory that must stay free.
-        kernels: assumed share of the peak FLOP rate of attention kernels.
-        fraction: share of a chip's memory that is usable for a run.
+        kernels: share of the peak FLOP rate that attention kernels are assumed to reach.
+        fraction: share of a chip's memory that a run may use.
 
     Returns:
-        The result of the command; ``fits`` is True if the whole run fits into memory.
+        The result that the command prints; ``fits`` is True if the whole run fits into memory.
     """
     chip, config = setup.where.chip, setup.config
     rows: list[dict[str, Any]] = []
@@ -125,10 +126,12 @@ def analyse(
 
 
 def _add_plans(rows: Sequence[dict[str, Any]]) -> None:
-    """Adds the memory of a concurrent program: of an engine to training programs, and vice versa.
+    """Adds to each program the memory of the program that may run at the same time.
+
+    Programs of an engine run beside programs of training.
 
     Args:
-        rows: rows of all programs; ``beside`` and ``total`` of their bytes are changed.
+        rows: results of all programs, in whose bytes ``beside`` and ``total`` are changed.
     """
 
     def scratch(row: dict[str, Any]) -> int:
@@ -189,13 +192,13 @@ def _compiled(program: Program, where: Slice, kernels: float = 1.0) -> dict[str,
         row["serial_s_by_kernel_efficiency"] = {
             f"{share:g}": roofline(costs, chip, share)["serial_s"] for share in shares
         }
-        # Only the text of TPU programs is in the order of execution.
+        # Only in the text of TPU programs are the instructions in the order of execution.
         if where.tpu:
             places = np.array([device.coords[: len(where.shape)] for device in program.devices])
-            # Chips between which only idle chips lie count as neighbours.
+            # Chips are regarded as neighbours if only idle chips lie between them.
             sizes = [len(np.unique(axis)) for axis in places.T]
             places = np.array([np.unique(axis, return_inverse=True)[1] for axis in places.T]).T
-            # A part of an axis is not a ring.
+            # Chips along only a part of an axis do not form a ring.
             rings = tuple(
                 size if ring and size == whole else 0
                 for ring, size, whole in zip(where.rings, sizes, where.shape, strict=True)
@@ -219,32 +222,33 @@ def _compiled(program: Program, where: Slice, kernels: float = 1.0) -> dict[str,
 
 _REFUSALS = (
     r"Used ([\d.]+)([KMGT]?) of [\d.]+[KMGT]? hbm",
-    # This message appears if the temporaries alone exceed the memory, without the arguments.
+    # This message appears if the temporary arrays exceed the memory even without the arguments.
     r"required for HLO temporaries \(([\d.]+)([KMGT]?)\) exceeds available HBM",
 )
 
 
 def exceeded(message: str) -> int | None:
-    """Parses the compiler's error for a program that exceeds the memory.
+    """Parses the error message of the compiler for a program that exceeds the memory.
 
     Returns:
-        Minimum number of bytes that the program needs; None for another error.
+        The minimum number of bytes that the program needs; None for another error.
     """
     found = next(filter(None, (re.search(refusal, message) for refusal in _REFUSALS)), None)
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else None
 
 
 def roofline(costs: Costs, chip: Chip, kernels: float = 1.0) -> dict[str, float]:
-    """Computes the times of a program at the peaks of a chip, in seconds.
+    """Computes the times that a program takes at the peak rates of a chip, in seconds.
 
     Args:
         costs: costs of the program on one chip.
-        chip: peaks of the chip.
-        kernels: share of the peak FLOP rate that kernels reach.
+        chip: peak rates of the chip.
+        kernels: share of the peak FLOP rate that attention kernels reach.
 
     Returns:
-        Times of matmuls (``compute_s``), memory traffic (``hbm_s``) and sending (``ici_s``); their
-        maximum ``step_s``, as with perfect overlap; and their sum ``serial_s``, as without overlap.
+        The times of matmuls (``compute_s``), of memory traffic (``hbm_s``) and of sending
+        (``ici_s``); their maximum ``step_s``, which assumes perfect overlap; and their sum
+        ``serial_s``, which assumes no overlap.
     """
     products = costs.flops + costs.kernel_flops * (1 / kernels - 1)
     compute, memory = products / chip.flops, costs.hbm_bytes / chip.hbm_bandwidth
@@ -262,18 +266,21 @@ def roofline(costs: Costs, chip: Chip, kernels: float = 1.0) -> dict[str, float]
 
 
 ENGINE = ("extend", "decode", "fork")
-"""Programs that run on the chips of an engine."""
+"""Names of the programs that run on the chips of an engine."""
 
 _PARTS = {
     "score_s": ("score", "score_adapters", "score_teacher", "values"),
     "critic_s": ("critic",),
     "publish_s": ("merge", "publish"),
 }
-"""Time in the result -> programs of an RL step, in addition to training and rollouts."""
+"""Maps times in the result to the programs of an RL step beside training and rollouts."""
 
 
 def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float]) -> dict[str, Any]:
-    """Time and model FLOP utilisation (MFU) of a step's training part, and speed of decoding."""
+    """Computes the time and MFU of a step's training part, and the speed of decoding.
+
+    MFU is the model FLOP utilisation.
+    """
     config, chip = setup.config, setup.where.chip
     tokens = micro_batches(config) * config.rows * config.row_length
     lengths = [config.row_length] * (micro_batches(config) * config.rows)
@@ -316,20 +323,21 @@ def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float])
 def balance(
     setup: Setup, result: dict[str, Any], devices: Sequence[Any], ratio: float = 0.0
 ) -> tuple[list[Split], dict[str, Any]]:
-    """Estimates the time of an RL step for every split of the slice into training and rollouts.
+    """Estimates the time of an RL step for every split of a slice into training and rollouts.
 
     Args:
-        setup: configuration with the split that was compiled.
-        result: result of `analyse`.
+        setup: configuration on a slice, with the split that was compiled.
+        result: the result of `analyse`.
         devices: devices of the slice.
-        ratio: time of rollouts relative to the time of an update, if each has all chips; 0
-            estimates it from the programs of the engine.
+        ratio: time of rollouts on all chips, relative to the time of an update on all chips; 0
+            estimates the ratio from the programs of the engine.
 
     Returns:
-        The splits for which a training mesh exists, and the same as part of the command's result.
+        The splits for which a training mesh exists, and a description of these splits for the
+        command's result.
 
     Raises:
-        UserError: the compiler refused a program, so its time is unknown.
+        UserError: the compiler refused a program, so the program's time is unknown.
     """
     config, rows = setup.config, result["programs"]
     assert isinstance(config, RLConfig)
@@ -355,7 +363,7 @@ def balance(
 
 
 def _can_train(setup: Setup, devices: Sequence[Any], owners: Sequence[int], count: int) -> bool:
-    """Whether the remaining chips for training form a block of the slice."""
+    """Returns whether the chips that remain for training form a block of the slice."""
     training, _ = split_devices(devices, count, owners)
     try:
         make_mesh(fsdp=-1, devices=training)
@@ -375,9 +383,9 @@ def advice(
 
     Args:
         config: settings of the run.
-        rows: rows of the run's programs.
-        moments: bytes per chip at other times of the run, by name.
-        usable: bytes of a chip that the run may use.
+        rows: results of the run's programs.
+        moments: bytes per chip at other times of the run, by the name of the time.
+        usable: number of bytes of a chip that the run may use.
         reserve: share of ``usable`` that must stay free.
     """
     others = ({"name": name, "bytes_per_chip": {"total": n}} for name, n in moments.items())

@@ -1,4 +1,4 @@
-"""Parses the text of a compiled XLA program: computations, instructions, types, trip counts."""
+"""Parses the text of a compiled XLA program into computations, instructions and types."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """An array type.
+    """The type of an array.
 
     Attributes:
         dtype: dtype in XLA's notation, such as ``bf16``.
         shape: sizes of the axes.
-        hbm: whether the array is in the main memory, and not in memory on the chip.
+        hbm: True if the array is in the main memory, False if it is in memory on the chip.
     """
 
     dtype: str
@@ -31,7 +31,7 @@ class Array:
 
     @property
     def bytes(self) -> int:
-        """Number of bytes, without the padding of tiles."""
+        """Number of bytes, not including the padding of tiles."""
         digits = re.search(r"\d+", self.dtype)
         bits = _BITS.get(self.dtype, int(digits[0]) if digits else 32)
         return -(-self.size * bits // 8)
@@ -39,15 +39,16 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """One line of a computation.
+    """An instruction: one line of a computation.
 
     Attributes:
         name: name of the instruction, without the percent sign.
-        types: array types of the result; several for a tuple.
-        opcode: operation, such as ``fusion``.
+        types: array types of the result; several types if the result is a tuple.
+        opcode: name of the operation, such as ``fusion``.
         operands: names of the operands, which are instructions of the same computation.
-        text: text after the operands, with the attributes.
-        argument: text between the parentheses; the number of a parameter, or value of a constant.
+        text: text after the operands, which contains the attributes.
+        argument: text between the parentheses, such as the index of a parameter or the value of a
+            constant.
         root: whether the instruction is the result of the computation.
     """
 
@@ -60,13 +61,19 @@ class Instruction:
     root: bool
 
     def attribute(self, name: str) -> str:
-        """Value of an attribute, up to the next comma outside of brackets; "" if it is missing."""
+        """Returns the value of an attribute; "" if the instruction has no such attribute.
+
+        The value ends at the next comma outside brackets.
+        """
         found = re.search(rf"(?:^|[ ,]){name}=", self.text)
         return "" if found is None else _balanced(self.text, found.end())
 
     @property
     def called(self) -> tuple[str, ...]:
-        """Computations that the instruction calls once; without those of reductions and loops."""
+        """The computations that the instruction calls once.
+
+        Computations of reductions and loops, which are called many times, are not included.
+        """
         names = []
         for key in ("calls", "called_computations", "branch_computations", "true_computation",
                     "false_computation"):  # fmt: skip
@@ -77,12 +84,12 @@ class Instruction:
 
 
 Computation = dict[str, Instruction]
-"""Instructions by name, in order."""
+"""The instructions of a computation by name, in their order in the text."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A program.
+    """A parsed program.
 
     Attributes:
         computations: computations by name.
@@ -138,7 +145,7 @@ def _instruction(line: str) -> Instruction | None:
 
 
 def _balanced(text: str, start: int, stop: str = ",") -> str:
-    """The text from ``start`` to the first ``stop`` outside of brackets and quotes."""
+    """Returns the text from ``start`` to the first ``stop`` outside brackets and quotes."""
     depth, quoted = 0, False
     for i in range(start, len(text)):
         char = text[i]
@@ -168,15 +175,15 @@ def _arrays(kind: str) -> Iterator[Array]:
 
 
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
-    """Trip count of a loop; None if it depends on data.
+    """Returns the trip count of a loop; None if the trip count depends on data.
 
-    Some programs state it (``known_trip_count``).  Otherwise it is computed for loops whose
-    condition compares an element of the state with a constant, if the body adds a constant to this
-    element.
+    Some programs state the trip count (``known_trip_count``). Otherwise the trip count is computed
+    if the condition of the loop compares an element of the loop's state with a constant, and if the
+    body adds a constant to this element.
 
     Args:
         module: the program.
-        computation: computation of the loop.
+        computation: the computation that contains the loop.
         loop: the ``while`` instruction.
     """
     known = re.search(r'known_trip_count[^}]*?"?n"?[:=]"?(\d+)', loop.text)
@@ -212,7 +219,7 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
 def _through(
     module: Module, within: Computation, line: Instruction
 ) -> tuple[Computation, Instruction] | None:
-    """Resolves copies, and fusions of a single operation, to the instruction behind them."""
+    """Follows copies, and fusions of a single operation, to the instruction that they wrap."""
     while True:
         if line.opcode in ("copy", "bitcast", "convert", "copy-done", "copy-start"):
             line = within[line.operands[0]]
@@ -236,7 +243,7 @@ def _through(
 
 
 def _element(condition: Computation, line: Instruction) -> int | None:
-    """Index of a value in the state of the loop; None if the value is not part of the state."""
+    """Returns the index of a value in the state of the loop; None if it is not in the state."""
     if line.opcode != "get-tuple-element":
         return None
     source = condition.get(line.operands[0])

@@ -1,7 +1,7 @@
-"""The programs of a configuration, with shapes and shardings instead of arrays.
+"""The compiled programs of a configuration, with shapes and shardings instead of arrays.
 
 The programs are the functions of `learn.step`, `learn.experience` and `engine.programs` themselves,
-with arguments of the same shapes as in `learn.update`.
+and their arguments have the same shapes as in `learn.update`.
 """
 
 from __future__ import annotations
@@ -38,15 +38,15 @@ class Program:
 
     Attributes:
         name: name of the program, such as ``train``.
-        lower: lowers the program for XLA.
-        runs: number of runs in a step; 0 if the number depends on the data.
-        lying: bytes of other arrays on a chip while the program runs.
-        devices: chips that run the program, in the program's order.
+        lower: function that lowers the program for XLA.
+        runs: number of times that the program runs in a step; 0 if the number depends on the data.
+        lying: number of bytes of other arrays that are on a chip while the program runs.
+        devices: chips that run the program, in the order of the program's devices.
         data_trips: trip counts of loops whose end depends on data, see `costs.count`.
-        kernel_flops: FLOPs per chip of kernels that the compiled program lacks.
-        kernel_bytes: bytes per chip of temporary arrays of these kernels.
-        scratch: bytes per chip of temporary arrays on the real machine; None if the compiler's
-            value is right.
+        kernel_flops: number of FLOPs per chip of kernels that the compiled program lacks.
+        kernel_bytes: number of bytes per chip of the temporary arrays of these kernels.
+        scratch: number of bytes per chip of temporary arrays on the real machine; None if the
+            number that the compiler reports is right.
     """
 
     name: str
@@ -61,7 +61,7 @@ class Program:
 
 
 def all_programs(setup: Setup) -> list[Program]:
-    """Returns the programs of a step."""
+    """Returns all programs of a step."""
     training = _training(setup)
     if not isinstance(setup.config, RLConfig):
         return training
@@ -73,7 +73,7 @@ def all_programs(setup: Setup) -> list[Program]:
 
 
 def _training(setup: Setup) -> list[Program]:
-    """Programs of the updates of a step."""
+    """Returns the programs of a step's updates."""
     config, mesh = setup.config, setup.mesh
     number, updates, passes = arrays.micro_batches_of_update(config), 1, 1
     if isinstance(config, RLConfig):
@@ -115,7 +115,7 @@ def _training(setup: Setup) -> list[Program]:
 
 
 def _scoring(setup: Setup) -> list[Program]:
-    """Programs that `learn.experience` runs on each micro-batch before a step's updates."""
+    """Returns the programs that `learn.experience` runs on each micro-batch before the updates."""
     config = setup.config
     assert isinstance(config, RLConfig)
     batch, compute = experience.inputs(arrays.sampled_batch(setup)), _compute(setup)
@@ -168,13 +168,19 @@ def _scoring(setup: Setup) -> list[Program]:
 
 
 def _allowed(setup: Setup) -> Any:
-    """Shape of the constraint's table for losses and scores; None without a constraint."""
+    """Returns the shape of the constraint's table for losses and scores, or None.
+
+    The result is None without a constraint.
+    """
     rules = arrays.tables(setup, setup.mesh)
     return None if rules is None else rules.allowed
 
 
 def _head_turns(setup: Setup) -> int:
-    """Number of chunks of the output head, whose loop ends depending on data (`learn.logps`)."""
+    """Returns the number of chunks of the output head.
+
+    The end of the loop over these chunks depends on data (`learn.logps`).
+    """
     _, positions, chunk = chunked(setup.config.rows, setup.config.row_length, _compute(setup))
     return -(-positions // chunk)
 
@@ -187,7 +193,7 @@ def _loss(setup: Setup) -> Loss:
 
 
 def _compute(setup: Setup) -> Compute:
-    """Dtype, operations and sharding of training."""
+    """Returns the dtype, operations and sharding of training."""
     config = setup.config
     return Compute(
         config.dtype,
@@ -201,7 +207,7 @@ def _compute(setup: Setup) -> Compute:
 
 
 def _kernel(setup: Setup) -> str:
-    """The implementation of attention that the run uses on the slice."""
+    """Returns the name of the attention implementation that the run uses on the slice."""
     config, model = setup.config, setup.model
     case = Case(
         platform="tpu" if setup.where.tpu else "cuda",
@@ -215,10 +221,10 @@ def _kernel(setup: Setup) -> str:
 
 
 def _mask_bytes(setup: Setup) -> int:
-    """Bytes per chip of the mask and the bias that cuDNN reads instead of segment ids.
+    """Returns the bytes per chip of the mask and the bias that cuDNN reads instead of segment ids.
 
-    Each has the shape ``[rows, 1, T, T]`` with an even T, see `attention.causal`.  The compiled
-    program has neither, because another implementation replaces cuDNN.
+    Mask and bias each have the shape ``[rows, 1, T, T]`` with an even T, see `attention.causal`.
+    The compiled program contains neither of them, because another implementation replaces cuDNN.
     """
     if _kernel(setup) != "cudnn":
         return 0
@@ -230,11 +236,12 @@ def _mask_bytes(setup: Setup) -> int:
 
 
 def _attention_flops(setup: Setup, backward: bool = True) -> float:
-    """FLOPs of attention per chip and micro-batch, if another implementation replaces the kernel.
+    """Returns the FLOPs of attention per chip and micro-batch that the compiled program lacks.
 
-    The forward pass has 2 matmuls and the backward pass 7, each of half of ``[T, T]``, as in
-    `costs`.  With rematerialisation the backward pass repeats the forward pass.  T includes the
-    copies of shared prompts.
+    The compiled program lacks them if another implementation replaces the attention kernel. The
+    forward pass has 2 matmuls and the backward pass 7, each with half of ``[T, T]``, as in `costs`.
+    With rematerialisation the backward pass repeats the forward pass. T includes the copies of
+    shared prompts.
     """
     config, model = setup.config, setup.model
     if setup.where.tpu:
@@ -251,10 +258,10 @@ def _attention_flops(setup: Setup, backward: bool = True) -> float:
 
 
 def _publish(setup: Setup) -> list[Program]:
-    """Programs that copy the parameters from the training layout to the layout of the engines.
+    """Returns the programs that copy parameters from the training layout to the decoding layout.
 
-    If the engines have separate chips, the copies are then transferred within each host.  Adapters
-    are first added to a copy of their model.
+    If the engines have separate chips, the copies are then transferred within each host. If
+    adapters are trained, the adapters are first added to a copy of their model.
     """
     assert isinstance(setup.config, RLConfig)
     params = arrays.parameters(setup)
@@ -276,7 +283,7 @@ def _publish(setup: Setup) -> list[Program]:
 
 
 def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
-    """The largest programs of one engine."""
+    """Returns the largest programs of one engine."""
     engine = engine.on_platform("tpu" if setup.where.tpu else "gpu")
     mesh, compute = arrays.engine_mesh(setup), arrays.engine_compute(setup)
     params, layers = arrays.decoding_params(setup), arrays.pages(setup)
@@ -302,7 +309,8 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
     )
     block, copies = of(blocks, engine.extend_block), of(min(engine.slots, 8))
     devices, pages = tuple(mesh.devices.flat), engine.pages_per_slot
-    # The CPU compiler would copy a bfloat16 cache to float32 for every write.
+    # For GPUs the memory is computed here, because the CPU compiler would copy a bfloat16 cache to
+    # float32 for every write.
     memory = engine_memory(without_adapters(setup.model), engine, setup.engine_chips)
     scratch = None if setup.where.tpu else memory.scratch
     found = [

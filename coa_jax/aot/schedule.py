@@ -1,18 +1,20 @@
-"""Simulates the time of a compiled TPU program in the order of the compiler's schedule.
+"""Simulates how long a compiled TPU program takes in the order of the compiler's schedule.
 
-The text of a compiled TPU program lists the operations in the order in which they begin.  The
-simulation takes the following times:
+The text of a compiled TPU program lists the operations in the order in which they begin. The
+simulation assumes the following times:
 
 - An operation takes the number of cycles that the compiler estimates.
-- A kernel, for which the compiler has no estimate, takes the longer of two times: its FLOPs at an
-  assumed share of the peak, or its memory traffic at the peak.
-- An asynchronous collective (a start and a done) uses the links while other operations run; the
-  done waits for the rest.  During a synchronous collective nothing else runs.
+- A kernel, for which the compiler has no estimate, takes the longer of two times: the time of its
+  FLOPs at an assumed share of the chip's peak FLOP rate, or the time of its memory traffic at the
+  chip's peak bandwidth.
+- An asynchronous collective (a start and a done instruction) uses the links while other operations
+  run; the done instruction waits until the collective has ended. During a synchronous collective no
+  other operation runs.
 - An asynchronous copy uses the memory while matmuls run.
 
-Each axis of the torus has a third of a chip's links (v4, v5p) or half of them (v5e, v6e).  A
-collective uses the links of the axes along which its chips lie.  If these chips form a line instead
-of a ring, the collective takes twice as long.  Collectives over different links run at the same
+Each axis of the torus has a third of a chip's links (v4, v5p) or half of them (v5e, v6e). A
+collective uses the links of the axes along which its chips lie. If these chips form a line instead
+of a ring, the collective takes twice as long. Collectives over different links run at the same
 time; collectives over the same links run one after another.
 """
 
@@ -31,14 +33,16 @@ from coa_jax.parallel.chips import Chip
 
 @dataclasses.dataclass
 class Timeline:
-    """Times of a program, in seconds.
+    """The simulated times of a compiled program, in seconds.
 
     Attributes:
-        total: time from the first operation to the last.
-        waiting: part of ``total`` in which the chip only waits for its links.
-        beyond: part of ``total`` by which operations exceed the time of their matmuls at the peak.
-        split: time of asynchronous collectives on the links, which other operations can hide.
-        whole: time of synchronous collectives on the links.
+        total: time from the start of the first operation to the end of the last operation.
+        waiting: the part of ``total`` in which the chip only waits for its links.
+        beyond: the part of ``total`` by which operations take longer than their matmuls would take
+            at the chip's peak FLOP rate.
+        split: time that asynchronous collectives use the links; other operations can run during
+            this time.
+        whole: time that synchronous collectives use the links.
     """
 
     total: float = 0.0
@@ -56,15 +60,15 @@ class Timeline:
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """The machine that runs a program.
+    """The machine on which a program is simulated.
 
     Attributes:
-        chip: peaks of a chip.
-        places: coordinates of each chip on the torus, in the program's order, int
-            ``[chips, axes]``; None for a machine in which every collective can use all links.
-        rings: size of each axis whose last chip is linked to its first, and 0 for other axes; () if
-            the chips along every axis form a ring.
-        kernels: share of the peak FLOP rate that kernels reach.
+        chip: peak rates of a chip.
+        places: coordinates of each chip on the torus, int ``[chips, axes]``, in the order of the
+            program's devices; None for a machine in which every collective can use all links.
+        rings: for each axis, its size if the last chip of the axis is linked to the first, and 0
+            otherwise; () if the chips along every axis form a ring.
+        kernels: share of the peak FLOP rate that attention kernels reach.
     """
 
     chip: Chip
@@ -73,7 +77,7 @@ class Machine:
     kernels: float = 1.0
 
     def links(self, kind: str, line: Instruction) -> tuple[tuple[int, int], ...]:
-        """(axis, direction) of the links of a chip that a collective uses."""
+        """Returns (axis, direction) of each link of a chip that a collective uses."""
         if self.places is None:
             return ((0, 0),)
         places = self._members(kind, line)
@@ -85,7 +89,10 @@ class Machine:
         return tuple((axis, way) for axis in axes or [0] for way in (-1, 1))
 
     def _members(self, kind: str, line: Instruction) -> np.ndarray:
-        """Coordinates of the first group of a collective, or of the first pair of a permutation."""
+        """Returns the coordinates of a collective's first group.
+
+        For a permutation, the result is the coordinates of the first pair of chips.
+        """
         assert self.places is not None
         members = group(line, len(self.places))
         if kind == "collective-permute":
@@ -96,31 +103,31 @@ class Machine:
     def bandwidth(
         self, links: Sequence[tuple[int, int]], size: int, kind: str, line: Instruction
     ) -> float:
-        """Bandwidth of a chip in a collective, in bytes/s.
+        """Returns the bandwidth of a chip in a collective, in bytes/s.
 
         Args:
             links: links that the collective uses, see `links`.
-            size: chips of a group.
-            kind: kind of the collective.
-            line: instruction of the collective.
+            size: number of chips in a group of the collective.
+            kind: kind of the collective, one of `costs.COLLECTIVES`.
+            line: the instruction of the collective.
         """
         if self.places is None:
             far = self.chip.group and size > self.chip.group
             return self.chip.network_bandwidth if far else self.chip.link_bandwidth
         useful = float(len(links))
         if kind != "collective-permute" and self.rings:
-            # A part of a ring is a line.
+            # Chips on only a part of a ring form a line.
             chips = [len(np.unique(axis)) for axis in self._members(kind, line).T]
             useful = sum(1.0 if chips[axis] == self.rings[axis] else 0.5 for axis, _ in links)
         return self.chip.link_bandwidth * useful / (2 * self.places.shape[1])
 
 
 def play(module: Module, machine: Machine, data_trips: Sequence[float] = ()) -> Timeline:
-    """Simulates a program.
+    """Simulates a compiled program, and returns its times.
 
     Args:
         module: the parsed program, see `hlo.parse`.
-        machine: the machine that runs it.
+        machine: the machine on which the program is simulated.
         data_trips: trip counts of loops whose end depends on data, see `costs.count`.
     """
     return _play(module, module.entry, machine, tuple(data_trips))

@@ -1,4 +1,4 @@
-"""Slices of TPU chips and groups of GPUs, and their names on the command line."""
+"""TPU slices and groups of GPUs, and the names that they have on the command line."""
 
 from __future__ import annotations
 
@@ -21,15 +21,16 @@ GPUS = tuple(name for name, chip in CHIPS.items() if chip.capability)
 
 @dataclasses.dataclass(frozen=True)
 class Slice:
-    """Chips that run a program together.
+    """A set of chips that run a program together: a TPU slice, or a group of GPUs.
 
-    A v7x chip is two JAX devices with half of its memory each.  Every other chip is one device.
+    A v7x chip is two JAX devices, each with half of the chip's memory. Every other chip is one
+    device.
 
     Attributes:
-        name: name on the command line.
-        kind: key of `CHIPS`.
+        name: name of the slice on the command line.
+        kind: name of the chip, a key of `CHIPS`.
         shape: shape of a TPU slice's torus, or (number of GPUs,).
-        peaks: measured peaks of a chip; None for the vendor's peaks in `CHIPS`.
+        peaks: measured peak rates of a chip; None for the vendor's peak rates in `CHIPS`.
     """
 
     name: str
@@ -39,12 +40,12 @@ class Slice:
 
     @property
     def whole(self) -> Chip:
-        """Peaks of a whole chip."""
+        """Peak rates of a whole chip."""
         return self.peaks or CHIPS[self.kind]
 
     @property
     def chip(self) -> Chip:
-        """Peaks of a JAX device, which is a chip or an equal part of a chip."""
+        """Peak rates of a JAX device, which is a chip or an equal part of a chip."""
         chip = self.whole
         parts = chip.devices
         return dataclasses.replace(
@@ -59,10 +60,10 @@ class Slice:
 
     @property
     def rings(self) -> tuple[bool, ...]:
-        """Whether the last chip of each axis of a TPU slice is linked to the first.
+        """Whether the last chip of each axis of a TPU slice is linked to the first chip.
 
-        On v5e and v6e only an axis of 16 chips (a whole pod) is a ring.  Other slices consist of
-        cubes of 4 x 4 x 4 chips; all axes of a slice of whole cubes are rings.
+        On v5e and v6e only an axis of 16 chips (a whole pod) is a ring. Other slices consist of
+        cubes of 4 x 4 x 4 chips, and all axes of a slice of whole cubes are rings.
         """
         if len(self.shape) == 2:
             return tuple(size == 16 for size in self.shape)
@@ -75,7 +76,7 @@ class Slice:
 
     @property
     def tpu(self) -> bool:
-        """Whether the slice has TPUs, for which the real compiler is available."""
+        """Whether the slice consists of TPUs, for which the real compiler is available."""
         return self.kind in TPUS
 
 
@@ -83,7 +84,7 @@ def parse_slice(name: str) -> Slice:
     """Parses the name of a slice, such as ``v5p:4x4x8``, ``v5e:4x4`` or ``gpu:8xh100``.
 
     Raises:
-        UserError: the name does not have one of these forms.
+        UserError: the name does not have such a form, or its kind of chip is not known.
     """
     tpu = re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", name)
     if tpu and tpu[1] in TPUS:
@@ -103,7 +104,7 @@ def parse_slice(name: str) -> Slice:
 
 
 def default_fraction(where: Slice) -> float:
-    """Share of a device's memory that JAX lets a run use.
+    """Returns the share of a device's memory that JAX lets a run use by default.
 
     Raises:
         UserError: ``XLA_PYTHON_CLIENT_MEM_FRACTION`` is not a number above 0 and at most 1.
@@ -121,27 +122,33 @@ def default_fraction(where: Slice) -> float:
 
 
 def owners_of(where: Slice, devices: Sequence[Any]) -> list[int]:
-    """Number of each device's host; simulated devices are distributed over hosts in order."""
+    """Returns the index of the host that owns each device.
+
+    Simulated devices are distributed over hosts in order.
+    """
     if where.tpu:
         return [device.process_index for device in devices]
     return [number // where.chip.host for number in range(len(devices))]
 
 
 def devices_of(where: Slice) -> list[Any]:
-    """Returns the devices of a slice, to compile for; programs cannot run on those of a TPU slice.
+    """Returns the devices of a slice, for which programs can be compiled.
 
-    Call this before any other use of JAX, because it sets the number of simulated devices.
+    Programs cannot run on the devices of a TPU slice. Call this function before any other use of
+    JAX, because it sets the number of simulated devices.
 
     Raises:
-        UserError: the TPU compiler is not installed, or there is no slice of this shape.
+        UserError: the TPU compiler is not installed, or no TPU slice has this shape.
     """
     if not where.tpu:
         jax.config.update("jax_platforms", "cpu")
         jax.config.update("jax_num_cpu_devices", where.count)
         return jax.devices()
-    # Otherwise libtpu queries the cloud's metadata server, and waits for an answer.
+    # Without this variable libtpu queries the metadata server of the cloud, and waits for an
+    # answer.
     os.environ.setdefault("TPU_SKIP_MDS_QUERY", "1")
-    # Otherwise only one process of a machine can load libtpu, as if it used the chips.
+    # Without this variable only one process of a machine can load libtpu, as if the process used
+    # the chips.
     os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     jax.config.update("jax_platforms", "cpu")
     from jax.experimental import topologies

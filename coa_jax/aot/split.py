@@ -1,7 +1,7 @@
 """Compares the ways to split a slice into chips for training and chips for rollouts.
 
-Work is measured in chip-seconds: ``n`` chips need an ``n``-th of the time.  The times of all splits
-follow from the programs that were compiled for one split.
+Work is measured in chip-seconds: n chips do some work in an n-th of the time of one chip. The times
+of all splits are computed from the programs that were compiled for one split.
 """
 
 from __future__ import annotations
@@ -26,12 +26,13 @@ BY_DECODING = (
 
 @dataclasses.dataclass(frozen=True)
 class Split:
-    """One way to split a slice.
+    """A split of a slice into chips for training and chips for rollouts.
 
     Attributes:
-        rollout_devices: chips of each host that make rollouts; 0 if all chips alternate.
+        rollout_devices: number of chips of each host that are reserved for rollouts; 0 if all chips
+            alternate between training and rollouts.
         training_chips: number of chips that train.
-        rollout_chips: number of chips that make rollouts.
+        rollout_chips: number of chips that run rollouts.
         update_s: time of a step's update, in seconds.
         rollout_s: time of a step's rollouts, in seconds.
     """
@@ -44,7 +45,10 @@ class Split:
 
     @property
     def step_s(self) -> float:
-        """Time of a step: the slower part, or the sum if both parts share their chips."""
+        """Time of a step in seconds.
+
+        This is the longer of the two times, or their sum if update and rollouts share their chips.
+        """
         if self.rollout_devices:
             return max(self.update_s, self.rollout_s)
         return self.update_s + self.rollout_s
@@ -53,14 +57,15 @@ class Split:
 def splits(
     hosts: int, of_host: int, counts: Iterable[int], update: float, rollout: float
 ) -> list[Split]:
-    """Returns the splits of a slice.
+    """Returns the splits of a slice with the given numbers of rollout chips per host.
 
     Args:
         hosts: number of hosts of the slice.
-        of_host: chips of each host.
-        counts: values of ``mesh.rollout_devices``, each less than ``of_host``.
-        update: chip-seconds of a step's update.
-        rollout: chip-seconds of a step's rollouts.
+        of_host: number of chips of each host.
+        counts: numbers of rollout chips per host (``mesh.rollout_devices``), each less than
+            ``of_host``.
+        update: chip-seconds that a step's update takes.
+        rollout: chip-seconds that a step's rollouts take.
     """
     found = []
     for count in counts:
@@ -70,10 +75,12 @@ def splits(
 
 
 def best(rows: Sequence[Split]) -> Split:
-    """Returns the split with the shortest step; of equal splits, that with more training chips.
+    """Returns the split with the shortest step.
 
-    Shared chips are a candidate only if there is no other.  In this model they are always fastest,
-    because it neglects the waiting for tools and long samples, which is the reason to split.
+    Of splits with equal times, the result is the one with more training chips. Shared chips are
+    chosen only if there is no other split. According to this model shared chips would always be
+    fastest, because the model neglects the time of waiting for tools and long samples, which is the
+    reason for separate chips.
     """
     apart = [row for row in rows if row.rollout_devices]
     return min(apart or rows, key=lambda row: (row.step_s, row.rollout_chips))
@@ -83,8 +90,8 @@ def table(rows: Sequence[Split], compiled: int) -> str:
     """Formats splits as a table.
 
     Args:
-        rows: result of `splits`.
-        compiled: ``mesh.rollout_devices`` of the compiled split.
+        rows: splits, the result of `splits`.
+        compiled: ``mesh.rollout_devices`` of the split that was compiled.
     """
     head = ("mesh.rollout_devices", "chips: train", "roll out", "update", "rollouts", "step")
     lines = ["  ".join(head)]

@@ -4,16 +4,18 @@
     python -m coa_jax.bench.decode --random=qwen2.5-7b --dtype=bfloat16 --batch=32
     python -m coa_jax.bench.decode --model=DIR --batch=8,32 --constrain=web_wiki
 
-Random prompts are prefilled; then each sequence samples ``--new`` tokens at temperature 1.  All
-programs are compiled before the measurement.  The lower bound (``floor_ms``) is the larger of two
-times: reading the weights and the KV cache in use once, and computing all matrix products.  The
-memory bandwidth and the FLOP/s for it are measured in the same run.
+The command prefills random prompts; then each sequence samples ``--new`` tokens at temperature 1.
+All programs are compiled before the measurement. The lower bound of a step's time (``floor_ms``) is
+the longer of two times: the time to read the weights and the used part of the KV cache once, and
+the time to compute all matmuls. Both times follow from the memory bandwidth and the FLOP rate,
+which the command measures too.
 
-The command prints one JSON object with a list over batch sizes.  Measurements of the repeats are
-given as median, minimum and maximum.  With ``--constrain``, each repeat is followed by one whose
-sampling is constrained to a protocol; ``constrained.slower`` is the relative increase of the step
-time, over pairs of repeats.  With ``--profile``, one more run is profiled, and ``parts`` has the
-share of each part of a step.
+The command prints one JSON object, in which ``batches`` lists the results for each batch size. A
+result that is measured in every repeat is given as median, minimum and maximum. With
+``--constrain``, each repeat is followed by a second one, whose sampling is constrained to a
+protocol; ``constrained.slower`` is the relative increase of the step time in such a pair. With
+``--profile``, one more repeat is profiled, and ``parts`` has the share of each part of the model in
+the time of a step.
 """
 
 from __future__ import annotations
@@ -42,20 +44,20 @@ from coa_jax.rollout.request import RolloutConfig
 def decode_once(
     engine: MeteredEngine, prompts: np.ndarray, new: int, protocol: str | None = None
 ) -> tuple[float, float]:
-    """Prefills a prompt into each slot and samples ``new`` tokens in each.
+    """Prefills a prompt into each slot, and samples ``new`` tokens in each slot.
 
     Args:
         engine: an engine with one slot per prompt.
         prompts: token ids, int ``[B, P]``.
-        new: tokens to sample per prompt.
-        protocol: protocol that constrains the sampling; a sequence then ends early with a tool
-            call.  None for no constraint.
+        new: number of tokens to sample per prompt.
+        protocol: protocol that constrains the sampling, so that a sequence may end early with a
+            tool call; None for no constraint.
 
     Returns:
-        Seconds of the prefill, and seconds per decoding step.
+        The seconds of the prefill, and the seconds per decoding step.
 
     Raises:
-        RuntimeError: without a protocol, another number of tokens was decoded.
+        RuntimeError: the number of decoded tokens is wrong, although there is no protocol.
     """
     _begin(engine, prompts, new, protocol)
     _drain(engine)
@@ -101,19 +103,22 @@ def measure_batch(
     repeats: int,
     profile: bool = False,
 ) -> dict[str, Any]:
-    """Measures one batch size, after a run that compiles the programs.
+    """Measures one batch size, after one repeat that compiles the programs.
 
     Args:
         subject: the model.
         batch: number of sequences.
-        constraint: constraint of one protocol, with which each repeat is measured too; None for
-            no constrained measurement.
-        prompt: tokens per prompt.
-        new: tokens to sample per sequence.
-        chunk: see `EngineConfig`.
-        dtype: see `EngineConfig`.
-        repeats: number of measured runs.
-        profile: whether one more run is profiled.
+        constraint: constraint of one protocol, with which each repeat is measured a second time;
+            None for no constrained measurement.
+        prompt: number of tokens per prompt.
+        new: number of tokens to sample per sequence.
+        chunk: number of tokens that the device decodes per call, see `EngineConfig`.
+        dtype: dtype of the matmul operands, see `EngineConfig`.
+        repeats: number of measured repeats.
+        profile: whether one more repeat is profiled.
+
+    Returns:
+        The results for this batch size by name.
     """
     shapes = EngineConfig(
         batch, prompt + new, chunk, (32, 128, 512), dtype=dtype, decode_programs=1
@@ -124,7 +129,7 @@ def measure_batch(
     decode_once(engine, prompts, new)
     bound, protocol = None, None
     if constraint is not None:
-        # The constraint of an engine is fixed at its construction.
+        # The constraint of an engine cannot change, so there is a second engine.
         (protocol,) = constraint.start
         bound = MeteredEngine(engine.params, subject.config, shapes, (), constraint)
         decode_once(bound, prompts, new, protocol)
@@ -160,12 +165,12 @@ def measure_batch(
 def measure(
     subject: Subject, batches: Sequence[int], protocol: str = "", **options: Any
 ) -> dict[str, Any]:
-    """Returns the result of the command.
+    """Measures all batch sizes, and returns the result that the command prints.
 
     Args:
         subject: the model.
-        batches: batch sizes.
-        protocol: protocol to which sampling is constrained in further runs; "" for none.
+        batches: the batch sizes.
+        protocol: protocol to which sampling is constrained in additional repeats; "" for none.
         options: keyword arguments of `measure_batch`.
     """
     constraint = _constraint(subject, protocol) if protocol else None
@@ -173,7 +178,8 @@ def measure(
     itemsize = jnp.dtype(dtype).itemsize
     context = options["prompt"] + options["new"] / 2
     results = [measure_batch(subject, batch, constraint, **options) for batch in batches]
-    # Measured last, when the clock rate of a warm processor is the same as during decoding.
+    # The limits are measured last, when the clock rate of the warm processor is the same as during
+    # decoding.
     bandwidth, peak = read_bandwidth(), peak_flops(dtype)
     for result in results:
         batch = result["batch"]
@@ -213,10 +219,10 @@ def define_flags() -> None:
 
 
 def batch_sizes(values: Sequence[str]) -> tuple[int, ...]:
-    """Reads the batch sizes of the command line.
+    """Parses the batch sizes of the command line.
 
     Raises:
-        UserError: there are none, or a value is not a positive integer.
+        UserError: there is no batch size, or a value is not a positive integer.
     """
     if not values or not all(value.isdecimal() and int(value) >= 1 for value in values):
         raise UserError(f"--batch={','.join(values)}: give whole numbers from 1, such as 1,8,32")
@@ -224,7 +230,7 @@ def batch_sizes(values: Sequence[str]) -> tuple[int, ...]:
 
 
 def main(_: list[str]) -> None:
-    """Entry point."""
+    """Runs the command."""
     values = flags.FLAGS
     out, batches = output_path(values.out), batch_sizes(values.batch)
     subject = load_subject(values.model, values.random, values.dtype)

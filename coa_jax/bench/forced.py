@@ -1,8 +1,8 @@
-"""Episodes for the real agent loop, with lengths, calls and observations from a workload.
+"""Episodes for the real agent loop, whose lengths, calls and observations a workload fixes.
 
-They differ from the episodes of training in three points only: what ends a turn, what a tool does,
-and which token ids it returns.  Sampled tokens are still detokenised and parsed, because the host
-does this work during training too.
+These episodes differ from the episodes of training in only three points: what ends a turn, what a
+tool does, and which token ids a tool returns. Sampled tokens are still detokenised and parsed,
+because the host does this work during training too.
 """
 
 from __future__ import annotations
@@ -27,7 +27,10 @@ _PROTOCOL = "generalist"
 
 
 class _Words(TokenTable):
-    """A table in which every token is the same short word, so no sampled text contains a tag."""
+    """A token table in which every token is the same short word.
+
+    A sampled text therefore never contains a tag.
+    """
 
     def __init__(self) -> None:
         pass
@@ -37,14 +40,14 @@ class _Words(TokenTable):
 
 
 class ForcedEpisode(Episode):
-    """An episode whose turns end after a given number of tokens, whatever their text is."""
+    """An episode whose turns end after a given number of tokens, regardless of their text."""
 
     def __init__(self, request: Request, sample: int, script: Script):
-        """Starts an episode.
+        """Starts the episode of a sample.
 
         Args:
             request: request of the sample.
-            sample: number of the sample.
+            sample: index of the sample.
             script: lengths, calls and observations of the sample.
         """
         super().__init__(
@@ -59,7 +62,10 @@ class ForcedEpisode(Episode):
         self.script = script
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
-        """See `Episode.feed`; the last token of a turn calls the tool or ends the episode."""
+        """Adds a token, see `Episode.feed`; the last token of a turn ends the turn.
+
+        A turn ends with a tool call, or with the end of the episode.
+        """
         super().feed(token, logp)
         call = len(self.tool_calls)
         if self.turn_tokens < self.script.lengths[call]:
@@ -71,16 +77,16 @@ class ForcedEpisode(Episode):
 
 @dataclasses.dataclass(frozen=True)
 class ForcedEpisodes(Episodes):
-    """The rollouts of a workload (see `coa_jax.rollout.episodes.Episodes`).
+    """The rollouts of a workload, for the agent loop (see `coa_jax.rollout.episodes.Episodes`).
 
     Attributes:
-        workload: the workload.
+        workload: the workload that fixes lengths, calls and observations.
     """
 
     workload: Workload
 
     def requests(self) -> Iterator[Request]:
-        """Yields one request per prompt; the number of a sample is the index of its rollout."""
+        """Yields one request per prompt; the sample index is the index of the rollout."""
         for number, prompt in enumerate(self.workload.prompts):
             scripts = enumerate(self.workload.scripts)
             samples = tuple(i for i, script in scripts if script.prompt == number)
@@ -92,23 +98,26 @@ class ForcedEpisodes(Episodes):
         return ForcedEpisode(request, sample, self.workload.scripts[sample])
 
     def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
-        """Returns the workload's ids instead of the tool's text; their length has been checked."""
+        """Returns the workload's observation in place of the tool's text.
+
+        The argument ``room`` is ignored, because every rollout of the workload fits into a slot.
+        """
         calls = self.workload.scripts[episode.sample_id].calls
         return list(calls[len(episode.tool_calls)].observation), text
 
     def frame(self, episode: Episode) -> int:
-        """Returns 0: observations have no tokens besides those of the workload."""
+        """Returns 0, because observations have no tokens except those of the workload."""
         return 0
 
 
 class Sleep:
-    """A tool that sleeps for the number of seconds in its arguments."""
+    """A tool that sleeps for the number of seconds that its argument says."""
 
     name = "sleep"
     deadline = math.inf
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """Sleeps; any number of calls may run at the same time."""
+        """Sleeps and returns an empty observation; any number of calls may run at the same time."""
         began = time.monotonic()
         await asyncio.sleep(float(arguments))
         return Observation("", True, "ok", time.monotonic() - began)

@@ -2,11 +2,11 @@
 
     python -m coa_jax.bench.input --model=DIR --hosts=16 --rows=4 --length=20480 --step_seconds=1
 
-In each step the process sleeps for ``--step_seconds``, as if an accelerator computed.  Then it
-takes the next update from the pipeline of `coa_jax.learn.fit`, and copies the rows into the arrays
-of the step.  The process represents the first of ``--hosts`` processes, and has the first
-``--rows`` rows of every micro-batch.  Without ``--data``, the records consist of Factbook pages and
-have from 2,000 to ``--length`` tokens.
+In each step the process sleeps for ``--step_seconds``, as if an accelerator computed. Then the
+process takes the next update from the input pipeline of `coa_jax.learn.fit`, and copies the rows
+into the arrays of the step. The process stands for the first of ``--hosts`` processes, and has the
+first ``--rows`` rows of every micro-batch. Without ``--data``, the records consist of Factbook
+pages, and have from 2,000 to ``--length`` tokens.
 
 The command prints one JSON object.  Its main figures are:
 
@@ -15,7 +15,7 @@ The command prints one JSON object.  Its main figures are:
     tokens_per_core_s  tokens that one core reads and tokenises per second of processor time
     core_s             processor time of an update, including packing and copies, in seconds
 
-Other programs on the machine have little influence on processor time.
+Other programs on the machine hardly change the processor time.
 """
 
 from __future__ import annotations
@@ -42,16 +42,18 @@ from coa_jax.records import Records
 from coa_jax.tools.factbook_pages import passages
 from coa_jax.trajectory import DistilledRecord, write_records
 
-_CHARS = 3  # characters per token of these records, measured with SmolLM2
+_CHARS = 3  # characters per token in these records, measured with SmolLM2
 
 
 def made_records(number: int, length: int, seed: int = 0) -> Iterator[DistilledRecord]:
-    """Yields records whose observations are Factbook pages, with about 2,000 to ``length`` tokens.
+    """Yields records whose observations are Factbook pages.
+
+    The records have from about 2,000 to ``length`` tokens.
 
     Args:
         number: number of records.
         length: maximum number of tokens, approximately.
-        seed: seed of the lengths.
+        seed: seed of the records' lengths.
     """
     pages = itertools.cycle(passages(2000))
     sizes = np.random.default_rng(seed).integers(min(2000, length // 2), length * 19 // 20, number)
@@ -69,11 +71,11 @@ def made_records(number: int, length: int, seed: int = 0) -> Iterator[DistilledR
 
 
 def core_speed(examples: Examples, seconds: float = 2.0) -> float:
-    """Tokens that one core reads and tokenises per second of processor time.
+    """Measures how many tokens one core reads and tokenises per second of processor time.
 
     Args:
         examples: examples to read.
-        seconds: duration of the measurement.
+        seconds: duration of the measurement in seconds of processor time.
     """
     tokens, began = 0, time.process_time()
     for index in itertools.cycle(range(len(examples))):
@@ -84,12 +86,12 @@ def core_speed(examples: Examples, seconds: float = 2.0) -> float:
 
 
 def batch_size_of(examples: Examples, rows: int, length: int) -> int:
-    """Largest number of first examples that fit into the rows of an update.
+    """Returns how many examples, from the first one on, fit into the rows of an update.
 
     Args:
         examples: examples of the run.
         rows: number of rows.
-        length: tokens of a row.
+        length: number of tokens of a row.
     """
     low, high = 1, len(examples)
     while low < high:
@@ -113,15 +115,15 @@ def run_steps(
 
     Args:
         examples: examples of the run.
-        hosts: processes of the run.
-        rows: rows of a micro-batch per process.
-        length: tokens of a row.
+        hosts: number of processes of the run.
+        rows: number of rows of a micro-batch per process.
+        length: number of tokens of a row.
         steps: number of measured steps.
-        step_seconds: duration of a step without waiting, in seconds.
-        workers: see `FitConfig.data_workers`.
+        step_seconds: duration of a step in seconds, without the time of waiting.
+        workers: number of worker processes that create updates, see `FitConfig.data_workers`.
 
     Returns:
-        The measured fields of the JSON object that the command prints.
+        Those fields of the command's JSON object that this function measures.
     """
     batch_size = batch_size_of(examples, hosts * rows, length)
     updates = Updates(
@@ -137,7 +139,7 @@ def run_steps(
     waits, tokens, core = [], [], 0.0
     with read_ahead(updates, workers) as ahead:
         for step in range(steps + 1):
-            if step == 1:  # two updates are ready now and at the end: the measured work is complete
+            if step == 1:  # two updates are ready now and at the end, so all work is measured
                 core = time.process_time()
             began = time.perf_counter()
             update = next(ahead)
@@ -172,7 +174,7 @@ def define_flags() -> None:
 
 
 def main(_: list[str]) -> None:
-    """Entry point."""
+    """Runs the command."""
     values = flags.FLAGS
     out = output_path(values.out)
     tokenizer = load_tokenizer(values.model)

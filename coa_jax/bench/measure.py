@@ -1,4 +1,4 @@
-"""Shared parts of the benchmarks: statistics, process counters, peak performance and results."""
+"""Common parts of the benchmarks: statistics, process counters, peak rates, and results."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """Median, minimum and maximum of repeated measurements; floats have five digits."""
+    """Returns median, minimum and maximum of repeated measurements; floats have five digits."""
     values = list(values)
     figures = {"median": statistics.median(values), "min": min(values), "max": max(values)}
     return {
@@ -39,7 +39,10 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 @functools.cache
 def _compile_count() -> list[int]:
-    """A list whose one element counts compilations; shared, as JAX listeners cannot be removed."""
+    """Returns a list whose only element is the number of compilations.
+
+    All callers share the list, because listeners of JAX cannot be removed.
+    """
     cell = [0]
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
@@ -50,18 +53,21 @@ def _compile_count() -> list[int]:
 
 
 def compile_count() -> int:
-    """Programs that JAX compiled or loaded from its cache since the first call of this function."""
+    """Returns how many programs JAX compiled, or loaded from its cache, since the first call."""
     return _compile_count()[0]
 
 
 def reset_peak_memory() -> None:
-    """Resets the peak that `peak_memory_mb` reports, if the kernel supports it (Linux)."""
+    """Resets the peak that `peak_memory_mb` returns, if the kernel supports this (Linux)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
 
 def peak_memory_mb() -> float:
-    """Peak resident memory in 10^6 bytes since `reset_peak_memory`, or since the process began."""
+    """Returns the peak resident memory, in 10^6 bytes.
+
+    The peak is that since `reset_peak_memory`, or else since the process began.
+    """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) for line in lines if line.startswith("VmHWM")) * 1.024e-3
@@ -74,13 +80,14 @@ def peak_memory_mb() -> float:
 
 
 def best_seconds(function: Callable[[], Any], seconds: float = 0.5) -> float:
-    """Time of the fastest of several calls, after one call that is not counted.
+    """Returns the time of the fastest of several calls, after one call that is not timed.
 
-    It is the minimum, not the median, because it stands for the performance of an idle machine.
+    The result is the minimum rather than the median, because it represents the performance of an
+    idle machine.
 
     Args:
-        function: computation to time; its result is waited for.
-        seconds: the calls are repeated for about this time.
+        function: computation to time; the timer waits for its result.
+        seconds: approximate time for which the calls are repeated.
     """
     jax.block_until_ready(function())
     best, end = float("inf"), time.perf_counter() + seconds
@@ -92,10 +99,10 @@ def best_seconds(function: Callable[[], Any], seconds: float = 0.5) -> float:
 
 
 def read_bandwidth(megabytes: int = 512) -> float:
-    """Bytes per second at which a matrix-vector product reads a float32 matrix.
+    """Measures how many bytes per second a matrix-vector product reads from a float32 matrix.
 
     Args:
-        megabytes: size of the matrix in MiB; must be larger than the processor's caches.
+        megabytes: size of the matrix in MiB, which must be larger than the processor's caches.
     """
     columns = 4096
     matrix = jnp.ones((megabytes * 2**18 // columns, columns), jnp.float32)
@@ -105,11 +112,11 @@ def read_bandwidth(megabytes: int = 512) -> float:
 
 
 def peak_flops(dtype: str, size: int = 0) -> float:
-    """FLOP/s of a square matrix product, computed by the same operation as in the model.
+    """Measures the FLOP/s of a square matmul, which is computed like the matmuls of the model.
 
     Args:
         dtype: dtype of the operands.
-        size: rows and columns; 0 for 2048 on a CPU and 8192 on accelerators.
+        size: number of rows and columns; 0 for 2048 on a CPU, and 8192 on accelerators.
     """
     size = size or (2048 if jax.default_backend() == "cpu" else 8192)
     x, y = (jax.random.normal(jax.random.key(i), (size, size)).astype(dtype) for i in (0, 1))
@@ -121,7 +128,7 @@ def peak_flops(dtype: str, size: int = 0) -> float:
 
 
 def output_path(out: str | None) -> Path | None:
-    """Checks the path of the result before the measurement; None for no file.
+    """Checks the path of the result before the measurement; returns None if there is no path.
 
     Raises:
         UserError: the path is a directory, or its parent directory does not exist.
@@ -135,9 +142,10 @@ def output_path(out: str | None) -> Path | None:
 
 
 def report(result: dict[str, Any], path: Path | None) -> None:
-    """Prints a result as one line of JSON, and writes it to ``path`` if given.
+    """Prints a result as one line of JSON, and writes it to ``path`` unless ``path`` is None.
 
-    The device, the number of cores, the load average and the version of JAX are added.
+    The function adds the device, the number of cores, the load average and the version of JAX to
+    the result.
     """
     device = jax.devices()[0]
     result |= {

@@ -1,4 +1,4 @@
-"""Loads the model to measure: from files, or random weights of a published architecture."""
+"""Loads the model to measure: a model from files, or an architecture with random weights."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params, init_params
 from coa_jax.model.shapes import ARCHITECTURES
 
-# In --help, the flags that this module defines belong to the command that calls the function below.
+# --help lists the flags that this module defines under the command that calls the function below.
 flags.disclaim_key_flags()
 
 
@@ -23,9 +23,9 @@ class Subject:
     """The model to measure.
 
     Attributes:
-        name: name of the model in the results.
-        config: architecture.
-        params: stacked parameters.
+        name: name of the model, used in the results.
+        config: architecture of the model.
+        params: parameters, stacked over layers.
         tokenizer: tokenizer of a loaded model; None for random weights.
     """
 
@@ -47,13 +47,14 @@ def load_subject(model: str | None, random: str | None, dtype: str) -> Subject:
     """Loads a model, or creates one with random weights.
 
     Args:
-        model: see `load_model`; None if ``random`` is given.
-        random: name in `ARCHITECTURES`; None if ``model`` is given.
+        model: path or id of the model, see `load_model`; None if ``random`` is given.
+        random: name of an architecture in `ARCHITECTURES`, which gets random weights; None if
+            ``model`` is given.
         dtype: dtype of the parameters.
 
     Raises:
-        UserError: neither or both are given, the architecture is unknown, or the model cannot be
-            loaded.
+        UserError: neither ``model`` nor ``random`` is given, or both, the architecture is unknown,
+            or the model cannot be loaded.
     """
     if (model is None) == (random is None):
         raise UserError("give either --model=DIR or --random=NAME")
@@ -63,9 +64,9 @@ def load_subject(model: str | None, random: str | None, dtype: str) -> Subject:
     if random not in ARCHITECTURES:
         raise UserError(f"no architecture {random!r}; give one of {', '.join(ARCHITECTURES)}")
     config = ARCHITECTURES[random]
-    # Compiled, so that initialisation and casting are fused: a float32 copy of a large model may
-    # not fit into memory beside the result.
+    # The function is compiled, so that initialisation and casting are fused: a float32 copy of a
+    # large model may not fit into memory beside the result.
     init = jax.jit(init_params, static_argnames=("config", "dtype"))
     params = init(config, jax.random.key(0), dtype)
-    # Committed to a device, like the parameters of a loaded model.
+    # The parameters are committed to a device, like those of a loaded model.
     return Subject(f"random {random}", config, jax.device_put(params, jax.local_devices()[0]))

@@ -3,16 +3,17 @@
     python -m coa_jax.bench.pipeline --workload=20 --workdir=runs/pipeline
     python -m coa_jax.bench.pipeline --workload=20 --workdir=runs/pipeline --set=max_staleness=2
 
-The command runs the code of `coa_jax.rl`: agent loop, engine, grading, updates and checkpoints.  A
-tiny policy samples real tokens.  The workload fixes the number of tokens of each sample, the time
-that its tools sleep, and whether its answer is right.  Workloads 5, 20 and 60 are in
-`coa_jax/bench/workloads`.  Their tool latency is log-normal with a median of 0.5 s and a 99th
-percentile of 5, 20 or 60 s; the length of a sample is log-normal with a 99th percentile of eight
-times the median; the rewards of half of the groups differ (the group has a signal).
-`pipeline_workload.py` describes the format of other workload files.
+The command runs the code of `coa_jax.rl`: agent loop, engine, grading, updates and checkpoints. A
+tiny policy samples real tokens. The workload fixes the number of tokens of each sample, the time
+that its tools sleep, and whether its answer is right. The workloads 5, 20 and 60 are in
+`coa_jax/bench/workloads`. Their tool latency is log-normal, with a median of 0.5 s and a 99th
+percentile of 5, 20 or 60 s. The length of a sample is log-normal too, with a 99th percentile of
+eight times the median. Half of the groups have a signal, which means that the rewards of the group
+differ. `pipeline_workload.py` describes the format of other workload files.
 
-The first and the last steps are not counted: programs are compiled in the first steps, whose groups
-all start at once, and no groups start during the last steps.  The command prints one JSON object:
+The first and the last steps are left out of the results: programs are compiled in the first steps,
+whose groups all start at once, and no groups start during the last steps. The command prints one
+JSON object:
 
     steps_per_hour       3600 / median seconds of a step
     steps_per_hour_mean  3600 / mean seconds; overlapping steps may end at almost the same time
@@ -32,8 +33,9 @@ all start at once, and no groups start during the last steps.  The command print
         serial_s           D + T + U: nothing overlaps with an update
     of_floor             floor.step_s / mean seconds of a step: 1 is the best possible
 
-A step needs ``groups`` groups with a signal.  The tokens and tool seconds of a step are those of
-the number of groups that contains this many groups with a signal on average.
+A step needs ``--groups`` groups with a signal, and samples further groups until it has them. The
+tokens and tool seconds of a step, in D and T, are therefore those of the average number of groups
+that a step samples: ``--groups`` / share of the groups with a signal.
 """
 
 from __future__ import annotations
@@ -77,13 +79,13 @@ from coa_jax.small.bpe import train_bpe
 from coa_jax.tasks import Task
 
 EDGE = 3
-"""Number of steps at each end of a run that are not counted."""
+"""Number of steps at each end of a run that are left out of the results."""
 
 # --- a run -----------------------------------------------------------------------------------
 
 
 class _Run(RunDir):
-    """A run directory that records the end time of each step and the ages of its trajectories."""
+    """A run directory that records when each step ended, and the ages of its trajectories."""
 
     def __init__(self, path: Path):
         super().__init__(path)
@@ -92,13 +94,13 @@ class _Run(RunDir):
         self.ages: Counter[int] = Counter()
 
     def metrics(self, step: int, phase: str, **scalars: Any) -> None:
-        """See `RunDir.metrics`."""
+        """Writes the metrics of a step, see `RunDir.metrics`, and records when the step ended."""
         super().metrics(step, phase, **scalars)
         self.ends.append(time.perf_counter())
         self.figures.append(scalars)
 
     def traces(self, step: int, phase: str, rows: Iterable[Any], *form: str) -> None:
-        """See `RunDir.traces`."""
+        """Writes the trajectories of a step, see `RunDir.traces`, and records their ages."""
         rows = list(rows)
         for row in rows:
             metadata = row["metadata"]
@@ -110,20 +112,20 @@ class _Run(RunDir):
 def run_rl(
     config: RLConfig, workload: Workload, path: Path, tool_share: float = 1.0
 ) -> tuple[_Run, Watch]:
-    """Runs RL on a workload.
+    """Runs reinforcement learning on a workload.
 
     Args:
-        config: settings of the run; its tasks are those of `write_inputs`.
+        config: settings of the run, whose tasks must be those of `write_inputs`.
         workload: lengths, tool calls and answers of the samples.
-        path: a new run directory.
-        tool_share: factor on the time that the tools sleep.
+        path: path of a new run directory.
+        tool_share: factor by which the time that the tools sleep is multiplied.
 
     Returns:
         The run directory with its measurements, and the measurements of the samples.
     """
     watch = Watch()
     episodes = Episodes(workload, watch)
-    # Replaces the class that parses the policy's text, and removes the end-of-sequence tokens.
+    # Replace the class that parses the policy's text, and remove the end-of-sequence tokens.
     with (
         mock.patch.object(loop, "TextEpisodes", lambda *_: episodes),
         mock.patch.object(learner, "eos_ids", lambda _: list[int]()),
@@ -157,15 +159,15 @@ def rl_config(
     slots: int,
     changes: Mapping[str, Any] | None = None,
 ) -> RLConfig:
-    """Settings of a run on the inputs in a folder.
+    """Creates the settings of a run on the inputs in a folder.
 
     Args:
-        workload: see `write_inputs`.
-        folder: see `write_inputs`.
-        steps: steps of the run.
-        groups: groups per step.
-        slots: slots of the engine.
-        changes: fields of `RLConfig` to override.
+        workload: the workload for which `write_inputs` wrote the inputs.
+        folder: the folder to which `write_inputs` wrote the inputs.
+        steps: number of steps of the run.
+        groups: number of groups with a signal per step.
+        slots: number of slots of the engine.
+        changes: fields of `RLConfig` to override, by name.
 
     Raises:
         UserError: a name in ``changes`` is not a field of `RLConfig`.
@@ -206,7 +208,7 @@ _SETTINGS = {field.name for field in dataclasses.fields(RLConfig)}
 
 
 def full_rate(config: RLConfig, workload: Workload) -> float:
-    """Tokens per second while all slots are full and no tool sleeps.
+    """Measures the tokens per second while all slots are full and no tool sleeps.
 
     Args:
         config: settings of the run.
@@ -249,14 +251,14 @@ def full_rate(config: RLConfig, workload: Workload) -> float:
 def floor(
     workload: Workload, groups: int, slots: int, rate: float, update_s: float
 ) -> dict[str, float]:
-    """Lower bounds on the seconds of a step; see the module's docstring.
+    """Computes lower bounds of a step's time in seconds; see the module's docstring.
 
     Args:
         workload: samples of the run.
-        groups: groups with a signal per step.
-        slots: slots of the engine.
-        rate: tokens per second with all slots full.
-        update_s: seconds of an update and the publication of its weights.
+        groups: number of groups with a signal per step.
+        slots: number of slots of the engine.
+        rate: tokens per second while all slots are full.
+        update_s: seconds of an update and of the publication of its weights.
     """
     sampled = groups / workload.signal
     decode = sampled * workload.per_group("tokens") / rate
@@ -281,16 +283,16 @@ def measure(
     edge: int = EDGE,
     changes: Mapping[str, Any] | None = None,
 ) -> dict[str, Any]:
-    """Returns the result of the command.
+    """Measures a workload, and returns the result that the command prints.
 
     Args:
         workload: lengths, tool calls and answers of the samples.
         folder: folder for inputs and runs.
-        steps: steps of the run; more than twice ``edge``.
-        groups: see `rl_config`.
-        slots: see `rl_config`.
-        edge: number of steps at each end of the run that are not counted.
-        changes: see `rl_config`.
+        steps: number of steps of the run, which must be more than twice ``edge``.
+        groups: number of groups with a signal per step.
+        slots: number of slots of the engine.
+        edge: number of steps at each end of the run that are left out of the results.
+        changes: fields of `RLConfig` to override, by name.
     """
     write_inputs(workload, folder)
 
@@ -298,7 +300,7 @@ def measure(
         return rl_config(workload, folder, steps=steps, groups=groups, slots=slots, changes=changes)
 
     # In a run without tool latency and with the default ``max_staleness=0``, no rollouts run during
-    # an update, so its time is undisturbed.
+    # an update, so nothing disturbs the time of the update.
     alone, _ = run_rl(config(4, None), workload, folder / "alone", tool_share=0.0)
     update_s = statistics.median(
         row["time/update"] + row["time/publish"] for row in alone.figures[1:]
@@ -341,7 +343,7 @@ def measure(
 
 def define_flags() -> None:
     """Defines the flags of the command."""
-    flags.DEFINE_string("workload", "20", "5, 20, 60, or a file of `pipeline_workload`")
+    flags.DEFINE_string("workload", "20", "5, 20, 60, or a file, see pipeline_workload")
     flags.DEFINE_string(
         "workdir", None, "new folder for inputs and runs; by default a temporary folder"
     )
@@ -349,11 +351,11 @@ def define_flags() -> None:
     flags.DEFINE_integer("steps", 16, "steps of the run", lower_bound=2 * EDGE + 1)
     flags.DEFINE_integer("groups", 8, "groups that a step trains on", lower_bound=1)
     flags.DEFINE_integer("slots", 32, "sequences in progress at a time", lower_bound=1)
-    flags.DEFINE_multi_string("set", [], "a setting of RL, e.g. max_staleness=2 (repeatable)")
+    flags.DEFINE_multi_string("set", [], "setting to change, e.g. max_staleness=2 (repeatable)")
 
 
 def given_changes(texts: Iterable[str]) -> dict[str, Any]:
-    """Reads the settings of ``--set``; a value that is not JSON is a string.
+    """Parses the settings of ``--set``; a value that is not JSON is a string.
 
     Raises:
         UserError: a text is not of the form NAME=VALUE.
@@ -371,7 +373,7 @@ def given_changes(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def main(_: list[str]) -> None:
-    """Entry point."""
+    """Runs the command."""
     values = flags.FLAGS
     out = output_path(values.out)
     workload, changes = read_workload(values.workload), given_changes(values.set)

@@ -1,4 +1,7 @@
-"""Samples of the pipeline benchmark: the policy samples tokens, the workload fixes all else."""
+"""Samples of the pipeline benchmark, in which the policy only samples tokens.
+
+The workload fixes everything else.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ PROTOCOL, RIGHT, WRONG = "generalist", "right", "wrong"
 
 
 class _Episode(ForcedEpisode):
-    """A sample whose turns and answer come from the workload."""
+    """A sample whose turns and answer the workload fixes."""
 
     def __init__(self, request: Request, sample: int, forced: Sample, watch: Watch):
         super().__init__(request, sample, forced.script)
@@ -28,7 +31,7 @@ class _Episode(ForcedEpisode):
         watch.occupied.append(self._slot)
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
-        """See `ForcedEpisode.feed`."""
+        """Adds a token, see `ForcedEpisode.feed`, and counts it."""
         self._watch.tokens += 1
         event = super().feed(token, logp)
         return StopReason.ANSWER if event is StopReason.EOS else event
@@ -36,7 +39,7 @@ class _Episode(ForcedEpisode):
     def finish(
         self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
     ) -> Trajectory:
-        """Returns the trajectory; its last policy segment becomes the workload's answer."""
+        """Returns the trajectory, whose last policy segment becomes the workload's answer."""
         trajectory = super().finish(stop_reason, gold, metadata)
         self._slot[1] = time.perf_counter()
         if stop_reason != StopReason.ANSWER:
@@ -50,12 +53,14 @@ class _Episode(ForcedEpisode):
 
 @dataclasses.dataclass
 class Watch:
-    """Measurements of the samples of a run; times are those of `time.perf_counter`.
+    """Measurements of the samples of a run.
+
+    Times are those of `time.perf_counter`.
 
     Attributes:
-        occupied: [start, end] of each sample's time in a slot; the end is infinity if the run
-            ended first.
-        waited: [start, end] of each sleep of a tool.
+        occupied: [start, end] of the time for which each sample occupies a slot; the end is
+            infinity if the run ended first.
+        waited: [start, end] of each time that a tool sleeps.
         tokens: number of sampled tokens.
     """
 
@@ -65,7 +70,7 @@ class Watch:
 
 
 def within(spans: Iterable[Sequence[float]], start: float, end: float) -> float:
-    """Total seconds of the parts of all spans that lie between two times.
+    """Returns the total seconds of those parts of all spans that lie between two times.
 
     Args:
         spans: [start, end] of each span.
@@ -77,10 +82,10 @@ def within(spans: Iterable[Sequence[float]], start: float, end: float) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Episodes(episodes.Episodes):
-    """The samples of a workload (see `coa_jax.rollout.episodes.Episodes`).
+    """The samples of a workload, for the agent loop (see `coa_jax.rollout.episodes.Episodes`).
 
     Attributes:
-        workload: the workload.
+        workload: the workload that fixes the samples.
         watch: collects the measurements.
     """
 
@@ -88,28 +93,28 @@ class Episodes(episodes.Episodes):
     watch: Watch
 
     def begin(self, request: Request, sample: int) -> Episode:
-        """Starts a sample of the group whose index is the task's id."""
+        """Starts a sample of a group; the id of the task is the index of the group."""
         forced = self.workload.groups[int(request.task.id)][sample]
         return _Episode(request, sample, forced, self.watch)
 
     def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
-        """Returns the workload's ids instead of the tool's text."""
+        """Returns the workload's observation in place of the tool's text."""
         assert isinstance(episode, ForcedEpisode)
         return list(episode.script.calls[len(episode.tool_calls)].observation), text
 
     def frame(self, episode: Episode) -> int:
-        """Returns 0: observations have no tokens besides those of the workload."""
+        """Returns 0, because observations have no tokens except those of the workload."""
         return 0
 
 
 class WatchedSleep(Sleep):
-    """Sleeps for a share of the seconds, and records the start and the end."""
+    """A tool that sleeps for a share of the given seconds, and records start and end."""
 
     def __init__(self, watch: Watch, share: float):
         self._watch, self._share = watch, share
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """See `Sleep`."""
+        """Sleeps and returns an empty observation; see `Sleep`."""
         began = time.perf_counter()
         try:
             return await super().__call__(repr(self._share * float(arguments)), context)

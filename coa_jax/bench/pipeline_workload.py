@@ -2,9 +2,9 @@
 
     python -m coa_jax.bench.pipeline_workload --p99=20 --seed=20 --out=pipeline_20.json
 
-The command draws a workload.  Tool latencies and sample lengths are drawn by stratified sampling,
-one value from each of n equally probable parts of the distribution, so that median, mean and 99th
-percentile of a file are close to those of the distribution.  The file is a JSON object:
+The command draws a workload at random. Tool latencies and sample lengths are drawn by stratified
+sampling: one value from each of n equally probable parts of the distribution. Median, mean and 99th
+percentile in a file are therefore close to those of the distribution. The file is a JSON object:
 
     {"name": "pipeline_20", "seed": 20, "tool_p99_s": 20.0,
      "groups": [{"samples": [{"lengths": [9, 30, 12],       tokens before each call, and at the end
@@ -36,7 +36,7 @@ from coa_jax.files import replace
 
 WORKLOADS = Path(__file__).parent / "workloads"
 FIRST_ID = 64
-"""First token id of every observation."""
+"""The first token id of every observation."""
 
 GROUPS, SIZE, CALLS, SIGNAL = 240, 4, 2, 0.5
 TOOL_MEDIAN_S, TOKENS, TAIL = 0.5, 48, 8
@@ -49,8 +49,8 @@ class Sample:
     """A sample of a workload.
 
     Attributes:
-        script: lengths of the turns, and the tool calls.
-        right: whether the answer is right.
+        script: lengths of the turns, and tool calls.
+        right: whether the answer of the sample is right.
     """
 
     script: Script
@@ -59,10 +59,10 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Groups of samples.
+    """A workload of the pipeline benchmark: groups of samples.
 
     Attributes:
-        name: name of the workload in the results.
+        name: name of the workload, used in the results.
         groups: samples of each group; all groups have the same size.
     """
 
@@ -71,15 +71,15 @@ class Workload:
 
     @property
     def signal(self) -> float:
-        """Share of the groups whose rewards differ."""
+        """Share of the groups that have a signal, which means that their rewards differ."""
         mixed = sum(len({sample.right for sample in group}) > 1 for group in self.groups)
         return mixed / len(self.groups)
 
     def per_group(self, figure: str) -> float:
-        """Mean over groups of a group's sampled tokens or tool seconds.
+        """Returns the mean number of sampled tokens, or of tool seconds, per group.
 
         Args:
-            figure: ``tokens`` or ``seconds``.
+            figure: ``tokens`` for sampled tokens, ``seconds`` for tool seconds.
         """
         scripts = [sample.script for group in self.groups for sample in group]
         if figure == "tokens":
@@ -88,7 +88,7 @@ class Workload:
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest sample, without its prompt."""
+        """Number of tokens of the longest sample, not including its prompt."""
         return max(
             sum(s.script.lengths) + sum(len(call.observation) for call in s.script.calls)
             for group in self.groups
@@ -100,7 +100,7 @@ def read_workload(name: str) -> Workload:
     """Reads a workload.
 
     Args:
-        name: 5, 20 or 60, or the path of a file.
+        name: 5, 20 or 60, or the path of a workload file.
 
     Raises:
         UserError: the file does not exist or is malformed.
@@ -137,7 +137,7 @@ def _script(group: int, sample: Mapping[str, Any]) -> Script:
 
 
 def draw(p99: float, seed: int, name: str) -> dict[str, Any]:
-    """Draws a workload, as the JSON object that the module's docstring describes.
+    """Draws a workload at random, as the JSON object that the module's docstring describes.
 
     Args:
         p99: 99th percentile of the tool latency, in seconds.
@@ -157,7 +157,8 @@ def draw(p99: float, seed: int, name: str) -> dict[str, Any]:
     shares = random.dirichlet([4.0] * (CALLS + 1), samples)
     lengths = np.maximum(np.round(tokens[:, None] * shares), 1).astype(int)
     observations = random.integers(*_OBSERVATION, (samples, CALLS), endpoint=True)
-    # A group with a signal has one to three right answers of four; other groups have all or none.
+    # A group with a signal has one to three right answers out of four; in the other groups all
+    # answers are right, or all are wrong.
     mixed = random.permutation(GROUPS) < SIGNAL * GROUPS
     right = np.where(mixed, random.integers(1, SIZE, GROUPS), random.choice([0, SIZE], GROUPS))
     order = random.permuted(np.tile(np.arange(SIZE), (GROUPS, 1)), axis=1)
@@ -182,7 +183,7 @@ def define_flags() -> None:
 
 
 def main(_: list[str]) -> None:
-    """Entry point."""
+    """Runs the command."""
     path = output_path(flags.FLAGS.out)
     assert path is not None  # the flag is required
     workload = draw(flags.FLAGS.p99, flags.FLAGS.seed, path.stem)

@@ -1,4 +1,4 @@
-"""Splits the time of a decoding step by parts of the model, with JAX's profiler."""
+"""Splits the time of a decoding step into parts of the model, with JAX's profiler."""
 
 from __future__ import annotations
 
@@ -11,29 +11,34 @@ from pathlib import Path
 import jax
 
 PARTS = ("norm", "qkv", "rope", "write", "attend", "out", "mlp", "head", "sample")
-"""Named scopes in a decoding step, see `model.decoder` and `engine.sampling`."""
+"""Names of the scopes in a decoding step, see `model.decoder` and `engine.sampling`."""
 
 _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*op_name=\"([^\"]*)\"", re.MULTILINE)
 
 
 def part_of(op_name: str) -> str:
-    """The part of an operation, e.g. ``mlp`` for ``jit(f)/while/body/mlp/dot_general``."""
+    """Returns the part of the model to which an operation belongs.
+
+    For example, the part of ``jit(f)/while/body/mlp/dot_general`` is ``mlp``.
+    """
     scopes = set(op_name.split("/"))
     return next((part for part in PARTS if part in scopes), "other")
 
 
 def profile_parts(run: Callable[[], object], program: str) -> dict[str, float]:
-    """Measures the share of each part in the device time of a program's operations.
+    """Measures the share of each part of the model in the device time of a program.
 
-    A fused operation counts for the part of its root instruction.  Operations that run concurrently
-    all count, so the shares are those of the summed operation times, not of wall-clock time.
+    A fused operation belongs to the part of its root instruction. If operations run concurrently,
+    the time of each is added, so the shares refer to the sum of the operations' times rather than
+    to wall-clock time.
 
     Args:
-        run: executes the compiled program, and nothing else that takes time on the device.
-        program: text of the compiled program, `jax.stages.Compiled.as_text`.
+        run: function that runs the compiled program, and nothing else that takes time on the
+            device.
+        program: text of the compiled program, the result of `jax.stages.Compiled.as_text`.
 
     Returns:
-        Share by part, the largest first; the shares sum to 1.
+        The share of each part, the largest first; the sum of the shares is 1.
     """
     names = {name: part_of(op_name) for name, op_name in _INSTRUCTION.findall(program)}
     with tempfile.TemporaryDirectory() as folder:

@@ -1,17 +1,18 @@
-"""Measures whole steps of GRPO: publication of weights, rollouts, rewards and update.
+"""Measures whole steps of GRPO: publishing weights, rollouts, rewards and updates.
 
     python -m coa_jax.bench.workload --rollouts=32 --group_size=4 --prompt_tokens=48 --turns=0 \
         --final_tokens=64,64 --out=w.json
     python -m coa_jax.bench.rl --model=DIR --workload=w.json
 
-`coa_jax/bench/workload.py` describes the workload file; with ``--turns`` it has tool calls.  The
-command uses the engine, the agent loop and the training step of `coa_jax.rl`, on-policy and without
-a KL penalty.  A group has the rollouts of one prompt; the reward is the share of even token ids,
-which any model can learn.  A row of a batch holds a group, whose prompt is stored once.  If samples
-are much longer than their prompt, this saves less than it costs in attention: use
-``--noshare_prompts``.  The first step compiles the programs and is reported separately.
+`coa_jax/bench/workload.py` describes the workload file, which has tool calls if ``--turns`` is
+above 0. The command uses the engine, the agent loop and the training step of `coa_jax.rl`,
+on-policy and without a KL penalty. A group consists of the rollouts of one prompt. The reward is
+the share of even token ids, which any model can learn to raise. A row of a batch holds a group,
+whose prompt is stored only once. If samples are much longer than their prompt, the shared prompt
+saves less time than it costs in attention; use ``--noshare_prompts`` for such workloads. The first
+step compiles the programs, and is reported separately.
 
-The command prints one JSON object.  Measurements of the steps are given as median, minimum and
+The command prints one JSON object. Each measurement of the steps is given as median, minimum and
 maximum:
 
     step_s                   seconds of a step, which is the sum of
@@ -65,10 +66,10 @@ def row_lengths(workload: Workload, row_length: int, share_prompts: bool) -> tup
     """Returns ``row_length`` and ``attention_length`` of `RLConfig` for a workload.
 
     Args:
-        workload: all its samples must fit.
-        row_length: tokens per row.  With 0 and shared prompts, a row holds the largest group,
-            rounded up to a multiple of 64; with 0 and without, the longest sample, rounded up to a
-            multiple of 128, and at least 512.
+        workload: the workload, all of whose samples must fit.
+        row_length: number of tokens per row. 0 chooses the number. With shared prompts, a row then
+            holds the largest group, rounded up to a multiple of 64. Without shared prompts, it
+            holds the longest sample, rounded up to a multiple of 128, and has at least 512 tokens.
         share_prompts: whether the samples of a group share their prompt.
     """
     if not share_prompts:
@@ -94,19 +95,19 @@ def rl_config(
     remat: str,
     steps: int,
 ) -> RLConfig:
-    """Settings of a run of ``steps`` updates on the workload's groups.
+    """Creates the settings of a run of ``steps`` updates on the workload's groups.
 
     Args:
         workload: a workload whose groups have the same size.
         shapes: shapes of the engine.
-        rows: rows per micro-batch; 0 for as many as the trajectories need.
-        row_length: see `row_lengths`.
-        share_prompts: see `row_lengths`.
-        remat: see `RLConfig`.
+        rows: number of rows per micro-batch; 0 for as many rows as the trajectories need.
+        row_length: number of tokens per row, see `row_lengths`.
+        share_prompts: whether the samples of a group share their prompt.
+        remat: name of the rematerialisation policy, see `RLConfig`.
         steps: number of updates.
 
     Raises:
-        UserError: the groups have different sizes, or one rollout only.
+        UserError: the groups have different sizes, or have only one rollout.
     """
     members = np.bincount([script.prompt for script in workload.scripts])
     if len(set(members)) > 1 or members[0] < 2:
@@ -141,7 +142,10 @@ def rl_config(
 
 
 def graded(trajectories: Sequence[Trajectory], group_size: int) -> list[list[Trajectory]]:
-    """Splits trajectories into groups; the reward is the share of even ids among policy tokens."""
+    """Splits trajectories into groups, and gives them rewards.
+
+    The reward is the share of even ids among the policy's tokens.
+    """
     with_reward = [
         dataclasses.replace(
             t, reward=Reward(float(np.mean(t.tokens[t.author == Author.POLICY] % 2 == 0)))
@@ -163,18 +167,18 @@ def measure(
     steps: int = 3,
     attention: str = "auto",
 ) -> dict[str, Any]:
-    """Measures RL steps; returns the JSON object that the command prints.
+    """Measures steps of RL, and returns the result that the command prints.
 
     Args:
-        subject: the model, with float32 parameters, which are donated.
-        workload: see `rl_config`.
-        shapes: see `rl_config`.
-        rows: see `rl_config`.
-        row_length: see `rl_config`.
-        share_prompts: see `rl_config`.
-        remat: see `rl_config`.
+        subject: the model, whose parameters must be float32, and are donated.
+        workload: a workload whose groups have the same size.
+        shapes: shapes of the engine.
+        rows: number of rows per micro-batch; 0 for as many rows as the trajectories need.
+        row_length: number of tokens per row, see `row_lengths`.
+        share_prompts: whether the samples of a group share their prompt.
+        remat: name of the rematerialisation policy, see `RLConfig`.
         steps: number of measured steps.
-        attention: see `RLConfig`.
+        attention: implementation of attention, see `RLConfig`.
     """
     config = rl_config(
         workload,
@@ -201,7 +205,7 @@ def measure(
         trajectories = run_workload(engines, workload)
         groups = graded([trajectories[i] for i in order], config.group_size)
         times.append(time.perf_counter())
-        # `update` returns statistics on the host, so the computation is complete.
+        # `update` returns statistics on the host, so the computation has ended here.
         state, _, stats = update(config, state, model, groups, compute)
         times.append(time.perf_counter())
         publish_s, rollout_s, update_s = np.diff(times).tolist()
@@ -248,18 +252,18 @@ def define_flags() -> None:
     """Defines the flags of the command."""
     define_model_flags()
     define_shape_flags()
-    flags.DEFINE_integer("rows", 0, "rows per micro-batch; 0 for all", lower_bound=0)
-    flags.DEFINE_integer("row_length", 0, "tokens per row; 0 for those of a group", lower_bound=0)
+    flags.DEFINE_integer("rows", 0, "rows per micro-batch; 0 for the whole batch", lower_bound=0)
+    flags.DEFINE_integer("row_length", 0, "tokens per row; 0 fits a group", lower_bound=0)
     flags.DEFINE_bool("share_prompts", True, "store the prompt of a group's samples once per row")
     flags.DEFINE_enum("remat", "dots", list(POLICIES), "what the backward pass recomputes")
     flags.DEFINE_string("attention", "auto", "attention kernel, see docs/kernels.md")
 
 
 def main(_: list[str]) -> None:
-    """Entry point."""
+    """Runs the command."""
     values = flags.FLAGS
     out = output_path(values.out)
-    # As in `coa_jax.rl`, parameters are float32, whatever the dtype of the matmul operands is.
+    # As in `coa_jax.rl`, parameters are float32 for any dtype of the matmul operands.
     subject = load_subject(values.model, values.random, "float32")
     workload = read_workload(values.workload, subject.config.vocab_size)
     result = measure(

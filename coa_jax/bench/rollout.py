@@ -3,9 +3,9 @@
     python -m coa_jax.bench.rollout --model=DIR --workload=w.json --slots=32 --out=r.json
     python -m coa_jax.bench.rollout --random=qwen2.5-1.5b --dtype=bfloat16 --workload=w.json
 
-`coa_jax/bench/workload.py` describes the workload file.  All programs are compiled before the
-measurement; a repeat lasts from the first prefill to the last token.  The command prints one JSON
-object.  Measurements of the repeats are given as median, minimum and maximum:
+`coa_jax/bench/workload.py` describes the workload file. All programs are compiled before the
+measurement. A repeat lasts from the first prefill to the last token. The command prints one JSON
+object. A result that is measured in every repeat is given as median, minimum and maximum:
 
     wall_s                   seconds of a repeat, which is the sum of (means over several engines)
     decode_s, extend_s         decoding chunks; prefilling prompts and observations, and copying
@@ -74,13 +74,13 @@ def run_workload(
     """Runs a workload in the agent loop of training.
 
     Args:
-        engines: engines without stop tokens, with free slots of at least ``workload.longest``
-            positions.
-        workload: the workload.
-        on_finish: called with each trajectory when it finishes.
+        engines: engines without stop tokens, whose slots are free and have at least
+            ``workload.longest`` positions.
+        workload: the workload to run.
+        on_finish: function that is called with each trajectory when the trajectory finishes.
 
     Returns:
-        A trajectory for each rollout, in the workload's order.
+        A trajectory for each rollout, in the order of the workload.
     """
     episodes = ForcedEpisodes(workload)
     calls = max(len(script.calls) for script in workload.scripts)
@@ -99,19 +99,25 @@ def run_workload(
 
 
 def mean_of(engines: Sequence[MeteredEngine], name: str) -> float:
-    """Mean of a measurement over engines, which run at the same time, so seconds do not add up."""
+    """Returns the mean of a measurement over engines.
+
+    The engines run at the same time, so their seconds are not added up.
+    """
     return float(np.mean([getattr(engine.meter, name) for engine in engines]))
 
 
 def measure_once(
     engines: Sequence[MeteredEngine], workload: Workload
 ) -> tuple[dict[str, float], list[Trajectory]]:
-    """Runs a workload once; returns the measurements, and trajectories in the workload's order.
+    """Runs a workload once, and measures it.
 
-    Over several engines, seconds are means and counts are sums.
+    With several engines, seconds are means over the engines, and counts are sums.
+
+    Returns:
+        The measurements by name, and the trajectories in the order of the workload.
 
     Raises:
-        RuntimeError: the number of sampled tokens differs from the workload's.
+        RuntimeError: the number of sampled tokens differs from that of the workload.
     """
     for one in engines:
         one.restart()
@@ -137,14 +143,15 @@ def measure_once(
 
 
 def logp_gap(subject: Subject, trajectories: Sequence[Trajectory], dtype: str) -> float:
-    """Largest absolute difference of log-probabilities between sampling and training.
+    """Returns the largest absolute difference of log-probabilities between sampling and training.
 
     Args:
-        subject: the model that sampled.
+        subject: the model that sampled the trajectories.
         trajectories: trajectories that were sampled at temperature 1.
         dtype: dtype of the matmul operands.
     """
-    # For a multiple of 128 the forward pass skips blocks of keys that no query attends to.
+    # If the length is a multiple of 128, the forward pass skips blocks of keys to which no query
+    # attends.
     length = -(-max(len(t.tokens) for t in trajectories) // 128) * 128
     score = jax.jit(
         functools.partial(token_logps, compute=local_compute(dtype)), static_argnames=("config",)
@@ -162,13 +169,13 @@ def logp_gap(subject: Subject, trajectories: Sequence[Trajectory], dtype: str) -
 def measure(
     subject: Subject, workload: Workload, shapes: EngineConfig, repeats: int
 ) -> dict[str, Any]:
-    """Compiles the programs, and runs the workload ``repeats`` times; returns the result.
+    """Compiles the programs, runs the workload ``repeats`` times, and returns the result.
 
     Args:
         subject: the model.
-        workload: the workload.
+        workload: the workload to run.
         shapes: shapes of the engines.
-        repeats: number of measured runs.
+        repeats: number of measured repeats.
     """
     compile_count()
     began = time.perf_counter()
@@ -209,7 +216,7 @@ def define_flags() -> None:
 
 
 def main(_: list[str]) -> None:
-    """Entry point."""
+    """Runs the command."""
     values = flags.FLAGS
     out = output_path(values.out)
     subject = load_subject(values.model, values.random, values.dtype)

@@ -3,12 +3,13 @@
     python -m coa_jax.bench.sft --model=DIR --batch=8 --length=256 --steps=3
     python -m coa_jax.bench.sft --random=qwen2.5-0.5b --dtype=bfloat16 --remat=full --rows=2
 
-A step is that of `coa_jax.sft`: forward and backward pass over all tokens, in micro-batches of
-``--rows`` sequences, and an AdamW update of float32 parameters.  The first step compiles the
-program and is reported separately.  FLOPs are those of the model (`coa_jax.model.costs`), without
-recomputation by ``--remat``.  ``share_of_peak`` is relative to a large matrix product on this
-machine; ``mfu`` is relative to the vendor's peak, if the chip is known.  The command prints one
-JSON object.  Measurements of the steps are given as median, minimum and maximum.
+The training step is that of `coa_jax.sft`: forward and backward pass over all tokens, in
+micro-batches of ``--rows`` sequences, and an AdamW update of float32 parameters. The first step
+compiles the program, and is reported separately. The FLOPs are those of the model
+(`coa_jax.model.costs`), without the recomputation that ``--remat`` causes. ``share_of_peak`` is
+relative to the FLOP rate of a large matmul on this machine; ``mfu`` is relative to the peak FLOP
+rate that the vendor states, and null for an unknown chip. The command prints one JSON object. Each
+measurement of the steps is given as median, minimum and maximum.
 """
 
 from __future__ import annotations
@@ -44,12 +45,12 @@ from coa_jax.parallel.chips import stated_flops
 
 
 def random_examples(vocab_size: int, batch: int, length: int) -> list[Example]:
-    """Sequences of random token ids, in which every token has a loss.
+    """Creates sequences of random token ids, in which every token has a loss.
 
     Args:
-        vocab_size: ids are below it.
+        vocab_size: number of different token ids.
         batch: number of sequences.
-        length: tokens per sequence.
+        length: number of tokens per sequence.
     """
     tokens = np.random.default_rng(0).integers(0, vocab_size, (batch, length), np.int32)
     zeros = np.zeros(length, np.float32)
@@ -68,17 +69,17 @@ def measure(
     attention: str = "auto",
     lora_rank: int = 0,
 ) -> dict[str, Any]:
-    """Returns the result of the command.
+    """Measures training steps, and returns the result that the command prints.
 
     Args:
-        subject: the model, with float32 parameters, which are donated.
-        batch: sequences per step.
-        length: tokens per sequence.
-        rows: sequences per micro-batch.
-        dtype: see `SFTConfig`.
-        remat: see `SFTConfig`.
+        subject: the model, whose parameters must be float32, and are donated.
+        batch: number of sequences per step.
+        length: number of tokens per sequence.
+        rows: number of sequences per micro-batch.
+        dtype: dtype of the matmul operands, see `SFTConfig`.
+        remat: name of the rematerialisation policy, see `SFTConfig`.
         steps: number of measured steps.
-        attention: see `SFTConfig`.
+        attention: implementation of attention, see `SFTConfig`.
         lora_rank: rank of LoRA adapters for all projections; 0 trains all parameters.
     """
     batches = split_rows(
@@ -96,7 +97,7 @@ def measure(
             reset_peak_memory()
             compiled = compile_count()
         began = time.perf_counter()
-        # `train_step` returns statistics on the host, so the computation is complete.
+        # `train_step` returns statistics on the host, so the computation has ended here.
         state, stats = train_step(
             state, batches, loss=SFTLoss(), model=model, compute=compute, optimizer=optimizer
         )
@@ -136,7 +137,7 @@ def define_flags() -> None:
     define_model_flags()
     flags.DEFINE_integer("batch", 8, "sequences per step", lower_bound=1)
     flags.DEFINE_integer("length", 256, "tokens per sequence", lower_bound=2)
-    flags.DEFINE_integer("rows", 0, "sequences per micro-batch; 0 for all", lower_bound=0)
+    flags.DEFINE_integer("rows", 0, "sequences per micro-batch; 0 for the batch", lower_bound=0)
     flags.DEFINE_enum("remat", "dots", list(POLICIES), "what the backward pass recomputes")
     flags.DEFINE_integer("lora_rank", 0, "rank of LoRA adapters; 0 for none", lower_bound=0)
     flags.DEFINE_string("attention", "auto", "attention kernel, see docs/kernels.md")
@@ -144,10 +145,10 @@ def define_flags() -> None:
 
 
 def main(_: list[str]) -> None:
-    """Entry point."""
+    """Runs the command."""
     values = flags.FLAGS
     out = output_path(values.out)
-    # As in `coa_jax.sft`, parameters are float32, whatever the dtype of the matmul operands is.
+    # As in `coa_jax.sft`, parameters are float32 for any dtype of the matmul operands.
     subject = load_subject(values.model, values.random, "float32")
     result = measure(
         subject,

@@ -1,4 +1,4 @@
-"""Flags of the rollout benchmarks for the workload and the shapes of the engine."""
+"""Defines the flags of the rollout benchmarks for the workload and the engine's shapes."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from coa_jax.bench.workload import Workload
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 
-# In --help, the flags that this module defines belong to the command that calls the function below.
+# --help lists the flags that this module defines under the command that calls the function below.
 flags.disclaim_key_flags()
 
 
 def define_shape_flags() -> None:
-    """Defines the flags of the workload, the engine and the number of repeats."""
+    """Defines the flags for the workload, the engine and the number of repeats."""
     flags.DEFINE_string("workload", None, "JSON file of the workload", required=True)
     flags.DEFINE_integer(
         "slots", 0, "sequences in progress at a time; 0 for min(rollouts, 32)", lower_bound=0
@@ -26,7 +26,7 @@ def define_shape_flags() -> None:
         "max_length", 0, "positions per slot; 0 for the longest rollout", lower_bound=0
     )
     flags.DEFINE_multi_integer(
-        "extend_buckets", [], "tokens of a prefill program (repeatable)", lower_bound=1
+        "extend_buckets", [], "tokens that a prefill program processes (repeatable)", lower_bound=1
     )
     flags.DEFINE_integer(
         "pages", 0, "pages of a KV cache that slots share; 0 for unshared pages", lower_bound=0
@@ -39,11 +39,11 @@ def define_shape_flags() -> None:
 
 
 def given_shapes(values: Any, workload: Workload) -> EngineConfig:
-    """Shapes of an engine from the flags of `define_shape_flags`.
+    """Returns the shapes of an engine that the flags of `define_shape_flags` describe.
 
     Args:
-        values: values of the flags.
-        workload: the workload, which must fit.
+        values: the values of the command-line flags.
+        workload: the workload, whose rollouts must fit into a slot.
 
     Raises:
         UserError: a rollout is longer than ``--max_length``.
@@ -56,12 +56,13 @@ def given_shapes(values: Any, workload: Workload) -> EngineConfig:
 def engine_shapes(
     workload: Workload, *, max_length: int = 0, extend_buckets: Sequence[int] = (), **shapes: Any
 ) -> EngineConfig:
-    """Shapes of an engine for a workload.
+    """Returns the shapes of an engine for a workload.
 
     Args:
         workload: the workload, whose rollouts must fit into a slot.
-        max_length: positions per slot; 0 for the longest rollout, rounded up to a multiple of 128.
-        extend_buckets: see `EngineConfig`, in any order.
+        max_length: number of positions per slot; 0 for the length of the longest rollout, rounded
+            up to a multiple of 128.
+        extend_buckets: numbers of tokens of the prefill programs, in any order, see `EngineConfig`.
         shapes: other fields of `EngineConfig`.
 
     Raises:

@@ -4,9 +4,9 @@
     python -m coa_jax.bench.stalls --model=DIR --workload=slow.json --slots=32 --out=r.json
 
 The command alternates between the workload itself and a variant in which the longest tool call is
-as quick as the median call.  The throughput of the other rollouts is the number of their tokens,
-divided by the time until the last of them has finished.  The command prints one JSON object.
-Measurements are given as median, minimum and maximum:
+as quick as the median call. The throughput of the other rollouts is the number of their tokens,
+divided by the time until the last of them has finished. The command prints one JSON object. Each
+measurement is given as median, minimum and maximum:
 
     others_tokens_per_s        throughput of the other rollouts with the slow call ...
     others_tokens_per_s_quick  ... and with the quick call
@@ -43,10 +43,10 @@ def quicken(workload: Workload) -> tuple[Workload, int]:
     """Makes the longest call of a workload as quick as the median call.
 
     Returns:
-        The changed workload, and the index of the rollout with that call.
+        The changed workload, and the index of the rollout that makes this call.
 
     Raises:
-        UserError: the workload has one rollout only, or no single call is the longest.
+        UserError: the workload has only one rollout, or no single call is the longest.
     """
     seconds = sorted(call.seconds for script in workload.scripts for call in script.calls)
     if len(workload.scripts) < 2 or len(seconds) < 2 or seconds[-1] == seconds[-2]:
@@ -68,16 +68,16 @@ def quicken(workload: Workload) -> tuple[Workload, int]:
 
 
 def throughput(engines: Sequence[Engine], workload: Workload, apart: int) -> tuple[float, float]:
-    """Runs a workload once.
+    """Runs a workload once, and measures the throughput without one of its rollouts.
 
     Args:
-        engines: see `run_workload`.
+        engines: engines without stop tokens, with free slots, see `run_workload`.
         workload: a workload with at least two rollouts.
-        apart: index of the rollout that is not counted.
+        apart: index of the rollout that is left out of the throughput.
 
     Returns:
-        Tokens per second of the other rollouts until the last of them has finished, and the seconds
-        until all rollouts have finished.
+        The tokens per second of the other rollouts until the last of them has finished, and the
+        seconds until all rollouts have finished.
     """
     ends: dict[int, float] = {}
     began = time.perf_counter()
@@ -94,13 +94,13 @@ def throughput(engines: Sequence[Engine], workload: Workload, apart: int) -> tup
 def measure(
     subject: Subject, workload: Workload, shapes: EngineConfig, repeats: int
 ) -> dict[str, Any]:
-    """Compiles the programs, and runs both workloads ``repeats`` times; returns the result.
+    """Compiles the programs, runs both workloads ``repeats`` times, and returns the result.
 
     Args:
         subject: the model.
-        workload: the workload with one slow call.
-        shapes: shapes of the engines; one slot per rollout.
-        repeats: number of measured runs of each workload.
+        workload: the workload, which has one slow call.
+        shapes: shapes of the engines, with at least one slot per rollout.
+        repeats: number of measured repeats of each workload.
 
     Raises:
         UserError: there are fewer slots than rollouts, or the workload has no single longest call.
@@ -144,7 +144,7 @@ def define_flags() -> None:
 
 
 def main(_: list[str]) -> None:
-    """Entry point."""
+    """Runs the command."""
     values = flags.FLAGS
     out = output_path(values.out)
     subject = load_subject(values.model, values.random, values.dtype)

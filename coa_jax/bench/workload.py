@@ -3,7 +3,8 @@
     python -m coa_jax.bench.workload --preset=W1 --out=w1.json
     python -m coa_jax.bench.workload --slow_tool=20 --out=slow.json   # 20 s once, 0.1 s elsewhere
 
-The command draws a workload from a seed, and prints its totals.  A workload is a JSON object:
+The command draws a workload at random from a seed, and prints the workload's totals. A workload is
+a JSON object:
 
     {"name": "two", "seed": 0,
      "prompts": [[5, 6, 7], ...],                       token ids of each prompt
@@ -15,8 +16,8 @@ The command draws a workload from a seed, and prints its totals.  A workload is 
                    "final_gen_tokens": 16}, ...]}       tokens sampled after the last observation
 
 The work does not depend on the model's weights, so engines can be compared on the same workload.
-Other keys are ignored here; ``prompt_len`` and ``totals`` are for other engines, which may need
-the length of the prompts or check their own totals.
+Further keys of the file are ignored. Of these, ``prompt_len`` and ``totals`` are for other engines,
+which may need the length of the prompts, or check their own totals.
 """
 
 from __future__ import annotations
@@ -41,10 +42,10 @@ from coa_jax.files import read_json_object, replace
 
 @dataclasses.dataclass(frozen=True)
 class Call:
-    """A tool call.
+    """A tool call of a rollout.
 
     Attributes:
-        seconds: time that the tool sleeps.
+        seconds: number of seconds that the tool sleeps.
         observation: token ids that the tool returns.
     """
 
@@ -54,12 +55,12 @@ class Call:
 
 @dataclasses.dataclass(frozen=True)
 class Script:
-    """One rollout.
+    """The lengths and tool calls of one rollout.
 
     Attributes:
         prompt: index of the rollout's prompt.
         lengths: number of tokens sampled before each call and, last, after the last observation.
-        calls: tool calls, one fewer than ``lengths``.
+        calls: the tool calls, whose number is one less than that of ``lengths``.
     """
 
     prompt: int
@@ -69,13 +70,13 @@ class Script:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """Rollouts over shared prompts.
+    """A workload: rollouts whose prompts may be shared.
 
     Attributes:
-        name: name of the workload in the results.
-        seed: seed of the sampling.
+        name: name of the workload, used in the results.
+        seed: seed of the sampling, from which the random keys are derived.
         prompts: token ids of each prompt.
-        scripts: the rollouts.
+        scripts: lengths and tool calls of each rollout.
     """
 
     name: str
@@ -85,24 +86,24 @@ class Workload:
 
     @property
     def generated_tokens(self) -> int:
-        """Number of tokens to sample."""
+        """Number of tokens that all rollouts sample."""
         return sum(sum(script.lengths) for script in self.scripts)
 
     @property
     def prefill_tokens(self) -> int:
-        """Minimum number of tokens to prefill: each prompt once, and each observation."""
+        """Minimum number of tokens to prefill: each prompt once, and each observation once."""
         prompts = sum(len(self.prompts[i]) for i in {script.prompt for script in self.scripts})
         calls = itertools.chain.from_iterable(script.calls for script in self.scripts)
         return prompts + sum(len(call.observation) for call in calls)
 
     def length(self, script: Script) -> int:
-        """Tokens of a rollout, including its prompt."""
+        """Returns the number of tokens of a rollout, including its prompt."""
         observed = sum(len(call.observation) for call in script.calls)
         return len(self.prompts[script.prompt]) + sum(script.lengths) + observed
 
     @property
     def longest(self) -> int:
-        """Tokens of the longest rollout, including its prompt."""
+        """Number of tokens of the longest rollout, including its prompt."""
         return max(map(self.length, self.scripts))
 
 
@@ -134,7 +135,7 @@ def read_workload(path: str | Path, vocab_size: int) -> Workload:
 
 @dataclasses.dataclass(frozen=True)
 class _Reader:
-    """Reads JSON values; a `UserError` names the position of an invalid value."""
+    """Reads JSON values; a `UserError` names the position of an invalid value in the file."""
 
     path: Path
     vocab_size: int
@@ -154,7 +155,7 @@ class _Reader:
         return Script(prompt, tuple(lengths), tuple(calls))
 
     def get(self, value: Any, key: str, where: str) -> tuple[Any, str]:
-        """The value of a key, and its position in the file."""
+        """Returns the value of a key, and its position in the file."""
         name = f"{where}.{key}" if where else key
         if not isinstance(value, dict) or key not in value:
             raise UserError(f"{self.path}: {name} is missing; see coa_jax/bench/workload.py")
@@ -196,23 +197,23 @@ _QUICK_TOOL = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """Parameters from which a workload is drawn.
+    """The parameters from which a workload is drawn at random.
 
     Numbers of tokens are drawn uniformly from ranges that include both ends.
 
     Attributes:
         rollouts: number of rollouts.
         group_size: number of rollouts that share a prompt.
-        prompt_tokens: tokens of each prompt.
-        turns: tool calls of each rollout.
-        gen_tokens: range of the tokens sampled before a call.
-        tool_seconds: range of the latency of a call; log-normal around the geometric mean of the
-            ends, clipped to the range.
-        observation_tokens: range of the tokens that a call returns.
-        final_tokens: range of the tokens sampled after the last call.
-        vocab_size: token ids are below it.
+        prompt_tokens: number of tokens of each prompt.
+        turns: number of tool calls of each rollout.
+        gen_tokens: range of the number of tokens sampled before a call.
+        tool_seconds: range of the latency of a call in seconds. The latency is log-normal around
+            the geometric mean of the two ends, and clipped to the range.
+        observation_tokens: range of the number of tokens that a call returns.
+        final_tokens: range of the number of tokens sampled after the last call.
+        vocab_size: size of the vocabulary; all token ids are below this number.
         slow_tool: latency of the first call of the first rollout, in seconds; all other calls then
-            take 0.1 s.  0 draws all latencies from ``tool_seconds``.
+            take 0.1 s. With 0, all latencies are drawn from ``tool_seconds``.
     """
 
     rollouts: int = 32
@@ -254,7 +255,7 @@ PRESETS = {
 
 
 def draw(recipe: Recipe, name: str, seed: int) -> dict[str, Any]:
-    """Draws a workload, as the JSON object that the module's docstring describes.
+    """Draws a workload at random, as the JSON object that the module's docstring describes.
 
     Args:
         recipe: parameters of the workload.
@@ -307,13 +308,17 @@ def draw(recipe: Recipe, name: str, seed: int) -> dict[str, Any]:
 def totals(
     prompts: Sequence[Sequence[int]], rollouts: Sequence[dict[str, Any]]
 ) -> dict[str, int | float]:
-    """Totals of a workload's rollouts.
+    """Returns the totals of a workload's rollouts.
 
     Returns:
-        ``generated``: tokens to sample; ``prefill_once``: tokens to prefill if prompts are shared
-        and the KV cache is kept; ``prefill_again``: tokens to prefill if every turn prefills its
-        whole context; ``tool_seconds``: summed latency of all calls; ``tool_seconds_longest``:
-        summed latency of the rollout that waits longest.
+        A dict with these totals:
+
+        - ``generated``: number of tokens to sample;
+        - ``prefill_once``: number of tokens to prefill if prompts are shared and the KV cache is
+          kept;
+        - ``prefill_again``: number of tokens to prefill if every turn prefills its whole context;
+        - ``tool_seconds``: latency of all calls, summed over all rollouts;
+        - ``tool_seconds_longest``: latency of all calls of the rollout that waits longest.
     """
     generated = once = again = 0
     waits = []
@@ -349,17 +354,17 @@ def define_flags() -> None:
     flags.DEFINE_list("tool_seconds", None, "range of the latency of a call, e.g. 0.05,2")
     flags.DEFINE_list("observation_tokens", None, "range of tokens of a result, e.g. 32,128")
     flags.DEFINE_list("final_tokens", None, "range of tokens after the last call, e.g. 16,32")
-    flags.DEFINE_integer("vocab_size", None, "token ids are below it", lower_bound=1)
+    flags.DEFINE_integer("vocab_size", None, "all token ids are below this number", lower_bound=1)
     flags.DEFINE_float(
-        "slow_tool", None, "seconds of one call; all other calls take 0.1", lower_bound=0.0
+        "slow_tool", None, "seconds of one call; all other calls take 0.1 s", lower_bound=0.0
     )
 
 
 def given_recipe(values: Any) -> Recipe:
-    """The recipe of the flags.
+    """Returns the recipe that the command-line flags describe.
 
     Raises:
-        UserError: a range is not two numbers in ascending order, or values contradict each other.
+        UserError: a range is not two numbers in ascending order, or flags contradict each other.
     """
     chosen: dict[str, Any] = {}
     for field in dataclasses.fields(Recipe):
@@ -383,7 +388,7 @@ def _bounds(name: str, texts: Sequence[str], kind: type) -> tuple[Any, Any]:
 
 
 def main(_: list[str]) -> None:
-    """Entry point."""
+    """Runs the command."""
     values = flags.FLAGS
     path = output_path(values.out)
     assert path is not None  # the flag is required

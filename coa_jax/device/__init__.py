@@ -1,1 +1,1 @@
-"""Whether everything holds on the accelerator of this machine: ``coa-jax doctor --device``."""
+"""Checks that results are correct on this machine's accelerator: ``coa-jax doctor --device``."""

@@ -1,11 +1,12 @@
 """Compares the values and gradients of every attention kernel with NumPy in float64.
 
-Kernels of this platform run compiled, in bfloat16.  On a CPU all kernels run in interpret mode, in
-float32.  ``cudnn`` and ``ragged_paged`` cannot be interpreted; JAX's reference for the same call
-replaces them.  A wrong result is compared with the results of well-known faults, and the report
-names the fault that matches.
+Kernels for this platform run compiled, in bfloat16. On a CPU all kernels run in interpret mode, in
+float32. ``cudnn`` and ``ragged_paged`` cannot be interpreted, so JAX's reference functions with the
+same interface replace them. A wrong result is compared with the results that well-known faults
+would produce, and the report names the fault that matches.
 
-Shape letters: B batch, T tokens, S keys, N key/value heads, G query heads of each, K head width.
+Shape letters: B batch, T tokens, S keys, N key/value heads, G query heads per key/value head, K
+head width.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from coa_jax.model.config import ModelConfig
 
 GROUP = "kernels"
 LIMITS = {"float32": 1e-4, "bfloat16": 0.03}
-"""Maximum error of values, by dtype.  For gradients the limit is half, relative to their norm."""
+"""Maximum error of values, by dtype. Gradients have half the limit, relative to their norm."""
 
 HEADS, GROUPS, PAGE = 2, 2, 16
 
@@ -40,19 +41,21 @@ def numpy_attention(
     cotangent: np.ndarray | None = None,
     factor: float = 1.0,
 ) -> tuple[np.ndarray, tuple[np.ndarray, ...]]:
-    """Attention in float64, and its gradients if a cotangent is given.
+    """Computes attention in float64 and, if a cotangent is given, its gradients.
 
     Args:
         q: queries, ``[B, T, N, G, K]``.
         k: keys, ``[B, S, N, K]``.
         v: values, ``[B, S, N, K]``.
-        mask: bool ``[B, T, S]``, True for the keys that a query sees; the result of a query that
+        mask: bool ``[B, T, S]``, True for the keys that a query sees. The result of a query that
             sees no key is NaN.
-        cotangent: gradient of the output, ``[B, T, N, G, K]``; None for no gradients.
-        factor: additional factor of the scores; 1 for correct attention.
+        cotangent: gradient with respect to the output, ``[B, T, N, G, K]``; None to compute no
+            gradients.
+        factor: additional factor by which the scores are multiplied; 1 for correct attention.
 
     Returns:
-        The output, float64 ``[B, T, N, G, K]``, and the gradients of q, k and v, or ().
+        The output, float64 ``[B, T, N, G, K]``; and the gradients with respect to q, k and v, or ()
+        without a cotangent.
     """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     scale = factor * q.shape[-1] ** -0.5
@@ -75,7 +78,7 @@ def numpy_attention(
 
 
 def runs_here(kind: Kind, name: str, head_dim: int) -> tuple[list[Compute], str]:
-    """Determines how an implementation can run on this device.
+    """Determines how an implementation of attention can run on this device.
 
     Args:
         kind: kind of attention.
@@ -83,7 +86,8 @@ def runs_here(kind: Kind, name: str, head_dim: int) -> tuple[list[Compute], str]
         head_dim: head width K.
 
     Returns:
-        A `Compute` for each dtype to check, and the reason if there is none.
+        A `Compute` for each dtype to check, and "". If the implementation cannot run on this
+        device, the list is empty, and the text is the reason.
     """
     platform, capability = platform_of(jax.local_devices()[0])
     backend = backend_for(platform)
@@ -108,8 +112,8 @@ def causal_checks(length: int, names: Sequence[str] = ()) -> Iterator[Check]:
     """Checks implementations of causal attention, on packed rows and on rows of one sequence.
 
     Args:
-        length: tokens of a row.
-        names: names of the implementations; () for all.
+        length: number of tokens of a row.
+        names: names of the implementations to check; () checks all implementations.
     """
     for name in names or implementations("causal"):
         computes, why = runs_here("causal", name, 64)
@@ -169,10 +173,10 @@ def _causal(name: str, compute: Compute, length: int, packed: bool) -> Check:
 
 
 def paged_checks(names: Sequence[str] = ()) -> Iterator[Check]:
-    """Checks implementations of attention over a paged cache, with one and with several new tokens.
+    """Checks implementations of attention over a paged cache, with one and several new tokens.
 
     Args:
-        names: names of the implementations; () for all.
+        names: names of the implementations to check; () checks all implementations.
     """
     for name in names or implementations("paged"):
         computes, why = runs_here("paged", name, 128)
@@ -188,7 +192,7 @@ def _paged(name: str, compute: Compute, new: int) -> Check:
     rows, pages_each, width = 4, 9, 128
     length = pages_each * PAGE
     k, v = rng.normal(size=(2, rows, length, HEADS, width)).astype(np.float32)
-    # Each sequence has pages in random order; unused pages have other contents.
+    # The pages of each sequence are in random order; unused pages have other contents.
     count = rows * pages_each + 3
     table = rng.permutation(count)[: rows * pages_each].reshape(rows, -1).astype(np.int32)
     model = ModelConfig("llama", 8, 8, 8, 1, HEADS * GROUPS, HEADS, width)
@@ -201,7 +205,8 @@ def _paged(name: str, compute: Compute, new: int) -> Check:
     q = rng.normal(size=(rows, new, HEADS, GROUPS, width)).astype(np.float32)
     everywhere = jnp.broadcast_to(jnp.arange(length), (rows, length))
     run: Callable[..., jax.Array] = functools.partial(attend_to, compute=compute)
-    # JAX's reference of ragged_paged is a Python loop over the lengths: it cannot be traced.
+    # JAX's reference of ragged_paged cannot be traced, because it is a Python loop over the
+    # lengths.
     if not (compute.attention == "ragged_paged" and compute.interpret):
         run = jax.jit(run)
     pages = write(pages, jnp.asarray(table), jnp.asarray(k), jnp.asarray(v), everywhere, compute)
@@ -230,7 +235,7 @@ def _paged(name: str, compute: Compute, new: int) -> Check:
 
 
 def _far(found: np.ndarray, right: np.ndarray) -> float:
-    """Largest difference over queries that see a key; NaN if a found value is not finite."""
+    """Returns the largest difference over queries that see a key; NaN if a value is not finite."""
     seen = np.isfinite(right)
     if not seen.any():
         return float("inf")
@@ -246,16 +251,20 @@ def _fitting(
     right: np.ndarray,
     limit: float,
 ) -> str:
-    """Finds the fault that explains the values: a wrong mask or a wrong scale; "" for none.
+    """Finds the fault that explains wrong values: a wrong mask, or a wrong scale of the scores.
 
     Args:
         out: output of the kernel.
         q: queries.
         k: keys.
         v: values.
-        masks: fault -> mask that a kernel with this fault applies.
+        masks: maps a fault to the mask that a kernel with this fault applies.
         right: correct mask.
-        limit: maximum difference between ``out`` and the output of a matching fault.
+        limit: maximum difference between ``out`` and the output that a matching fault would
+            produce.
+
+    Returns:
+        Description of the fault; "" if no known fault matches.
     """
     for fault, mask in masks.items():
         if _far(out, numpy_attention(q, k, v, mask)[0]) <= limit:
@@ -285,7 +294,7 @@ def _fitting(
 def all_checks() -> Iterator[Check]:
     """Checks every implementation of causal and of paged attention.
 
-    On accelerators one of the two row lengths exceeds a block of the kernels.
+    On accelerators one of the two row lengths is longer than a block of the kernels.
     """
     lengths = (201,) if jax.default_backend() == "cpu" else (201, 1100)
     for length in lengths:

@@ -1,4 +1,4 @@
-"""A check of the device report: its name, verdict and figures."""
+"""Defines the result of a check in the device report: its name, verdict and figures."""
 
 from __future__ import annotations
 
@@ -8,20 +8,25 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Literal
 
 Verdict = Literal["pass", "FAIL", "look", "skip"]
-"""``FAIL`` means a wrong result.  ``look`` means a correct result with an unexpected speed or size,
-whose reason somebody should find.  ``skip`` means that the check cannot run on this device."""
+"""The verdict of a check.
+
+- ``FAIL`` means that a result is wrong.
+- ``look`` means that the result is correct, but has an unexpected speed or size, whose reason
+  somebody should find.
+- ``skip`` means that the check cannot run on this device.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class Check:
-    """A finished check.
+    """The result of a check.
 
     Attributes:
         group: part of the report to which the check belongs.
         name: name of the check, unique in its group.
-        verdict: see `Verdict`.
-        text: one line with the measured values, their limits and the suspected fault.
-        figures: the same values by name, for the JSON report.
+        verdict: the verdict, see `Verdict`.
+        text: one line of text with the measured values, their limits and the suspected fault.
+        figures: the measured values and limits by name, for the JSON report.
     """
 
     group: str
@@ -37,11 +42,11 @@ def within(
     """Creates a check that passes if every measured value is at most its limit.
 
     Args:
-        group: see `Check`.
-        name: see `Check`.
-        measured: errors by name, at least 0; NaN fails.
-        limits: maximum of each error.
-        why: suspected fault, which is shown if the check fails.
+        group: part of the report to which the check belongs.
+        name: name of the check, unique in its group.
+        measured: errors by name, at least 0; NaN fails the check.
+        limits: maximum of each error by name.
+        why: suspected fault, which is shown if the check fails; "" for none.
     """
     good = all(measured[key] <= limit for key, limit in limits.items())
     shown = [f"{key} {measured[key]:.1e} (limit {limit:.0e})" for key, limit in limits.items()]
@@ -53,13 +58,13 @@ def within(
 def guarded(
     group: str, name: str, checks: Callable[[], Iterable[Check]], show: Callable[[str], None]
 ) -> Iterator[Check]:
-    """Yields the checks of a function; an exception becomes a failed check.
+    """Yields the checks of a function, and a failed check if the function raises an exception.
 
     Args:
-        group: group of the failed check.
-        name: name of the failed check.
+        group: group of the failed check that an exception causes.
+        name: name of the failed check that an exception causes.
         checks: function that yields checks.
-        show: receives the traceback of an exception.
+        show: function that is called with the traceback of an exception.
     """
     try:
         yield from checks()

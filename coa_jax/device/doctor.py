@@ -1,23 +1,24 @@
 """Checks this machine: the isolation of programs, the tools, or the accelerator.
 
-``coa-jax doctor [--backend bubblewrap|landlock]`` shows how programs are isolated, and runs a
-hostile program for each kind of attack that the isolation must prevent.
+``coa-jax doctor [--backend bubblewrap|landlock]`` shows how model-written programs are isolated,
+and runs a hostile program for each kind of attack that the isolation must prevent.
 
 ``coa-jax doctor --tools [--config FILE.py[:ARGUMENT]]`` shows the configuration of each tool, and
 whether its servers answer.
 
-``coa-jax doctor --device`` checks the first accelerator of this machine with random weights; it
-downloads nothing.  It compares
+``coa-jax doctor --device`` checks the first accelerator of this machine. It uses random weights,
+and downloads nothing. The command compares
 
 - the values and gradients of each attention kernel with NumPy,
 - the log-probabilities of the sampler with those of the trainer,
 - two SFT steps and two RL steps with the reference on the CPU,
 - memory and speed with the limits of the device and with the predictions of ``coa_jax.aot``.
 
-It prints one page, and writes all figures to ``--out``, a JSON file to attach to a report of a
-defect.  Without an accelerator the same checks run on the CPU, where kernels are interpreted.
+The command prints one page, and writes all figures to the JSON file ``--out``, which users can
+attach to a bug report. Without an accelerator the same checks run on the CPU, where kernels are
+interpreted.
 
-Exit code 0: all checks pass; 1: a check fails; 2: the command cannot run.
+The exit code is 0 if all checks pass, 1 if a check fails, and 2 if the command cannot run.
 """
 
 from __future__ import annotations
@@ -36,13 +37,13 @@ from coa_jax.tools import doctor
 
 
 def check_device(out: str) -> int:
-    """Runs all checks of the device, prints the report and writes the JSON file.
+    """Runs all checks of the device, prints the report, and writes the JSON file.
 
     Args:
         out: path of the JSON file.
 
     Returns:
-        0 if no check failed, else 1.
+        0 if no check failed, otherwise 1.
 
     Raises:
         UserError: the file cannot be written, or JAX finds no device.
@@ -50,10 +51,10 @@ def check_device(out: str) -> int:
     path = Path(out)
     if path.is_dir() or not path.parent.is_dir():
         raise UserError(f"--out={out}: give a file in a directory that exists")
-    # The CPU computes the expected results, so JAX needs it beside any other platform.
+    # The CPU computes the expected results, so JAX needs the CPU in addition to any other platform.
     if (platforms := os.environ.get("JAX_PLATFORMS", "")) and "cpu" not in platforms:
         os.environ["JAX_PLATFORMS"] = f"{platforms},cpu"
-    # Imported here: the other checks need neither JAX nor a device.
+    # JAX is imported here, because the other checks need neither JAX nor a device.
     import jax
 
     from coa_jax.device import attention, policy, speed
@@ -128,7 +129,7 @@ def _facts(jax: Any) -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
+    """Runs the command line; returns the exit code."""
     parser = argparse.ArgumentParser(prog="coa-jax doctor", description=__doc__)
     doctor.define_options(parser)
     parser.add_argument("--device", action="store_true", help="check the accelerator")

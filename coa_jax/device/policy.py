@@ -1,10 +1,10 @@
-"""Checks of a small policy on this device: its log-probabilities and its updates.
+"""Checks a small policy on this device: its log-probabilities and its updates.
 
 The policy has random weights with sharp attention, so a wrong position or a missing page changes
-the log-probabilities of tokens.  The policy samples as in a rollout: one prefill for several
-samples, then turns with observations between them.  The trainer must compute the same
-log-probabilities for the sampled tokens.  Two SFT steps and two RL steps are then compared with the
-same steps in float32 on the CPU of this machine, with the reference operations.
+the log-probabilities of tokens. The policy samples as in a rollout: one prefill serves several
+samples, and observations separate the turns. The trainer must compute the same log-probabilities
+for the sampled tokens. Two SFT steps and two RL steps are then compared with the same steps in
+float32 on this machine's CPU, with the reference operations.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ UPDATES = {"float32": 1e-3, "bfloat16": 0.05}
 
 
 def sharp_params() -> Params:
-    """Random parameters of `MODEL` as NumPy arrays, scaled so that attention is sharp."""
+    """Returns random parameters of `MODEL` as NumPy arrays, scaled so that attention is sharp."""
     params = jax.jit(init_params, static_argnums=0)(MODEL, jax.random.key(0))
 
     def scaled(path: tuple[Any, ...], x: jax.Array) -> np.ndarray:
@@ -55,18 +55,19 @@ def sharp_params() -> Params:
 
 
 def computes() -> Iterator[tuple[Compute, Compute | None]]:
-    """Yields (trainer, sampler) computations to compare with each other.
+    """Yields pairs (trainer, sampler) of computations to compare with each other.
 
-    None for the sampler means that the engine chooses, as in a run.  On a CPU the last pair has
-    interpreted kernels: splash attention (for TPUs) in the trainer, and the Pallas kernel for GPUs
-    in the sampler.  The other kernels cannot be interpreted within a compiled program.
+    A sampler of None means that the engine chooses the computation, as in a run. On a CPU the last
+    pair has interpreted kernels: splash attention (for TPUs) in the trainer, and the Pallas kernel
+    for GPUs in the sampler. The other kernels cannot be interpreted within a compiled program.
     """
     yield local_compute("float32"), None
     yield training_compute(MODEL, dtype="bfloat16"), None
     if jax.default_backend() == "cpu":
         (trainer,), _ = runs_here("causal", "splash", MODEL.head_dim)
         (sampler,), _ = runs_here("paged", "pallas_gpu", MODEL.head_dim)
-        # The layout of an engine of several slots on a CPU, see `engine.layout.publish`.
+        # These choices give the layout of an engine with several slots on a CPU, see
+        # `engine.layout.publish`.
         yield trainer, dataclasses.replace(sampler, collectives="none", outputs_first=True)
 
 
@@ -79,7 +80,7 @@ def sampled(params: Params, dtype: str, compute: Compute | None) -> tuple[list[T
     Args:
         params: parameters of `MODEL` on the device.
         dtype: dtype of the engine.
-        compute: computation of the engine; None for the engine's own choice.
+        compute: computation of the engine; None lets the engine choose.
 
     Returns:
         The trajectories, and the name of the engine's attention implementation.
@@ -144,9 +145,12 @@ def sampled(params: Params, dtype: str, compute: Compute | None) -> tuple[list[T
 
 
 def _batch(group: Sequence[Trajectory], decoded: int = 0) -> Batch:
-    """Packs a group, with the positions of tokens that decoding read shifted by ``decoded``."""
+    """Packs a group of trajectories into a batch.
+
+    The positions of the tokens that the decoding program read are shifted by ``decoded``.
+    """
     batch = pack([trajectory_example(one, 0.0) for one in group], ROW)
-    # The decode program read a token if the policy wrote the next token.
+    # The decoding program read a token if the policy wrote the next token.
     fed = np.pad(batch.mask[:, 1:], ((0, 0), (0, 1))).astype(np.int32)
     return batch._replace(positions=batch.positions + decoded * fed)
 
@@ -158,8 +162,8 @@ def gap(
 
     Args:
         params: parameters of `MODEL` on the device.
-        trainer: computation of the trainer; the sampler has the same dtype.
-        sampler: computation of the sampler, see `computes`.
+        trainer: computation of the trainer, whose dtype the sampler has too.
+        sampler: computation of the sampler; None lets the engine choose.
 
     Returns:
         The check, and the sampled trajectories.
@@ -215,7 +219,7 @@ def sft_steps(params: Params, compute: Compute) -> list[dict[str, float]]:
 def rl_steps(
     params: Params, compute: Compute, group: list[Trajectory]
 ) -> tuple[list[dict[str, float]], float]:
-    """Makes two RL steps.
+    """Makes two RL steps on a group of trajectories.
 
     Args:
         params: parameters of `MODEL` on the device.
@@ -223,8 +227,8 @@ def rl_steps(
         group: trajectories with rewards, see `sampled`.
 
     Returns:
-        Statistics of the steps, and by how much the log-probability of rewarded samples, relative
-        to that of the others, has risen, in nats per token.
+        The statistics of the steps; and by how much, in nats per token, the steps raised the mean
+        log-probability of rewarded samples relative to that of the other samples.
     """
     config = RLConfig(
         model="none",
@@ -266,7 +270,7 @@ def rl_steps(
 
 
 Steps = tuple[list[dict[str, float]], list[dict[str, float]], float]
-"""Statistics of SFT steps and of RL steps, and the gain of rewarded samples, see `rl_steps`."""
+"""Statistics of SFT steps, those of RL steps, and the gain of rewarded samples; see `rl_steps`."""
 
 
 def steps(params: Params, compute: Compute, group: list[Trajectory], device: Any) -> Steps:
@@ -276,7 +280,7 @@ def steps(params: Params, compute: Compute, group: list[Trajectory], device: Any
         params: parameters of `MODEL` as NumPy arrays.
         compute: computation of the trainer.
         group: trajectories with rewards, see `sampled`.
-        device: JAX device.
+        device: JAX device on which the steps run.
     """
     with jax.default_device(device):
         of_sft = sft_steps(jax.device_put(params, device), compute)
@@ -284,7 +288,7 @@ def steps(params: Params, compute: Compute, group: list[Trajectory], device: Any
 
 
 def learning(compute: Compute, found: Steps, right: Steps) -> Iterator[Check]:
-    """Compares steps with those of the reference.
+    """Compares the statistics of training steps with those of the reference.
 
     Args:
         compute: computation of the steps.
@@ -315,7 +319,7 @@ def _steps(
 
 
 def all_checks() -> Iterator[Check]:
-    """Compares sampler with trainer, and steps with the reference, for each pair of `computes`."""
+    """Checks sampler against trainer, and the training steps, for each pair of `computes`."""
     device, host = jax.local_devices()[0], sharp_params()
     try:
         beside = jax.local_devices(backend="cpu")[0]
@@ -328,7 +332,7 @@ def all_checks() -> Iterator[Check]:
         check, its = gap(params, trainer, sampler)
         yield check
         group = group or its
-    # All trainers learn from the samples of the first pair, whose sampler computes in float32.
+    # All trainers are trained on the samples of the first pair, whose sampler computes in float32.
     right = steps(host, REFERENCE, group, beside)
     for trainer, _ in pairs:
         yield from learning(trainer, steps(host, trainer, group, device), right)

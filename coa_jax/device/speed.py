@@ -1,8 +1,8 @@
-"""Compares speed and memory on this device with its limits and with the predictions of `aot`.
+"""Compares speed and memory on this device with its limits, and with the predictions of `aot`.
 
-A training step and decoding run with random weights.  The same run measures the limits of the
-device: the rate of a large matmul, and the bandwidth of reading a large matrix.  `coa_jax.aot`
-predicts memory and time of the training step from the vendor's peaks for the chip, or, for an
+A training step and decoding run with random weights. In the same process the limits of the device
+are measured: the rate of a large matmul, and the bandwidth of reading a large matrix. `coa_jax.aot`
+predicts memory and time of the training step from the peak rates that the vendor states or, for an
 unknown chip, from the measured limits.
 """
 
@@ -30,23 +30,23 @@ from coa_jax.parallel.chips import CHIPS, KINDS, Chip
 
 GROUP = "speed and memory"
 SMALL = ModelConfig("llama", 4096, 256, 1024, 4, 4, 2, 64)
-"""Model for measurements on a CPU."""
+"""The model for measurements on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The model and the sizes to measure.
+    """The model and the sizes of a measurement.
 
     Attributes:
         model: name of a published architecture; "" for `SMALL`.
         dtype: dtype of the matmul operands.
         remat: rematerialisation policy of the training step.
-        batch: sequences of a training step.
-        rows: rows of a micro-batch.
-        length: tokens of a sequence in training.
-        decode: batch sizes of decoding.
-        prompt: prompt tokens of a sequence in decoding.
-        new: decoded tokens of a sequence.
+        batch: number of sequences of a training step.
+        rows: number of rows of a micro-batch.
+        length: number of tokens of a sequence in training.
+        decode: numbers of sequences with which decoding is measured.
+        prompt: number of prompt tokens of a sequence in decoding.
+        new: number of tokens that are decoded per sequence.
     """
 
     model: str
@@ -98,7 +98,7 @@ def _subject(work: Work) -> Subject:
 
 
 def _used(device: Any) -> float | None:
-    """Peak memory of the device so far, in bytes; None if the device does not report it."""
+    """Returns the peak memory of the device so far, in bytes; None if it does not report memory."""
     stats = None if device.platform == "cpu" else device.memory_stats()
     return float(stats["peak_bytes_in_use"]) if stats else None
 
@@ -136,8 +136,9 @@ def prediction(
     Args:
         work: sizes of the step.
         model: architecture of the model.
-        device: device of the step; a TPU compiles for itself, and the CPU compiles for all others.
-        stated: key of the chip in `CHIPS`; None for an unknown chip.
+        device: device of the step. For a TPU the compiler of the TPU is used, for all other devices
+            that of the CPU.
+        stated: name of the chip, a key of `CHIPS`; None for an unknown chip.
         flops: measured matmul rate in FLOP/s, which is used for an unknown chip.
         bandwidth: measured read bandwidth in bytes/s, which is used for an unknown chip.
     """
@@ -194,7 +195,7 @@ def _beside(step: dict[str, Any], used: float | None, predicted: dict[str, Any])
         text += f", {played:.3g} s by the compiler's schedule"
     text += f"; {step['share_of_peak']:.0%} of the measured matmul rate"
     figures = {"measured": seconds, "least": least, "most": most, "share": step["share_of_peak"]}
-    # A time below the limit shows an error of the prediction.
+    # A time below the predicted minimum shows that the prediction is wrong.
     good = 0.9 * least < seconds < 2 * max(most, played or 0.0)
     yield Check(GROUP, "time of a training step", "pass" if good else "look", text, figures)
 

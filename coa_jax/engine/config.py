@@ -1,4 +1,4 @@
-"""Settings of the caller: the shapes of an engine, and how a sequence is sampled."""
+"""Settings of decoding: the shapes of an engine, and how a sequence is sampled."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ from coa_jax.model.config import DTYPES
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams(Bounded):
-    """How the tokens of a sequence are sampled.
+    """Settings by which the tokens of a sequence are sampled.
 
     Attributes:
-        temperature: sampling temperature; 0 is greedy.
-        top_p: probability of the nucleus, in (0, 1]; 1 keeps all tokens.
-        top_k: number of most likely tokens that are kept; 0 keeps all.
+        temperature: sampling temperature; 0 samples greedily.
+        top_p: probability mass of the nucleus, in (0, 1]; 1 keeps all tokens.
+        top_k: number of most likely tokens that are kept; 0 keeps all tokens.
 
     Raises:
         UserError: a value is out of bounds.
@@ -33,31 +33,37 @@ class SamplingParams(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig(Bounded):
-    """Static shapes of the engine's programs; each distinct value compiles once.
+    """Settings of an engine: the static shapes of its programs, and how they compute.
+
+    Programs are compiled once for each distinct configuration.
 
     Attributes:
-        slots: number of sequences in progress at a time.
-        max_length: S, positions of a slot; no sequence grows beyond this length.
-        chunk: number of tokens that the device decodes before control returns to the host.
-        extend_buckets: lengths in tokens, ascending, of the programs that prefill prompts and
-            observations; empty for the platform's default, see `on_platform`.
-        extend_block: consecutive tokens of a sequence that a prefill program processes together.
-            The last block of a sequence is padded. 0 for the platform's default.
+        slots: number of sequences that can be in progress at the same time.
+        max_length: maximum number of tokens of a sequence, which is the number of positions of a
+            slot.
+        chunk: number of tokens that the device decodes for each sequence before control returns to
+            the host.
+        extend_buckets: numbers of tokens, ascending, of the programs that prefill prompts and
+            observations. () uses the default of the platform, see `on_platform`.
+        extend_block: number of consecutive tokens of a sequence that a prefill program processes
+            together. The last block of a sequence is padded. 0 uses the default of the platform.
         dtype: dtype of matmul operands.
-        cache_dtype: dtype of keys and values in the cache; empty for ``dtype``. ``int8`` stores one
-            byte per number and one scale per head and position.
-        page_size: positions of a cache page.
-        pages: pages of a pool that all slots share; the samples of a prompt store its whole pages
-            once. 0 gives every slot its own pages for ``max_length``.
-        attention: attention implementation over the cache: ``auto`` or a name, see docs/kernels.md.
-        decode_programs: maximum number of decode programs, for different numbers of rows. With 4,
-            the first decodes a quarter of the slots, the next one half, and so on, in multiples of
-            eight. Each chunk runs the smallest program with room for all slots that are not
-            waiting.
-        engines: number of engines that share one copy of the parameters and work at the same time,
-            each with an equal part of the slots (and of the pages). While one engine computes on a
-            single core, or waits, the others use the other cores. 0 chooses the number, see
-            `num_engines`; `make_engines` creates them.
+        cache_dtype: dtype of keys and values in the cache; "" for the value of ``dtype``. ``int8``
+            stores one byte per number, and one scale per head and position.
+        page_size: number of positions of a cache page.
+        pages: number of pages of a pool that all slots share. The samples of a prompt then store
+            the prompt's full pages once. 0 gives every slot its own pages for ``max_length``
+            positions.
+        attention: implementation of attention over the cache: ``auto``, or a name, see
+            docs/kernels.md.
+        decode_programs: maximum number of decoding programs, which differ in their number of rows.
+            With 4, the first program decodes a quarter of the slots, the second program half of
+            them, and so on; the numbers of rows are multiples of eight. Each chunk runs the
+            smallest program that has a row for every slot that is not waiting.
+        engines: number of engines that share one copy of the parameters and work at the same time.
+            Each engine has an equal part of the slots (and of the pages). While one engine computes
+            on a single core, or waits, the other engines use the other cores. 0 chooses the number,
+            see `num_engines`; `make_engines` creates the engines.
 
     Raises:
         UserError: a value is out of bounds.
@@ -82,11 +88,11 @@ class EngineConfig(Bounded):
             raise UserError(f"engines is {self.engines}; give at most slots, {self.slots}")
 
     def on_platform(self, platform: str) -> EngineConfig:
-        """Fills in the platform's extend_buckets and extend_block where they are not set.
+        """Replaces unset ``extend_buckets`` and ``extend_block`` by the defaults of the platform.
 
-        CPUs have a single bucket: a larger program computes no more tokens per second there. The
-        TPU kernel reads the pages of a sequence again for each of its blocks, so blocks are long on
-        TPUs (docs/kernels.md).
+        CPUs have a single bucket, because larger programs compute no more tokens per second there.
+        On TPUs blocks are long, because the TPU kernel reads the pages of a sequence again for each
+        block of the sequence (docs/kernels.md).
         """
         widths = {"cpu": ((64,), 8), "tpu": ((128, 512), 128)}
         buckets, block = widths.get(platform, ((32, 128, 512), 16))
@@ -100,9 +106,9 @@ class EngineConfig(Bounded):
     def num_engines(self, platform: str) -> int:
         """Returns the number of engines that share the slots of one device or one device group.
 
-        If ``engines`` is 0, the number is one. On CPUs, unless the slots share a pool of pages, it
-        is one per core as long as each engine has 16 slots, since matmuls there process 16 rows at
-        a time.
+        The number is ``engines``, if this is not 0. Otherwise the number is one, except on CPUs
+        without a pool of pages: there it is one engine per core, as long as each engine has 16
+        slots, because matmuls process 16 rows at a time on CPUs.
         """
         if self.engines or self.pages or platform != "cpu":
             return self.engines or 1
@@ -112,15 +118,15 @@ class EngineConfig(Bounded):
         return max(1, min(cores, self.slots // 16))
 
     def share(self, engines: int) -> EngineConfig:
-        """Returns the configuration of each of several engines."""
+        """Returns the configuration of each engine if several engines share slots and pages."""
         slots = -(-self.slots // engines)
-        # At least one page, since 0 would mean separate pages for each slot.
+        # At least one page, because 0 would mean that every slot has its own pages.
         pages = self.pages and max(1, self.pages // engines)
         return dataclasses.replace(self, slots=slots, pages=pages, engines=1)
 
     @property
     def pages_per_slot(self) -> int:
-        """Number of pages of the longest sequence."""
+        """Number of pages that the longest sequence needs."""
         return -(-self.max_length // self.page_size)
 
     @property
@@ -130,12 +136,12 @@ class EngineConfig(Bounded):
 
     @property
     def row_sizes(self) -> tuple[int, ...]:
-        """Numbers of rows of the decode programs, ascending; the last has room for all slots.
+        """Numbers of rows of the decoding programs, ascending; the last program has all slots.
 
-        A single slot has programs of one row, whose steps read the weights fastest. The bits of a
-        sequence are the same for any number of rows from two on, but differ for one row. Sizes are
-        multiples of eight: fewer rows decode no faster, and attention on CPUs processes eight
-        sequences together.
+        An engine with a single slot has a program of one row, whose steps read the weights fastest.
+        The bits of a sequence are the same for any number of rows from two on, but differ for one
+        row. The numbers are multiples of eight, because fewer rows decode no faster, and attention
+        on CPUs processes eight sequences together.
         """
         if self.slots == 1:
             return (1,)

@@ -1,9 +1,10 @@
-"""Which tokens a protocol allows next, as tables that the decode program reads.
+"""Tables that tell the decoding program which tokens a protocol allows next.
 
-A token is allowed in a state of the byte automaton (`protocol.grammar`) if its bytes have
-transitions from that state, and further tokens can continue from the resulting state. Most tokens
-of a vocabulary have the same transition in every state. So the transition table has one column per
-kind of token, and the set of allowed tokens has one bit per token.
+A token is allowed in a state of the byte automaton (`protocol.grammar`) if the token's bytes have
+transitions from that state, and if further tokens can continue from the resulting state. Most
+tokens of a vocabulary share their transitions with many other tokens. The transition table
+therefore has one column per kind of token, where a kind is all tokens with the same transitions,
+and the set of allowed tokens has one bit per token.
 """
 
 from __future__ import annotations
@@ -20,19 +21,22 @@ from coa_jax.errors import UserError
 from coa_jax.protocol.grammar import DEAD, OBSERVED, ByteAutomaton
 
 FREE = 0
-"""The state in which every token is allowed, and which no token leaves."""
+"""The state in which every token is allowed, and in which a sequence stays after any token."""
 
 _WORD = 32
 
 
 class ConstraintTables(NamedTuple):
-    """Tables of the decode program, for S states and V tokens of K kinds.
+    """The tables of a constraint on the device, for S states and V tokens of K kinds.
 
     Attributes:
-        allowed: uint32 ``[S, ceil(V / 32)]``, one bit per token, the lowest first.
-        next_state: int32 ``[S, K]``, next state by kind of token; `DEAD` if not allowed.
+        allowed: uint32 ``[S, ceil(V / 32)]``, one bit per token; the lowest bit of a word is the
+            first token.
+        next_state: int32 ``[S, K]``, next state after a token of a kind; `DEAD` if the token is not
+            allowed.
         kind: int32 ``[V]``, kind of each token.
-        ends: bool ``[S]``, whether the policy may write nothing in a state.
+        ends: bool ``[S]``, whether the policy must not write a token in a state, because an
+            observation or the end of the trajectory follows.
     """
 
     allowed: jax.Array
@@ -43,13 +47,14 @@ class ConstraintTables(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Constraint:
-    """The constraint of a run: its protocols, over one vocabulary.
+    """The constraint of a run, which combines the run's protocols with a vocabulary.
 
     Attributes:
-        tables: tables on the default device.
-        start: protocol -> state before the first token.
-        next_state, kind, ends: the same as in the tables, on the host.
-        observed: int32 ``[S]``, state after an observation; `DEAD` where none is expected.
+        tables: the tables for decoding, on the default device.
+        start: maps the name of a protocol to the state before the first token.
+        next_state, kind, ends: the tables of the same names, on the host.
+        observed: int32 ``[S]``, state after an observation; `DEAD` for states in which no
+            observation is expected.
     """
 
     tables: ConstraintTables
@@ -76,11 +81,12 @@ def make_constraint(
 
     Args:
         automata: automaton of each protocol, by name.
-        tokens: bytes of each token; empty for tokens that may never be written.
-        vocab_size: V, columns of the logits; columns beyond ``tokens`` are never allowed.
+        tokens: bytes of each token; b"" for tokens that may never be written.
+        vocab_size: V, the number of columns of the logits; columns beyond ``tokens`` are never
+            allowed.
 
     Raises:
-        UserError: the vocabulary cannot spell a required text of a protocol.
+        UserError: the vocabulary cannot spell a text that a protocol requires.
     """
     starts, symbols = _join(automata)
     tokens = [*tokens, *[b""] * (vocab_size - len(tokens))][:vocab_size]
@@ -111,9 +117,9 @@ def make_constraint(
 
 
 def _join(automata: Mapping[str, ByteAutomaton]) -> tuple[dict[str, int], np.ndarray]:
-    """Returns each automaton's first state, and the transitions of all in one table.
+    """Returns the first state of each automaton, and the transitions of all automata in one table.
 
-    The free state comes first, the dead state last.
+    The state `FREE` is the first row of the table, the state `DEAD` the last row.
     """
     starts: dict[str, int] = {}
     blocks = [np.full((1, OBSERVED + 1), FREE, np.int32)]
@@ -127,17 +133,18 @@ def _join(automata: Mapping[str, ByteAutomaton]) -> tuple[dict[str, int], np.nda
 
 
 def _compose(transitions: np.ndarray, tokens: Sequence[bytes]) -> tuple[np.ndarray, np.ndarray]:
-    """Returns the kind of each token, and the next state by state and kind.
+    """Returns the kind of each token, and the next state for each state and kind.
 
     All tokens are read in parallel, byte by byte. After each byte, tokens with the same transitions
     from every state are merged, so few transition functions are computed.
 
     Args:
-        transitions: int32 ``[S + 1, 256]``; the last state is the dead one.
-        tokens: V byte strings.
+        transitions: int32 ``[S + 1, 256]``, next state for each state and byte; the last state is
+            `DEAD`.
+        tokens: the bytes of each of the V tokens.
 
     Returns:
-        int32 ``[V]`` and int32 ``[S, K]``.
+        The kinds, int32 ``[V]``, and the next states, int32 ``[S, K]``.
     """
     size = np.array([len(token) for token in tokens])
     width = max(int(size.max(initial=0)), 1)
@@ -150,7 +157,7 @@ def _compose(transitions: np.ndarray, tokens: Sequence[bytes]) -> tuple[np.ndarr
     kind = np.zeros(len(tokens), np.int64)
     columns = np.ascontiguousarray(transitions.T)
     for place in range(width):
-        # A prefix without transitions has none with more bytes either.
+        # A prefix without transitions has no transitions with further bytes either.
         left = np.flatnonzero((size > place) & (kind != 1))
         pairs, inverse = np.unique(kind[left] * 256 + text[left, place], return_inverse=True)
         composed = np.empty(len(pairs), np.int64)
@@ -166,9 +173,10 @@ def _compose(transitions: np.ndarray, tokens: Sequence[bytes]) -> tuple[np.ndarr
 
 
 def _without_dead_ends(after: np.ndarray, observed: np.ndarray, ends: np.ndarray) -> np.ndarray:
-    """Forbids transitions to states that no further tokens can continue, though bytes could.
+    """Forbids transitions to states that bytes, but no further tokens, could continue.
 
-    The answer must remain reachable: the loop grows the set of states from which it is.
+    The answer must remain reachable: the loop grows the set of states from which the answer can be
+    reached.
     """
     answered = ends & (observed == DEAD)
     live = answered.copy()
@@ -193,12 +201,12 @@ def _pack(allowed: np.ndarray, kind: np.ndarray) -> np.ndarray:
 
 
 def allowed_tokens(allowed: jax.Array, state: jax.Array, vocab_size: int) -> jax.Array:
-    """Returns whether each token is allowed: bool ``[..., V]``.
+    """Returns whether each token is allowed in a state, bool ``[..., V]``.
 
     Args:
-        allowed: see `ConstraintTables`.
+        allowed: the table `ConstraintTables.allowed`.
         state: states of the constraint, int32 ``[...]``.
-        vocab_size: V.
+        vocab_size: V, the number of tokens.
     """
     words = allowed[state][..., None]
     bits = words >> jnp.arange(_WORD, dtype=jnp.uint32) & 1
@@ -208,13 +216,13 @@ def allowed_tokens(allowed: jax.Array, state: jax.Array, vocab_size: int) -> jax
 def token_states(
     constraint: Constraint, start: int, tokens: Sequence[int], written: Sequence[bool]
 ) -> np.ndarray:
-    """Returns the state in which each token of a trajectory was sampled, int32 ``[T]``.
+    """Returns the state of the constraint in which each token was sampled, int32 ``[T]``.
 
     Args:
         constraint: constraint of the run.
         start: state before the first token that the policy wrote.
-        tokens: token ids.
-        written: whether the policy wrote the token; other tokens get the state `FREE`.
+        tokens: ids of the trajectory's tokens.
+        written: whether the policy wrote each token; the other tokens get the state `FREE`.
 
     Raises:
         ValueError: a token of the policy is not allowed at its position.

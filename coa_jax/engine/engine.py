@@ -1,4 +1,4 @@
-"""The host side of decoding: starts and extends sequences, decodes chunks, discards overshoot."""
+"""The host side of decoding: starts and extends sequences, and decodes chunks."""
 
 from __future__ import annotations
 
@@ -21,10 +21,10 @@ from coa_jax.parallel.turns import in_turn
 
 
 class Engine:
-    """Decoding over a fixed number of slots.
+    """Decodes sequences in a fixed number of slots.
 
-    The host mirrors lengths and newest tokens; the cache never leaves the device. Every method
-    takes slot numbers: the caller decides which sequence runs in which slot.
+    The host keeps copies of the lengths and of the newest tokens; the cache stays on the device.
+    Every method takes slot numbers, so the caller decides which sequence runs in which slot.
     """
 
     def __init__(
@@ -36,16 +36,17 @@ class Engine:
         constraint: Constraint | None = None,
         compute: Compute | None = None,
     ):
-        """Allocates the cache.
+        """Places the parameters and allocates the cache.
 
         Args:
-            params: see `publish`. The engine runs on their devices; several devices form one group,
-                see `engine.layout`.
+            params: parameters, see `publish`. The engine runs on their devices; several devices
+                form one group, see `engine.layout`.
             model: the architecture.
             config: shapes of the engine.
-            stop_tokens: tokens that end a sequence.
-            constraint: which tokens may be sampled; None for all.
-            compute: how the programs compute; None for the choice of `layout.engine_compute`.
+            stop_tokens: ids of the tokens that end a sequence.
+            constraint: constraint under which tokens are sampled; None without a constraint.
+            compute: dtype, operations and sharding of the programs; None for the choice of
+                `layout.engine_compute`.
 
         Raises:
             UserError: the engine needs more memory than is free, or its shapes contradict each
@@ -76,16 +77,16 @@ class Engine:
             self._tables = jax.device_put(constraint.tables, layout.replicated(self.params))
         self._rule = np.full(slots, FREE, np.int32)
         self.stop_tokens = tuple(stop_tokens)
-        self.extended_tokens = 0  # tokens that `extend` computed, padding included
-        self.row_steps = 0  # sum over decode steps of their rows
+        self.extended_tokens = 0  # tokens that `extend` computed, including padding
+        self.row_steps = 0  # number of rows, summed over decoding steps
         self.pages = PageTable(slots, config.pages_per_slot, config.page_size, config.pages)
         self._pages: Any = layout.new_pages(self.params, model, config, self.compute)
 
     def publish(self, params: Params | DecodeParams) -> None:
-        """Replaces the parameters.
+        """Replaces the parameters of the engine.
 
         Args:
-            params: training parameters, whose devices form one group; or the copy that
+            params: training parameters, whose devices form one group; or a copy that
                 `layout.publish` made for the devices of this engine.
         """
         if not isinstance(params, DecodeParams):
@@ -95,15 +96,18 @@ class Engine:
             self._pages = layout.new_pages(params, self.model, self.config, self.compute)
 
     def give_back(self, places: DecodeParams) -> None:
-        """Frees parameters and cache until the next `publish`; the slots must be free.
+        """Frees the memory of parameters and cache until the next `publish`.
+
+        The slots must be free.
 
         Args:
-            places: shapes and shardings of the parameters, which take their place.
+            places: shapes and shardings of the parameters. They take the place of the arrays until
+                the next `publish`.
         """
         self.params, self._pages = places, None
 
     def warm_up(self) -> None:
-        """Compiles all programs, so that no later call waits for compilation.
+        """Compiles all programs, so that no later call has to wait for a compilation.
 
         The slots must be free.
         """
@@ -121,23 +125,24 @@ class Engine:
     def reserve(
         self, slot: int, positions: int, source: int | None = None, length: int = 0
     ) -> bool:
-        """Reserves pages for a sequence in a slot; the slot's previous sequence is discarded.
+        """Reserves pages for a sequence in a slot, and discards the slot's previous sequence.
 
         Args:
             slot: a free slot.
             positions: maximum length of the sequence.
-            source: a slot whose sequence begins with the same ``length`` tokens. Whole pages of
-                these tokens are shared; `fork` copies the rest. It may be the slot itself.
-            length: see ``source``.
+            source: a slot whose sequence begins with the same ``length`` tokens, possibly the slot
+                itself. Full pages of these tokens are shared; `fork` copies the rest. None if no
+                tokens are shared.
+            length: number of common tokens, see ``source``.
 
         Returns:
-            Whether there are enough pages; always true unless slots share a pool of pages.
+            Whether there are enough free pages; always True unless the slots share a pool of pages.
         """
         positions = min(positions, self.config.max_length)
         return self.pages.reserve(slot, positions, source, length)
 
     def release(self, slot: int) -> None:
-        """Frees the pages of a sequence that has ended; its keys and values are lost."""
+        """Frees the pages of a sequence that has ended, whose keys and values are then lost."""
         self.pages.release(slot)
 
     def start(
@@ -151,17 +156,18 @@ class Engine:
         sampling: SamplingParams,
         protocol: str | None = None,
     ) -> None:
-        """Starts a sequence in a slot; `extend` or `fork` has put its prompt into the cache.
+        """Starts a sequence in a slot, after `extend` or `fork` has put its prompt into the cache.
 
         Args:
             slot: the slot.
-            prompt_length: tokens of the prompt, at least 1.
+            prompt_length: number of tokens of the prompt, at least 1.
             last_token: last token of the prompt.
-            limit: length at which decoding stops, capped at ``max_length``.
-            key: (seed, prompt id, sample id), signed 32-bit integers.
+            limit: length at which decoding stops, in tokens; at most ``max_length``.
+            key: (seed, prompt id, sample id), three signed 32-bit integers from which the random
+                key is derived.
             sampling: temperature and truncation.
-            protocol: protocol of the engine's constraint that the sequence must obey; None for
-                none.
+            protocol: name of the protocol that the sequence must obey, which the engine's
+                constraint contains; None for no constraint.
         """
         starts = {} if self.constraint is None else self.constraint.start
         self._rule[slot] = FREE if protocol is None else starts[protocol]
@@ -179,20 +185,20 @@ class Engine:
         self._top_k[slot] = sampling.top_k
 
     def set_active(self, slot: int, active: bool) -> None:
-        """Resumes decoding in a slot, or pauses it while its tool runs."""
+        """Resumes decoding in a slot, or pauses it while a tool of the slot's sequence runs."""
         self._active[slot] = active
 
     def set_limit(self, slot: int, limit: int) -> None:
-        """Changes the length at which a sequence stops.
+        """Changes the length at which decoding of a sequence stops.
 
         The reserved pages of the slot must cover the new length.
         """
         self._limit[slot] = min(limit, self.config.max_length)
 
     def truncate(self, slot: int, length: int, last_token: int) -> None:
-        """Discards tokens beyond ``length``.
+        """Discards the tokens of a sequence beyond ``length``.
 
-        Not for a constrained slot, which never samples beyond the end of a turn.
+        A constrained slot cannot be truncated; it never samples tokens beyond the end of a turn.
 
         Args:
             slot: the slot.
@@ -205,18 +211,18 @@ class Engine:
         self._token[slot] = last_token
 
     def observe(self, slot: int) -> None:
-        """Moves the constraint of a slot to the state after an observation, if the slot has one."""
+        """Moves a slot's constraint, if there is one, to the state after an observation."""
         if self.constraint is not None:
             self._rule[slot] = self.constraint.observed[self._rule[slot]]
 
     def extend(self, feeds: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Prefills tokens into the cache; lengths grow to cover them.
+        """Prefills tokens into the cache; the lengths of the slots grow to include the tokens.
 
         Args:
-            feeds: (slot, start, tokens); the tokens take the positions from ``start`` on. ``start``
-                is at most the slot's length. A sequence in progress is fed from ``length - 1``,
-                because its newest token is not in the cache yet. A slot without pages gets pages
-                for ``max_length``.
+            feeds: tuples (slot, start, tokens). ``start`` is the position of the first of the
+                tokens, and is at most the length of the slot. For a sequence in progress ``start``
+                is ``length - 1``, because the newest token is not in the cache yet. A slot without
+                pages gets pages for ``max_length`` positions.
         """
         size = self.config.extend_block
         blocks: list[tuple[int, int, Sequence[int]]] = []
@@ -232,7 +238,8 @@ class Engine:
             self._token[slot] = tokens[-1]
         buckets = self.config.extend_buckets
         while blocks:
-            # Uses the largest program that can be filled, so that only the last one has padding.
+            # Use the largest program that the remaining tokens can fill, so that only the last
+            # program has padding.
             tokens_left = len(blocks) * size
             bucket = max((b for b in buckets if b <= tokens_left), default=buckets[0])
             self._extend_blocks(blocks[: bucket // size], bucket)
@@ -264,11 +271,14 @@ class Engine:
         self.extended_tokens += bucket
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Starts sequences with the first ``length`` tokens of another: one prefill for all.
+        """Starts sequences with the first ``length`` tokens of another sequence.
+
+        The common tokens are thus prefilled only once.
 
         Args:
             source: slot of the other sequence.
-            targets: slots of the new sequences; a slot without pages gets pages for ``max_length``.
+            targets: slots of the new sequences; a slot without pages gets pages for ``max_length``
+                positions.
             length: number of common tokens.
         """
         pairs: list[tuple[int, int]] = []
@@ -283,7 +293,7 @@ class Engine:
 
     @property
     def _copy_rows(self) -> int:
-        """Returns the number of pages that one copy program copies."""
+        """The number of pages that one call of the copy program copies."""
         return min(self.config.slots, 8)
 
     def _copy_pages(self, pairs: Sequence[tuple[int, int]]) -> None:
@@ -300,10 +310,10 @@ class Engine:
         )
 
     def decode(self) -> programs.Chunk:
-        """Decodes one chunk in the active slots; blocks until the result is on the host.
+        """Decodes one chunk in the active slots, and waits until the result is on the host.
 
         Returns:
-            The chunk as NumPy arrays over all slots. Slots whose sequence ended are inactive
+            The chunk, as NumPy arrays over all slots. A slot whose sequence has ended is inactive
             afterwards.
         """
         active = np.flatnonzero(self._active).astype(np.int32)
@@ -311,7 +321,7 @@ class Engine:
         return self._decode(active, next(n for n in self.config.row_sizes if n >= active.size))
 
     def lower_decode(self) -> jax.stages.Lowered:
-        """Lowers the largest decode program without compiling it, for inspection."""
+        """Lowers the largest decoding program for inspection, without compiling it."""
         arguments, static = self._decode_arguments(np.zeros(0, np.int32), self.config.row_sizes[-1])
         return programs.decode_chunk.lower(*arguments, **static)
 
@@ -354,7 +364,7 @@ class Engine:
         }
 
     def _decode(self, slots: np.ndarray, rows: int) -> programs.Chunk:
-        """Decodes a chunk of the given slots with the program of ``rows`` rows."""
+        """Decodes a chunk in the given slots, with the program that has ``rows`` rows."""
         arguments, static = self._decode_arguments(slots, rows)
         decoded = in_turn(self.compute.mesh, programs.decode_chunk, *arguments, **static)
         self._pages, state, chunk = decoded
@@ -381,15 +391,15 @@ class Engine:
 
     @property
     def any_active(self) -> bool:
-        """Returns whether any slot is decoding."""
+        """Whether any slot is decoding."""
         return bool(self._active.any())
 
 
 def check_shapes(config: EngineConfig) -> None:
-    """Rejects shapes that contradict each other.
+    """Checks that the shapes of an engine do not contradict each other.
 
     Raises:
-        UserError: shapes contradict each other; the message names them.
+        UserError: two settings contradict each other; the message names them.
     """
     block, buckets = config.extend_block, config.extend_buckets
     ascending = list(buckets) == sorted(set(buckets))

@@ -1,4 +1,4 @@
-"""The engines of a process: one or more for each group of its devices."""
+"""Creates the engines of a process: one or more for each group of its devices."""
 
 from __future__ import annotations
 
@@ -29,18 +29,20 @@ def make_engines(
     kind: type[E] = Engine,  # type: ignore[assignment]
     aside: Sequence[jax.Device] = (),
 ) -> list[E]:
-    """Creates engines for each group of this process's devices, ordered by group.
+    """Creates engines for each group of this process's devices, in the order of the groups.
 
     Args:
         params: training parameters, on one device or a mesh.
-        model, stop_tokens, constraint: see `Engine`.
+        model, stop_tokens, constraint: arguments of `Engine`.
         config: shapes of all engines of a group together.
-        tensor: devices of a group, see `layout.decode_mesh`.
+        tensor: number of devices of a group; 0 for the number over which training shards a layer.
         kind: class of the engines.
-        aside: rollout devices of all processes; empty to decode on the devices of the parameters.
+        aside: devices of all processes that are reserved for rollouts; () decodes on the devices of
+            the parameters.
 
     Raises:
-        UserError: see `Engine` and `layout.run_groups`.
+        UserError: the engines do not fit, or the devices cannot be grouped, see `Engine` and
+            `layout.run_groups`.
     """
     platform = jax.default_backend()
     check_shapes(config.on_platform(platform))
@@ -60,12 +62,15 @@ def make_engines(
 
 
 def copies(engines: Sequence[Engine]) -> list[DecodeParams]:
-    """Returns the parameters of engines from `make_engines`, one copy per group."""
+    """Returns the parameters of engines from `make_engines`, with one copy per group."""
     return list({id(engine.params): engine.params for engine in engines}.values())
 
 
 def take_copies(engines: Sequence[Engine], parts: Sequence[DecodeParams]) -> None:
-    """Sets the parameters of engines to copies from `copies` or `layout.publish`, one per group."""
+    """Gives parameters, with one copy per group, to engines from `make_engines`.
+
+    The copies come from `copies`, `new_copies` or `layout.publish`.
+    """
     count, rest = divmod(len(engines), len(parts))
     if rest:
         raise ValueError(f"{len(parts)} copies for {len(engines)} engines")
@@ -76,12 +81,13 @@ def take_copies(engines: Sequence[Engine], parts: Sequence[DecodeParams]) -> Non
 def sharing(
     engines: Sequence[Engine], parts: Sequence[DecodeParams], slots: int = 0
 ) -> list[Engine]:
-    """Creates further engines on the same parameters, each with a cache of its own.
+    """Creates further engines that use the same parameters, each with a cache of its own.
 
     Args:
         engines: engines from `make_engines`; they may be decoding.
-        parts: parameters in the engines' layout, one copy per group, see `take_copies`.
-        slots: slots of the new engines together; 0 for as many as the others have.
+        parts: parameters in the layout of the engines, with one copy per group, see `take_copies`.
+        slots: number of slots of the new engines together; 0 for the number of slots of the given
+            engines.
 
     Raises:
         UserError: there is no memory for another cache.
@@ -103,9 +109,9 @@ def sharing(
 def publish_all(engines: Sequence[Engine], params: Params) -> None:
     """Gives new training parameters to all engines from `make_engines`.
 
-    Engines on separate devices may decode meanwhile: they keep the old parameters until the new
-    copy is complete. On the devices of training, the old copy is deleted first, since both may not
-    fit in memory.
+    Engines on separate devices may be decoding at the same time: they keep the old parameters until
+    the new copy is complete. On the devices of training, the old copy is deleted first, because
+    both copies may not fit into memory.
     """
     if apart(engines, params):
         take_copies(engines, new_copies(engines, params))
@@ -117,9 +123,9 @@ def publish_all(engines: Sequence[Engine], params: Params) -> None:
 
 
 def give_back(engines: Sequence[Engine]) -> None:
-    """Frees what engines hold on their devices, until `publish_all`.
+    """Frees the memory that engines use on their devices, until the next `publish_all`.
 
-    In between the memory is free for an update.  No slot of the engines may be in use.
+    An update can use this memory in the meantime. No slot of the engines may be in use.
     """
     places = {
         id(params): jax.tree.map(
@@ -132,7 +138,7 @@ def give_back(engines: Sequence[Engine]) -> None:
 
 
 def apart(engines: Sequence[Engine], params: Params) -> bool:
-    """Returns whether the engines run on other devices than the training parameters."""
+    """Returns whether the engines run on other devices than those of the training parameters."""
     decoding, training = (jax.tree.leaves(x)[0].sharding for x in (engines[0].params, params))
     return not decoding.device_set & training.device_set
 
@@ -140,8 +146,9 @@ def apart(engines: Sequence[Engine], params: Params) -> bool:
 def new_copies(engines: Sequence[Engine], params: Params) -> list[DecodeParams]:
     """Copies new training parameters to the devices of the engines, for `take_copies`.
 
-    The engines are unchanged and may decode meanwhile; their devices hold both copies until
-    `take_copies`. If the engines run on separate devices, the function waits for the copies.
+    The engines keep their parameters and may be decoding at the same time; their devices hold both
+    copies until `take_copies`. If the engines run on separate devices, the function waits until the
+    copies are complete.
     """
     first = engines[0]
     parts = layout.publish(params, first.model, first.config, _group_size(first))

@@ -1,13 +1,13 @@
-"""Placement of decoding: groups of devices, and the arrays of an engine on them.
+"""The placement of decoding: groups of devices, and an engine's arrays on them.
 
-A group of ``tensor`` devices of one process holds one copy of the parameters, sharded by heads, MLP
-width and vocabulary, and runs its own engine. Groups share nothing, so no group ever waits for
-another. One compiled program turns the training parameters, sharded over all devices of all
-processes, into the copies of all groups.
+A group consists of ``tensor`` devices of one process. It holds one copy of the parameters, sharded
+by heads, MLP width and vocabulary, and runs its own engine. Groups share nothing, so no group ever
+waits for another group. One compiled program converts the training parameters, which are sharded
+over all devices of all processes, into the copies of all groups.
 
-Groups consist either of the training devices, or of devices reserved for rollouts. In the second
-case the program makes the copies on training devices, and a transfer within each process moves them
-to the reserved devices.
+Groups consist either of the training devices, or of devices that are reserved for rollouts. With
+reserved devices, the program makes the copies on training devices, and a transfer within each
+process moves the copies to the reserved devices.
 """
 
 from __future__ import annotations
@@ -43,22 +43,22 @@ from coa_jax.parallel.turns import in_turn
 def decode_mesh(mesh: Mesh, tensor: int = 0) -> Mesh:
     """Arranges the devices of a training mesh into groups for decoding.
 
-    A group lies within one process, which has its engine and tools. The devices keep their order
-    from training, because the program `publish` uses both meshes and JAX allows one device order
-    per program. The devices of a process need not be consecutive in this order: on TPUs the order
-    follows the torus, where a v5p host has 2 x 2 chips of a 4 x 4 x 8 slice. The mesh therefore
-    has as many axes as the groups need.
+    A group lies within one process, because each process has its own engines and tools. The devices
+    keep their order from training, because the program of `publish` uses both meshes, and JAX
+    allows one device order per program. The devices of a process need not be consecutive in this
+    order. On TPUs the order follows the torus, where, for example, a v5p host has 2 x 2 chips of a
+    4 x 4 x 8 slice. The mesh therefore has as many axes as the groups need.
 
     Args:
         mesh: training mesh.
-        tensor: devices of a group; 0 for the number over which training shards a layer.
+        tensor: number of devices of a group; 0 for the number over which training shards a layer.
 
     Returns:
-        A mesh whose axes ``tensor0``, ``tensor1``, ... run within a group; the other axes,
-        ``data0``, ``data1``, ..., count the groups.
+        A mesh whose axes ``tensor0``, ``tensor1``, ... run within a group. The other axes,
+        ``data0``, ``data1``, ..., run over the groups.
 
     Raises:
-        UserError: the devices cannot be arranged like that.
+        UserError: the devices cannot be arranged into such groups.
     """
     tensor = tensor or mesh.shape["tensor"]
     devices = mesh.devices.reshape(-1)
@@ -77,16 +77,17 @@ def decode_mesh(mesh: Mesh, tensor: int = 0) -> Mesh:
 
 
 def rollout_mesh(devices: Sequence[jax.Device], tensor: int, train: int, count: int) -> Mesh:
-    """Arranges the devices reserved for rollouts into groups, like a `decode_mesh`.
+    """Arranges devices that are reserved for rollouts into groups, like a `decode_mesh`.
 
     Args:
-        devices: reserved devices of all processes, process by process.
-        tensor: devices of a group.
-        train: training devices of a process; they form groups of the same size for a copy.
-        count: reserved devices of a process.
+        devices: reserved devices of all processes, sorted by process.
+        tensor: number of devices of a group.
+        train: number of training devices of a process, which form groups of the same size to make
+            the copies.
+        count: number of reserved devices of a process.
 
     Raises:
-        UserError: the devices of a process cannot be arranged like that.
+        UserError: the devices of a process cannot be arranged into such groups.
     """
     if count % tensor or train % tensor:
         raise UserError(
@@ -101,15 +102,18 @@ def rollout_mesh(devices: Sequence[jax.Device], tensor: int, train: int, count: 
 
 
 def run_groups(mesh: Mesh | None, tensor: int, aside: Sequence[jax.Device] = ()) -> Mesh | None:
-    """Returns the groups of a run over all processes; None if one device trains and decodes.
+    """Returns the mesh of a run's decoding groups over all processes.
+
+    The result is None if a single device trains and decodes.
 
     Args:
         mesh: training mesh; None for one device.
-        tensor: see `decode_mesh`.
-        aside: devices reserved for rollouts, see `rollout_mesh`.
+        tensor: number of devices of a group; 0 for the number over which training shards a layer.
+        aside: devices reserved for rollouts, see `rollout_mesh`; () decodes on the training
+            devices.
 
     Raises:
-        UserError: see `decode_mesh` and `rollout_mesh`.
+        UserError: the devices cannot be arranged into groups, see `decode_mesh` and `rollout_mesh`.
     """
     if aside:
         size = tensor or (1 if mesh is None else mesh.shape["tensor"])
@@ -119,15 +123,15 @@ def run_groups(mesh: Mesh | None, tensor: int, aside: Sequence[jax.Device] = ())
 
 
 def group_axes(processes: np.ndarray, tensor: int) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Returns sizes and names of mesh axes, some of which run within a process.
+    """Returns the sizes and names of the axes of a `decode_mesh`.
 
     Args:
-        processes: int ``[N]``, process of each device.
-        tensor: devices of a group.
+        processes: int ``[N]``, index of the process of each device.
+        tensor: number of devices of a group.
 
     Returns:
-        See `decode_mesh`. If the devices of the processes are not placed regularly, the sizes do
-        not multiply to N, or groups span processes.
+        The sizes and the names. If the devices of the processes are not placed regularly, the
+        product of the sizes is not N, or groups span processes.
     """
     shape, names, rest = [], [], processes.size
     strides = _strides(np.flatnonzero(processes == processes[0])[:tensor].tolist())
@@ -148,8 +152,9 @@ def groups_of(mesh: Mesh, tensor: int) -> np.ndarray:
 def _strides(places: Sequence[int]) -> list[tuple[int, int]]:
     """Returns (stride, size) of each axis of a regular set of indices that begins with 0.
 
-    For example, 0, 1, 8, 9 has an axis of size 2 with stride 1 and an axis of size 2 with stride 8.
-    For an irregular set, the sizes multiply to less than the number of indices.
+    For example, the indices 0, 1, 8, 9 have an axis of size 2 with stride 1 and an axis of size 2
+    with stride 8. For an irregular set, the product of the sizes is less than the number of
+    indices.
     """
     found, known = [], 1
     while known < len(places):
@@ -167,16 +172,17 @@ def _strides(places: Sequence[int]) -> list[tuple[int, int]]:
 def publish(
     params: Params, model: ModelConfig, config: EngineConfig, tensor: int = 0
 ) -> list[DecodeParams]:
-    """Copies training parameters into the layout for decoding, one copy per group of this process.
+    """Copies training parameters into the layout for decoding, with one copy per group.
 
-    With several processes, all of them call this function. For several slots on one CPU device,
-    kernels have their output axes first, see `DecodeParams`.
+    The result has the copies of this process's groups. If there are several processes, all of them
+    call this function. For an engine with several slots on a single CPU device, kernels have their
+    output axes first, see `DecodeParams`.
 
     Args:
         params: training parameters without adapters, on one device or on a mesh.
         model: the architecture.
         config: shapes of the engines that will use the copies.
-        tensor: see `decode_mesh`.
+        tensor: number of devices of a group, see `decode_mesh`.
     """
     dtype = config.dtype
     mesh = mesh_of(params)
@@ -194,16 +200,16 @@ def move(
     """Moves copies to other devices of this process, in one transfer between devices.
 
     Args:
-        parts: copies from `publish`.
-        places: sharding of each moved copy. If there are more places than copies, the copies
-            are used in turn.
+        parts: copies that `publish` returned.
+        places: sharding of each moved copy. If there are more places than copies, the first copies
+            are used again.
     """
     sources = [parts[number % len(parts)] for number in range(len(places))]
     return jax.device_put(sources, list(places))
 
 
 def places_of(model: ModelConfig, mesh: Mesh) -> list[Sharding | DecodeParams]:
-    """Returns the shardings, for `move`, of this process's groups in a `rollout_mesh`."""
+    """Returns the shardings of this process's groups in a `rollout_mesh`, for `move`."""
     return [
         decode_shardings(model, _group_mesh(group))
         if group.size > 1
@@ -234,13 +240,14 @@ def cut(everywhere: DecodeParams, model: ModelConfig) -> list[DecodeParams]:
 def publish_program(
     model: ModelConfig, dtype: str, mesh: Mesh | None, outputs_first: bool = False
 ) -> Any:
-    """Returns the compiled program from the training layout to the decoding layout.
+    """Returns the compiled program that converts the training layout to the decoding layout.
 
     Args:
         model: the architecture.
         dtype: dtype of the copies.
-        mesh: see `decode_mesh`; None for one device.
-        outputs_first: see `DecodeParams`; only for one device.
+        mesh: mesh of all groups, see `decode_mesh`; None for one device.
+        outputs_first: whether the output axes of kernels are moved to the front, see
+            `DecodeParams`; only for one device.
     """
 
     def program(params: Params) -> DecodeParams:
@@ -270,7 +277,7 @@ def tensor_size(mesh: Mesh) -> int:
 
 
 def _split_axes(mesh: Mesh) -> tuple[str, ...]:
-    """Returns the axes of a `decode_mesh` that run within a group."""
+    """Returns the names of the axes of a `decode_mesh` that run within a group."""
     return tuple(name for name in mesh.axis_names if name.startswith("tensor"))
 
 
@@ -279,7 +286,7 @@ def _group_mesh(devices: np.ndarray) -> Mesh:
 
 
 def _part(array: jax.Array, place: NamedSharding) -> jax.Array:
-    """Returns the part of an array that lies on one group, without copying it."""
+    """Returns the part of an array that lies on one group, without copying the data."""
     shards = {shard.device: shard.data for shard in array.addressable_shards}
     devices = place.mesh.devices.reshape(-1)
     if devices.size == 1:
@@ -299,7 +306,7 @@ def replicated(params: DecodeParams) -> Sharding:
 
 
 def engine_compute(model: ModelConfig, config: EngineConfig, params: DecodeParams) -> Compute:
-    """Returns how an engine computes on the devices of its parameters.
+    """Returns the dtype, operations and sharding of an engine on the devices of its parameters.
 
     Args:
         model: the architecture.
@@ -326,18 +333,20 @@ def engine_compute(model: ModelConfig, config: EngineConfig, params: DecodeParam
 def paged_case(
     model: ModelConfig, config: EngineConfig, tensor: int, platform: str, capability: float = 0.0
 ) -> Case:
-    """Returns the platform, dtype and shapes of attention over the cache.
+    """Returns the platform, dtype and shapes of an engine's attention over the cache.
 
     Args:
-        model, config: architecture and shapes of the engine.
-        tensor: devices of a group.
-        platform, capability: of the devices, see `model.attention.choice.Case`.
+        model, config: the architecture, and the shapes of the engine.
+        tensor: number of devices of a group.
+        platform, capability: platform and compute capability of the devices, see
+            `model.attention.choice.Case`.
     """
     heads = model.num_kv_heads
     dtypes = (config.dtype, config.cache_dtype or config.dtype)
     return Case(
         platform,
-        # A kernel has one dtype for both; the case names the dtype that the kernel will reject.
+        # A kernel has one dtype for operands and cache; the case names the dtype that the kernel
+        # will reject.
         next((dtype for dtype in dtypes if dtype not in ("bfloat16", "float16")), config.dtype),
         heads if heads % tensor else heads // tensor,  # all heads if they cannot be sharded
         model.num_groups,
@@ -356,7 +365,7 @@ def new_pages(
         params: parameters in the layout for decoding.
         model: the architecture.
         config: shapes of the engine.
-        compute: the implementation whose layout the pages have.
+        compute: the implementation, which determines the layout of the pages.
     """
     return in_turn(compute.mesh, _new_pages(model, config, compute), params)
 
@@ -364,12 +373,12 @@ def new_pages(
 def abstract_pages(
     model: ModelConfig, config: EngineConfig, compute: Compute
 ) -> tuple[LayerPages, ...]:
-    """Returns shapes and, on a mesh, shardings of the result of `new_pages`.
+    """Returns the shapes and, on a mesh, the shardings of the result of `new_pages`.
 
     Args:
         model: the architecture.
         config: shapes of the engine.
-        compute: implementation and mesh.
+        compute: the implementation, which determines the layout of the pages, and the mesh.
     """
     dtype, mesh = config.cache_dtype or config.dtype, compute.mesh
     shapes = jax.eval_shape(
@@ -397,13 +406,14 @@ def _new_pages(model: ModelConfig, config: EngineConfig, compute: Compute) -> An
 
     if compute.mesh is not None:
         places = jax.tree.map(lambda x: x.sharding, abstract_pages(model, config, compute))
-    # The parameters remain arguments: otherwise JAX would not tie the cache to their devices, and
-    # would compile programs twice, for a new cache and for a cache that a program returned.
+    # The parameters remain arguments of the program. Otherwise JAX would not tie the cache to their
+    # devices, and would compile programs twice: for a new cache, and for a cache that a program
+    # returned.
     return jax.jit(program, keep_unused=True, out_shardings=places)
 
 
 def mesh_of(params: Params | DecodeParams) -> Mesh | None:
-    """Returns the mesh of several devices on which parameters lie; None for one device."""
+    """Returns the mesh of parameters that lie on several devices; None for one device."""
     placed = jax.tree.leaves(params)[0].sharding
     if not isinstance(placed, NamedSharding) or placed.num_devices == 1:
         return None

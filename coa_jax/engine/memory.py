@@ -1,4 +1,4 @@
-"""Computes the memory of an engine on a device before any of it is allocated."""
+"""Computes how much memory an engine needs on a device, before anything is allocated."""
 
 from __future__ import annotations
 
@@ -22,13 +22,14 @@ from coa_jax.model.params import DecodeParams, Params, num_params
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """Memory of an engine, in bytes on each device of its group.
+    """The memory of an engine, in bytes on each device of its group.
 
     Attributes:
-        parameters: parameters in the decoding layout, including the separate output head.
-        page: keys and values of one cache page, the part on one device.
+        parameters: bytes of the parameters in the decoding layout, including a separate output
+            head.
+        page: bytes of one cache page: the part of its keys and values that is on one device.
         pages: number of pages.
-        scratch: largest temporary memory of a program while it runs.
+        scratch: bytes of the largest temporary memory of a program while the program runs.
     """
 
     parameters: int
@@ -38,12 +39,12 @@ class Memory:
 
     @property
     def cache(self) -> int:
-        """Bytes of all keys and values."""
+        """Number of bytes of all keys and values."""
         return self.page * self.pages
 
     @property
     def total(self) -> int:
-        """Bytes of parameters, cache and scratch together."""
+        """Number of bytes of parameters, cache and scratch together."""
         return self.parameters + self.cache + self.scratch
 
     def __str__(self) -> str:
@@ -57,14 +58,14 @@ class Memory:
 def engine_memory(model: ModelConfig, config: EngineConfig, tensor: int = 1) -> Memory:
     """Computes the memory that an engine will need.
 
-    Parameters and cache are exact. The scratch counts only large arrays: a page of every row,
-    scores, logits and the wide activations of a layer. With several devices, everything but the
-    cache is assumed to be sharded evenly; the replicated arrays (norms, for instance) are small.
+    Parameters and cache are exact. The scratch memory includes only large arrays: a page of every
+    row, scores, logits, and the wide activations of a layer. With several devices, everything
+    except the cache is assumed to be sharded evenly; replicated arrays, such as norms, are small.
 
     Args:
         model: the architecture.
         config: shapes of the engine.
-        tensor: devices of the engine's group.
+        tensor: number of devices of the engine's group.
     """
     config = config.on_platform(jax.default_backend())
     item = jnp.dtype(config.dtype).itemsize
@@ -96,24 +97,22 @@ def fitted(
     longest: int,
     free: int | None,
 ) -> EngineConfig:
-    """Returns the shapes that given samples need on this machine.
+    """Returns the shapes that an engine needs for given samples on this machine.
 
-    No shape is larger than in ``config``.
-
-    No slot stays empty for the whole run, no slot is longer than the longest sample, and the slots
-    fit in memory. On CPUs, where larger programs read no faster and returning to the host is cheap,
-    extend buckets and chunks are those of the platform. A trajectory is the same in all of these
-    shapes.
+    No shape is larger than in ``config``. The slots fit in memory, no slot stays empty for the
+    whole run, and no slot is longer than the longest sample. On CPUs, extend buckets and chunks are
+    those of the platform, because larger programs are no faster there and returning to the host is
+    cheap. The choice of the shapes does not change any trajectory.
 
     Args:
-        config: the largest shapes.
+        config: the largest allowed shapes.
         model: the architecture.
         platform: JAX platform, such as ``cpu``.
         samples: number of samples to decode.
-        longest: maximum length of a sample, in tokens.
-        free: free bytes on each device of the engine; None if unknown.
+        longest: maximum number of tokens of a sample.
+        free: number of free bytes on each device of the engine; None if unknown.
     """
-    # A single slot uses programs of its own, whose sums differ in their last bits.
+    # An engine with a single slot has other programs, whose sums differ in their last bits.
     slots = min(config.slots, max(samples, 2))
     fit = dataclasses.replace(config, slots=slots, max_length=min(config.max_length, longest))
     if config.pages:
@@ -155,9 +154,9 @@ def _total(model: ModelConfig, config: EngineConfig, tensor: int, **other: Any) 
 
 
 def free_memory(device: jax.Device) -> int | None:
-    """Returns the bytes that can still be allocated on a device.
+    """Returns the number of bytes that can still be allocated on a device.
 
-    The result is None if the platform does not report it.
+    The result is None if the platform does not report the number.
     """
     stats = None if device.platform == "cpu" else device.memory_stats()
     if stats and "bytes_limit" in stats:
@@ -173,10 +172,12 @@ def free_memory(device: jax.Device) -> int | None:
 
 
 def free_in_groups(listing: Path, mounted: Path) -> Iterator[int]:
-    """Yields the free bytes under each memory limit of this process's cgroups, as in containers.
+    """Yields the free bytes under each memory limit of this process's cgroups.
+
+    Containers set such limits.
 
     Args:
-        listing: file that lists the cgroups of this process.
+        listing: path of the file that lists the cgroups of this process.
         mounted: directory where the cgroup file systems (versions 1 and 2) are mounted.
     """
     for line in listing.read_text().splitlines() if listing.exists() else ():
@@ -188,8 +189,8 @@ def free_in_groups(listing: Path, mounted: Path) -> Iterator[int]:
         elif controllers:
             continue
         group = top / path.lstrip("/")
-        # Inside a container the listing may show the host's path, while the mount is the
-        # container's.
+        # Inside a container, the listing may show the path on the host, while the mount is that of
+        # the container.
         for place in (group, *group.parents):
             if not place.is_relative_to(top):
                 break
@@ -207,17 +208,17 @@ def check_room(
     tensor: int,
     places: Sequence[Sharding | DecodeParams] = (),
 ) -> None:
-    """Raises an error if an engine does not fit on the devices of this process that will run it.
+    """Checks that an engine fits on the devices of this process that will run the engine.
 
     Args:
-        params: training parameters that will be copied, or the copy, which is already allocated.
-        model, config: see `check_memory`.
-        tensor: devices of the engine's group.
-        places: shardings of the engines' copies on reserved devices, which then hold two copies,
-            see `engine.group.new_copies`; empty for the devices of the parameters.
+        params: training parameters that will be copied; or the copy, which is already allocated.
+        model, config: the architecture, and the shapes of the engine.
+        tensor: number of devices of the engine's group.
+        places: shardings of the engines' copies on reserved devices, each of which then holds two
+            copies, see `engine.group.new_copies`; () for the devices of the parameters.
 
     Raises:
-        UserError: see `check_memory`.
+        UserError: the engine does not fit, see `check_memory`.
     """
     jax.block_until_ready(params)  # otherwise they may not be allocated yet
     devices = jax.tree.leaves(params)[0].sharding.addressable_devices
@@ -240,18 +241,19 @@ def check_memory(
     published: bool = False,
     twice: bool = False,
 ) -> None:
-    """Raises an error if an engine does not fit in memory.
+    """Checks that an engine fits in memory.
 
     Args:
         model: the architecture.
         config: shapes of the engine.
-        free: free bytes on each of its devices; None if unknown.
-        tensor: devices of its group.
+        free: number of free bytes on each of the engine's devices; None if unknown, which skips the
+            check.
+        tensor: number of devices of the engine's group.
         published: whether the parameters are already allocated.
-        twice: whether new parameters must fit next to the old ones.
+        twice: whether new parameters must fit into memory beside the old parameters.
 
     Raises:
-        UserError: the engine needs more memory; the message names a setting that makes it fit.
+        UserError: the engine does not fit; the message names a setting with which it fits.
     """
     memory = engine_memory(model, config, tensor)
     if free is not None and published:
@@ -289,7 +291,7 @@ def check_memory(
 
 
 def size(count: float) -> str:
-    """Formats a number of bytes for people, in powers of ten."""
+    """Formats a number of bytes for people, with decimal units such as MB."""
     units = ("B", "kB", "MB", "GB", "TB")
     power = min(int(math.log10(max(count, 1))) // 3, len(units) - 1)
     return f"{count / 1000**power:.3g} {units[power]}"

@@ -17,7 +17,12 @@ from coa_jax.engine.programs import Chunk
 
 @dataclasses.dataclass
 class Meter:
-    """Seconds and counts since the last `MeteredEngine.restart`."""
+    """Seconds and counts of an engine since the last `MeteredEngine.restart`.
+
+    ``decode_s``, ``extend_s`` and ``idle_s`` are the seconds of decoding, of prefilling (including
+    copies of pages), and without an active slot. ``decode_steps`` and ``decoded_tokens`` are the
+    numbers of decoding steps and of decoded tokens.
+    """
 
     decode_s: float = 0.0
     extend_s: float = 0.0
@@ -27,7 +32,7 @@ class Meter:
 
 
 class MeteredEngine(Engine):
-    """An engine that records where its time goes."""
+    """An engine that records how its time is spent."""
 
     def __init__(self, *arguments: Any):
         super().__init__(*arguments)
@@ -40,25 +45,32 @@ class MeteredEngine(Engine):
         self._resting_since: float | None = None
 
     def set_active(self, slot: int, active: bool) -> None:
-        """See `Engine`; the idle time begins when no slot decodes, and ends at the next call."""
+        """Resumes or pauses decoding in a slot, see `Engine.set_active`.
+
+        The idle time begins when no slot is decoding, and ends at the next call of `extend`, `fork`
+        or `decode`.
+        """
         super().set_active(slot, active)
         if not self.any_active and self._resting_since is None:
             self._resting_since = time.perf_counter()
 
     def extend(self, feeds: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """See `Engine`; waits for the device, so that this work is not counted as decoding."""
+        """Prefills tokens, see `Engine.extend`.
+
+        The method waits for the device, so that this work is not counted as decoding.
+        """
         with self._clock("extend_s"):
             super().extend(feeds)
             jax.block_until_ready(self._pages)
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
-        """See `Engine` and `extend`."""
+        """Starts sequences from a common prefix, see `Engine.fork`; waits for the device."""
         with self._clock("extend_s"):
             super().fork(source, targets, length)
             jax.block_until_ready(self._pages)
 
     def decode(self) -> Chunk:
-        """See `Engine`."""
+        """Decodes one chunk, see `Engine.decode`."""
         with self._clock("decode_s"):
             chunk = super().decode()
         self.meter.decode_steps += int(np.max(chunk.count))

@@ -1,4 +1,4 @@
-"""The page table: which cache pages belong to which slot. Bookkeeping on the host only."""
+"""The page table, which assigns cache pages to slots; it exists only on the host."""
 
 from __future__ import annotations
 
@@ -8,20 +8,21 @@ import numpy as np
 
 
 class PageTable:
-    """Assigns pages to slots.
+    """Assigns cache pages to slots.
 
-    A contiguous table gives every slot fixed pages, one after another. A pooled table gives a slot
-    pages when it needs them; slots whose sequences begin with the same tokens share those pages.
+    A contiguous table gives every slot a fixed range of pages. A pooled table gives pages to a slot
+    when the slot needs them, and slots whose sequences begin with the same tokens share the pages
+    of these tokens.
     """
 
     def __init__(self, slots: int, pages_per_slot: int, page_size: int, pool: int = 0):
-        """Creates a table with all pages free.
+        """Creates a table in which all pages are free.
 
         Args:
             slots: number of slots.
-            pages_per_slot: pages of the longest sequence.
-            page_size: positions of a page.
-            pool: pages of all slots together; 0 makes the table contiguous.
+            pages_per_slot: number of pages of the longest sequence.
+            page_size: number of positions of a page.
+            pool: number of pages of all slots together; 0 creates a contiguous table.
         """
         self.page_size, self.pages_per_slot = page_size, pages_per_slot
         self.contiguous = not pool
@@ -37,32 +38,33 @@ class PageTable:
             self._free = []
 
     def covers(self, slot: int, positions: int) -> bool:
-        """Returns whether a slot has pages for this many positions."""
+        """Returns whether a slot has pages for this number of positions."""
         return int(self._held[slot]) * self.page_size >= positions
 
     def reserve(
         self, slot: int, positions: int, source: int | None = None, length: int = 0
     ) -> bool:
-        """Gives a slot pages for a sequence; the slot's previous pages are freed.
+        """Gives a slot pages for a sequence, after freeing the slot's previous pages.
 
         Args:
             slot: the slot.
-            positions: maximum length of the sequence.
+            positions: maximum length of the sequence, in tokens.
             source: a slot whose sequence begins with the same ``length`` tokens, possibly the slot
-                itself. Pages that hold only these tokens are shared. The newest of these tokens
-                does not count, because decoding writes it again.
+                itself. Pages that hold only these tokens are shared. The newest of these tokens is
+                not included, because decoding writes it again. None if no tokens are shared.
             length: number of common tokens, see ``source``.
 
         Returns:
-            False if too few pages are free; then only the slot's previous pages have been freed.
+            True if the slot has its pages. False if too few pages are free; only the slot's
+            previous pages have then been freed.
         """
         if self.contiguous:
             return True
         wanted = -(-positions // self.page_size)
         common = 0 if source is None else max(length - 1, 0)
         whole, rest = divmod(common, self.page_size)
-        # A page whose content will differ must be the slot's own. A slot that restarts already has
-        # it.
+        # A page whose content will differ must belong to the slot alone. A slot that restarts
+        # already has this page.
         shared = min(whole + (source == slot and rest > 0), wanted)
         keep = self.table[source, :shared].copy() if source is not None else self.table[0, :0]
         self._users[keep] += 1  # before the release, which may free the same pages
@@ -78,20 +80,23 @@ class PageTable:
         return True
 
     def release(self, slot: int) -> None:
-        """Frees the pages of a slot; a contiguous table keeps them."""
+        """Frees the pages of a slot; in a contiguous table the slot keeps its pages."""
         if not self.contiguous:
             self._drop(self.table[slot, : self._held[slot]])
             self._held[slot] = 0
             self.table[slot] = 0
 
     def copies(self, source: int, target: int, length: int) -> list[tuple[int, int]]:
-        """Returns the (from, to) pages to copy, so that ``target`` begins like ``source``.
+        """Returns the pages to copy so that ``target`` begins with the same tokens as ``source``.
 
-        The newest token is not copied: decoding writes it again.
+        The newest common token is not copied, because decoding writes it again.
 
         Args:
-            source, target: slots.
+            source, target: numbers of the slots.
             length: number of common tokens.
+
+        Returns:
+            Pairs of page numbers: the page to read, and the page to write.
         """
         count = -(-max(length - 1, 0) // self.page_size)
         pairs = zip(self.table[source, :count], self.table[target, :count], strict=True)

@@ -1,8 +1,8 @@
 """The three compiled programs of decoding.
 
-A row is a sequence that takes part in a call. For a sequence with ``length`` tokens, the cache
-holds at least the positions ``0 .. length - 2``: the step that samples the next token first writes
-the newest one. So setting ``length`` back is enough to discard tokens.
+A row is a sequence that takes part in a call of a program. For a sequence with ``length`` tokens,
+the cache holds at least the positions ``0 .. length - 2``, because the step that samples the next
+token first writes the newest token. Lowering ``length`` therefore suffices to discard tokens.
 """
 
 from __future__ import annotations
@@ -21,19 +21,20 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import DecodeParams
 
 Pages = tuple[LayerPages, ...]
-"""Keys and values of all layers."""
+"""The keys and values of all layers."""
 
 
 class DecodeState(NamedTuple):
-    """The rows of a decode program; B rows.
+    """The state of the B rows of a decoding program.
 
     Attributes:
         token: int32 ``[B]``, the newest token of each row.
-        length: int32 ``[B]``, tokens of the sequence, including the newest.
-        limit: int32 ``[B]``, length at which a row stops.
-        active: bool ``[B]``, whether a row decodes.
-        key: int32 ``[B, 3]``, the numbers of `sampling.sample_keys`.
-        temperature, top_p: float32 ``[B]``; top_k: int32 ``[B]``.
+        length: int32 ``[B]``, number of tokens of the sequence, including the newest token.
+        limit: int32 ``[B]``, length at which decoding of a row stops.
+        active: bool ``[B]``, whether a row is decoding.
+        key: int32 ``[B, 3]``, the numbers from which `sampling.sample_keys` derives random keys.
+        temperature, top_p, top_k: sampling settings of each row: float32 ``[B]``, float32 ``[B]``
+            and int32 ``[B]``.
         rule: int32 ``[B]``, state of the constraint; None without a constraint.
     """
 
@@ -49,13 +50,13 @@ class DecodeState(NamedTuple):
 
 
 class Chunk(NamedTuple):
-    """The result of decoding a chunk.
+    """The result of decoding a chunk in B rows.
 
     Attributes:
-        tokens: int32 ``[B, C]``; the first ``count[b]`` tokens of row b are new.
+        tokens: int32 ``[B, C]``; the first ``count[b]`` tokens of row b are the new tokens.
         logps: float32 ``[B, C]``, log-probabilities of the tokens.
-        count: int32 ``[B]``, number of new tokens.
-        active: bool ``[B]``, whether the row can continue.
+        count: int32 ``[B]``, number of new tokens of each row.
+        active: bool ``[B]``, whether a row can continue.
     """
 
     tokens: jax.Array
@@ -87,24 +88,26 @@ def decode_chunk(
 ) -> tuple[Pages, DecodeState, Chunk]:
     """Decodes up to ``steps`` (at most ``capacity``) tokens in every active row.
 
-    The number of steps is data: one program serves every chunk size. It ends early when no row is
-    active. With tables only allowed tokens are sampled, and a row ends where the constraint allows
-    no next token.
+    The number of steps is an argument rather than a constant, so one compiled program serves every
+    chunk size. The program ends early when no row is active. With tables of a constraint, only
+    allowed tokens are sampled, and a row ends in a state in which the constraint allows no next
+    token.
 
     Args:
         params: parameters in the layout for decoding.
-        pages: keys and values of earlier tokens, donated.
-        table: int32 ``[B, C]``, see `model.cache.Cache`.
-        state: the rows.
-        stop: int32 ``[E]``, tokens that end a sequence.
-        steps: int32 scalar.
-        tables: tables of the constraint, if the state has a ``rule``.
+        pages: keys and values of earlier tokens; donated.
+        table: page table, int32 ``[B, C]``, see `model.cache.Cache`.
+        state: state of the rows before the chunk.
+        stop: int32 ``[E]``, ids of the tokens that end a sequence.
+        steps: number of decoding steps, an int32 scalar.
+        tables: tables of the constraint; None if the state has no ``rule``.
         config: the architecture, without adapters.
         capacity: maximum number of tokens per row in the result.
-        compute: how to compute; its attention is the implementation whose layout the pages have.
+        compute: dtype, operations and sharding. The implementation of attention determines the
+            layout of the pages.
 
     Returns:
-        The pages and rows after the chunk, and the chunk.
+        The pages and the state of the rows after the chunk, and the chunk.
     """
     decoder, layers = params.bind(config)
     rows = state.token.shape[0]
@@ -120,7 +123,7 @@ def decode_chunk(
     def step(carry: _Carry) -> _Carry:
         index, pages, state, chunk = carry
         live = state.active
-        # An idle row feeds a token at a position outside the cache, which is not written.
+        # The token of an idle row gets a position outside the cache, where nothing is written.
         positions = jnp.where(live, state.length - 1, size)[:, None]
         hidden, cache = decoder(
             state.token[:, None], positions, compute, layers=layers, cache=Cache(pages, table)
@@ -178,17 +181,17 @@ def extend(
 ) -> Pages:
     """Writes the keys and values of given tokens into the cache.
 
-    A row is a block of consecutive tokens. Several rows may be blocks of the same sequence: a layer
-    writes all rows before it attends, so later rows see earlier ones.
+    A row is a block of consecutive tokens of a sequence. Several rows may be blocks of the same
+    sequence: a layer writes all rows before it computes attention, so later rows see earlier rows.
 
     Args:
-        params, pages, config, compute: see `decode_chunk`.
-        table: int32 ``[R, C]``, pages of each row's sequence.
-        tokens: int32 ``[R, T]``.
-        positions: int32 ``[R, T]``; a position outside the cache is padding.
+        params, pages, config, compute: arguments of `decode_chunk`.
+        table: int32 ``[R, C]``, page table of each row's sequence.
+        tokens: token ids, int32 ``[R, T]``.
+        positions: int32 ``[R, T]``; a token at a position outside the cache is padding.
 
     Returns:
-        The pages.
+        The pages with the new keys and values.
     """
     decoder, layers = params.bind(config)
     _, cache = decoder(tokens, positions, compute, layers=layers, cache=Cache(pages, table))
@@ -203,11 +206,12 @@ def copy_pages(pages: Pages, sources: jax.Array, targets: jax.Array, compute: Co
     Args:
         pages: pages of all layers; donated.
         sources: numbers of the pages to copy, int32 ``[R]``.
-        targets: numbers of the pages to write, int32 ``[R]``; a number outside the pool is skipped.
-        compute: the implementation whose layout the pages have.
+        targets: numbers of the pages to write, int32 ``[R]``; if a number is outside the pool,
+            nothing is copied.
+        compute: the implementation, which determines the layout of the pages.
 
     Returns:
-        The pages.
+        The pages after the copy.
     """
     before = (slice(None),) * page_axis(compute)
 

@@ -1,4 +1,4 @@
-"""Exact sampling from logits, with one uniform random number per row."""
+"""Exact sampling from logits, with a single uniform random number per row."""
 
 from __future__ import annotations
 
@@ -9,16 +9,17 @@ from coa_jax.model.compute import REFERENCE, Compute
 
 
 def filter_logits(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
-    """Sets logits outside the nucleus and outside the k largest to -inf.
+    """Sets all logits to -inf except those of the nucleus and of the k most likely tokens.
 
     Args:
         logits: float32 ``[B, V]``, already divided by the temperature.
-        top_p: float32 ``[B]`` in [0, 1]; keeps the smallest set of tokens whose probability reaches
-            ``top_p``, at least the most likely token; 1 keeps all.
-        top_k: int32 ``[B]``; 0 keeps all.
+        top_p: probability mass of the nucleus, float32 ``[B]``, in [0, 1]. The nucleus is the
+            smallest set of most likely tokens whose probability reaches ``top_p``; it has at least
+            one token. 1 keeps all tokens.
+        top_k: number k of most likely tokens to keep, int32 ``[B]``; 0 keeps all tokens.
 
     Returns:
-        float32 ``[B, V]``.
+        The filtered logits, float32 ``[B, V]``.
     """
     vocab = logits.shape[-1]
     ordered = jnp.sort(logits, axis=-1, descending=True)
@@ -48,36 +49,39 @@ def sample(
 ) -> tuple[jax.Array, jax.Array]:
     """Samples one token per row, by inverting the cumulative distribution.
 
-    This takes one uniform random number per row, while Gumbel noise would take V of them.
+    This takes one uniform random number per row, whereas Gumbel noise would take V of them.
 
     Args:
-        logits: float32 ``[B, V]``.
-        keys: ``[B]``, see `sample_keys`.
-        positions: int32 ``[B]``, folded into the key, so that the result depends only on the sample
-            and the position.
-        temperature: float32 ``[B]``; 0 or a subnormal number selects the largest logit.
-        top_p, top_k: see `filter_logits`.
-        allowed: bool ``[B, V]``, tokens that may be sampled, at least one per row; None for all.
-        compute: backend of the sums over the vocabulary; static.
+        logits: float32 ``[B, V]``, not yet divided by the temperature.
+        keys: random keys ``[B]``, see `sample_keys`.
+        positions: int32 ``[B]``, position of each new token, which is folded into the key. The
+            result therefore depends only on the sample and the position.
+        temperature: float32 ``[B]``; 0 or a subnormal number selects the token with the largest
+            logit.
+        top_p, top_k: limits of each row on the tokens that may be sampled, see `filter_logits`.
+        allowed: bool ``[B, V]``, the tokens that may be sampled, at least one per row; None allows
+            all tokens.
+        compute: computation whose backend computes the sums over the vocabulary; static.
 
     Returns:
-        Tokens int32 ``[B]`` and their log-probabilities float32 ``[B]`` under the distribution over
-        allowed tokens, at the temperature but before top-p and top-k (at temperature 1 for greedy
-        rows).
+        Tokens, int32 ``[B]``, and their log-probabilities, float32 ``[B]``. The log-probability is
+        that of the distribution over allowed tokens, at the sampling temperature (1 for greedy
+        rows), before top-p and top-k.
     """
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)
     greedy = temperature < jnp.finfo(jnp.float32).tiny
     # The largest logit becomes exactly 0. This holds only if it is subtracted before the division:
-    # compilers would fuse a later subtraction without rounding the quotient, and exp would turn the
-    # rest into inf or 0.
+    # compilers would fuse a later subtraction without rounding the quotient, and exp of the
+    # difference would be inf or 0.
     shifted = logits - jnp.max(logits, axis=-1, keepdims=True)
     scaled = shifted / jnp.where(greedy, 1.0, temperature)[:, None]
     weights = jnp.exp(scaled)
     log_z = jnp.log(compute.ops.row_sum(weights))
     truncates = jnp.any(~greedy & ((top_p < 1.0) | (top_k > 0)))
     kept = jax.lax.cond(truncates, lambda x: filter_logits(x, top_p, top_k), lambda x: x, scaled)
-    # A greedy row samples the first largest logit: on CPUs an argmax would double the cost.
+    # A greedy row samples the first of the largest logits, because an argmax would double the cost
+    # on CPUs.
     out = (kept == -jnp.inf) | (greedy[:, None] & (shifted < 0))
     weights = jnp.where(out, 0.0, weights)
 
@@ -91,10 +95,12 @@ def sample(
 
 
 def sample_keys(numbers: jax.Array) -> jax.Array:
-    """Returns the random keys of samples, ``[B]``; a draw depends on the key and the position only.
+    """Returns the random key of each sample, ``[B]``.
+
+    A random number depends only on the key and the position.
 
     Args:
-        numbers: int32 ``[B, 3]``: seed, prompt id and sample id.
+        numbers: int32 ``[B, 3]``: seed, prompt id and sample id of each sample.
     """
 
     def key(seed: jax.Array, prompt_id: jax.Array, sample_id: jax.Array) -> jax.Array:

@@ -1,7 +1,7 @@
 """Decides which tasks are sampled next, and which groups of samples form the next training step.
 
-A group is the set of samples of one task.  A `Ledger` is told which groups have finished, and
-returns the tasks to sample and the groups to train on.  It uses no clock, thread or model:
+A group is the set of samples of one task. A `Ledger` receives the groups that have finished, and
+returns the tasks to sample and the groups to train on. A ledger uses no clock, thread or model, so
 processes that report the same events to their ledgers in the same order reach the same decisions.
 
 Step s updates policy version s - 1 to version s.  The age (staleness) of a group at step s is
@@ -18,24 +18,26 @@ from typing import Any, NamedTuple
 from coa_jax.learn.pool import Pool, Score
 
 ATTEMPTS = 3
-"""Attempts at a task before it is given up, if its group is too old each time."""
+"""Number of attempts after which a task is given up, if its group is too old each time."""
 _MEMORY = 0.5  # decay of earlier steps in the moving estimate of `Ledger.share`
 _LOWEST_SHARE = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """How a run composes its steps; derived from `RLConfig`.
+    """The rules by which a run composes its steps, which `RLConfig.rules` derives from the config.
 
     Attributes:
-        groups: groups per step.
-        most: maximum number of groups that a step examines.  If fewer than ``groups`` of these
-            have a signal (rewards that differ), the step trains on those that have one.
-        max_staleness: greatest age at which a group is trained on, in steps.
-        in_order: whether groups are taken in task order; else in order of completion.
-        in_flight: groups that are sampled at a time; 0 derives the number from the share of groups
-            with a signal.
-        steps: steps of the run.
+        groups: number of groups that a step trains on.
+        most: maximum number of groups that a step examines. If fewer than ``groups`` of the
+            examined groups have a signal (rewards that differ), the step trains on the groups with
+            a signal alone.
+        max_staleness: greatest age, in steps, of a group that a step trains on.
+        in_order: True if steps take groups in task order, False if steps take groups in the order
+            in which the groups finish.
+        in_flight: number of groups that are sampled at the same time; 0 derives the number from the
+            share of groups with a signal.
+        steps: number of steps of the run.
     """
 
     groups: int
@@ -52,15 +54,16 @@ class Composition:
 
     Attributes:
         step: number of the step, from 1.
-        used: groups to train on.
-        examined: all groups that were examined, in order: the used groups, and groups without a
-            signal (whose rewards do not differ).
+        used: the groups to train on.
+        examined: all groups that were examined, in order: the groups in ``used``, and groups
+            without a signal (whose rewards do not differ).
         dropped: groups that were dropped since the previous step because they were too old.
-        discarded: number of unfinished or unused groups that are sampled again with the next
-            policy version; only with ``max_staleness`` 0.
-        given_up: number of tasks that were dropped `ATTEMPTS` times and are not sampled again.
+        discarded: number of groups that were unfinished or unused, and whose tasks are therefore
+            sampled again with the next policy version. Above 0 only if ``max_staleness`` is 0.
+        given_up: number of tasks whose groups were dropped `ATTEMPTS` times, and which are not
+            sampled again.
         state: state of the ledger after this step, for `Ledger.restore`.
-        scores: (solved, graded) sample counts of each examined group, see `pool.Score`.
+        scores: numbers of solved and of graded samples of each examined group, see `pool.Score`.
     """
 
     step: int
@@ -74,7 +77,7 @@ class Composition:
 
 
 class _Ended(NamedTuple):
-    """A group whose samples have all finished; see `Ledger.end` for the fields."""
+    """A group whose samples have all finished; `Ledger.end` describes the fields."""
 
     signal: bool
     oldest: int
@@ -93,14 +96,14 @@ class Ledger:
         """Creates the ledger of a new run.
 
         Args:
-            rules: how the run composes its steps.
-            pool: chooses which tasks are skipped, and is updated with the scores of every step;
-                None samples every task in turn.
+            rules: the rules by which the run composes its steps.
+            pool: decides which tasks are skipped, and is updated with the scores of every step.
+                None samples the tasks one after the other and skips none.
         """
         self.rules, self._pool = rules, pool
         self.step = self.version = 0
         self._next = 0  # index of the next new task
-        self._open: dict[int, int] = {}  # requested, in no step yet: task index -> failed attempts
+        self._open: dict[int, int] = {}  # task index -> failed attempts; not in a step yet
         self._again: list[int] = []  # open tasks that must be requested again
         self._ended: dict[int, _Ended] = {}  # open tasks whose groups have finished
         self._dropped: list[int] = []
@@ -110,12 +113,15 @@ class Ledger:
 
     @classmethod
     def restore(cls, rules: Rules, state: Mapping[str, Any], pool: Pool | None = None) -> Ledger:
-        """Restores the ledger as it was after a step; tasks in flight then are requested again.
+        """Restores the ledger to its state after a step.
+
+
+        The tasks that were in flight at that time are requested again.
 
         Args:
-            rules: how the run composes its steps.
+            rules: the rules by which the run composes its steps.
             state: `Composition.state` of that step; {} for a new run.
-            pool: pool of tasks in its state after that step; None without a pool.
+            pool: the pool in its state after that step; None without a pool.
         """
         ledger = cls(rules, pool)
         if state:
@@ -137,7 +143,7 @@ class Ledger:
         return self.step - self.rules.max_staleness
 
     def is_open(self, index: int) -> bool:
-        """Whether a task has been requested and is neither in a step nor given up."""
+        """Returns whether a task has been requested, and is neither in a step nor given up."""
         return index in self._open
 
     def end(self, index: int, signal: bool, oldest: int, score: Sequence[int] = (0, 0)) -> None:
@@ -147,13 +153,16 @@ class Ledger:
             index: index of the group's task.
             signal: whether the rewards of the group differ.
             oldest: oldest policy version that sampled one of the group's tokens.
-            score: (solved, graded) sample counts of the group, for the pool.
+            score: numbers of solved and of graded samples of the group, for the pool.
         """
         if index in self._open:
             self._ended[index] = _Ended(signal, oldest, (score[0], score[1]))
 
     def late(self, index: int) -> None:
-        """Drops a group that is too old; its task is attempted at most `ATTEMPTS` times."""
+        """Drops a group that is too old.
+
+        The group's task is sampled again, at most `ATTEMPTS` times.
+        """
         if index not in self._open:
             return
         self._ended.pop(index, None)
@@ -166,7 +175,7 @@ class Ledger:
             self._given_up += 1
 
     def take(self) -> Composition | None:
-        """Composes the next step; None while too few groups have finished."""
+        """Composes and returns the next step; returns None while too few groups have finished."""
         if self.complete:
             return None
         for index, ended in list(self._ended.items()):
@@ -183,7 +192,7 @@ class Ledger:
         return None
 
     def _candidates(self) -> Iterable[int]:
-        """Task indices of finished groups, in the order in which a step takes them."""
+        """Yields the task indices of finished groups, in the order in which steps take them."""
         if not (self.rules.in_order or self.rules.max_staleness == 0):
             yield from list(self._ended)
             return
@@ -201,7 +210,8 @@ class Ledger:
             del self._open[index], self._ended[index]
         discarded = 0
         if self.rules.max_staleness == 0:
-            # The next step starts after the last task of this one, even if later groups finished.
+            # The next step starts after the last task of this step, even if later groups have
+            # finished.
             discarded, self._next = len(self._open), examined[-1] + 1
             self._open, self._ended, self._again = {}, {}, []
         self._found = _MEMORY * self._found + len(used)
@@ -227,9 +237,9 @@ class Ledger:
     def admit(self) -> list[int]:
         """Returns the indices of the tasks to sample now, and counts them as in flight.
 
-        A group that starts now can be used by the steps up to ``version + max_staleness + 1``.  The
-        number of groups in flight is the number that these steps still lack, divided by the
-        estimated share of groups with a signal.
+        A group that starts now can be used by the steps up to ``version + max_staleness + 1``. The
+        number of groups in flight is the number of groups that these steps still lack, divided by
+        the estimated share of groups with a signal.
         """
         rules = self.rules
         last = min(self.version + rules.max_staleness + 1, rules.steps)
@@ -247,7 +257,7 @@ class Ledger:
         return [*again, *new]
 
     def _take_next(self) -> int:
-        """Index of the next task to sample; the pool may skip tasks."""
+        """Returns the index of the next task to sample; the pool may skip tasks."""
         index = self._next if self._pool is None else self._pool.next(self._next, self.step)
         self._next = index + 1
         return index

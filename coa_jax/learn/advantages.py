@@ -1,8 +1,9 @@
 """Advantage estimators: how much better each sample, or each token, was than expected.
 
-The first part has the estimators over a group of samples.  A config selects one by name, or names a
-function of your own by import path (`algorithms.ADVANTAGES`, docs/extending.md).  The second part
-has the estimators of single tokens: GAE, whitening and the advantages of a teacher.
+The first part of the module has estimators that compare the samples of a group. A config selects an
+estimator by name, or names a function of your own by its import path (`algorithms.ADVANTAGES`,
+docs/extending.md). The second part computes advantages of single tokens: GAE, whitening, and the
+advantages that a teacher gives.
 """
 
 from __future__ import annotations
@@ -22,10 +23,10 @@ from coa_jax.learn.algorithms import Algorithm, marked
 from coa_jax.learn.batch import Batch
 from coa_jax.trajectory import Trajectory
 
-_BOUND = 20.0  # bound on the difference of two log-probabilities
+_BOUND = 20.0  # largest absolute difference of two log-probabilities
 
 
-# --- advantages of a group (paper eq 10) ---------------------------------------------------
+# --- advantages of a group (eq 10 of the Chain-of-Agents paper) ----------------------------
 
 
 def advantages_of(
@@ -33,17 +34,17 @@ def advantages_of(
 ) -> list[tuple[Trajectory, np.ndarray]]:
     """Computes the advantages of the graded trajectories of a group.
 
-    A sample that could not be graded is left out: it has no advantage, and does not enter the
-    baseline of the other samples.
+    A sample that could not be graded is left out: the sample has no advantage, and does not enter
+    the baseline of the other samples.
 
     Args:
-        algorithm: a resolved algorithm, see `Algorithm.resolve`.
-        group: samples of one task.
+        algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
+        group: the samples of one task.
 
     Returns:
-        Each graded trajectory with its advantage, float32: one number for all tokens ``[]``, or one
-        per token ``[T]``.  If `Algorithm.whitened` is true, these are rewards, which
-        `experience.complete_experience` turns into advantages of tokens.
+        Pairs of a graded trajectory and its advantage, float32: a scalar ``[]`` that holds for all
+        tokens, or an array ``[T]`` with one number per token. If `Algorithm.whitened` is true, the
+        numbers are rewards, which `experience.complete_experience` turns into advantages of tokens.
 
     Raises:
         UserError: the advantage function fails, or returns something other than finite numbers of
@@ -84,50 +85,56 @@ def advantages_of(
 
 
 def has_signal(rewards: Sequence[float | None] | np.ndarray) -> bool:
-    """Whether the graded rewards of a group differ, so that its advantages are not all zero."""
+    """Returns whether the graded rewards of a group differ.
+
+    If they do not differ, all advantages of the group are zero.
+    """
     return len({reward for reward in rewards if reward is not None}) > 1
 
 
 def less_mean(rewards: np.ndarray) -> np.ndarray:
-    """``R - mean(R)`` (Dr. GRPO, arXiv 2503.20783 §3.2); 0 where all rewards are equal."""
+    """Returns ``R - mean(R)``, or 0 if all rewards are equal (Dr. GRPO, arXiv 2503.20783 §3.2)."""
     # In floating point the mean of equal numbers may differ from them in the last bit.
     return rewards - rewards.mean() if has_signal(rewards) else np.zeros_like(rewards)
 
 
 def standard_scores(rewards: np.ndarray, eps: float = 1e-6) -> np.ndarray:
-    """``(R - mean(R)) / (std(R) + eps)`` (GRPO, arXiv 2402.03300 §4.1.2)."""
+    """Returns ``(R - mean(R)) / (std(R) + eps)`` (GRPO, arXiv 2402.03300 §4.1.2)."""
     return less_mean(rewards) / (rewards.std() + eps)
 
 
 def less_others(rewards: np.ndarray) -> np.ndarray:
-    """R minus the mean of the other samples, ``(R - mean(R)) n / (n - 1)``.
+    """Returns each R minus the mean of the other samples, ``(R - mean(R)) n / (n - 1)``.
 
-    RLOO, arXiv 2402.14740 eq 5.
+    This is the advantage of RLOO (arXiv 2402.14740 eq 5).
     """
     return less_mean(rewards) * (len(rewards) / max(len(rewards) - 1, 1))
 
 
 @marked(whitened=True, alone=True)
 def of_step(rewards: np.ndarray) -> np.ndarray:
-    """R, which is later whitened over the whole step (REINFORCE++, arXiv 2501.03262)."""
+    """Returns R, which `whiten` standardises over the step (REINFORCE++, arXiv 2501.03262)."""
     return rewards
 
 
 @marked(whitened=True)
 def of_step_less_mean(rewards: np.ndarray) -> np.ndarray:
-    """``R - mean(R)``, later whitened over the step (REINFORCE++ baseline, arXiv 2501.03262)."""
+    """Returns ``R - mean(R)``, which `whiten` later standardises over the whole step.
+
+    This is the advantage of REINFORCE++ baseline (arXiv 2501.03262).
+    """
     return less_mean(rewards)
 
 
 @marked(critic=True, alone=True)
 def of_critic(rewards: np.ndarray) -> np.ndarray:
-    """R, from which `gae` computes advantages with the values of a critic."""
+    """Returns R, from which `gae` computes advantages with the values of a critic."""
     return rewards
 
 
 @marked(alone=True)
 def nothing(rewards: np.ndarray) -> np.ndarray:
-    """0 for every sample: only the teacher gives advantages, see `distillation`."""
+    """Returns 0 for every sample: only the teacher gives advantages, see `distillation`."""
     return np.zeros_like(rewards)
 
 
@@ -142,7 +149,7 @@ def gae(
     gamma: float,
     lam: float,
 ) -> tuple[jax.Array, jax.Array]:
-    """Generalised advantage estimation (Schulman et al., arXiv 1506.02438 eq 16).
+    """Computes advantages by generalised advantage estimation (arXiv 1506.02438 eq 16).
 
     ``A_t = d_t + gamma lam A_t'`` with ``d_t = r_t + gamma V_t' - V_t``, where t' is the next
     policy token in the same sequence; ``A_t'`` and ``V_t'`` are 0 after the last policy token.
@@ -150,13 +157,14 @@ def gae(
 
     Args:
         rewards: reward at each token, float32 ``[R, T]`` for R packed rows of T tokens.
-        values: value of the state before each token, float32 ``[R, T]``.
-        batch: packed rows; only ``mask`` and ``segment_ids`` are read.
+        values: value of the state before each token, float32 ``[R, T]``; zeros without a critic.
+        batch: the packed rows; the function reads only ``mask`` and ``segment_ids``.
         gamma: discount factor.
         lam: trace decay (lambda).
 
     Returns:
-        Advantages A and returns A + V, both float32 ``[R, T]``, 0 where the policy did not write.
+        The advantages A, and the returns A + V; each is float32 ``[R, T]``, and 0 at tokens that
+        the policy did not write.
     """
 
     def step(carry: tuple[jax.Array, ...], column: tuple[jax.Array, ...]) -> tuple[Any, Any]:
@@ -182,15 +190,16 @@ def gae(
 def whiten(batches: Sequence[Batch], eps: float = 1e-8) -> list[Batch]:
     """Standardises advantages to mean 0 and variance 1 over all policy tokens of a step.
 
-    This is the global normalisation of REINFORCE++ (arXiv 2501.03262); for PPO see Andrychowicz et
-    al. (arXiv 2006.05990 §3.5).  If all advantages are equal, they become 0.
+    REINFORCE++ calls this global normalisation (arXiv 2501.03262); for PPO see Andrychowicz et al.
+    (arXiv 2006.05990 §3.5). If all advantages are equal, they become 0.
 
     Args:
-        batches: all micro-batches of the step; ``advantage`` and ``mask`` are read.
-        eps: is added to the variance.
+        batches: all micro-batches of the step; the function reads ``advantage`` and ``mask``.
+        eps: number that is added to the variance, to avoid a division by zero.
 
     Returns:
-        The batches with standardised advantages, 0 where the policy did not write.
+        The batches with standardised advantages, which are 0 at tokens that the policy did not
+        write.
     """
     sums = [jax.device_get(_sums(b.advantage, b.mask, jnp.float32(0.0))) for b in batches]
     count = max(sum(float(np.sum(s[0])) for s in sums), 1.0)
@@ -223,17 +232,18 @@ def _standardise(
 
 
 def distillation(old: ArrayLike, teacher: ArrayLike) -> jax.Array:
-    """Advantages ``log p_teacher - log p_old`` of tokens that the policy sampled.
+    """Returns the advantages ``log p_teacher - log p_old`` of tokens that the policy sampled.
 
-    Their expectation is the negative reverse KL divergence from the teacher, per token, without a
-    sum over later tokens (on-policy distillation: Lu et al. 2025, https://thinkingmachines.ai/blog/
-    on-policy-distillation; Agarwal et al., arXiv 2306.13649 §3; Gu et al., arXiv 2306.08543 eq 1).
+    The expectation of such an advantage is the negative reverse KL divergence from the teacher at
+    one token, without a sum over later tokens. This is on-policy distillation (Lu et al. 2025,
+    https://thinkingmachines.ai/blog/on-policy-distillation; Agarwal et al., arXiv 2306.13649 §3; Gu
+    et al., arXiv 2306.08543 eq 1).
 
     Args:
-        old: log-probabilities under the old policy, float32 ``[R, T]``.
+        old: log-probabilities of the tokens under the old policy, float32 ``[R, T]``.
         teacher: log-probabilities of the same tokens under the teacher, float32 ``[R, T]``.
 
     Returns:
-        Float32 ``[R, T]``, clipped to +-20.
+        Advantages, float32 ``[R, T]``, clipped to the range from -20 to 20.
     """
     return jnp.clip(jnp.asarray(teacher) - old, -_BOUND, _BOUND)

@@ -1,10 +1,11 @@
-"""Reinforcement-learning algorithms: named presets, each setting of which can be overridden.
+"""Reinforcement-learning algorithms: named presets, in which every setting can be overridden.
 
-An algorithm is a combination of advantage estimator, loss, normalisation and clip bounds.  A config
-names a preset.  A setting that is left unset (-1 for a number, "" for a string) has the preset's
-value; one that is set, in the file or on the command line (``--config.algorithm.name=gspo
---config.algorithm.clip_high=0.001``), overrides it.  docs/algorithms.md lists the presets;
-docs/extending.md explains how to write an advantage or a loss.
+An algorithm is a combination of an advantage estimator, a loss, a normalisation and clip bounds. A
+config names a preset. A setting that the config leaves unset (-1 for a number, "" for a string) has
+the preset's value. A setting that the config file or the command line gives
+(``--config.algorithm.name=gspo --config.algorithm.clip_high=0.001``) overrides the preset.
+docs/algorithms.md lists the presets; docs/extending.md explains how to write an advantage or a
+loss.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from coa_jax.extensions import Bound, Kind, Named, bind
 F = TypeVar("F", bound=Callable[..., Any])
 
 UNSET = -1.0
-"""Marks an unset number: the preset's value applies.  No setting can have this value itself."""
+"""Marks a number as unset: the preset's number applies. For no setting is -1 a valid value."""
 
 ADVANTAGES = Kind(
     "advantage",
@@ -38,15 +39,17 @@ ADVANTAGES = Kind(
     offers=("rewards", "lengths", "trajectories"),
     needs=("rewards", "trajectories"),
 )
-"""A NumPy function over the graded samples of a group; see `advantages.advantages_of`.
+"""Advantage functions, which are NumPy functions of the graded samples of a group.
 
-Its parameters may be any of ``rewards``, float64 ``[n]``; ``lengths``, the number of policy tokens
-of each sample, int64 ``[n]``; and ``trajectories``, the n samples.  It returns, for each sample, a
-number or an array with one number per token.
+The parameters of an advantage function may be any of ``rewards``, float64 ``[n]``; ``lengths``, the
+number of policy tokens of each sample, int64 ``[n]``; and ``trajectories``, the n samples. The
+function returns, for each sample, a number or an array with one number per token; see
+`advantages.advantages_of`.
 
-`marked` declares properties of the function: ``alone`` if it does not compare samples with each
-other; ``whitened`` if it returns rewards, from which `advantages.gae` computes advantages that
-`advantages.whiten` standardises; ``critic`` if `advantages.gae` then uses the values of a critic.
+The decorator `marked` declares properties of the function. ``alone`` says that the function does
+not compare samples with each other. ``whitened`` says that the function returns rewards, from which
+`advantages.gae` computes advantages that `advantages.whiten` standardises. ``critic`` says that
+`advantages.gae` uses the values of a critic too.
 """
 
 LOSSES = Kind(
@@ -63,10 +66,10 @@ LOSSES = Kind(
     ),
     needs=("logp", "log_ratio", "ratio"),
 )
-"""A pure JAX function that returns the loss of each token; see `objectives.surrogate`.
+"""Loss functions, which are pure JAX functions that return the loss of each token.
 
-The mark ``of_sequence`` (see `marked`) declares that the loss needs one advantage for all tokens of
-a sequence.
+`objectives.surrogate` describes the arguments. The mark ``of_sequence`` (see `marked`) declares
+that the loss needs one advantage for all tokens of a sequence.
 """
 
 NORMALISATIONS = ("token", "sequence", "constant")
@@ -93,67 +96,74 @@ WholeKnob = Annotated[int, Between(0, MAX_INT, also=(-1,))]
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(Bounded):
-    """A preset with overrides; `resolve` returns an algorithm in which every setting has a value.
+    """A preset with overrides; `resolve` fills in the settings that are left unset.
 
     Attributes:
-        name: the preset: grpo, dapo, dr_grpo, rloo, gspo, cispo, reinforce++,
+        name: name of the preset: grpo, dapo, dr_grpo, rloo, gspo, cispo, reinforce++,
             reinforce++_baseline, ppo or opd.
-        advantage: the advantage estimator.  ``group``: standard scores within a group; ``mean`` and
-            ``leave_one_out``: rewards minus a baseline of the group; ``batch``: rewards whitened
-            over the step; ``batch_baseline``: the same after subtraction of the group's mean;
-            ``gae``: with a critic; ``none``: only a teacher gives advantages.  Or
-            ``package.module:name``, see `ADVANTAGES`.
+        advantage: the advantage estimator. ``group`` takes standard scores within a group. ``mean``
+            and ``leave_one_out`` subtract a baseline of the group from the rewards. ``batch``
+            whitens the rewards over the step; ``batch_baseline`` first subtracts the group's mean,
+            and then whitens. ``gae`` uses a critic. ``none`` takes advantages from a teacher alone.
+            ``package.module:name`` names a function of your own, see `ADVANTAGES`.
         advantage_options: keyword arguments of the advantage function.
-        loss: the policy loss.  ``clip``: PPO's clip with a ratio per token; ``sequence_clip``: with
-            a ratio per sequence (GSPO); ``cispo``.  Or ``package.module:name``, see `LOSSES`.
-        loss_options: keyword arguments of the loss function, in addition to the clip bounds below,
-            which it may take as parameters.
-        normalise: how losses of tokens are averaged: ``token``, ``sequence`` or ``constant``; see
-            `objectives.weigh`.
-        learn_from: ``all`` groups, or only groups with a ``signal``, whose rewards differ.  With
-            ``signal``, sampling goes on until a step has enough such groups, and surplus groups
-            are kept for the next step.
+        loss: the policy loss. ``clip`` is PPO's clipped loss with a ratio per token;
+            ``sequence_clip`` has a ratio per sequence (GSPO); ``cispo`` clips the weight of a token
+            and keeps its gradient. ``package.module:name`` names a function of your own, see
+            `LOSSES`.
+        loss_options: keyword arguments of the loss function. The loss function may also have the
+            settings ``clip_low``, ``clip_high`` and ``dual_clip`` as parameters.
+        normalise: how the losses of tokens are averaged: ``token``, ``sequence`` or ``constant``;
+            see `objectives.weigh`.
+        learn_from: groups to train on: ``all``, or only groups with a ``signal``, whose rewards
+            differ. With ``signal``, sampling goes on until a step has enough groups with a signal,
+            and surplus groups are kept for the next step.
         clip_low: the loss has no gradient that lowers a token's probability where its ratio is
             below ``1 - clip_low``.
         clip_high: the loss has no gradient that raises a token's probability where its ratio is
             above ``1 + clip_high``.
-        dual_clip: c of dual-clip PPO: for an advantage A < 0 the loss is at most ``-c A``; 0 for no
-            bound.
-        negative_weight: factor on negative advantages.  Below 1, successful samples count for
-            more: pass@1 rises faster, at the cost of diversity and so of pass@k (Xiong et al. 2025,
-            arXiv 2504.11343; Zhu et al. 2025, arXiv 2506.01347).
-        loss_length: tokens by which ``normalise=constant`` divides the sum over a sequence.
-        kl: estimator of the KL divergence from the initial policy of the run, see
-            `objectives.kl_estimate`.
+        dual_clip: constant c of dual-clip PPO: the loss of a token with an advantage A < 0 is at
+            most ``-c A``; 0 for no bound.
+        negative_weight: factor by which negative advantages are multiplied. Below 1, successful
+            samples have more weight: pass@1 rises faster, but the samples become less diverse,
+            which lowers pass@k (Xiong et al. 2025, arXiv 2504.11343; Zhu et al. 2025, arXiv
+            2506.01347).
+        loss_length: number of tokens by which ``normalise=constant`` divides the sum over a
+            sequence.
+        kl: estimator of the KL divergence from the initial policy of the run: ``k1``, ``k2`` or
+            ``k3``, see `objectives.kl_estimate`.
         kl_in: where the KL penalty is added: to the ``loss``, or to the ``reward`` of each token.
-        kl_coef: factor of the KL penalty.  With 0 there is no penalty, and no frozen copy of the
-            parameters is kept.
-        entropy_coef: factor of the entropy bonus; 0 for none.
-        opd_coef: factor of the teacher's advantages of tokens (on-policy distillation), which are
-            added to those of ``advantage``; 0 for no teacher.  See `advantages.distillation`.
-        old_logp: the log-probabilities in the denominator of the loss's ratio: those of the
-            ``sampler``, or those that the ``trainer`` computes before the step's first update (the
-            proximal policy of decoupled PPO).
-        tis_cap: upper bound of the importance weight trainer / sampler by which a loss is
-            multiplied (truncated importance sampling); 0 for no weight.  See
-            `objectives.correction`.
-        tis_level: ratio that is the importance weight: of the ``token``, the product over its
-            ``sequence``, or the ``geometric`` mean over its sequence.
-        mask_low: a token has no loss where its ratio trainer / sampler is below this; 0 for no
-            bound.
-        mask_high: a token has no loss where its ratio trainer / sampler is above this; 0 for no
-            bound.
-        mask_level: ratio to which ``mask_low`` and ``mask_high`` apply, as in ``tis_level``.
-        overlong_buffer: the reward falls over this many tokens before the budget
-            ``rollout.max_tokens``; 0 for no penalty.  See `learn.shaping`.
-        overlong_penalty: amount by which the reward is lowered at the budget.
+        kl_coef: factor of the KL penalty. With 0 there is no penalty, and the run keeps no frozen
+            copy of the initial parameters.
+        entropy_coef: factor of the entropy bonus; 0 for no bonus.
+        opd_coef: factor of the advantages that a teacher gives to tokens (on-policy distillation),
+            which are added to the advantages of ``advantage``; 0 for no teacher. See
+            `advantages.distillation`.
+        old_logp: the log-probabilities in the denominator of the loss's ratio: those that the
+            ``sampler`` recorded, or those that the ``trainer`` computes before the step's first
+            update (the proximal policy of decoupled PPO).
+        tis_cap: upper bound of the importance weight by which the loss of a token is multiplied
+            (truncated importance sampling). The weight is the ratio of the trainer's to the
+            sampler's probability. 0 for no importance weight. See `objectives.correction`.
+        tis_level: level of the importance weight: the ratio of the ``token`` itself, the product of
+            the ratios of its ``sequence``, or their ``geometric`` mean.
+        mask_low: lower bound of the ratio of the trainer's to the sampler's probability; a token
+            with a smaller ratio has no loss. 0 for no bound.
+        mask_high: upper bound of the ratio of the trainer's to the sampler's probability; a token
+            with a larger ratio has no loss. 0 for no bound.
+        mask_level: level of the ratio that ``mask_low`` and ``mask_high`` bound; the levels are
+            those of ``tis_level``.
+        overlong_buffer: number of tokens before the budget ``rollout.max_tokens`` over which the
+            reward falls; 0 for no penalty. See `learn.shaping`.
+        overlong_penalty: amount by which the reward of a trajectory is lowered whose length equals
+            the budget.
         gamma: discount factor of generalised advantage estimation.
         lam: trace decay (lambda) of generalised advantage estimation.
-        value_clip: distance from the old value beyond which a critic's value has no gradient; 0
-            for no bound.
-        critic_learning_rate: learning rate of the critic; its other optimiser settings are the
-            policy's.
-        critic_warmup_steps: warm-up steps of the critic's learning rate.
+        value_clip: distance from the old value beyond which a value of the critic has no gradient;
+            0 for no bound.
+        critic_learning_rate: learning rate of the critic. The critic's other optimiser settings are
+            those of the policy.
+        critic_warmup_steps: number of updates over which the critic's learning rate warms up.
     """
 
     name: Annotated[str, OneOf(*NAMES)] = "grpo"
@@ -191,7 +201,8 @@ class Algorithm(Bounded):
         """Returns the algorithm with every setting filled in from the preset.
 
         Args:
-            budget: maximum number of tokens of a trajectory.
+            budget: maximum number of tokens of a trajectory, from which some presets derive
+                lengths.
 
         Raises:
             UserError: the settings contradict each other.
@@ -216,7 +227,7 @@ class Algorithm(Bounded):
 
     @property
     def alone(self) -> bool:
-        """Whether a sample's advantage does not depend on other samples of its task."""
+        """Whether the advantage of a sample is independent of the other samples of its task."""
         return has_mark(self.advantage_call, "alone")
 
     @property
@@ -226,7 +237,7 @@ class Algorithm(Bounded):
 
     @property
     def whitened(self) -> bool:
-        """Whether advantages of tokens come from `gae` and are standardised over the step."""
+        """Whether `gae` computes token advantages, which are then standardised over the step."""
         return self.needs_critic or has_mark(self.advantage_call, "whitened")
 
     @property
@@ -236,19 +247,20 @@ class Algorithm(Bounded):
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the initial policy is kept, for a KL penalty."""
+        """Whether the run keeps its initial policy, for a KL penalty."""
         return self.kl_coef > 0
 
     @property
     def masks(self) -> bool:
-        """Whether tokens whose ratio trainer / sampler is out of bounds have no loss."""
+        """Whether tokens have no loss if their ratio trainer / sampler is out of bounds."""
         return self.mask_low > 0 or self.mask_high > 0
 
     def check_stale(self, why: str) -> None:
-        """Checks that samples of older policies are corrected for.
+        """Checks that the loss corrects for samples of older policies.
 
         Args:
-            why: the setting that allows older samples; the message starts with it.
+            why: text about the setting that allows older samples, with which the error message
+                starts.
 
         Raises:
             UserError: the old log-probabilities are the trainer's, and neither an importance
@@ -262,7 +274,7 @@ class Algorithm(Bounded):
 
 
 def marked(**marks: bool) -> Callable[[F], F]:
-    """Decorator that sets the marks of an advantage or a loss, see `ADVANTAGES` and `LOSSES`."""
+    """Returns a decorator that marks an advantage or a loss; see `ADVANTAGES` and `LOSSES`."""
 
     def mark(function: F) -> F:
         vars(function).update(marks)
@@ -272,12 +284,12 @@ def marked(**marks: bool) -> Callable[[F], F]:
 
 
 def has_mark(call: Bound, name: str) -> bool:
-    """Whether a function carries a mark that `marked` has set."""
+    """Returns whether a function carries a mark that `marked` has set."""
     return bool(getattr(call.found, name, False))
 
 
 def presets(budget: int) -> dict[str, Algorithm]:
-    """The presets by name; docs/algorithms.md has their sources and deviations.
+    """Returns the presets by name; docs/algorithms.md has their sources and deviations.
 
     Args:
         budget: maximum number of tokens of a trajectory.

@@ -1,6 +1,6 @@
 """Converts trajectories and distilled records to packed arrays for training.
 
-Trajectories are converted from their token ids and authors; their text is not tokenised again.
+A trajectory is converted from its token ids and their authors; its text is not tokenised again.
 """
 
 from __future__ import annotations
@@ -25,17 +25,17 @@ from coa_jax.trajectory import Author, DistilledRecord, Trajectory
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Example:
-    """One sequence of T tokens to learn from.
+    """A sequence of T tokens to train on.
 
     Attributes:
         tokens: token ids, int32 ``[T]``.
-        mask: float32 ``[T]``, 1 where the policy wrote the token.
+        mask: float32 ``[T]``, 1 for tokens that the policy wrote, 0 for the others.
         logp: float32 ``[T]``, log-probability with which the token was sampled; 0 for tokens that
             the policy did not sample.
         advantage: advantage of each token, float32 ``[T]``.
         rule: int32 ``[T]``, state of the constraint under which the token was sampled; `FREE` for
             tokens that were not sampled.  None for sequences sampled without a constraint.
-        more: further arrays ``[T]``, by their field names in `Batch`.
+        more: further arrays ``[T]``; the keys are field names of `Batch`.
     """
 
     tokens: np.ndarray
@@ -47,27 +47,28 @@ class Example:
 
 
 class Batch(NamedTuple):
-    """R packed rows of T tokens.  Index t of every array describes token t.
+    """R packed rows of T tokens, in which index t of every array describes token t of a row.
 
     Attributes:
         tokens: token ids, int32 ``[R, T]``.
-        positions: position of each token in its sequence, from 0, int32 ``[R, T]``.
-        segment_ids: number of each token's sequence in the row, from 1, int32 ``[R, T]``; 0 is
-            padding.
-        mask: float32 ``[R, T]``, 1 where the token has a loss.
+        positions: position of each token in its sequence, counted from 0, int32 ``[R, T]``.
+        segment_ids: index of each token's sequence in the row, counted from 1, int32 ``[R, T]``; 0
+            is padding.
+        mask: float32 ``[R, T]``, 1 for tokens that have a loss, 0 for the others.
         logp: sampling log-probabilities, float32 ``[R, T]``.
         advantage: advantage of each token, float32 ``[R, T]``.
         rule: states of the constraint, int32 ``[R, T]``, see `Example`; None without a constraint.
-        weight: weights of the tokens' losses, float32 ``[R, T]``, see `objectives.weigh`; None for
-            weight 1 everywhere.
-        old_logp: log-probabilities of the trainer before a step's updates, float32 ``[R, T]``.
-        ref_logp: log-probabilities of the run's initial policy, float32 ``[R, T]``.
-        value: the critic's values before a step's updates, float32 ``[R, T]``.
-        returns: targets that the critic learns, float32 ``[R, T]``.
-        teacher_logp: log-probabilities of a teacher, float32 ``[R, T]``.
-        age: int32 ``[R, T]``, steps between the policy version that sampled a token and the version
-            that learns from the token; None if the newest version sampled all tokens.
-        unfolded: layout of the rows in attention; None if no sequences share a prompt.
+        weight: weight of each token's loss, float32 ``[R, T]``, see `objectives.weigh`; None if
+            every weight is 1.
+        old_logp: log-probabilities under the trainer before the step's updates, float32 ``[R, T]``.
+        ref_logp: log-probabilities under the run's initial policy, float32 ``[R, T]``.
+        value: the critic's values before the step's updates, float32 ``[R, T]``.
+        returns: the values that the critic is trained to predict, float32 ``[R, T]``.
+        teacher_logp: log-probabilities under a teacher, float32 ``[R, T]``.
+        age: int32 ``[R, T]``, number of steps between the policy version that sampled a token and
+            the version that learns from the token; None if the newest version sampled all tokens.
+        unfolded: layout of the rows in attention, where every sequence has its own copy of a shared
+            prompt; None if no sequences share a prompt.
     """
 
     tokens: np.ndarray
@@ -88,10 +89,10 @@ class Batch(NamedTuple):
 
 
 def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> Example:
-    """Tokenises a distilled record part by part.
+    """Tokenises a distilled record, one part after the other.
 
-    Each part of the environment is encoded as the agent loop encodes an observation, so training
-    sees the token ids that a rollout produces.
+    A part that the environment wrote is encoded as the agent loop encodes an observation, so
+    training sees the same token ids as a rollout.
 
     Args:
         tokenizer: tokenizer of the policy.
@@ -99,8 +100,8 @@ def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> E
         prompt: prompt style in which the policy sees the record's question.
 
     Returns:
-        The record's tokens, followed by the end-of-turn token.  Only the end-of-turn tokens and the
-        parts of the policy have a loss.
+        The record's tokens, followed by the end-of-turn token. Only the parts of the policy and the
+        end-of-turn tokens have a loss.
     """
     tokens = list(prompt_ids(tokenizer, record, prompt))
     mask = [0.0] * len(tokens)
@@ -123,7 +124,7 @@ def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> E
 
 
 def environment_ids(tokenizer: Any, protocol: Protocol, text: str) -> list[int]:
-    """Encodes an observation as the agent loop does.
+    """Encodes an observation to the token ids that the agent loop would produce.
 
     Args:
         tokenizer: tokenizer of the policy.
@@ -131,7 +132,7 @@ def environment_ids(tokenizer: Any, protocol: Protocol, text: str) -> list[int]:
         text: the observation, including the text that the protocol puts around it.
 
     Returns:
-        Token ids.
+        The token ids of the observation.
     """
     head, tail = plain_frame(protocol)
     if not text.startswith(head) or not text.endswith(tail) or len(text) < len(head) + len(tail):
@@ -153,10 +154,11 @@ def trajectory_example(
 
     Args:
         trajectory: the trajectory, with its sampling log-probabilities.
-        advantage: advantage of the whole trajectory, or of each token, float32 ``[T]``.
-        constraint: constraint under which the trajectory was sampled; None without one.
-        version: policy version that learns from the trajectory, for the ages of the tokens; None
-            leaves out the ages.
+        advantage: advantage of the whole trajectory, a scalar, or of each token, float32 ``[T]``.
+        constraint: constraint under which the trajectory was sampled; None if there was no
+            constraint.
+        version: version of the policy that learns from the trajectory, from which the ages of the
+            tokens are computed; None leaves out the ages.
 
     Raises:
         ValueError: the trajectory was not sampled under this constraint.
@@ -180,10 +182,10 @@ def trajectory_example(
 
 
 def token_versions(trajectory: Trajectory, version: int) -> np.ndarray:
-    """Policy version under which each token was sampled or prefilled, int32 ``[T]``.
+    """Returns the policy version that sampled or prefilled each token, int32 ``[T]``.
 
     ``policy_versions`` in the trajectory's metadata lists pairs of a position and the version of
-    the tokens from this position on.  Tokens before the first position have ``version``.
+    the tokens from this position on. Tokens before the first listed position have ``version``.
     """
     versions = np.full(len(trajectory.tokens), version, np.int32)
     for position, sampled_by in trajectory.metadata.get("policy_versions", ()):
@@ -195,17 +197,18 @@ def pack(examples: Sequence[Example], length: int, unfolded: int = 0) -> Batch:
     """Packs sequences into rows: the longest first, each into the first row with enough space.
 
     With ``unfolded``, sequences with the same prompt share a row, and the row stores the prompt
-    once.  The first sequence is stored whole.  Of every other sequence the row stores the last
-    token of the prompt, from which the first sampled token is predicted, and all tokens after the
-    prompt.  Only attention sees every sequence whole, in rows of ``unfolded`` positions.
+    once. The row stores the first of these sequences whole. Of every other sequence the row stores
+    only the last token of the prompt, from which the first sampled token is predicted, and all
+    tokens after the prompt. Only attention sees every sequence whole, in rows of ``unfolded``
+    positions.
 
     The result depends only on the examples and their order.
 
     Args:
         examples: the sequences.  The prompt of a sequence is all tokens before the first token with
             a loss.  Either all sequences were sampled under a constraint, or none.
-        length: tokens of a row, T.
-        unfolded: positions of a row in attention, E; 0 to share no prompts.
+        length: number of tokens of a row, T.
+        unfolded: number of positions of a row in attention, E; 0 if sequences do not share prompts.
 
     Raises:
         UserError: a sequence is longer than a row.
@@ -227,14 +230,14 @@ def pack(examples: Sequence[Example], length: int, unfolded: int = 0) -> Batch:
 def unpack(
     batches: Sequence[Batch], examples: Sequence[Example], length: int, unfolded: int = 0
 ) -> list[Example]:
-    """Returns the examples with the advantages and scores that their batches have gained.
+    """Returns the examples with the advantages and scores that were added to their batches.
 
     Args:
-        batches: micro-batches that `pack` and `split_rows` made of the examples, completed with
+        batches: the micro-batches that `pack` and `split_rows` made of the examples, completed with
             scores, values or advantages.
-        examples: as given to `pack`.
-        length: as given to `pack`.
-        unfolded: as given to `pack`.
+        examples: the same examples as in the call of `pack`.
+        length: the same length as in the call of `pack`.
+        unfolded: the same number as in the call of `pack`.
     """
     gained = [name for name in _GAINED if getattr(batches[0], name) is not None]
     arrays = {name: np.concatenate([getattr(b, name) for b in batches]) for name in gained}
@@ -260,11 +263,11 @@ def first_fit(sizes: Sequence[int] | np.ndarray, length: int) -> list[list[int]]
     """Assigns sequences to rows: the longest first, each to the first row with enough space.
 
     Args:
-        sizes: tokens of each sequence; sequences of equal size keep their order.
-        length: tokens of a row.
+        sizes: number of tokens of each sequence; sequences of equal size keep their order.
+        length: number of tokens of a row.
 
     Returns:
-        Indices of the sequences of each row.
+        For each row, the indices of its sequences.
 
     Raises:
         UserError: a sequence is longer than a row.
@@ -315,16 +318,17 @@ def _fill(examples: Sequence[Example], length: int, unfolded: int) -> list[_Row]
 
 
 def _prompt(example: Example) -> bytes:
-    """The tokens that sequences of a prompt can share, as bytes.
+    """Returns the tokens that sequences with the same prompt can share, as bytes.
 
-    The last token of the prompt is not shared: each first sampled token is predicted from it.
+    The last token of the prompt is not shared, because the first sampled token of each sequence is
+    predicted from it.
     """
     first = int(np.argmax(example.mask > 0)) if example.mask.any() else 0
     return example.tokens[: max(first - 1, 0)].astype(np.int32).tobytes()
 
 
 def _in_order(examples: Sequence[Example]) -> list[Example]:
-    """Examples in the order of packing with shared prompts: largest prompt group first."""
+    """Orders examples for packing with shared prompts: the largest prompt group comes first."""
     groups: dict[bytes, list[Example]] = {}
     for example in examples:
         groups.setdefault(_prompt(example), []).append(example)
@@ -337,11 +341,11 @@ class _Row:
     """A row that is being filled.
 
     Attributes:
-        members: for each sequence (example, number of shared prompt tokens that are not stored
-            again, index in the row at which the shared prompt begins).
-        prompts: index in the row at which each prompt begins.
-        size: tokens stored so far.
-        unfolded: positions used so far in attention.
+        members: for each sequence, a tuple of the example, the number of shared prompt tokens that
+            are not stored again, and the index in the row at which the shared prompt begins.
+        prompts: for each prompt, the index in the row at which the prompt begins.
+        size: number of tokens stored so far.
+        unfolded: number of positions used so far in attention.
     """
 
     members: list[tuple[Example, int, int]] = dataclasses.field(default_factory=list)
@@ -350,11 +354,11 @@ class _Row:
     unfolded: int = 0
 
     def left_out(self, prompt: bytes) -> int:
-        """Number of prompt tokens that the row has stored already."""
+        """Returns the number of prompt tokens that the row has stored already."""
         return len(prompt) // 4 if prompt in self.prompts else 0
 
     def has_room(self, size: int, prompt: bytes, length: int, unfolded: int) -> bool:
-        """Whether a sequence of ``size`` tokens fits into the row."""
+        """Returns whether a sequence of ``size`` tokens fits into the row."""
         fits = self.size + size - self.left_out(prompt) <= length
         return fits and self.unfolded + size <= unfolded
 
@@ -368,7 +372,7 @@ class _Row:
 
 
 def _lay_out(row: _Row, batch: Batch) -> None:
-    """Writes a row's sequences into its arrays ``[T]``, and into those of attention, ``[E]``."""
+    """Writes a row's sequences into the row's arrays ``[T]`` and, for attention, ``[E]``."""
     at = start = 0
     for segment, (example, skipped, source) in enumerate(row.members, start=1):
         size = len(example.tokens)
@@ -401,9 +405,9 @@ def empty_batch(rows: int, length: int, constrained: bool = False, unfolded: int
 
     Args:
         rows: number of rows, R.
-        length: tokens of a row, T.
+        length: number of tokens of a row, T.
         constrained: whether the batch has states of a constraint.
-        unfolded: positions of a row in attention, E; 0 to share no prompts.
+        unfolded: number of positions of a row in attention, E; 0 if sequences do not share prompts.
     """
     shape = (rows, length)
     tokens, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
@@ -431,7 +435,7 @@ def split_rows(batch: Batch, rows: int) -> list[Batch]:
 
 
 def stack(batches: Sequence[Batch], capacity: int) -> Batch:
-    """Stacks micro-batches of equal shape to ``[capacity, R, T]``, padded with zeros at the end."""
+    """Stacks micro-batches of equal shape to ``[capacity, R, T]``; the end is filled with zeros."""
 
     def stacked(*arrays: Any) -> np.ndarray:
         out = np.zeros((capacity, *arrays[0].shape), arrays[0].dtype)

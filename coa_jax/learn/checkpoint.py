@@ -1,10 +1,10 @@
-"""Checkpoints of a run: everything that its next step depends on.
+"""Checkpoints of a run, which contain everything that the run's next step depends on.
 
 A checkpoint is written in the background while the run continues, and appears under its number only
-when it is complete.  It contains fingerprints of its arrays, computed on their devices before the
-save, and of its other contents.  `Checkpoints.newest` compares them after reading, on any mesh.  If
-a checkpoint was damaged (a torn file after a power cut, a flipped bit, an incomplete copy), the
-checkpoint before it is used.
+when it is complete. A checkpoint contains fingerprints of its arrays, computed on their devices
+before the save, and of its other contents. After reading a checkpoint, on any mesh,
+`Checkpoints.newest` compares the fingerprints. If the checkpoint was damaged (a torn file after a
+power cut, a flipped bit, an incomplete copy), the run resumes from the checkpoint before it.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ _FINGERPRINT, _EXTRA, _STATE = "fingerprint", "extra", "state"
 _Mode = ocp.options.AtomicityMode
 
 _EARLIER = ("params.embed", *(f"params.{projection}.a" for projection in PROJECTIONS))
-"""Names of arrays that only earlier versions used, for a model and for its adapters."""
+"""Names of arrays that only checkpoints of earlier versions have."""
 
 
 class Damaged(Exception):
-    """The contents of a checkpoint differ from what was saved."""
+    """Raised if the contents of a checkpoint differ from the contents that were saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,9 @@ class Restored:
     Attributes:
         step: number of the checkpoint.
         state: parameters and optimiser state.
-        extra: saved JSON values, such as the data cursor.
-        more: the requested further trees of arrays, by name, as far as the checkpoint has them.
+        extra: the JSON values that were saved, such as the position in the data.
+        more: the requested further trees of arrays, by name, without those that the checkpoint
+            lacks.
     """
 
     step: int
@@ -69,9 +70,9 @@ class Restored:
 def _tell_faults_once() -> None:
     """Keeps Orbax and TensorStore from printing tracebacks of errors that `Checkpoints` raises.
 
-    On a full disk many writes fail at a time, each in its own thread.  Orbax logs all the errors,
-    and `Checkpoints.wait` raises one of them.  TensorStore prints another error for every write
-    that is unfinished when Orbax closes its event loop.
+    On a full disk many writes fail at the same time, each in its own thread. Orbax logs all of
+    these errors, and `Checkpoints.wait` raises one of them. TensorStore prints another error for
+    every write that is unfinished when Orbax closes its event loop.
     """
     folder, shown = os.path.dirname(ocp.__file__), sys.unraisablehook
 
@@ -89,7 +90,7 @@ def _tell_faults_once() -> None:
 
 
 class Checkpoints:
-    """The newest checkpoints of a run in ``directory``, and the best checkpoint."""
+    """Saves and reads the newest checkpoints of a run, and the best one, in a directory."""
 
     def __init__(
         self,
@@ -106,15 +107,16 @@ class Checkpoints:
         Checkpoints that a killed run left incomplete are removed.
 
         Args:
-            directory: directory that contains only checkpoints; a local path or a URL.
+            directory: directory that contains only checkpoints: a local path or a URL.
             keep: number of newest checkpoints to keep.
-            best: metric of the best checkpoint, which is kept too; "" for none.  Lower values are
-                better if the name ends in ``loss``, higher values otherwise.
-            read_only: whether the directory is left unchanged, even without the removal of
-                incomplete checkpoints, because a run may be writing to it.
-            wait_seconds: how long to wait for the slowest process, see `processes.meet`.
-            before_save: called in each process before a checkpoint is written; writes data to disk
-                that must be safe before the checkpoint is.
+            best: metric that selects the best checkpoint, which is kept beside the newest ones; ""
+                for no best checkpoint. Lower values are better if the metric's name ends in
+                ``loss``, higher values otherwise.
+            read_only: whether the directory is left unchanged, because a run may be writing to it.
+                Incomplete checkpoints are then not removed either.
+            wait_seconds: number of seconds to wait for the slowest process, see `processes.meet`.
+            before_save: function that each process calls before a checkpoint is written. The
+                function writes data to disk that must be complete before the checkpoint exists.
 
         Raises:
             UserError: ``keep`` is less than 1.
@@ -146,7 +148,7 @@ class Checkpoints:
                     cleanup_tmp_directories=not read_only,
                     enable_async_checkpointing=True,
                     atomicity_options=ocp.options.AtomicityOptions(
-                        # A bucket has no atomic rename of folders; a local file system has.
+                        # A local file system renames a folder atomically; a bucket cannot.
                         mode=_Mode.COMMIT_FILE if is_bucket(self.directory) else _Mode.AUTO
                     ),
                 ),
@@ -160,15 +162,15 @@ class Checkpoints:
         return self._sign * metrics.get(self.best_metric, -self._sign * math.inf)
 
     def steps(self) -> list[int]:
-        """Returns the numbers of the complete checkpoints, ascending."""
+        """Returns the numbers of the complete checkpoints, in ascending order."""
         return sorted(self._manager.all_steps())
 
     def overdue(self, seconds: float) -> bool:
-        """Whether the last checkpoint, or else the start, was at least ``seconds`` ago."""
+        """Returns whether the last save, or the start if nothing was saved, is ``seconds`` ago."""
         return time.monotonic() - self._saved >= seconds
 
     def best(self) -> int | None:
-        """Number of the checkpoint with the best metric; None if no checkpoint has the metric."""
+        """Returns the number of the best checkpoint; None if no checkpoint has the metric."""
         step = self._manager.best_step() if self.best_metric else None
         known = {} if step is None else self._manager.metrics(step) or {}
         return step if self.best_metric in known else None
@@ -182,19 +184,19 @@ class Checkpoints:
         metrics: Mapping[str, float] | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begins to write a checkpoint; returns when the arrays may be changed or donated.
+        """Begins to write a checkpoint, and returns when the arrays may be changed or donated.
 
         Args:
             step: number of the checkpoint, higher than all earlier numbers.
             state: parameters and optimiser state.
             extra: JSON values to save.
-            metrics: metrics of the step.  A checkpoint without a finite value of the metric
-                ``best`` cannot become the best checkpoint.
-            more: further trees of arrays by name, each saved in its own folder.
+            metrics: metrics of the step. A checkpoint can become the best checkpoint only if the
+                metric ``best`` has a finite value here.
+            more: further trees of arrays by name; each is saved in a folder of its own.
 
         Raises:
             OSError: the previous checkpoint could not be written, for example because the disk is
-                full.  Checkpoints before it are intact.
+                full. All checkpoints before the previous one are intact.
         """
         self.wait()
         self._before_save()
@@ -231,16 +233,16 @@ class Checkpoints:
         self._manager.check_for_errors()
 
     def newest(self, like: TrainState, more: Mapping[str, Any] | None = None) -> Restored | None:
-        """Reads the newest undamaged checkpoint; None if the directory has no checkpoint.
+        """Reads the newest undamaged checkpoint; returns None if the directory has no checkpoint.
 
-        Newer, damaged checkpoints are renamed to ``damaged-STEP``, with a warning.
+        Damaged, newer checkpoints are renamed to ``damaged-STEP``, and a warning names them.
 
         Args:
-            like: see `restore`.
-            more: see `restore`.
+            like: a state whose shapes, dtypes and shardings the result gets, see `restore`.
+            more: further trees to read, see `restore`.
 
         Raises:
-            UserError: the checkpoint is of another model or optimiser, the file system refuses
+            UserError: the checkpoint belongs to another model or optimiser, the file system refuses
                 access, or every checkpoint is damaged.
         """
         faults: dict[int, str] = {}
@@ -284,25 +286,28 @@ class Checkpoints:
     ) -> Restored:
         """Reads a checkpoint into the shapes, dtypes and shardings of ``like``.
 
-        Each process reads the parts of its own devices.  An error in one process is raised in all.
+        Each process reads the parts on its own devices. An error in one process is raised in all
+        processes.
 
         Args:
             step: number of the checkpoint.
-            like: a state, or its shapes with shardings; the mesh may differ from that of the save.
-            more: further trees to read, by name; trees that the checkpoint lacks are left out.
+            like: a state, or the shapes of a state with shardings. The mesh may differ from the
+                mesh of the run that saved the checkpoint.
+            more: shapes of further trees to read, by name; trees that the checkpoint lacks are left
+                out.
 
         Raises:
-            UserError: the checkpoint is of another model or optimiser, or the file system refuses
-                access.
-            Damaged: the contents differ from what was saved.
+            UserError: the checkpoint belongs to another model or optimiser, or the file system
+                refuses access.
+            Damaged: the contents differ from the contents that were saved.
         """
         found, fault = None, None
         try:
             found = self._read(step, like, more or {})
         except (UserError, Damaged) as error:
             fault = error
-        # The fingerprints below are computed by all processes: a process whose reading failed
-        # would not take part, and the others would wait for it.
+        # All processes compute the fingerprints below together. A process whose reading failed
+        # would not take part, and the other processes would wait for that process.
         self._agree(fault)
         assert found is not None
         read, likes = found
@@ -324,10 +329,10 @@ class Checkpoints:
         return Restored(step, trees.pop(_STATE), read[_EXTRA], trees)
 
     def _agree(self, fault: UserError | Damaged | None) -> None:
-        """Raises the fault of the first process that has one in all processes.
+        """Raises the same error in all processes: the error of the first process that has one.
 
-        A `UserError` of any process precedes `Damaged`: where the file system refuses access, the
-        checkpoint may be intact.
+        A `UserError` of any process takes precedence over `Damaged`, because the checkpoint may be
+        intact if the file system refuses access.
         """
         if processes.count() == 1:
             if fault is not None:
@@ -343,7 +348,7 @@ class Checkpoints:
     def _read(
         self, step: int, like: TrainState, more: Mapping[str, Any]
     ) -> tuple[Any, dict[str, Any]]:
-        """Reads this process's part of a checkpoint; also returns the trees that set its shapes."""
+        """Reads this process's part of a checkpoint; also returns the trees that set the shapes."""
         path = self.directory / str(step)
         likes = {_STATE: like, **more}
         likes = {
@@ -364,10 +369,10 @@ class Checkpoints:
                     fingerprint=ocp.args.JsonRestore(),
                 ),
             )
-        # A lack of memory says nothing about the files.
+        # Running out of memory does not show that the files are damaged.
         except (UserError, MemoryError, jax.errors.JaxRuntimeError):
             raise
-        # The readers of JSON, zarr and OCDBT raise many kinds of exceptions for a torn file.
+        # For a torn file, the readers of JSON, zarr and OCDBT raise exceptions of many types.
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
             if _passing(error):
@@ -379,7 +384,7 @@ class Checkpoints:
         return read, likes
 
     def _check_fit(self, step: int, name: str, abstract: Any) -> None:
-        """Compares the names, shapes and dtypes of arrays, without reading the arrays."""
+        """Compares the names, shapes and dtypes of the arrays, without reading the arrays."""
         there = _leaves(ocp.StandardCheckpointHandler().metadata(self.directory / str(step) / name))
         here = _leaves(abstract)
         if any(key in there for key in _EARLIER):
@@ -406,8 +411,8 @@ class Checkpoints:
 def _reader_alone() -> ocp.Checkpointer:
     """Creates a reader that does not wait for other processes.
 
-    The manager's own reader waits for all processes when it is done.  A process whose part is
-    damaged would leave the others waiting.
+    When a read ends, the manager's own reader waits for all processes. A process whose part is
+    damaged would therefore leave the other processes waiting.
     """
     me = jax.process_index()
     options = ocp.options.MultiprocessingOptions(primary_host=me, active_processes={me})
@@ -418,25 +423,25 @@ def _reader_alone() -> ocp.Checkpointer:
 
 
 _LACKING = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
-"""Status codes in the error messages of TensorStore that do not speak of damaged files."""
+"""Status codes in error messages of TensorStore whose cause is not a damaged file."""
 
 
 def _passing(error: Exception) -> bool:
-    """Whether an error of reading may be temporary, so that the checkpoint may be intact."""
+    """Returns whether a read error may be temporary, so that the checkpoint may be intact."""
     absent = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
     refused = isinstance(error, OSError) and not isinstance(error, absent)
     return refused or any(state in str(error) for state in _LACKING)
 
 
 def _plain(tree: Any) -> Any:
-    """The saved part of a tree: all but the frozen parameters, which the model's files contain."""
+    """Returns the saved part of a tree, without frozen parameters, which the model's files hold."""
     if not hasattr(tree, "_asdict"):
         return tree
     return {name: part for name, part in tree._asdict().items() if name != "frozen"}
 
 
 def _leaves(tree: Any) -> dict[str, str]:
-    """Maps the dotted name of each leaf to its dtype and shape."""
+    """Maps the dotted name of each leaf to a text with its dtype and shape."""
     tree = getattr(tree, "tree", tree)
     found = {}
     for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:

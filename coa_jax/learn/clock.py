@@ -1,4 +1,4 @@
-"""Measures the time of a step by phase, and profiles a range of steps."""
+"""Measures the time that each phase of a step takes, and profiles a range of steps."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from coa_jax.errors import UserError
 
 
 class Clock:
-    """Measures wall-clock seconds by phase, from the creation of the clock."""
+    """Measures wall-clock seconds by phase, starting when the clock is created."""
 
     def __init__(self, *names: str) -> None:
-        """Starts the clock; the phases ``names`` are reported even if they never run."""
+        """Starts the clock; the report includes the phases ``names`` even if they never run."""
         self.seconds: dict[str, float] = collections.defaultdict(float, dict.fromkeys(names, 0.0))
         self._began = time.monotonic()
 
@@ -35,7 +35,10 @@ class Clock:
         return time.monotonic() - self._began
 
     def report(self) -> dict[str, float]:
-        """Metrics ``time/...`` so far; ``time/unaccounted`` is the time outside all phases."""
+        """Returns the metrics ``time/...`` so far.
+
+        ``time/unaccounted`` is the time outside all phases.
+        """
         total, parts = self.elapsed(), dict(self.seconds)
         return {
             **{f"time/{name}": seconds for name, seconds in parts.items()},
@@ -45,14 +48,17 @@ class Clock:
 
 
 class Profile:
-    """Records steps ``first`` to ``last`` with `jax.profiler`, for TensorBoard or xprof."""
+    """Records a profile of a range of steps with `jax.profiler`.
+
+    TensorBoard and xprof show such a profile.
+    """
 
     def __init__(self, steps: tuple[int, ...], directory: Path):
-        """Checks the range of steps.
+        """Checks that the range of steps is valid; recording starts with `before`.
 
         Args:
-            steps: (first, last) step to record; () for no recording.
-            directory: folder for the profile.
+            steps: the first and the last step to record; () for no recording.
+            directory: folder to which the profile is written.
 
         Raises:
             UserError: ``steps`` is neither () nor two positive numbers in ascending order.
@@ -66,18 +72,22 @@ class Profile:
         self._recording = False
 
     def before(self, step: int) -> None:
-        """Starts recording if the step is in the range; a resumed run may start inside it."""
+        """Starts recording the profile if the step is in the range and nothing is recorded yet.
+
+        The first call may be for a step in the middle of the range, because a resumed run may start
+        there.
+        """
         if self._steps and self._steps[0] <= step <= self._steps[1] and not self._recording:
             jax.profiler.start_trace(self._directory)
             self._recording = True
 
     def after(self, step: int) -> None:
-        """Stops recording after the last step of the range."""
+        """Stops recording the profile after the last step of the range."""
         if self._recording and step >= self._steps[1]:
             self.close()
 
     def close(self) -> None:
-        """Stops recording, and writes the profile."""
+        """Stops recording, and writes the profile to the directory."""
         if self._recording:
             self._recording = False
             jax.profiler.stop_trace()

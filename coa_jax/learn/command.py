@@ -1,4 +1,4 @@
-"""The flags and the run directory of the commands that train."""
+"""Defines the flags of the commands that train, and opens their run directory."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from coa_jax.settings import build
 from coa_jax.storage import run_folder, shown
 from coa_jax.tools.net.budget import spending
 
-# In --help, the flags that this module defines belong to the command that calls `define_flags`.
+# --help lists the flags that this module defines under the command that calls `define_flags`.
 flags.disclaim_key_flags()
 
 C = TypeVar("C")
@@ -27,7 +27,7 @@ def define_flags(config: str, *, workdir_required: bool = True) -> None:
     """Defines the flags of a command that trains.
 
     Args:
-        config: default of ``--config``, a path.
+        config: default value of ``--config``, a path.
         workdir_required: whether the command always needs ``--workdir``.
     """
     config_flag(config)
@@ -55,12 +55,12 @@ def check_flags() -> None:
 def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tuple[RunDir, Path]]:
     """Opens a run directory and writes the config to it.
 
-    Of several processes, only the first one writes.
+    If a run has several processes, only the first process writes.
 
     Args:
         workdir: the run directory.
-        config: settings of the run, see `RunDir.write_config`.
-        wandb_project: W&B project to log the metrics to; "" for none.
+        config: settings of the run, which `RunDir.write_config` writes.
+        wandb_project: Weights & Biases project to which the metrics are logged; "" for none.
 
     Yields:
         The run directory, and the path for its model.
@@ -73,17 +73,18 @@ def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tupl
         spending(workdir / "spent", processes.index(), processes.count()),
     ):
         run.write_config(config)
-        # Every process must have read the sum before any process spends more.
+        # Every process must have read how much the run has spent before any process spends more.
         processes.meet("what the run has spent", 600.0)
         yield run, run.path / "model"
 
 
 def run_fit(kind: type[C], train: Callable[[C, RunDir, Path], None]) -> None:
-    """Trains with the config of the flags, and prints where the model is.
+    """Trains with the config that the flags name, and prints the path of the trained model.
 
     Args:
-        kind: class of the settings.
-        train: function of the settings, the run, and the path for the model.
+        kind: class of the settings, such as `SFTConfig`.
+        train: function that trains; it is called with the settings, the run directory and the path
+            for the model.
     """
     values = flags.FLAGS
     config = build(kind, values.config)

@@ -1,10 +1,11 @@
 """The input pipeline of runs over a fixed set of examples.
 
-Every update of a run is a pure function of its number: its examples, their rows, and their random
-changes depend only on the seed and the position in the data.  The state of the pipeline is one
-integer, the index of the next example, for any number of processes that train or read.  The rows
-follow from token counts, which `learn.lengths` computes once, so a process tokenises only the rows
-of its own devices.  grain prepares the next updates during a training step.
+Every update of a run is a pure function of the update's number: its examples, the rows into which
+they are packed, and the random changes to records depend only on the seed and the position in the
+data. The state of the pipeline is therefore one integer, the index of the next example. This holds
+for any number of processes that train or read. The layout of the rows follows from token counts,
+which `learn.lengths` computes once, so a process tokenises only the rows of its own devices. The
+library grain prepares the next updates during a training step.
 """
 
 from __future__ import annotations
@@ -35,10 +36,10 @@ from coa_jax.trajectory import DistilledRecord
 T = TypeVar("T")
 
 Change = Callable[[DistilledRecord, np.random.Generator], DistilledRecord]
-"""Changes a record at random, each time that the record is learned."""
+"""A function that changes a record at random, each time that the record is trained on."""
 
 Augmentation = Callable[[Any, Sequence[DistilledRecord], Prompt], Change]
-"""Creates a `Change` from the policy's tokenizer, all records, and the prompt style."""
+"""A function that creates a `Change` from the tokenizer, all records, and the prompt style."""
 
 
 # --- examples that are tokenised on demand --------------------------------------------------
@@ -46,14 +47,14 @@ Augmentation = Callable[[Any, Sequence[DistilledRecord], Prompt], Change]
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class RecordReader:
-    """Reads records and tokenises them.
+    """Reads records from files and tokenises them.
 
     Attributes:
-        records: rows of the files.
+        records: the rows of the files.
         tokenizer: tokenizer of the policy.
         prompt: prompt style in which the policy sees the records' questions.
-        level: level of the protocols, see `tasks.base.with_level`.
-        format: format of the conversations, see `tasks.base.with_level`.
+        level: level of the protocols, ``lenient`` or ``paper``, see `tasks.base.with_level`.
+        format: format of the conversations, such as ``tags``, see `tasks.base.with_level`.
     """
 
     records: Records
@@ -63,10 +64,11 @@ class RecordReader:
     format: str = ""
 
     def record(self, place: int) -> DistilledRecord:
-        """Reads the record of a row.
+        """Reads the record at the row with the index ``place``.
 
         Raises:
-            UserError: the row is invalid, although it was valid when the lengths were computed.
+            UserError: the row is invalid, although it was valid when the lengths were computed: the
+                file has changed.
         """
         found = self.records[place]
         if isinstance(found, LeftOut):
@@ -83,14 +85,14 @@ class RecordReader:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Examples:
-    """N sequences to learn from, which are tokenised on demand; only their sizes are in memory.
+    """N sequences to train on, which are tokenised on demand; only their lengths are in memory.
 
     Attributes:
-        sizes: tokens of each example, int32 ``[N]``.
-        losses: tokens of each packed example that have a loss, int32 ``[N]``.
-        makers: functions that return the example at a place in their data.
-        owner: index of each example's maker in ``makers``, int32 ``[N]``.
-        place: place of each example in the data of its maker, int64 ``[N]``.
+        sizes: number of tokens of each example, int32 ``[N]``.
+        losses: number of tokens of each packed example that have a loss, int32 ``[N]``.
+        makers: functions that create examples. A maker is called with an index into its own data.
+        owner: index in ``makers`` of each example's maker, int32 ``[N]``.
+        place: index of each example in the data of its maker, int64 ``[N]``.
     """
 
     sizes: np.ndarray
@@ -103,10 +105,11 @@ class Examples:
         return len(self.sizes)
 
     def __getitem__(self, index: int) -> Example:
-        """Creates an example.
+        """Creates the example with an index.
 
         Raises:
-            UserError: the length of the example differs from ``sizes``.
+            UserError: the number of tokens of the example differs from ``sizes``: the data have
+                changed.
         """
         example = self.makers[self.owner[index]](int(self.place[index]))
         if len(example.tokens) != self.sizes[index]:
@@ -117,13 +120,14 @@ class Examples:
         return example
 
     def changed(self, index: int, length: int, change: Change, rng: np.random.Generator) -> Example:
-        """Changes a record, and creates an example of the result.
+        """Changes the record of an example, and returns an example of the changed record.
 
         Args:
             index: index of the example; its maker must be a `RecordReader`.
-            length: maximum number of tokens; a record that becomes longer is used unchanged.
-            change: changes the record.
-            rng: random numbers for the change.
+            length: maximum number of tokens; if the changed record has more, the record is used
+                unchanged.
+            change: function that changes the record.
+            rng: generator of the random numbers for the change.
         """
         maker = self.makers[self.owner[index]]
         assert isinstance(maker, RecordReader)
@@ -135,13 +139,13 @@ class Examples:
 def examples_of(
     maker: Callable[[int], Example], sizes: np.ndarray, losses: np.ndarray, place: np.ndarray
 ) -> Examples:
-    """Creates `Examples` with a single maker.
+    """Creates `Examples` whose examples all come from a single maker.
 
     Args:
-        maker: returns the example at a place in its data.
-        sizes: tokens of each example, int32 ``[N]``.
-        losses: tokens of each packed example that have a loss, int32 ``[N]``.
-        place: place of each example in the data of the maker, int64 ``[N]``.
+        maker: function that creates the example at an index of its data.
+        sizes: number of tokens of each example, int32 ``[N]``.
+        losses: number of tokens of each packed example that have a loss, int32 ``[N]``.
+        place: index of each example in the data of the maker, int64 ``[N]``.
     """
     return Examples(sizes, losses, (maker,), np.zeros(len(sizes), np.int32), place)
 
@@ -154,12 +158,12 @@ def examples_in_memory(examples: Sequence[Example]) -> Examples:
 
 
 def loss_tokens(example: Example) -> int:
-    """Tokens with a loss after packing, which removes the loss of the first token."""
+    """Returns the number of tokens with a loss after packing, which masks the first token."""
     return int(np.sum(example.mask[1:], dtype=np.float64))
 
 
 def join(parts: Sequence[Examples]) -> Examples:
-    """Concatenates the examples of all parts."""
+    """Concatenates several collections of examples."""
     firsts = np.cumsum([0, *(len(part.makers) for part in parts)])
     owners = [part.owner + first for part, first in zip(parts, firsts[:-1], strict=True)]
     return Examples(
@@ -176,12 +180,13 @@ def join(parts: Sequence[Examples]) -> Examples:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Update:
-    """The data of an update, as far as one process needs them.
+    """The data of an update that a process needs.
 
     Attributes:
-        batches: micro-batches, with the rows that this process computes.
-        rows: rows of a micro-batch over all processes; 0 if ``batches`` contains all rows.
-        lengths: tokens of each sequence of the update over all processes, row by row.
+        batches: micro-batches, with only the rows that this process computes.
+        rows: number of rows of a micro-batch over all processes; 0 if ``batches`` contains all
+            rows.
+        lengths: number of tokens of each sequence of the update over all processes, row by row.
         tokens: number of tokens with a loss over all processes.
         cursor: index of the first example after the update.
     """
@@ -195,17 +200,18 @@ class Update:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Updates(Sequence[Update]):
-    """The updates of a run from a cursor on; each update is created on demand.
+    """The updates of a run that follow a cursor; each update is created on demand.
 
     Attributes:
-        examples: examples of at most ``length`` tokens.
-        order: index of the example at each position of the stream.
-        cursor: position at which the first update begins.
+        examples: examples with at most ``length`` tokens each.
+        order: index of the example at each position of the endless stream of examples.
+        cursor: position in the stream at which the first update begins.
         number: number of updates.
-        batch_size: examples per update.
-        rows: rows of a micro-batch over all processes.
-        length: tokens of a row.
-        own: rows of a micro-batch that this process computes, see `placement.own_rows`.
+        batch_size: number of examples per update.
+        rows: number of rows of a micro-batch over all processes.
+        length: number of tokens of a row.
+        own: indices of the rows of a micro-batch that this process computes, see
+            `placement.own_rows`.
         change: random change of the records, see `Change`; None to leave the records unchanged.
     """
 
@@ -232,7 +238,7 @@ class Updates(Sequence[Update]):
             sizes, losses = self.examples.sizes[indices], self.examples.losses[indices]
             chosen: Callable[[int], Example] = lambda k: self.examples[int(indices[k])]  # noqa: E731
         else:
-            # Lengths are known only after the change: each process creates all examples.
+            # Lengths are known only after the random change, so each process creates all examples.
             made = [self._changed[position] for position in positions]
             sizes = np.array([len(example.tokens) for example in made])
             losses = np.array([loss_tokens(example) for example in made])
@@ -248,7 +254,7 @@ class Updates(Sequence[Update]):
 
     @functools.cached_property
     def _changed(self) -> grain.MapDataset:
-        """The stream of changed examples; grain gives each position its own random numbers."""
+        """The stream of changed examples; each position has its own random numbers."""
         change = self.change
         assert change is not None
 
@@ -260,14 +266,14 @@ class Updates(Sequence[Update]):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MicroBatches(Sequence[Batch]):
-    """Micro-batches of a layout with the rows of this process; each is created on demand.
+    """Micro-batches of a layout, with the rows of this process; each is created on demand.
 
     Attributes:
-        layout: indices of the examples of each row, see `first_fit`.
-        example: returns the example of an index.
-        rows: rows of a micro-batch over all processes.
-        length: tokens of a row.
-        own: rows of a micro-batch that this process computes.
+        layout: for each row, the indices of its examples, see `first_fit`.
+        example: function that returns the example with an index.
+        rows: number of rows of a micro-batch over all processes.
+        length: number of tokens of a row.
+        own: indices of the rows of a micro-batch that this process computes.
     """
 
     layout: Sequence[Sequence[int]]
@@ -294,11 +300,11 @@ class MicroBatches(Sequence[Batch]):
 
 
 def shuffled(parts: Sequence[int], weights: Sequence[float], seed: int) -> grain.MapDataset:
-    """Returns an endless stream of example indices, in which each part is shuffled every epoch.
+    """Returns an endless stream of example indices; each part is shuffled anew every epoch.
 
     Args:
-        parts: number of examples of each part.  The indices of a part follow those of the part
-            before it.  Most runs have one part.
+        parts: number of examples of each part. The indices of the second part follow those of the
+            first part, and so on. Most runs have one part.
         weights: relative frequency of each part in the stream.
         seed: seed of the order.
     """
@@ -313,17 +319,17 @@ def shuffled(parts: Sequence[int], weights: Sequence[float], seed: int) -> grain
 
 @contextlib.contextmanager
 def read_ahead(source: Sequence[T], workers: int, buffer: int = 2) -> Iterator[Iterator[T]]:
-    """Yields an iterator over a sequence that creates its items ahead of time.
+    """Yields an iterator over a sequence whose items are created ahead of time.
 
     Args:
-        source: creates an item on access.
-        workers: processes that create items; 0 for a thread of this process.
-        buffer: maximum number of items that the thread, or each worker, has ready.
+        source: sequence that creates an item when the item is accessed.
+        workers: number of worker processes that create items; 0 for a thread of this process.
+        buffer: maximum number of finished items that the thread, or each worker, holds.
     """
     options = grain.ReadOptions(num_threads=1, prefetch_buffer_size=buffer)
     ahead = grain.MapDataset.source(source).to_iter_dataset(options)
     if workers:
-        if not flags.FLAGS.is_parsed():  # in a notebook; grain reads flags that it defines
+        if not flags.FLAGS.is_parsed():  # e.g. in a notebook; grain reads flags
             flags.FLAGS.mark_as_parsed()
         ahead = ahead.mp_prefetch(
             grain.MultiprocessingOptions(num_workers=workers, per_worker_buffer_size=1),
@@ -340,8 +346,9 @@ def read_ahead(source: Sequence[T], workers: int, buffer: int = 2) -> Iterator[I
 def _begin_worker(protocols: Any, index: int, count: int) -> None:
     """Prepares a worker process.
 
-    The worker learns the protocols that the run has registered, ignores SIGINT and SIGTERM, which
-    only the training process handles, and exits when the training process ends.
+    The worker process registers the protocols that the run has registered. The worker ignores
+    SIGINT and SIGTERM, which only the training process handles, and exits when the training process
+    ends.
     """
     for number in (signal.SIGINT, signal.SIGTERM):
         signal.signal(number, signal.SIG_IGN)

@@ -1,6 +1,6 @@
-"""Completes the batches of a step with scores under other policies, values and advantages.
+"""Adds scores under other policies, values and advantages to the batches of a step.
 
-All these arrays are computed once, before the step's first update.
+All of these arrays are computed once per step, before the step's first update.
 """
 
 from __future__ import annotations
@@ -40,18 +40,19 @@ def score(
     compute: Compute,
     temperature: float = 1.0,
 ) -> jax.Array:
-    """Log-probabilities of the tokens that have a loss.
+    """Computes the log-probabilities of the tokens that have a loss.
 
     Args:
         params: parameters of the policy.
-        batch: packed rows, R rows of T tokens.
-        allowed: table of the constraint under which the batch was sampled; None without one.
+        batch: packed rows: R rows of T tokens.
+        allowed: table of the constraint under which the batch was sampled; None without a
+            constraint.
         model: architecture of the policy.
         compute: dtype, operations and sharding of the computation.
         temperature: sampling temperature, which divides the logits.
 
     Returns:
-        Float32 ``[R, T]``, 0 for tokens without a loss.
+        Log-probabilities, float32 ``[R, T]``; 0 for tokens without a loss.
     """
     logps, _ = token_logps(
         params,
@@ -70,29 +71,29 @@ def score(
 def score_values(
     params: Params, batch: Batch, *, model: ModelConfig, compute: Compute
 ) -> jax.Array:
-    """Values of a batch's tokens under a critic.
+    """Computes the values that a critic gives to the tokens of a batch.
 
     Args:
         params: parameters of the critic.
-        batch: packed rows, R rows of T tokens.
+        batch: packed rows: R rows of T tokens.
         model: architecture of the critic.
         compute: dtype, operations and sharding of the computation.
 
     Returns:
-        Float32 ``[R, T]``.
+        Values, float32 ``[R, T]``.
     """
     return token_values(params, model, batch, compute)
 
 
 def scores_old(algorithm: Algorithm, updates: int) -> bool:
-    """Whether the tokens of a step are scored by the policy before its updates.
+    """Returns whether the policy scores the step's tokens before the step's first update.
 
-    In a step with one update, the loss computes these log-probabilities itself, because the
-    parameters are still those of the old policy.  A KL penalty in the rewards and the advantages of
-    a teacher need them earlier.
+    In a step with a single update, the loss itself computes these log-probabilities, because the
+    parameters are still those of the old policy. A KL penalty in the rewards, and the advantages of
+    a teacher, need the log-probabilities earlier.
 
     Args:
-        algorithm: a resolved algorithm.
+        algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
         updates: number of updates of the step.
     """
     early = (algorithm.needs_reference and algorithm.kl_in == "reward") or algorithm.opd_coef > 0
@@ -114,27 +115,29 @@ def complete_experience(
     allowed: jax.Array | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[list[Batch], dict[str, float]]:
-    """Adds the arrays to the batches of a step that the algorithm needs.
+    """Adds to the batches of a step the arrays that the algorithm needs.
 
     Args:
-        algorithm: a resolved algorithm.
-        batches: micro-batches of the whole step.  If `Algorithm.whitened` is true, ``advantage``
-            has the reward of each sequence at its last token, else the advantage of each token.
-            If a server has scored the tokens, ``teacher_logp`` is present.
+        algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
+        batches: micro-batches of the whole step. If `Algorithm.whitened` is true, ``advantage``
+            holds the reward of each sequence, at the sequence's last token; otherwise ``advantage``
+            holds the advantage of each token. ``teacher_logp`` is present if a server has scored
+            the tokens.
         model: architecture of policy, critic and reference.
         policy: parameters before the step's updates.
         critic: parameters of the critic; None without a critic.
-        reference: parameters of the reference; None without a KL penalty.
+        reference: parameters of the reference policy; None without a KL penalty.
         temperature: sampling temperature.
         compute: dtype, operations and sharding of the forward passes.
-        teacher: teacher on the devices of this run; None without one.
-        updates: optimiser updates of the step.
-        allowed: table of the constraint under which the batches were sampled; None without one.
+        teacher: teacher model on the devices of this run; None without such a teacher.
+        updates: number of optimiser updates of the step.
+        allowed: table of the constraint under which the batches were sampled; None without a
+            constraint.
         mesh: mesh over which the rows are split; None for one device.
 
     Returns:
-        The batches on the host, with ``old_logp``, ``ref_logp``, ``value``, ``returns`` and
-        ``advantage`` as far as the algorithm needs them, and metrics of these arrays.
+        The batches, as arrays on the host, with those of ``old_logp``, ``ref_logp``, ``value``,
+        ``returns`` and ``advantage`` that the algorithm needs; and metrics of these arrays by name.
     """
     in_reward = algorithm.needs_reference and algorithm.kl_in == "reward"
     settings: dict[str, Any] = {"model": model, "compute": compute, "temperature": temperature}
@@ -184,9 +187,10 @@ def complete_experience(
 
 
 def inputs(batch: Batch) -> Batch:
-    """Removes the arrays that a forward pass does not read.
+    """Removes from a batch the arrays that a forward pass does not read.
 
-    Every combination of arrays would compile another program.
+    A jitted function is compiled again for every combination of arrays, so unused arrays would
+    cause needless compilations.
     """
     return batch._replace(
         weight=None, old_logp=None, ref_logp=None, value=None, returns=None,
@@ -195,7 +199,7 @@ def inputs(batch: Batch) -> Batch:
 
 
 def _distilled(batches: Sequence[Batch], coef: float) -> tuple[list[Batch], dict[str, float]]:
-    """Adds the teacher's advantages, and returns the KL estimate k1 in nats per token."""
+    """Adds the teacher's advantages; also returns the KL estimate k1 in nats per token."""
     made, total, count = [], 0.0, 0.0
     for batch in batches:
         assert batch.teacher_logp is not None
@@ -209,7 +213,7 @@ def _distilled(batches: Sequence[Batch], coef: float) -> tuple[list[Batch], dict
 
 @functools.partial(jax.jit, static_argnames=("gamma", "lam", "kl", "kl_coef"))
 def _estimate(batch: Batch, *, gamma: float, lam: float, kl: str, kl_coef: float) -> Batch:
-    """Replaces the rewards in ``advantage`` by advantages of tokens, and adds returns."""
+    """Replaces the rewards in ``advantage`` by the advantages of tokens, and adds returns."""
     rewards = jnp.where(batch.mask > 0, batch.advantage, 0.0)
     if kl:
         assert batch.ref_logp is not None
@@ -221,7 +225,11 @@ def _estimate(batch: Batch, *, gamma: float, lam: float, kl: str, kl_coef: float
 
 
 def _explained_variance(batches: Sequence[Batch]) -> dict[str, float]:
-    """1 - Var(returns - values) / Var(returns): 1 for a perfect critic, 0 for a constant one."""
+    """Computes 1 - Var(returns - values) / Var(returns).
+
+    The metric is 1 for a perfect critic, and 0 for a critic that gives the same value to every
+    state.
+    """
 
     def means(returned: float, error: float) -> np.ndarray:
         about = [jax.device_get(_moments(b, returned, error)) for b in batches]

@@ -1,4 +1,4 @@
-"""Checksums of trees of arrays, for the detection of damaged checkpoints."""
+"""Computes checksums of trees of arrays, by which damaged checkpoints are detected."""
 
 from __future__ import annotations
 
@@ -13,26 +13,26 @@ from coa_jax.parallel.turns import in_turn, mesh_of
 
 
 def fingerprint(tree: Any) -> list[int]:
-    """Checksums of the leaves of a tree; they depend on every bit, and not on the sharding.
+    """Returns a checksum of each leaf of a tree, which depends on every bit of the leaf.
 
-    Each leaf is a program of its own, because XLA's CPU backend copies all arrays that a program
-    scrambles.
+    The checksums do not depend on the sharding. Each leaf has a compiled program of its own,
+    because XLA's CPU backend copies all arrays that one program hashes.
     """
     return [int(in_turn(mesh_of(leaf), _checksum, leaf)) for leaf in jax.tree.leaves(tree)]
 
 
 def digest(extra: Any) -> int:
-    """Checksum of a JSON value."""
+    """Returns the checksum of a JSON value."""
     return zlib.crc32(json.dumps(extra, sort_keys=True).encode())
 
 
 @jax.jit
 def _checksum(array: jax.Array) -> jax.Array:
-    """Sum modulo 2^32 of an array's elements, each hashed together with its index.
+    """Returns the sum modulo 2^32 of an array's elements, each hashed together with its index.
 
-    A sum of integers does not depend on the order, so each device sums its own elements.  At each
-    index the hash (the finalizer of MurmurHash3) is one to one, so a change of a single element
-    always changes the sum.
+    A sum of integers does not depend on the order of its terms, so each device sums its own
+    elements. At each index the hash (the finalizer of MurmurHash3) is one to one, so a change of a
+    single element always changes the sum.
     """
     if array.dtype == jnp.bool_:
         array = array.astype(jnp.uint8)

@@ -36,19 +36,19 @@ _PARTS = ("data", "update", "validation", "checkpoint")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitConfig(TrainingConfig):
-    """A run over a fixed set of examples; see `TrainingConfig` for the other settings.
+    """Settings of a run over a fixed set of examples, in addition to those of `TrainingConfig`.
 
-    Examples of more than ``row_length`` tokens are left out, and a warning counts them.
+    Examples with more than ``row_length`` tokens are left out, and a warning gives their number.
 
     Attributes:
-        batch_size: examples per update.
-        data_workers: processes per host that read, tokenise and pack the next updates; 0 for a
-            thread of the training process, which suffices unless ``time/data`` grows.
-        validate_every: updates between two measurements of the validation loss, if the run has
-            one.
-        keep_best: metric of the best checkpoint, which is kept too; "" for none.  A validation loss
-            is that of the checkpoint's parameters, ``loss`` that of the parameters before the
-            update.
+        batch_size: number of examples per update.
+        data_workers: number of processes per host that read, tokenise and pack the next updates; 0
+            for a thread of the training process. A thread suffices unless ``time/data`` grows.
+        validate_every: number of updates between two measurements of the validation loss, if the
+            run has validation data.
+        keep_best: metric that selects the best checkpoint, which is kept beside the newest ones; ""
+            for no best checkpoint. A validation loss is computed with the parameters of the
+            checkpoint, ``loss`` with the parameters before the checkpoint's last update.
     """
 
     batch_size: Size
@@ -77,30 +77,37 @@ def fit(
 ) -> None:
     """Trains a model, writes metrics and checkpoints, and exports the model at the end.
 
-    An interrupted run is resumed from its newest checkpoint.  On SIGTERM the process completes the
-    current update, saves a checkpoint and exits with code 0.
+    An interrupted run resumes from its newest checkpoint. On SIGTERM the process completes the
+    current update, saves a checkpoint, and exits with code 0.
 
     Args:
         config: settings of the run.
         run: directory of the run, for metrics and checkpoints.
         output: directory for the exported model.
-        model: architecture, with the adapters to train, and tokenizer; no parameters.
-        weights: reads the initial parameters, without adapters; they are donated.  A resumed run
-            reads them only if it trains adapters, beside which they stay frozen.
+        model: architecture (with the adapters to train) and tokenizer of the model, without
+            parameters.
+        weights: function that reads the initial parameters, without adapters; updates donate these
+            parameters. A resumed run calls the function only if it trains adapters, whose frozen
+            base parameters no checkpoint contains.
         loss: loss of an update.
-        compute: dtype, operations and sharding; rows are split over its mesh.
-        updates: function of a cursor and a number of updates, which returns these updates.
-        epoch: examples of one pass over the data.
-        longest: tokens of the longest sequence; a warning follows if the model has fewer positions.
+        compute: dtype, operations and sharding; rows are split over the mesh of ``compute``.
+        updates: function that is called with a cursor and a number of updates, and returns these
+            updates.
+        epoch: number of examples in one pass over the data.
+        longest: number of tokens of the longest sequence; a warning is logged if the model supports
+            fewer positions.
         phase: name of the training stage in metrics and checkpoints.
-        complete: adds arrays to an update before its step, such as reference scores; None for none.
-        validate: computes the validation loss; None for none.
-        evaluate: function of the state and the number of the update, which returns metrics of an
-            evaluation, or {} if none is due; None for no evaluations.
-        hurry: ends a running evaluation when the run stops; signal handlers may call it.
+        complete: function that adds arrays to an update before its step, such as log-probabilities
+            of a reference; None if nothing is added.
+        validate: function that computes the validation loss; None for no validation.
+        evaluate: function that is called with the state and the number of the update. It returns
+            the metrics of an evaluation, or {} if no evaluation is due. None for no evaluations.
+        hurry: function that ends a running evaluation when the run stops; signal handlers may call
+            it.
 
     Raises:
-        UserError: the settings do not fit the model or a checkpoint, or an update is not finite.
+        UserError: the settings do not fit the model or a checkpoint, or the loss or the gradient of
+            several updates in a row was not finite.
     """
     warn_of_positions(model.config, longest, "row_length")
     state, cursor, checkpoints = _resume(config, run, model, weights, compute.mesh, phase)

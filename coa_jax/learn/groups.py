@@ -1,4 +1,4 @@
-"""Requests, grading and metrics of groups; a group is the set of samples of one task."""
+"""Builds the requests, rewards and metrics of groups; a group is all samples of one task."""
 
 from __future__ import annotations
 
@@ -25,14 +25,15 @@ from coa_jax.trajectory import StopReason, Trajectory, format_valid
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """The groups of one step, gathered from all processes.
+    """The groups of a step, gathered from all processes.
 
     Attributes:
-        composition: which groups the step uses, see `admission.Ledger.take`.
-        used: graded groups that the step trains on.
-        everything: all graded groups that the step examined: the used groups, and groups without a
-            signal (whose rewards do not differ).
-        dropped: groups that were dropped because they were too old; they may be incomplete.
+        composition: the choice of the groups that the step uses, see `admission.Ledger.take`.
+        used: the graded groups that the step trains on.
+        everything: all graded groups that the step examined: those in ``used``, and groups without
+            a signal (whose rewards do not differ).
+        dropped: groups that were dropped because they were too old; some of their samples may be
+            missing.
     """
 
     composition: Composition
@@ -50,10 +51,10 @@ def assemble(
     """Gathers the groups of a step from all processes; every process calls this function.
 
     Args:
-        composition: which groups the step uses.
-        groups: examined groups of this process by task index, see `stream.Share`.
-        dropped: groups of this process that were too old.
-        wait_seconds: how long to wait for the slowest process, see `processes.meet`.
+        composition: the choice of the groups that the step uses.
+        groups: groups of this process that the step examined, by task index, see `stream.Share`.
+        dropped: groups of this process that were dropped because they were too old.
+        wait_seconds: number of seconds to wait for the slowest process, see `processes.meet`.
     """
     mine = (dict(groups), list(dropped))
     everything: dict[int, list[Trajectory]] = {}
@@ -81,11 +82,12 @@ def request_of(
 
     Args:
         config: settings of the run.
-        model: the policy; only its tokenizer is used.
+        model: the policy; the function uses only its tokenizer.
         task: the task to sample.
         prompt: prompt style in which the policy sees the task.
-        index: index of the task in the run's stream of tasks; it seeds the samples.
-        environments: creates the environment that the samples act in; None for the tool loop.
+        index: index of the task in the run's stream of tasks, from which the samples' seeds are
+            derived.
+        environments: creates the environment in which the samples act; None for the tool loop.
     """
     samples = tuple(range(config.group_size))
     environment, asked = None, prompt_ids(model.tokenizer, task, prompt)
@@ -106,10 +108,10 @@ def request_of(
 async def graded(
     config: RLConfig, graders: Graders, task: Task, trajectory: Trajectory
 ) -> Trajectory:
-    """Returns a finished trajectory with the rewards that need no other sample of its group.
+    """Returns a finished trajectory with those rewards that need no other sample of its group.
 
     Args:
-        config: settings of the run; ``stops`` may mask the reward.
+        config: settings of the run; ``config.stops`` may mask the reward.
         graders: graders of the run.
         task: task of the trajectory.
         trajectory: a finished trajectory.
@@ -123,7 +125,7 @@ async def graded(
 async def completed(
     config: RLConfig, graders: Graders, task: Task, group: Sequence[Trajectory]
 ) -> list[Trajectory]:
-    """Returns a whole group with the shaped rewards that the policy is trained on.
+    """Returns all trajectories of a group with the shaped rewards that the policy is trained on.
 
     Args:
         config: settings of the run.
@@ -149,21 +151,23 @@ async def completed(
 
 
 def is_learned(config: RLConfig, group: Sequence[Trajectory]) -> bool:
-    """Whether a step can train on a group: dynamic sampling (DAPO, arXiv 2503.14476 §3.2).
+    """Returns whether a step can train on a group.
 
-    With ``learn_from=signal``, the rewards of the group must differ before the length penalty.
+    With ``learn_from=signal``, the rewards of the group, before the length penalty, must differ.
+    This is the dynamic sampling of DAPO (arXiv 2503.14476 §3.2). With ``learn_from=all``, a step
+    can train on every group.
     """
     return config.chosen.learn_from == "all" or has_signal(earned(group))
 
 
 def score_group(config: RLConfig, group: Sequence[Trajectory]) -> Score:
-    """Counts the trajectories of a group that solved the task, and those that were graded."""
+    """Returns the numbers of trajectories of a group that solved the task, and that were graded."""
     graded = [value for value in earned(group) if value is not None]
     return sum(value >= config.pool.solved_at for value in graded), len(graded)
 
 
 def describe_sources(config: RLConfig, sampled: Sampled) -> dict[str, float]:
-    """Metrics of each source of a mixture among the step's groups; {} without a mixture."""
+    """Returns metrics of each source of a mixture over the step's groups; {} without a mixture."""
     groups: dict[str, list[list[Trajectory]]] = defaultdict(list)
     for group in sampled.everything if config.mixture else ():
         groups[group[0].metadata["source"]].append(group)
@@ -183,7 +187,7 @@ def describe_sources(config: RLConfig, sampled: Sampled) -> dict[str, float]:
 
 
 def describe(sampled: Sampled) -> dict[str, float]:
-    """Metrics of a step's rollouts, over all examined groups."""
+    """Returns metrics of a step's rollouts, over all examined groups."""
     groups = sampled.everything
     counts = {
         "group/sampled": float(len(groups)),
@@ -216,13 +220,14 @@ def describe(sampled: Sampled) -> dict[str, float]:
 
 
 def _parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Mean of each component of the rewards, over the graded trajectories that have it."""
+    """Returns the mean of each reward component over the graded trajectories that have it."""
     rewards = [t.reward for t in trajectories if t.reward is not None]
     there = [reward.parts for reward in rewards if reward.value is not None]
     names = sorted({name for parts in there for name in parts} - {"earned"})
     means = {}
     for name in names:
-        # A penalty is a component only of the rewards that it lowers: it counts as 0 elsewhere.
+        # A reward has a penalty as a component only if the penalty lowered the reward; in the mean,
+        # the penalty of the other rewards is 0.
         absent = [0.0] if name in ("overlong", "stop") else []
         means[f"reward/{name}"] = float(
             np.mean([v for parts in there for v in ([parts[name]] if name in parts else absent)])
@@ -231,21 +236,22 @@ def _parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 MASKED_BY = ("ungraded", "fault", "tool_fault", "deadline", "tool_time")
-"""Reasons for which trajectories are masked under the default settings; see `masked_by`."""
+"""Reasons why trajectories are masked under the default settings; see `masked_by`."""
 
 
 def _masked(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Share of the trajectories that are masked, by reason."""
+    """Returns, for each reason, the share of the trajectories that are masked for this reason."""
     causes = Counter(cause for t in trajectories if (cause := masked_by(t)))
     names = sorted({*MASKED_BY, *causes})
     return {f"masked/{name}": causes[name] / len(trajectories) for name in names}
 
 
 def masked_by(trajectory: Trajectory) -> str:
-    """Reason for which a trajectory has no reward to train on; "" if it has a reward.
+    """Returns the reason why a trajectory has no reward to train on; "" if it has a reward.
 
-    The reason is ``ungraded`` if a grader gave no verdict, ``tool_fault`` if a tool call failed
-    through a fault of our own, and otherwise the stop reason of the trajectory.
+    The reason is ``ungraded`` if a grader gave no verdict, and ``tool_fault`` if a tool call failed
+    because of a fault of the system rather than of the policy. For every other trajectory without a
+    reward, the reason is its stop reason.
     """
     reward, stop = trajectory.reward, trajectory.stop_reason
     if reward is None or reward.reason:
@@ -258,17 +264,17 @@ def masked_by(trajectory: Trajectory) -> str:
 
 
 def graded_values(groups: Sequence[Sequence[Trajectory]]) -> list[float]:
-    """Rewards of all graded trajectories."""
+    """Returns the rewards of all graded trajectories."""
     return [value for group in groups for value in rewards(group) if value is not None]
 
 
 def rewards(group: Sequence[Trajectory]) -> list[float | None]:
-    """Reward of each trajectory; None for a trajectory without a reward."""
+    """Returns the reward of each trajectory; None for a trajectory without a reward."""
     return [None if t.reward is None else t.reward.value for t in group]
 
 
 def earned(group: Sequence[Trajectory]) -> list[float | None]:
-    """`rewards` before the length penalty."""
+    """Returns the reward of each trajectory before the length penalty; None without a reward."""
     return [
         None if t.reward is None else t.reward.parts.get("earned", t.reward.value) for t in group
     ]

@@ -1,9 +1,9 @@
-"""The output head, applied chunk by chunk: logits exist for one chunk of positions at a time.
+"""The output head, applied to one chunk of positions after the other.
 
-Shape letters: K chunks, R rows, C positions of a row in a chunk, D hidden size, V vocabulary.  Only
-the first ``live`` chunks are computed, in the forward and the backward pass.  JAX cannot
-differentiate a loop with a traced trip count in reverse mode, so `score` and `weighted_sum` have
-custom VJPs, which differentiate each chunk with `jax.vjp`.
+Logits exist for one chunk at a time. Shape letters: K chunks, R rows, C positions of a row in a
+chunk, D hidden size, V vocabulary. Only the first ``live`` chunks are computed, in the forward and
+the backward pass. JAX cannot differentiate a loop with a traced trip count in reverse mode, so
+`score` and `weighted_sum` have custom VJPs, which differentiate each chunk with `jax.vjp`.
 """
 
 from __future__ import annotations
@@ -21,13 +21,14 @@ from coa_jax.model.compute import Compute
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """Static settings of the output head; hashable, so that programs compile with them.
+    """Static settings of the output head, which are hashable so that programs compile with them.
 
     Attributes:
         compute: dtype, operations and sharding of the computation.
-        tied: whether the weight is the embedding table ``[V, D]``; else it is a kernel ``[D, V]``.
-        temperature: divides the logits.
-        entropy: whether entropies are computed; else they are 0.
+        tied: whether the weight is the embedding table ``[V, D]``; otherwise it is a kernel ``[D,
+            V]``.
+        temperature: number by which the logits are divided.
+        entropy: whether entropies are computed; otherwise the results are 0.
     """
 
     compute: Compute
@@ -36,7 +37,7 @@ class Head:
     entropy: bool = False
 
     def logits(self, hidden: jax.Array, weight: jax.Array) -> jax.Array:
-        """Logits, float32 ``[R, C, V]``, of hidden states ``[R, C, D]``."""
+        """Computes the logits, float32 ``[R, C, V]``, of hidden states ``[R, C, D]``."""
         spec = "rcd,vd->rcv" if self.tied else "rcd,dv->rcv"
         z = self.compute.ops.einsum(spec, hidden, weight, self.compute.dtype)
         return self.compute.constrain(z, "batch", None, "vocab")
@@ -44,7 +45,7 @@ class Head:
     def backward(
         self, dz: jax.Array, hidden: jax.Array, weight: jax.Array
     ) -> tuple[jax.Array, jax.Array]:
-        """Gradients of a chunk's hidden states and of the head's weight.
+        """Computes the gradients of a chunk's hidden states and of the head's weight.
 
         Args:
             dz: gradient of the chunk's logits, float32 ``[R, C, V]``.
@@ -52,10 +53,10 @@ class Head:
             weight: weight of the head in the compute dtype.
 
         Returns:
-            Gradient of the hidden states, float32 ``[R, C, D]``, and of the weight, float32
-            ``[D, V]``.  The latter has this shape for tied weights too: the matmul then reads the
-            logits' gradient in its own layout, and one transpose at the end is cheaper than a
-            transpose of all logits.
+            The gradient of the hidden states, float32 ``[R, C, D]``, and the gradient of the
+            weight, float32 ``[D, V]``. The gradient of a tied weight has the shape ``[D, V]`` too:
+            the matmul then reads the logits' gradient in its own layout, and one transpose at the
+            end costs less than a transpose of all logits.
         """
         ops, dtype = self.compute.ops, self.compute.dtype
         dz = ops.materialize(dz)
@@ -69,49 +70,51 @@ class Head:
         rules: jax.Array | None = None,
         allowed: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Log-probabilities and entropies of a chunk.
+        """Computes the log-probabilities of a chunk's tokens, and entropies of their distributions.
 
         Args:
             z: logits, float32 ``[R, C, V]``.
-            targets: token ids, int32 ``[R, C]``.
+            targets: ids of the tokens, int32 ``[R, C]``.
             rules: states of the constraint, int32 ``[R, C]``; None without a constraint.
             allowed: table of the constraint; None without a constraint.
 
         Returns:
-            Log-probabilities and entropies, float32 ``[R, C]`` each.
+            Log-probabilities and entropies, each float32 ``[R, C]``.
         """
         ops, may = self.compute.ops, None
         if rules is not None and allowed is not None:
             may = allowed_tokens(allowed, rules, z.shape[-1])
-        # Subtract the maximum before dividing: differences stay exact at a low temperature.
+        # Subtract the maximum before the division, so that differences stay exact at a low
+        # temperature.
         largest = jnp.max(z, axis=-1, keepdims=True, where=may, initial=-jnp.inf)
         z = (z - jax.lax.stop_gradient(largest)) / self.temperature
         if may is not None:
-            # Mask before the exponential: that of a forbidden, larger logit may overflow, and its
-            # gradient would be NaN.
+            # Mask before the exponential: the exponential of a forbidden, larger logit may
+            # overflow, and its gradient would be NaN.
             z = jnp.where(may, z, -jnp.inf)
         powers = ops.materialize(jnp.exp(z))
         total = ops.row_sum(powers)
         own = _pick(z, targets)
         logp, entropy = own - jnp.log(total), jnp.zeros_like(total)
         if self.entropy:
-            # Neither term is negative, so nothing cancels where one token has all of the mass.
+            # Neither term is negative, so no digits cancel where one token has all of the
+            # probability.
             weighted = powers * (z if may is None else jnp.where(may, z, 0.0))
             entropy = jnp.log(total) - ops.row_sum(ops.materialize(weighted)) / total
         return logp, entropy
 
     def no_gradient(self, weight: jax.Array) -> jax.Array:
-        """Zeros, float32 ``[D, V]``: the initial sum of the weight gradients of `backward`."""
+        """Returns zeros, float32 ``[D, V]``, from which the sum of weight gradients starts."""
         return jnp.zeros(weight.shape[::-1] if self.tied else weight.shape, jnp.float32)
 
     def gradient(self, dw: jax.Array, weight: jax.Array) -> jax.Array:
-        """The summed weight gradient ``[D, V]`` in the shape and dtype of the weight."""
+        """Converts the summed weight gradient ``[D, V]`` to the shape and dtype of the weight."""
         return (dw.T if self.tied else dw).astype(weight.dtype)
 
 
 @jax.custom_vjp
 def _pick(z: jax.Array, targets: jax.Array) -> jax.Array:
-    """Takes ``z [..., V]`` at targets ``[...]``.
+    """Takes the element of ``z [..., V]`` at each of the targets ``[...]``.
 
     The gradient is a comparison, which XLA fuses with its consumer, instead of a scatter.
     """
@@ -151,7 +154,7 @@ def score(
     allowed: jax.Array | None,
     live: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probabilities of the targets, and entropies of the distributions.
+    """Computes log-probabilities of the targets, and entropies of their distributions.
 
     Args:
         head: static settings.
@@ -160,10 +163,10 @@ def score(
         targets: token ids, int32 ``[K, R, C]``.
         rules: states of the constraint, int32 ``[K, R, C]``; None without a constraint.
         allowed: table of the constraint; None without a constraint.
-        live: int32, number of chunks to compute; the results of the others are 0.
+        live: int32, number of chunks to compute; the results of the other chunks are 0.
 
     Returns:
-        Log-probabilities and entropies, float32 ``[K, R, C]`` each.
+        Log-probabilities and entropies, each float32 ``[K, R, C]``.
     """
     cast = weight.astype(head.compute.dtype)
 
@@ -212,7 +215,7 @@ def weighted_sum(
     factors: jax.Array,
     live: jax.Array,
 ) -> jax.Array:
-    """Sum of log-probabilities times constant factors.
+    """Computes the sum of the targets' log-probabilities, each times a constant factor.
 
     The forward pass computes the gradient too, from the same logits.
 
@@ -221,8 +224,9 @@ def weighted_sum(
         hidden: final hidden states, ``[K, R, C, D]``.
         weight: weight of the head, ``[V, D]`` or ``[D, V]``, see `Head`.
         targets: token ids, int32 ``[K, R, C]``.
-        factors: factor of each log-probability, float32 ``[K, R, C]``; it has no gradient.
-        live: int32, number of chunks to compute.
+        factors: factor of each log-probability, float32 ``[K, R, C]``. The factors have no
+            gradient.
+        live: int32, number of chunks to compute; other chunks add nothing to the sum.
 
     Returns:
         The sum, float32 ``[]``.

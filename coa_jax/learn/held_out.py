@@ -1,8 +1,8 @@
 """Evaluates a policy during training, on held-out tasks.
 
-An evaluation runs between two steps and changes neither parameters nor random numbers: a run has
-the same parameters with and without evaluations.  Each trajectory is written to ``evaluations/``
-as soon as it is graded, so a run that is killed and resumed samples only the missing ones.
+An evaluation runs between two steps and changes neither parameters nor random numbers, so a run has
+the same parameters with and without evaluations. Each trajectory is written to ``evaluations/`` as
+soon as it is graded. If the run is killed and resumed, only the missing trajectories are sampled.
 """
 
 from __future__ import annotations
@@ -39,34 +39,38 @@ from coa_jax.trajectory import Trajectory, format_valid
 T = TypeVar("T")
 
 METRICS = ("eval/pass_at_1", "eval/reward")
-"""Metrics of an evaluation by which ``keep_best`` can select a checkpoint; higher is better."""
+"""Metrics of an evaluation by which ``keep_best`` can select a checkpoint; the highest is best."""
 
 Key = tuple[int, int]
-"""(index of a held-out task, number of its sample)."""
+"""Identifies a sample by (index of the held-out task, index among the samples of the task)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class HeldOutConfig(Bounded):
-    """Settings of the evaluations during a training run.
+    """Settings of the evaluations on held-out tasks during a training run.
 
     Attributes:
-        tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` names the sources, or to
-            evaluate on the sources that a reinforcement-learning run trains on.
+        tasks: task source, see `tasks.load_tasks`. "" if ``mixture`` names the sources. In
+            reinforcement learning, "" without a mixture evaluates on the sources that the run
+            trains on.
         task_options: options of the task source.
-        mixture: name -> source, see `tasks.mixture.Part`; each source has its own metrics.
-        split: split of the sources to evaluate on.
-        num_tasks: number of tasks of each source; 0 for all.
-        samples: samples of each task; pass@1 is the mean over them.
-        seed: seed of the choice of tasks and of sampling.
-        temperature: sampling temperature; 0 is greedy.
-        top_p: probability mass of nucleus sampling; 1 for all tokens.
-        top_k: number of most probable tokens to sample from; 0 for all tokens.
-        max_tokens: as in ``rollout``; 0 takes the value of ``rollout``.
-        max_turn_tokens: as in ``rollout``; 0 takes the value of ``rollout``.
-        max_tool_calls: as in ``rollout``; 0 takes the value of ``rollout``.
-        slots: sequences that are decoded at a time, if rollouts go on during the evaluation
-            (``max_staleness`` above 0) and the evaluation has its own KV cache; 0 for
-            ``engine.slots``.
+        mixture: maps the name of a source to its settings, see `tasks.mixture.Part`; each source
+            has its own metrics.
+        split: split of the sources on which the policy is evaluated.
+        num_tasks: number of tasks of each source; 0 for all tasks.
+        samples: number of samples of each task; pass@1 is the mean over the samples.
+        seed: seed for choosing the tasks and for sampling.
+        temperature: sampling temperature; 0 samples greedily.
+        top_p: probability mass of nucleus sampling; 1 samples from all tokens.
+        top_k: number of most probable tokens from which a token is sampled; 0 for all tokens.
+        max_tokens: maximum number of tokens of a trajectory; 0 for the value of ``rollout``.
+        max_turn_tokens: maximum number of tokens that the policy writes in a row; 0 for the value
+            of ``rollout``.
+        max_tool_calls: maximum number of tool calls of a trajectory; 0 for the value of
+            ``rollout``.
+        slots: number of sequences that an evaluation decodes at the same time, if training rollouts
+            continue during the evaluation (``max_staleness`` above 0) and the evaluation therefore
+            has its own KV cache; 0 for ``engine.slots``.
     """
 
     tasks: Place = ""
@@ -90,22 +94,23 @@ class HeldOutConfig(Bounded):
             parts_of(self)
 
     def budgets(self, config: RolloutConfig) -> RolloutConfig:
-        """The budgets of an evaluated trajectory: ``config`` with the budgets set here."""
+        """Returns the budgets of an evaluated trajectory: ``config`` with the budgets set here."""
         names = ("max_tokens", "max_turn_tokens", "max_tool_calls")
         own = {name: value for name in names if (value := getattr(self, name))}
         return dataclasses.replace(config, **own)
 
 
 def check_best(keep_best: str, evaluate_every: int, checkpoint_every: int) -> None:
-    """Checks that ``keep_best`` is known at every checkpoint.
+    """Checks that the metric ``keep_best`` exists at every checkpoint.
 
     Args:
-        keep_best: metric that selects the best checkpoint; "" for none.
-        evaluate_every: steps between two evaluations; 0 for none.
-        checkpoint_every: steps between two checkpoints.
+        keep_best: metric that selects the best checkpoint; "" for no best checkpoint.
+        evaluate_every: number of steps between two evaluations; 0 for no evaluations.
+        checkpoint_every: number of steps between two checkpoints.
 
     Raises:
-        UserError: ``keep_best`` is a metric of evaluations, and some checkpoint has no evaluation.
+        UserError: ``keep_best`` is a metric of evaluations, and some checkpoint would be saved
+            without an evaluation.
     """
     if keep_best in METRICS and (not evaluate_every or checkpoint_every % evaluate_every):
         raise UserError(
@@ -142,18 +147,20 @@ class HeldOut:
 
         Args:
             config: settings of the evaluations.
-            every: steps between two evaluations; the last step is evaluated too.
-            total: steps of the run.
+            every: number of steps between two evaluations; the policy is evaluated after the last
+                step too.
+            total: number of steps of the run.
             run: directory of the run; trajectories are written to its ``evaluations/``.
-            phase: name of the training stage, with which the files' names begin.
-            rollout: budgets of the run's rollouts, which ``config`` may override.
+            phase: name of the training stage, which becomes the prefix of file names.
+            rollout: budgets of the run's rollouts, some of which ``config`` may override.
             graders: graders of the answers.
             prompt: prompt style in which the policy sees the tasks.
             tools: live tools.
-            environments: creates the environment of a sample; None for the tool loop.
-            wait_seconds: how long to wait for the slowest process.
-            otherwise: sources to evaluate on if ``config`` names none.
-            trained: tasks that the run trains on; a warning counts those that are held out too.
+            environments: creates the environment in which a sample acts; None for the tool loop.
+            wait_seconds: number of seconds to wait for the slowest process.
+            otherwise: sources on which the policy is evaluated if ``config`` names none.
+            trained: tasks that the run trains on. If some of them are held-out tasks too, a warning
+                gives their number.
 
         Raises:
             UserError: a source cannot be loaded, or its tasks cannot be graded.
@@ -185,7 +192,7 @@ class HeldOut:
         self._abandoned = False
 
     def due(self, step: int) -> bool:
-        """Whether the policy is evaluated after a step."""
+        """Returns whether the policy is evaluated after a step."""
         return step % self._every == 0 or step == self._total
 
     def measure(
@@ -195,14 +202,15 @@ class HeldOut:
         tokenizer: Any,
         engines: Callable[[], Sequence[Engine]],
     ) -> dict[str, float]:
-        """Evaluates the policy after a step; every process calls this and has the same metrics.
+        """Evaluates the policy after a step; every process calls this and gets the same metrics.
 
         Args:
             step: number of the step.
-            parameters: checksum of the parameters; saved samples of other parameters are deleted.
+            parameters: checksum of the parameters. Saved samples of a policy with another checksum
+                are deleted.
             tokenizer: tokenizer of the policy.
-            engines: returns engines with these parameters and free slots; all processes call it if
-                any process lacks a sample.
+            engines: function that returns engines with these parameters and free slots. All
+                processes call it if any process still has to sample.
 
         Returns:
             The metrics ``eval/...``; {} if the evaluation was abandoned.
@@ -217,7 +225,7 @@ class HeldOut:
             return {}
         whole = True
         if any(missing for missing, _ in found):
-            # All processes take part in making the engines, even if they have nothing to sample.
+            # All processes help to create the engines, even processes that have nothing to sample.
             ready = engines()
             whole = asyncio.run(self._sample(requests, path, tokenizer, ready, done))
         mine = [_row(key, trajectory) for key, trajectory in done.items()]
@@ -239,7 +247,7 @@ class HeldOut:
                 loop.call_soon_threadsafe(task.cancel)
 
     def _finished(self, path: Path, mark: Mapping[str, int]) -> Iterator[tuple[Key, Trajectory]]:
-        """Saved samples of this process's tasks with the same step, parameters and settings.
+        """Yields saved samples of this process's tasks with the same step, parameters and settings.
 
         A file with other parameters or settings is deleted.
         """
@@ -259,7 +267,7 @@ class HeldOut:
     def _requests(
         self, done: Mapping[Key, Trajectory], about: Mapping[str, Any], tokenizer: Any
     ) -> Iterator[Request]:
-        """Requests for the samples of this process that have no trajectory yet."""
+        """Yields the requests for the samples of this process that have no trajectory yet."""
         config = self._config
         for index in range(processes.index(), len(self.tasks), processes.count()):
             missing = tuple(n for n in range(config.samples) if (index, n) not in done)
@@ -269,7 +277,8 @@ class HeldOut:
                 if self._environments is not None:
                     opener = self._environments.opener(task, config.seed, index, missing)
                 yield Request(
-                    # Tests of programs can be megabytes: trajectories do not carry a copy.
+                    # The tests of a programming task can take megabytes, so trajectories do not
+                    # carry a copy.
                     task=task.without_tests(),
                     prompt=() if opener else prompt,
                     environment=opener,
@@ -288,7 +297,7 @@ class HeldOut:
         engines: Sequence[Engine],
         done: dict[Key, Trajectory],
     ) -> bool:
-        """Samples and grades; returns whether all samples were finished."""
+        """Samples and grades trajectories; returns whether all samples were finished."""
 
         async def finish(trajectory: Trajectory) -> None:
             index = trajectory.metadata["prompt_id"]
@@ -321,7 +330,7 @@ class HeldOut:
         return True
 
     def _figures(self, rows: Sequence[Sequence[Any]]) -> dict[str, float]:
-        """Metrics of graded samples, in total and by source if there are several sources."""
+        """Computes metrics of graded samples: in total and, for several sources, by source."""
         sources: dict[str, list[Sequence[Any]]] = defaultdict(list)
         for row in rows:
             sources[self.tasks[row[0]].source].append(row)
@@ -340,14 +349,14 @@ class HeldOut:
 
 
 def _row(key: Key, trajectory: Trajectory) -> list[Any]:
-    """The fields of a sample that the metrics need; processes exchange these rows."""
+    """Returns the fields of a sample that the metrics need; processes exchange these rows."""
     value = trajectory.reward and trajectory.reward.value
     calls = len(trajectory.tool_calls)
     return [*key, value, trajectory.num_policy_tokens, calls, format_valid(trajectory)]
 
 
 def _rates(name: str, rows: Sequence[Sequence[Any]]) -> dict[str, float]:
-    """pass@1, its standard error over tasks, and the share of tasks with a correct sample."""
+    """Computes pass@1, its standard error over tasks, and other rates of graded samples."""
     tasks: dict[int, list[float]] = defaultdict(list)
     for index, _, value, *_ in rows:
         if value is not None:

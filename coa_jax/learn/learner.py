@@ -32,25 +32,28 @@ from coa_jax.rollout.constrain import constraint_for
 from coa_jax.trajectory import Trajectory
 
 _States = tuple[TrainState, TrainState | None, Params | None]
-"""Policy, critic (None without one) and reference (None without one)."""
+"""The policy, the critic (None without a critic) and the reference (None without a reference)."""
 
 
 class Learner:
-    """The trained parameters, the engines that sample from them, and the position in the run.
+    """Holds the trained parameters, the engines that sample from them, and the position in the run.
 
     Attributes:
-        model: architecture, with the adapters to train, and tokenizer; no parameters.
-        engines: engines of this process.
+        model: architecture (with the adapters to train) and tokenizer of the policy, without
+            parameters.
+        engines: decoding engines of this process.
         state: policy and its optimiser state.
         critic: critic and its optimiser state; None without a critic.
-        reference: parameters of the reference, see `learn.update.reference_params`; None without.
-        teacher: teacher on the devices of this run, see `learn.teacher.load_teacher`; None without.
+        reference: parameters of the reference policy, see `learn.update.reference_params`; None
+            without a reference.
+        teacher: teacher model on the devices of this run, see `learn.teacher.load_teacher`; None
+            without such a teacher.
         compute: dtype, operations and sharding of the updates.
-        constraint: constraint of sampling; None without one.
-        step: number of steps learned so far.
+        constraint: constraint under which the policy samples; None without a constraint.
+        step: number of steps completed so far.
         ledger: state of the stream of groups after ``step`` steps, see `admission.Composition`.
         pool: state of `pool.Pool` after ``step`` steps; {} without a pool.
-        total: steps of the run.
+        total: number of steps of the run.
     """
 
     def __init__(self, config: RLConfig, protocols: Iterable[str], checkpoints: Checkpoints):
@@ -58,11 +61,12 @@ class Learner:
 
         Args:
             config: settings of the run.
-            protocols: names of the protocols of all tasks.
+            protocols: names of the protocols that the tasks use.
             checkpoints: checkpoints of the run; the caller closes them.
 
         Raises:
-            UserError: the model does not fit the settings, or the checkpoint does not fit them.
+            UserError: the model does not fit the settings, or the checkpoint does not fit the
+                settings.
         """
         self._config, self._checkpoints = config, checkpoints
         self._mesh = training_mesh(config.mesh, config.rows, rollouts=True)
@@ -100,16 +104,16 @@ class Learner:
         """Creates the state of a new run."""
         config, model = self._config, self.model.config
         params = load_weights(config.model, self._mesh)
-        # Copy them first: the updates of the state reuse the memory of the parameters.
+        # Copy the parameters first, because updates of the state reuse their memory.
         critic, reference = critic_state(config, params), reference_params(config, params)
         trained, frozen = split_trained(params, model, config.seed, self._mesh)
         return init_state(trained, config.optimizer, frozen), critic, reference
 
     def _resumed(self) -> _States | None:
-        """Reads the newest checkpoint, and sets the position in the run; None without checkpoint.
+        """Reads the newest checkpoint and sets the position in the run; returns None without one.
 
-        The model's files are read only for parameters that are not trained: the frozen parameters
-        beside adapters, and the reference.
+        The model's files are read only for parameters that are not trained: the reference, and the
+        frozen parameters of a run that trains adapters.
         """
         if not self._checkpoints.steps():
             return None
@@ -135,14 +139,18 @@ class Learner:
         return restored.state, critic, reference
 
     def still_learnable(self, trajectory: Trajectory) -> bool:
-        """Whether a trajectory from before a resumption was sampled under the same constraint."""
+        """Returns whether a trajectory from before an interruption can still be trained on.
+
+        The trajectory must have been sampled under the constraint of this run, or without a
+        constraint if this run has none.
+        """
         constrained = trajectory.metadata["rollout"].get("constrain", False)
         if self.constraint is None:
             return not constrained
         return constrained and trajectory.protocol in self.constraint.start
 
     def learn(self, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-        """Runs the updates of the next step, see `update`; returns their statistics."""
+        """Makes the updates of the next step, see `update`, and returns their statistics."""
         self.state, self.critic, statistics = update(
             self._config,
             self.state,
@@ -162,9 +170,10 @@ class Learner:
         publish_all(self.engines, merge_adapters(self.model.config, self.state.model))
 
     def give_back(self) -> None:
-        """Frees the memory of the engines, which must have no slot in use, until `publish`.
+        """Frees the memory of the engines until the next `publish`; no slot may be in use.
 
-        Engines on separate devices keep their memory, because nothing else needs it there.
+        Engines on separate devices keep their memory, because nothing else needs the memory of
+        those devices.
         """
         if not apart(self.engines, self.state.params):
             give_back(self.engines)
@@ -172,19 +181,20 @@ class Learner:
     def weights(self) -> list[DecodeParams]:
         """Returns copies of the current policy in the layout of the engines.
 
-        The engines may be decoding meanwhile.
+        The engines may be decoding at the same time.
         """
         return new_copies(self.engines, merge_adapters(self.model.config, self.state.model))
 
     def overdue(self) -> bool:
-        """Whether the last checkpoint is older than ``checkpoint_seconds``."""
+        """Returns whether the last checkpoint is older than ``checkpoint_seconds``."""
         return self._checkpoints.overdue(self._config.checkpoint_seconds)
 
     def save(self, metrics: dict[str, float]) -> None:
         """Writes a checkpoint.
 
         Args:
-            metrics: metrics of the step; ``keep_best`` selects the best checkpoint by one of them.
+            metrics: metrics of the step, one of which may select the best checkpoint
+                (``keep_best``).
         """
         more: dict[str, Any] = {} if self.critic is None else {"critic": self.critic}
         extra = {"ledger": self.ledger}
@@ -198,8 +208,8 @@ def group_rows(
 ) -> list[dict[str, Any]]:
     """Converts the trajectories of groups to JSON objects for the traces.
 
-    ``metadata.advantage`` is the advantage of a graded trajectory, if the algorithm computes one
-    number per trajectory from its group alone.
+    ``metadata.advantage`` holds the advantage of a graded trajectory, if the algorithm computes one
+    number per trajectory from the trajectory's group alone.
     """
     rows = []
     for group in groups:

@@ -1,9 +1,9 @@
-"""Token counts of records, which decide which records are learned and how rows are packed.
+"""Counts the tokens of records, which decide which records are used and how rows are packed.
 
 Each process of a run counts the tokens of a part of the records, with worker processes if there are
-many records, and the processes exchange their counts.  The counts are cached in
-``$COA_JAX_LENGTHS`` (default: ``~/.cache/coa_jax/lengths``) under a name that depends on the files,
-the tokenizer and the prompt style.  A later run with the same data reads the cache.
+many records, and the processes exchange their counts. The counts are cached in ``$COA_JAX_LENGTHS``
+(default: ``~/.cache/coa_jax/lengths``), in a file whose name depends on the records' files, the
+tokenizer and the prompt style. A later run with the same data reads the cache.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ from coa_jax.tasks.base import one_with_level
 from coa_jax.tasks.prompts import Wording, wording_of
 
 _VERSION = 1  # version of the cache's file format
-_CHUNK = 64  # rows that a worker counts at a time
-_FEW = 32  # for at most this many chunks no worker is started
+_CHUNK = 64  # number of rows that a worker counts at a time
+_FEW = 32  # with at most this many chunks, no worker is started
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +44,11 @@ class Measured:
     """Token counts and other findings about N rows.
 
     Attributes:
-        sizes: tokens of each record, int32 ``[N]``; 0 for a row that is left out.
-        losses: tokens of each record that have a loss, int32 ``[N]``.
-        counts: counts of left-out rows, and of protocols that were inferred from tags.
-        wording: prompts of the records.
+        sizes: number of tokens of each record, int32 ``[N]``; 0 for a row that is left out.
+        losses: number of tokens of each record that have a loss, int32 ``[N]``.
+        counts: for each reason, the number of rows that are left out; for each protocol that was
+            inferred from tags, the number of records.
+        wording: which prompts the records use.
     """
 
     sizes: np.ndarray
@@ -58,11 +59,11 @@ class Measured:
 
 @dataclasses.dataclass(frozen=True)
 class _Chunks(Sequence[Measured]):
-    """Measures chunks of rows.
+    """Counts the tokens of chunks of rows.
 
     Attributes:
         reader: reads and tokenises the rows.
-        numbers: numbers of the chunks to measure.
+        numbers: indices of the chunks to measure.
     """
 
     reader: RecordReader
@@ -89,14 +90,15 @@ class _Chunks(Sequence[Measured]):
 
 
 def measure(reader: RecordReader, workers: int, seconds: float) -> Measured:
-    """Measures all rows of a reader, or reads the measurements from the cache.
+    """Counts the tokens of all rows of a reader, or reads the counts from the cache.
 
     All processes of a run call this function in the same order.
 
     Args:
         reader: reads and tokenises the rows.
-        workers: worker processes of this host that tokenise; 0 for this process.
-        seconds: how long to wait for the slowest process, see `processes.meet`.
+        workers: number of worker processes of this host that tokenise; 0 to tokenise in this
+            process.
+        seconds: number of seconds to wait for the slowest process, see `processes.meet`.
 
     Raises:
         UserError: a file cannot be read.
@@ -125,7 +127,7 @@ def measure(reader: RecordReader, workers: int, seconds: float) -> Measured:
 
 
 def _all_know(known: bool, seconds: float) -> bool:
-    """Whether all processes of the run find the lengths in their cache."""
+    """Returns whether all processes of the run have found the lengths in their cache."""
     if processes.count() == 1:  # `asyncio.run` would fail in a notebook, which runs an event loop
         return known
     return all(asyncio.run(processes.exchange(known, "known lengths of records", seconds)))
@@ -145,11 +147,13 @@ def _merged(parts: Sequence[Measured]) -> Measured:
 
 
 def fitting(reader: RecordReader, measured: Measured, length: int) -> Examples:
-    """Keeps examples of at most ``length`` tokens; logs omitted records and inferred protocols.
+    """Selects the records with at most ``length`` tokens; logs what was omitted or inferred.
+
+    The log says how many records are omitted for which reason, and which protocols were inferred.
 
     Args:
         reader: reads and tokenises the rows.
-        measured: measurements of all rows of the reader.
+        measured: token counts of all rows of the reader.
         length: maximum number of tokens of an example.
 
     Raises:
@@ -184,10 +188,11 @@ def _folder() -> Path:
 
 
 def _digest(reader: RecordReader) -> str:
-    """A hash of everything that the lengths depend on."""
+    """Returns a hash of everything that the lengths depend on."""
     first: list[int] = []
     if len(reader.records) and not isinstance(found := reader.records[0], LeftOut):
-        # Versions of this package that tokenise differently differ in the ids of a record.
+        # If another version of this package tokenises differently, the token ids of this record
+        # differ.
         record = one_with_level(found.record, reader.level, reader.format)
         first = reader.example(record).tokens.tolist()
     tokenizer = reader.tokenizer
@@ -202,7 +207,7 @@ def _digest(reader: RecordReader) -> str:
 
 
 def _read(path: Path, number: int) -> Measured | None:
-    """Reads measurements of ``number`` rows from the cache; None if the file is not usable."""
+    """Reads the counts of ``number`` rows from the cache; returns None if the file is unusable."""
     try:
         with np.load(path, allow_pickle=False) as held:
             sizes, losses = held["sizes"], held["losses"]

@@ -1,10 +1,11 @@
-"""Log-probabilities of given tokens, without the logits of a whole batch in memory.
+"""Computes log-probabilities of given tokens without storing the logits of a whole batch.
 
-The logits of a batch would be the largest array of a training step.  They exist for one chunk of
-positions at a time, in the forward and the backward pass.  Positions without a loss are sorted
-behind the others, and chunks of such positions alone are skipped.  On several devices each row is
-sorted separately.  On one device the rows of a batch are joined into one: its chunks are then full
-however the loss is distributed over rows, and XLA on CPU multiplies the matrices without copies.
+The logits of a batch would be the largest array of a training step, so they exist for one chunk of
+positions at a time, in the forward and the backward pass. Positions without a loss are sorted
+behind the others, and a chunk that consists of such positions alone is skipped. On several devices
+each row is sorted separately. On one device the rows of a batch are joined into a single row. The
+chunks of this row are full, however the loss is distributed over the rows, and XLA on a CPU
+computes the matmuls without copies.
 """
 
 from __future__ import annotations
@@ -21,9 +22,11 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params, bind
 
 CHUNK, SHARED_CHUNK = 512, 2048
-"""Defaults of ``vocab_chunk``, the positions per device whose logits exist at a time: on one device
-and on several.  Several devices sum the gradient of the head once per chunk, so their chunks are
-larger."""
+"""Defaults of ``vocab_chunk``, the number of positions per device whose logits exist at a time.
+
+The first default is for one device, the second for several devices. Several devices sum the
+gradient of the head once per chunk, so their chunks are larger.
+"""
 
 
 def token_logps(
@@ -38,25 +41,27 @@ def token_logps(
     mask: Any = None,
     entropy: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """Log-probability of every token given the tokens before it, and entropy of its distribution.
+    """Computes the log-probability of every token given the tokens before it, and entropies.
 
-    For a batch that was sampled under a constraint, both are those of the constrained distribution.
+    The entropy at a token is that of the distribution from which the token was sampled. If the
+    batch was sampled under a constraint, both results describe the constrained distribution.
 
     Args:
         params: parameters of the policy.
         config: architecture of the policy.
         batch: packed rows to score.
         compute: dtype, operations and sharding of the computation.
-        temperature: divides the logits.
-        vocab_chunk: positions per device whose logits exist at a time; 0 for the default.
-        allowed: table of the constraint, see `engine.constraint.ConstraintTables`; required if the
-            batch was sampled under a constraint, else None.
-        mask: ``[R, T]``, nonzero where a token is scored; the results of other tokens are 0, and
-            chunks of such tokens are skipped.  None scores all tokens.
-        entropy: whether entropies are computed; else they are 0.
+        temperature: number by which the logits are divided.
+        vocab_chunk: number of positions per device whose logits exist at a time; 0 for the default.
+        allowed: table of the constraint, see `engine.constraint.ConstraintTables`, if the batch was
+            sampled under a constraint; otherwise None.
+        mask: ``[R, T]``, nonzero for tokens that are scored. The results of other tokens are 0, and
+            chunks of such tokens alone are skipped. None scores all tokens.
+        entropy: whether entropies are computed; otherwise they are 0.
 
     Returns:
-        Log-probabilities and entropies, float32 ``[R, T]`` each; index 0 of a row is 0.
+        Log-probabilities and entropies, each float32 ``[R, T]``. Index 0 of a row is 0, because no
+        token precedes it.
 
     Raises:
         ValueError: only one of ``allowed`` and ``batch.rule`` is given.
@@ -81,19 +86,19 @@ def weighted_logp_sum(
     *,
     vocab_chunk: int = 0,
 ) -> jax.Array:
-    """Sum of constant weights times the log-probabilities of the tokens.
+    """Computes the sum of the tokens' log-probabilities, each times a constant weight.
 
-    The result equals that of `token_logps` with a weighted sum.  Because the weights are known when
-    the logits are computed, the forward pass computes the gradients too, and the backward pass need
-    not compute the logits again.
+    The result equals a weighted sum over the result of `token_logps`. Because the weights are known
+    when the logits are computed, the forward pass computes the gradients too, and the backward pass
+    need not compute the logits again.
 
     Args:
         params: parameters of the policy.
         config: architecture of the policy.
         batch: packed rows.
-        weights: ``[R, T]``, constants; tokens with weight 0 are not computed.
+        weights: constant weights, ``[R, T]``; tokens with weight 0 are not computed.
         compute: dtype, operations and sharding of the computation.
-        vocab_chunk: positions per device whose logits exist at a time; 0 for the default.
+        vocab_chunk: number of positions per device whose logits exist at a time; 0 for the default.
 
     Returns:
         The sum, float32 ``[]``.
@@ -112,11 +117,12 @@ class _Order(NamedTuple):
     """A permutation of the P positions of each of R rows into K chunks of C positions.
 
     Attributes:
-        places: int32 ``[R, K, C]``, index of the position in each place; the last position is
-            repeated to fill its chunk.
-        back: int32 ``[R, P]``, place of each position: the inverse permutation.
+        places: int32 ``[R, K, C]``, index of the position that each place holds; the last position
+            is repeated to fill its chunk.
+        back: int32 ``[R, P]``, place that holds each position: the inverse permutation.
         wanted: bool ``[R, P]``, whether a position is scored.
-        live: int32 ``[]``, number of chunks with a position to score; these chunks come first.
+        live: int32 ``[]``, number of chunks that contain a position to score; these chunks come
+            first.
     """
 
     places: jax.Array
@@ -129,19 +135,20 @@ def chunked(rows: int, length: int, compute: Compute, vocab_chunk: int = 0) -> t
     """Computes the shape in which a batch reaches the output head.
 
     Args:
-        rows: rows of the batch.
-        length: tokens of a row.
-        compute: its mesh decides between one device and several.
-        vocab_chunk: positions per device whose logits exist at a time; 0 for the default.
+        rows: number of rows of the batch.
+        length: number of tokens of a row.
+        compute: computation whose mesh determines whether there is one device or several.
+        vocab_chunk: number of positions per device whose logits exist at a time; 0 for the default.
 
     Returns:
-        Rows R, positions P per row, and positions C per chunk; there are ceil(P / C) chunks.
+        The number of rows R, the number of positions P per row, and the number of positions C per
+        chunk; there are ceil(P / C) chunks.
     """
     if compute.one_device:
         rows, positions, each = 1, rows * (length - 1), 1
         vocab_chunk = vocab_chunk or CHUNK
     else:
-        # Rows are sharded over devices: a chunk has positions of every row of a device.
+        # Rows are sharded over devices, so a chunk contains positions of every row of a device.
         assert compute.mesh is not None
         positions = length - 1
         each = -(-rows // (compute.mesh.size // compute.mesh.shape["tensor"]))
@@ -157,7 +164,7 @@ def _hidden(
     mask: Any,
     vocab_chunk: int,
 ) -> tuple[jax.Array, jax.Array, _Order]:
-    """Final hidden states in chunks ``[K, R, C, D]``, weight of the head, and permutation."""
+    """Computes final hidden states ``[K, R, C, D]``, the head's weight, and the permutation."""
     decoder = bind(config, params)
     hidden, _ = decoder(
         batch.tokens,
@@ -176,7 +183,7 @@ def _hidden(
 
 
 def _sort(wanted: jax.Array, chunk: int) -> _Order:
-    """Stable permutation that puts wanted positions first."""
+    """Returns a stable permutation that puts wanted positions first."""
     places = jnp.argsort(~wanted, axis=1, stable=True)
     back = jnp.argsort(places, axis=1)
     places = jnp.pad(places, ((0, 0), (0, -places.shape[1] % chunk)), mode="edge")
@@ -194,13 +201,13 @@ def _arrange(order: _Order, x: jax.Array) -> jax.Array:
 
 
 def _counted(order: _Order) -> jax.Array:
-    """bool ``[K, 1, C]``: False at the repetitions of the last position, which fill its chunk."""
+    """Returns bool ``[K, 1, C]``: False at repetitions of the last position that fill a chunk."""
     _, chunks, chunk = order.places.shape
     return (jnp.arange(chunks * chunk) < order.back.shape[1]).reshape(chunks, 1, chunk)
 
 
 def _restore(order: _Order, x: jax.Array, batch: Batch) -> jax.Array:
-    """Inverse of `_arrange`: the batch's rows, 0 at index 0 and where a position is not wanted."""
+    """Inverts `_arrange`; the result is 0 at index 0 and at positions that are not wanted."""
     x = jnp.moveaxis(x, 0, 1).reshape(x.shape[1], -1)
     x = jnp.where(order.wanted, jnp.take_along_axis(x, order.back, axis=1), 0.0)
     return jnp.pad(x.reshape(len(batch.tokens), -1), ((0, 0), (1, 0)))

@@ -1,10 +1,10 @@
-"""Losses of a micro-batch: supervised fine-tuning, policy gradient and critic.
+"""Losses of a micro-batch: for supervised fine-tuning, policy gradients, and a critic.
 
 A loss is a frozen dataclass, which is a static argument of the compiled training step and is called
-as ``loss(net, batch)``.  It returns ``(sum, statistics)``.  The training step adds up the sums of
-all micro-batches of an update and divides by the number of policy tokens, so the gradient does not
-depend on how sequences are split into micro-batches.  A statistic is a sum over tokens too, or a
-maximum if its name ends in ``max``.  `learn.objectives` has the formulas.
+as ``loss(net, batch)``. The call returns ``(sum, statistics)``. The training step adds up the sums
+of all micro-batches of an update and divides by the number of policy tokens, so the gradient does
+not depend on how sequences are split into micro-batches. A statistic is a sum over tokens too, or a
+maximum if its name ends in ``max``. `learn.objectives` has the formulas.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from coa_jax.model.params import Params
 
 
 class Net(NamedTuple):
-    """The model whose loss is computed, inside a compiled function.
+    """The model for which a loss is computed, inside a compiled function.
 
     Attributes:
         params: all parameters of the model, including adapters.
@@ -52,7 +52,7 @@ class Loss(Protocol):
         """Computes the loss of a micro-batch.
 
         Args:
-            net: the model; for `ValueLoss` a critic, see `learn.value.init_critic`.
+            net: the model. For `ValueLoss` the model is a critic, see `learn.value.init_critic`.
             batch: packed rows of a micro-batch.
 
         Returns:
@@ -62,31 +62,31 @@ class Loss(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class SFTLoss:
-    """Negative log-likelihood of the policy's tokens (paper eq 7).
+    """Negative log-likelihood of the policy's tokens (eq 7 of the Chain-of-Agents paper).
 
-    Tokens of observations and prompts have mask 0, and so no loss.
+    Tokens of observations and prompts have mask 0, and therefore no loss.
     """
 
     def __call__(self, net: Net, batch: Batch) -> tuple[jax.Array, Stats]:
-        """See `Loss`."""
+        """Computes the loss of a micro-batch; see `Loss`."""
         loss = -weighted_logp_sum(net.params, net.model, batch, batch.mask, net.compute)
         return loss, {"loss": loss}
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyLoss:
-    """Policy-gradient loss; see `objectives.policy_objective`.
+    """The loss of a policy-gradient algorithm; see `objectives.policy_objective`.
 
     Attributes:
-        algorithm: a resolved algorithm, see `Algorithm.resolve`.
-        temperature: sampling temperature, which divides the logits here too.
+        algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
+        temperature: sampling temperature, by which the logits are divided in training too.
     """
 
     algorithm: Algorithm
     temperature: float
 
     def __call__(self, net: Net, batch: Batch) -> tuple[jax.Array, Stats]:
-        """See `Loss`."""
+        """Computes the loss of a micro-batch; see `Loss`."""
         logp, entropy = token_logps(
             net.params,
             net.model,
@@ -101,7 +101,7 @@ class PolicyLoss:
 
 @dataclasses.dataclass(frozen=True)
 class ValueLoss:
-    """Half the squared error of the critic's values; see `objectives.value_objective`.
+    """The loss of a critic: half the squared error of its values; see `objectives.value_objective`.
 
     Attributes:
         bound: distance from the old value beyond which a value has no gradient; 0 for no bound.
@@ -110,17 +110,18 @@ class ValueLoss:
     bound: float
 
     def __call__(self, net: Net, batch: Batch) -> tuple[jax.Array, Stats]:
-        """See `Loss`."""
+        """Computes the loss of a micro-batch; see `Loss`."""
         values = token_values(net.params, net.model, batch, net.compute)
         return value_objective(values, batch, self.bound)
 
 
 def check_loss(algorithm: Algorithm) -> None:
-    """Tries a user's loss function on ratios around 1 and advantages of both signs.
+    """Checks a user's loss function on ratios around 1 and on advantages of both signs.
 
     Raises:
-        UserError: the loss cannot be traced or has a wrong shape (see `objectives.surrogate`), the
-            loss or its gradient is not finite, or the gradient by the policy is zero.
+        UserError: JAX cannot trace the loss, its result has a wrong shape (see
+            `objectives.surrogate`), the loss or its gradient is not finite, or the gradient with
+            respect to the policy is zero.
     """
     if algorithm.loss in LOSSES.built_in:
         return

@@ -1,4 +1,4 @@
-"""Settings by which the models of the web agent fit machines smaller than a pod."""
+"""Settings with which the web agent's models fit machines that are smaller than a pod."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 
 class Fit(NamedTuple):
-    """Settings with which a stage fits a machine.
+    """The settings with which a training stage of a model fits a machine.
 
     Attributes:
-        length: tokens of a row, and positions of a slot.
-        fsdp, tensor: sizes of the mesh.
+        length: number of tokens of a row, and number of positions of a slot.
+        fsdp, tensor: sizes of the mesh axes ``fsdp`` and ``tensor``.
         lora: rank of the adapters; 0 trains all parameters.
-        slots: slots of an engine.
-        decode: chips of an engine.
+        slots: number of slots of an engine.
+        decode: number of chips of an engine.
     """
 
     length: int
@@ -55,4 +55,4 @@ MACHINES: Mapping[str, Mapping[str, Mapping[str, Fit]]] = {
         },
     },
 }
-"""Machine -> stage -> size of the model -> settings (docs/scaling.md)."""
+"""Maps machine, stage and size of the model to settings; see docs/scaling.md."""

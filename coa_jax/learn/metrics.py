@@ -1,4 +1,4 @@
-"""Metrics of a step other than those of its losses; docs/metrics.md explains each metric."""
+"""Computes the metrics of a step that its losses do not return; see docs/metrics.md."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from coa_jax.model.costs import train_flops
 from coa_jax.parallel.chips import stated_flops
 from coa_jax.trajectory import Author, StopReason, Trajectory
 
-# Stop reasons of trajectories that a budget cut off.
+# Stop reasons of trajectories that were cut off by a budget.
 CUT_OFF = frozenset(
     {
         StopReason.LENGTH,
@@ -31,7 +31,7 @@ CUT_OFF = frozenset(
 
 
 def rollout_metrics(sampled: Sampled) -> dict[str, float]:
-    """Metrics of a step's rollouts in addition to those of `groups.describe`."""
+    """Computes metrics of a step's rollouts, in addition to those of `groups.describe`."""
     flat = [t for group in sampled.everything for t in group]
     lost = [t for group in sampled.dropped for t in group]
     figures = {
@@ -42,7 +42,8 @@ def rollout_metrics(sampled: Sampled) -> dict[str, float]:
         "rollout/tokens": float(sum(t.num_policy_tokens for t in flat)),
     }
     values = graded_values(sampled.everything) or [0.0]
-    # Rewards before the length penalty, which may lower a correct answer to 0 or below.
+    # Rewards before the length penalty, because the penalty may lower the reward of a correct
+    # answer to 0 or below.
     graded = [[v for v in earned(group) if v is not None] for group in sampled.everything]
     lengths = [t.num_policy_tokens for t in flat]
     answered = [t.num_policy_tokens for t in flat if t.stop_reason == StopReason.ANSWER]
@@ -68,7 +69,7 @@ def rollout_metrics(sampled: Sampled) -> dict[str, float]:
 
 
 def turn_figures(flat: Sequence[Trajectory]) -> dict[str, float]:
-    """Metrics of the rewards that an environment gave for turns; {} without such rewards."""
+    """Computes metrics of the rewards that environments gave for turns; {} without such rewards."""
     rewards = [[c.reward for c in t.tool_calls if c.reward is not None] for t in flat]
     given = [reward for of_turns in rewards for reward in of_turns]
     if not given:
@@ -81,7 +82,7 @@ def turn_figures(flat: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def agent_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Metrics of trajectories that an agent program sampled; {} without such trajectories."""
+    """Computes metrics of trajectories that an agent program sampled; {} if there are none."""
     turns = [t.metadata["agent_turns"] for t in trajectories if "agent_turns" in t.metadata]
     if not turns:
         return {}
@@ -93,11 +94,11 @@ def agent_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def staleness(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, float]:
-    """Ages of the policies that sampled the groups of a step.
+    """Computes metrics of the ages of a step's groups.
 
-    If any group has an age above 0, there are metrics ``stale/N/...`` for each age N: the number of
-    groups of this age, their mean length and reward, and the share of the step's tokens of this
-    age.  The age of a group is that of its oldest token.
+    The age of a group is the age of its oldest token. If any group has an age above 0, there are
+    metrics ``stale/N/...`` for each age N: the number of groups of this age, their mean length and
+    reward, and the share of the step's tokens that have this age.
 
     Args:
         groups: groups that the step trains on.
@@ -134,7 +135,7 @@ def _share(flags: Sequence[bool]) -> float:
 
 
 def sampling_metrics(sampled: Sampled, figures: Mapping[str, float]) -> dict[str, float]:
-    """Time by phase and throughput of sampling since the previous step.
+    """Computes the time by phase and the throughput of sampling since the previous step.
 
     Args:
         sampled: groups of the step.
@@ -157,7 +158,10 @@ def sampling_metrics(sampled: Sampled, figures: Mapping[str, float]) -> dict[str
 
 
 def sequence_lengths(batches: Sequence[Batch]) -> list[int]:
-    """Tokens of each packed sequence; a shared prompt counts for the first of its sequences."""
+    """Returns the number of tokens of each packed sequence.
+
+    A shared prompt is included in the length of the first sequence that uses it, and in no other.
+    """
     lengths: list[int] = []
     for batch in batches:
         for row in np.asarray(batch.segment_ids):
@@ -172,13 +176,15 @@ def train_speed(
     seconds: float,
     adapters: bool = False,
 ) -> dict[str, float]:
-    """Throughput of updates, and their model FLOP utilisation (MFU) if the chip's peak is known.
+    """Computes the throughput of updates and, if the chip's peak FLOP rate is known, their MFU.
+
+    MFU is the model FLOP utilisation, see `mfu`.
 
     Args:
         model: architecture of the model.
-        lengths: tokens of each sequence.
+        lengths: number of tokens of each sequence.
         loss_tokens: number of tokens with a loss.
-        seconds: time of the updates.
+        seconds: time that the updates took.
         adapters: whether only LoRA adapters are trained.
     """
     if not lengths:
@@ -188,7 +194,10 @@ def train_speed(
 
 
 def mfu(flops: float, seconds: float) -> dict[str, float]:
-    """Model FLOP utilisation over all devices, ``perf/mfu``; {} if the chip's peak is unknown."""
+    """Computes the model FLOP utilisation over all devices, ``perf/mfu``.
+
+    The result is {} if the chip's peak FLOP rate is unknown.
+    """
     peak = stated_flops(jax.devices())
     if peak is None or seconds <= 0:
         return {}
@@ -196,7 +205,7 @@ def mfu(flops: float, seconds: float) -> dict[str, float]:
 
 
 def memory() -> dict[str, float]:
-    """Peak memory so far, of the process and of its fullest device (if the backend reports it)."""
+    """Returns the peak memory of the process and, if known, of the fullest of its devices."""
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     figures = {"mem/host_peak_gb": kilobytes * (1 if sys.platform == "darwin" else 1024) / 1e9}
     devices = [device.memory_stats() for device in jax.local_devices()]

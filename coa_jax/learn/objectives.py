@@ -1,10 +1,10 @@
-"""Formulas of reinforcement learning from advantages to losses, each with its source.
+"""The formulas of reinforcement learning from advantages to losses, each with its source.
 
-Here are the weights of tokens, KL estimates, losses, corrections for the sampling policy, and the
-objectives of policy and critic.  No formula depends on the model: a policy appears as
-log-probabilities, float32 ``[R, T]`` for R packed rows of T tokens.
+These are weights of tokens, estimates of KL divergences, losses, corrections for the sampling
+policy, and objectives. No formula depends on the model: a policy appears as log-probabilities,
+float32 ``[R, T]`` for R packed rows of T tokens.
 
-Only tokens that the policy wrote (``mask`` 1) are actions.  Text of the environment between two
+Only tokens that the policy wrote (``mask`` 1) are actions. Text of the environment between two
 actions is part of the transition: it has no value, reward or advantage, and is excluded from means.
 In the formulas, r is the probability ratio of the current policy to the old policy, and A is the
 advantage.
@@ -28,12 +28,12 @@ from coa_jax.learn.algorithms import Algorithm, marked
 from coa_jax.learn.batch import Batch
 
 Stats = dict[str, jax.Array]
-"""Name of a statistic -> its sum over tokens, or its maximum where the name ends in ``max``."""
+"""Maps a statistic's name to its sum over tokens, or to its maximum if the name ends in ``max``."""
 
 AGES = 9
-"""Number of token ages, in steps, with separate statistics; the last includes older tokens."""
+"""Number of token ages (in steps) with separate statistics; the last age includes older tokens."""
 
-_BOUND = 20.0  # bound on log-ratios, whose exponentials could overflow
+_BOUND = 20.0  # largest absolute log-ratio, so that its exponential does not overflow
 
 
 # --- weights of tokens ---------------------------------------------------------------------
@@ -54,17 +54,17 @@ def weigh(batches: Sequence[Batch], normalise: str, length: int = 1) -> list[Bat
 
     Args:
         batches: all micro-batches of the update, as NumPy arrays.
-        normalise: ``token``, ``sequence`` or ``constant``.
-        length: L of ``constant``.
+        normalise: name of the normalisation: ``token``, ``sequence`` or ``constant``.
+        length: the constant L of ``constant``; other normalisations ignore it.
 
     Returns:
-        The batches with ``weight``, float32 ``[R, T]``; it stays None if all weights are 1.
+        The batches with ``weight``, float32 ``[R, T]``; ``weight`` stays None if all weights are 1.
     """
     if normalise == "token":
         return list(batches)
     counts = [_tokens_of_own_sequence(batch) for batch in batches]
     tokens = sum(float(batch.mask.sum(dtype=np.float64)) for batch in batches)
-    # Each token of a sequence with n of them counts for 1 / n of a sequence.
+    # Each of the n policy tokens of a sequence counts as 1 / n of a sequence.
     sequences = sum(float((batch.mask / n).sum()) for batch, n in zip(batches, counts, strict=True))
     scale = tokens / max(sequences, 1.0)
     weighed = []
@@ -74,13 +74,13 @@ def weigh(batches: Sequence[Batch], normalise: str, length: int = 1) -> list[Bat
         elif normalise == "constant":
             weight = batch.mask * scale / length
         else:
-            raise ValueError(f"no normalisation {normalise!r}")
+            raise ValueError(f"unknown normalisation {normalise!r}")
         weighed.append(batch._replace(weight=weight.astype(np.float32)))
     return weighed
 
 
 def _tokens_of_own_sequence(batch: Batch) -> np.ndarray:
-    """Number of policy tokens of each token's sequence, float64 ``[R, T]``, at least 1."""
+    """Returns the number (at least 1) of policy tokens of each token's sequence, ``[R, T]``."""
     counts = np.ones(batch.mask.shape)
     for row, (ids, mask) in enumerate(zip(batch.segment_ids, batch.mask, strict=True)):
         counts[row] = np.maximum(np.bincount(ids, weights=mask), 1.0)[ids]
@@ -95,9 +95,9 @@ def kl_estimate(kind: str, logp: ArrayLike, other: ArrayLike) -> jax.Array:
 
     See Schulman 2020 (http://joschu.net/blog/kl-approx.html), and arXiv 2512.21852 for gradients.
 
-    - k1 = d: unbiased; noisy, and may be negative;
-    - k2 = d^2 / 2: biased, but its gradient by the parameters of p is an unbiased estimate of the
-      gradient of the divergence;
+    - k1 = d: unbiased, but noisy, and negative for some tokens;
+    - k2 = d^2 / 2: biased, but its gradient with respect to the parameters of p is an unbiased
+      estimate of the gradient of the divergence;
     - k3 = exp(-d) - 1 + d: unbiased, never negative, with little variance.
 
     Args:
@@ -132,29 +132,29 @@ def surrogate(
 ) -> tuple[jax.Array, Stats]:
     """Calls the algorithm's loss function (see `algorithms.LOSSES`) on a batch.
 
-    The parameters of the loss function may be any of
+    The loss function gets those of the following arguments that it has as parameters:
 
     - ``logp`` and ``old_logp``: log-probabilities under the current and the old policy;
-    - ``log_ratio``: their difference, and ``ratio``, its exponential r; these are 0 and 1 where the
-      policy did not write;
-    - ``advantages`` A, which are 0 where the policy did not write;
-    - ``mask``: 1 where the policy wrote; ``segment_ids``: number of each token's sequence in its
-      row; ``entropy``;
-    - the settings ``clip_low``, ``clip_high`` and ``dual_clip``.
+    - ``log_ratio``: ``logp - old_logp``, 0 for other authors' tokens; ``ratio``: its exponential r;
+    - ``advantages``: A, which is 0 for tokens of other authors;
+    - ``mask``: 1 for tokens that the policy wrote, 0 for tokens of other authors;
+    - ``segment_ids``: index of each token's sequence in its row, from 1;
+    - ``entropy``: entropy of the current policy at each token;
+    - ``clip_low``, ``clip_high`` and ``dual_clip``: settings of the algorithm.
 
     All arrays have the shape ``[R, T]``, and are float32 except for ``segment_ids``.
 
     Args:
-        algorithm: a resolved algorithm, see `Algorithm.resolve`.
+        algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
         logp, old_logp, advantages, entropy: arrays as described above, float32 ``[R, T]``.
-        batch: packed rows; only ``mask`` and ``segment_ids`` are read.
+        batch: packed rows; the function reads only ``mask`` and ``segment_ids``.
 
     Returns:
-        Loss of each token, float32 ``[R, T]``, and the loss function's metrics by name, of which
-        `policy_objective` takes the mean over tokens.
+        The loss of each token, float32 ``[R, T]``, and the loss function's metrics by name.
+        `policy_objective` takes the mean of each metric over tokens.
 
     Raises:
-        UserError: the loss function fails, cannot be traced by JAX, or returns something else.
+        UserError: the loss function fails, JAX cannot trace it, or it returns something else.
     """
     name, where = algorithm.loss, "algorithm.loss"
     log_ratio = (logp - old_logp) * batch.mask
@@ -198,7 +198,7 @@ _NUMBERS = jax.Array | np.ndarray | float | int
 
 
 def _misfit(metrics: Any, shape: tuple[int, ...]) -> Any:
-    """The name of the first invalid metric of a loss; None if all metrics are valid."""
+    """Returns the name of the first invalid metric of a loss; None if all metrics are valid."""
     if not isinstance(metrics, dict):
         return metrics
     for name, value in metrics.items():
@@ -211,14 +211,14 @@ def _misfit(metrics: Any, shape: tuple[int, ...]) -> Any:
 
 
 def bounded_exp(x: jax.Array) -> jax.Array:
-    """Exponential of a log-ratio, which is clipped so that it cannot overflow."""
+    """Computes the exponential of a log-ratio that is clipped, so that it cannot overflow."""
     return jnp.exp(jnp.clip(x, -_BOUND, _BOUND))
 
 
 def clip(
     ratio: jax.Array, advantages: jax.Array, clip_low: float, clip_high: float, dual_clip: float
 ) -> tuple[jax.Array, Stats]:
-    """PPO's loss ``-min(r A, clip(r, 1 - low, 1 + high) A)`` (arXiv 1707.06347 eq 7).
+    """Computes PPO's loss ``-min(r A, clip(r, 1 - low, 1 + high) A)`` (arXiv 1707.06347 eq 7).
 
     GRPO (arXiv 2402.03300) and Chain-of-Agents use the same loss; DAPO sets ``high > low`` (arXiv
     2503.14476 eq 8).  With a dual clip c, the loss of a token with A < 0 is at most ``-c A`` (arXiv
@@ -227,12 +227,12 @@ def clip(
     Args:
         ratio: r, float32 ``[R, T]``.
         advantages: A, float32 ``[R, T]``.
-        clip_low: r is clipped to at least ``1 - clip_low``.
-        clip_high: r is clipped to at most ``1 + clip_high``.
-        dual_clip: c; 0 for no dual clip.
+        clip_low: low; r is clipped to at least ``1 - clip_low``.
+        clip_high: high; r is clipped to at most ``1 + clip_high``.
+        dual_clip: the constant c; 0 for no dual clip.
 
     Returns:
-        Loss of each token, float32 ``[R, T]``, and whether its ratio is beyond a clip bound.
+        The loss of each token, float32 ``[R, T]``, and whether its ratio is beyond each clip bound.
     """
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
@@ -252,11 +252,11 @@ def sequence_clip(
     clip_high: float,
     dual_clip: float,
 ) -> tuple[jax.Array, Stats]:
-    """`clip` with one ratio per sequence (GSPO, arXiv 2507.18071 eq 5 and 7).
+    """Computes the loss of `clip` with one ratio per sequence (GSPO, arXiv 2507.18071 eq 5 and 7).
 
-    The ratio is the exponential of the mean of log r over the policy tokens of the sequence.  All
-    tokens of a sequence have the same loss, so ``normalise=sequence`` gives the mean over
-    sequences.  For the parameters see `surrogate`, for the results `clip`.
+    The ratio is the exponential of the mean of log r over the policy tokens of the sequence. All
+    tokens of a sequence have the same loss, so ``normalise=sequence`` yields the mean over
+    sequences. `surrogate` describes the parameters, `clip` the results.
     """
     ratio = bounded_exp(segment_means(log_ratio, mask, segment_ids))
     return clip(ratio, advantages, clip_low, clip_high, dual_clip)
@@ -265,10 +265,10 @@ def sequence_clip(
 def cispo(
     logp: jax.Array, ratio: jax.Array, advantages: jax.Array, clip_low: float, clip_high: float
 ) -> tuple[jax.Array, Stats]:
-    """CISPO's loss ``-stop_gradient(clip(r)) A log p`` (MiniMax-M1, arXiv 2506.13585 eq 4).
+    """Computes CISPO's loss ``-stop_gradient(clip(r)) A log p`` (arXiv 2506.13585 eq 4).
 
-    Clipping bounds the weight of a token, but no token loses its gradient.  For the parameters see
-    `surrogate`, for the results `clip`.
+    The clip bounds limit the weight of a token, but every token keeps its gradient. `surrogate`
+    describes the parameters, `clip` the results.
     """
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     loss = -jax.lax.stop_gradient(clipped) * advantages * logp
@@ -276,7 +276,7 @@ def cispo(
 
 
 def _beyond(ratio: jax.Array, advantages: jax.Array, low: float, high: float) -> Stats:
-    """Whether the ratio of each token is beyond the clip bound in the direction of its advantage.
+    """Returns whether each token's ratio is beyond the clip bound on the side of its advantage.
 
     Such a token has no gradient, except in `cispo`.
     """
@@ -287,7 +287,7 @@ def _beyond(ratio: jax.Array, advantages: jax.Array, low: float, high: float) ->
 
 
 def segment_sums(x: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
-    """For each token the sum of ``x [R, T]`` over the token's sequence in its packed row."""
+    """Returns, for each token, the sum of ``x [R, T]`` over the token's sequence in its row."""
     x, ids = jnp.asarray(x), jnp.asarray(segment_ids)
     rows, length = x.shape
     sums = jnp.zeros((rows, length + 1), x.dtype)
@@ -296,7 +296,7 @@ def segment_sums(x: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
 
 
 def segment_means(x: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
-    """For each token the mean over the policy tokens of its sequence; x is 0 where mask is 0."""
+    """Returns, for each token, the mean of x over its sequence's policy tokens."""
     return segment_sums(x, segment_ids) / jnp.maximum(segment_sums(mask, segment_ids), 1.0)
 
 
@@ -304,32 +304,32 @@ def segment_means(x: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike) -> jax.
 
 
 def correction(algorithm: Algorithm, gap: jax.Array, batch: Batch) -> tuple[jax.Array, Stats]:
-    """The importance weight rho of a token's loss, which corrects for the policy that sampled it.
+    """Computes the importance weight rho, which corrects for the policy that sampled a token.
 
-    ``rho = min(k, tis_cap) [mask_low <= k' <= mask_high]`` has no gradient.  k is the ratio
-    p_trainer / p_sampler at the level ``tis_level``, and k' the same at the level ``mask_level``:
+    ``rho = min(k, tis_cap) [mask_low <= k' <= mask_high]`` has no gradient. The bracket is 1 if its
+    condition holds, else 0. k is the ratio p_trainer / p_sampler at the level ``tis_level``, and k'
+    is the ratio at the level ``mask_level``:
 
-    - ``token``: the ratio of the token.  ``min(k, C)`` is truncated importance sampling (Yao et al.
-      2025, https://fengyao.notion.site/off-policy-rl), ``k [low <= k <= high]`` is IcePop (Ring-1T,
-      arXiv 2510.18855);
-    - ``sequence``: the product over the policy tokens of the sequence.  It is unbiased, but its
-      variance grows with the length.  ``k [k <= C]`` is masked importance sampling (MIS, Liu et al.
-      2025, https://richardli.xyz/rl-collapse);
-    - ``geometric``: the geometric mean over the policy tokens of the sequence, which is GSPO's
-      ratio.  It is biased, but has the same scale at any length.
+    - ``token``: the ratio of the token itself. ``min(k, C)`` is truncated importance sampling (Yao
+      et al. 2025, https://fengyao.notion.site/off-policy-rl); ``k [low <= k <= high]`` is IcePop
+      (Ring-1T, arXiv 2510.18855);
+    - ``sequence``: the product of the ratios of the sequence's policy tokens. It is unbiased, but
+      its variance grows with the length. ``k [k <= C]`` is masked importance sampling (MIS, Liu et
+      al. 2025, https://richardli.xyz/rl-collapse);
+    - ``geometric``: the geometric mean of the ratios of the sequence's policy tokens, which is
+      GSPO's ratio. The mean is biased, but has the same scale at any length.
 
-    A masked token still counts in means.  With ``old_logp=trainer`` the loss is that of decoupled
-    PPO: r bounds the step from the proximal policy, and rho corrects from the sampling policy to
-    the proximal one (Hilton et al., arXiv 2110.00641 §3; AReaL, arXiv 2505.24298 eq 5).
+    Means still count a masked token. With ``old_logp=trainer`` the loss is that of decoupled PPO: r
+    bounds the step from the proximal policy, and rho corrects from the sampling policy to the
+    proximal one (Hilton et al., arXiv 2110.00641 §3; AReaL, arXiv 2505.24298 eq 5).
 
     Args:
-        algorithm: a resolved algorithm, see `Algorithm.resolve`.
-        gap: log ratio p_trainer / p_sampler of each token, float32 ``[R, T]``, 0 where the policy
-            did not write.
-        batch: packed rows; only ``mask`` and ``segment_ids`` are read.
+        algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
+        gap: log ratio p_trainer / p_sampler of each token, float32 ``[R, T]``; 0 for other authors.
+        batch: packed rows; the function reads only ``mask`` and ``segment_ids``.
 
     Returns:
-        rho, float32 ``[R, T]``, and statistics by name.
+        rho, float32 ``[R, T]``, and statistics of the correction by name.
     """
 
     def ratio(level: str) -> jax.Array:
@@ -359,17 +359,17 @@ def correction(algorithm: Algorithm, gap: jax.Array, batch: Batch) -> tuple[jax.
 def policy_objective(
     logp: jax.Array, entropy: jax.Array, batch: Batch, algorithm: Algorithm
 ) -> tuple[jax.Array, Stats]:
-    """The loss of an algorithm as a function of log-probabilities and entropies.
+    """Computes the loss of an algorithm from log-probabilities and entropies.
 
     The loss is ``sum_t w_t (rho_t surrogate_t + kl_coef KL_t - entropy_coef H_t)``, where w is
     ``batch.weight``, rho comes from `correction` and the surrogate from `surrogate`.
 
     Args:
         logp, entropy: log-probabilities and entropies of the current policy, float32 ``[R, T]``.
-        batch: packed rows, with ``weight``, ``old_logp`` and ``ref_logp`` as the algorithm needs
-            them.  With ``old_logp=trainer`` and no ``batch.old_logp``, the current policy is the
-            old policy.
-        algorithm: a resolved algorithm, see `Algorithm.resolve`.
+        batch: packed rows, with those of ``weight``, ``old_logp`` and ``ref_logp`` that the
+            algorithm needs. With ``old_logp=trainer`` and no ``batch.old_logp``, the current policy
+            is the old policy.
+        algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
 
     Returns:
         The loss summed over tokens, float32 ``[]``, and statistics by name, see `Stats`.
@@ -416,16 +416,16 @@ def policy_objective(
 
 
 def value_objective(values: jax.Array, batch: Batch, bound: float) -> tuple[jax.Array, Stats]:
-    """Half the squared error of the critic's values, summed over policy tokens.
+    """Computes half the squared error of the critic's values, summed over policy tokens.
 
-    With a bound, the error is the larger of those of V and of ``V_old + clip(V - V_old, -bound,
-    bound)``, so a value has no gradient once it is that far from the old value (the code of PPO,
-    arXiv 1707.06347; Engstrom et al., arXiv 2005.12729 §3).  Observation tokens have no value.
+    With a bound, the error is the larger of those of V and ``V_old + clip(V - V_old, -bound,
+    bound)``. A value therefore has no gradient once its distance from the old value exceeds the
+    bound (code of PPO, arXiv 1707.06347; Engstrom et al., arXiv 2005.12729 §3).
 
     Args:
         values: values V of the critic, float32 ``[R, T]``.
-        batch: packed rows with the old values ``value`` and the targets ``returns``.
-        bound: bound on the distance from the old value; 0 for none.
+        batch: packed rows, with the critic's old values ``value`` and the targets ``returns``.
+        bound: largest distance from the old value at which a value has a gradient; 0 for no bound.
 
     Returns:
         The loss summed over tokens, float32 ``[]``, and statistics by name, see `Stats`.

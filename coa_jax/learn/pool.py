@@ -1,8 +1,8 @@
-"""Selects the tasks that a run samples, by how often the policy has solved them.
+"""Selects the tasks that a run samples, by how often the policy has solved each task.
 
-An index of the stream always has the same task; a pool only decides which indices are skipped.  It
-learns only from composed steps, so its state is a function of the steps of the run.  All processes,
-a resumed run and a replay therefore have the same state.
+An index of the stream of tasks always has the same task; a pool only decides which indices are
+skipped. The pool learns only from steps that have been composed, so its state is a function of the
+steps of the run. All processes, a resumed run, and a replay therefore have the same state.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coa_jax.storage import local
 from coa_jax.tasks import Task
 
 Score = tuple[int, int]
-"""(solved, graded): trajectories of a group that solved the task, and that were graded."""
+"""(solved, graded): how many trajectories of a group solved the task, and how many were graded."""
 
 _MOST_PASSED_OVER = 10_000
 """Maximum number of consecutive indices that are skipped."""
@@ -27,33 +27,39 @@ _MOST_PASSED_OVER = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class PoolConfig(Bounded):
-    """Selection of the tasks to sample; by default all tasks in turn.
+    """Settings by which the tasks to sample are selected; by default no task is skipped.
 
     The solve rate of a task is the share of its graded trajectories in this run that solved the
-    task.  A task rests (is not sampled for some steps) while its solve rate is too low or too high.
+    task. A task rests, which means that it is not sampled for some steps, if its solve rate is too
+    low or too high.
 
     Attributes:
-        rest_steps: number of steps for which a task rests; 0 if no task rests.
-        rest_most: a task that must rest again right after a rest does so for twice as many steps
-            as before, up to this maximum; 0 for ``rest_steps`` each time.
-        rest_below: a task rests if its solve rate is at most this.
-        rest_above: a task rests if its solve rate is at least this.
-        memory: weight of a task's earlier groups relative to the next later group in its solve
-            rate: with 1 all groups count equally, with 0 only the newest counts.
-        solved_at: lowest reward of a trajectory that solved its task, before length penalties.
-        curriculum: measure of difficulty, by which easier tasks are sampled first: a field of the
-            metadata with numbers that grow with the difficulty, such as ``hops``, or ``solve_rate``
-            (a lower solve rate is harder; a task without groups has its pass rate).  "" samples all
-            tasks from the start.
-        curriculum_steps: number of steps until the hardest tasks are sampled.
-        curriculum_start: maximum difficulty of tasks at the start, from 0 (the easiest) to 1 (the
-            hardest); the maximum grows linearly.
-        pass_rates: ``results.json`` of an evaluation of the base model on the same tasks; "" reads
-            the field ``pass_rate`` of the tasks' metadata.
-        min_pass_rate: tasks with a lower pass rate are never sampled.
-        max_pass_rate: tasks with a higher pass rate are never sampled.  The paper keeps tasks with
-            a pass rate of at most 0.3 in 32 samples (eq 8 and 9).  Tasks without a pass rate are
-            sampled only if the bounds are 0 and 1.
+        rest_steps: number of steps for which a task rests; 0 if no task ever rests.
+        rest_most: maximum number of steps of a rest. If the solve rate of a task is out of bounds
+            again right after a rest, the next rest is twice as long as the last one, up to this
+            maximum. 0 makes every rest ``rest_steps`` long.
+        rest_below: a task rests if its solve rate is at most this share.
+        rest_above: a task rests if its solve rate is at least this share.
+        memory: factor by which a task's earlier groups are weighted down each time that a new group
+            enters its solve rate. With 1 all groups have the same weight; with 0 only the newest
+            group has a weight.
+        solved_at: lowest reward, before length penalties, at which a trajectory has solved its
+            task.
+        curriculum: measure of difficulty, by which easier tasks are sampled first. The measure is
+            the name of a field in the tasks' metadata whose numbers grow with the difficulty, such
+            as ``hops``. With ``solve_rate``, tasks with a lower solve rate are harder; a task
+            without groups has its pass rate instead. "" samples all tasks from the start.
+        curriculum_steps: number of steps after which the hardest tasks are sampled too.
+        curriculum_start: maximum difficulty of the tasks that are sampled at the start, from 0 (the
+            easiest task) to 1 (the hardest task). The maximum grows linearly.
+        pass_rates: path of the ``results.json`` of an evaluation of the base model on the same
+            tasks, from which the pass rates are read; "" reads the field ``pass_rate`` of the
+            tasks' metadata.
+        min_pass_rate: lowest pass rate of a task that is sampled; tasks with a lower pass rate are
+            never sampled.
+        max_pass_rate: highest pass rate of a task that is sampled. The Chain-of-Agents paper keeps
+            tasks with a pass rate of at most 0.3 in 32 samples (eq 8 and 9). Tasks without a pass
+            rate are sampled only if ``min_pass_rate`` is 0 and ``max_pass_rate`` is 1.
     """
 
     rest_steps: Natural = 0
@@ -88,13 +94,14 @@ class PoolConfig(Bounded):
 
 
 class Known(NamedTuple):
-    """A pool's knowledge of a task.
+    """What a pool knows about a task.
 
     Attributes:
         solved: number of trajectories that solved the task, weighted by `PoolConfig.memory`.
         graded: number of graded trajectories, with the same weights.
-        until: step up to which the task rests.
-        times: number of rests in a row, without a solve rate between the bounds in between.
+        until: last step of the rest of the task; 0 if the task has not rested yet.
+        times: number of consecutive rests, between which the solve rate was never within the
+            bounds.
     """
 
     solved: float = 0.0
@@ -107,7 +114,8 @@ class Pool:
     """Tracks the solve rates of a run's tasks, and decides which tasks are sampled.
 
     Attributes:
-        known: task id -> `Known`; consists of JSON values, from which a resumed run restores it.
+        known: maps a task id to `Known`. The values are JSON values, from which a resumed run
+            restores the pool.
     """
 
     def __init__(
@@ -121,12 +129,13 @@ class Pool:
 
         Args:
             config: settings of the pool.
-            stream: the tasks by index, see `tasks.mixture.stream_of`.
-            tasks: each task once.
-            known: `known` of the pool when the run was interrupted; None for a new run.
+            stream: task at each index of the run's stream of tasks, see `tasks.mixture.stream_of`.
+            tasks: all tasks, without repetitions.
+            known: attribute ``known`` of the pool at the time of the interruption; None for a new
+                run.
 
         Raises:
-            UserError: no task has the field of the curriculum.
+            UserError: no task has the metadata field that ``curriculum`` names.
         """
         self._config, self._stream, self._tasks = config, stream, tasks
         self.known = {id: Known(*entry) for id, entry in (known or {}).items()}
@@ -142,7 +151,7 @@ class Pool:
 
         Args:
             step: number of the step.
-            scores: `Score` of each group by the index of its task.
+            scores: maps the index of each group's task to its `Score`.
         """
         config = self._config
         for index, (solved, graded) in scores.items():
@@ -161,13 +170,13 @@ class Pool:
             self.known[id] = now
 
     def next(self, first: int, step: int) -> int:
-        """Returns the next index to sample: ``first`` or the first later index of an awake task.
+        """Returns the first index from ``first`` on whose task is to be sampled.
 
-        If all tasks rest, or too many in a row, the result is ``first`` itself.
+        If all tasks rest, or if too many consecutive tasks rest, the result is ``first`` itself.
 
         Args:
             first: index at which the search begins.
-            step: number of steps composed so far.
+            step: number of steps that have been composed so far.
         """
         if self._all_rest[0] != step:
             self._all_rest = step, not any(self._awake(task, step) for task in self._tasks)
@@ -194,7 +203,7 @@ class Pool:
         return 1.0 - float(known.solved / known.graded if known else rate)
 
     def figures(self, step: int) -> dict[str, float]:
-        """Metrics after a step."""
+        """Returns metrics of the pool after a step."""
         rates = [known.solved / known.graded for known in self.known.values()]
         return {
             "pool/asked": float(len(rates)),
@@ -205,7 +214,10 @@ class Pool:
 
 
 def _hardness(field: str, tasks: Sequence[Task]) -> dict[str, float]:
-    """Task id -> difficulty from 0 to 1 by a field of the metadata; 0 without the field."""
+    """Maps a task id to a difficulty from 0 to 1, computed from a field of the metadata.
+
+    Tasks without the field are absent from the result, and have the difficulty 0.
+    """
     if field in ("", "solve_rate"):
         return {}
     values = {task.id: task.metadata[field] for task in tasks if _is_number(task, field)}
@@ -226,7 +238,7 @@ def with_pass_rates(config: PoolConfig, tasks: Sequence[Task], name: str) -> lis
     Args:
         config: settings of the pool.
         tasks: tasks of one source.
-        name: name of the source, for messages.
+        name: name of the source, used in messages.
 
     Raises:
         UserError: the file of pass rates cannot be read, or no task is left.
@@ -257,7 +269,10 @@ def with_pass_rates(config: PoolConfig, tasks: Sequence[Task], name: str) -> lis
 
 
 def _read_rates(path: Path) -> dict[str, float]:
-    """Reads pass rates from a result file: task id -> share of right samples among the graded."""
+    """Reads pass rates from a result file: maps task ids to shares of right samples.
+
+    The share is over the graded samples; a task without graded samples has no pass rate.
+    """
     try:
         found = {}
         for task in files.read_json_object(path)["tasks"]:

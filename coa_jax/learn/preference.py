@@ -1,8 +1,8 @@
-"""Direct preference optimisation on graded trajectories (Rafailov et al., arXiv 2305.18290).
+"""Direct preference optimisation (DPO) on graded trajectories (Rafailov et al., arXiv 2305.18290).
 
-This is a baseline for reinforcement learning: among the trajectories of a task, those with a higher
-reward are preferred to those with a lower reward.  Both sequences of a pair share a row, so the
-loss of a pair never spans two micro-batches.
+DPO serves as a baseline for reinforcement learning: among the trajectories of a task, trajectories
+with a higher reward are preferred to trajectories with a lower reward. Both sequences of a pair
+share a row, so the loss of a pair never spans two micro-batches.
 """
 
 from __future__ import annotations
@@ -38,23 +38,26 @@ from coa_jax.run_dir import RunDir
 from coa_jax.trajectory import Trajectory
 
 Pair = tuple[Trajectory, Trajectory]
-"""(chosen, rejected): the preferred trajectory, and the trajectory with the lower reward."""
+"""(chosen, rejected): the preferred trajectory, and the trajectory that has a lower reward."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DPOConfig(FitConfig):
-    """A run of direct preference optimisation; see `FitConfig` for the other settings.
+    """Settings of direct preference optimisation, in addition to those of `FitConfig`.
 
-    An example is a pair of trajectories, and takes one row.  ``model`` is also the reference.
+    An example is a pair of trajectories, and takes one row. The initial model, ``model``, is also
+    the reference.
 
     Attributes:
-        traces: ``traces.jsonl`` of a run that sampled and graded trajectories.
-        phase: phase whose trajectories are read; "" for all phases, evaluations included.
-        beta: factor of the difference of log-ratios in the loss; with a smaller value the policy
-            moves farther from the reference.
-        min_gap: minimum difference between the rewards of a pair.
+        traces: path of the ``traces.jsonl`` of a run that sampled and graded trajectories.
+        phase: phase of the run from which trajectories are read, such as ``rl``; "" reads the
+            trajectories of all phases, including evaluations.
+        beta: factor by which the difference of log-ratios is multiplied in the loss. With a smaller
+            value the policy moves farther from the reference.
+        min_gap: minimum difference between the rewards of the two trajectories of a pair.
         per_task: maximum number of pairs of one task.
-        keep_best: metric of the best checkpoint, which is kept too; "" for none.
+        keep_best: metric that selects the best checkpoint, which is kept beside the newest ones; ""
+            for no best checkpoint.
     """
 
     traces: Place
@@ -66,12 +69,12 @@ class DPOConfig(FitConfig):
 
 
 def train(config: DPOConfig, run: RunDir, output: Path) -> None:
-    """Trains on the preferences, and writes the model to ``output``.
+    """Trains on pairs of trajectories, and writes the model to ``output``.
 
     Args:
         config: settings of the run.
         run: directory of the run, for metrics and checkpoints.
-        output: directory for the model.
+        output: directory for the trained model.
 
     Raises:
         UserError: the traces have no pair that fits the settings.
@@ -107,7 +110,7 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
         run,
         output,
         model,
-        weights=lambda: jax.tree.map(jnp.copy, reference),  # copies, because updates donate them
+        weights=lambda: jax.tree.map(jnp.copy, reference),  # copies: updates donate them
         loss=DPOLoss(config.beta),
         compute=compute,
         updates=lambda cursor, number: PairUpdates(pairs, order, cursor, number, config),
@@ -120,12 +123,12 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PairUpdates(Sequence[Update]):
-    """The updates of a run from a cursor on; each process has all rows.
+    """The updates of a run that follow a cursor; every process has all rows of an update.
 
     Attributes:
-        pairs: pairs to learn.
-        order: index of the pair at each position of the stream.
-        cursor: position at which the first update begins.
+        pairs: pairs to train on.
+        order: index of the pair at each position of the endless stream of pairs.
+        cursor: position in the stream at which the first update begins.
         number: number of updates.
         config: settings of the run.
     """
@@ -153,13 +156,14 @@ class PairUpdates(Sequence[Update]):
 def make_pairs(
     trajectories: Sequence[Trajectory], min_gap: float, per_task: int, length: int
 ) -> list[Pair]:
-    """Pairs the trajectories of each task: best with worst, second best with second worst, ...
+    """Pairs the trajectories of each task: best with worst, second best with second worst, etc.
 
     Args:
         trajectories: graded trajectories.
         min_gap: minimum difference between the rewards of a pair.
         per_task: maximum number of pairs of one task.
-        length: maximum number of tokens of a pair; a warning counts the longer pairs.
+        length: maximum number of tokens of a pair. Longer pairs are left out, and a warning gives
+            their number.
     """
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
@@ -185,14 +189,14 @@ def pair_batches(pairs: Sequence[Pair], length: int, rows: int) -> list[Batch]:
     """Packs pairs into micro-batches, one pair per row.
 
     Args:
-        pairs: pairs of at most ``length`` tokens.
-        length: tokens of a row, T.
-        rows: rows of a micro-batch, R.
+        pairs: pairs with at most ``length`` tokens each.
+        length: number of tokens of a row, T.
+        rows: number of rows of a micro-batch, R.
 
     Returns:
-        Micro-batches of ``[R, T]``.  ``advantage`` is 1 at the policy tokens of the chosen sequence
-        and -1 at those of the rejected sequence.  ``weight`` makes the loss a mean over pairs, see
-        `objectives.weigh`.
+        Micro-batches of the shape ``[R, T]``. ``advantage`` is 1 at the policy tokens of the chosen
+        sequence and -1 at the policy tokens of the rejected sequence. ``weight`` makes the loss a
+        mean over pairs, see `objectives.weigh`.
     """
     packed = [
         pack([trajectory_example(chosen, 1.0), trajectory_example(rejected, -1.0)], length)
@@ -208,7 +212,7 @@ def pair_batches(pairs: Sequence[Pair], length: int, rows: int) -> list[Batch]:
 
 @dataclasses.dataclass(frozen=True)
 class DPOLoss:
-    """Loss of the pairs of a micro-batch; see `dpo_objective`.
+    """The DPO loss of the pairs of a micro-batch; see `dpo_objective`.
 
     Attributes:
         beta: factor of the difference of log-ratios, see `DPOConfig`.
@@ -217,7 +221,7 @@ class DPOLoss:
     beta: float
 
     def __call__(self, net: Net, batch: Batch) -> tuple[jax.Array, Stats]:
-        """See `losses.Loss`."""
+        """Computes the loss of a micro-batch; see `losses.Loss`."""
         logp, _ = token_logps(
             net.params, net.model, batch, net.compute, mask=batch.mask, entropy=False
         )
@@ -225,18 +229,19 @@ class DPOLoss:
 
 
 def dpo_objective(logp: jax.Array, batch: Batch, beta: float) -> tuple[jax.Array, Stats]:
-    """``-log sigmoid(beta (log p_w / ref_w - log p_l / ref_l))``, summed over pairs (eq 7).
+    """Computes ``-log sigmoid(beta (log p_w / ref_w - log p_l / ref_l))``, summed over pairs.
 
-    The log-ratio of a sequence is the sum over the tokens that the policy wrote; observations do
-    not count.
+    This is eq 7 of the DPO paper (arXiv 2305.18290); w is the chosen and l the rejected sequence.
+    The log-ratio of a sequence is the sum over the tokens that the policy wrote, without
+    observations.
 
     Args:
-        logp: log-probabilities of the policy, float32 ``[R, T]``.
+        logp: log-probabilities of the tokens under the policy, float32 ``[R, T]``.
         batch: a micro-batch of `pair_batches`, with ``ref_logp``.
         beta: factor of the difference of log-ratios, see `DPOConfig`.
 
     Returns:
-        The loss, float32 ``[]``, and statistics summed over pairs.
+        The loss, float32 ``[]``, and statistics that are summed over pairs.
     """
     assert batch.ref_logp is not None
     assert batch.weight is not None

@@ -18,10 +18,10 @@ from coa_jax.tools.base import Tool
 
 
 def questions(config: RLConfig) -> tuple[dict[str, list[Task]], Prompt, Graders]:
-    """Loads the training tasks of a run.
+    """Loads the training tasks of a run, with their prompt style and graders.
 
     Returns:
-        Tasks by name of their source, the prompt style, and the graders of the answers.
+        The tasks by name of their source, the prompt style, and the graders of the answers.
 
     Raises:
         UserError: a source cannot be loaded, or its tasks cannot be graded.
@@ -53,16 +53,16 @@ def measured_by(
     tools: Sequence[Tool],
     environments: Environments | None = None,
 ) -> HeldOut | None:
-    """Loads the held-out tasks of a run; None if the run has no evaluations.
+    """Loads the held-out tasks of a run; returns None if the run has no evaluations.
 
     Args:
         config: settings of the run.
         run: directory of the run.
-        trained: tasks that the run trains on.
+        trained: tasks that the run trains on; a warning is logged if some of them are held out too.
         prompt: prompt style in which the policy sees the tasks.
         graders: graders of the answers.
         tools: live tools.
-        environments: creates the environment of a sample; None for the tool loop.
+        environments: creates the environment in which a sample acts; None for the tool loop.
     """
     if not config.evaluate_every:
         return None

@@ -1,9 +1,10 @@
-"""Records of a reinforcement-learning run on disk, in addition to its checkpoints.
+"""Files of a reinforcement-learning run that record its trajectories and steps.
 
-``spool/`` holds graded trajectories, from the time they finish until a checkpoint makes them
-superfluous.  ``steps.jsonl`` records for each step which trajectories it trained on, which policy
-version sampled each of their tokens, and the results of their tool calls.  From it a run can be
-replayed, and a run that was killed repeats the steps after its newest checkpoint.
+``spool/`` holds graded trajectories from the time that they finish until a checkpoint makes them
+superfluous. For each step, ``steps.jsonl`` records which trajectories the step trained on, which
+policy version sampled each of their tokens, and the results of their tool calls. With
+``steps.jsonl`` a run can be replayed. A run that was killed uses both to repeat the steps after its
+newest checkpoint.
 """
 
 from __future__ import annotations
@@ -23,17 +24,17 @@ from coa_jax.parallel import processes
 from coa_jax.trajectory import Reward, Trajectory
 
 Versions = list[list[int]]
-"""``[[position, policy version], ...]``: the version that samples from each position on."""
+"""``[[position, policy version], ...]``: from each position on, the version sampled the tokens."""
 
 
 def versions_of(trajectory: Trajectory) -> Versions:
-    """The policy versions that sampled the tokens of a trajectory."""
+    """Returns the policy versions that sampled the tokens of a trajectory."""
     versions: Versions = trajectory.metadata["policy_versions"]
     return versions
 
 
 def oldest_of(group: Iterable[Trajectory]) -> int:
-    """The oldest policy version that sampled a token of a group."""
+    """Returns the oldest policy version that sampled a token of a group."""
     return min(versions_of(one)[0][1] for trajectory in group for one in trajectory.sequences)
 
 
@@ -41,9 +42,10 @@ def oldest_of(group: Iterable[Trajectory]) -> int:
 
 
 class Spool:
-    """The finished trajectories of this process that no checkpoint has made superfluous.
+    """Stores the finished trajectories of this process until a checkpoint makes them superfluous.
 
-    There is one file per process and per policy version under which trajectories started.
+    The folder has one file for each process and each policy version under which trajectories
+    started.
     """
 
     def __init__(self, folder: Path):
@@ -56,15 +58,21 @@ class Spool:
                 files.cut_torn_line(path)
 
     def _is_mine(self, path: Path) -> bool:
-        """Whether this process maintains a file: its own, or, as process 0, one without a process.
+        """Returns whether this process maintains a file.
 
-        A resumed run may have fewer processes than before.
+        A process maintains its own files. Process 0 also maintains the files of processes that no
+        longer exist, because a resumed run may have fewer processes than before.
         """
         process = int(path.stem.split("-")[0])
         return processes.index() == (process if process < processes.count() else 0)
 
     def read(self) -> dict[tuple[int, int], list[Trajectory]]:
-        """Trajectories of this process's tasks by (task index, sample), oldest version first."""
+        """Reads the trajectories of this process's tasks.
+
+        Returns:
+            Trajectories by (task index, sample index). Trajectories of the same sample are sorted
+            by the policy version under which they started, oldest version first.
+        """
         found: dict[tuple[int, int], list[Trajectory]] = defaultdict(list)
         paths = sorted(self.folder.glob("*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
         for path in paths:
@@ -78,10 +86,11 @@ class Spool:
         return found
 
     def add(self, trajectory: Trajectory) -> None:
-        """Appends a trajectory to its file.
+        """Appends a trajectory to the file of its policy version.
 
         Raises:
-            OSError: e.g. the disk is full; the earlier rows are intact.
+            OSError: the row cannot be written, for example because the disk is full; earlier rows
+                stay intact.
         """
         name = f"{processes.index()}-{oldest_of([trajectory])}.jsonl"
         path = self.folder / name
@@ -89,11 +98,12 @@ class Spool:
         self._tasks[path].add(trajectory.metadata["prompt_id"])
 
     def prune(self, step: int, still_open: Collection[int]) -> None:
-        """Removes files that the run does not need to resume from the checkpoint of a step.
+        """Removes files that a resumption from the checkpoint of a step does not need.
 
         Args:
             step: number of the step.
-            still_open: indices of tasks that were requested, but are in no step up to this one.
+            still_open: indices of tasks that were requested, and that are part of no step up to
+                this step.
         """
         for path, indices in list(self._tasks.items()):
             if int(path.stem.split("-")[1]) < step and indices.isdisjoint(still_open):
@@ -106,17 +116,18 @@ class Spool:
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """A row of ``steps.jsonl``.
+    """The record of a step: a row of ``steps.jsonl``.
 
     Attributes:
         step: number of the step.
         used: task index of each group that the step trained on.
         examined: task index of each group that the step examined, see `admission.Composition`.
-        dropped: task index of each group that was too old, see `admission.Composition`.
-        samples: records of the trajectories of each used group, see `sample_record`.
-        state: state of the ledger after the step.
-        counts: ``discarded`` and ``given_up`` of the composition.
-        scores: ``scores`` of the composition; [] for a run without a pool.
+        dropped: task index of each group that was dropped because it was too old, see
+            `admission.Composition`.
+        samples: for each used group, the records of its trajectories, see `sample_record`.
+        state: state of `admission.Ledger` after the step.
+        counts: the fields ``discarded`` and ``given_up`` of `admission.Composition`.
+        scores: the field ``scores`` of `admission.Composition`; [] for a run without a pool.
     """
 
     step: int
@@ -130,7 +141,7 @@ class StepRecord:
 
 
 def sample_record(trajectory: Trajectory) -> dict[str, Any]:
-    """The data that a replay of a trajectory needs, and a checksum of its tokens."""
+    """Returns the data that a replay of a trajectory needs, and a checksum of its tokens."""
     return {
         "sample": trajectory.sample_id,
         "versions": versions_of(trajectory),
@@ -144,7 +155,7 @@ def sample_record(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def checksum(trajectory: Trajectory) -> int:
-    """CRC-32 of all tokens and of the bits of their log-probabilities, including branches."""
+    """Returns the CRC-32 of all tokens and of their log-probabilities, including branches."""
     found = 0
     for one in trajectory.sequences:
         found = zlib.crc32(one.logp.tobytes(), zlib.crc32(one.tokens.tobytes(), found))
@@ -152,10 +163,10 @@ def checksum(trajectory: Trajectory) -> int:
 
 
 class StepLog:
-    """``steps.jsonl`` of a run; process 0 writes it, and all processes read it."""
+    """Reads and writes ``steps.jsonl`` of a run; process 0 writes it, and all processes read it."""
 
     def __init__(self, path: Path, active: bool):
-        """Opens the file.
+        """Opens the file, and removes a partial row if this process writes.
 
         Args:
             path: path of the file.
@@ -167,7 +178,10 @@ class StepLog:
         self._parameters = self.parameters()
 
     def read(self, after: int = 0) -> list[StepRecord]:
-        """Consecutive records of the steps after step ``after``, each as last written."""
+        """Reads the records of the consecutive steps that follow step ``after``.
+
+        If a step was repeated, only its last record is returned.
+        """
         rows = jsonl.read_objects(self.path)
         records = {row["step"]: StepRecord(**row) for row in rows if "used" in row}
         steps: list[StepRecord] = []
@@ -176,16 +190,19 @@ class StepLog:
         return steps
 
     def parameters(self) -> dict[int, int]:
-        """Checksum of the parameters after each step."""
+        """Returns the checksum of the parameters after each step, by step number."""
         rows = jsonl.read_objects(self.path)
         return {row["step"]: row["parameters"] for row in rows if "parameters" in row}
 
     def write(self, record: StepRecord) -> None:
-        """Appends the record of a step, before the step's update."""
+        """Appends the record of a step; call this before the step's update."""
         self._append(dataclasses.asdict(record))
 
     def learned(self, step: int, parameters: int) -> None:
-        """Appends the checksum of the parameters after a step; warns if a repeated step differs."""
+        """Appends the checksum of the parameters after a step.
+
+        If the step was repeated and the checksum differs from the first time, a warning is logged.
+        """
         if step not in self._parameters:
             self._append({"step": step, "parameters": parameters})
         elif self._parameters[step] != parameters:
@@ -194,7 +211,7 @@ class StepLog:
             )
 
     def forget(self, step: int) -> None:
-        """Removes the records of the steps after ``step``, which cannot be repeated."""
+        """Removes the records of the steps after ``step``, because they cannot be repeated."""
         self._parameters = {s: known for s, known in self._parameters.items() if s <= step}
         if self._active:
             files.drop_last_rows(self.path, lambda row: True if row["step"] > step else None)
@@ -207,12 +224,12 @@ class StepLog:
 def recorded_groups(
     record: StepRecord, spool: Mapping[tuple[int, int], Sequence[Trajectory]], size: int
 ) -> dict[int, list[Trajectory]] | None:
-    """The groups of a recorded step that belong to this process.
+    """Returns the groups of a recorded step that belong to this process.
 
     Args:
         record: record of the step.
         spool: saved trajectories, see `Spool.read`.
-        size: samples of a full group.
+        size: number of samples of a full group.
 
     Returns:
         Trajectories by task index; None if the spool lacks a trajectory of the step.
@@ -224,7 +241,7 @@ def recorded_groups(
             continue
         known = {sample["sample"]: sample for sample in wanted.get(index, ())}
         members = []
-        # A step may have trained on a group without the group's late samples.
+        # A step may have trained on a group whose late samples were left out.
         there = [number for number in range(size) if (index, number) in spool]
         for number in known or there or [0]:
             mark = known.get(number, {})

@@ -1,8 +1,9 @@
-"""Rejection-sampling fine-tuning: SFT on the policy's own graded trajectories that were right.
+"""Rejection-sampling fine-tuning: SFT on the policy's own trajectories with a high reward.
 
-This is a baseline for reinforcement learning: rewards select the trajectories, and the policy
-imitates them (Yuan et al., arXiv 2308.01825; Dong et al., arXiv 2304.06767).  The policy learns the
-sampled token ids themselves; observations are masked as in `learn.sft`.
+This method serves as a baseline for reinforcement learning: rewards select the trajectories, and
+the policy imitates the selected trajectories (Yuan et al., arXiv 2308.01825; Dong et al., arXiv
+2304.06767). The policy is trained on the token ids that were sampled; observations are masked as in
+`learn.sft`.
 """
 
 from __future__ import annotations
@@ -34,20 +35,23 @@ from coa_jax.trajectory import Trajectory, read_trajectories
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RFTConfig(FitConfig):
-    """A run of rejection-sampling fine-tuning; see `FitConfig` for the other settings.
+    """Settings of rejection-sampling fine-tuning, in addition to those of `FitConfig`.
 
     Attributes:
-        traces: ``traces.jsonl`` of a run that sampled and graded trajectories; "" to learn only
-            ``data``.
-        phase: phase whose trajectories are read; "" for all phases, evaluations included.
-        min_reward: minimum reward of a trajectory to learn.
-        per_task: maximum number of trajectories of one task, so that easy tasks do not crowd out
-            the others.
-        data: records to learn in addition, see `SFTConfig.data`; "" for none.
-        protocol: protocol of records that name none; "" infers the protocol from their tags.
+        traces: path of the ``traces.jsonl`` of a run that sampled and graded trajectories; "" to
+            train only on the records of ``data``.
+        phase: phase of the run from which trajectories are read, such as ``rl``; "" reads the
+            trajectories of all phases, including evaluations.
+        min_reward: minimum reward of a trajectory that the policy is trained on.
+        per_task: maximum number of trajectories of one task, which keeps tasks that are often
+            solved from outnumbering the others.
+        data: records to train on in addition to the trajectories, see `SFTConfig.data`; "" for no
+            records.
+        protocol: protocol of records that name no protocol themselves; "" infers the protocol from
+            the tags of a record.
         prompt_style: prompt style in which the policy sees the records' questions, see
             `tasks.prompts`.
-        lora: adapters to train instead of the whole model.
+        lora: LoRA adapters to train instead of the whole model.
     """
 
     traces: Place
@@ -66,12 +70,12 @@ class RFTConfig(FitConfig):
 
 
 def train(config: RFTConfig, run: RunDir, output: Path) -> None:
-    """Fine-tunes on the trajectories with a sufficient reward, and writes the model to ``output``.
+    """Fine-tunes on trajectories with a sufficient reward, and writes the model to ``output``.
 
     Args:
         config: settings of the run.
         run: directory of the run, for metrics and checkpoints.
-        output: directory for the model.
+        output: directory for the trained model.
 
     Raises:
         UserError: no trajectory or record fits the settings.
@@ -119,7 +123,7 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
 
 
 def _chosen(config: RFTConfig) -> list[Trajectory]:
-    """Selects the trajectories to learn, and prints their number."""
+    """Selects the trajectories to train on, and prints their number."""
     graded = read_graded(config.traces, config.phase)
     chosen = select(graded, config.min_reward, config.per_task, config.row_length)
     if not chosen:
@@ -137,11 +141,11 @@ def read_graded(path: str, phase: str) -> list[Trajectory]:
     """Reads the trajectories of a phase that have a reward and policy tokens.
 
     Args:
-        path: file of trajectories.
-        phase: phase of the run, such as ``rl``; "" for all phases.
+        path: file of trajectories, such as ``traces.jsonl``.
+        phase: phase of the run, such as ``rl``; "" reads the trajectories of all phases.
 
     Raises:
-        UserError: the file is missing, or has no such trajectory.
+        UserError: the file is missing, or has no graded trajectory of this phase.
     """
     try:
         every = read_trajectories(path)
@@ -177,7 +181,7 @@ def _holds_records(path: str) -> bool:
 
 
 def value(trajectory: Trajectory) -> float:
-    """The reward of a graded trajectory."""
+    """Returns the reward of a graded trajectory."""
     assert trajectory.reward is not None
     assert trajectory.reward.value is not None
     return trajectory.reward.value
@@ -186,13 +190,14 @@ def value(trajectory: Trajectory) -> float:
 def select(
     trajectories: Sequence[Trajectory], min_reward: float, per_task: int, length: int
 ) -> list[Trajectory]:
-    """Selects the first ``per_task`` different trajectories of each task with enough reward.
+    """Selects, for each task, the first ``per_task`` different trajectories with enough reward.
 
     Args:
         trajectories: graded trajectories.
         min_reward: minimum reward of a trajectory.
         per_task: maximum number of trajectories of one task.
-        length: maximum number of tokens of a trajectory; a warning counts the longer ones.
+        length: maximum number of tokens of a trajectory. Longer trajectories are left out, and a
+            warning gives their number.
     """
     kept: dict[str, dict[bytes, Trajectory]] = defaultdict(dict)
     long = 0

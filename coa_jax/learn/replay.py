@@ -1,12 +1,14 @@
 """Replays the finished steps of a reinforcement-learning run bit for bit.
 
+A user starts a replay with this command:
+
     python -m coa_jax.rl --replay=RUN
 
 A trajectory is a function of its prompt, its random key, the results of its tool calls, and the
-parameters of each policy version that sampled it.  ``RUN/steps.jsonl`` records all of these except
-the parameters, which the replay computes again: with version v, each sample is decoded up to the
-position at which the run switched to version v + 1; then the update of the step runs and its
-parameters are published.  The replay calls no tool and no judge.
+parameters of each policy version that sampled it. ``RUN/steps.jsonl`` records all of these except
+the parameters, which the replay computes again. With policy version v, each sample is decoded up to
+the position at which the run switched to version v + 1. Then the updates of the step run, and their
+parameters become version v + 1. The replay calls no tool and no judge.
 """
 
 from __future__ import annotations
@@ -37,23 +39,23 @@ from coa_jax.tasks import Task
 from coa_jax.trajectory import Reward, StopReason, ToolCall, Trajectory
 
 _CLOCK = (StopReason.DEADLINE, StopReason.TOOL_TIME)
-_LOOK_S = 0.002  # seconds between two checks whether all samples have reached their target position
+_LOOK_S = 0.002  # seconds between two checks whether all samples are at their target position
 
 Key = tuple[int, int]
-"""(task index, sample number)."""
+"""Identifies a sample by (task index, sample index)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Repeated:
-    """Result of the replay of a run.
+    """The result of replaying a run.
 
     Attributes:
         steps: number of replayed steps.
-        trajectories: number of trajectories of these steps.
-        different: (step, task index, sample) of each trajectory whose tokens or log-probabilities
-            differ from the run's.
-        diverged: the first step after which the parameters differ from the run's; None if there is
-            no such step.
+        trajectories: number of trajectories in these steps.
+        different: (step, task index, sample index) of each trajectory whose tokens or
+            log-probabilities differ from those of the run.
+        diverged: first step after which the parameters differ from those of the run; None if they
+            never differ.
     """
 
     steps: int
@@ -78,19 +80,21 @@ class Repeated:
 
     @property
     def identical(self) -> bool:
-        """Whether all trajectories and parameters are bit-identical to the run's."""
+        """Whether all trajectories and parameters equal those of the run, bit for bit."""
         return self.diverged is None and not self.different
 
 
 def replay(
     config: RLConfig, run: Path, tasks: Sequence[Task], protocols: Set[str], prompt: Prompt
 ) -> Repeated:
-    """Replays a run in one process, on the same kind of machine as the run.
+    """Replays a run in a single process.
+
+    The machine must be of the same kind as the machine of the run.
 
     Args:
         config: settings of the run.
         run: directory of the run.
-        tasks: stream of tasks of the run, by index.
+        tasks: task at each index of the run's stream of tasks.
         protocols: names of the protocols of the tasks.
         prompt: prompt style in which the policy sees the tasks.
 
@@ -135,7 +139,7 @@ def replay(
 
 
 def _asked(request: Request, sample: Mapping[str, Any], tokenizer: Any) -> Request:
-    """Adds the recorded environment of a sample to its request, if the sample had one."""
+    """Adds the recorded environment of a sample, if it had one, to the sample's request."""
     begun = sample.get("begun", {})
     if begun:
         prompt = tuple(conversation_ids(tokenizer, begun["messages"]))
@@ -147,7 +151,7 @@ def _asked(request: Request, sample: Mapping[str, Any], tokenizer: Any) -> Reque
 
 
 class _Again:
-    """Samples recorded trajectories again, each up to where the published version stopped."""
+    """Samples recorded trajectories again, each with the same policy versions as in the run."""
 
     def __init__(
         self,
@@ -160,7 +164,7 @@ class _Again:
         self._learner = learner
         self._rewards: dict[Key, Reward | None] = {}
         self._last: dict[Key, int] = {}  # newest policy version that sampled a trajectory
-        self._requests: dict[int, list[Request]] = {}  # by the version under which they start
+        self._requests: dict[int, list[Request]] = {}  # by their first policy version
         calls: dict[str, list[ToolCall]] = {}
         for record in records:
             for index, samples in zip(record.used, record.samples, strict=True):
@@ -195,12 +199,12 @@ class _Again:
         self._reader: asyncio.Task[None] | None = None
 
     async def sample(self, version: int) -> Mapping[Key, Trajectory]:
-        """Samples with a policy version as far as it goes; returns all finished trajectories."""
+        """Samples with one policy version as far as the run did; returns finished trajectories."""
         if self._reader is None:
             self._reader = asyncio.create_task(self._read())
 
-        # Samples that finish under this version come first.  Samples that wait for a later version
-        # keep their slots; there are never more of them than in the run itself.
+        # Samples that finish under this version come first. Samples that wait for a later version
+        # keep their slots; there are never more waiting samples than there were in the run itself.
         def last(request: Request) -> int:
             return self._last[request.prompt_id, request.samples[0]]
 

@@ -1,7 +1,7 @@
-"""Agentic reinforcement learning with live tools (paper §3.2).
+"""Agentic reinforcement learning with live tools (§3.2 of the Chain-of-Agents paper).
 
-A background thread samples and grades a stream of groups (a group is the set of samples of one
-task).  A step takes groups from the stream, and makes one or more policy-gradient updates.
+A background thread samples and grades a stream of groups; a group is all samples of one task. A
+step of the main thread takes groups from the stream, and makes one or more policy-gradient updates.
 """
 
 from __future__ import annotations
@@ -72,12 +72,13 @@ _PARTS = ("rollout_wait", "update", "publish", "traces", "checkpoint")
 def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) -> None:
     """Trains the policy, and writes the model as a Hugging Face directory to ``output``.
 
-    A run that is started again in the same directory resumes from its newest checkpoint.  It first
-    repeats the later steps that ``steps.jsonl`` records, with the trajectories in ``spool/``, and
-    then samples new groups.  With ``max_staleness=0`` each sample is a function of (seed, task
-    index, sample number, parameters), so the run is a function of its seed.
+    If the run directory contains an interrupted run, that run resumes from its newest checkpoint.
+    It first repeats the later steps that ``steps.jsonl`` records, with the trajectories in
+    ``spool/``, and then samples new groups. With ``max_staleness=0`` each sample is a function of
+    (seed, task index, sample index, parameters), so the run is a function of its seed.
 
-    On SIGTERM the process abandons the rollouts in flight, saves, and exits with code 0.
+    On SIGTERM the process abandons the rollouts in flight, saves a checkpoint and exits with code
+    0.
     """
     check_loss(config.chosen)
     parts, prompt, graders = questions(config)
@@ -113,10 +114,10 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
 
 
 def repeat(config: RLConfig, run: Path) -> Repeated:
-    """Replays a run from its record; see `learn.replay`.
+    """Replays a run from the records of its steps; see `learn.replay`.
 
     Raises:
-        UserError: an agent program sampled the trajectories, or the run has no record.
+        UserError: an agent program sampled the trajectories, or the run recorded no steps.
     """
     if config.agent:
         raise UserError(
@@ -130,7 +131,7 @@ def repeat(config: RLConfig, run: Path) -> Repeated:
 
 
 class Source:
-    """The steps of a run: first those recorded before an interruption, then those of a stream."""
+    """Provides the steps of a run: first those recorded before an interruption, then new ones."""
 
     def __init__(
         self,
@@ -144,9 +145,9 @@ class Source:
         tools: Sequence[Tool],
         environments: Environments | None = None,
     ):
-        """Reads the records of the run; sampling begins with the first `step` that needs it."""
+        """Reads the records of the run; sampling begins when `step` first needs a new group."""
         self._config, self._learner, self._tools = config, learner, tools
-        self._pool = pool  # its state after the learned steps
+        self._pool = pool  # as it was after the newest step trained on
         self._spool = Spool(run.path / "spool")
         self.log = StepLog(run.path / "steps.jsonl", run.active)
         self._kept = {
@@ -170,7 +171,10 @@ class Source:
         self._abandoned = False
 
     def step(self) -> tuple[Sampled, dict[str, float]] | None:
-        """The next step's groups and sampling metrics; None if a process has abandoned the run."""
+        """Returns the groups and the sampling metrics of the next step.
+
+        The result is None if any process has abandoned the run.
+        """
         if self._stream is None and (record := self._recorded()) is not None:
             return record
         if self._stream is None:
@@ -185,7 +189,7 @@ class Source:
         return sampled, sampling_metrics(sampled, share.figures)
 
     def _recorded(self) -> tuple[Sampled, dict[str, float]] | None:
-        """The next recorded step; None if there is none, or if a trajectory of it is missing."""
+        """Returns the next recorded step; None if there is none, or if a trajectory is missing."""
         if not self._records or self._abandoned:
             return None
         record = self._records.pop(0)
@@ -218,7 +222,7 @@ class Source:
 
     def _start(self) -> None:
         config, learner = self._config, self._learner
-        # The stream composes steps before they are learned: it needs its own pool.
+        # The stream composes steps before the run trains on them, so it needs a pool of its own.
         ahead = self._pool and self._pool.copy()
         ledger = Ledger.restore(config.rules, learner.ledger, ahead)
         if learner.step:
@@ -249,7 +253,7 @@ class Source:
         self._stream.start()
 
     def count(self, composition: Composition) -> dict[str, float]:
-        """Updates the pool with the tasks that a step solved, and returns the pool's metrics."""
+        """Updates the pool with the tasks that a step examined, and returns the pool's metrics."""
         if self._pool is None:
             return {}
         # The run may have recorded this step without a pool, and so without scores.
@@ -269,15 +273,18 @@ class Source:
             self._learner.publish()
 
     def go_on(self) -> None:
-        """Lets the rollouts continue that wait for the published parameters."""
+        """Lets rollouts that wait for the published parameters continue."""
         if self._stream is not None and not self._config.max_staleness:
             self._stream.publish(None, self._learner.step)
 
     def engines(self, slots: int) -> Sequence[Engine]:
-        """Engines with the published parameters and free slots: new ones if rollouts are in flight.
+        """Returns engines that have the published parameters and free slots.
+
+        The engines are those of the run, or new engines if rollouts are in flight.
 
         Args:
-            slots: slots of a new engine, which shares the weights; 0 for as many as the others.
+            slots: number of slots of a new engine, which shares the weights of the run's engines; 0
+                for the same number as in the run's engines.
         """
         learner = self._learner
         if self._stream is None:
@@ -290,7 +297,7 @@ class Source:
         return engines
 
     def saved(self) -> None:
-        """Removes the trajectories that no step after the newest complete checkpoint needs."""
+        """Removes trajectories that no step after the newest complete checkpoint needs."""
         # The newest checkpoint is still being written; the checkpoint before it is complete.
         saved, self._saved = self._saved, (self._learner.step, self._learner.ledger["open"])
         if self._stream is not None and saved is not None:
@@ -298,13 +305,13 @@ class Source:
             self._stream.prune(step, [index for index, _ in still_open])
 
     def abandon(self) -> None:
-        """Asks the rollouts to end, without waiting; signal handlers may call this method."""
+        """Asks the rollouts to end, but does not wait; signal handlers may call this method."""
         self._abandoned = True
         if self._stream is not None:
             self._stream.abandon()
 
     def close(self) -> None:
-        """Waits for the end of the rollouts."""
+        """Ends the rollouts, and waits until they have ended."""
         if self._stream is not None:
             self._stream.close()
         if self._learner.step == self._learner.total:
@@ -351,7 +358,7 @@ def _loop(
                 with clock("publish"):
                     source.go_on()
             processes.doing(f"rows of step {learner.step}")
-            # Write rows before the checkpoint: a resumed run removes rows without a checkpoint.
+            # Write the rows before the checkpoint: a resumed run removes rows after its checkpoint.
             with clock("traces"):
                 source.log.learned(learner.step, parameters)
                 rows = group_rows(config.chosen, config.traces.kept(sampled.everything))
@@ -397,7 +404,7 @@ def _around(
 
 
 def _all_say(answer: bool, what: str, seconds: float) -> bool:
-    """Whether ``answer`` is True in every process; see `processes.exchange` for the arguments."""
+    """Returns whether ``answer`` is True in every process; see `processes.exchange`."""
     return all(asyncio.run(processes.exchange(answer, what, seconds)))
 
 
@@ -418,7 +425,7 @@ def _record(sampled: Sampled, scored: bool) -> StepRecord:
 def _describe(
     sampled: Sampled, learner: Learner, stats: dict[str, float], clock: Clock
 ) -> dict[str, float]:
-    """Metrics of a learned step, in addition to those of its losses and of its sampling."""
+    """Computes metrics of a step, in addition to those of its losses and of its sampling."""
     lengths = [
         len(one.tokens)
         for group in sampled.used

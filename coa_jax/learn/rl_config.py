@@ -26,71 +26,78 @@ from coa_jax.tasks import GradersConfig
 from coa_jax.tasks.mixture import parts_of
 
 BEST = ("reward/mean", "reward/min", "reward/max", "format/valid", "group/frac_all_pass", *METRICS)
-"""Metrics by which ``keep_best`` can select a checkpoint; a higher value is better."""
+"""Metrics by which ``keep_best`` can select a checkpoint; the highest value is best."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLConfig(TrainingConfig):
     """Settings of a reinforcement-learning run, in addition to those of `TrainingConfig`.
 
-    ``row_length`` must be at least ``rollout.max_tokens``.
+    ``row_length`` must be at least the maximum length of a trajectory, ``rollout.max_tokens``.
 
     Attributes:
         tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` names the sources.
         task_options: options of the task source.
-        mixture: name -> ``tasks``, ``weight``, ``options``, ``num_tasks`` and ``split`` of a
-            source, see `tasks.mixture.Part`.
+        mixture: maps the name of a source to its ``tasks``, ``weight``, ``options``, ``num_tasks``
+            and ``split``, see `tasks.mixture.Part`.
         num_tasks: number of tasks of the training split that each source provides.
-        pool: selection of tasks: all tasks in turn, or by how often they are solved.
-        groups: groups per step; a group is the set of samples of one task.
-        group_size: samples per group.
-        max_sampled: a step examines at most this multiple of ``groups``.  If fewer than ``groups``
-            of these have a signal (rewards that differ), the step trains on fewer groups.
-        groups_in_flight: groups that are sampled at a time; 0 derives the number from the share of
-            groups with a signal.
-        max_staleness: greatest age of a group that a step trains on: the number of steps between
-            the oldest policy that sampled one of its tokens and the current policy.  With 0, each
-            step is sampled with the newest policy, takes groups in task order and ignores
-            ``rollout.max_seconds`` and ``max_tool_seconds``, so the run is a function of its seed.
-            Above 0, rollouts continue during updates; a group that is too old is dropped, and its
-            task is sampled again.
-        admission: order in which steps take groups if ``max_staleness`` is above 0: ``completion``
+        pool: selection of the tasks that are sampled; by default no task is skipped.
+        groups: number of groups that a step trains on; a group is the set of samples of one task.
+        group_size: number of samples per group.
+        max_sampled: maximum number of groups that a step examines, as a multiple of ``groups``. If
+            fewer than ``groups`` of the examined groups have a signal (rewards that differ), the
+            step trains on the groups with a signal alone.
+        groups_in_flight: number of groups that are sampled at the same time; 0 derives the number
+            from the share of groups with a signal.
+        max_staleness: greatest age, in steps, of a group that a step trains on. The age is the
+            number of steps between the oldest policy version that sampled one of the group's tokens
+            and the current version. With 0, each step is sampled with the newest policy, takes
+            groups in task order, and ignores ``rollout.max_seconds`` and
+            ``rollout.max_tool_seconds``, so the run is a function of its seed. Above 0, rollouts
+            continue during updates; a group that is too old is dropped, and its task is sampled
+            again.
+        admission: order in which steps take groups if ``max_staleness`` is above 0. ``completion``
             takes the groups that finish first, which favours short trajectories; ``task_order``
             waits for the oldest task.
-        late_samples: treatment of a group with unfinished samples when only one more step may train
-            on the group.  ``drop_group`` continues sampling, and drops the group when its age
-            exceeds ``max_staleness``; ``leave_out`` trains on the finished samples, if there are
-            two or more, which favours short trajectories.
+        late_samples: treatment of a group that has unfinished samples when only one more step may
+            train on the group. ``drop_group`` continues sampling, and drops the group when its age
+            exceeds ``max_staleness``. ``leave_out`` trains on the finished samples if there are two
+            or more, which favours short trajectories.
         in_flight_weights: treatment of the KV cache of unfinished samples when the weights change:
-            ``keep`` the entries of the earlier weights, or ``recompute`` them.
-        mini_batch: groups per optimiser update; 0 for all groups of a step.  Only the last update
-            of an epoch may have fewer groups.
-        epochs: passes over the groups of a step (PPO); passes after the first shuffle the groups.
-        format_reward: whether a correct answer counts only if the trajectory obeys the protocol, as
-            in the paper's eq 11; else the answer alone counts, as in its eq 10.
-        stops: rewards of trajectories that were cut off, see `StopRewards`.
-        temperature: sampling temperature; the log-probabilities in training use it too.
-        attention_length: positions per row in attention.  Above 0, the samples of a task in a row
-            share one copy of their prompt, except in attention, whose rows hold a copy per sample
-            (see `batch.pack`); 0 shares no prompts.
-        algorithm: a preset of the algorithm, with overrides.
-        teacher: model that scores the policy's tokens, if ``algorithm.opd_coef`` is above 0.
-        engine: shapes of the decoding engine.
-        rollout: budgets of a trajectory.
-        agent: a program that solves the tasks, instead of the tool loop.
-        graders: graders of the answers; see docs/grading.md.
+            ``keep`` keeps the entries of the earlier weights, ``recompute`` computes them again
+            with the new weights.
+        mini_batch: number of groups per optimiser update; 0 for all groups of a step. Only the last
+            update of an epoch may have fewer groups.
+        epochs: number of passes over the groups of a step, as in PPO. Passes after the first one
+            shuffle the groups.
+        format_reward: True if a correct answer gets a reward only if its trajectory obeys the
+            protocol, as in eq 11 of the Chain-of-Agents paper; False if the answer alone decides,
+            as in eq 10.
+        stops: changes to the rewards of trajectories that were cut off, see `StopRewards`.
+        temperature: sampling temperature. Training divides the logits by the same temperature.
+        attention_length: number of positions per row in attention. Above 0, the samples of a task
+            in the same row share one copy of their prompt; only in attention does the row hold a
+            copy per sample (see `batch.pack`). With 0 no prompts are shared.
+        algorithm: a preset of the algorithm, with settings that override it.
+        teacher: model that scores the policy's tokens; used if ``algorithm.opd_coef`` is above 0.
+        engine: static shapes of the decoding engine.
+        rollout: budgets of a trajectory, and how the policy is prompted.
+        agent: a program of your own that solves the tasks, instead of the tool loop.
+        graders: how the answers are graded, see docs/grading.md.
         environment: environment in which the policy acts, in addition to the tools; see
             docs/environments.md.
-        lora: adapters to train instead of the whole model.
-        keep_best: metric of a step by which the best checkpoint is kept too, such as
-            ``reward/mean``; "" for none.  Metrics of a step's rollouts belong to the policy before
-            the step's updates; the step's checkpoint and evaluation have the parameters after them.
-        evaluate_every: steps between two evaluations on ``held_out``; 0 for none.
+        lora: LoRA adapters to train instead of the whole model.
+        keep_best: metric that selects the best checkpoint, such as ``reward/mean``. This checkpoint
+            is kept beside the newest ones; "" for no best checkpoint. Metrics of a step's rollouts
+            belong to the policy before the step's updates; the step's checkpoint and evaluation
+            have the parameters after the updates.
+        evaluate_every: number of steps between two evaluations on ``held_out``; 0 for no
+            evaluations.
         held_out: settings of the evaluations.  If it names no sources, the policy is evaluated on
             the validation split of its training sources.
-        traces: share and format of the trajectories that are written to disk.
-        probe_s: seconds within which each server that the run needs (judge, tools) must answer
-            before the first step; 0 skips this check.
+        traces: which trajectories are written to disk, and in which file format.
+        probe_s: number of seconds within which each server that the run needs (judge, tools) must
+            answer before the first step; 0 skips this check.
     """
 
     tasks: Place
@@ -133,14 +140,14 @@ class RLConfig(TrainingConfig):
 
     @property
     def budgets(self) -> RolloutConfig:
-        """Budgets of a trajectory; without time limits if ``max_staleness`` is 0."""
+        """Budgets of a trajectory, without time limits if ``max_staleness`` is 0."""
         if self.max_staleness:
             return self.rollout
         return dataclasses.replace(self.rollout, max_seconds=0.0, max_tool_seconds=0.0)
 
     @property
     def rules(self) -> Rules:
-        """How the run composes its steps."""
+        """Rules by which the run composes its steps."""
         return Rules(
             groups=self.groups,
             most=int(self.max_sampled * self.groups),
@@ -152,17 +159,17 @@ class RLConfig(TrainingConfig):
 
     @property
     def groups_per_update(self) -> int:
-        """Groups per full optimiser update."""
+        """Number of groups in a full optimiser update."""
         return self.mini_batch or self.groups
 
     @property
     def updates_per_step(self) -> int:
-        """Optimiser updates of a step with ``groups`` groups."""
+        """Number of optimiser updates in a step with ``groups`` groups."""
         return self.epochs * -(-self.groups // self.groups_per_update)
 
     @functools.cached_property
     def chosen(self) -> Algorithm:
-        """The algorithm with every setting filled in from its preset."""
+        """The algorithm, in which every unset setting has the value of its preset."""
         return self.algorithm.resolve(self.longest)
 
     def __post_init__(self) -> None:

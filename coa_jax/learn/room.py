@@ -13,16 +13,16 @@ from coa_jax.model.config import ModelConfig
 def check_rows(
     model: ModelConfig, rows: int, row_length: int, dtype: str, mesh: jax.sharding.Mesh | None
 ) -> None:
-    """Checks that a micro-batch can fit into device memory.
+    """Checks that the activations of a micro-batch can fit into device memory.
 
-    The check counts only the activations that the backward pass keeps with every setting of
+    The check adds up only the activations that the backward pass keeps with every setting of
     ``remat``: the residual stream before each layer, ``[layers, rows, row_length, hidden_size]``.
-    It is a lower bound, so no micro-batch is refused that would fit.
+    This is a lower bound, so the check refuses no micro-batch that would fit.
 
     Args:
         model: architecture of the model.
-        rows: rows of the micro-batch.
-        row_length: tokens per row.
+        rows: number of rows of the micro-batch.
+        row_length: number of tokens per row.
         dtype: dtype of the matmul operands.
         mesh: devices over which the rows are split; None for one device.
 

@@ -12,13 +12,13 @@ from coa_jax.tools.base import Tool
 
 
 def sampler_of(config: RLConfig, learner: Learner, tools: Sequence[Tool], version: int) -> Sampler:
-    """Creates the sampler of a run.
+    """Creates the sampler of a run: `EngineSampler`, or an agent program if the config names one.
 
     Args:
         config: settings of the run.
-        learner: its engines are used, and belong to the sampler from then on.
-        tools: live tools of the tool loop; an agent program does not use them.
-        version: policy version of the engines' weights.
+        learner: state of the run, whose engines the sampler uses from now on.
+        tools: live tools of the tool loop; an agent program does not use these tools.
+        version: policy version of the weights that the engines have.
     """
     model, engines, budgets = learner.model, learner.engines, config.budgets
     recompute = config.in_flight_weights == "recompute"

@@ -1,4 +1,7 @@
-"""Observation-masked supervised fine-tuning on distilled trajectories (paper §3.1)."""
+"""Observation-masked supervised fine-tuning on distilled trajectories.
+
+The method is that of §3.1 of the Chain-of-Agents paper.
+"""
 
 from __future__ import annotations
 
@@ -53,36 +56,37 @@ from coa_jax.tools.make import ToolsConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class SFTConfig(FitConfig):
-    """A run of supervised fine-tuning; see `FitConfig` for the other settings.
+    """Settings of supervised fine-tuning, in addition to those of `FitConfig`.
 
-    An example is a record.  The paper's updates have 256 examples (§3.1).
+    An example is a record. The updates of the Chain-of-Agents paper have 256 examples (§3.1).
 
     Attributes:
-        data: records to learn: a path, several paths with commas between them, a pattern, a folder,
+        data: records to train on: a path, several paths separated by commas, a pattern, a folder,
             or a data set (``hf:NAME:CONFIG:SPLIT``, ``tfds:NAME:SPLIT``); see docs/data.md.
-        weights: relative frequency of the records of each path in ``data``; () learns all records
-            equally often.
-        validation: records whose loss is measured; "" for none.
-        protocol: protocol of records that name none; "" infers the protocol from their tags.
+        weights: relative frequencies with which records are drawn from the paths in ``data``, one
+            number per path; () uses all records equally often.
+        validation: records on which the validation loss is measured; "" for no validation.
+        protocol: protocol of records that name no protocol themselves; "" infers the protocol from
+            the tags of a record.
         prompt_style: prompt style in which the policy sees the questions, see `tasks.prompts`.
-        level: level of the protocols' rules, ``lenient`` or ``paper``, which the instructions
-            explain; "" for the level of each record.
-        format: format in which the records are learned, see `RolloutConfig.format`.  Records in
-            tags are rewritten in this format, with their thoughts, calls and answers.  "" for the
-            format of each record.
-        rename_share: share of the records whose names and numbers are replaced by random ones, see
-            `small.augment`; 0 unless the policy is trained from random weights.
-        keep_best: metric of the best checkpoint, which is kept too; "" for none.  ``eval/...`` is
-            a metric of the evaluation on ``held_out``.
-        lora: adapters to train instead of the whole model.
-        evaluate_every: updates between two evaluations on ``held_out``, with live tools; 0 for
-            none.
+        level: level of the protocols' rules, ``lenient`` or ``paper``, which the instructions in
+            the prompt explain; "" for the level of each record.
+        format: format in which the policy is trained on the records, see `RolloutConfig.format`.
+            Records in the format ``tags`` are rewritten in this format, with their thoughts, calls
+            and answers. "" for the format of each record.
+        rename_share: share of the records in which names and numbers are replaced by random ones,
+            see `small.augment`. Leave it 0 unless the policy is trained from random weights.
+        keep_best: metric that selects the best checkpoint, which is kept beside the newest ones; ""
+            for no best checkpoint. ``eval/...`` is a metric of the evaluations on ``held_out``.
+        lora: LoRA adapters to train instead of the whole model.
+        evaluate_every: number of updates between two evaluations on ``held_out``, which use live
+            tools; 0 for no evaluations.
         held_out: tasks and sampling settings of the evaluations.
-        engine: shapes of the decoding engine in evaluations.
-        rollout: budgets of a trajectory in evaluations; ``prompt_style``, ``level`` and ``format``
-            are replaced by those above.
-        graders: graders of the answers in evaluations.
-        tools: tools in evaluations.
+        engine: static shapes of the decoding engine in evaluations.
+        rollout: budgets of a trajectory in evaluations. The settings above replace its fields
+            ``prompt_style``, ``level`` and ``format``.
+        graders: how answers are graded in evaluations.
+        tools: tools that the policy can call in evaluations.
     """
 
     data: Place
@@ -104,7 +108,7 @@ class SFTConfig(FitConfig):
 
     @property
     def parts(self) -> list[str]:
-        """The paths that ``weights`` applies to; without weights, ``data`` as a single path."""
+        """The paths to which ``weights`` applies; without weights, ``data`` as a single path."""
         return self.data.split(",") if self.weights else [self.data]
 
     def __post_init__(self) -> None:
@@ -139,16 +143,16 @@ def train(
 ) -> None:
     """Fine-tunes the model, and writes it as a Hugging Face directory to ``output``.
 
-    A run that is started again in the same directory resumes from its newest checkpoint, and ends
-    with the same parameters as without the interruption.
+    If the run directory contains an interrupted run, the run resumes from its newest checkpoint.
+    The run then ends with the same parameters as a run without the interruption.
 
     Args:
         config: settings of the run.
         run: directory of the run, for metrics and checkpoints.
-        output: directory for the model.
-        augmentation: creates the random change of records; ``rename_share`` needs
-            `small.augment.renaming`.  None leaves the records unchanged.
-        tools: live tools of the evaluations.
+        output: directory for the trained model.
+        augmentation: creates the function that changes records at random; ``rename_share`` above 0
+            needs `small.augment.renaming`. None leaves the records unchanged.
+        tools: live tools that the policy can call in evaluations.
 
     Raises:
         UserError: the records, the model and the settings do not fit each other.
@@ -290,7 +294,7 @@ def mean_loss(
     """Computes the mean loss over the policy's tokens of all examples.
 
     Args:
-        state: state of the run, whose model is evaluated.
+        state: state of the run, whose model is measured.
         examples: examples of at most ``config.row_length`` tokens.
         config: settings of the run.
         model: architecture of the model.

@@ -1,4 +1,4 @@
-"""Reward shaping: changes to a grader's reward before advantages are computed."""
+"""Reward shaping: changes to the reward of a grader before advantages are computed."""
 
 from __future__ import annotations
 
@@ -12,25 +12,25 @@ Verdict = Annotated[
     str,
     Text(20, r"score|mask|-?\d+(\.\d+)?", 'score, mask, or what is added, such as "-0.5"'),
 ]
-"""Treatment of a reward: ``score`` keeps it, ``mask`` removes it, and a number is added to it."""
+"""Change to a reward: ``score`` keeps the reward, ``mask`` removes it, a number is added to it."""
 
 
 @dataclasses.dataclass(frozen=True)
 class StopRewards(Bounded):
-    """Treatment of the reward of a trajectory without an answer, by its stop reason.
+    """Changes to the reward of a trajectory without an answer, for each stop reason.
 
-    ``score`` keeps the reward, ``mask`` removes it, and a number is added to it.  Stop reasons that
-    depend on the load of the machine (``deadline`` and ``tool_time``) say nothing about the policy,
-    so they mask by default.
+    ``score`` keeps the reward, ``mask`` removes the reward, and a number such as ``-0.5`` is added
+    to the reward. By default, the stop reasons ``deadline`` and ``tool_time`` mask the reward,
+    because they depend on the load of the machine rather than on the policy.
 
     Attributes:
-        length: the token budget of the trajectory was used up.
-        turn_length: the token budget of one turn was used up.
-        turns: the maximum number of tool calls was reached.
-        eos: the policy ended its turn without an answer.
-        violation: the policy broke a rule of the protocol.
-        deadline: the time limit of the trajectory was reached.
-        tool_time: the limit on the trajectory's waiting time for tools was reached.
+        length: change if the token budget of the trajectory was used up.
+        turn_length: change if the token budget of one turn was used up.
+        turns: change if the maximum number of tool calls was reached.
+        eos: change if the policy ended its turn without an answer.
+        violation: change if the policy broke a rule of the protocol.
+        deadline: change if the time limit of the trajectory was reached.
+        tool_time: change if the limit on the trajectory's waiting time for tools was reached.
     """
 
     length: Verdict = "score"
@@ -42,11 +42,11 @@ class StopRewards(Bounded):
     tool_time: Verdict = "mask"
 
     def masks(self, trajectory: Trajectory) -> bool:
-        """Whether the reward of a trajectory is removed."""
+        """Returns whether the reward of a trajectory is removed."""
         return self._of(trajectory) == "mask"
 
     def added(self, trajectory: Trajectory) -> float:
-        """The number to add to the reward of a trajectory; 0 for ``score`` and ``mask``."""
+        """Returns the number to add to the reward of a trajectory; 0 for ``score`` and ``mask``."""
         verdict = self._of(trajectory)
         return 0.0 if verdict in ("score", "mask") else float(verdict)
 
@@ -55,16 +55,18 @@ class StopRewards(Bounded):
 
 
 def overlong_penalty(length: int, budget: int, buffer: int, penalty: float) -> float:
-    """DAPO's soft overlong punishment (arXiv 2503.14476 eq 13).
+    """Computes DAPO's soft overlong punishment (arXiv 2503.14476 eq 13).
 
     The punishment is 0 up to ``budget - buffer`` tokens, falls linearly to ``-penalty`` at the
-    budget, and stays there.  (In the code release of Chain-of-Agents it falls without bound.)
+    budget, and stays at ``-penalty`` for longer trajectories. (In the code release of
+    Chain-of-Agents the punishment falls without bound.)
 
     Args:
-        length: tokens of the trajectory.
+        length: number of tokens of the trajectory.
         budget: maximum number of tokens of a trajectory.
-        buffer: tokens before the budget over which the punishment grows; 0 for no punishment.
-        penalty: punishment at the budget.
+        buffer: number of tokens before the budget over which the punishment grows; 0 for no
+            punishment.
+        penalty: absolute value of the punishment at the budget.
     """
     if not buffer:
         return 0.0
@@ -81,21 +83,25 @@ def shape_reward(
     penalty: float,
     stop: float = 0.0,
 ) -> Reward:
-    """Returns the reward that the policy is trained on; a reward without a value is unchanged.
+    """Returns the shaped reward that the policy is trained on.
+
+    A reward without a value stays unchanged.
 
     Args:
-        reward: reward of the graders.
-        length: tokens of the whole trajectory, prompt and observations included.
-        format_reward: whether a correct answer counts only if the trajectory obeys the protocol
-            (paper eq 11).
+        reward: reward that the graders gave.
+        length: number of tokens of the whole trajectory, including prompt and observations.
+        format_reward: True if a correct answer gets a reward only if the trajectory obeys the
+            protocol (eq 11 of the Chain-of-Agents paper).
         budget: maximum number of tokens of a trajectory.
-        buffer: see `overlong_penalty`.
-        penalty: see `overlong_penalty`.
-        stop: number to add for the stop reason, see `StopRewards`.
+        buffer: number of tokens before the budget over which the punishment grows, see
+            `overlong_penalty`.
+        penalty: punishment at the budget, see `overlong_penalty`.
+        stop: number to add because of the stop reason, see `StopRewards`.
 
     Returns:
-        The shaped reward.  Its ``parts`` have ``stop``, if it is not 0, and, if the length lowered
-        the reward, the change as ``overlong`` and the reward before it as ``earned``.
+        The shaped reward. If ``stop`` is not 0, ``parts`` holds it. If the length lowered the
+        reward, ``parts`` holds the change as ``overlong``, and the reward before this change as
+        ``earned``.
     """
     if reward.value is None:
         return reward

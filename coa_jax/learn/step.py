@@ -1,9 +1,9 @@
 """The training step: one program sums the gradients of all micro-batches and makes one update.
 
-The micro-batches of an update are stacked into arrays with capacity for the largest update; their
-number is an argument of the program.  RL updates that differ in size therefore share one compiled
-program.  The program divides by the number of tokens after the sum over all micro-batches, so the
-loss is a mean over all tokens of the update.
+The micro-batches of an update are stacked into arrays with capacity for the largest update, and the
+number of micro-batches is an argument of the program. RL updates that differ in size therefore
+share one compiled program. The program first sums over all micro-batches and then divides by the
+number of tokens, so the loss is a mean over all tokens of the update.
 """
 
 from __future__ import annotations
@@ -36,12 +36,13 @@ class TrainState(NamedTuple):
 
     Attributes:
         params: trained parameters, float32: all parameters of a model, or its adapters.
-        frozen: the other parameters of a model whose adapters are trained, else {}.  Checkpoints
-            do not contain them.
+        frozen: the parameters that stay fixed while adapters are trained; {} in a run without
+            adapters. Checkpoints do not contain them.
         opt_state: state of the optimiser.
         step: number of updates so far, including skipped updates, int32 ``[]``.
         skipped: number of skipped updates so far, see `train_step`, int32 ``[]``.
-        skipped_in_a_row: number of skipped updates since the last that was not, int32 ``[]``.
+        skipped_in_a_row: number of consecutive skipped updates up to now, int32 ``[]``; 0 after an
+            update that was not skipped.
     """
 
     params: Params
@@ -59,20 +60,22 @@ class TrainState(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class OptimizerConfig(Bounded):
-    """AdamW with linear warm-up, followed by cosine decay or a constant learning rate.
+    """Settings of AdamW, with linear warm-up followed by cosine decay or a constant learning rate.
 
     Attributes:
         learning_rate: peak of the learning rate.
-        total_steps: updates of the whole run.
-        warmup_steps: updates until the peak.
-        final_ratio: learning rate at the end, relative to the peak; 1 keeps the learning rate
-            constant after warm-up.
+        total_steps: number of updates of the whole run.
+        warmup_steps: number of updates until the learning rate reaches its peak.
+        final_ratio: learning rate at the end of the run as a share of the peak. 1 keeps the
+            learning rate constant after the warm-up.
         b1: decay of AdamW's first moment.
         b2: decay of AdamW's second moment.
         eps: AdamW's epsilon, which is added to the root of the second moment.
-        weight_decay: factor of AdamW's weight decay; norms and biases do not decay.
-        clip_norm: bound on the global gradient norm; 1e9 for none.
-        max_skipped: number of skipped updates in a row (see `train_step`) after which training
+        weight_decay: factor of AdamW's weight decay, which applies to all parameters except norms
+            and biases.
+        clip_norm: upper bound to which the global gradient norm is clipped; a large number such as
+            1e9 means that nothing is clipped.
+        max_skipped: number of consecutive skipped updates (see `train_step`) after which training
             ends with an error.
     """
 
@@ -89,7 +92,10 @@ class OptimizerConfig(Bounded):
 
 
 def schedule(config: OptimizerConfig) -> optax.Schedule:
-    """Learning rate by update: linear warm-up, then cosine decay to ``final_ratio`` of the peak."""
+    """Returns the learning rate as a function of the number of updates.
+
+    Linear warm-up is followed by cosine decay to ``final_ratio`` times the peak.
+    """
     return optax.warmup_cosine_decay_schedule(
         init_value=config.learning_rate / (config.warmup_steps + 1),
         peak_value=config.learning_rate,
@@ -101,7 +107,7 @@ def schedule(config: OptimizerConfig) -> optax.Schedule:
 
 @functools.lru_cache
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
-    """Creates the optimiser of a run."""
+    """Creates the optimiser of a run from its settings."""
 
     def decays(params: Params) -> Any:
         def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
@@ -125,16 +131,16 @@ def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
 def init_state(
     params: Params, optimizer: OptimizerConfig, frozen: Params | None = None
 ) -> TrainState:
-    """Creates the state before the first update; moments are sharded like their parameters.
+    """Creates the state before the first update.
 
-    The shardings are given to JAX explicitly.  The initial moments are zeros that do not depend on
-    the parameters, so JAX would place them on the first device, and compile the training step again
-    for the second update.
+    The moments of the optimiser are sharded like their parameters. Their shardings are given to JAX
+    explicitly, because the initial moments are zeros that do not depend on the parameters: JAX
+    would place them on the first device, and compile the training step again for the second update.
 
     Args:
         params: trained parameters.
         optimizer: settings of the optimiser.
-        frozen: parameters that are not trained; None for none.
+        frozen: parameters that are not trained; None if all parameters are trained.
     """
     _, places, rest = _opt_state(params, optimizer)
     opt_state = jax.jit(make_optimizer(optimizer).init, out_shardings=places)(params)
@@ -145,12 +151,13 @@ def init_state(
 def abstract_state(
     params: Params, optimizer: OptimizerConfig, frozen: Params | None = None
 ) -> TrainState:
-    """Shapes and shardings of the result of `init_state`.
+    """Returns the shapes and shardings of the result of `init_state`.
 
     Args:
         params: shapes and shardings of the trained parameters.
         optimizer: settings of the optimiser.
-        frozen: shapes and shardings of the parameters that are not trained; None for none.
+        frozen: shapes and shardings of the parameters that are not trained; None if all parameters
+            are trained.
     """
 
     def placed(x: jax.ShapeDtypeStruct, place: Sharding) -> jax.ShapeDtypeStruct:
@@ -162,10 +169,10 @@ def abstract_state(
 
 
 def run_state(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh | None) -> TrainState:
-    """Shapes and shardings of the state of a run, including its frozen parameters.
+    """Returns the shapes and shardings of the state of a run, including frozen parameters.
 
     Args:
-        model: architecture, with the adapters that the run trains.
+        model: architecture of the model, including the adapters that the run trains.
         optimizer: settings of the optimiser.
         mesh: devices of the run; None for one device.
     """
@@ -177,7 +184,10 @@ def run_state(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh | None)
 
 
 def _opt_state(params: Params, optimizer: OptimizerConfig) -> tuple[Any, Any, Sharding]:
-    """Shapes and shardings of the optimiser's state, and the (replicated) sharding of counters."""
+    """Returns shapes and shardings of the optimiser state, and the sharding of the counters.
+
+    The counters are replicated.
+    """
     transformation = make_optimizer(optimizer)
     first = jax.tree.leaves(params)[0].sharding
     rest = NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
@@ -206,18 +216,19 @@ def gradient_sums(
     """Sums gradients and statistics over the first ``number`` micro-batches of a stack.
 
     Args:
-        params: parameters by which the loss is differentiated.
-        frozen: the other parameters.
-        batches: stacked micro-batches, arrays ``[M, R, T]``.
+        params: parameters with respect to which the loss is differentiated.
+        frozen: the other parameters of the model.
+        batches: stacked micro-batches, whose arrays have the shape ``[M, R, T]``.
         number: number of micro-batches, int32 ``[]``, at most M.
-        allowed: table of the constraint under which the batches were sampled; None without one.
+        allowed: table of the constraint under which the batches were sampled; None without a
+            constraint.
         loss: loss of a micro-batch.
         model: architecture of the model.
         compute: dtype, operations and sharding of the computation.
 
     Returns:
-        Gradients in the shapes of ``params``, and statistics by name: sums, or maxima where the
-        name ends in ``max``.
+        The summed gradients, in the shapes of ``params``, and statistics by name. A statistic is a
+        sum over tokens, or a maximum if its name ends in ``max``.
     """
 
     def loss_of(params: Params, batch: Batch) -> tuple[jax.Array, Stats]:
@@ -258,21 +269,22 @@ def train_program(
     compute: Compute,
     optimizer: OptimizerConfig,
 ) -> tuple[TrainState, Stats]:
-    """The compiled program of `train_step`.
+    """Makes one update; `train_step` calls this compiled program.
 
     Args:
         state: state before the update; donated.
-        batches: stacked micro-batches, arrays ``[M, R, T]``.
+        batches: stacked micro-batches, whose arrays have the shape ``[M, R, T]``.
         number: number of micro-batches, int32 ``[]``, at most M.
         count: number of tokens with a loss, float32 ``[]``.
-        allowed: table of the constraint under which the batches were sampled; None without one.
+        allowed: table of the constraint under which the batches were sampled; None without a
+            constraint.
         loss: loss of a micro-batch.
         model: architecture of the model.
         compute: dtype, operations and sharding of the computation.
         optimizer: settings of the optimiser.
 
     Returns:
-        The new state, and statistics, see `train_step`.
+        The new state, and statistics by name, see `train_step`.
     """
     sums, stats = gradient_sums(
         state.params,
@@ -331,28 +343,32 @@ def train_step(
 ) -> tuple[TrainState, dict[str, float]]:
     """Makes one update from micro-batches of equal shape.
 
-    An update whose loss or gradient is not finite is skipped and counted: parameters and moments do
-    not change, and the schedule of the learning rate does not advance.  See `check_updates`.
+    An update is skipped and counted if its loss or its gradient is not finite: parameters and
+    moments do not change, and the schedule of the learning rate does not advance. See
+    `check_updates`.
 
     Args:
         state: state before the update; donated.
-        batches: at least one micro-batch, on the host; only tokens with mask 1 count.
+        batches: at least one micro-batch, on the host. Only tokens with mask 1 have a loss.
         loss: loss of a micro-batch; static.
         model: architecture of the model; static.
-        compute: dtype, operations and sharding; rows are split over its mesh; static.
+        compute: dtype, operations and sharding; rows are split over the mesh of ``compute``;
+            static.
         optimizer: settings of the optimiser; static.
-        allowed: table of the constraint under which the batches were sampled; None without one.
-        capacity: maximum number of micro-batches of an update in this run, which is the size of the
-            stack.  By default, and for larger updates, the size is the next power of two from 4 on,
-            so that few programs are compiled.
-        rows: rows of a micro-batch over all processes, if ``batches`` has only the rows of this
-            process, see `put_batch`; 0 if ``batches`` has all rows.
-        count: tokens with a loss over all processes; None to count those of ``batches``.
+        allowed: table of the constraint under which the batches were sampled; None without a
+            constraint.
+        capacity: maximum number of micro-batches of an update in this run, which becomes the size
+            of the stack. If the capacity is 0, or if an update has more micro-batches, the size is
+            the next power of two, at least 4, so that few programs are compiled.
+        rows: number of rows of a micro-batch over all processes, if ``batches`` contains only the
+            rows of this process, see `put_batch`; 0 if ``batches`` contains all rows.
+        count: number of tokens with a loss over all processes; None counts the tokens of
+            ``batches``.
 
     Returns:
-        The new state, and statistics: means over the tokens of the update, plus
-        ``optim/grad_norm``, ``optim/lr``, ``optim/skipped``, ``optim/skipped_in_a_row`` and
-        ``tokens``.
+        The new state, and statistics by name: the means of the loss's statistics over the tokens of
+        the update, and ``optim/grad_norm``, ``optim/lr``, ``optim/skipped``,
+        ``optim/skipped_in_a_row`` and ``tokens``.
     """
     number = len(batches)
     if number > capacity:
@@ -377,15 +393,15 @@ def train_step(
 
 
 def check_updates(stats: dict[str, float], optimizer: OptimizerConfig) -> UserError | None:
-    """Checks how many updates in a row were skipped.
+    """Checks that not too many consecutive updates were skipped.
 
     Args:
-        stats: statistics of the last step, see `train_step`; those of a critic begin with
-            ``critic/``.
-        optimizer: settings of the optimiser, with the bound ``max_skipped``.
+        stats: statistics of the last step, see `train_step`; the names of a critic's statistics
+            begin with ``critic/``.
+        optimizer: settings of the optimiser; ``max_skipped`` is the bound.
 
     Returns:
-        The error that the caller must raise after it has saved the state; None to continue.
+        An error, which the caller must raise after saving the state; None if training can continue.
     """
     for whose, prefix, loss, rate in (
         ("", "optim/", "loss", "optimizer.learning_rate"),

@@ -1,4 +1,7 @@
-"""Handles SIGTERM, which a cluster sends before it preempts a machine: the run saves and exits."""
+"""Handles SIGTERM: the run saves its state and exits.
+
+A cluster sends SIGTERM before it preempts a machine.
+"""
 
 from __future__ import annotations
 
@@ -17,31 +20,33 @@ import jax
 from coa_jax.parallel import processes
 
 _SECONDS = 1.0
-"""Seconds between two checks whether another process has received SIGTERM."""
+"""Number of seconds between two checks whether another process has received SIGTERM."""
 
 
 class Stop:
-    """A request to stop the run.
+    """Holds whether the run was asked to stop.
 
     Attributes:
-        requested: whether this process knows of a request.
+        requested: whether this process knows that the run was asked to stop.
     """
 
     def __init__(self) -> None:
         self.requested = False
 
     def agreed(self, wait_seconds: float, due: bool = False) -> tuple[bool, bool]:
-        """Agrees with the other processes on whether to stop and whether to save a checkpoint.
+        """Agrees with the other processes whether to stop and whether to save a checkpoint.
 
-        Every process calls this method at the same step and gets the same result.  A process that
-        stopped or saved alone would leave the others waiting.
+        Every process calls this method at the same step and gets the same result. A process that
+        stopped or saved alone would leave the other processes waiting.
 
         Args:
-            wait_seconds: how long to wait for the slowest process, see `processes.exchange`.
+            wait_seconds: number of seconds to wait for the slowest process, see
+                `processes.exchange`.
             due: whether a checkpoint is due by the clock of this process.
 
         Returns:
-            Whether any process was asked to stop, and whether a checkpoint is due in any process.
+            Two booleans: whether any process was asked to stop, and whether a checkpoint is due in
+            any process.
         """
         if processes.count() == 1:  # `asyncio.run` would fail in a notebook, which runs a loop
             return self.requested, due
@@ -55,11 +60,12 @@ class Stop:
 def stop_on_sigterm(hurry: Callable[[], None] = lambda: None) -> Iterator[Stop]:
     """Treats the first SIGTERM as a request to stop; a second SIGTERM ends the process at once.
 
-    A request to one process is passed on to all processes within about two seconds.
+    If one process receives SIGTERM, all processes of the run know of the request within about two
+    seconds.
 
     Args:
-        hurry: is called once after a request, and ends work that the run waits for.  It runs in a
-            signal handler, or in a thread if there are several processes.
+        hurry: function that is called once after a request, and that ends work for which the run
+            waits. It runs in a signal handler or, if there are several processes, in a thread.
     """
     stop = Stop()
 
@@ -87,7 +93,7 @@ def stop_on_sigterm(hurry: Callable[[], None] = lambda: None) -> Iterator[Stop]:
 
 
 def _follow(stop: Stop, hurry: Callable[[], None], over: threading.Event) -> None:
-    """Passes a request on to the other processes, and adopts theirs."""
+    """Passes a request to stop on to the other processes, and adopts their requests."""
     while not over.wait(_SECONDS):
         # The watch of `processes` notices a lost connection, and ends this process.
         with contextlib.suppress(jax.errors.JaxRuntimeError):
@@ -103,12 +109,12 @@ def _follow(stop: Stop, hurry: Callable[[], None], over: threading.Event) -> Non
 def end_run(step: int, total: int) -> NoReturn:
     """Ends a command that was asked to stop and has saved its state.
 
-    The exit code is ``$COA_JAX_STOP_CODE``, by default 0.  Launch scripts set this variable to
-    distinguish a run that must be continued from a complete run.
+    The exit code is the value of ``$COA_JAX_STOP_CODE``, by default 0. Launch scripts set this
+    variable to distinguish a run that must be continued from a complete run.
 
     Args:
-        step: number of the newest step, which is saved.
-        total: steps of the run.
+        step: number of the last completed step, which is saved.
+        total: number of steps of the run.
     """
     if jax.process_index() == 0:
         print(

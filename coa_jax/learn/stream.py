@@ -1,13 +1,13 @@
 """Samples and grades groups continuously, in a background thread, while updates run.
 
-A free slot of an engine is refilled immediately.  A trajectory is graded and written to disk when
-it finishes; a group can enter a step when all of its samples are graded.  `admission.Ledger`
+A free slot of an engine is refilled immediately. A trajectory is graded and written to disk as soon
+as it finishes; a group can enter a step when all of its samples are graded. `admission.Ledger`
 decides which tasks are sampled and which groups form a step.
 
-With N processes, process i samples the tasks whose index is i modulo N.  The processes exchange
-which groups have finished, so all of them compose the same steps.  This thread runs no program that
-spans several processes: such programs must be launched in the same order everywhere, which only the
-main thread guarantees.
+With N processes, process i samples the tasks whose index is i modulo N. The processes tell each
+other which groups have finished, so all processes compose the same steps. The background thread
+runs no program that spans several processes, because such programs must be launched in the same
+order in every process. Only the main thread can guarantee this order.
 """
 
 from __future__ import annotations
@@ -29,20 +29,22 @@ from coa_jax.rollout.sampler import Sampler
 from coa_jax.trajectory import StopReason, Trajectory
 
 _NEWS_S = 0.25
-"""Seconds between two exchanges between processes that have no news."""
+"""Number of seconds between two exchanges of processes that have no news."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The groups of a step that this process has sampled.
+    """The part of a step's groups that this process has sampled.
 
     Attributes:
-        composition: which groups the step uses.
+        composition: the choice of the groups that the step uses.
         groups: graded groups of this process that the step examined, by task index.
-        dropped: groups that were dropped because they were too old; they may be incomplete.
-        figures: seconds and counts since the previous step: those of `Sampler.figures`, and
-            ``seconds`` of wall-clock time, ``reward_s`` of grading, summed over trajectories, and
-            the number of samples that were ``left_out``.
+        dropped: groups of this process that were dropped because they were too old; some of their
+            samples may be missing.
+        figures: seconds and counts since the previous step: the figures of `Sampler.figures`;
+            ``seconds``, the elapsed wall-clock time; ``reward_s``, the time of grading, summed over
+            trajectories; ``left_out``, the number of samples that were left out; and ``slots``, the
+            number of slots.
     """
 
     composition: Composition
@@ -53,15 +55,15 @@ class Share:
 
 @dataclasses.dataclass(eq=False)
 class _Group:
-    """The samples of a task, in flight or finished.
+    """The samples of a task, whether in flight or finished.
 
     Attributes:
         request: request for the samples.
-        size: number of samples, in flight or finished.
-        done: trajectories by sample number, with the rewards that need no other sample.
+        size: number of samples, whether in flight or finished.
+        done: trajectories by sample index, with those rewards that need no other sample.
         members: the whole group with the rewards to train on; [] until all samples are graded.
         grading: running asyncio tasks that grade samples.
-        ended: numbers of the samples that have finished, graded or not.
+        ended: indices of the samples that have finished, whether graded or not.
     """
 
     request: Request
@@ -96,17 +98,20 @@ class Stream:
         """Prepares the stream; sampling begins with `start`.
 
         Args:
-            ledger: decides which tasks are sampled and which groups form a step; its version is
-                that of the sampler.
+            ledger: decides which tasks are sampled and which groups form a step. Its version must
+                be that of the sampler.
             sampler: sampler of this process.
             spool: stores every graded trajectory.
-            ask: returns the request for all samples of the task with an index.
-            grade: adds to a finished trajectory the rewards that need no other sample.
-            complete: adds to the trajectories of a whole group the rewards to train on.
-            has_signal: whether a step can train on a group.
-            wait_seconds: how long to wait for the slowest process, see `processes.exchange`.
+            ask: function that returns the request for all samples of the task with an index.
+            grade: function that adds to a finished trajectory those rewards that need no other
+                sample.
+            complete: function that adds to all trajectories of a group the rewards to train on.
+            has_signal: function that returns whether a step can train on a group.
+            wait_seconds: number of seconds to wait for the slowest process, see
+                `processes.exchange`.
             leave_out: whether a group may be completed without its late samples, see `_leave_out`.
-            score: returns the (solved, graded) sample counts of a group, for the ledger's pool.
+            score: function that returns the numbers of solved and of graded samples of a group, for
+                the ledger's pool.
             kept: trajectories that the run had finished before it was resumed, see `Spool.read`.
             loop_factory: creates the event loop; None for asyncio's default.
         """
@@ -119,7 +124,7 @@ class Stream:
         self._attempts: dict[int, int] = {}
         self._late: list[list[Trajectory]] = []
         self._events: list[list[Any]] = []
-        self._in_flight = 0  # samples that were requested and that the sampler has not returned
+        self._in_flight = 0  # samples that were requested, but not yet returned by the sampler
         self._reward_s = self._left_out = 0.0
         self._before: dict[str, float] = {}
         self._shares: queue.SimpleQueue[Share | BaseException] = queue.SimpleQueue()
@@ -131,11 +136,11 @@ class Stream:
     # --- called by the main thread ---------------------------------------------------------
 
     def start(self) -> None:
-        """Starts the thread."""
+        """Starts the background thread, and with it the sampling."""
         self._thread.start()
 
     def step(self) -> Share | None:
-        """Waits for this process's share of the next step; None if the stream was abandoned.
+        """Waits for this process's share of the next step; returns None after `abandon`.
 
         Raises:
             Exception: the error that ended the stream's thread.
@@ -148,7 +153,7 @@ class Stream:
         return share
 
     def publish(self, weights: Any, version: int) -> None:
-        """Gives the sampler new weights; see `Sampler.publish`."""
+        """Gives new weights to the sampler; see `Sampler.publish`."""
 
         def publish() -> None:
             self._sampler.publish(weights, version)
@@ -160,17 +165,17 @@ class Stream:
         self._call(publish)
 
     def prune(self, step: int, still_open: Sequence[int]) -> None:
-        """See `Spool.prune`."""
+        """Removes files of finished trajectories that are no longer needed; see `Spool.prune`."""
         self._call(lambda: self._spool.prune(step, still_open))
 
     def abandon(self) -> None:
-        """Asks the stream to end, without waiting; signal handlers may call this method."""
+        """Asks the stream to end, but does not wait; signal handlers may call this method."""
         if not self._abandoned:
             self._abandoned = True  # a second cancellation would interrupt the stream's cleanup
             self._call(lambda: self._task.cancel() if self._task else None)
 
     def close(self) -> None:
-        """Abandons the stream, and waits for its thread."""
+        """Abandons the stream, and waits until its thread has ended."""
         self.abandon()
         if self._thread.ident is None:
             self._loop.close()
@@ -178,7 +183,7 @@ class Stream:
             self._thread.join()
 
     def _call(self, function: Callable[[], Any]) -> None:
-        """Runs a function in the event loop, if the loop still runs."""
+        """Runs a function in the event loop, if the loop is still running."""
         with contextlib.suppress(RuntimeError):
             self._loop.call_soon_threadsafe(function)
 
@@ -207,8 +212,9 @@ class Stream:
                 self._discard(group)
 
     async def _sample(self, tasks: asyncio.TaskGroup) -> None:
-        """Grades trajectories as the sampler finishes them."""
-        # Close the generator here, not at garbage collection: the engines must then be free.
+        """Starts to grade each trajectory when the sampler has finished it."""
+        # Close the generator here rather than at garbage collection, so that the engines are free
+        # afterwards.
         async with contextlib.aclosing(self._sampler.finished()) as finished:
             async for trajectory in finished:
                 self._in_flight -= 1
@@ -223,7 +229,7 @@ class Stream:
     def _work(
         self, tasks: asyncio.TaskGroup, group: _Group, coroutine: Coroutine[Any, Any, None]
     ) -> None:
-        """Starts a background task that grades; `_discard` cancels it."""
+        """Starts a background task that grades; `_discard` can cancel the task."""
         task = tasks.create_task(coroutine)
         group.grading.add(task)
         task.add_done_callback(group.grading.discard)
@@ -269,7 +275,7 @@ class Stream:
             self._news.clear()
 
     def _ask(self, index: int, tasks: asyncio.TaskGroup) -> None:
-        """Requests the samples of a group, except for those that were finished before a resume."""
+        """Requests the samples of a group that had not finished before the run was resumed."""
         before = self._groups.pop(index, None)
         if before is not None:
             self._discard(before)
@@ -293,7 +299,7 @@ class Stream:
             self._work(tasks, group, self._check_whole(group))
 
     def _discard(self, group: _Group) -> None:
-        """Cancels a group; its finished trajectories are reported as too old."""
+        """Cancels a group; the group's finished trajectories are reported as too old."""
         self._sampler.cancel(group.request)
         for task in list(group.grading):
             task.cancel()
@@ -340,7 +346,8 @@ class Stream:
             del self._attempts[index]
         late, self._late = self._late, []
         if self._ledger.rules.max_staleness == 0:
-            # The next weights may reuse the memory of these: wait until nothing is in flight.
+            # The next weights may reuse the memory of the current weights, so wait until no sample
+            # is in flight.
             for group in self._groups.values():
                 self._discard(group)
             self._groups, self._attempts, self._late = {}, {}, []
@@ -358,5 +365,5 @@ class Stream:
 
 
 def _origin(trajectory: Trajectory, request: Request) -> dict[str, Any]:
-    """The metadata of a trajectory that comes from its request."""
+    """Returns those entries of a trajectory's metadata that come from its request."""
     return {name: trajectory.metadata.get(name) for name in request.metadata}

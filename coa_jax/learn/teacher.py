@@ -1,6 +1,6 @@
-"""The teacher of on-policy distillation: a larger model that scores the tokens of the student.
+"""The teacher of on-policy distillation: a larger model that scores the student's tokens.
 
-The teacher is a local model, or runs on a server that returns the log-probabilities of prompts.
+The teacher is a local model, or a model on a server that returns the log-probabilities of prompts.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ _BYTES = 1024
 
 @dataclasses.dataclass(frozen=True)
 class TeacherConfig(ServedModel):
-    """The model that scores the student's tokens; both must have the same vocabulary.
+    """Settings of the model that scores the student's tokens.
+
+    The teacher must have the same vocabulary as the student.
 
     Attributes:
-        model: Hugging Face directory or, with ``url``, the name of a model on that server; "" for
-            no teacher.
-        url: an OpenAI-compatible server whose ``/completions`` supports ``prompt_logprobs``, such
-            as vLLM or ``coa_jax.serve``; "" for a local model.
+        model: Hugging Face directory of the teacher or, if ``url`` is given, the name of the model
+            on that server; "" for no teacher.
+        url: URL of an OpenAI-compatible server whose ``/completions`` supports ``prompt_logprobs``,
+            such as vLLM or ``coa_jax.serve``; "" for a local model.
         attempts: maximum number of attempts per request, see `ServedModel`.
-        concurrency: number of sequences that a process sends to the server at a time.
+        concurrency: number of sequences that a process sends to the server at the same time.
     """
 
     attempts: Times = 5
@@ -48,9 +50,9 @@ class TeacherConfig(ServedModel):
         """Checks that the settings of a run fit the teacher.
 
         Args:
-            opd_coef: ``opd_coef`` of the algorithm.
+            opd_coef: setting ``opd_coef`` of the algorithm: the factor of the teacher's advantages.
             temperature: sampling temperature.
-            constrained: whether tokens are sampled under a constraint.
+            constrained: whether the run samples tokens under a constraint.
 
         Raises:
             UserError: a setting does not fit the teacher.
@@ -74,7 +76,7 @@ class TeacherConfig(ServedModel):
 
 
 class Teacher(NamedTuple):
-    """A local teacher.
+    """A teacher on the devices of this run.
 
     Attributes:
         config: architecture of the teacher.
@@ -85,13 +87,13 @@ class Teacher(NamedTuple):
     params: Params
 
     def fitted(self, allowed: jax.Array) -> jax.Array:
-        """Fits the constraint table of the student to the size of the teacher's vocabulary.
+        """Fits the student's constraint table to the size of the teacher's vocabulary.
 
-        Ids beyond the tokenizer's vocabulary, which only pad the embeddings, are not allowed.
+        The ids beyond the tokenizer's vocabulary, which only pad the embeddings, are not allowed.
 
         Args:
-            allowed: one row of packed bits per state of the constraint, ``[states, words]``; 32
-                token ids per word.
+            allowed: table with one row of packed bits per state of the constraint, ``[states,
+                words]``; a word holds the bits of 32 token ids.
         """
         words = -(-self.config.vocab_size // 32)
         return jnp.pad(allowed, ((0, 0), (0, max(words - allowed.shape[1], 0))))[:, :words]
@@ -100,11 +102,11 @@ class Teacher(NamedTuple):
 def load_teacher(
     teacher: TeacherConfig, tokenizer: Any, dtype: str, mesh: jax.sharding.Mesh | None
 ) -> Teacher | None:
-    """Loads the local teacher; returns None without a teacher or with one on a server.
+    """Loads the local teacher; returns None if there is no teacher, or if it is on a server.
 
     Args:
         teacher: settings of the teacher.
-        tokenizer: tokenizer of the student.
+        tokenizer: tokenizer of the student, whose vocabulary the teacher must share.
         dtype: dtype of the teacher's parameters.
         mesh: devices over which the teacher is sharded; None for one device.
 
@@ -130,15 +132,18 @@ def load_teacher(
 def scored_by_server(
     teacher: TeacherConfig, groups: Sequence[Sequence[Example]], seconds: float
 ) -> list[list[Example]]:
-    """Adds ``teacher_logp`` from a server to examples; each process requests a part of them.
+    """Adds the ``teacher_logp`` that a server returns to examples.
+
+    Each process requests the scores of a part of the examples.
 
     Args:
         teacher: settings of the teacher.
-        groups: examples of each group.
-        seconds: how long to wait for the slowest process.
+        groups: for each group, its examples.
+        seconds: number of seconds to wait for the slowest process.
 
     Returns:
-        The examples of each group, with ``teacher_logp`` (float32 ``[T]``) in ``more``.
+        The examples of each group; ``more`` of each example holds ``teacher_logp``, float32
+        ``[T]``.
 
     Raises:
         UserError: the server returned no scores.
@@ -168,17 +173,19 @@ def scored_by_server(
 
 
 async def prompt_logprobs(teacher: TeacherConfig, ids: Sequence[int]) -> np.ndarray:
-    """Requests the log-probability of each token given the tokens before it from a server.
+    """Requests from a server the log-probability of each token, given the tokens before it.
 
     Args:
         teacher: settings of the teacher.
-        ids: token ids, at least one.
+        ids: ids of the T tokens; at least one token.
 
     Returns:
-        Float32 ``[T]``; the first token has 0.
+        Log-probabilities, float32 ``[T]``. The value of the first token is 0, because no token
+        precedes it.
 
     Raises:
-        UserError: the server did not respond within the limits, or without log-probabilities.
+        UserError: the server did not respond within the limits, or its response lacks
+            log-probabilities.
     """
     body = {"prompt": list(ids), "max_tokens": 1, "temperature": 0.0, "prompt_logprobs": 1}
     try:
@@ -203,8 +210,8 @@ async def prompt_logprobs(teacher: TeacherConfig, ids: Sequence[int]) -> np.ndar
 
 
 def _own(entry: Mapping[str, Any], token: int) -> float:
-    """Log-probability of a token, taken from a position's entry of the response."""
+    """Returns the log-probability of a token, taken from the response's entry for its position."""
     logp = float(entry[str(token)]["logprob"])
     if not logp <= 1e-3:
-        raise ValueError(f"{logp} is no log-probability")
+        raise ValueError(f"{logp} is not a log-probability")
     return logp

@@ -1,4 +1,4 @@
-"""Selects the trajectories of a reinforcement-learning run that are written to disk."""
+"""Selects which trajectories of a reinforcement-learning run are written to disk."""
 
 from __future__ import annotations
 
@@ -14,21 +14,25 @@ from coa_jax.trajectory import Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class TracesConfig(Bounded):
-    """Share and format of the trajectories that a run writes; training does not depend on them.
+    """Settings of the trajectories that a run writes to disk; training does not depend on them.
 
     Attributes:
-        share: share of the groups whose trajectories are written.  A hash of the task's index
-            selects the groups, so the selection is the same in every run, after a resume, and in
-            any order of arrival.
-        format: "jsonl" appends to ``traces.jsonl``; the other formats write one file per step to
-            ``traces/``: "jsonl.gz" compressed with gzip, "array_record" compressed with zstd.
+        share: share of the groups whose trajectories are written. The groups are selected by a hash
+            of the task's index, so the selection is the same in every run and after a resume, and
+            does not depend on the order in which groups finish.
+        format: file format. "jsonl" appends to ``traces.jsonl``. "jsonl.gz" (compressed with gzip)
+            and "array_record" (compressed with zstd) write one file per step to the folder
+            ``traces/``.
     """
 
     share: Annotated[float, Between(0, 1)] = 1.0
     format: Annotated[str, OneOf("jsonl", *shards.FORMATS)] = "jsonl"
 
     def kept(self, groups: Iterable[list[Trajectory]]) -> list[list[Trajectory]]:
-        """The groups to write; each trajectory has the index of its task in its metadata."""
+        """Returns the groups whose trajectories are to be written.
+
+        Each trajectory must have the index of its task in its metadata.
+        """
         return [group for group in groups if self._keeps(group[0].metadata["prompt_id"])]
 
     def _keeps(self, index: int) -> bool:

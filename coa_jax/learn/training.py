@@ -18,26 +18,30 @@ from coa_jax.parallel.placement import MeshConfig
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class TrainingConfig(Bounded):
-    """Settings of a training run.
+    """Settings that all training runs have.
 
     Attributes:
         model: Hugging Face directory of the initial model.
         seed: seed of the order of the data and of all random numbers.
-        rows: rows per micro-batch.
-        row_length: tokens per row.
+        rows: number of rows per micro-batch.
+        row_length: number of tokens per row.
         dtype: dtype of the matmul operands; parameters and their gradients stay float32.
-        remat: which activations the backward pass recomputes, see `model.remat.POLICIES`.
-        optimizer: AdamW and its schedule; ``total_steps`` is the length of the run in updates.
-        checkpoint_every: steps between two checkpoints.
-        checkpoint_seconds: maximum time between two checkpoints: a step that ends this many seconds
-            after the last checkpoint has a checkpoint too.  The run continues while a checkpoint is
-            written, so a preempted machine loses at most the step in progress when steps are long.
-        mesh: axes over which parameters and rows are sharded.
-        attention: attention kernel in training: ``auto`` or a name, see docs/kernels.md.
+        remat: name of the rematerialisation policy, which says which activations the backward pass
+            recomputes, see `model.remat.POLICIES`.
+        optimizer: settings of AdamW and its schedule; ``total_steps`` is the length of the run in
+            updates.
+        checkpoint_every: number of steps between two checkpoints.
+        checkpoint_seconds: maximum time between two checkpoints, in seconds: a step that ends at
+            least this long after the last checkpoint is saved too. The run continues while a
+            checkpoint is written. If steps are long, a preempted machine therefore loses at most
+            the step in progress.
+        mesh: sizes of the mesh axes over which parameters and rows are sharded.
+        attention: implementation of attention in training: ``auto``, or a name, see
+            docs/kernels.md.
         keep_last: number of newest checkpoints to keep.
-        export_dtype: dtype of the model that is exported at the end; checkpoints keep float32.
-        profile_steps: (first, last) step that `jax.profiler` records into WORKDIR/profile; () for
-            none.
+        export_dtype: dtype of the model that is exported at the end; checkpoints are float32.
+        profile_steps: first and last step that `jax.profiler` records, into WORKDIR/profile; () for
+            no profile.
     """
 
     model: Place
@@ -56,7 +60,7 @@ class TrainingConfig(Bounded):
     profile_steps: Annotated[tuple[Count, ...], Items(0, 2)] = ()
 
     def compute(self, model: ModelConfig, mesh: jax.sharding.Mesh | None) -> Compute:
-        """Dtype, operations and sharding with which updates are computed.
+        """Returns the dtype, operations and sharding with which updates are computed.
 
         Args:
             model: architecture of the model.

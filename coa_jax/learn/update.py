@@ -1,4 +1,4 @@
-"""The updates of a training step: of the policy and, if the algorithm has one, of the critic."""
+"""Makes the updates of a training step: of the policy and, if there is one, of the critic."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from coa_jax.trajectory import Author, Trajectory
 
 
 def critic_optimizer(config: RLConfig) -> OptimizerConfig:
-    """The policy's optimiser settings with the critic's learning rate and warm-up."""
+    """Returns the policy's optimiser settings with the critic's learning rate and warm-up."""
     return dataclasses.replace(
         config.optimizer,
         learning_rate=config.chosen.critic_learning_rate,
@@ -46,14 +46,17 @@ def critic_optimizer(config: RLConfig) -> OptimizerConfig:
 
 
 def critic_state(config: RLConfig, params: Params) -> TrainState | None:
-    """State of a new critic with the policy's layers; None if the algorithm has no critic."""
+    """Creates the state of a new critic; returns None if the algorithm has no critic.
+
+    The layers of the critic are copies of the policy's layers.
+    """
     if not config.chosen.needs_critic:
         return None
     return init_state(init_critic(params), critic_optimizer(config))
 
 
 def critic_run_state(config: RLConfig, model: ModelConfig, mesh: Mesh | None) -> TrainState | None:
-    """Shapes and shardings of the result of `critic_state`.
+    """Returns the shapes and shardings of the result of `critic_state`.
 
     Args:
         config: settings of the run.
@@ -66,10 +69,11 @@ def critic_run_state(config: RLConfig, model: ModelConfig, mesh: Mesh | None) ->
 
 
 def reference_params(config: RLConfig, params: Params) -> Params | None:
-    """A copy of the parameters as the reference of the KL penalty, which updates do not change.
+    """Copies the parameters for the reference policy of the KL penalty.
 
-    None without a KL penalty.  None too if adapters are trained: the reference is then the model
-    without adapters (`TrainState.frozen`).
+    Updates do not change the copy. The result is None without a KL penalty. It is also None if
+    adapters are trained, because the reference is then the model without adapters
+    (`TrainState.frozen`).
     """
     if not config.chosen.needs_reference or config.lora.rank:
         return None
@@ -89,26 +93,27 @@ def update(
     teacher: Teacher | None = None,
     version: int = 0,
 ) -> tuple[TrainState, TrainState | None, dict[str, float]]:
-    """Runs the updates of one step.
+    """Makes the updates of one step.
 
-    If no trajectory has a reward, the parameters do not change, but the step counts.  Trajectories
-    that were sampled under a constraint are trained under the same constraint.
+    If no trajectory has a reward, the parameters do not change, but the step is counted.
+    Trajectories that were sampled under a constraint are trained under the same constraint.
 
     Args:
         config: settings of the run.
         state: state of the policy; donated.
         model: architecture of the policy.
-        groups: trajectories of each group; those without a reward are left out.
-        compute: dtype, operations and sharding; rows are sharded over its mesh.
-        constraint: constraint under which all trajectories were sampled; None without one.
+        groups: trajectories of each group; trajectories without a reward are left out.
+        compute: dtype, operations and sharding; rows are sharded over the mesh of ``compute``.
+        constraint: constraint under which all trajectories were sampled; None without a constraint.
         critic: state of the critic; donated.  None without a critic.
-        reference: parameters of the reference policy, see `reference_params`.
-        teacher: local teacher, see `learn.teacher.load_teacher`.
-        version: version of the policy before this step, which is the number of earlier steps.
+        reference: parameters of the reference policy, see `reference_params`; None without a
+            reference.
+        teacher: local teacher, see `learn.teacher.load_teacher`; None without a local teacher.
+        version: version of the policy before this step, which equals the number of earlier steps.
 
     Returns:
-        States of the policy and of the critic, and statistics; see `_merged` for a step with
-        several updates.
+        The new states of the policy and of the critic (None without a critic), and statistics by
+        name. `_merged` says how the statistics of several updates are merged.
     """
     algorithm, aged = config.chosen, version if config.max_staleness else None
     weight = weight_of_turns(config.graders) if config.environment.credit == "turn" else None
@@ -183,13 +188,13 @@ def _packed(config: RLConfig, groups: Sequence[Sequence[Example]]) -> list[Batch
 def _mini_batches(
     config: RLConfig, groups: Sequence[list[Example]], step: list[Batch], version: int
 ) -> Iterator[list[Batch]]:
-    """Yields the micro-batches of each update: groups in order, shuffled in later epochs.
+    """Yields the micro-batches of each update; epochs after the first one shuffle the groups.
 
     Args:
         config: settings of the run.
         groups: examples of each group of the step.
-        step: the same examples in micro-batches, with scores and advantages.
-        version: number of earlier steps; it seeds the shuffling, together with the run's seed.
+        step: micro-batches of the same examples, with scores and advantages.
+        version: number of earlier steps, which seeds the shuffling together with the run's seed.
     """
     algorithm, size = config.chosen, config.groups_per_update
 
@@ -212,16 +217,17 @@ def _mini_batches(
 
 
 def _merged(updates: Sequence[dict[str, float]], first_only: bool = True) -> dict[str, float]:
-    """Merges the statistics of a step's updates, as `train_step` returns them.
+    """Merges the statistics that `train_step` returned for each update of a step.
 
-    Most statistics become means over the tokens of all updates that were not skipped; gradient norm
-    and maxima become the maximum.  The learning rate is that of the first update.  If the last
-    update was skipped, its loss and gradient norm are reported, because they show the reason.
+    Most statistics become means over the tokens of all updates that were not skipped. Gradient
+    norms and maxima become the largest value. The learning rate is that of the first update. If the
+    last update was skipped, its loss and gradient norm are reported, because they show the reason.
 
     Args:
-        updates: statistics of each update, in order.
-        first_only: whether ``mismatch/...`` is that of the first update, because later updates
-            compare the sampler with a policy that has changed since; else it is merged too.
+        updates: statistics of each update, in the order of the updates.
+        first_only: True if the statistics ``mismatch/...`` are those of the first update, because
+            later updates compare the sampler with a policy that has changed since; False merges
+            these statistics like the others.
     """
     if len(updates) < 2:
         return dict(updates[0]) if updates else {}
@@ -256,7 +262,8 @@ def quotients(means: dict[str, float]) -> dict[str, float]:
     """Derives the final statistics of `policy_objective` from means over all tokens.
 
     ``mismatch/ess`` is the effective sample size ``(sum rho)^2 / (n sum rho^2)`` as a share of the
-    tokens (Kong 1992).  ``mismatch/age_N`` is the mean over the tokens of age N, if there are any.
+    tokens (Kong 1992). ``mismatch/age_N`` is the mean over the tokens of age N, and exists only if
+    there are such tokens.
     """
     stats = {k: v for k, v in means.items() if not k.endswith(("_share", "_square"))}
     if "mismatch/weight" in means:
@@ -270,7 +277,7 @@ def quotients(means: dict[str, float]) -> dict[str, float]:
 
 
 def _spread_of_advantages(batches: Sequence[Batch]) -> dict[str, float]:
-    """Smallest and largest advantage of the policy tokens; {} without policy tokens."""
+    """Returns the smallest and largest advantage of a policy token; {} without policy tokens."""
     found = [batch.advantage[batch.mask > 0] for batch in batches]
     found = [values for values in found if values.size]
     if not found:
@@ -288,20 +295,20 @@ def group_examples(
     version: int | None = None,
     weight: float | None = None,
 ) -> list[Example]:
-    """Turns the graded trajectories of a group into training examples.
+    """Converts the graded trajectories of a group to training examples.
 
     Args:
-        algorithm: a resolved algorithm, see `Algorithm.resolve`.
+        algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
         group: samples of one task.
-        constraint: constraint under which the samples were sampled; None without one.
+        constraint: constraint under which the trajectories were sampled; None without a constraint.
         version: current policy version, from which the ages of tokens are computed, see
-            `batch.trajectory_example`; None for no ages.
-        weight: weight of the rewards of turns, which are then credited to the turns, see
-            `learn.turns`; None credits the whole trajectory.
+            `batch.trajectory_example`; None leaves out the ages.
+        weight: weight of the rewards of turns, which gives the turns credit of their own, see
+            `learn.turns`; None gives the same credit to the whole trajectory.
 
     Returns:
-        One example per sequence of a trajectory.  If `Algorithm.whitened` is true, ``advantage``
-        holds rewards, which `experience.complete_experience` turns into advantages.
+        One example for each sequence of each trajectory. If `Algorithm.whitened` is true,
+        ``advantage`` holds rewards, which `experience.complete_experience` turns into advantages.
     """
     examples, learned = [], advantages_of(algorithm, group)
     of_turns = credited(algorithm, learned, weight)

@@ -15,7 +15,7 @@ from coa_jax.model.params import Params, abstract_params, bind
 
 
 def init_critic(params: Params) -> Params:
-    """Creates a critic whose layers are copies of the policy's and whose values are 0.
+    """Creates a critic with copies of the policy's layers, whose values are all 0.
 
     Returns:
         The policy's parameters without the output head, and ``value_head``, float32 ``[D]``.
@@ -30,7 +30,7 @@ def init_critic(params: Params) -> Params:
 
 
 def abstract_critic(model: ModelConfig, mesh: Mesh | None) -> Params:
-    """Shapes and shardings of the result of `init_critic` for a policy of this architecture."""
+    """Returns the shapes and shardings of the result of `init_critic` for a policy architecture."""
     body = abstract_params(critic_config(model), mesh)
     norm = body["final_norm"]["scale"]
     place = norm.sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
@@ -38,12 +38,14 @@ def abstract_critic(model: ModelConfig, mesh: Mesh | None) -> Params:
 
 
 def critic_config(model: ModelConfig) -> ModelConfig:
-    """Architecture of a critic's layers: the policy's without output head and adapters."""
+    """Returns the architecture of a critic: the policy's, without output head and adapters."""
     return dataclasses.replace(model, tie_embeddings=True, lora=LoraConfig())
 
 
 def token_values(params: Params, model: ModelConfig, batch: Batch, compute: Compute) -> jax.Array:
-    """Value of the state before each token, which consists of the tokens before it.
+    """Computes the value of the state before each token.
+
+    The state before a token consists of the tokens before it in its sequence.
 
     Args:
         params: parameters of a critic.
@@ -52,7 +54,7 @@ def token_values(params: Params, model: ModelConfig, batch: Batch, compute: Comp
         compute: dtype, operations and sharding of the computation.
 
     Returns:
-        Float32 ``[R, T]``; index 0 of a row is 0.
+        Values, float32 ``[R, T]``. Index 0 of a row is 0, because no token precedes it.
     """
     body = {name: value for name, value in params.items() if name != "value_head"}
     hidden, _ = bind(critic_config(model), body)(

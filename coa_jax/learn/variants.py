@@ -1,4 +1,4 @@
-"""Variants of a config file: sizes of the model, machines, and a small form for debugging."""
+"""Variants of a config file: sizes of the model, machines, and a small variant for debugging."""
 
 from __future__ import annotations
 
@@ -30,22 +30,23 @@ _SMALL: Mapping[str, Sequence[str]] = {
         "rollout.max_tool_calls", "rollout.max_observation_tokens", "rollout.prompt_style",
     ),
 }  # fmt: skip
-"""Settings of a stage that the variant ``debug`` takes from ``configs/STAGE/tiny.py``."""
+"""For each stage, the settings that the variant ``debug`` takes from ``configs/STAGE/tiny.py``."""
 
 SMALL = ("", "debug")
-"""Names of a config's forms: as in the paper, and in small."""
+"""Names of a config's sizes: "" as in the Chain-of-Agents paper, ``debug`` for a small run."""
 
 
 def parse_variants(argument: str | None, *groups: Sequence[str]) -> tuple[str, ...]:
-    """Reads the names after the colon of ``--config=FILE.py:7b,debug``.
+    """Parses the names after the colon of ``--config=FILE.py:7b,debug``.
 
     Args:
-        argument: names in any order, with commas between; or None.
-        groups: groups of names. One name of each is chosen, by default the first; a first name of
-            "" means that none needs to be chosen.
+        argument: names in any order, separated by commas; None for no names.
+        groups: groups of names. One name of each group is chosen: the name that the argument
+            contains, or otherwise the first name of the group. A first name of "" means that the
+            group is optional.
 
     Returns:
-        The chosen name of each group.
+        For each group, the chosen name.
 
     Raises:
         UserError: a name is unknown, or two names of a group are given.
@@ -65,19 +66,25 @@ def parse_variants(argument: str | None, *groups: Sequence[str]) -> tuple[str, .
 
 
 def parse_variant(argument: str | None, sizes: Sequence[str] = ("",)) -> tuple[str, bool]:
-    """Reads a size, by default the first of ``sizes``, and whether the small form is wanted."""
+    """Parses a size and the name ``debug``.
+
+    Returns:
+        The size, by default the first of ``sizes``; and whether the argument contains ``debug``.
+    """
     size, debug = parse_variants(argument, sizes, SMALL)
     return size, bool(debug)
 
 
 def on_machine(config: ConfigDict, stage: str, size: str, machine: str) -> ConfigDict:
-    """Changes the lengths, mesh and memory settings of a config for a pod to fit a small machine.
+    """Changes a config for a pod so that it fits a small machine.
+
+    The function changes the lengths, the mesh and the memory settings.
 
     Args:
-        config: a config for a pod; changed in place.
+        config: a config for a pod, which is changed in place.
         stage: ``sft`` or ``rl``.
         size: size of the model, such as ``7b``.
-        machine: key of `MACHINES`.
+        machine: name of the machine, a key of `MACHINES`.
 
     Returns:
         The same config.
@@ -104,7 +111,7 @@ def in_small(config: ConfigDict, stage: str) -> ConfigDict:
     """Changes a config to the model, data and sizes of ``configs/STAGE/tiny.py``, for debugging.
 
     Args:
-        config: a config; changed in place.
+        config: a config, which is changed in place.
         stage: ``sft``, ``rl`` or ``evaluate``.
 
     Returns:

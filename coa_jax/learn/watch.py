@@ -1,7 +1,7 @@
-"""Warnings about a run that goes wrong, each with its likely cause.
+"""Warns about a run that goes wrong, and names the likely cause.
 
-The rules read only the rows of `metrics.jsonl`, in order.  A resumed run restores their state from
-these rows, and the report of a run finds the same warnings again.
+The rules read only the rows of `metrics.jsonl`, in order. A resumed run restores the state of the
+rules from these rows, and the report of a run finds the same warnings again.
 """
 
 from __future__ import annotations
@@ -14,8 +14,10 @@ from typing import Any
 Row = Mapping[str, Any]
 
 QUIET = 5
-"""Rows without a fault after which a rule may warn again, so that noise around a bound causes one
-warning."""
+"""Number of consecutive rows without a fault after which a rule may warn again.
+
+Noise around a bound therefore causes a single warning.
+"""
 _FIRST = 5  # number of first rows, and of newest rows, that rules compare
 
 
@@ -23,7 +25,7 @@ class Watch:
     """The state of all rules for one phase of a run."""
 
     def __init__(self, rows: Iterable[Row] = ()):
-        """Starts after the given rows, which are those of the run before it was interrupted."""
+        """Creates the state after the given rows, which a run wrote before it was interrupted."""
         self._first: dict[str, list[float]] = {}
         self._last: dict[str, deque[float]] = {}
         self._best: tuple[float, int] = (math.inf, 0)
@@ -32,7 +34,7 @@ class Watch:
             self.see(row)
 
     def see(self, row: Row) -> list[str]:
-        """Applies all rules to the next row, and returns new warnings."""
+        """Applies all rules to the next row, and returns the new warnings."""
         texts = []
         for rule, metric in RULES.items():
             if metric not in row:
@@ -51,7 +53,7 @@ class Watch:
         return texts
 
     def start(self, row: Row, name: str) -> float | None:
-        """Mean of a metric over its first rows; None until enough rows have the metric."""
+        """Returns the mean of a metric over its first rows; None until there are enough rows."""
         seen = self._first.setdefault(name, [])
         value = _value(row, name)
         if value is not None and len(seen) < _FIRST:
@@ -60,11 +62,11 @@ class Watch:
         return sum(seen) / len(seen) if len(seen) == _FIRST else None
 
     def risen(self, row: Row, name: str) -> tuple[float, float] | None:
-        """Means of a metric over its first and over its newest rows, if it has risen; else None.
+        """Returns a metric's means over its first and its newest rows; None if it has not risen.
 
-        The metric has risen if each of the 5 newest values is above all of the 5 first values.
-        Without a change this happens once in ``C(10, 5) = 252`` times (the extreme case of the
-        rank-sum test).
+        The metric has risen if each of its 5 newest values is above all of its 5 first values. If
+        the distribution of the metric does not change, this happens in one of ``C(10, 5) = 252``
+        cases (the extreme case of the rank-sum test).
         """
         first = self._first.setdefault(name, [])
         last = self._last.setdefault(name, deque(maxlen=_FIRST))
@@ -74,7 +76,7 @@ class Watch:
         return sum(first) / _FIRST, sum(last) / _FIRST
 
     def last(self, row: Row, name: str) -> Sequence[float]:
-        """The newest values of a metric, without the first row of the run."""
+        """Returns the newest values of a metric, without the first row of the run."""
         seen = self._last.get(name)
         if seen is None:  # the first step includes the start of the input pipeline
             self._last[name] = deque(maxlen=_FIRST)
@@ -187,7 +189,11 @@ _MASKED = {
 
 
 def masked_more(watch: Watch, row: Row) -> str | None:
-    """A policy may learn to cause failures that prevent a bad reward."""
+    """Returns a warning if the share of trajectories masked for one of the reasons has risen.
+
+    The result is None otherwise. The rule exists because a policy may learn to cause failures that
+    prevent a bad reward.
+    """
     found = None
     for name in sorted(name for name in row if name.startswith("masked/")):
         means = watch.risen(row, name)
@@ -237,7 +243,11 @@ def overfitting(watch: Watch, row: Row) -> str | None:
 
 
 def starved(watch: Watch, row: Row) -> str | None:
-    """Compares sums over several rows, because a single slow read does not show a slow pipeline."""
+    """Returns a warning if the newest steps waited long for data; None otherwise.
+
+    The rule compares the sums of the waiting times and of the step times over 5 steps, because a
+    single slow read does not show that the input pipeline is slow.
+    """
     waits, steps = watch.last(row, "time/data"), watch.last(row, "time/step")
     waited, total = sum(waits), sum(steps)
     if len(waits) < _FIRST or waited <= 0.05 * total:
@@ -270,4 +280,4 @@ RULES: dict[Rule, str] = {
     starved: "time/data",
     diverged: "loss",
 }
-"""Each rule and the metric that it judges."""
+"""Maps each rule to the metric that a row must have for the rule to apply."""

@@ -1,7 +1,7 @@
-"""LoRA adapters in the format of PEFT: read with the model that they change, and added up.
+"""Reads and writes LoRA adapters in the format of PEFT.
 
-A directory with ``adapter_config.json`` is a model: the base model that the file names, with
-``alpha / r * B A`` added to each adapted weight (arXiv 2106.09685 eq 3).
+A directory with ``adapter_config.json`` describes a model: the base model that this file names,
+with ``alpha / r * B A`` added to each adapted weight (arXiv 2106.09685 eq 3).
 """
 
 from __future__ import annotations
@@ -39,8 +39,9 @@ class Adapter:
 
     Attributes:
         folder: the directory.
-        base: the base model: a path, a URL or a Hub id.
-        scale: factor of ``B A``: ``alpha / r``, or ``alpha / sqrt(r)`` for ``use_rslora``.
+        base: the base model: a path, a URL, or an id of the Hugging Face Hub.
+        scale: factor of the product ``B A``: ``alpha / r``, or ``alpha / sqrt(r)`` if
+            ``use_rslora`` is set.
     """
 
     folder: Path
@@ -52,7 +53,7 @@ def read_adapter(folder: Path) -> Adapter | None:
     """Reads ``adapter_config.json``; returns None if the directory has no such file.
 
     Raises:
-        UserError: the file describes no LoRA adapter, or a variant that is not supported.
+        UserError: the file does not describe a LoRA adapter, or describes an unsupported variant.
     """
     path = folder / CONFIG_FILE
     if not path.is_file():
@@ -78,10 +79,12 @@ def read_adapter(folder: Path) -> Adapter | None:
 
 
 class AdaptedTensors:
-    """The tensors of a base model with the products of an adapter added; a `TensorSource`.
+    """The tensors of a base model to which the products of an adapter are added.
+
+    The class implements the protocol `TensorSource`.
 
     Attributes:
-        where: the adapter's directory, for messages.
+        where: path of the adapter's directory, used in error messages.
         shapes: shape of each tensor by name.
 
     Raises:
@@ -119,7 +122,7 @@ class AdaptedTensors:
                     )
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Reads rows of a tensor; an adapted tensor is float32."""
+        """Reads rows of a tensor; the result is float32 if the adapter changes the tensor."""
         values = self._base.read(name, rows)
         if (module := self._modules.get(name)) is None:
             return values
@@ -129,15 +132,16 @@ class AdaptedTensors:
 
 
 def write_sum(adapters: Sequence[Adapter], base: str, output: Path) -> None:
-    """Writes one adapter in bfloat16 that does what several do, trained one after the other.
+    """Writes a single adapter that has the effect of several adapters trained one after the other.
 
-    The rank is the sum of the ranks: ``[B1 B2] [A1; A2] = B1 A1 + B2 A2``.
+    The rank of the written adapter is the sum of the ranks, because ``[B1 B2] [A1; A2] = B1 A1 + B2
+    A2``. Its tensors are bfloat16.
 
     Args:
-        adapters: adapters of the same projections; the first was trained on ``base``, each other
-            one on the model with the adapters before it merged.
-        base: base model, as ``base_model_name_or_path`` names it.
-        output: directory to create or extend.
+        adapters: adapters of the same projections. The first adapter was trained on ``base``, and
+            every other adapter on the model into which the adapters before it were merged.
+        base: name of the base model, which is written to ``base_model_name_or_path``.
+        output: directory to which the adapter is written; it is created if necessary.
 
     Raises:
         UserError: the adapters change different projections, or one of them is damaged.

@@ -1,4 +1,4 @@
-"""The public functions on whole models: load, logits, save."""
+"""The public functions for whole models: load a model, compute its logits, save it."""
 
 from __future__ import annotations
 
@@ -35,10 +35,12 @@ class Model:
 
     Attributes:
         config: the architecture.
-        params: the parameters, stacked over layers; empty if only the description was read.
-        tokenizer: the tokenizer. If the model has no tokenizer files, a `MissingTokenizer`, which
+        params: the parameters, stacked over layers; empty if only the description of the model was
+            read.
+        tokenizer: the tokenizer. A model without tokenizer files has a `MissingTokenizer`, which
             can be saved but not used.
-        card: how the policy was prompted in training, see `model.card`; empty if unknown.
+        card: the card of the model, which says how the policy was prompted in training, see
+            `model.card`; empty if there is no card.
     """
 
     config: ModelConfig
@@ -50,20 +52,21 @@ class Model:
 def load_model(
     path: str | Path, dtype: str = "float32", mesh: jax.sharding.Mesh | None = None
 ) -> Model:
-    """Loads a Hugging Face directory (safetensors), a GGUF file or a LoRA adapter.
+    """Loads a Hugging Face directory (safetensors), a GGUF file, or a LoRA adapter.
 
     Args:
-        path: a directory with ``config.json``, safetensors and, if the tokenizer is used, the
-            tokenizer files; a ``.gguf`` file; a directory with one such file; or a directory with
-            a LoRA adapter of PEFT, whose base model is loaded and changed. The path may be a URL
-            of a bucket, or a Hub id, ``Org/Name`` or ``Org/Name@revision``.
-        dtype: dtype of the parameters, ``"float32"`` or ``"bfloat16"``. float32 holds bfloat16,
-            float16 and dequantised weights without loss.
-        mesh: mesh on which the parameters are placed, by the training rules of
+        path: one of these: a directory with ``config.json``, safetensors and, if the tokenizer is
+            used, the tokenizer files; a ``.gguf`` file, or a directory that contains a single such
+            file; a directory with a LoRA adapter of PEFT, which is added to its base model. The
+            path may be a URL of a bucket, or an id of the Hugging Face Hub (``Org/Name`` or
+            ``Org/Name@revision``).
+        dtype: dtype of the parameters, ``"float32"`` or ``"bfloat16"``. float32 represents
+            bfloat16, float16 and dequantised weights without loss.
+        mesh: mesh on which the parameters are placed, by the rules for training in
             :mod:`coa_jax.parallel.mesh`; None for the default device.
 
     Raises:
-        UserError: the files cannot be used; the message names the file, key or tensor.
+        UserError: the files cannot be used. The message names the file, the key or the tensor.
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))
@@ -74,7 +77,10 @@ def load_model(
 
 
 def describe_model(path: str | Path) -> Model:
-    """Loads a model like :func:`load_model`, but without parameters; reads no weights."""
+    """Loads the architecture and tokenizer of a model, and reads no weights.
+
+    The result is that of :func:`load_model` without parameters.
+    """
     folder = model_folder(path, weights=False)
     if (adapter := read_adapter(folder)) is not None:
         with _named_by(adapter):
@@ -91,18 +97,19 @@ def describe_model(path: str | Path) -> Model:
 
 
 def load_weights(path: str | Path, mesh: jax.sharding.Mesh | None = None) -> Params:
-    """Loads the float32 parameters of a model; see :func:`load_model`."""
+    """Loads the parameters of a model in float32; see :func:`load_model`."""
     source, config = _source(path)
     return load_params(source, config, jnp.float32, shardings(config, mesh))
 
 
 def _source(path: str | Path) -> tuple[TensorSource, ModelConfig]:
-    """Opens the weights of a model; returns the tensor source and the architecture."""
+    """Opens the weights of a model; returns the source of the tensors, and the architecture."""
     folder = model_folder(path)
     if (adapter := read_adapter(folder)) is not None:
         with _named_by(adapter):
             base, config = _source(adapter.base)
-        # A bucket's safetensors are read by ranges, but an adapter is small: copy all of it.
+        # The safetensors of a model in a bucket are read in ranges, but an adapter is small: copy
+        # the whole adapter.
         whole = Path(local(str(path))) if is_url(path) else folder
         return AdaptedTensors(base, dataclasses.replace(adapter, folder=whole)), config
     gguf = gguf_file(folder)
@@ -123,7 +130,7 @@ def _config(folder: Path) -> ModelConfig:
 
 @contextlib.contextmanager
 def _named_by(adapter: Adapter) -> Iterator[None]:
-    """Says of an error with the base model which adapter names that model."""
+    """Adds to an error about the base model the name of the adapter that refers to that model."""
     try:
         if read_adapter(model_folder(adapter.base, weights=False)) is not None:
             raise UserError("that is an adapter too: merge the two with PEFT first")
@@ -136,7 +143,7 @@ def _named_by(adapter: Adapter) -> Iterator[None]:
 
 
 def _checked(path: Path, model: Model) -> Model:
-    """Returns the model after checking that its tokenizer fits its embeddings."""
+    """Returns the model, after checking that its tokenizer fits its embeddings."""
     if not isinstance(model.tokenizer, MissingTokenizer):
         largest = max(model.tokenizer.get_vocab().values())
         if largest >= model.config.vocab_size:
@@ -157,19 +164,19 @@ def _logits(
 
 
 def logits(model: Model, tokens: Any) -> jax.Array:
-    """Computes next-token logits for whole sequences.
+    """Computes the next-token logits of whole sequences.
 
     Args:
-        model: see :func:`load_model`.
-        tokens: ids ``[batch, length]``: an array or nested lists of equal length.
+        model: the model, loaded by :func:`load_model`.
+        tokens: token ids ``[batch, length]``: an array, or nested lists of equal length.
 
     Returns:
-        float32 ``[batch, length, vocab]``; position t predicts token t + 1. Matmuls run in the
-        dtype of the parameters.
+        Logits, float32 ``[batch, length, vocab]``; position t predicts token t + 1. Matmuls are
+        computed in the dtype of the parameters.
 
     Raises:
-        UserError: ``tokens`` is not two-dimensional, is empty, is not of integers, or has an id
-            outside the vocabulary.
+        UserError: ``tokens`` is not two-dimensional, is empty, does not consist of integers, or
+            contains an id outside the vocabulary.
     """
     try:
         ids = np.asarray(tokens)
@@ -199,25 +206,26 @@ def save_model(
     max_shard_bytes: int = 5 * 10**9,
     overwrite: bool = False,
 ) -> None:
-    """Writes a directory that transformers, vLLM and :func:`load_model` read.
+    """Writes a directory that transformers, vLLM and :func:`load_model` can read.
 
-    The directory holds ``config.json``, ``generation_config.json`` and safetensors (several files
-    with an index if one would exceed ``max_shard_bytes``). If the model has a card and a tokenizer,
-    their files are written too; the tokenizer defines the ids that end a generation. The directory
-    appears complete or not at all. With several processes, all of them call this function and the
-    first writes.
+    The directory holds ``config.json``, ``generation_config.json`` and safetensors. If one file of
+    tensors would exceed ``max_shard_bytes``, there are several files with an index. The files of
+    the card and of the tokenizer are written too, if the model has them; the tokenizer defines the
+    ids that end a generation. The directory appears only when it is complete. If there are several
+    processes, all of them call this function, and the first process writes.
 
     Args:
-        model: model to save. Values change only if ``dtype`` is narrower than the parameters'
-            dtype.
+        model: the model to save. The parameters are rounded only if ``dtype`` is narrower than
+            their own dtype.
         path: directory to create.
         dtype: dtype of the saved tensors; None for the dtype of the parameters.
-        max_shard_bytes: maximum size of a file's tensors in bytes; a larger tensor has its own
-            file.
-        overwrite: whether to replace a model that exists at ``path``.
+        max_shard_bytes: maximum number of bytes of the tensors in one file. A tensor that is larger
+            gets a file of its own.
+        overwrite: whether to replace a model that exists at ``path``. If False, ``path`` must be
+            empty or absent.
 
     Raises:
-        UserError: the directory is not empty, or cannot be written (permissions, full disk).
+        UserError: the directory is not empty, or cannot be written (no permission, full disk).
     """
     dtype = dtype or str(param_dtype(model.params))
     if dtype not in (*DTYPES, "float16"):

@@ -3,12 +3,12 @@
 Shape letters: B sequences, T new tokens, P pages, S positions of a page, C pages of a sequence, N
 key/value heads, G query heads per key/value head, K head width.
 
-The page table of a sequence names the page of its positions ``0 .. S - 1``, the page of the next S
+The page table of a sequence lists the page of its positions ``0 .. S - 1``, the page of the next S
 positions, and so on. Sequences with the same beginning may share pages. Attention iterates over the
-pages of all sequences in parallel, up to the last page of the longest sequence, and folds each page
-into a running softmax. The contribution of a page depends on its own sequence alone, and a page
-beyond a sequence's end contributes exactly nothing. So the numerical results of a sequence depend
-neither on the other sequences of the batch nor on the numbers of its pages.
+pages of all sequences in parallel, up to the last page of the longest sequence, and adds each page
+to a running softmax. The contribution of a page depends only on the page's own sequence, and a page
+beyond the end of a sequence contributes exactly nothing. The numerical results of a sequence
+therefore depend neither on the other sequences of the batch nor on which pages hold the sequence.
 """
 
 from __future__ import annotations
@@ -25,13 +25,17 @@ from coa_jax.model.config import ModelConfig
 
 
 class LayerCache(NamedTuple):
-    """Pages of one layer, in buffers of their own, so that a write copies no other layer.
+    """The pages of one layer, in buffers of their own, so that a write copies no other layer.
+
+    Keys and values have different layouts, so that the product of one token's query with the keys,
+    and of its attention weights with the values, reads memory in order. On CPUs this is twice as
+    fast as keys in the layout of the values.
 
     Attributes:
-        keys: ``[P, N, K, S]``, values: ``[P, N, S, K]``. With these layouts the product of one
-            token with either reads memory in order (on CPUs twice as fast as keys laid out like
-            values).
-        key_scales, value_scales: float32 ``[P, N, S]`` for int8 keys and values, else None.
+        keys: ``[P, N, K, S]``.
+        values: ``[P, N, S, K]``.
+        key_scales, value_scales: float32 ``[P, N, S]``, scales of int8 keys and values; None for
+            other dtypes.
     """
 
     keys: jax.Array
@@ -41,28 +45,28 @@ class LayerCache(NamedTuple):
 
 
 LayerPages = LayerCache | paged.Pages
-"""Pages of one layer in the layout of the reference or of a kernel."""
+"""Pages of one layer, in the layout of the reference implementation or of a kernel."""
 
 
 class Cache(NamedTuple):
-    """Pages of all layers, and the page tables of the sequences in this call.
+    """The pages of all layers, and the page tables of the sequences of a call.
 
     Attributes:
         layers: pages of each layer.
-        table: int32 ``[B, C]``, pages in the order of their positions. Entries after a sequence's
-            last page may be any valid page number.
+        table: int32 ``[B, C]``, page numbers in the order of the positions that the pages hold.
+            Entries after a sequence's last page may be any valid page number.
     """
 
     layers: tuple[LayerPages, ...]
     table: jax.Array
 
     def attention(self, pages: LayerPages, positions: jax.Array, compute: Compute) -> Attend:
-        """Returns the attention function of one layer; it first writes the new keys and values.
+        """Returns the attention function of one layer, which first writes the new keys and values.
 
         Args:
             pages: pages of the layer.
-            positions: int32 ``[B, T]``.
-            compute: the implementation whose layout the pages have.
+            positions: positions of the new tokens, int32 ``[B, T]``.
+            compute: the implementation, which determines the layout of the pages.
         """
 
         def attend(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, LayerPages]:
@@ -75,9 +79,9 @@ class Cache(NamedTuple):
 
 
 def cache_size(compute: Compute, cache: Cache) -> int:
-    """Returns the number of positions of a sequence.
+    """Returns the number of positions that the cache has for each sequence.
 
-    A token at or beyond this position is padding.
+    A token whose position is this number or more is padding.
     """
     first = cache.layers[0]
     if isinstance(first, LayerCache):
@@ -86,20 +90,21 @@ def cache_size(compute: Compute, cache: Cache) -> int:
 
 
 def page_axis(compute: Compute) -> int:
-    """Returns the page axis, which all buffers of a layer share."""
+    """Returns the index of the page axis, which is the same in all buffers of a layer."""
     return 1 if compute.attention == "pallas_gpu" else 0
 
 
 def layer_axes(
     config: ModelConfig, compute: Compute, tensor: int
 ) -> tuple[str | None, str | None, str | None, str | None]:
-    """Returns the logical axes of a layer's buffers; scales have fewer axes and use the first ones.
+    """Returns the logical axes of the buffers of a layer.
 
-    Heads that cannot be divided among ``tensor`` devices stay together, whichever axis they are in.
+    Scales have fewer axes than keys and values, and use the first of the logical axes. If the
+    number of heads is not divisible by ``tensor``, the heads are not sharded.
 
     Args:
         config: the architecture.
-        compute: the implementation whose layout the pages have.
+        compute: the implementation, which determines the layout of the pages.
         tensor: size of the mesh axis ``tensor``.
     """
     heads = None if config.num_kv_heads % tensor else "kv_heads"
@@ -115,14 +120,14 @@ def init_layers(
     dtype: Any = jnp.float32,
     compute: Compute = REFERENCE,
 ) -> tuple[LayerPages, ...]:
-    """Returns empty pages of all layers in the layout of an implementation.
+    """Creates empty pages for all layers, in the layout of an implementation.
 
     Args:
         config: the architecture.
         pages: number of pages, P.
-        page_size: positions of a page, S.
-        dtype: dtype of keys and values; ``int8`` adds their scales.
-        compute: the implementation whose layout the pages have.
+        page_size: number of positions of a page, S.
+        dtype: dtype of keys and values; for ``int8`` the pages have scales too.
+        compute: the implementation, which determines the layout of the pages.
     """
     heads, width = config.num_kv_heads, config.head_dim
 
@@ -152,10 +157,10 @@ def write(
 
     Args:
         layer: pages of the layer.
-        table: int32 ``[B, C]``, pages of each sequence.
+        table: int32 ``[B, C]``, page numbers of each sequence.
         k, v: new keys and values ``[B, T, N, K]``.
-        positions: int32 ``[B, T]``.
-        compute: the implementation whose layout the pages have.
+        positions: positions of the new tokens, int32 ``[B, T]``.
+        compute: the implementation, which determines the layout of the pages.
     """
     if not isinstance(layer, LayerCache):
         return paged.write_pages(compute.attention, layer, table, k, v, positions)
@@ -182,7 +187,11 @@ def write(
 
 
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Quantises vectors (last axis) to int8 with one float32 scale each: x ≈ int8 * scale."""
+    """Quantises vectors along the last axis to int8, with one float32 scale per vector.
+
+    Returns:
+        The int8 numbers and the scales; x is approximately the numbers times the scale.
+    """
     x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), 1e-30) / 127.0
     return jnp.round(x / scale[..., None]).astype(jnp.int8), scale
@@ -195,13 +204,14 @@ def attend_to(
 
     Args:
         layer: pages that already hold the keys and values of the new tokens.
-        q: ``[B, T, N, G, K]``.
-        table: int32 ``[B, C]``, pages of each sequence.
-        positions: int32 ``[B, T]``; results of tokens outside the cache are meaningless.
-        compute: the implementation whose layout the pages have.
+        q: queries, ``[B, T, N, G, K]``.
+        table: int32 ``[B, C]``, page numbers of each sequence.
+        positions: positions of the new tokens, int32 ``[B, T]``; the results of tokens outside the
+            cache are meaningless.
+        compute: the implementation, which determines the layout of the pages.
 
     Returns:
-        float32, the shape of q.
+        The attended values, float32, in the shape of q.
     """
     if not isinstance(layer, LayerCache):
         return paged.attend_paged(compute, q, layer, table, positions)

@@ -1,7 +1,7 @@
-"""The card of a policy, ``agent.json`` in its directory: how the policy was prompted in training.
+"""The card of a policy, ``agent.json``, which says how the policy was prompted in training.
 
-The model code stores and copies the card without interpreting it; `coa_jax.tasks.prompts` writes
-and reads its content.
+The card is a file of the model's directory. The model code stores and copies the card without
+interpreting it; `coa_jax.tasks.prompts` writes and reads its content.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ CARD = "agent.json"
 
 
 def read_card(path: str | Path) -> dict[str, Any]:
-    """Returns the card of a model directory, empty if there is none.
+    """Reads the card of a model directory; returns {} if the directory has no card.
 
-    Also registers the protocols that the training run of the model stored there.
+    The function also registers the protocols that the model's training run stored in the directory.
 
     Args:
-        path: the model: a local path, a URL, or an id of the Hub.
+        path: the model: a local path, a URL, or an id of the Hugging Face Hub.
 
     Raises:
         UserError: the card cannot be read, or is not a JSON object.

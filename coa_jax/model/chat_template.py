@@ -1,8 +1,8 @@
 """Renders a model's chat template in a separate process, with bounds on time and memory.
 
 A chat template is a Jinja program that comes with a model. Jinja's sandbox protects the
-interpreter, but does not stop endless loops or texts that fill the memory. The environment is that
-of transformers: its options, filters and global names.
+interpreter, but stops neither endless loops nor texts that fill the memory. The Jinja environment
+is that of transformers: it has the same options, filters and global names.
 """
 
 from __future__ import annotations
@@ -18,25 +18,27 @@ TEMPLATE = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}"
     "<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-"""ChatML, the template of Qwen and of policies that start from nothing."""
+"""ChatML, the template of Qwen models and of policies that are trained from random weights."""
 
-_SECONDS = 5  # CPU time; real templates take milliseconds
-_WAIT_S = 120.0  # wall time, generous for a busy machine
+_SECONDS = 5  # limit on CPU time; real templates take milliseconds
+_WAIT_S = 120.0  # limit on wall time, which is generous for a busy machine
 _MEMORY = 1 << 30
 _LONGEST = 1 << 20
 
 
 class ChatTemplateError(Exception):
-    """The template cannot be rendered; the message is one line."""
+    """Raised if a template cannot be rendered; the message is a single line."""
 
 
 def render(template: str, messages: Sequence[Mapping[str, Any]], **names: Any) -> str:
-    """Renders a conversation up to the opening of the assistant's turn.
+    """Renders a conversation up to the beginning of the assistant's next turn.
 
     Args:
         template: a Jinja template.
-        messages: ``role`` and ``content`` of each turn, and ``tool_calls`` where a turn has some.
-        names: further names that the template may use, such as ``bos_token``; JSON values.
+        messages: for each turn, a mapping with ``role`` and ``content``, and ``tool_calls`` if the
+            turn has tool calls.
+        names: further names that the template may use, such as ``bos_token``; their values are JSON
+            values.
 
     Raises:
         ChatTemplateError: the template is not valid Jinja, fails, or needs too much time or memory.
@@ -63,7 +65,7 @@ def _environment() -> Any:
     import jinja2.sandbox
 
     class Generation(jinja2.ext.Extension):
-        """Accepts ``{% generation %}`` blocks, a mark of transformers, and renders their bodies."""
+        """Accepts ``{% generation %}`` blocks of transformers, and renders their bodies."""
 
         tags = {"generation"}  # noqa: RUF012 - Jinja declares it as an instance variable
 
@@ -103,7 +105,7 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _main() -> None:
-    """Runs the process: sets limits, reads a request from stdin, writes the answer to stdout."""
+    """Runs in the process: sets limits, reads a request from stdin, writes the answer to stdout."""
     asked = json.loads(sys.stdin.read())
     resource.setrlimit(resource.RLIMIT_CPU, (asked["seconds"], asked["seconds"] + 1))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))

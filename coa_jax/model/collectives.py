@@ -1,15 +1,16 @@
-"""Matmuls of a layer on a mesh, with sharding constraints or with explicit collectives.
+"""The matmuls of a layer on a mesh, with sharding constraints or with explicit collectives.
 
-Between two matmuls each device holds a part of the tokens and a part of each kernel. A widening
-matmul (queries, keys and values; gate and up) needs all tokens of a tensor group, and each device
-of the group computes a part of the outputs. A narrowing matmul (out, down) computes partial sums
-for all tokens, and each device needs the total for its own tokens. The backward pass moves
-gradients in the opposite direction. The gradient of a kernel is a sum over all rows, of which each
-device needs its own part.
+Between two matmuls, each device holds a part of the tokens and a part of each kernel. A tensor
+group consists of the devices along the mesh axis ``tensor``. A widening matmul (queries, keys and
+values; gate and up) needs all tokens of a tensor group, and each device of the group computes a
+part of the outputs. A narrowing matmul (out, down) computes partial sums for all tokens, and each
+device needs the totals for its own tokens. The backward pass moves gradients in the opposite
+direction. The gradient of a kernel is a sum over all rows, and each device needs the part of the
+sum that belongs to its part of the kernel.
 
-The strategy `compiler` states the shardings and leaves the collectives to XLA. The strategy
-`manual` writes the collectives explicitly, because XLA for TPUs computes the whole sum on every
-device and discards most of the result, or makes the next matmul wait. The collectives over
+The strategy ``compiler`` states the shardings and leaves the collectives to XLA. The strategy
+``manual`` writes the collectives explicitly, because XLA for TPUs either computes the whole sum on
+every device and discards most of the result, or makes the next matmul wait. The collectives over
 ``tensor`` follow "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198,
 section 4.2.2), and the collectives over ``fsdp`` follow "ZeRO" (arXiv 1910.02054, stage 3).
 
@@ -33,8 +34,10 @@ from coa_jax.model.ops import product
 from coa_jax.parallel.mesh import gather, sharding_for
 
 STREAM = ("batch", "length", None)
-"""Logical axes of the residual stream. Without this constraint XLA would shard the stream along D,
-like the kernels, and sum partial logits of all devices.
+"""Logical axes of the residual stream.
+
+Without this constraint XLA would shard the stream along D, like the kernels, and sum partial logits
+of all devices.
 """
 
 Axes = tuple[str | None, ...]
@@ -44,11 +47,12 @@ def linear(x: jax.Array, w: jax.Array, axes: Axes, inputs: int, compute: Compute
     """Multiplies ``x [B, T, *I]`` by a kernel on a training mesh; returns float32 ``[B, T, *O]``.
 
     Args:
-        x: activations, sharded as `STREAM` if I is D, else like the kernel's input axes.
-        w: kernel ``[*I, *O]``, sharded by ``axes``; I or O is D.
+        x: activations. If I is D, they are sharded as `STREAM`, otherwise like the kernel's input
+            axes.
+        w: kernel ``[*I, *O]``, sharded by ``axes``; either I or O is D.
         axes: logical axes of the kernel.
         inputs: number of axes of I.
-        compute: mesh, strategy and dtype.
+        compute: mesh, strategy and dtype of the computation.
     """
     assert compute.mesh is not None
     if compute.collectives == "manual" and (split := _split(axes, w, x, compute)):
@@ -70,13 +74,13 @@ def linear(x: jax.Array, w: jax.Array, axes: Axes, inputs: int, compute: Compute
 
 @dataclasses.dataclass(frozen=True)
 class _Split:
-    """The sharding of a matmul's operands; static.
+    """The static sharding of the operands of a matmul.
 
     Attributes:
         mesh: training mesh.
         dtype: dtype of the matmul operands.
         rows: mesh axes over which the batch is sharded.
-        weight: mesh axis of each axis of the weight, None for unsharded axes.
+        weight: mesh axis of each axis of the weight; None for an axis that is not sharded.
     """
 
     mesh: Mesh
@@ -85,17 +89,17 @@ class _Split:
     weight: tuple[str | None, ...]
 
     def tokens(self, *rest: str | None) -> PartitionSpec:
-        """Returns the partition spec of an array ``[B, T, ...]``."""
+        """Returns the partition spec of an array ``[B, T, ...]`` from the axes ``rest`` after B."""
         return PartitionSpec(self.rows, *rest)
 
     @property
     def stored(self) -> PartitionSpec:
-        """Returns the partition spec of the weight as it is stored."""
+        """The partition spec of the weight as it is stored."""
         return PartitionSpec(*self.weight)
 
     @property
     def whole(self) -> PartitionSpec:
-        """Returns the partition spec of the multiplied weight: sharded over ``tensor`` only."""
+        """The partition spec of the weight as it is multiplied: sharded over ``tensor`` only."""
         return PartitionSpec(*(None if axis == "fsdp" else axis for axis in self.weight))
 
     def run(self, function: Any, ins: Any, outs: Any, *arguments: jax.Array) -> Any:
@@ -107,21 +111,21 @@ class _Split:
             outs: partition specs of the results.
             *arguments: global arrays.
         """
-        # `check_vma` would refuse gathered values, because JAX does not know that they are equal on
-        # all devices of a tensor group.
+        # `check_vma` would refuse gathered values, because JAX does not know that gathered values
+        # are equal on all devices of a tensor group.
         return jax.shard_map(
             function, mesh=self.mesh, in_specs=ins, out_specs=outs, check_vma=False
         )(*arguments)
 
     def gather_weight(self, w: jax.Array) -> jax.Array:
-        """Gathers a device's shard of the weight to the part that the device multiplies."""
+        """Gathers the shards of the weight to the part that this device multiplies."""
         w = w.astype(self.dtype)
         if "fsdp" not in self.weight:
             return w
         return jax.lax.all_gather(w, "fsdp", axis=self.weight.index("fsdp"), tiled=True)
 
     def scatter_weight(self, dw: jax.Array) -> jax.Array:
-        """Sums the weight gradients over all rows; returns the gradient of this device's shard."""
+        """Sums weight gradients over all rows, and returns this device's part of the sum."""
         others = self.rows
         if "fsdp" in self.weight:
             at = self.weight.index("fsdp")
@@ -130,17 +134,17 @@ class _Split:
         return jax.lax.psum(dw, others) if others else dw
 
     def gather_tokens(self, x: jax.Array) -> jax.Array:
-        """Gathers a device's tokens to all tokens of its tensor group."""
+        """Gathers all tokens of this device's tensor group."""
         return jax.lax.all_gather(x.astype(self.dtype), "tensor", axis=1, tiled=True)
 
     def scatter_product(self, spec: str, x: jax.Array, w: jax.Array, d: int) -> jax.Array:
         """Multiplies the tokens of a tensor group by a part of the weight, and sums over the group.
 
         Args:
-            spec: einsum of ``[B, T, ...]`` and a weight to ``[B, T, D]``.
+            spec: einsum subscripts for ``[B, T, ...]`` and a weight, with the result ``[B, T, D]``.
             x: all tokens of the group.
             w: this device's part of the weight.
-            d: axis of the weight that becomes D.
+            d: index of the weight's axis that becomes D.
 
         Returns:
             The sums for the tokens of this device.
@@ -158,10 +162,10 @@ class _Split:
         return result
 
     def scatter_around(self, spec: str, x: jax.Array, w: jax.Array, d: int) -> jax.Array:
-        """Computes `scatter_product` with a ring: sums are sent during the next matmul.
+        """Computes `scatter_product` with a ring, in which sums are sent during the next matmul.
 
         The sum for a device's tokens starts at its neighbour, travels around the ring, and ends at
-        the device. The two halves of D travel in opposite directions.
+        the device. The sums for the two halves of D travel in opposite directions.
 
         Args:
             spec: see `scatter_product`.
@@ -190,7 +194,7 @@ class _Split:
 
 
 def _split(axes: Axes, w: jax.Array, x: jax.Array, compute: Compute) -> _Split | None:
-    """Returns the sharding, or None if the sizes are not divisible by the mesh axes."""
+    """Returns the sharding; None if some size is not divisible by its mesh axes."""
     mesh = compute.mesh
     assert mesh is not None
     rows = tuple(axis for axis in ("data", "fsdp") if mesh.shape[axis] > 1)
@@ -217,7 +221,7 @@ def _with_gradient(
 ) -> Callable[[_Split, jax.Array, jax.Array], jax.Array]:
     """Creates a differentiable matmul from a forward and a backward function.
 
-    ``forward`` returns the result, and the residuals for ``backward``.
+    ``forward`` returns the result, and the residuals that ``backward`` needs.
     """
 
     @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

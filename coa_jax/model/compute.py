@@ -1,7 +1,7 @@
-"""How a model is computed: one static value that replaces many arguments.
+"""How a model is computed, as one static value that replaces many arguments.
 
-A `Compute` is hashable, so compiled functions take it as a static argument. The architecture is in
-`ModelConfig`. Parameters and tree definitions carry nothing of either.
+A `Compute` is hashable, so compiled functions take it as a static argument. `ModelConfig` describes
+the architecture separately. Parameters and tree definitions contain neither.
 """
 
 from __future__ import annotations
@@ -21,17 +21,17 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.parallel.mesh import sharding_for
 
 Collectives = Literal["none", "compiler", "manual"]
-"""Values of `Compute.collectives`."""
+"""The possible values of `Compute.collectives`."""
 
 BACKEND_VARIABLE = "COA_JAX_OPS"
-"""Environment variable that overrides the platform's choice among `BACKENDS`."""
+"""Name of the environment variable that overrides the backend that the platform selects."""
 
 BACKENDS = {
     "reference": "coa_jax.model.ops",
     "cpu": "coa_jax.model.ops_cpu",
     "tpu": "coa_jax.model.ops_tpu",
 }
-"""Name of a backend -> the module with its operations."""
+"""Maps the name of a backend to the module with its operations."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,19 +39,21 @@ class Compute:
     """The static choices of a forward or backward pass.
 
     Attributes:
-        dtype: dtype of matmul operands; matmuls accumulate in float32.
-        remat: name of a rematerialisation policy, see `model.remat`.
-        attention: name of an attention implementation, never ``auto``: see
-            `attention.choice.resolve`.
-        backend: key of `BACKENDS`, see `backend_for`.
+        dtype: dtype of matmul operands. Matmuls accumulate in float32.
+        remat: name of a rematerialisation policy, which says which activations are recomputed, see
+            `model.remat`.
+        attention: name of an attention implementation. ``auto`` is not allowed here:
+            `attention.choice.resolve` replaces it by a name.
+        backend: name of the backend, a key of `BACKENDS`, see `backend_for`.
         mesh: devices over which arrays are sharded; None for a single device.
-        collectives: how the matmuls of a layer are sharded over a training mesh: ``compiler``
-            states shardings and lets XLA place the collectives; ``manual`` writes the collectives
-            explicitly, see `model.collectives`; ``none`` states no shardings, for decoding.
-        outputs_first: whether the output axes of kernels come first, see
+        collectives: how the matmuls of a layer are sharded over a mesh. ``compiler`` states
+            shardings and lets XLA place the collectives. ``manual`` writes the collectives
+            explicitly, see `model.collectives`. ``none``, for decoding, states no shardings.
+        outputs_first: whether the output axes of kernels precede their input axes, see
             `params.DecodeParams.outputs_first`.
-        interpret: whether attention kernels run on a CPU, for tests: Pallas kernels in interpret
-            mode, cuDNN and ``ragged_paged`` as JAX's reference functions of the same interface.
+        interpret: whether attention kernels run on a CPU, for tests: Pallas kernels run in
+            interpret mode; cuDNN and ``ragged_paged`` are replaced by JAX's reference functions
+            with the same interface.
     """
 
     dtype: str = "float32"
@@ -65,23 +67,23 @@ class Compute:
 
     @property
     def ops(self) -> Any:
-        """The module with this backend's operations; its functions are those of `model.ops`."""
+        """The module with this backend's operations, whose functions are those of `model.ops`."""
         return importlib.import_module(BACKENDS[self.backend])
 
     @property
     def one_device(self) -> bool:
-        """Whether nothing is sharded: there is no mesh, or the mesh has a single device."""
+        """Whether nothing is sharded, because there is no mesh or the mesh has a single device."""
         return self.mesh is None or self.mesh.size == 1
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Constrains the sharding of a value in a training step, by logical axis names."""
+        """Constrains the sharding of a value in a training step, by its logical axis names."""
         if self.mesh is None or self.collectives == "none":
             return x
         return jax.lax.with_sharding_constraint(x, sharding_for(self.mesh, axes, shape=x.shape))
 
 
 REFERENCE = Compute()
-"""Float32 on one device with the operations of `model.ops`."""
+"""The computation in float32 on one device, with the operations of `model.ops`."""
 
 
 def backend_for(platform: str) -> str:
@@ -96,10 +98,10 @@ def backend_for(platform: str) -> str:
 
 
 def collectives_for(platform: str, wanted: str) -> Collectives:
-    """Resolves ``auto``: ``manual`` on TPUs, ``compiler`` elsewhere.
+    """Resolves ``auto`` to ``manual`` on TPUs, and to ``compiler`` on other platforms.
 
-    In the TPU compiler's schedule, a 32B fine-tuning step on v5p:4x4x8 takes 70.4 s with ``manual``
-    and 77.1 s with ``compiler`` (docs/scaling.md).
+    The reason is the schedule of the TPU compiler: a fine-tuning step of a 32B model on v5p:4x4x8
+    takes 70.4 s with ``manual`` and 77.1 s with ``compiler`` (docs/scaling.md).
     """
     if wanted == "auto":
         return "manual" if platform == "tpu" else "compiler"
@@ -107,7 +109,7 @@ def collectives_for(platform: str, wanted: str) -> Collectives:
 
 
 def local_compute(dtype: str = "float32", **choices: Any) -> Compute:
-    """Returns a `Compute` for this process's first device; ``choices`` sets further fields."""
+    """Returns a `Compute` for this process's first device; ``choices`` are further fields."""
     platform, _ = platform_of(jax.local_devices()[0])
     return Compute(jnp.dtype(dtype).name, backend=backend_for(platform), **choices)
 
@@ -121,16 +123,16 @@ def training_compute(
     mesh: Mesh | None = None,
     collectives: str = "auto",
 ) -> Compute:
-    """Resolves the settings of a training run for the devices that it runs on.
+    """Resolves the settings of a training run for the devices on which the run takes place.
 
     Args:
         model: the architecture.
-        dtype, remat, mesh: as in `Compute`.
+        dtype, remat, mesh: fields of `Compute`.
         attention: ``auto`` or the name of an implementation of causal attention.
-        collectives: see `collectives_for`.
+        collectives: ``auto``, ``compiler`` or ``manual``, see `collectives_for`.
 
     Raises:
-        UserError: the implementation is unknown or cannot run on these devices.
+        UserError: the implementation of attention is unknown, or cannot run on these devices.
     """
     device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
     platform, capability = platform_of(device)

@@ -1,4 +1,4 @@
-"""The architecture of a decoder-only policy: every number that the forward pass needs."""
+"""The architecture of a decoder-only policy: all sizes and options that the forward pass needs."""
 
 from __future__ import annotations
 
@@ -14,21 +14,21 @@ from coa_jax.model.rope import Llama3Rope, YarnRope
 Architecture = Literal["llama", "qwen2", "qwen3"]
 
 DTYPES = ("float32", "bfloat16")
-"""Names of the dtypes of parameters and of the operands of products."""
+"""Names of the dtypes that parameters and matmul operands can have."""
 
 
 PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
-"""Names of the projections of a layer that may have adapters."""
+"""Names of the projections of a layer that can have adapters."""
 
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig(Bounded):
-    """Low-rank adapters (LoRA): the adapters are trained, all other parameters stay fixed.
+    """Settings of low-rank adapters (LoRA): only adapters are trained, other parameters stay fixed.
 
     Attributes:
-        rank: rank of every adapter; 0 trains the whole model instead.
-        alpha: the results of adapters are multiplied by ``alpha / rank``.
-        projections: projections that get adapters, from `PROJECTIONS`.
+        rank: rank of every adapter; 0 trains the whole model instead of adapters.
+        alpha: scale of the adapters: their results are multiplied by ``alpha / rank``.
+        projections: names of the projections that get adapters, from `PROJECTIONS`.
     """
 
     rank: Natural = 0
@@ -43,23 +43,24 @@ class ModelConfig:
     """A Llama-shaped decoder: RMSNorm, rotary positions, grouped-query attention, SwiGLU.
 
     Attributes:
-        architecture: model family; determines the Hugging Face class of a saved model.
-        vocab_size: V, rows of the embedding table (may exceed the tokenizer's vocabulary).
+        architecture: model family, which determines the Hugging Face class of a saved model.
+        vocab_size: V, number of rows of the embedding table, which may exceed the tokenizer's
+            vocabulary.
         hidden_size: D, width of the residual stream.
         intermediate_size: F, width of the gated MLP.
         num_layers: L, number of layers.
-        num_heads: H, query heads; a multiple of ``num_kv_heads``.
-        num_kv_heads: N, key and value heads.
-        head_dim: K, width of a head; not always ``hidden_size / num_heads``.
+        num_heads: H, number of query heads, a multiple of ``num_kv_heads``.
+        num_kv_heads: N, number of key/value heads.
+        head_dim: K, width of a head, which need not be ``hidden_size / num_heads``.
         rope_theta: base of the rotary frequencies.
-        rope_scaling: scaling of the rotary frequencies, see `model.rope`; None for none.
-        rms_eps: number added to the mean square in every RMSNorm.
+        rope_scaling: scaling of the rotary frequencies, see `model.rope`; None for no scaling.
+        rms_eps: number that is added to the mean square in every RMSNorm.
         tie_embeddings: whether the output head is the transposed embedding table.
-        qkv_bias: whether q, k and v projections have a bias (Qwen2).
-        qk_norm: whether queries and keys are normalised per head (Qwen3).
+        qkv_bias: whether the q, k and v projections have a bias (as in Qwen2).
+        qk_norm: whether queries and keys are normalised per head (as in Qwen3).
         max_position: ``max_position_embeddings`` of the config file. With YaRN this may be the
-            context length of pretraining; see `positions`.
-        lora: adapters beside the kernels; rank 0 means none.
+            context length of pretraining; `positions` includes the scaling of YaRN.
+        lora: adapters that are added to the kernels; rank 0 means no adapters.
     """
 
     architecture: Architecture
@@ -91,12 +92,12 @@ class ModelConfig:
 
     @property
     def num_groups(self) -> int:
-        """G, number of query heads that share one key/value head."""
+        """G, the number of query heads that share one key/value head."""
         return self.num_heads // self.num_kv_heads
 
     @property
     def positions(self) -> int:
-        """The longest context that the model supports, in tokens, with YaRN's scaling."""
+        """Length of the longest context that the model supports, in tokens, including YaRN."""
         if isinstance(self.rope_scaling, YarnRope):
             return round(self.rope_scaling.original_max_position * self.rope_scaling.factor)
         return self.max_position
@@ -104,11 +105,11 @@ class ModelConfig:
 
 @functools.cache
 def warn_of_positions(model: ModelConfig, length: int, setting: str) -> None:
-    """Warns once if sequences may be longer than the positions that the weights were trained for.
+    """Warns once if sequences may be longer than the model supports.
 
     Args:
         model: the architecture.
-        length: length of the longest sequence, in tokens.
+        length: length of the longest possible sequence, in tokens.
         setting: name of the setting that allows this length.
     """
     if length > model.positions:

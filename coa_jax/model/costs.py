@@ -1,17 +1,18 @@
-"""Lower bounds of a step's FLOPs and memory traffic, from the architecture alone.
+"""Computes lower bounds of a step's FLOPs and memory traffic from the architecture alone.
 
-FLOPs are useful work only, counted as in PaLM (Chowdhery et al. 2022, arXiv 2204.02311, appendix
-B), except that causal attention counts only the visible half and the output head counts only tokens
-with a loss:
+Only useful FLOPs are counted. The count follows PaLM (Chowdhery et al. 2022, arXiv 2204.02311,
+appendix B), except that causal attention includes only the visible half, and the output head
+includes only tokens with a loss:
 
     6 P T  +  6 L H K sum(t^2)  +  6 D V M
 
-P is the number of parameters in the layers' matrices, T the number of tokens, L layers, H query
-heads of K dimensions, t the length of a sequence, D the width, V the vocabulary size, M the number
-of tokens with a loss. The forward pass costs 2 FLOPs per parameter and token. The backward pass
-costs twice as much, or the same where only adapters are trained; then the factors of P and D are 4.
-Norms, biases, padding, recomputed activations, adapters and the optimiser count as zero: they make
-a step slower, not more useful.
+P is the number of parameters in the layers' matrices, T the number of tokens, L the number of
+layers, H the number of query heads with K dimensions each, t the length of a sequence, D the hidden
+size, V the vocabulary size, and M the number of tokens with a loss. The forward pass costs 2 FLOPs
+per parameter and token. The backward pass costs twice as much. If only adapters are trained, the
+backward pass costs as much as the forward pass; the factors of P and D are then 4. Norms, biases,
+padding, recomputed activations, adapters and the optimiser are not counted, because they make a
+step slower but not more useful.
 """
 
 from __future__ import annotations
@@ -28,9 +29,10 @@ def layer_params(config: ModelConfig) -> int:
 
 
 def product_params(config: ModelConfig) -> int:
-    """Returns the number of parameters that are multiplied for each token.
+    """Returns the number of parameters by which the activations of each token are multiplied.
 
-    An untied embedding table is only a lookup and does not count; a tied table is the output head.
+    An embedding table is only a lookup, and is not counted. The output head is counted, even if it
+    is tied to the embedding table.
     """
     return layer_params(config) + config.hidden_size * config.vocab_size
 
@@ -60,13 +62,13 @@ def train_flops(
 
 
 def decode_bytes(config: ModelConfig, batch: int, context: float, itemsize: int) -> float:
-    """Returns the bytes that a decoding step reads: the weights once, and all keys and values.
+    """Returns the number of bytes that a decoding step reads: all weights, and all keys and values.
 
     Args:
         config: the architecture.
         batch: number of sequences.
-        context: tokens in the cache of each sequence.
-        itemsize: bytes of a number.
+        context: number of tokens in the cache of each sequence.
+        itemsize: number of bytes of a weight, key or value.
     """
     cache = 2 * config.num_layers * config.num_kv_heads * config.head_dim * context * batch
     return (product_params(config) + cache) * itemsize

@@ -1,11 +1,11 @@
-"""The policy: a decoder of the Llama family as Flax NNX modules.
+"""The policy: a decoder of the Llama family, built of Flax NNX modules.
 
-Modules are merged with their parameters inside compiled functions (`params.bind`), so plain
+Inside compiled functions, modules are merged with their parameters (`params.bind`), so ordinary
 `jax.jit`, `jax.grad`, `jax.lax.scan` and `jax.checkpoint` apply to them. Dtype, backend and
-sharding are an argument of every call, see `Compute`.
+sharding are one argument of every call, see `Compute`.
 
-Shape letters: B batch, T new tokens, D hidden, N key/value heads, G query heads per key/value head,
-K head width, F MLP width, V vocabulary.
+Shape letters: B batch, T new tokens, D hidden size, N key/value heads, G query heads per key/value
+head, K head width, F MLP width, V vocabulary.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from coa_jax.model.rope import apply_rope, rope_tables
 
 
 class Embed(nnx.Module):
-    """Token embeddings ``[V, D]``; a model with tied weights uses them as its output head too.
+    """Token embeddings ``[V, D]``, which are also the output head of a model with tied weights.
 
     Args:
         count: size of the vocabulary, V.
         width: hidden size, D.
-        rngs: random keys for the initial values.
+        rngs: random keys from which the initial values are drawn.
     """
 
     def __init__(self, count: int, width: int, *, rngs: nnx.Rngs):
@@ -42,11 +42,11 @@ class Embed(nnx.Module):
         self.embedding = nnx.Param(values, axes=("vocab", "embed"))
 
     def __call__(self, tokens: jax.Array) -> jax.Array:
-        """int32 ``[...]`` -> float32 ``[..., D]``."""
+        """Looks up the embeddings of token ids: int32 ``[...]`` to float32 ``[..., D]``."""
         return self.embedding[...][tokens].astype(jnp.float32)
 
     def attend(self, x: jax.Array, compute: Compute) -> jax.Array:
-        """Computes logits: ``[..., D]`` -> float32 ``[..., V]``."""
+        """Computes logits from hidden states: ``[..., D]`` to float32 ``[..., V]``."""
         return compute.ops.attend(x, self.embedding[...], compute)
 
 
@@ -55,8 +55,8 @@ class RMSNorm(nnx.Module):
 
     Args:
         size: size of the last axis.
-        axis: logical name of the last axis.
-        eps: epsilon, which is added to the mean square.
+        axis: logical name of the last axis, for sharding rules.
+        eps: epsilon, a number that is added to the mean square.
     """
 
     def __init__(self, size: int, axis: str, eps: float):
@@ -64,16 +64,16 @@ class RMSNorm(nnx.Module):
         self.eps = eps
 
     def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
-        """Normalises ``[..., size]``; returns float32 of the same shape."""
+        """Normalises an array ``[..., size]``; returns float32 of the same shape."""
         return compute.ops.rms_norm(x, self.scale[...], self.eps)
 
 
 class Attention(nnx.Module):
     """Grouped-query attention.
 
-    The G queries of a key/value head, its key and its value share one kernel ``[D, N, G + 2, K]``:
-    one matmul computes them, and tensor parallelism shards N without separating a query from its
-    keys.
+    The G queries of a key/value head, its key and its value share one kernel ``[D, N, G + 2, K]``.
+    One matmul computes all of them, and tensor parallelism shards N without separating a query from
+    its keys.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -104,16 +104,17 @@ class Attention(nnx.Module):
         compute: Compute,
         attend: Attend,
     ) -> tuple[jax.Array, LayerPages | None]:
-        """Attends from ``x [B, T, D]`` in the compute dtype.
+        """Computes the attention of ``x [B, T, D]``, which is in the compute dtype.
 
         Args:
             x: normalised residual stream ``[B, T, D]``.
             rope: cosines and sines, see `rope.rope_tables`.
-            compute: how to compute.
-            attend: attention of q, k and v, over the sequence or over a cache.
+            compute: dtype, operations and sharding of the computation.
+            attend: function that computes attention from q, k and v, over the sequence or over a
+                cache.
 
         Returns:
-            float32 ``[B, T, D]``, and the layer's pages (None without a cache).
+            The output, float32 ``[B, T, D]``, and the layer's pages (None without a cache).
         """
         with jax.named_scope("qkv"):
             qkv = self.qkv(x, compute)
@@ -127,7 +128,8 @@ class Attention(nnx.Module):
             q, k = apply_rope(q, *rope), apply_rope(k, *rope)
         attended, pages = attend(q, k[:, :, :, 0], v[:, :, :, 0])
         attended = attended.astype(compute.dtype)
-        # The constraint precedes the matmul because the gradient is sharded like its operand.
+        # The constraint precedes the matmul, because the gradient is sharded like the operand of
+        # the matmul.
         attended = compute.constrain(attended, "batch", None, "kv_heads", None, None)
         with jax.named_scope("out"):
             y = self.out(attended, compute)
@@ -137,7 +139,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU (arXiv 2002.05202): ``(silu(x W_gate) * (x W_up)) W_down``.
 
-    Gate and up are one kernel ``[D, 2, F]``.
+    Gate and up share one kernel ``[D, 2, F]``.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -163,9 +165,9 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """Attention and MLP.
+    """A layer: attention, then MLP.
 
-    Each is added to the residual stream, and each normalises its input first.
+    Attention and MLP each normalise their input, and their output is added to the residual stream.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -177,9 +179,10 @@ class Layer(nnx.Module):
     def __call__(
         self, x: jax.Array, rope: tuple[jax.Array, jax.Array], compute: Compute, attend: Attend
     ) -> tuple[jax.Array, LayerPages | None]:
-        """Returns the residual stream after this layer, float32 ``[B, T, D]``, and its pages."""
+        """Returns the residual stream after the layer, float32 ``[B, T, D]``, and its pages."""
         with jax.named_scope("norm"):
-            # Rounded before the devices that share the row's matmuls receive it: half the bytes.
+            # Round before the devices that share the row's matmuls receive the stream, which halves
+            # the bytes sent.
             h = self.attn_norm(x, compute).astype(compute.dtype)
         y, pages = self.attn(h, rope, compute, attend)
         x = checkpoint_name(x + y, MIDDLE)
@@ -190,13 +193,13 @@ class Layer(nnx.Module):
 
 
 class Decoder(nnx.Module):
-    """Embeddings, layers, the final normalisation and the output head.
+    """The whole model: embeddings, layers, the final normalisation, and the output head.
 
     Args:
         config: the architecture.
-        rngs: random keys for the initial parameters.
-        stacked: whether the module holds its layers, stacked along a first axis for `jax.lax.scan`.
-            Otherwise each call takes the layers as an argument.
+        rngs: random keys from which the initial parameters are drawn.
+        stacked: True if the module holds its layers, stacked along a first axis for `jax.lax.scan`;
+            False if each call takes the layers as an argument.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs, stacked: bool = True):
@@ -219,23 +222,25 @@ class Decoder(nnx.Module):
         layers: Sequence[Layer] | None = None,
         cache: Cache | None = None,
     ) -> tuple[jax.Array, Cache | None]:
-        """Computes the final hidden states.
+        """Computes the final hidden states of tokens.
 
         Args:
-            tokens: int32 ``[B, T]``.
-            positions: int32 ``[B, T]``. With a cache, also the positions of the new keys and
-                values; positions outside the cache are not written.
-            compute: how to compute.
-            segment_ids: int32 ``[B, T]``; tokens attend only within their own segment. None means
-                one segment per row. Only without a cache.
-            unfolded: layout of the rows for attention, where sequences share a prompt. Only without
-                a cache.
-            layers: the layers one by one, for decode steps, where slices of a stack would be copied
-                in the loop. None for the stacked layers of the module.
-            cache: keys and values of earlier tokens; a token at position p reads positions 0..p.
+            tokens: token ids, int32 ``[B, T]``.
+            positions: position of each token in its sequence, int32 ``[B, T]``. With a cache, the
+                new keys and values are written at these positions; positions outside the cache are
+                not written.
+            compute: dtype, operations and sharding of the computation.
+            segment_ids: int32 ``[B, T]``, index of each token's segment; a token attends only to
+                its own segment. None if each row is a single segment. Must be None with a cache.
+            unfolded: layout of rows whose sequences share a prompt, for attention; None if no
+                sequences share a prompt. Must be None with a cache.
+            layers: the layers, one by one, as decoding needs them: slices of a stack would be
+                copied in the loop over decoding steps. None uses the stacked layers of the module.
+            cache: keys and values of earlier tokens: a token at position p reads the positions 0 to
+                p. None attends over the rows themselves.
 
         Returns:
-            float32 ``[B, T, D]``, and the new cache (None without a cache).
+            Hidden states, float32 ``[B, T, D]``, and the new cache (None without a cache).
         """
         tokens = jnp.asarray(tokens)
         positions = jnp.broadcast_to(jnp.asarray(positions), tokens.shape)
@@ -263,19 +268,19 @@ class Decoder(nnx.Module):
 
     @jax.named_scope("head")
     def logits(self, hidden: jax.Array, compute: Compute) -> jax.Array:
-        """Computes logits of final hidden states: ``[..., D]`` -> float32 ``[..., V]``."""
+        """Computes logits from final hidden states: ``[..., D]`` to float32 ``[..., V]``."""
         if self.head is None:
             return self.embed.attend(hidden, compute)
         return compute.ops.linear(hidden, self.head.kernel[...], 1, compute)
 
 
 def stack(create: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
-    """Creates layers as one module whose parameters have the layer as their first axis.
+    """Creates layers as a single module, whose parameters have the layer as their first axis.
 
     Args:
-        create: makes one layer.
+        create: function that creates one layer.
         count: number of layers.
-        rngs: random keys for the initial parameters.
+        rngs: random keys from which the initial parameters are drawn.
     """
     layers = nnx.vmap(lambda key: create(nnx.Rngs(key)))(jax.random.split(rngs.params(), count))
     for _, value in nnx.iter_graph(layers):
@@ -287,8 +292,8 @@ def stack(create: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) 
 def _residual(config: ModelConfig) -> float:
     """Returns the initial standard deviation of kernels that write to the residual stream.
 
-    The scaling is that of GPT-2 (section 2.3). At initialisation the token embeddings, not the
-    random layers, dominate the stream.
+    The scaling is that of GPT-2 (section 2.3). At initialisation, the residual stream is then
+    dominated by the token embeddings rather than by the random layers.
     """
     return STDDEV * (2 * config.num_layers) ** -0.5
 
@@ -301,7 +306,7 @@ def _lora(
     config: ModelConfig,
     rngs: nnx.Rngs,
 ) -> Lora | None:
-    """Returns the adapter of a projection, or None if the configuration has none for it."""
+    """Creates the adapter of a projection; returns None if the projection has no adapter."""
     lora = config.lora
     if not lora.rank or name not in lora.projections:
         return None

@@ -1,9 +1,10 @@
-"""Text encoders of the BERT family (arXiv 1810.04805) as Flax NNX modules, and their checkpoints.
+"""Text encoders of the BERT family (arXiv 1810.04805) as Flax NNX modules.
 
-The encoder shares modules and the checkpoint reader with the decoder. In contrast to the decoder, a
-token attends to all tokens of its text, and normalisation follows each sum (arXiv 1706.03762 §3.1).
+The encoder shares modules and the reader of checkpoints with the decoder. In contrast to the
+decoder, a token attends to all tokens of its text, and each sum is followed by a normalisation
+(arXiv 1706.03762 §3.1).
 
-Shape letters: B batch, T tokens, D hidden, H heads, K head width.
+Shape letters: B batch, T tokens, D hidden size, H heads, K head width.
 """
 
 from __future__ import annotations
@@ -38,23 +39,24 @@ _ACTIVATIONS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class BertConfig(Bounded):
-    """The numbers that the forward pass needs, named as in ``config.json``.
+    """The architecture of an encoder: all sizes and options that the forward pass needs.
 
-    ``first_position`` and ``max_tokens`` are derived from the file. A field with a default may be
-    missing in the file.
+    The fields have the names of ``config.json``, except ``first_position`` and ``max_tokens``,
+    which are computed from other fields of the file. A field with a default may be missing in the
+    file.
 
     Attributes:
         model_type: family of the model.
-        vocab_size: rows of the token embedding.
+        vocab_size: number of rows of the token embedding.
         hidden_size: width of a layer's input and output.
-        intermediate_size: width inside the feed-forward part of a layer.
+        intermediate_size: width inside the feed-forward block of a layer.
         num_hidden_layers: number of layers.
-        num_attention_heads: attention heads of a layer.
+        num_attention_heads: number of attention heads of a layer.
         layer_norm_eps: number that a layer normalisation adds to the variance.
-        first_position: position of a text's first token.
-        max_tokens: length of the longest text, in tokens.
-        type_vocab_size: rows of the embedding of segments.
-        hidden_act: activation function of the feed-forward part.
+        first_position: index in the position embedding of a text's first token.
+        max_tokens: maximum number of tokens of a text.
+        type_vocab_size: number of rows of the segment embedding.
+        hidden_act: name of the activation function in the feed-forward block.
         position_embedding_type: kind of the position embedding.
     """
 
@@ -73,7 +75,7 @@ class BertConfig(Bounded):
 
 
 def read_bert_config(folder: Path) -> BertConfig:
-    """Reads the encoder architecture of a Hugging Face directory.
+    """Reads the architecture of an encoder from a Hugging Face directory.
 
     Raises:
         UserError: ``config.json`` cannot be read, or its model type is not supported.
@@ -81,7 +83,7 @@ def read_bert_config(folder: Path) -> BertConfig:
     file = folder / "config.json"
     values = read_json_object(file)
     try:
-        # RoBERTa counts positions from the padding index + 1.
+        # In RoBERTa, the first position of a text is the padding index + 1.
         first = 0 if values["model_type"] == "bert" else values.get("pad_token_id", 1) + 1
         values["first_position"] = first
         values["max_tokens"] = values["max_position_embeddings"] - first
@@ -98,7 +100,7 @@ LayerNorm = functools.partial(
 
 
 class EncoderLayer(nnx.Module):
-    """Attention and MLP, with a normalisation after each sum."""
+    """A layer of an encoder: attention, then MLP, with a normalisation after each sum."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         c, d, f = config, config.hidden_size, config.intermediate_size
@@ -123,7 +125,7 @@ class EncoderLayer(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """Embeddings of tokens, positions and the first segment type, and the layers."""
+    """The whole encoder: embeddings of tokens, positions and the first segment type, and layers."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         c, d = config, config.hidden_size
@@ -135,15 +137,15 @@ class Encoder(nnx.Module):
         self.first_position = c.first_position
 
     def __call__(self, tokens: jax.Array, lengths: jax.Array, compute: Compute) -> jax.Array:
-        """Computes the last hidden states.
+        """Computes the last hidden states of texts.
 
         Args:
-            tokens: int32 ``[B, T]``, padded on the right.
+            tokens: token ids, int32 ``[B, T]``, padded on the right.
             lengths: int32 ``[B]``, number of tokens of each text, at least 1.
-            compute: how to compute.
+            compute: dtype, operations and sharding of the computation.
 
         Returns:
-            float32 ``[B, T, D]``.
+            Hidden states, float32 ``[B, T, D]``.
         """
         positions = self.first_position + jnp.arange(tokens.shape[1])
         x = self.word(tokens) + self.position(positions) + self.type(jnp.zeros(1, jnp.int32))
@@ -160,7 +162,7 @@ def _abstract(config: BertConfig) -> Encoder:
 
 
 def bind(config: BertConfig, params: Params) -> Encoder:
-    """Returns the module with these parameters; for use inside a compiled function."""
+    """Returns the encoder with these parameters; call it inside a compiled function."""
     return nnx.merge(nnx.graphdef(_abstract(config)), params)
 
 
@@ -186,22 +188,23 @@ _TABLE: Table = {
     ("layers", "mlp_norm", "scale"): Row((f"{_LAYER}output.LayerNorm.weight",), *SAME),
     ("layers", "mlp_norm", "bias"): Row((f"{_LAYER}output.LayerNorm.bias",), *SAME),
 }
-"""Path of each array -> its tensors. A checkpoint may put one prefix, e.g. ``bert.``, before all
-names.
+"""Maps the path of each array to its tensors.
+
+A checkpoint may put a prefix, such as ``bert.``, before the names of all tensors.
 """
 
 
 def load_params(source: TensorSource, config: BertConfig, device: jax.Device) -> Params:
-    """Reads the parameters of an encoder's checkpoint, float32, onto a device.
+    """Reads the parameters of an encoder from a checkpoint, in float32, onto a device.
 
     Args:
         source: tensors of the checkpoint.
         config: the architecture.
-        device: device of the parameters.
+        device: device on which the parameters are placed.
 
     Raises:
-        UserError: see `hf_weights.read_params`. Tensors of other parts, such as a classifier, are
-            ignored.
+        UserError: a tensor is missing or does not fit, see `hf_weights.read_params`. Tensors of
+            other parts of a model, such as a classifier, cause no error.
     """
     prefix = next((n.removesuffix(_WORDS) for n in source.shapes if n.endswith(_WORDS)), "")
     table = {

@@ -1,4 +1,4 @@
-"""Writes a model as a Hugging Face directory, completely or not at all."""
+"""Writes a model as a Hugging Face directory, which appears only when it is complete."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def write_model(
     overwrite: bool,
     card: Mapping[str, Any],
 ) -> None:
-    """See :func:`coa_jax.model.api.save_model`, which documents the arguments."""
+    """Writes a model; :func:`coa_jax.model.api.save_model` documents the arguments."""
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file: choose another directory")
@@ -60,7 +60,8 @@ def write_model(
         if temporary is not None:
             files.replace_folder(temporary, path)
     except Exception as error:
-        # The tokenizer's Rust library reports a full disk as a bare Exception.
+        # The Rust library of the tokenizer reports a full disk as an exception of the type
+        # Exception.
         if isinstance(error, OSError) or re.search(r"os error \d+", str(error)):
             full = "No space left on device" in str(error)
             advice = "free some space" if full else "make it writable"
@@ -86,7 +87,7 @@ def _write_configs(directory: Path, config: ModelConfig, tokenizer: Any, dtype: 
 
 
 def _write_tokenizer(directory: Path, tokenizer: Any) -> None:
-    """Writes the tokenizer with the names of transformers 4, which transformers 5 knows too."""
+    """Writes the tokenizer with the names of transformers 4, which transformers 5 accepts too."""
     tokenizer.save_pretrained(str(directory))
     file = directory / "tokenizer_config.json"
     written = json.loads(file.read_text(encoding="utf-8"))
@@ -108,7 +109,7 @@ def _write_weights(
     dtype: str,
     max_shard_bytes: int,
 ) -> None:
-    """Writes the weights; processes whose ``directory`` is None only take part in the gathering."""
+    """Writes the weights; processes whose ``directory`` is None only help to gather them."""
     tensors = export_tensors(params, config, to_host)
     if directory is None:
         for _ in tensors:
@@ -138,7 +139,7 @@ def dtype_of(name: str) -> np.dtype:
 def _plan_shards(
     shapes: dict[str, tuple[int, ...]], itemsize: int, max_bytes: int
 ) -> list[dict[str, tuple[int, ...]]]:
-    """Groups the tensors, in order, into files of at most ``max_bytes`` or one tensor."""
+    """Groups the tensors, in order, into files of at most ``max_bytes`` or of a single tensor."""
     shards: list[dict[str, tuple[int, ...]]] = [{}]
     room = max_bytes
     for name, shape in shapes.items():
@@ -152,9 +153,9 @@ def _plan_shards(
 
 
 def to_host(array: jax.Array) -> np.ndarray:
-    """Copies a global array to this host.
+    """Copies a global array to the memory of this host.
 
-    With several processes, all of them call this function.
+    If there are several processes, all of them call this function.
     """
     if array.is_fully_addressable:
         return np.asarray(array)

@@ -1,6 +1,6 @@
-"""Reads GGUF files: configuration, dequantised tensors and the tokenizer.
+"""Reads GGUF files: configuration, dequantised tensors, and the tokenizer.
 
-This needs the optional package ``gguf``, which implements every quantisation type in numpy.
+The module needs the optional package ``gguf``, which implements every quantisation type in NumPy.
 """
 
 from __future__ import annotations
@@ -45,13 +45,14 @@ _SCALING = {
     "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow",
 }
-"""Fields of a rotary scaling and their keys in ``rope_scaling``."""
+"""Maps the metadata fields of a rotary scaling to keys of ``rope_scaling``."""
 
 
 def gguf_file(path: str | Path) -> Path | None:
     """Finds the GGUF file of a path: the path itself, or the only GGUF file of a directory.
 
-    Returns None if the path is not a GGUF file, or is a directory with ``config.json``.
+    The result is None if the path is neither a GGUF file nor a directory with one, or if it is a
+    directory with ``config.json``.
 
     Raises:
         UserError: the directory has several GGUF files and no ``config.json``.
@@ -68,10 +69,12 @@ def gguf_file(path: str | Path) -> Path | None:
 
 
 class GgufFile:
-    """A GGUF file with the tensor names and row order of Hugging Face.
+    """A GGUF file, presented with the tensor names and the row order of Hugging Face.
+
+    The class implements the protocol `TensorSource`.
 
     Attributes:
-        where: path of the file, for messages.
+        where: path of the file, used in error messages.
         config: the architecture.
         shapes: shape of each tensor by Hugging Face name.
 
@@ -108,7 +111,7 @@ class GgufFile:
         }
 
     def metadata(self, key: str, default: Any = None) -> Any:
-        """Returns a metadata value, e.g. of ``"tokenizer.ggml.pre"``."""
+        """Returns the value of a metadata key, such as ``"tokenizer.ggml.pre"``."""
         field = self._metadata.get(key)
         try:
             return default if field is None else field.contents()
@@ -117,7 +120,10 @@ class GgufFile:
             raise UserError(f"{self.where}: {key} cannot be read ({why}): fetch it again") from None
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Returns rows of a tensor as float32 in Hugging Face row order; reads the whole tensor."""
+        """Reads rows of a tensor as float32, in the row order of Hugging Face.
+
+        The whole tensor is read and dequantised.
+        """
         from gguf import dequantize
 
         tensor = self._tensors[name]
@@ -167,7 +173,7 @@ class GgufFile:
         return config_from_hf(hf, self.where)
 
     def _rope_scaling(self, prefix: str) -> dict[str, Any] | None:
-        """Builds ``rope_scaling`` of a ``config.json`` from the metadata fields with a prefix."""
+        """Builds the ``rope_scaling`` of a ``config.json`` from the metadata with a prefix."""
         kind = self.metadata(f"{prefix}type", "none")
         if kind == "none":
             return None
@@ -176,7 +182,7 @@ class GgufFile:
             if not key.startswith(prefix) or key == f"{prefix}type":
                 continue
             value = self.metadata(key)
-            # Readers of GGUF disagree on the effect of its attention factors for YaRN.
+            # Readers of GGUF disagree on the effect of GGUF's attention factors for YaRN.
             if (field := _SCALING.get(key.removeprefix(prefix))) is None:
                 raise UserError(f"{self.where}: {key} is not supported: use the safetensors model")
             scaling[field] = _decimal(value) if isinstance(value, float) else value
@@ -184,7 +190,7 @@ class GgufFile:
 
 
 def _decimal(value: float) -> float:
-    """Returns the shortest decimal with the same float32 value, the precision of GGUF."""
+    """Returns the shortest decimal number with the same float32 value; GGUF stores float32."""
     return float(str(np.float32(value)))
 
 
@@ -201,14 +207,15 @@ def _open(path: Path) -> Any:
 
 
 _SIZES = {0: 1, 1: 1, 2: 2, 3: 2, 4: 4, 5: 4, 6: 4, 7: 1, 10: 8, 11: 8, 12: 8}
-"""Bytes of each scalar type of metadata."""
+"""Number of bytes of each scalar type of metadata."""
 _STRING, _ARRAY = 8, 9
 
 
 def _walk(file: IO[bytes]) -> None:
     """Checks that everything before the tensor data lies inside the file.
 
-    The library's reader would read beyond the end, as often as a damaged count says.
+    If a count in the file is damaged, the library's reader would read beyond the end of the file,
+    as many times as the count says.
 
     Raises:
         ValueError: the header is damaged; the message says how.
@@ -270,8 +277,8 @@ def _hf_name(name: str) -> str:
 def _unpermute(rows: np.ndarray, head_dim: int) -> np.ndarray:
     """Restores the Hugging Face row order of Llama's queries and keys.
 
-    In GGUF the two rows of a rotary pair are neighbours; Hugging Face pairs row i of a head with
-    row i + K/2.
+    In GGUF the two rows of a rotary pair are adjacent; Hugging Face pairs row i of a head with row
+    i + K/2.
     """
     pairs = rows.reshape(-1, head_dim // 2, 2, rows.shape[-1])
     return pairs.swapaxes(1, 2).reshape(rows.shape)

@@ -1,7 +1,8 @@
 """Converts Hugging Face ``config.json`` to and from :class:`ModelConfig`.
 
 A model is accepted only if the forward pass computes it exactly. A key that would change the
-arithmetic (another rotary type, a bias, an active sliding window) is rejected by name, not ignored.
+arithmetic (another rotary type, a bias, an active sliding window) is rejected rather than ignored,
+and the error names the key.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ HF_CLASSES: dict[Architecture, str] = {
 _MAX_POSITION: dict[Architecture, int] = {"llama": 2048, "qwen2": 32768, "qwen3": 32768}
 _ORIGINAL = "original_max_position_embeddings"
 _YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
-"""Options of YaRN, of the same name in `YarnRope`."""
+"""Options of YaRN, which have the same names in `YarnRope`."""
 _LARGEST = 2**31 - 1  # positions, ids and sizes of arrays are int32
 _MOST = {
     "num_hidden_layers": 10_000,
@@ -39,15 +40,15 @@ _MOST = {
     "rope_theta": 1e30,
     "rms_norm_eps": 1.0,
 }
-"""The largest plausible values of a model's sizes; larger values mean a damaged file."""
+"""The largest plausible values of a model's sizes; larger values show that a file is damaged."""
 
 
 def read_config(directory: str | Path) -> ModelConfig:
-    """Reads ``config.json`` of a model directory.
+    """Reads the architecture from the ``config.json`` of a model directory.
 
     Raises:
-        UserError: the file is missing, is not a JSON object, or describes a model that the
-            forward pass does not compute; the message names the key.
+        UserError: the file is missing, is not a JSON object, or describes a model that the forward
+            pass does not compute; the message names the key.
     """
     path = Path(directory) / "config.json"
     if not path.exists():
@@ -59,12 +60,12 @@ def config_from_hf(hf: Mapping[str, Any], where: str = "config.json") -> ModelCo
     """Reads the architecture from a parsed ``config.json``.
 
     Args:
-        hf: the parsed file, in the form of transformers 4 (``rope_theta``, ``rope_scaling``) or of
-            transformers 5 (``rope_parameters``).
-        where: name of the file in messages.
+        hf: the parsed file, in the format of transformers 4 (``rope_theta``, ``rope_scaling``) or
+            of transformers 5 (``rope_parameters``).
+        where: name of the file, used in error messages.
 
     Raises:
-        UserError: a key is missing or malformed, or asks for something unsupported.
+        UserError: a key is missing, is malformed, or has a value that is not supported.
     """
     architecture = _architecture(hf, where)
     _refuse_unsupported(hf, architecture, where)
@@ -100,13 +101,13 @@ def config_from_hf(hf: Mapping[str, Any], where: str = "config.json") -> ModelCo
 def config_to_hf(
     config: ModelConfig, dtype: str, eos_ids: Sequence[int] = (), pad_id: int | None = None
 ) -> dict[str, Any]:
-    """Returns the ``config.json`` of a model, readable by transformers 4 and 5 and serving engines.
+    """Returns the ``config.json`` of a model, for transformers 4 and 5 and for serving engines.
 
     Args:
         config: the architecture.
-        dtype: dtype of the saved tensors, e.g. ``"bfloat16"``.
+        dtype: dtype of the saved tensors, such as ``"bfloat16"``.
         eos_ids: ids that end a generation.
-        pad_id: id for padding, or None.
+        pad_id: id of the padding token; None if there is no such token.
     """
     c = config
     rope = _rope_to_hf(c.rope_scaling)
@@ -189,8 +190,8 @@ def _uses_sliding_window(hf: Mapping[str, Any], architecture: Architecture, wher
         return True
     if architecture == "llama" or not hf.get("use_sliding_window"):
         return False
-    # Layers from max_window_layers on use the window. Released Qwen2 configs set a window but put
-    # max_window_layers at the layer count, so no layer uses it.
+    # Layers from max_window_layers on use the window. The released Qwen2 configs have a window, but
+    # set max_window_layers to the number of layers, so no layer uses the window.
     window = hf.get("sliding_window", 4096)
     first = hf.get("max_window_layers", 28)
     if isinstance(first, bool) or not isinstance(first, int):
@@ -202,7 +203,7 @@ def _uses_sliding_window(hf: Mapping[str, Any], architecture: Architecture, wher
 def _rope(
     hf: Mapping[str, Any], max_position: int, where: str
 ) -> tuple[float, Llama3Rope | YarnRope | None]:
-    """Reads the rotary base and scaling of a file whose ``max_position_embeddings`` is known."""
+    """Reads the rotary base and the rotary scaling."""
     rope: Mapping[str, Any] = {}
     for key in ("rope_scaling", "rope_parameters"):
         given = hf.get(key) or rope
@@ -228,7 +229,7 @@ def _rope(
         raise UserError(f"{where}: partial_rotary_factor {shown} is not supported: only 1 is")
     if kind == "default":
         return theta, None
-    # transformers may prefer a value that stands beside the entry.
+    # transformers may prefer a value outside the entry.
     if hf.get(_ORIGINAL) not in (None, rope.get(_ORIGINAL)):
         raise UserError(f"{where}: {_ORIGINAL} stands outside of rope_scaling: move it there")
     if kind == "yarn":
@@ -246,7 +247,8 @@ def _rope(
 
 def _yarn(rope: Mapping[str, Any], theta: float, max_position: int, where: str) -> YarnRope:
     known = {"rope_type", "type", "rope_theta", "partial_rotary_factor", "factor", _ORIGINAL}
-    # The last key says that the weights were trained with the scaling; it changes nothing.
+    # The key "finetuned" says that the weights were trained with the scaling; it changes no
+    # arithmetic.
     if unknown := sorted(rope.keys() - known - {*_YARN, "finetuned"}):
         shown = reprlib.repr(unknown[0])
         raise UserError(
@@ -259,7 +261,7 @@ def _yarn(rope: Mapping[str, Any], theta: float, max_position: int, where: str) 
         options["truncate"] = _flag(rope, "truncate", where)
     yarn = YarnRope(
         factor=_number(rope, "factor", where),
-        # If the file does not say, max_position_embeddings is the length before the scaling.
+        # If the file has no such key, max_position_embeddings is the length before the scaling.
         original_max_position=_integer(rope, _ORIGINAL, where, default=max_position),
         **options,
     )
@@ -273,7 +275,7 @@ def _yarn(rope: Mapping[str, Any], theta: float, max_position: int, where: str) 
 
 
 def _rope_to_hf(scaling: Llama3Rope | YarnRope | None) -> dict[str, Any]:
-    """Returns the scaling as a ``rope_scaling`` entry; options at their default are left out."""
+    """Returns the scaling as an entry ``rope_scaling``, without options that have their default."""
     if scaling is None:
         return {"rope_type": "default"}
     kind = "yarn" if isinstance(scaling, YarnRope) else "llama3"
@@ -284,7 +286,7 @@ def _rope_to_hf(scaling: Llama3Rope | YarnRope | None) -> dict[str, Any]:
 
 
 def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a rope entry without its base, with its type under one name."""
+    """Returns a rope entry without its base, with its type under the key ``rope_type``."""
     rest = {key: value for key, value in rope.items() if key not in ("rope_theta", "type")}
     return {"rope_type": rope.get("type", "default"), **rest}
 

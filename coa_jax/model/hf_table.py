@@ -1,9 +1,9 @@
-"""Tables that map our parameters to the tensors of a Hugging Face checkpoint.
+"""Tables that map the parameters of a module to tensors of a Hugging Face checkpoint.
 
-Hugging Face stores a projection as ``[out, in]``, one tensor per projection and layer. A kernel
-here is ``[in, out]``; q, k and v share one array, as do gate and up. The functions of a row only
-move values, so a round trip is bit-exact. They accept NumPy arrays and JAX arrays, also inside a
-compiled function.
+Hugging Face stores a projection as ``[out, in]``, with one tensor per projection and layer. In this
+package a kernel is ``[in, out]``; q, k and v share one array, and gate and up share one array. The
+functions of a row only move values, so writing and reading again is bit-exact. They accept NumPy
+arrays and JAX arrays, also inside a compiled function.
 
 Shape letters: see `model.decoder`.
 """
@@ -27,12 +27,13 @@ Split = Callable[[Any], Sequence[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """One of our arrays and the tensors that hold its values.
+    """A row of a table, which says how tensors of the checkpoint form an array of the parameters.
 
     Attributes:
-        tensors: names of the tensors; ``{}`` stands for the layer number.
-        join: (shape of our array, tensors) -> our array, for one layer.
-        split: the inverse of ``join``.
+        tensors: names of the tensors; ``{}`` stands for the index of the layer.
+        join: function that returns the array of one layer; its arguments are the shape of that
+            array and the tensors.
+        split: function that returns the tensors of the array of one layer: the inverse of ``join``.
     """
 
     tensors: tuple[str, ...]
@@ -41,7 +42,7 @@ class Row:
 
 
 Table = Mapping[Path, Row]
-"""Path of each of our arrays -> its row, in the order in which checkpoints are written."""
+"""Maps the path of each array to its row, in the order in which checkpoints are written."""
 
 
 def _join_heads(shape: Shape, parts: Sequence[Any]) -> Any:
@@ -52,7 +53,7 @@ def _join_heads(shape: Shape, parts: Sequence[Any]) -> Any:
 
 
 def _numpy_of(parts: Sequence[Any]) -> Any:
-    """Returns the array library of the tensors, NumPy or JAX."""
+    """Returns the array library of the tensors: NumPy or JAX."""
     return parts[0].__array_namespace__()
 
 
@@ -103,11 +104,11 @@ TABLE: Table = {
     ("final_norm", "scale"): Row(("model.norm.weight",), *SAME),
     ("head", "kernel"): Row((HEAD,), *TRANSPOSED),
 }
-"""The table of the decoder, `model.decoder`."""
+"""The table for the decoder, `model.decoder`."""
 
 
 def tensors_of(table: Table, specs: Specs) -> dict[str, Shape]:
-    """Returns the names and shapes of all tensors of a checkpoint, in writing order."""
+    """Returns the shapes of all tensors of a checkpoint by name, in the order of writing."""
 
     def shapes(path: Path, row: Row) -> list[Shape]:
         array = jax.ShapeDtypeStruct(specs[path].shape[path[0] == "layers" :], np.float32)
@@ -121,7 +122,10 @@ def tensors_of(table: Table, specs: Specs) -> dict[str, Shape]:
 
 
 def writing_order(table: Table, specs: Specs) -> Iterator[tuple[Path, Row, int]]:
-    """Yields (path, row, layer) of all tensors in writing order: embeddings, layers, the rest."""
+    """Yields (path, row, layer) of all tensors in the order of writing.
+
+    The embeddings come first, then the layers one after the other, then the other arrays.
+    """
     rows = [(path, row) for path, row in table.items() if path in specs]
     for stacked, group in itertools.groupby(rows, key=lambda pair: pair[0][0] == "layers"):
         pairs = list(group)
@@ -130,5 +134,5 @@ def writing_order(table: Table, specs: Specs) -> Iterator[tuple[Path, Row, int]]
 
 
 def names(row: Row, layer: int) -> list[str]:
-    """Returns the names of a row's tensors in a layer."""
+    """Returns the names of the tensors of a row in one layer."""
     return [name.format(layer) for name in row.tensors]

@@ -1,4 +1,4 @@
-"""Reads and writes parameters as Hugging Face tensors, with the tables of `model.hf_table`."""
+"""Reads and writes parameters as Hugging Face tensors, by the tables of `model.hf_table`."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from coa_jax.model.params import Params, Specs, flatten, nest, specs
 
 
 class TensorSource(Protocol):
-    """Tensors under Hugging Face names, read one at a time."""
+    """A source of tensors under Hugging Face names, which are read one at a time."""
 
     where: str
     shapes: Mapping[str, tuple[int, ...]]
@@ -41,16 +41,17 @@ class TensorSource(Protocol):
 
 
 def load_params(source: TensorSource, config: ModelConfig, dtype: Any, places: Params) -> Params:
-    """Reads the parameters of a decoder's checkpoint.
+    """Reads the parameters of a decoder from a checkpoint.
 
     Args:
-        source: tensors, e.g. a :class:`~coa_jax.model.safetensors_io.Checkpoint`.
+        source: source of the tensors, such as a :class:`~coa_jax.model.safetensors_io.Checkpoint`.
         config: the architecture, without adapters.
-        dtype: dtype of the parameters; stored values are rounded to it.
+        dtype: dtype of the parameters, to which the stored values are rounded.
         places: sharding of each array, see `params.shardings`.
 
     Raises:
-        UserError: see `read_params`; or a tied head differs from the embedding.
+        UserError: a tensor or the machine's memory does not fit, see `read_params`; or the tied
+            output head differs from the embedding table.
     """
     if config.tie_embeddings and {HEAD, EMBED} <= source.shapes.keys():
         same = source.shapes[HEAD] == source.shapes[EMBED]
@@ -61,7 +62,8 @@ def load_params(source: TensorSource, config: ModelConfig, dtype: Any, places: P
                 f"{source.where}: {HEAD} differs from the embedding, but config.json "
                 "ties them: set tie_word_embeddings to false"
             )
-    # Buffers that old transformers versions saved, and a tied head's copy of the embedding.
+    # Tensors that are ignored: buffers that old versions of transformers saved, and the copy of the
+    # embedding table that some checkpoints hold as the tied head.
     spare = r".*rotary_emb\.inv_freq" + (f"|{HEAD}" if config.tie_embeddings else "")
     return read_params(source, TABLE, specs(config), dtype, places, spare)
 
@@ -71,22 +73,22 @@ def read_params(
 ) -> Params:
     """Reads the parameters of a checkpoint.
 
-    On a mesh every process reads a part of each tensor, and no two processes read the same part. So
-    the files are read once in total, and the devices exchange the missing parts. A process holds
-    its parts of one array at a time, never the whole model.
+    On a mesh, every process reads a part of each tensor, and no two processes read the same part.
+    The files are therefore read once in total, and the devices exchange the missing parts. A
+    process holds its parts of one array at a time, never the whole model.
 
     Args:
         source: tensors of the checkpoint.
-        table: tensors of each array.
-        wanted: arrays that the architecture needs, see `params.specs`.
-        dtype: dtype of the parameters; stored values are rounded to it.
+        table: the tensors that form each array.
+        wanted: the arrays that the architecture needs, see `params.specs`.
+        dtype: dtype of the parameters, to which the stored values are rounded.
         places: sharding of each array.
-        spare: regular expression of tensor names that are allowed but not used.
+        spare: regular expression that matches the names of tensors that are ignored.
 
     Raises:
         UserError: a tensor is missing, has a wrong shape, or has no place in the architecture (the
-            message names the first such tensor and counts the others); a weight is NaN or infinite;
-            or, on CPUs, the parameters need more than the machine's memory.
+            message names the first such tensor, and counts the others); a weight is NaN or
+            infinite; or, on CPUs, the parameters need more than the machine's memory.
     """
     _check_tensors(source, table, wanted, spare)
     dtype = np.dtype(dtype)
@@ -105,9 +107,9 @@ def read_params(
 
 
 def _check_tensors(source: TensorSource, table: Table, wanted: Specs, spare: str) -> None:
-    """Compares a checkpoint with the arrays that the architecture needs.
+    """Compares the tensors of a checkpoint with the arrays that the architecture needs.
 
-    Raises the errors of `read_params`.
+    The errors are those of `read_params`.
     """
     found = source.shapes
     layers = max((spec.shape[0] for path, spec in wanted.items() if path[0] == "layers"), default=0)
@@ -136,9 +138,9 @@ def _check_tensors(source: TensorSource, table: Table, wanted: Specs, spare: str
 def _read_whole(
     source: TensorSource, row: Row, shape: Shape, stacked: bool, dtype: np.dtype, place: Any
 ) -> jax.Array:
-    """Reads an array for a single device."""
-    # A fresh buffer: on CPUs an array may alias its source, and the source must not be a mapped
-    # file, which the user may delete.
+    """Reads an array whose values are all on a single device."""
+    # Read into a new buffer: on CPUs a JAX array may alias its source, and the source must not be a
+    # mapped file, because the user may delete the file.
     out = np.empty(shape, dtype)
     for layer in range(shape[0] if stacked else 1):
         tensors = names(row, layer)
@@ -156,10 +158,11 @@ def _read_parts(
     dtype: np.dtype,
     place: NamedSharding,
 ) -> jax.Array:
-    """Reads an array for a mesh: every device gets the same number of rows of each tensor.
+    """Reads an array for a mesh; every device gets the same number of rows of each tensor.
 
-    Rows are contiguous in a file. A device's own slice of an array may be a few values of every
-    row, which costs a disk or a bucket as much as reading all values.
+    The rows of a tensor are contiguous in a file. A device's own slice of an array may instead
+    consist of a few values of every row. Reading such a slice would cost a disk or a bucket as much
+    as reading all values.
     """
     mesh = place.mesh
     by_rows = NamedSharding(mesh, PartitionSpec(mesh.axis_names))
@@ -196,13 +199,15 @@ def _mover(
     """Returns the compiled program that moves the tensors of an array to its sharding.
 
     Args:
-        join: see `hf_table.Row`.
-        rows: rows of each tensor, without the padding that makes the devices' parts equal.
+        join: function that forms an array from tensors, see `hf_table.Row`.
+        rows: number of rows of each tensor, without the padding that makes the devices' parts
+            equal.
         shape: shape of the array, for one layer.
         dtype, place: dtype and sharding of the array.
 
     Returns:
-        (stack of all layers or None, layer number or None, tensors) -> the stack or array.
+        A function of the stack of all layers (or None), the index of the layer (or None), and the
+        tensors. It returns the stack with the layer filled in or, without a stack, the array.
     """
 
     def move(stack: Any, layer: Any, tensors: Sequence[jax.Array]) -> jax.Array:
@@ -216,15 +221,16 @@ def _mover(
 
 
 def _check_finite(source: TensorSource, names: Sequence[str], values: np.ndarray) -> None:
-    """Checks that no weight is NaN or infinite: such a model computes nothing but NaN.
+    """Checks that no weight is NaN or infinite, because such a model computes nothing but NaN.
 
     Args:
         source: the checkpoint.
-        names: tensors from which the values come.
+        names: names of the tensors from which the values come.
         values: a part of the parameters, on the host.
 
     Raises:
-        UserError: some weights are NaN or infinite; the message names the tensor and counts them.
+        UserError: some weights are NaN or infinite; the message names the tensor, and counts the
+            weights.
     """
     if _all_finite(values):
         return
@@ -242,7 +248,10 @@ def _check_finite(source: TensorSource, names: Sequence[str], values: np.ndarray
 
 
 def _all_finite(values: np.ndarray) -> bool:
-    """Returns whether no value is NaN or infinite; runs at memory speed, for bfloat16 too."""
+    """Returns whether no value is NaN or infinite.
+
+    The check runs at the speed of the memory, for bfloat16 too.
+    """
     bits = {2: np.uint16, 4: np.uint32}[values.dtype.itemsize]
     infinity = values.dtype.type(np.inf).view(bits)
     block = 1 << 20  # values, so that intermediates stay in the CPU cache
@@ -256,12 +265,12 @@ def _all_finite(values: np.ndarray) -> bool:
 def export_tensors(
     params: Params, config: ModelConfig, host: Callable[[jax.Array], np.ndarray]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, values) of all tensors in the order of `tensors_of`, one layer at a time.
+    """Yields (name, values) of all tensors in the order of `tensors_of`, layer by layer.
 
     Args:
         params: parameters without adapters.
         config: the architecture.
-        host: copies an array to this host.
+        host: function that copies an array to this host.
     """
     arrays = dict(flatten(params))
     for path, row, layer in writing_order(TABLE, specs(config)):

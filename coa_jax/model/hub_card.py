@@ -1,4 +1,4 @@
-"""The model card of an exported policy, ``README.md`` in a repository of the Hugging Face Hub."""
+"""Writes the model card of an exported policy: ``README.md`` on the Hugging Face Hub."""
 
 from __future__ import annotations
 
@@ -20,16 +20,16 @@ _STAGES = {
 def hub_card(
     base: str, phase: str, step: int, config: Mapping[str, Any], card: Mapping[str, Any]
 ) -> str:
-    """A model card in the form of the Hub: a header of YAML, then text.
+    """Returns a model card in the format of the Hub: a YAML header, followed by text.
 
-    It tells nothing of paths, addresses and services of whoever trained the model.
+    The card names no paths, addresses or services of those who trained the model.
 
     Args:
-        base: the model that the training began with, as the config names it.
+        base: name of the initial model of the training, as in the config.
         phase: ``sft``, ``rl``, ``rft`` or ``dpo``.
         step: number of the checkpoint.
         config: settings of the phase.
-        card: what ``agent.json`` of the policy holds.
+        card: content of the policy's ``agent.json``.
     """
     on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(@.*)?", base) is not None
     base = base.partition("@")[0] if on_hub else base.rstrip("/").rpartition("/")[2]

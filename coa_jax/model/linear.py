@@ -1,4 +1,4 @@
-"""Projections: a kernel, an optional bias, and the matmul on one device or on a mesh."""
+"""Projections: a kernel, an optional bias, and their matmul on one device or on a mesh."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from coa_jax.model.compute import Compute
 from coa_jax.model.config import LoraConfig
 
 STDDEV = 0.02
-"""Standard deviation of initial embeddings and kernels."""
+"""Standard deviation of the initial values of embeddings and kernels."""
 
 
 class Linear(nnx.Module):
-    """``x W + b``, where inputs and outputs may have several axes each.
+    """A projection ``x W + b``, whose inputs and outputs may have several axes each.
 
     Attributes:
-        kernel: ``[*inputs, *outputs]``.
-        bias: ``[*outputs]``, or None.
-        axes: logical names of the kernel's axes.
+        kernel: the kernel W, ``[*inputs, *outputs]``.
+        bias: the bias b, ``[*outputs]``; None for no bias.
+        axes: logical names of the kernel's axes, for sharding rules.
         inputs: number of input axes.
     """
 
@@ -34,15 +34,15 @@ class Linear(nnx.Module):
         stddev: float = STDDEV,
         use_bias: bool = False,
     ):
-        """Creates a kernel with normally distributed values, and a bias of zeros.
+        """Creates a kernel with normally distributed values and, if wanted, a bias of zeros.
 
         Args:
             inputs: sizes of the input axes.
             outputs: sizes of the output axes.
             axes: logical names of the kernel's axes.
-            rngs: random keys for the initial values.
+            rngs: random keys from which the initial values are drawn.
             stddev: standard deviation of the initial values.
-            use_bias: whether there is a bias.
+            use_bias: whether the projection has a bias.
         """
         values = jax.random.normal(rngs.params(), (*inputs, *outputs)) * stddev
         self.kernel = nnx.Param(values, axes=axes)
@@ -51,7 +51,7 @@ class Linear(nnx.Module):
         self.axes, self.inputs = axes, len(inputs)
 
     def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
-        """``x [..., *inputs]`` -> float32 ``[..., *outputs]``."""
+        """Maps ``x [..., *inputs]`` to float32 ``[..., *outputs]``."""
         kernel = self.kernel[...]
         if compute.mesh is None or compute.collectives == "none":
             y = compute.ops.linear(x, kernel, self.inputs, compute)
@@ -63,13 +63,13 @@ class Linear(nnx.Module):
 class Lora(nnx.Module):
     """A low-rank adapter, ``alpha / rank * (x A) B`` (arXiv 2106.09685 eq 3).
 
-    A is random with the variance that PEFT uses, 1 / (3 inputs), and B is zero, so training starts
-    from the unchanged model.
+    The initial values of A are random with the variance 1 / (3 inputs), as in PEFT, and B is zero,
+    so training starts from the unchanged model.
 
     Attributes:
-        a: ``[*inputs, rank]``.
-        b: ``[rank, *outputs]``.
-        scale: ``alpha / rank``.
+        a: the matrix A, ``[*inputs, rank]``.
+        b: the matrix B, ``[rank, *outputs]``.
+        scale: the factor ``alpha / rank``.
     """
 
     def __init__(
@@ -81,14 +81,14 @@ class Lora(nnx.Module):
         *,
         rngs: nnx.Rngs,
     ):
-        """Creates an adapter of a kernel.
+        """Creates an adapter for a kernel.
 
         Args:
             inputs: sizes of the kernel's input axes.
             outputs: sizes of the kernel's output axes.
             axes: logical names of the kernel's axes.
             config: rank and scale of the adapter.
-            rngs: random keys for the initial values.
+            rngs: random keys from which the initial values are drawn.
         """
         count, size = len(inputs), 1
         for length in inputs:
@@ -99,6 +99,6 @@ class Lora(nnx.Module):
         self.inputs, self.scale = count, config.alpha / config.rank
 
     def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
-        """``x [..., *inputs]`` -> float32 ``[..., *outputs]``."""
+        """Maps ``x [..., *inputs]`` to float32 ``[..., *outputs]``."""
         low = compute.ops.linear(x, self.a[...], self.inputs, compute)
         return compute.ops.linear(low, self.b[...] * self.scale, 1, compute)

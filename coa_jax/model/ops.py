@@ -1,7 +1,7 @@
-"""The operations of the decoder in plain JAX, in their textbook forms.
+"""The operations of the decoder in ordinary JAX, as textbooks write them.
 
 Each backend is a module with these functions; `Compute.ops` is the module in use. Matmuls take
-operands in the compute dtype and accumulate in float32; everything else is float32.
+operands in the compute dtype and accumulate in float32. All other operations compute in float32.
 """
 
 from __future__ import annotations
@@ -20,9 +20,10 @@ from coa_jax.model.compute import Compute
 def einsum(spec: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     """Computes ``einsum(spec, x, w)`` with operands in ``dtype`` and a float32 result.
 
-    Float32 matmuls are exact on every platform: the default precision of TPUs, and of GPUs with
-    TF32, would round the operands. The backward matmuls take operands in ``dtype`` too; plain
-    differentiation would multiply float32 cotangents with bfloat16 operands at float32 speed.
+    Float32 matmuls are exact on every platform, whereas the default precision of TPUs, and of GPUs
+    with TF32, would round the operands. The matmuls of the backward pass take operands in ``dtype``
+    too. Automatic differentiation would instead multiply float32 cotangents with bfloat16 operands,
+    at the speed of float32.
 
     Args:
         spec: subscripts of the einsum.
@@ -39,7 +40,7 @@ def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
     Args:
         spec: subscripts of the einsum.
         x: first operand.
-        w: second operand, of the same dtype.
+        w: second operand, of the same dtype as the first.
 
     Returns:
         The result in float32.
@@ -54,8 +55,8 @@ _einsum = jax.custom_vjp(product, nondiff_argnums=(0,))
 def _einsum_fwd(
     spec: str, x: jax.Array, w: jax.Array
 ) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    # `product` is used here because the policies of `model.remat` cannot see into a function with a
-    # custom VJP.
+    # This calls `product` directly, because the policies of `model.remat` cannot see into a
+    # function with a custom VJP.
     return product(spec, x, w), (x, w)
 
 
@@ -78,13 +79,13 @@ def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Arr
     """Multiplies ``x`` by the kernel ``w``.
 
     Args:
-        x: ``[..., *I]``.
-        w: ``[*I, *O]``; with ``compute.outputs_first`` ``[*O, *I]``.
+        x: activations, ``[..., *I]``.
+        w: kernel, ``[*I, *O]``; ``[*O, *I]`` if ``compute.outputs_first`` is set.
         inputs: number of axes of I.
-        compute: dtype of the operands.
+        compute: the dtype of the operands, and ``outputs_first``.
 
     Returns:
-        float32 ``[..., *O]``.
+        The products, float32 ``[..., *O]``.
     """
     x = x.reshape(*x.shape[: x.ndim - inputs], -1)
     kept = "abcdef"[: x.ndim - 1]
@@ -92,14 +93,15 @@ def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Arr
         w = w.reshape(*w.shape[: w.ndim - inputs], -1)
         out = "uvwxyz"[: w.ndim - 1]
         return einsum(f"{kept}k,{out}k->{kept}{out}", x, w, compute.dtype)
-    # A single contracted axis: with several, XLA may transpose the kernel before each matmul.
+    # Join the contracted axes to a single axis: with several axes, XLA may transpose the kernel
+    # before each matmul.
     w = w.reshape(-1, *w.shape[inputs:])
     out = "uvwxyz"[: w.ndim - 1]
     return einsum(f"{kept}k,k{out}->{kept}{out}", x, w, compute.dtype)
 
 
 def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
-    """Computes logits with tied weights.
+    """Computes logits with an output head that is tied to the embedding table.
 
     Args:
         x: hidden states, ``[..., D]``.
@@ -116,15 +118,15 @@ def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """``x / sqrt(mean(x^2) + eps) * scale`` over the last axis (arXiv 1910.07467 eq 4).
+    """Computes ``x / sqrt(mean(x^2) + eps) * scale`` over the last axis (arXiv 1910.07467 eq 4).
 
     Args:
-        x: ``[..., D]``.
-        scale: float32 ``[D]``.
-        eps: epsilon.
+        x: activations, ``[..., D]``.
+        scale: learned factors, float32 ``[D]``.
+        eps: number that is added to the mean square.
 
     Returns:
-        Float32 ``[..., D]``.
+        The normalised activations, float32 ``[..., D]``.
     """
     x = x.astype(jnp.float32)
     return x * jax.lax.rsqrt(jnp.mean(x * x, axis=-1, keepdims=True) + eps) * scale
@@ -132,7 +134,10 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 
 @jax.custom_vjp
 def swiglu(gate_up: jax.Array) -> jax.Array:
-    """``silu(gate) * up`` (arXiv 2002.05202 eq 6) of ``[..., 2, F]``, float32 ``[..., F]``."""
+    """Computes ``silu(gate) * up`` (arXiv 2002.05202 eq 6).
+
+    The argument is gate and up in one array ``[..., 2, F]``; the result is float32 ``[..., F]``.
+    """
     return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
 
 
@@ -141,8 +146,9 @@ def _swiglu_fwd(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
 
 
 def _swiglu_bwd(gate_up: jax.Array, g: jax.Array) -> tuple[jax.Array]:
-    # One formula for both halves.  Differentiation would pad each half's gradient and add the two,
-    # which is 1.7 % of a 32B step in the schedule of the compiler for v5p (docs/scaling.md).
+    # One formula computes the gradients of both halves. Automatic differentiation would pad the
+    # gradient of each half and add the two, which takes 1.7 % of a step of a 32B model in the
+    # schedule of the compiler for v5p (docs/scaling.md).
     share = jax.nn.sigmoid(gate_up[..., :1, :])
     slope = 1 + gate_up[..., :1, :] * (1 - share)
     of_gate = jnp.arange(2)[:, None] == 0
@@ -157,12 +163,15 @@ swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
 
 
 def row_sum(x: jax.Array) -> jax.Array:
-    """Sum over the last axis, float32."""
+    """Sums over the last axis in float32."""
     return jnp.sum(x, axis=-1, dtype=jnp.float32)
 
 
 def materialize(x: jax.Array) -> jax.Array:
-    """Returns x. A backend whose compiler fuses too much may store x in its own buffer here."""
+    """Returns x.
+
+    A backend whose compiler fuses too many operations may store x in a buffer of its own here.
+    """
     return x
 
 
@@ -170,11 +179,12 @@ def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """Returns the first index whose cumulative weight exceeds ``uniform`` times the total weight.
 
     Args:
-        weights: float32 ``[B, V]``, not negative.
-        uniform: float32 ``[B]`` in [0, 1).
+        weights: weights of the V tokens, float32 ``[B, V]``, not negative.
+        uniform: random numbers, float32 ``[B]``, in [0, 1).
 
     Returns:
-        int32 ``[B]``; always an index with nonzero weight, unless all weights of the row are zero.
+        Indices, int32 ``[B]``. An index always has a nonzero weight, unless all weights of the row
+        are zero.
     """
     sums = jnp.cumsum(weights, axis=-1)
     return first_passed(sums, uniform * sums[:, -1], weights > 0)
@@ -183,13 +193,13 @@ def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 def first_passed(sums: jax.Array, target: jax.Array, has_weight: jax.Array) -> jax.Array:
     """Returns the first index whose sum exceeds the target, or else the last index with weight.
 
-    Rounding may change a cumulative sum where nothing is added, so indices without weight are
-    skipped.
+    Because of rounding, a cumulative sum may change where nothing is added, so indices without
+    weight are skipped.
 
     Args:
         sums: cumulative sums ``[B, N]``.
-        target: ``[B]``.
-        has_weight: bool ``[B, N]``.
+        target: number that the sum must exceed, ``[B]``.
+        has_weight: bool ``[B, N]``, whether the weight of an index is above zero.
     """
     passed = has_weight & (sums > target[:, None])
     last = sums.shape[1] - 1 - jnp.argmax(has_weight[:, ::-1], axis=-1)
@@ -197,5 +207,5 @@ def first_passed(sums: jax.Array, target: jax.Array, has_weight: jax.Array) -> j
 
 
 def over_rows(function: Callable[..., jax.Array], *rows: jax.Array) -> jax.Array:
-    """Computes ``function(*rows)``; arguments and result have one row per sequence."""
+    """Computes ``function(*rows)``, where arguments and result have one row per sequence."""
     return function(*rows)

@@ -1,9 +1,11 @@
-"""The operations of `model.ops` in the forms that XLA's CPU backend needs.
+"""The operations of `model.ops` in the form that XLA's CPU backend needs.
 
-There are two reasons. Reproducibility: XLA distributes a reduction or a matmul over the cores in
-ways that depend on the number of rows, so the last bits of a sequence would depend on how many
-sequences are decoded with it. Speed: each function says what the compiler does badly.
-This module is used only on CPUs.
+This module is used only on CPUs. There are two reasons for it:
+
+- Reproducibility: XLA distributes a reduction or a matmul over the cores in a way that depends on
+  the number of rows. The last bits of a sequence would then depend on how many sequences are
+  decoded with it.
+- Speed: the docstring of each function says which operation the compiler handles badly.
 """
 
 from __future__ import annotations
@@ -42,13 +44,15 @@ _PARTS = 4
 """Number of parts into which the contracted axis is split for the matmul of a single row."""
 
 _TOKEN_ROWS, _BLOCK_ROWS = 16, 64
-"""Rows of one matmul with an outputs-first kernel: if each row is the only new token of its
-sequence, and if a sequence has several new tokens.
+"""Number of rows of one matmul with an outputs-first kernel.
+
+The first number holds if each row is the only new token of its sequence, the second number if
+sequences have several new tokens.
 """
 
 
 def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Array:
-    """See `ops.linear`."""
+    """Multiplies ``x`` by the kernel ``w``; see `ops.linear`."""
     batch = x.shape[: x.ndim - inputs]
     x = x.reshape(*batch, -1)
     if compute.outputs_first:
@@ -60,8 +64,8 @@ def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Arr
         w = w.reshape(-1, *outputs)
         kept, out = "abcdef"[: x.ndim - 1], "uvwxyz"[: len(outputs)]
         return einsum(f"{kept}k,k{out}->{kept}{out}", x, w, compute.dtype)
-    # As matrices: XLA copies the operands of a matmul over two axes, such as the gradient of a
-    # kernel.
+    # Multiply matrices, because XLA copies the operands of a matmul that contracts two axes, such
+    # as the matmul for the gradient of a kernel.
     rows, w = x.reshape(-1, x.shape[-1]), w.reshape(x.shape[-1], -1)
     matmul = _in_parts if len(rows) == 1 and not x.shape[-1] % _PARTS else _whole
     return matmul(rows, w, compute.dtype).reshape(*batch, *outputs)
@@ -72,14 +76,14 @@ def _whole(rows: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
 
 
 def _in_parts(rows: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-    """Multiplies a single row as a batch of matmuls over parts of the kernel.
+    """Multiplies a single row by a kernel, as a batch of matmuls over parts of the kernel.
 
-    This takes only as long as reading the kernel. XLA distributes a batch of matmuls over the
-    cores, but not a single matrix-vector product with few columns.
+    This takes no longer than reading the kernel, because XLA distributes a batch of matmuls over
+    the cores. XLA does not distribute a single matrix-vector product with few columns.
     """
     blocks = w.reshape(_PARTS, w.shape[0] // _PARTS, -1)
     parts = einsum("pak,pku->pau", rows.reshape(_PARTS, 1, -1), blocks, dtype)
-    # XLA fuses a sum of two with the next operation; a reduction would be a separate pass.
+    # XLA fuses a sum of two arrays with the next operation; a reduction would be a separate pass.
     return functools.reduce(jnp.add, tuple(parts))
 
 
@@ -87,8 +91,8 @@ def _outputs_first(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     """Multiplies ``x [..., K]`` by ``w [N, K]``.
 
     Matmuls of ``[N, K]`` with few columns are 1.5 times as fast as matmuls of few rows with ``[K,
-    N]``: XLA rearranges its second operand, which is the small one here. The bits of a matmul
-    depend on its shape, so all matmuls here have the same shape for any number of rows.
+    N]``, because XLA rearranges the second operand, which is the small one here. The bits of a
+    matmul depend on its shape, so all matmuls here have the same shape for any number of rows.
     """
     rows = x.reshape(-1, x.shape[-1])
     if len(rows) == 1:  # the only slot of an engine
@@ -105,7 +109,10 @@ def _outputs_first(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
 
 
 def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
-    """See `ops.attend`; an embedding table has its outputs first."""
+    """Computes logits with tied weights; see `ops.attend`.
+
+    In an embedding table the output axis comes first.
+    """
     if compute.outputs_first:
         return _outputs_first(x, table, compute.dtype)
     return plain_attend(x, table, compute)
@@ -116,9 +123,9 @@ def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
 
 @jax.custom_vjp
 def materialize(x: jax.Array) -> jax.Array:
-    """Stores x in its own buffer; the gradient of x needs none.
+    """Stores x in a buffer of its own; the gradient of x has no such buffer.
 
-    XLA recomputes elementwise operations in every fusion that consumes them, and is slow where it
+    XLA recomputes elementwise operations in every fusion that consumes them, and is slow if it
     fuses them with a reduction.
     """
     return jax.lax.optimization_barrier(x)
@@ -133,15 +140,18 @@ _BLOCK = 128
 """Number of weights in one block of `inverse_cdf`."""
 
 _GROUP = 8
-"""Sequences per group in attention. The pages of a group stay in the CPU cache from the copy to the
-matmuls, and no sequence is processed beyond the longest of its group.
+"""Number of sequences per group in attention.
+
+The pages of a group stay in the CPU cache from the copy to the matmuls, and no sequence is
+processed beyond the longest sequence of its group.
 """
 
 
 def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """See `ops.inverse_cdf`; sums over blocks find the block, then sums within it find the index.
+    """Inverts the cumulative distribution; see `ops.inverse_cdf`.
 
-    A cumulative sum over the whole vocabulary is slow, and its bits depend on the number of rows.
+    Sums over blocks find the block, and then sums within the block find the index. A cumulative sum
+    over the whole vocabulary would be slow, and its bits would depend on the number of rows.
     """
     rows, vocab = weights.shape
     padded = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
@@ -157,7 +167,7 @@ def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def over_rows(function: Callable[..., jax.Array], *rows: jax.Array) -> jax.Array:
-    """See `ops.over_rows`; processes the sequences in groups of eight, one group after another."""
+    """Processes the sequences in groups of eight, one group after another; see `ops.over_rows`."""
     count = len(rows[0])
     if count <= _GROUP or count % _GROUP:
         return function(*rows)

@@ -1,7 +1,8 @@
-"""The operations of `model.ops`, some in forms that XLA for TPUs schedules better.
+"""The operations of `model.ops`, of which some have forms that XLA for TPUs schedules better.
 
-The figures come from the compiler's schedule of a whole step (`coa_jax.aot`), not from a chip. An
-operation is rewritten here only if that makes a step shorter by 2 % or more.
+The figures in this module come from the compiler's schedule of a whole step (`coa_jax.aot`), not
+from a measurement on a chip. An operation is rewritten here only if the new form makes a step
+shorter by 2 % or more.
 """
 
 from __future__ import annotations
@@ -42,13 +43,13 @@ __all__ = [
 
 @jax.custom_vjp
 def matmul_sum(x: jax.Array) -> jax.Array:
-    """Sums over the last axis, in float32, as a matmul with ones.
+    """Sums over the last axis in float32, by a matmul with ones.
 
-    On CPUs the order of the terms then does not depend on the number of rows, in contrast to XLA's
+    On CPUs the order of the terms does then not depend on the number of rows, in contrast to XLA's
     reductions.
     """
-    # Four equal columns: one column would be a matrix-vector product, and with eight columns XLA of
-    # jaxlib 0.12 on CPUs sums in another order from 96 rows on.
+    # Use four equal columns: one column would be a matrix-vector product, and with eight columns
+    # XLA of jaxlib 0.12 on CPUs changes the order of the terms from 96 rows on.
     ones = jnp.ones((x.shape[-1], 4), jnp.float32)
     return einsum("...d,dk->...k", x, ones, jnp.float32)[..., 0]
 
@@ -65,10 +66,11 @@ matmul_sum.defvjp(_matmul_sum_fwd, _matmul_sum_bwd)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
-    """See `ops.rms_norm`; all sums over a row are matmuls, also in the gradient.
+    """Computes the root-mean-square normalisation with matmuls in place of sums over a row.
 
-    A 7B fine-tuning step on v5p:4x4x4 takes 34.5 s this way, and 35.5 s with reductions. A 32B step
-    on v5p:4x4x8 takes the same time with both.
+    The gradient uses matmuls too; for the arguments see `ops.rms_norm`. A fine-tuning step of a 7B
+    model on v5p:4x4x4 takes 34.5 s in this form, and 35.5 s with reductions. A step of a 32B model
+    on v5p:4x4x8 takes the same time in both forms.
     """
     return _rms_norm(eps, x.astype(jnp.float32), scale)
 
@@ -95,8 +97,8 @@ def _rms_norm_bwd(
     inverse = _inverse_rms(eps, x)
     x, scaled = x * inverse, g * scale
     dx = inverse * (scaled - x * (matmul_sum(scaled * x)[..., None] / x.shape[-1]))
-    # The sum over rows is a matmul too: on CPUs XLA needs twenty times as long for a reduction that
-    # it fuses with the computation of its terms.
+    # The sum over rows is a matmul too: on CPUs a reduction that XLA fuses with the computation of
+    # its terms takes twenty times as long.
     rows = (g * x).reshape(-1, x.shape[-1])
     d_scale = einsum("kt,td->kd", jnp.ones((8, len(rows)), jnp.float32), rows, jnp.float32)[0]
     return dx, d_scale.astype(scale.dtype)

@@ -1,8 +1,8 @@
-"""Parameters as nested dicts of arrays, the form that everything outside compiled functions uses.
+"""Parameters as nested dicts of arrays, the form in which all code outside of jit sees them.
 
-Optimisers, checkpoints, weight publishing and files see keys such as ``layers/attn/qkv/kernel`` and
-no modules. `specs` derives shapes, logical axes and the set of adapters from the modules of
-`model.decoder`.
+Optimisers, checkpoints, weight publishing and files see keys such as ``layers/attn/qkv/kernel``,
+and no modules. `specs` derives the shapes, the logical axes and the set of adapters from the
+modules of `model.decoder`.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from coa_jax.parallel.mesh import DECODE_RULES, RULES, Rules, sharding_for
 from coa_jax.parallel.turns import in_turn, mesh_of
 
 Params = dict[str, Any]
-"""Nested dict of arrays. The parameters of the layers are stacked along their first axis."""
+"""A nested dict of arrays. The parameters of all layers are stacked along their first axis."""
 
 Path = tuple[str, ...]
 
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """Description of one array of the parameters.
+    """The description of one array of the parameters.
 
     Attributes:
         shape: shape of the array.
-        axes: logical names of its axes, for sharding rules.
+        axes: logical names of the array's axes, for sharding rules.
         adapter: whether the array belongs to a LoRA adapter.
     """
 
@@ -49,12 +49,12 @@ Specs = Mapping[Path, Spec]
 
 @functools.cache
 def specs(config: ModelConfig) -> Specs:
-    """Returns the specs of all arrays of a model, in the order of `jax.tree.leaves`."""
+    """Returns the description of each array of a model, in the order of `jax.tree.leaves`."""
     return specs_of(_abstract(config))
 
 
 def specs_of(module: nnx.Module) -> Specs:
-    """Returns the specs of all arrays of a module, in the order of `jax.tree.leaves`."""
+    """Returns the description of each array of a module, in the order of `jax.tree.leaves`."""
     return {
         tuple(map(str, path)): Spec(
             tuple(value.shape), value.get_metadata("axes"), isinstance(value, nnx.LoRAParam)
@@ -69,7 +69,7 @@ def _abstract(config: ModelConfig) -> Decoder:
 
 
 def num_params(config: ModelConfig) -> int:
-    """Returns the number of scalars in the parameters, adapters included."""
+    """Returns the number of scalars in the parameters, including adapters."""
     return sum(math.prod(spec.shape) for spec in specs(config).values())
 
 
@@ -77,7 +77,7 @@ def num_params(config: ModelConfig) -> int:
 
 
 def nest(flat: Mapping[Path, Any]) -> Params:
-    """Builds a nested dict from values by path."""
+    """Builds a nested dict from a mapping of paths to values."""
     params: Params = {}
     for path, value in flat.items():
         node = params
@@ -88,7 +88,7 @@ def nest(flat: Mapping[Path, Any]) -> Params:
 
 
 def flatten(params: Params, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yields (path, value) of all leaves."""
+    """Yields (path, value) of all leaves of a nested dict."""
     for key, value in params.items():
         if isinstance(value, dict):
             yield from flatten(value, (*prefix, key))
@@ -111,19 +111,19 @@ def param_dtype(params: Params) -> jnp.dtype:
 
 @functools.cache
 def _graphs(config: ModelConfig) -> tuple[Any, Any, Any]:
-    """Returns Flax's graph definitions of a decoder with layers, of one without, and of a layer."""
+    """Returns Flax's graph definitions of a decoder with and without layers, and of a layer."""
     shared = nnx.eval_shape(lambda: Decoder(config, rngs=nnx.Rngs(0), stacked=False))
     layer = nnx.eval_shape(lambda: Layer(config, rngs=nnx.Rngs(0)))
     return nnx.graphdef(_abstract(config)), nnx.graphdef(shared), nnx.graphdef(layer)
 
 
 def bind(config: ModelConfig, params: Params) -> Decoder:
-    """Returns the module with these parameters; for use inside a compiled function.
+    """Returns the decoder with these parameters; call it inside a compiled function.
 
     Raises:
         ValueError: the parameters or adapters do not match the architecture.
     """
-    # Flax fills leaves in by their order, so it would accept other names without an error.
+    # Flax assigns leaves by their order, so it would accept wrong names without an error.
     if (found := {path for path, _ in flatten(params)}) != specs(config).keys():
         wrong = sorted("/".join(path) for path in found ^ specs(config).keys())
         raise ValueError(f"parameters and architecture differ in {', '.join(wrong)}")
@@ -137,16 +137,16 @@ def bind(config: ModelConfig, params: Params) -> Decoder:
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeParams:
-    """Parameters in the layout for decoding, without adapters.
+    """The parameters in the layout for decoding, without adapters.
 
-    A decode step reads every parameter once. Slices of a stack would be copied inside its loop, so
-    each layer has arrays of its own.
+    A decoding step reads every parameter once. Slices of stacked layers would be copied inside the
+    loop over steps, so each layer has arrays of its own.
 
     Attributes:
         shared: all parameters outside the layers.
         layers: parameters of each layer.
-        outputs_first: whether the output axes of kernels come before the input axes, which XLA's
-            CPU backend multiplies faster (`ops_cpu`); static.
+        outputs_first: whether the output axes of kernels precede their input axes; static. XLA's
+            CPU backend multiplies such kernels faster (`ops_cpu`).
     """
 
     shared: Params
@@ -156,7 +156,7 @@ class DecodeParams:
     def bind(self, config: ModelConfig) -> tuple[Decoder, tuple[Layer, ...]]:
         """Returns the decoder and its layers with these parameters.
 
-        Use it inside a compiled function.
+        Call this method inside a compiled function.
         """
         _, shared, layer = _graphs(config)
         layers = tuple(nnx.merge(layer, params) for params in self.layers)
@@ -169,7 +169,8 @@ def unstack(params: Params, config: ModelConfig, outputs_first: bool = False) ->
     Args:
         params: parameters in the training layout, stacked over layers.
         config: the architecture.
-        outputs_first: see `DecodeParams`.
+        outputs_first: whether the output axes of kernels are moved to the front, see
+            `DecodeParams`.
     """
     shared = {key: value for key, value in params.items() if key != "layers"}
     layers = tuple(
@@ -182,7 +183,10 @@ def unstack(params: Params, config: ModelConfig, outputs_first: bool = False) ->
 
 
 def inputs_of(config: ModelConfig) -> Mapping[Path, int]:
-    """Returns the number of input axes of each kernel; paths of layer kernels omit ``layers``."""
+    """Returns the number of input axes of each kernel by the kernel's path.
+
+    The paths of kernels of the layers omit the key ``layers``.
+    """
     module = _abstract(config)
     found = {}
     for path, value in nnx.iter_graph(module):
@@ -206,7 +210,7 @@ def _turn(params: Params, inputs: Mapping[Path, int]) -> Params:
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: str = "float32") -> Params:
-    """Returns random parameters, adapters included, which depend on the key alone.
+    """Returns random parameters, including adapters, that depend only on the random key.
 
     Args:
         config: the architecture.
@@ -218,10 +222,10 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: str = "float32") -> 
 
 
 def init_adapters(config: ModelConfig, seed: int, mesh: Mesh | None = None) -> Params:
-    """Returns adapters before training, float32, on the first device or sharded over a mesh.
+    """Returns new adapters in float32, on the first device or sharded over a mesh.
 
     Args:
-        config: the architecture with its adapters.
+        config: the architecture, including its adapters.
         seed: seed of the initial values.
         mesh: mesh of the run; None for the first device.
     """
@@ -233,46 +237,52 @@ def init_adapters(config: ModelConfig, seed: int, mesh: Mesh | None = None) -> P
 
 
 def select(config: ModelConfig, params: Params, *, adapter: bool) -> Params:
-    """Returns the adapters among the parameters, or all other parameters.
+    """Returns either the adapters among the parameters, or all other parameters.
 
     Args:
         config: the architecture.
         params: parameters with adapters.
-        adapter: True for the adapters, False for the rest.
+        adapter: True to return the adapters, False to return all other parameters.
     """
     kinds = specs(config)
     return nest({path: x for path, x in flatten(params) if kinds[path].adapter == adapter})
 
 
 def without_adapters(config: ModelConfig) -> ModelConfig:
-    """Returns the architecture without adapters, for a model with merged adapters or none."""
+    """Returns the architecture of the same model without adapters.
+
+    It describes parameters that never had adapters, and parameters into which adapters were merged.
+    """
     return dataclasses.replace(config, lora=LoraConfig())
 
 
 def split_trained(
     params: Params, config: ModelConfig, seed: int, mesh: Mesh | None = None
 ) -> tuple[Params, Params]:
-    """Splits the parameters of a run into (trained, frozen).
+    """Splits the parameters of a run into trained and frozen parameters.
 
-    Without adapters all parameters are trained. With adapters, new adapters are trained and all
-    other parameters are frozen.
+    If the architecture has no adapters, all parameters are trained. Otherwise new adapters are
+    trained, and all other parameters are frozen.
 
     Args:
         params: parameters of a model without adapters.
-        config: the architecture, with the adapters that the run trains.
+        config: the architecture, including the adapters that the run trains.
         seed: seed of the adapters' initial values.
-        mesh: see `init_adapters`.
+        mesh: mesh of the run; None for the first device.
+
+    Returns:
+        The trained parameters, and the frozen parameters ({} without adapters).
     """
     return (init_adapters(config, seed, mesh), params) if config.lora.rank else (params, {})
 
 
 @functools.partial(jax.jit, static_argnames="config")
 def merge_program(config: ModelConfig, params: Params) -> Params:
-    """`merge_adapters` for a model that has adapters; runs inside a compiled function."""
+    """Merges the adapters of a model that has adapters; see `merge_adapters`."""
     layers = bind(config, params).layers
 
     def delta(lora: Any) -> jax.Array:
-        """``scale * A B`` of each layer, ``[L, *inputs, *outputs]``."""
+        """Computes ``scale * A B`` of each layer, ``[L, *inputs, *outputs]``."""
         a, b = lora.a[...], lora.b[...] * lora.scale
         product = jnp.einsum(
             "lir,lro->lio",
@@ -302,7 +312,7 @@ def merge_program(config: ModelConfig, params: Params) -> Params:
 
 
 def merge_adapters(config: ModelConfig, params: Params) -> Params:
-    """Returns a model's parameters with the adapters added to their kernels."""
+    """Returns the parameters of a model, with its adapters added to the kernels."""
     if not config.lora.rank:
         return params
     return in_turn(mesh_of(jax.tree.leaves(params)[0]), merge_program, config, params)
@@ -312,12 +322,12 @@ def merge_adapters(config: ModelConfig, params: Params) -> Params:
 
 
 def shardings(config: ModelConfig, mesh: Mesh | AbstractMesh | None, rules: Rules = RULES) -> Any:
-    """Returns the shardings of the parameters as a nested dict; without a mesh, the first device.
+    """Returns the sharding of each parameter as a nested dict.
 
     Args:
         config: the architecture.
-        mesh: mesh of the run, or None.
-        rules: sharding rules, from logical axes to mesh axes.
+        mesh: mesh of the run; None places all parameters on the first device.
+        rules: rules that map logical axes to mesh axes.
     """
     if mesh is None:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
@@ -326,7 +336,7 @@ def shardings(config: ModelConfig, mesh: Mesh | AbstractMesh | None, rules: Rule
 
 
 def decode_shardings(config: ModelConfig, mesh: Mesh | AbstractMesh) -> DecodeParams:
-    """Returns the shardings of parameters in the layout for decoding, by the rules for decoding."""
+    """Returns the shardings of parameters in the layout for decoding, by `DECODE_RULES`."""
 
     def place(spec: Spec, first: int) -> NamedSharding:
         return sharding_for(mesh, spec.axes[first:], DECODE_RULES, spec.shape[first:])
@@ -338,7 +348,7 @@ def decode_shardings(config: ModelConfig, mesh: Mesh | AbstractMesh) -> DecodePa
 
 
 def abstract_params(config: ModelConfig, mesh: Mesh | None) -> Params:
-    """Returns the shapes and shardings of float32 training parameters, without values."""
+    """Returns the shapes and shardings of float32 training parameters, without their values."""
     places = dict(flatten(shardings(config, mesh)))
     return nest(
         {

@@ -1,4 +1,4 @@
-"""Writes the result of a training run: the whole model, and its adapters in the format of PEFT."""
+"""Writes the result of a training run: the whole model, and adapters in the format of PEFT."""
 
 from __future__ import annotations
 
@@ -20,16 +20,19 @@ _PEFT = {
     **{name: ("attn", f"{name}_lora", f"self_attn.{name}_proj") for name in "qkvo"},
     **{name: ("mlp", f"{name}_lora", f"mlp.{name}_proj") for name in ("gate", "up", "down")},
 }
-"""Projection -> path of its adapter in a layer, and PEFT's module name."""
+"""Maps a projection to the path of its adapter in a layer and to PEFT's module name."""
 
 
 def save_trained(model: Model, source: str, output: Path, dtype: str) -> None:
-    """Writes the model, adapters merged, to ``output``, and adapters to ``output`` + ``-adapters``.
+    """Writes the model to ``output`` and, if there are adapters, the adapters beside it.
+
+    In ``output`` the adapters are merged into the model. The adapters alone are written to the
+    directory whose name is that of ``output`` followed by ``-adapters``.
 
     Args:
-        model: trained model, with adapters if its architecture has any.
-        source: path or name of the base model, for the configuration of the adapters.
-        output: directory to create or replace.
+        model: the trained model, with adapters if its architecture has adapters.
+        source: path or name of the base model, which the configuration of the adapters names.
+        output: directory that is created or replaced.
         dtype: dtype of the saved model; adapters are saved in float32.
     """
     merged = merge_adapters(model.config, model.params)
@@ -43,15 +46,15 @@ def save_trained(model: Model, source: str, output: Path, dtype: str) -> None:
 
 
 def write_adapters(directory: Path, adapters: Params, lora: LoraConfig, source: str) -> None:
-    """Writes adapters so that ``peft.PeftModel.from_pretrained`` reads them.
+    """Writes adapters in the format that ``peft.PeftModel.from_pretrained`` reads.
 
-    With several processes all of them call this function and the first writes.
+    If there are several processes, all of them call this function, and the first process writes.
 
     Args:
-        directory: directory to create.
+        directory: directory to which the files are written; it is created if necessary.
         adapters: parameters of the adapters.
         lora: configuration of the adapters.
-        source: path or name of the base model.
+        source: path or name of the base model, which the configuration names.
     """
     tensors = adapter_tensors(adapters)
     if jax.process_index():
@@ -64,7 +67,10 @@ def write_adapters(directory: Path, adapters: Params, lora: LoraConfig, source: 
 
 
 def adapter_tensors(adapters: Params) -> dict[str, np.ndarray]:
-    """Returns adapters with PEFT's names and shapes: A ``[rank, in]``, B ``[out, rank]``."""
+    """Returns the tensors of adapters with PEFT's names and shapes.
+
+    The shape of A is ``[rank, in]``, the shape of B is ``[out, rank]``.
+    """
     tensors = {}
     for part, key, name in _PEFT.values():
         if (adapter := adapters["layers"].get(part, {}).get(key)) is None:

@@ -1,4 +1,4 @@
-"""Safetensors that are not on this machine: only the bytes of the rows asked for are fetched."""
+"""Reads safetensors that are not on this machine, fetching only the bytes of requested rows."""
 
 from __future__ import annotations
 
@@ -16,18 +16,18 @@ from coa_jax.storage import RemoteFiles
 
 _DTYPES = {"F64": "<f8", "F32": "<f4", "F16": "<f2", "BF16": ml_dtypes.bfloat16}
 _LARGEST = 100 << 20
-"""Bytes of the largest header that the format allows."""
+"""Number of bytes of the largest header that the format allows."""
 
 
 class RangedCheckpoint:
-    """The tensors of a model in a bucket or on the Hub.
+    """The tensors of a model in a bucket or on the Hugging Face Hub.
 
     Attributes:
-        where: the model, for messages.
+        where: URL or id of the model, used in error messages.
         shapes: shape of each tensor by name.
 
     Raises:
-        UserError: a file cannot be read or is no safetensors file; the message names it.
+        UserError: a file cannot be read, or is not a safetensors file; the message names the file.
     """
 
     def __init__(self, where: str, files: RemoteFiles) -> None:
@@ -43,7 +43,7 @@ class RangedCheckpoint:
         }
 
     def _header(self, name: str) -> dict[str, tuple[int, Mapping[str, Any]]]:
-        """Place and description of each tensor of a file."""
+        """Reads the header of a file; returns the position and description of each tensor."""
         try:
             (length,) = struct.unpack("<Q", self._remote.read(name, 0, 8))
             if length > _LARGEST:
@@ -64,11 +64,11 @@ class RangedCheckpoint:
             ) from error
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Rows of a tensor in its stored dtype; nothing else of the tensor is fetched.
+        """Reads rows of a tensor in its stored dtype, and fetches no other row.
 
         Raises:
-            UserError: its dtype is not a floating-point one of 16 bits or more, or the store
-                refuses.
+            UserError: the dtype is not a floating-point type of 16 bits or more, or the store
+                refuses the request.
         """
         file, start, about = self._tensors[name]
         if about["dtype"] not in _DTYPES:
@@ -86,7 +86,7 @@ class RangedCheckpoint:
 
 
 def _size(code: str) -> int:
-    """Bytes of an element of a dtype, which may be one that is not read."""
+    """Returns the number of bytes of an element of a dtype, which need not be supported."""
     return np.dtype(_DTYPES[code]).itemsize if code in _DTYPES else _WIDTHS[code]
 
 

@@ -1,4 +1,4 @@
-"""Rematerialisation: which activations the backward pass reads, and which it recomputes."""
+"""Rematerialisation: which activations are saved for the backward pass, and which recomputed."""
 
 from __future__ import annotations
 
@@ -8,13 +8,13 @@ from typing import Any
 import jax
 
 ATTENTION = "attention"
-"""Name of the values that attention saves for its backward pass, besides its arguments."""
+"""Name of the values that attention saves for its backward pass in addition to its arguments."""
 
 MLP_PRODUCT = "mlp"
-"""Name of the input of the down projection."""
+"""Name of the input of the MLP's down projection."""
 
 OPERANDS = "operands"
-"""Name of the queries, the keys and the values that attention takes."""
+"""Name of the queries, keys and values that are the arguments of attention."""
 
 MIDDLE = "middle"
 """Name of the residual stream between attention and MLP."""
@@ -32,27 +32,30 @@ POLICIES: dict[str, Any] = {
     "attention": _POLICIES.save_only_these_names(ATTENTION),
     "full": _POLICIES.nothing_saveable,
 }
-"""Policies, from the most memory and least recomputation to the least memory and most
-recomputation.
+"""Rematerialisation policies by name.
+
+The first policy needs the most memory and the least recomputation, the last policy the least memory
+and the most recomputation.
 
 Every policy recomputes the attention scores.
 
-- ``none`` saves everything else.
+- ``none`` saves all other activations.
 - ``dots`` saves the results of matmuls with weights, the inputs of the down projection and of
-  attention, and the results that attention names (`splash` and `xla`).
-- ``weight_dots`` saves only the results of matmuls with weights; attention is recomputed.
-- ``offload`` saves the same values as ``weight_dots``, in host memory.
+  attention, and the results of attention (only `splash` and `xla` name their results).
+- ``weight_dots`` saves only the results of matmuls with weights, and recomputes attention.
+- ``offload`` saves the same values as ``weight_dots``, but in host memory.
 - ``attention_block`` saves the values of ``attention``, the inputs of attention, and the residual
   stream after attention. The backward pass recomputes norms, the gate and up matmuls and, in models
   that normalise queries and keys, the matmuls of queries and keys.
-- ``attention`` saves the values of ``full`` and the results that attention names, so the backward
-  pass does not repeat the sum over values.
-- ``full`` saves the residual stream before each layer; the whole layer is recomputed.
+- ``attention`` saves the values of ``full`` and the results of attention, so the backward pass does
+  not repeat the weighted sum of the values.
+- ``full`` saves only the residual stream before each layer, and recomputes the whole layer.
 """
 
 
 def rematerialize(layer: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Applies a rematerialisation policy of `POLICIES` to a layer."""
+    """Applies a rematerialisation policy to a layer; the names are the keys of `POLICIES`."""
     policy = POLICIES[name]
-    # Within a scan XLA cannot merge the two passes, so common subexpressions need no barrier.
+    # Within a scan XLA cannot merge the forward and backward pass, so no barrier (`prevent_cse`) is
+    # needed.
     return layer if name == "none" else jax.checkpoint(layer, policy=policy, prevent_cse=False)

@@ -1,4 +1,4 @@
-"""Rotary position embeddings: frequencies, with or without scaling, and the rotation."""
+"""Rotary position embeddings: the frequencies, with or without scaling, and the rotation."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Llama3Rope:
-    """Scaling of Llama 3.1 and later (``rope_type: llama3``).
+    """Scaling of the rotary frequencies in Llama 3.1 and later (``rope_type: llama3``).
 
     Attributes:
-        factor: factor by which slow components are stretched.
-        low_freq_factor: components with fewer turns than this over the original positions are
-            stretched.
-        high_freq_factor: components with more turns than this over the original positions are
-            unchanged.
+        factor: factor by which the wavelengths of slow components are stretched.
+        low_freq_factor: number of turns over ``original_max_position`` positions; components with
+            fewer turns are stretched.
+        high_freq_factor: number of turns over ``original_max_position`` positions; components with
+            more turns stay unchanged.
         original_max_position: context length of pretraining, in tokens.
     """
 
@@ -34,17 +34,21 @@ class Llama3Rope:
 
 @dataclasses.dataclass(frozen=True)
 class YarnRope:
-    """YaRN (Peng et al. 2023, arXiv 2309.00071), with which Qwen reaches 131,072 positions.
+    """Scaling by YaRN (Peng et al. 2023, arXiv 2309.00071), with which Qwen has 131,072 positions.
 
     Attributes:
-        factor: factor by which slow components are stretched.
+        factor: factor by which the wavelengths of slow components are stretched.
         original_max_position: context length of pretraining, in tokens.
-        beta_fast: components with more turns than this over the original positions are unchanged.
-        beta_slow: components with fewer turns than this over the original positions are stretched.
-        attention_factor: factor of cosines and sines; None to compute it from the other fields.
+        beta_fast: number of turns over ``original_max_position`` positions; components with more
+            turns stay unchanged.
+        beta_slow: number of turns over ``original_max_position`` positions; components with fewer
+            turns are stretched.
+        attention_factor: factor of cosines and sines; None computes the factor from the other
+            fields.
         mscale, mscale_all_dim: weights of ``log(factor)`` in the numerator and the denominator of
             the attention factor; used only if both are set.
-        truncate: whether the range of blended components is rounded to whole indices.
+        truncate: whether the first and the last index of the components between these two kinds,
+            which are blended, are rounded to whole numbers.
     """
 
     factor: float
@@ -58,18 +62,19 @@ class YarnRope:
 
 
 def frequencies(config: ModelConfig) -> tuple[jax.Array, float]:
-    """Returns the inverse frequencies, and the factor of the cosines and sines.
+    """Returns the rotary frequencies, and the factor of the cosines and sines.
 
     Returns:
-        Radians per position, float32 ``[K / 2]``, and the attention factor, which is 1 except for
-        YaRN.
+        The angle per position in radians, float32 ``[K / 2]``, and the attention factor, which is 1
+        except with YaRN.
     """
     half = jnp.arange(0, config.head_dim, 2, dtype=jnp.float32) / config.head_dim
     inv_freq = 1.0 / config.rope_theta**half
     scaling = config.rope_scaling
     if scaling is None:
         return inv_freq, 1.0
-    # Fast components are unchanged, slow ones are stretched by the factor, others are blended.
+    # Fast components stay unchanged, slow components are stretched by the factor, and the
+    # components between them are blended.
     if isinstance(scaling, Llama3Rope):
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
         turns = scaling.original_max_position * inv_freq / (2 * math.pi)
@@ -84,10 +89,10 @@ def frequencies(config: ModelConfig) -> tuple[jax.Array, float]:
 
 
 def _blended(scaling: YarnRope, head_dim: int, theta: float) -> tuple[float, float]:
-    """Returns the indices of the first and the last component that are blended."""
+    """Returns the indices of the first and last component that are blended."""
 
     def index(turns: float) -> float:
-        """Returns the (fractional) index of the component with this many turns."""
+        """Returns the (fractional) index of the component with this number of turns."""
         radians = scaling.original_max_position / (turns * 2 * math.pi)
         return head_dim * math.log(radians) / (2 * math.log(theta))
 
@@ -107,18 +112,18 @@ def _attention_factor(scaling: YarnRope) -> float:
 
 
 def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns cosines and sines of positions ``[B, T]``, float32 ``[B, T, 1, 1, K / 2]`` each."""
+    """Returns cosines and sines of positions ``[B, T]``, each float32 ``[B, T, 1, 1, K / 2]``."""
     inv_freq, factor = frequencies(config)
     angles = (positions[..., None].astype(jnp.float32) * inv_freq)[:, :, None, None]
     return factor * jnp.cos(angles), factor * jnp.sin(angles)
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates the pairs formed by the two halves of the last axis.
+    """Rotates each pair that consists of an element of the first and of the second half of K.
 
     Args:
-        x: ``[..., K]``.
-        cos, sin: ``[..., K / 2]``; they broadcast against the halves of x.
+        x: queries or keys, ``[..., K]``.
+        cos, sin: cosines and sines, ``[..., K / 2]``, which broadcast against the halves of x.
     """
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)

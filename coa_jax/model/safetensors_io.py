@@ -1,8 +1,8 @@
-"""Reads and writes safetensors with one tensor in memory at a time.
+"""Reads and writes safetensors files with only one tensor in memory at a time.
 
-The safetensors library reads the files. It can only write tensors that are all in memory, so this
-module writes files itself: eight bytes of header length, a JSON header (name -> dtype, shape, byte
-range) and the data.
+The safetensors library reads the files. The library can only write tensors that are all in memory,
+so this module writes files itself: eight bytes with the length of the header, a JSON header (name
+-> dtype, shape, byte range), and the data.
 """
 
 from __future__ import annotations
@@ -25,22 +25,22 @@ from coa_jax.errors import UserError
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
 _CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""Name of a dtype -> its code in the format."""
+"""Maps the name of a dtype to its code in the file format."""
 FLOATS = tuple(_CODES.values())
-"""Codes of the dtypes that weights may have."""
+"""Codes of the dtypes that stored weights may have."""
 
 
 class Checkpoint:
-    """The tensors of a model directory: a single file, or shards with their index.
+    """The tensors of a model directory, which holds a single file, or shards with an index.
 
     Attributes:
-        where: the directory, for messages.
+        where: path of the directory, used in error messages.
         shapes: shape of each tensor by name.
-        files: the files with the tensors.
+        files: paths of the files that hold the tensors.
 
     Raises:
-        UserError: there are no weights, a shard is missing, an index disagrees with its shards, or
-            a file is damaged; the message names the file.
+        UserError: the directory has no weights, a shard is missing, the index disagrees with its
+            shards, or a file is damaged; the message names the file.
     """
 
     def __init__(self, directory: str | Path) -> None:
@@ -61,7 +61,7 @@ class Checkpoint:
                 raise UserError(f"{path} lacks tensor {name}, though the index has it")
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Reads rows of a tensor in its stored dtype; the other rows are not read.
+        """Reads rows of a tensor in its stored dtype, and no other row.
 
         Raises:
             UserError: the dtype is not a floating-point type of 16 bits or more.
@@ -77,7 +77,7 @@ class Checkpoint:
 
 
 def open_safetensors(path: Path) -> Any:
-    """Opens a file with the library, mapped into memory.
+    """Opens a file with the safetensors library, which maps the file into memory.
 
     Raises:
         UserError: the file is missing, truncated, too large or not a safetensors file.
@@ -100,7 +100,7 @@ def open_safetensors(path: Path) -> Any:
 
 
 def _weight_map(directory: Path) -> dict[str, Path]:
-    """Returns the file of each tensor from the directory's index; empty for a single file."""
+    """Returns the file of each tensor from the directory's index; {} if there is a single file."""
     index = directory / INDEX_FILE
     if not index.exists():
         if (directory / SINGLE_FILE).exists():
@@ -132,17 +132,17 @@ def write_safetensors(
     dtype: Any,
     tensors: Iterable[tuple[str, np.ndarray]],
 ) -> None:
-    """Writes one file, holding one tensor in memory at a time.
+    """Writes a safetensors file, with only one tensor in memory at a time.
 
     Args:
         path: file to create.
-        shapes: names and shapes, in the order in which ``tensors`` yields them.
-        dtype: dtype of all tensors.
+        shapes: shapes of the tensors by name, in the order in which ``tensors`` yields the tensors.
+        dtype: dtype of all tensors in the file.
         tensors: (name, values) pairs; values are cast to ``dtype``.
 
     Raises:
         OSError: the file cannot be written.
-        ValueError: ``tensors`` does not follow ``shapes``.
+        ValueError: the names or shapes of ``tensors`` differ from those of ``shapes``.
     """
     dtype = np.dtype(dtype)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}

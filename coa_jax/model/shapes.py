@@ -1,4 +1,4 @@
-"""Published architectures by name, to analyse a model without its files."""
+"""Published architectures by name, with which a model can be analysed without its files."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ from coa_jax.model.hf_config import read_config
 _QWEN25 = functools.partial(ModelConfig, "qwen2", rope_theta=1e6, qkv_bias=True, max_position=32768)
 _QWEN3 = functools.partial(ModelConfig, "qwen3", rope_theta=1e6, qk_norm=True, max_position=40960)
 
-# Values of each model's config.json on the Hugging Face hub; `tiny` is for trying out commands.
-# V, D, F, L, H, N and K of `ModelConfig`.
+# The values come from each model's config.json on the Hugging Face Hub; `tiny` is for trying out
+# commands. The numbers are V, D, F, L, H, N and K of `ModelConfig`.
 ARCHITECTURES: dict[str, ModelConfig] = {
     "tiny": ModelConfig("llama", 512, 64, 128, 2, 4, 2, 16),
     "smollm2-135m": ModelConfig(
@@ -31,14 +31,15 @@ ARCHITECTURES: dict[str, ModelConfig] = {
 
 
 def architecture_of(model: str) -> tuple[str, ModelConfig]:
-    """Returns (name, architecture) of a model directory; reads only ``config.json``.
+    """Returns the name and the architecture of a model; reads only ``config.json``.
 
-    If the directory does not exist, a name of `ARCHITECTURES` in its path decides, such as
-    ``weights/Qwen2.5-Coder-7B-Instruct``: coder and instruct models have the shapes of the base
-    model. ``tiny`` must be the last part of the path, since other models' names contain it.
+    If the directory does not exist, the architecture is that of a name of `ARCHITECTURES` that the
+    path contains, such as ``weights/Qwen2.5-Coder-7B-Instruct``: coder and instruct models have the
+    shapes of their base model. The name ``tiny`` must be the last part of the path, because names
+    of other models contain it.
 
     Raises:
-        UserError: the directory does not exist and its path has no known name.
+        UserError: the directory does not exist, and its path contains no known name.
     """
     if storage.is_url(model) or (Path(model) / "config.json").is_file():
         return model, read_config(storage.model_folder(model, weights=False))

@@ -1,8 +1,8 @@
-"""Tokenizers: loading, encoding of untrusted text, and chat prompts as token ids.
+"""Tokenizers: loading them, encoding untrusted text, and building chat prompts as token ids.
 
-Tool output and model text are data. If ``<|im_end|>`` in a web page became the control token, a
-page could end the assistant's turn. So every text except the frame of the prompt is encoded by
-:func:`encode_plain`, which never produces an added token.
+Tool output and model text are data. If the text ``<|im_end|>`` in a web page became the control
+token, a page could end the assistant's turn. Every text except the frame of the prompt is therefore
+encoded by :func:`encode_plain`, which never produces an added token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coa_jax.model.gguf_io import GgufFile, gguf_file
 from coa_jax.storage import model_folder
 
 IM_START, IM_END, END_OF_TEXT = "<|im_start|>", "<|im_end|>", "<|endoftext|>"
-_LARGEST = 256 << 20  # bytes of a tokenizer file; the largest vocabularies need 35 MB
+_LARGEST = 256 << 20  # maximum bytes of a tokenizer file; the largest real files have 35 MB
 _SAMPLE = "It's 1,234.5 km <b>away</b>:\n\tna\u00efve \u6771\u4eac \U0001f642"
 _FILES = ("tokenizer.json", "vocab.json", "tokenizer.model")
 _ALL_FILES = (
@@ -32,7 +32,7 @@ _ALL_FILES = (
     *("config.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
     *("merges.txt", "chat_template.json", "chat_template.jinja"),
 )
-"""Files that transformers opens for a tokenizer without checking their size or kind."""
+"""Files that transformers opens when it loads a tokenizer, without checking their size or kind."""
 _GGUF_ROLES = {
     "bos_token": "bos",
     "eos_token": "eos",
@@ -40,7 +40,7 @@ _GGUF_ROLES = {
     "pad_token": "padding",
 }
 
-# Pre-tokenisation of the published tokenizer.json of Qwen2 and of Llama 3, which treat digits
+# Pre-tokenisation in the published tokenizer.json of Qwen2 and of Llama 3; the two treat digits
 # differently.
 _SPLIT = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|DIGITS"
@@ -54,10 +54,12 @@ _SPLITS = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MissingTokenizer:
-    """Placeholder for a missing tokenizer; every use of it raises a `UserError`.
+    """Placeholder for the tokenizer of a model without tokenizer files.
+
+    Every use of the placeholder raises a `UserError`.
 
     Attributes:
-        message: message of the error: the model's path, and the files that were looked for.
+        message: text of the error, which names the model's path and the files that were looked for.
     """
 
     message: str
@@ -78,7 +80,7 @@ def load_tokenizer(path: str | Path) -> Any:
         A transformers ``PreTrainedTokenizerFast``.
 
     Raises:
-        UserError: the tokenizer file is missing or damaged; the message names it.
+        UserError: the tokenizer file is missing or damaged; the message names the file.
     """
     folder = model_folder(path, weights=False)
     tokenizer = find_tokenizer(folder)
@@ -90,7 +92,10 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def find_tokenizer(path: str | Path) -> Any:
-    """Loads a tokenizer like `load_tokenizer`; returns a `MissingTokenizer` if there is no file."""
+    """Loads a tokenizer; returns a `MissingTokenizer` if the model has no tokenizer.
+
+    In all other respects the function is like `load_tokenizer`.
+    """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
     path = Path(path)
@@ -110,8 +115,8 @@ def find_tokenizer(path: str | Path) -> Any:
             reading.read_json(file, _LARGEST)
         elif file.exists():
             reading.read_bytes(file, _LARGEST)
-    # The classes that AutoTokenizer chooses may replace the normaliser and the pre-tokeniser of
-    # tokenizer.json and use only its vocabulary; this class uses the whole file.
+    # The classes that AutoTokenizer chooses may use only the vocabulary of tokenizer.json, and
+    # replace its normaliser and pre-tokeniser. PreTrainedTokenizerFast uses the whole file.
     kind = PreTrainedTokenizerFast if (path / "tokenizer.json").exists() else AutoTokenizer
     return _checked(lambda: kind.from_pretrained(str(path), local_files_only=True), path)
 
@@ -120,7 +125,7 @@ def _checked(make: Callable[[], Any], path: Path) -> Any:
     """Calls ``make`` to build the tokenizer from the files at ``path``, and checks that it works.
 
     Raises:
-        UserError: building fails, the tokenizer cannot encode text, or it is not a fast tokenizer.
+        UserError: the tokenizer cannot be built, cannot encode text, or is not a fast tokenizer.
     """
     try:
         tokenizer = make()
@@ -144,7 +149,7 @@ def _checked(make: Callable[[], Any], path: Path) -> Any:
 
 
 def gguf_tokenizer(file: GgufFile) -> Any:
-    """Loads the tokenizer inside a GGUF file; see :func:`find_tokenizer`."""
+    """Loads the tokenizer that a GGUF file contains; see :func:`find_tokenizer`."""
     path = Path(file.where)
     if file.metadata("tokenizer.ggml.model") is None:
         return MissingTokenizer(
@@ -154,7 +159,7 @@ def gguf_tokenizer(file: GgufFile) -> Any:
     pre = file.metadata("tokenizer.ggml.pre")
     if file.metadata("tokenizer.ggml.model") == "gpt2" and pre in ("smollm", *_SPLITS):
         return _checked(lambda: _byte_level_gguf(file, pre), path)
-    # transformers converts other kinds; its reader of GGUF files needs torch.
+    # transformers converts other kinds of tokenizers; its reader of GGUF files needs torch.
     from transformers import AutoTokenizer
 
     try:
@@ -171,7 +176,7 @@ def gguf_tokenizer(file: GgufFile) -> Any:
 
 
 def _byte_level_gguf(file: GgufFile, pre: str) -> Any:
-    """Builds byte-level BPE; the file's field ``pre`` names the pre-tokenisation."""
+    """Builds a byte-level BPE tokenizer; ``pre`` is the name of the pre-tokenisation."""
     from gguf import TokenType
     from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, normalizers
     from tokenizers.pre_tokenizers import ByteLevel, Digits, Sequence, Split
@@ -183,7 +188,8 @@ def _byte_level_gguf(file: GgufFile, pre: str) -> Any:
     tokens, kinds = get("tokens"), get("token_type")
     merges = [tuple(merge.split(" ")) for merge in get("merges")]
     vocab = {token: i for i, token in enumerate(tokens)}
-    # Llama 3 encodes a text that is a vocabulary entry as that entry, see its tokenizer.json.
+    # If a text is an entry of the vocabulary, Llama 3 encodes the text as this entry, see its
+    # tokenizer.json.
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
     cut: Any
     if pre == "smollm":
@@ -207,21 +213,22 @@ def _byte_level_gguf(file: GgufFile, pre: str) -> Any:
 
 
 _LONG = 4096
-"""Length in characters from which a text is encoded without holding Python's GIL."""
+"""Number of characters from which on a text is encoded without holding Python's GIL."""
 
 _Plain = tuple[Any, dict[int, str] | None]
 _PLAIN: weakref.WeakKeyDictionary[Any, _Plain] = weakref.WeakKeyDictionary()
 
 
 def _plain(tokenizer: Any) -> _Plain:
-    """Returns a copy of the tokenizer's model without added tokens, and its missing control bytes.
+    """Returns a tokenizer without added tokens, and the control bytes that it cannot encode.
 
-    The second value maps bytes that the vocabulary cannot spell; it is None if the tokenizer is not
-    byte-level or adds spaces.
+    The first value is a copy of the tokenizer's model. The second value maps bytes that the
+    vocabulary cannot spell to their replacement; it is None if the tokenizer is not byte-level, or
+    adds spaces.
 
-    The option ``encode_special_tokens`` of the original is not enough: it affects only tokens
-    marked as special, while Qwen's ``<tool_call>`` is added but not marked, and the option is
-    shared state.
+    The option ``encode_special_tokens`` of the original tokenizer does not suffice. It affects only
+    tokens that are marked as special, but Qwen's ``<tool_call>`` is added without this mark. The
+    option is also shared state.
     """
     if tokenizer not in _PLAIN:
         from tokenizers import Tokenizer
@@ -232,7 +239,8 @@ def _plain(tokenizer: Any) -> _Plain:
         spec |= {"added_tokens": [], "post_processor": None, "truncation": None, "padding": None}
         unspelt: dict[int, str] | None = {} if _is_byte_level(spec) else None
         if model["type"] == "BPE":
-            # Ids of added tokens must not come back as merges, as whole words, or as "unknown".
+            # The ids of added tokens must not reappear as merges, as whole words, or as the unknown
+            # token.
             model["vocab"] = {t: i for t, i in model["vocab"].items() if t not in added}
             merges = (m.split(" ") if isinstance(m, str) else m for m in model["merges"])
             model["merges"] = [
@@ -241,8 +249,8 @@ def _plain(tokenizer: Any) -> _Plain:
             if model.get("unk_token") in added:
                 model["unk_token"] = None
             if unspelt is not None:
-                # NFC normalisation (Qwen) would make the text differ from its tokens. Without it
-                # the ids are the same for every text that is already NFC.
+                # With NFC normalisation (as in Qwen), the tokens would differ from the text.
+                # Without it, the ids of every text that is in NFC already stay the same.
                 spec["normalizer"] = None
                 unspelt = _missing_controls(model["vocab"])
         _PLAIN[tokenizer] = Tokenizer.from_str(json.dumps(spec)), unspelt
@@ -260,9 +268,11 @@ def _is_byte_level(spec: dict[str, Any]) -> bool:
 
 
 def check_byte_level(tokenizer: Any) -> None:
-    """Rejects a tokenizer that adds a space before every text, so that pieces of text do not join.
+    """Rejects a tokenizer that is not byte-level BPE, or that adds a space before every text.
 
-    SentencePiece-style tokenizers do this, and byte-level BPE with ``add_prefix_space``.
+    With such a tokenizer, the encoding of a text may differ from the joined encodings of the text's
+    parts. SentencePiece-style tokenizers add spaces, and so does byte-level BPE with
+    ``add_prefix_space``.
 
     Raises:
         UserError: the tokenizer is not byte-level BPE, or adds spaces.
@@ -276,7 +286,10 @@ def check_byte_level(tokenizer: Any) -> None:
 
 
 def _missing_controls(vocab: dict[str, int]) -> dict[int, str]:
-    """Returns ASCII bytes without a token (SmolLM2 lacks six), which would vanish from the text."""
+    """Returns the ASCII bytes without a token, which would vanish from the text.
+
+    SmolLM2, for example, lacks six of them.
+    """
     from tokenizers import pre_tokenizers
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
@@ -288,14 +301,14 @@ def _missing_controls(vocab: dict[str, int]) -> dict[int, str]:
 
 
 def encode_plain(tokenizer: Any, text: str) -> list[int]:
-    """Encodes text literally: no text produces an added or special token.
+    """Encodes text literally, so that no text produces an added or special token.
 
-    For byte-level BPE the ids decode to exactly ``text``. The exceptions become U+FFFD: lone
-    surrogates, which UTF-8 cannot encode, and control bytes that the vocabulary lacks.
+    With byte-level BPE the ids decode to exactly ``text``, with two exceptions that become U+FFFD:
+    lone surrogates, which UTF-8 cannot encode, and control bytes that the vocabulary lacks.
 
     Args:
-        tokenizer: see :func:`load_tokenizer`.
-        text: any string.
+        tokenizer: a tokenizer from :func:`load_tokenizer`.
+        text: any text.
     """
     plain, unspelt = _plain(tokenizer)
     if unspelt:
@@ -310,17 +323,17 @@ def encode_plain(tokenizer: Any, text: str) -> list[int]:
 def _ids(plain: Any, text: str) -> list[int]:
     if len(text) < _LONG:
         return plain.encode(text, add_special_tokens=False).ids
-    # Of the two methods only this one releases Python's GIL; it is slower for short texts.
+    # Of the two methods only encode_batch_fast releases Python's GIL; for short texts it is slower.
     return plain.encode_batch_fast([text], add_special_tokens=False)[0].ids
 
 
 def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Decodes token ids, control tokens included, without any clean-up of the text."""
+    """Decodes token ids to text, which includes control tokens and is not cleaned up."""
     return tokenizer.backend_tokenizer.decode(list(map(int, ids)), skip_special_tokens=False)
 
 
 def control_id(tokenizer: Any, token: str) -> int:
-    """Returns the id of a ChatML control token.
+    """Returns the id of a control token of ChatML.
 
     Raises:
         UserError: the tokenizer has no such token.
@@ -344,21 +357,21 @@ def end_of_turn_id(tokenizer: Any) -> int:
 
 
 def eos_ids(tokenizer: Any) -> list[int]:
-    """Returns the ids that end a generation: end of turn, then the tokenizer's end of text."""
+    """Returns the ids that end a generation: those of the end of a turn and the end of text."""
     added = tokenizer.get_added_vocab()
     ids = [added.get(IM_END), tokenizer.eos_token_id, added.get(END_OF_TEXT)]
     return list(dict.fromkeys(i for i in ids if i is not None))
 
 
 def chat_template(tokenizer: Any) -> str | None:
-    """Returns the template that transformers applies: of several, the one named default."""
+    """Returns the chat template that transformers applies: the default one if there are several."""
     template = getattr(tokenizer, "chat_template", None)
     return template.get("default") if isinstance(template, dict) else template
 
 
 @functools.lru_cache(maxsize=64)
 def stock_prompt(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...], str]:
-    """Returns the chat template's defaults: ids before the first turn, and a system message."""
+    """Returns the ids that a chat template writes first, and its default system message."""
     if not template or template == TEMPLATE:
         return (), ""
     marker = "stock-system-probe"
@@ -385,19 +398,21 @@ def stock_prompt(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...],
 def conversation_ids(
     tokenizer: Any, turns: Sequence[tuple[str, str]], *, prefix: str | None = ""
 ) -> list[int]:
-    """Returns prompt ids of a conversation that ends with the open turn of the assistant.
+    """Returns the prompt ids of a conversation that ends with the assistant's open turn.
 
-    The frame is ChatML, written with control ids; contents are encoded as plain text.
+    The frame of the conversation is ChatML, written with the ids of control tokens; contents are
+    encoded as plain text.
 
     Args:
-        tokenizer: see :func:`load_tokenizer`.
-        turns: (role, content) pairs. If the first is not a system turn, the default message of the
-            tokenizer's chat template is added; an empty system turn is left out.
-        prefix: text that the assistant has already written in its open turn; None for no open turn.
+        tokenizer: a tokenizer from :func:`load_tokenizer`.
+        turns: (role, content) pairs. If the first turn is not a system turn, the default system
+            message of the chat template is added; an empty system turn is left out.
+        prefix: text that the assistant has already written in its open turn; None if there is no
+            open turn.
 
     Raises:
-        UserError: the tokenizer has no ChatML control tokens, its chat template has another
-            beginning, or it is not byte-level.
+        UserError: the tokenizer has no ChatML control tokens, its chat template does not begin like
+            ChatML, or the tokenizer is not byte-level.
     """
     control_id(tokenizer, IM_START)  # fails first for a model without ChatML
     check_byte_level(tokenizer)
@@ -410,12 +425,13 @@ def conversation_ids(
 def turn_ids(
     tokenizer: Any, turns: Sequence[tuple[str, str]], *, prefix: str | None = ""
 ) -> list[int]:
-    """Returns ids of further turns, which continue the ids of `conversation_ids`.
+    """Returns the ids of further turns, which continue the ids of `conversation_ids`.
 
     Args:
-        tokenizer: see :func:`load_tokenizer`.
+        tokenizer: a tokenizer from :func:`load_tokenizer`.
         turns: (role, content) pairs.
-        prefix: see `conversation_ids`.
+        prefix: text that the assistant has already written in its open turn; None if there is no
+            open turn.
     """
     start, end = control_id(tokenizer, IM_START), control_id(tokenizer, IM_END)
     newline, ids = encode_plain(tokenizer, "\n"), list[int]()
@@ -424,6 +440,7 @@ def turn_ids(
             ids += [start, *encode_plain(tokenizer, f"{role}\n{content}"), end, *newline]
     if prefix is None:
         return ids
-    # The prefix is encoded separately, as the policy's tokens follow the opening in training.
+    # The prefix is encoded separately, because in training the policy's tokens follow the encoded
+    # opening.
     opening = [start, *encode_plain(tokenizer, "assistant\n")]
     return [*ids, *opening, *encode_plain(tokenizer, prefix)]

@@ -1,9 +1,9 @@
-"""Tools in chat-template conversations: their description, and the turns of their results.
+"""Conversations with tools in chat templates: the tools' descriptions, and turns with results.
 
 A chat template is rendered once per set of tools, with marks in place of the contents. Then each
-text between two control tokens is encoded as plain text, with its contents in place of the marks.
-The ids are those that transformers gives for the template, and no content can produce a control
-token.
+text between two control tokens is encoded as plain text, with the contents in place of the marks.
+The ids equal those that transformers computes with the template, but no content can produce a
+control token.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from coa_jax.model.tokenizer import (
     stock_prompt,
 )
 
-# Private-use characters, which no vocabulary of words contains.
+# Characters for private use, which no vocabulary contains.
 _OPEN, _CLOSE, _SPLIT = "\ue0f0", "\ue0f1", "\ue0f2"
 _MARK = re.compile(f"{_OPEN}(\\d+){_CLOSE}")
 
@@ -37,15 +37,15 @@ INSTRUCTIONS = (
     'turn:\n<tool_call>\n{{"name": TOOL, "arguments": {{...}}}}\n</tool_call>\n'
     "The result comes between tags <tool_response>. A turn without a call ends the task."
 )
-"""System message for models whose chat template does not support tools."""
+"""System message that describes tools to models whose chat template does not support tools."""
 
 
 RESULT = "tool"
-"""Role of a message that holds the result of a call."""
+"""Role of a message that holds the result of a tool call."""
 
 
 class Frames(NamedTuple):
-    """The text around tool results: before the first result, between two, after the last."""
+    """The text around tool results: before the first result, between two, and after the last."""
 
     head: str
     between: str
@@ -57,7 +57,7 @@ CHATML = Frames(
     "\n</tool_response>\n<tool_response>\n",
     f"\n</tool_response>{IM_END}\n{IM_START}assistant\n",
 )
-"""Frames for models whose chat template does not support tools."""
+"""The text around tool results for models whose chat template does not support tools."""
 
 
 def _marked(number: int) -> str:
@@ -98,7 +98,7 @@ def _frame(template: str, tokenizer: Any, roles: tuple[str, ...], tools: str) ->
 
 
 def _guard(value: Any, added: re.Pattern[str]) -> Any:
-    """Escapes the texts of a JSON value, so that none contains an added token."""
+    """Escapes the texts of a JSON value, so that no text contains an added token."""
     if isinstance(value, str):
         return added.sub(lambda match: f"{match[0][0]}{_SPLIT}{match[0][1:]}", value)
     if isinstance(value, list):
@@ -110,7 +110,7 @@ def _guard(value: Any, added: re.Pattern[str]) -> Any:
 
 @functools.lru_cache(maxsize=64)
 def _added(tokenizer: Any) -> re.Pattern[str]:
-    """Returns a pattern of the tokenizer's added tokens, the longest first."""
+    """Returns a pattern that matches the tokenizer's added tokens, the longest first."""
     words = sorted(tokenizer.get_added_vocab(), key=lambda word: (-len(word), word))
     return re.compile("|".join(map(re.escape, words)) or r"(?!)")
 
@@ -118,16 +118,17 @@ def _added(tokenizer: Any) -> re.Pattern[str]:
 def tool_conversation_ids(
     tokenizer: Any, turns: Sequence[tuple[str, str]], tools: str
 ) -> list[int]:
-    """Returns prompt ids of a conversation with tools that ends with the assistant's open turn.
+    """Returns the prompt ids of a conversation with tools, up to the assistant's open turn.
 
     Args:
-        tokenizer: see `load_tokenizer`.
-        turns: (role, content) pairs; if the first is not a system turn, the default system message
-            of the chat template is added.
-        tools: JSON list of the tools, in OpenAI's form.
+        tokenizer: a tokenizer from `load_tokenizer`.
+        turns: (role, content) pairs. If the first turn is not a system turn, the default system
+            message of the chat template is added.
+        tools: JSON list of the tools, in the format of OpenAI.
 
     Raises:
-        UserError: see `conversation_ids`; or the chat template cannot be used.
+        UserError: the tokenizer does not fit, see `conversation_ids`; or the chat template cannot
+            be used.
     """
     template = chat_template(tokenizer)
     if not template or not _knows_tools(template, tokenizer):
@@ -146,7 +147,7 @@ def tool_conversation_ids(
 
 
 def results_as_user(turns: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Turns in which consecutive results are one turn of the user, as in `CHATML`."""
+    """Converts tool results to user turns, as in `CHATML`; consecutive results share a turn."""
     found: list[tuple[str, str]] = []
     results = False
     for role, text in turns:
@@ -160,7 +161,7 @@ def results_as_user(turns: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def frame_ids(tokenizer: Any, text: str) -> list[int]:
-    """Returns ids of a text that a chat template wrote, whose control tokens are real."""
+    """Returns the ids of a text that a chat template wrote, in which control tokens are real."""
     return _ids(tokenizer, text, ())
 
 
@@ -178,10 +179,10 @@ def _ids(tokenizer: Any, frame: str, contents: Sequence[str]) -> list[int]:
 
 
 def result_frames(tokenizer: Any) -> Frames:
-    """Returns the frame that a chat template writes around tool results.
+    """Returns the text that a chat template writes around tool results.
 
     Raises:
-        UserError: the template describes tools, but the frame of the results cannot be determined.
+        UserError: the template describes tools, but the text around results cannot be determined.
     """
     template = chat_template(tokenizer)
     if not template or not _knows_tools(template, tokenizer):
@@ -195,7 +196,7 @@ def _result_frames(template: str, tokenizer: Any) -> Frames:
     call = {"type": "function", "function": {"name": "probe", "arguments": {}}}
 
     def around(results: int) -> list[str]:
-        """Renders a conversation with this many results; returns the texts around the results."""
+        """Renders a conversation with some results; returns the texts around the results."""
         turns: list[dict[str, Any]] = [
             {"role": "user", "content": "?"},
             {"role": "assistant", "content": _marked(0), "tool_calls": [call] * results},

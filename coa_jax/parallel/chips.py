@@ -1,4 +1,4 @@
-"""Peaks of accelerators, for model FLOP utilisation and ahead-of-time estimates."""
+"""Peak rates of accelerators, for model FLOP utilisation and ahead-of-time estimates."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from typing import Any
 
 @dataclasses.dataclass(frozen=True)
 class Chip:
-    """Peaks of one chip, as its vendor states them.
+    """The peak rates and sizes of one chip, as its vendor states them.
 
     Attributes:
-        flops: FLOP/s of matmuls in bfloat16, without sparsity.
-        hbm_bytes: memory in bytes.
+        flops: peak rate of bfloat16 matmuls without sparsity, in FLOP/s.
+        hbm_bytes: size of the memory, in bytes.
         hbm_bandwidth: memory bandwidth in bytes/s.
-        link_bandwidth: bytes/s that the chip can send over all its links together.
-        group: chips that are connected by these links: those of a GPU host; 0 for the whole slice
-            of a TPU.
-        network_bandwidth: bytes/s that the chip can send to chips outside of the group.
-        host: chips of a host.
-        clock: clock of a TPU in Hz; 0 if unknown.
+        link_bandwidth: number of bytes/s that the chip can send over all its links together.
+        group: number of chips that these links connect: for a GPU, the chips of a host; 0 for the
+            whole slice of a TPU.
+        network_bandwidth: number of bytes/s that the chip can send to chips outside the group.
+        host: number of chips of a host.
+        clock: clock rate of a TPU in Hz; 0 if unknown.
         capability: compute capability of a GPU; 0 for a TPU.
-        devices: JAX devices per chip.
+        devices: number of JAX devices per chip.
     """
 
     flops: float
@@ -37,13 +37,13 @@ class Chip:
     devices: int = 1
 
 
-# Sources for TPUs: the system architecture pages of Cloud TPU.  Memory is stated in GiB there.
-# Links are stated in Gbit/s per chip; a figure for both directions counts half.  The clock is the
-# peak divided by the FLOPs per cycle of all matrix units of 128 x 128.
-# Sources for GPUs: NVIDIA's data sheets of A100, H100, H200, "DGX B200", "GB200 NVL72", L4 and
-# L40S.  FLOP/s that are stated only with sparsity count half.  NVLink and PCIe are stated for both
-# directions, and count half.  Boards without NVLink send over PCIe.  Each GPU has a 400 Gbit/s
-# network adapter (A100, L4 and L40S: 200 Gbit/s).
+# Sources for TPUs: the system architecture pages of Cloud TPU. They state the memory in GiB, and
+# links in Gbit/s per chip; half of a figure for both directions is used here. The clock is the peak
+# rate divided by the FLOPs per cycle of all matrix units of 128 x 128. Sources for GPUs: NVIDIA's
+# data sheets of A100, H100, H200, "DGX B200", "GB200 NVL72", L4 and L40S. If FLOP/s are stated only
+# with sparsity, half of the figure is used. NVLink and PCIe are stated for both directions, so half
+# of the figure is used. Boards without NVLink send over PCIe. Each GPU has a 400 Gbit/s network
+# adapter (A100, L4 and L40S: 200 Gbit/s).
 CHIPS: dict[str, Chip] = {
     "v4": Chip(275e12, 32 << 30, 1228e9, 300e9, clock=1.05e9),
     "v5e": Chip(197e12, 16 << 30, 819e9, 200e9, clock=1.5e9),
@@ -88,11 +88,14 @@ KINDS = {
     "NVIDIA L4": "l4",
     "NVIDIA L40S": "l40s",
 }
-"""Device kind in JAX -> key of `CHIPS`."""
+"""Maps the device kind in JAX to a key of `CHIPS`."""
 
 
 def stated_flops(devices: Sequence[Any]) -> float | None:
-    """Peak FLOP/s in bfloat16 of devices of one kind together; None for unknown chips."""
+    """Returns the sum of the devices' peak rates in bfloat16, in FLOP/s.
+
+    All devices must be of the same kind. The result is None if the kind is unknown.
+    """
     name = KINDS.get(devices[0].device_kind)
     if name is None:
         return None

@@ -1,8 +1,8 @@
-"""The device mesh and the rules that map logical axes to it.
+"""The device mesh, and the rules that map logical axes to the axes of the mesh.
 
-The mesh has three axes: ``data`` replicates the parameters, ``fsdp`` splits batch and parameters,
-and ``tensor`` splits heads, MLP width and vocabulary.  The modules of the model name the logical
-axes of each array.  Rules map each logical axis to mesh axes.
+The mesh has three axes: ``data`` replicates the parameters, ``fsdp`` splits the batch and the
+parameters, and ``tensor`` splits heads, MLP width and vocabulary. The modules of the model name the
+logical axes of each array, and rules map each logical axis to mesh axes.
 """
 
 from __future__ import annotations
@@ -31,9 +31,11 @@ RULES: Rules = (
     ("kv_heads", ("tensor",)),
     ("mlp", ("tensor",)),
 )
-"""Rules for training: parameters, gradients and optimiser state are split over ``fsdp`` and
-``tensor``.  Between two matmuls the tokens of a row (``length``) are split over ``tensor``.  A
-logical axis without a rule is not split."""
+"""Rules for training, which split parameters, gradients and optimiser state.
+
+All of these are split over ``fsdp`` and ``tensor``. Between two matmuls, the tokens of a row
+(``length``) are split over ``tensor``. A logical axis without a rule is not split.
+"""
 
 DECODE_RULES: Rules = (
     ("batch", ("data", "fsdp")),
@@ -41,8 +43,11 @@ DECODE_RULES: Rules = (
     ("kv_heads", ("tensor",)),
     ("mlp", ("tensor",)),
 )
-"""Rules for decoding: weights are split only over ``tensor``.  A decoding step reads every weight
-once for a few tokens, so gathering weights over ``fsdp`` would take longer than the matmuls."""
+"""Rules for decoding, which split weights only over ``tensor``.
+
+A decoding step reads every weight once for a few tokens, so gathering weights over ``fsdp`` would
+take longer than the matmuls.
+"""
 
 
 def make_mesh(
@@ -54,18 +59,18 @@ def make_mesh(
 ) -> Mesh:
     """Creates a mesh with the axes ``("data", "fsdp", "tensor")`` over the first devices.
 
-    One of the three sizes may be -1, for the number of remaining devices.
+    One of the three sizes may be -1; this axis then takes the remaining devices.
 
     Args:
         data: number of replicas of the parameters.
-        fsdp: number of parts of the batch, which also split the parameters.
-        tensor: number of parts of each layer.
+        fsdp: number of parts into which the batch and the parameters are split.
+        tensor: number of parts into which each layer is split.
         devices: available devices; None for all devices of the run.
         processes: number of processes that own ``devices``; ignored if ``devices`` is None.
 
     Raises:
-        UserError: a size is not positive, there are too few devices, a process would have no
-            device in the mesh, or the devices do not form a block of a TPU slice.
+        UserError: a size is neither positive nor -1, there are too few devices, a process would
+            have no device in the mesh, or the devices do not form a block of a TPU slice.
     """
     every = devices is None
     processes = jax.process_count() if devices is None else processes
@@ -94,13 +99,15 @@ def make_mesh(
 
 
 def _laid_out(sizes: Sequence[int], devices: Sequence[jax.Device], text: str) -> Mesh:
-    """Creates a mesh of all devices; ``text`` describes the sizes in errors."""
-    # Explicit, because JAX's default may change: the compiler inserts the collectives.
+    """Creates a mesh of all given devices; ``text`` describes the sizes in error messages."""
+    # `Auto` lets the compiler insert the collectives. It is given explicitly, because JAX's default
+    # may change.
     auto = (AxisType.Auto,) * 3
     slices = len({getattr(device, "slice_index", 0) for device in devices})
     if slices > 1 and devices[0].platform == "gpu":
-        # JAX treats each GPU node as a slice, and `jax.make_mesh` does not span slices.  Sorted by
-        # id, the devices of a node are adjacent, so `tensor`, the last axis, stays within a node.
+        # JAX treats each GPU node as a slice, and `jax.make_mesh` does not span slices. If devices
+        # are sorted by id, the devices of a node are adjacent, so `tensor`, the last axis, stays
+        # within a node.
         order = sorted(devices, key=lambda device: device.id)
         return Mesh(np.array(order, object).reshape(sizes), AXES, axis_types=auto)
     if slices > 1:
@@ -117,13 +124,14 @@ def _on_torus(sizes: Sequence[int], devices: Sequence[jax.Device], text: str) ->
     """Arranges the devices ``[data, fsdp, tensor]`` of a mesh on a TPU slice.
 
     If each mesh size is a product of sizes of the torus, JAX assigns whole axes of the torus to
-    each mesh axis.  Otherwise mesh axes share an axis of the torus: each ``tensor`` group is then a
-    compact block, and ``data`` and ``fsdp`` are arranged over blocks.  The devices of a block are
-    ordered as a ring of neighbours in which the devices of a host are adjacent, if there is such a
-    ring, because an engine needs devices of one host.
+    each mesh axis. Otherwise mesh axes share an axis of the torus: each ``tensor`` group is then a
+    compact block, and ``data`` and ``fsdp`` are arranged over blocks. If possible, the devices of a
+    block are ordered as a ring of neighbours in which the devices of a host are adjacent, because
+    an engine needs devices of one host.
     """
     at = [(*device.coords, device.core_on_chip) for device in devices]
-    # Chips that make rollouts are not in the mesh: the coordinates close the gaps that they leave.
+    # Chips that are reserved for rollouts are not in the mesh, so the coordinates are renumbered to
+    # close the gaps that these chips leave.
     columns = [sorted(set(places)) for places in zip(*at, strict=True)]
     places = [tuple(map(list.index, columns, place)) for place in at]
     extents = [len(column) for column in columns]
@@ -149,17 +157,17 @@ def _over_blocks(
     block: Sequence[int],
     split: bool,
 ) -> np.ndarray:
-    """Arranges blocks of devices as JAX arranges a slice with one chip per block.
+    """Arranges blocks of devices as JAX would arrange a slice with one chip per block.
 
     Args:
-        sizes: sizes of the mesh axes over blocks.
+        sizes: sizes of the mesh axes, counted in blocks.
         devices: devices of the mesh.
         places: coordinates (x, y, z, core) of each device on the torus, without gaps.
-        block: size of a block along each axis of the torus; it divides the size of the torus.
+        block: size of a block along each axis of the torus, which divides the size of the torus.
         split: whether mesh axes may share an axis of the torus.
 
     Returns:
-        Devices ``[data, fsdp, tensor]``; the devices of a block lie along the last axis.
+        The devices, ``[data, fsdp, tensor]``; the devices of a block lie along the last axis.
 
     Raises:
         NotImplementedError: mesh axes would have to share an axis of the torus.
@@ -183,10 +191,10 @@ def _over_blocks(
 
 
 def _block(extents: Sequence[int], size: int) -> tuple[int, ...]:
-    """Chooses the shape of a block of ``size`` chips that divides a torus.
+    """Chooses the shape of a block of ``size`` chips that divides the torus.
 
-    Blocks of whole axes are preferred, because the ends of an axis are linked, then compact blocks:
-    2 x 2 chips form a ring, 4 x 1 chips only a line.
+    Blocks of whole axes are preferred, because the ends of an axis are linked. The second choice
+    are compact blocks, because 2 x 2 chips form a ring, but 4 x 1 chips only a line.
     """
     divisors = [[d for d in range(1, n + 1) if n % d == 0] for n in extents]
     blocks = [block for block in itertools.product(*divisors) if math.prod(block) == size]
@@ -201,7 +209,8 @@ def _block(extents: Sequence[int], size: int) -> tuple[int, ...]:
 def _ring(members: Mapping[tuple[int, ...], jax.Device]) -> list[jax.Device]:
     """Orders devices as a ring of neighbours in which the devices of a host are adjacent.
 
-    If there is no such ring, or for more than 16 devices, they are sorted by host and place.
+    If there is no such ring, or if there are more than 16 devices, the devices are sorted by host
+    and place.
     """
     hosts: dict[int, int] = {}
     for device in members.values():
@@ -234,15 +243,17 @@ def sharding_for(
     rules: Rules = RULES,
     shape: Sequence[int] | None = None,
 ) -> NamedSharding:
-    """Returns the sharding of an array with the given logical axes.
+    """Returns the sharding of an array whose dimensions have the given logical axes.
 
-    A dimension is split over the longest prefix of its mesh axes whose product divides its size.
-    If no prefix does, the dimension is replicated: for example 2 key/value heads on a ``tensor``
-    axis of 4.  A mesh axis is used for one dimension only, the first that needs it.
+    A dimension is split over the longest prefix of its mesh axes whose product divides the
+    dimension's size. If no prefix does, the dimension is replicated; an example is 2 key/value
+    heads on a ``tensor`` axis of size 4. A mesh axis splits only one dimension: the first dimension
+    that needs the axis.
 
     Args:
-        mesh: mesh of `make_mesh`.
-        axes: logical axis of each dimension; None, or an axis without a rule, is not split.
+        mesh: a mesh with the axes of `make_mesh`.
+        axes: logical axis of each dimension. A dimension is not split if its axis is None or has no
+            rule.
         rules: `RULES` or `DECODE_RULES`.
         shape: shape of the array; None assumes that all sizes are divisible.
     """
@@ -260,7 +271,7 @@ def sharding_for(
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
-    """Constrains a value to the sharding of the training rules.
+    """Constrains the sharding of a value by the rules for training.
 
     Args:
         x: the value.
@@ -280,15 +291,15 @@ def gather(
 ) -> jax.Array:
     """Gathers a value along some logical axes; its gradient is split along these axes again.
 
-    The gradient is a sum over the devices that have gathered the value.  With a sharding constraint
-    on the value alone, the compiler would compute the whole sum on every device.  The constraint on
-    the gradient lets each device compute only its part (a reduce-scatter).
+    The gradient is a sum over the devices that have gathered the value. If only the value had a
+    sharding constraint, the compiler would compute the whole sum on every device. The constraint on
+    the gradient lets each device compute only its own part (a reduce-scatter).
 
     Args:
-        x: value, sharded by ``axes``.
+        x: value that is sharded by ``axes``.
         mesh: training mesh; None returns the value unchanged.
         axes: logical axis of each dimension.
-        whole: logical axes to gather.
+        whole: logical axes along which the value is gathered.
     """
     if mesh is None:
         return x

@@ -1,4 +1,4 @@
-"""Places a run on its devices: the training mesh, devices for rollouts, and batches."""
+"""Places a run on its devices: the training mesh, the devices for rollouts, and batches."""
 
 from __future__ import annotations
 
@@ -24,22 +24,25 @@ Axis = Annotated[int, Between(1, MAX_INT, also=(-1,))]
 
 @dataclasses.dataclass(frozen=True)
 class MeshConfig(Bounded):
-    """Sizes of the mesh axes, and placement of rollouts.
+    """Sizes of the mesh axes, and the devices on which rollouts run.
 
-    One of ``data``, ``fsdp`` and ``tensor`` may be -1, for the number of remaining devices.
+    One of ``data``, ``fsdp`` and ``tensor`` may be -1; this axis then takes the remaining devices.
 
     Attributes:
         data: number of replicas of the parameters.
-        fsdp: number of parts of the batch, which also split the parameters.
-        tensor: number of parts of each layer: of heads, MLP width and vocabulary.
-        decode_tensor: number of devices of an engine, over which it splits the model; 0 for
-            ``tensor``.  A process divides its devices among engines of this size.
-        rollout_devices: devices of each process (the last in its order) that only make rollouts;
-            the mesh has the others.  With 0 the same devices train and make rollouts.
-        collectives: strategy for the matmuls of training on a mesh: ``compiler`` leaves the
-            collectives to XLA, ``manual`` writes them explicitly, ``auto`` chooses by platform.
-        wait_seconds: seconds after which a process that waits for others logs their names; it
-            continues to wait.
+        fsdp: number of parts into which the batch and the parameters are split.
+        tensor: number of parts into which each layer (its heads, MLP width and vocabulary) is
+            split.
+        decode_tensor: number of devices over which an engine splits the model; 0 for ``tensor``. A
+            process divides its devices among engines of this size.
+        rollout_devices: number of devices of each process (the last ones in the process's order)
+            that are reserved for rollouts. The mesh has the other devices. With 0, the same devices
+            train and sample.
+        collectives: strategy for the matmuls of training on a mesh. ``compiler`` leaves the
+            collectives to XLA, ``manual`` writes them explicitly, and ``auto`` chooses by the
+            platform.
+        wait_seconds: number of seconds after which a process that waits for others logs their
+            names. The process continues to wait after that.
     """
 
     data: Axis = 1
@@ -54,15 +57,17 @@ class MeshConfig(Bounded):
 def split_devices(
     devices: Sequence[Any], count: int, owners: Sequence[int] = ()
 ) -> tuple[list[Any], list[Any]]:
-    """Splits devices into devices for training and devices for rollouts.
+    """Splits devices into devices for training and devices that are reserved for rollouts.
 
     Args:
         devices: devices of all processes.
-        count: devices of each process, the last in this order, that are set aside for rollouts.
-        owners: process of each device; () reads it from the devices.
+        count: number of devices of each process, the last ones in the order of ``devices``, that
+            are reserved for rollouts.
+        owners: index of the process that owns each device; () reads the owners from the devices.
 
     Returns:
-        Devices for training in the given order, and devices for rollouts, process by process.
+        The devices for training, in the given order; and the devices for rollouts, sorted by
+        process.
 
     Raises:
         UserError: a process would have no device left for training.
@@ -82,22 +87,22 @@ def split_devices(
 
 
 def rollout_devices(config: MeshConfig) -> list[jax.Device]:
-    """Returns the devices of all processes that only make rollouts; [] for none."""
+    """Returns the devices of all processes that are reserved for rollouts; [] if there are none."""
     return split_devices(jax.devices(), config.rollout_devices)[1]
 
 
 def training_mesh(config: MeshConfig, rows: int = 0, *, rollouts: bool = False) -> Mesh | None:
-    """Creates the training mesh of a run; None for one device.
+    """Creates the training mesh of a run; returns None if the run uses a single device.
 
-    Logs a warning if devices are idle, or if several devices compute the same rows.
+    The function logs a warning if devices stay idle, or if several devices compute the same rows.
 
     Args:
         config: sizes of the axes.
-        rows: rows of a micro-batch; 0 for a run without micro-batches.
-        rollouts: whether the run makes rollouts.
+        rows: number of rows of a micro-batch; 0 for a run without micro-batches.
+        rollouts: whether the run has rollouts.
 
     Raises:
-        UserError: the sizes do not fit the devices, or devices are set aside for rollouts in a run
+        UserError: the sizes do not fit the devices, or devices are reserved for rollouts in a run
             without rollouts.
     """
     aside = config.rollout_devices
@@ -135,10 +140,10 @@ def training_mesh(config: MeshConfig, rows: int = 0, *, rollouts: bool = False) 
 
 
 def _find_each_other(mesh: Mesh) -> None:
-    """Connects the groups of CPU devices, by a small program with a sum over each group.
+    """Connects the groups of CPU devices, with a small program that sums over each group.
 
-    Gloo fails if a process reaches the first sum of a group more than 30 s after another process,
-    and the compilation of a training step may take longer.
+    The communication library Gloo fails if a process reaches the first sum of a group more than 30
+    s after another process, and the compilation of a training step may take longer.
     """
     axes = [axis for axis in mesh.axis_names if mesh.shape[axis] > 1]
     for count in range(1, len(axes) + 1):
@@ -147,7 +152,7 @@ def _find_each_other(mesh: Mesh) -> None:
             def total(group: tuple[str, ...] = group) -> jax.Array:
                 return jax.lax.psum(jax.lax.axis_index(mesh.axis_names), group)
 
-            # The result varies along the axes outside of the group: `check_vma` would refuse it.
+            # The result varies along the axes outside the group, so `check_vma` would refuse it.
             summed = jax.shard_map(
                 total, mesh=mesh, in_specs=(), out_specs=PartitionSpec(), check_vma=False
             )
@@ -155,7 +160,7 @@ def _find_each_other(mesh: Mesh) -> None:
 
 
 def replicate(array: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Copies an array, which every process has, to every device of the mesh."""
+    """Copies an array that every process has to every device of the mesh."""
     if mesh is None:
         return array
     whole, sharding = np.asarray(array), NamedSharding(mesh, PartitionSpec())
@@ -163,11 +168,11 @@ def replicate(array: jax.Array, mesh: Mesh | None) -> jax.Array:
 
 
 def own_rows(mesh: Mesh | None, rows: int) -> list[int]:
-    """Returns the rows of a micro-batch that the devices of this process compute, ascending.
+    """Returns the indices of the rows that this process's devices compute, in ascending order.
 
     Args:
         mesh: mesh of the run; None for one device.
-        rows: rows of the micro-batch.
+        rows: number of rows of the micro-batch.
     """
     if mesh is None:
         return list(range(rows))
@@ -182,8 +187,8 @@ def put_batch(batch: T, mesh: Mesh | None, rows: int = 0) -> T:
     Args:
         batch: arrays on the host.
         mesh: mesh of the run; None for one device.
-        rows: number of rows of the whole batch, if the arrays have only the `own_rows` of this
-            process; 0 if the arrays have all rows.
+        rows: number of rows of the whole batch, if the arrays have only the rows of this process
+            (`own_rows`); 0 if the arrays have all rows.
     """
     if mesh is None:
         return batch

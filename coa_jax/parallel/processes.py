@@ -1,15 +1,15 @@
 """The processes of a run: joining, barriers, exchange of values, and detection of lost processes.
 
-Each process drives its own devices, engines and tools.  Processes cooperate in only two ways: in
-compiled programs over all devices, and by gathering samples.  Before either, all processes wait for
-each other in `meet`.  A waiting process handles signals, and logs which processes it waits for.
+Each process drives its own devices, engines and tools. Processes cooperate in only two ways: they
+run compiled programs over all devices, and they gather samples. Before both, all processes wait for
+each other in `meet`. A waiting process handles signals, and logs which processes are missing.
 
-A slow process does not end a run: rollouts may take hours.  Only a missing heartbeat ends a run.
-In each process the thread `_watch` ends the process with one line if another process is lost.
+A slow process does not end a run, because rollouts may take hours. Only a missing heartbeat ends a
+run: the thread `_watch` then ends every other process with a one-line message.
 
-Process 0, the coordinator, hosts JAX's coordination service, through which processes communicate.
-If the coordinator hangs or is unreachable, only client calls with a deadline return, so `_watch`
-makes no other calls.
+Process 0 is the coordinator: it hosts JAX's coordination service, through which the processes
+communicate. If the coordinator hangs or is unreachable, only those calls to the service return that
+have a deadline, so `_watch` makes no other calls.
 
 Environment variables of a process:
 
@@ -49,7 +49,7 @@ from coa_jax.errors import UserError
 T = TypeVar("T")
 
 EXIT_LOST = 3
-"""Exit code of a process that ends because another process is lost: the run can be resumed."""
+"""Exit code of a process that ends because another process is lost; the run can be resumed."""
 
 _ROOT = "coa_jax"
 _VERDICT = f"{_ROOT}/verdict"
@@ -61,19 +61,19 @@ _SMALLEST = 1 << 16  # bytes; payloads are padded to powers of two, so that few 
 
 @dataclasses.dataclass
 class _Joined:
-    """This process in a run of several processes.
+    """The state of this process in a run that has several processes.
 
     Attributes:
         client: client of JAX's coordination service, a key-value store of all processes.
-        index: number of this process.
+        index: index of this process, from 0.
         count: number of processes.
-        coordinator: address of the coordination service, in process 0.
-        lost_seconds: seconds without heartbeat after which a process counts as lost.
+        coordinator: address of the coordination service, which process 0 hosts.
+        lost_seconds: seconds without a heartbeat after which a process is regarded as lost.
         doing: current activity of this process, which the other processes can read.
-        told: number of exchanges so far, by place.
+        told: number of exchanges so far, by their key in the coordination service.
         beat: number of heartbeats so far.
-        ending: set when the interpreter shuts down, which waits for all processes.
-        lock: lock for heartbeats, which two threads send.
+        ending: event that is set when the interpreter shuts down, which waits for all processes.
+        lock: held while a heartbeat is sent, because two threads send heartbeats.
     """
 
     client: Any
@@ -105,14 +105,14 @@ class _Joined:
         return {int(key.rsplit("/", 1)[1]): json.loads(text) for key, text in entries}
 
     def watched(self) -> dict[int, dict[str, Any]]:
-        """Reads the heartbeats to watch: of all processes in process 0, else of process 0."""
+        """Reads the heartbeat of process 0 or, in process 0, the heartbeats of all others."""
         if self.index == 0:
             return self.others()
         milliseconds = int(_interval(self) * 1000)
         return {0: json.loads(self.client.blocking_key_value_get(_COORDINATOR, milliseconds))}
 
     def coordinator_is_gone(self) -> bool:
-        """Whether the address of the coordinator refuses connections."""
+        """Returns whether the address of the coordinator refuses connections."""
         host, port = self.coordinator.rsplit(":", 1)
         try:
             socket.create_connection((host.strip("[]"), int(port)), _interval(self)).close()
@@ -127,10 +127,10 @@ _joined: _Joined | None = None
 
 
 def join() -> None:
-    """Joins the other processes; call this before any other use of JAX.
+    """Joins the other processes of the run; call this before any other use of JAX.
 
     Raises:
-        UserError: the environment variables are invalid, or the other processes did not join.
+        UserError: an environment variable is invalid, or the other processes did not join.
     """
     global _joined
     seconds = _number("COA_JAX_LOST_SECONDS", 60.0)
@@ -154,8 +154,8 @@ def join() -> None:
                 f"COA_JAX_PROCESS_ID is {explicit['process_id']}; give each process a number from "
                 f"0 to {explicit['num_processes'] - 1}"
             )
-    # JAX's own heartbeat timeout is longer than ours, because JAX does not name the lost process.
-    # The shutdown timeout is long, because process 0 may be writing a large model at the end.
+    # JAX's heartbeat timeout is the longer one, because JAX does not name the lost process. The
+    # shutdown timeout is long, because process 0 may be writing a large model at the end.
     try:
         jax.distributed.initialize(
             **explicit,
@@ -168,7 +168,7 @@ def join() -> None:
             f"cannot join the other processes ({reason}); outside of a cluster that JAX knows, set "
             "COA_JAX_COORDINATOR, COA_JAX_NUM_PROCESSES and COA_JAX_PROCESS_ID for each process"
         ) from error
-    # The client of the service has no public name; Orbax imports it in the same way.
+    # The client of the coordination service has no public name; Orbax imports it in the same way.
     from jax._src import distributed
 
     state = distributed.global_state
@@ -195,9 +195,9 @@ def join() -> None:
 def _hold_aborts() -> None:
     """Delays an abort of the process by 6 seconds, so that `_watch` can print the reason.
 
-    JAX aborts a process as soon as its connection to the coordinator breaks.  Here the C function
+    JAX aborts a process as soon as its connection to the coordinator breaks. Here the C function
     ``sleep`` becomes the handler of SIGABRT: the C library calls it with the signal's number, 6,
-    and then aborts.  No Python code runs in between, so no lock can keep the process alive.
+    and then aborts. No Python code runs in between, so no lock can block the abort.
     """
     libc = ctypes.CDLL(None)
     libc.signal.argtypes, libc.signal.restype = (ctypes.c_int, ctypes.c_void_p), ctypes.c_void_p
@@ -217,12 +217,12 @@ def _number(name: str, default: float | None = None) -> float:
 
 
 def index() -> int:
-    """Returns the number of this process, from 0."""
+    """Returns the index of this process, from 0."""
     return 0 if _joined is None else _joined.index
 
 
 def count() -> int:
-    """Returns the number of processes."""
+    """Returns the number of processes of the run."""
     return 1 if _joined is None else _joined.count
 
 
@@ -236,7 +236,7 @@ def doing(what: str) -> None:
 
 
 def meet(what: str, seconds: float) -> None:
-    """A barrier: waits until all processes have called this function.
+    """Waits until all processes have called this function (a barrier).
 
     Args:
         what: name of the barrier; all processes reach the same barriers in the same order.
@@ -253,7 +253,7 @@ def meet(what: str, seconds: float) -> None:
 
 
 def _log_late(here: _Joined, what: str, waited: float, came: Collection[int]) -> None:
-    """Logs the processes that are missing; ``came`` has the numbers of the others."""
+    """Logs the names of missing processes; ``came`` has the indices of the other processes."""
     # `_watch` notices a lost connection, and ends this process.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         late = [
@@ -268,18 +268,18 @@ def _log_late(here: _Joined, what: str, waited: float, came: Collection[int]) ->
 async def exchange(value: Any, what: str, seconds: float, place: str = "") -> list[Any]:
     """Exchanges a value between all processes.
 
-    The exchange runs no program on the devices, so a thread may call it while another thread runs a
-    program of all processes, or makes another exchange.  Signals are handled while it waits.
+    The exchange runs no program on the devices, so a thread may call this function while another
+    thread runs a program of all processes, or makes another exchange. The wait handles signals.
 
     Args:
-        value: value of this process; a short JSON value.
-        what: name of the exchange in messages.
+        value: value of this process, which must be a short JSON value.
+        what: name of the exchange, used in messages.
         seconds: interval at which a waiting process logs which processes are missing.
-        place: key of the exchange in the coordination service; "" for ``what``.  Only one thread
-            may use a key.
+        place: key of the exchange in the coordination service, used by only one thread; "" for
+            ``what``.
 
     Returns:
-        The values of all processes, in the order of their numbers.
+        The values of all processes, in the order of the processes' indices.
     """
     here = _joined
     if here is None:
@@ -311,25 +311,25 @@ def ask_all_to_stop() -> None:
 
 
 def asked_to_stop() -> bool:
-    """Whether any process has called `ask_all_to_stop`."""
+    """Returns whether any process has called `ask_all_to_stop`."""
     return _joined is not None and bool(_joined.client.key_value_dir_get(_STOP))
 
 
 def share(items: Sequence[T]) -> list[T]:
-    """Returns the items of this process: every n-th item, for n processes."""
+    """Returns this process's share of items: every n-th item, if there are n processes."""
     return list(items[index() :: count()])
 
 
 def gather(items: Sequence[T], what: str, seconds: float) -> list[T]:
-    """Gathers the items of all processes in every process.
+    """Gathers the items of all processes, and returns all of them in every process.
 
     Args:
         items: items of this process, which pickle can serialise.
-        what: name of the operation in messages.
+        what: name of the operation, used in messages.
         seconds: interval at which a waiting process logs which processes are missing.
 
     Returns:
-        The items of all processes, in the order of the sequence that was split by `share`.
+        The items of all processes, in the order of the sequence that `share` has split.
     """
     if _joined is None:
         return list(items)
@@ -351,18 +351,18 @@ def gather(items: Sequence[T], what: str, seconds: float) -> list[T]:
 
 
 def fail(error: BaseException, reason: str, code: int) -> NoReturn:
-    """Ends all processes because of an error of this process that has been printed.
+    """Ends all processes because of an error of this process, which has been printed already.
 
     The interpreter is not shut down, because JAX's exit handler would wait for all processes.
 
     Args:
         error: the error.
-        reason: description of the error for the other processes.
+        reason: description of the error, which the other processes print.
         code: exit code of all processes.
     """
     if _joined is not None:
         if isinstance(error, jax.errors.JaxRuntimeError):
-            # The cause may be the loss of another process; in this case `_watch` ends this process.
+            # The cause may be the loss of another process; in that case `_watch` ends this process.
             time.sleep(_joined.lost_seconds + 2 * _interval(_joined))
         name = f"process {_joined.index} ({socket.gethostname()}, pid {os.getpid()})"
         _say(_joined, f"{name} has failed: {reason}", code)
@@ -376,13 +376,13 @@ def _finish(here: _Joined, threads: Sequence[threading.Thread]) -> None:
     here.ending.set()
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         here.tell()
-    # A thread that is in a client call when the interpreter ends would abort the process.
+    # A thread that is calling the service when the interpreter ends would abort the process.
     for thread in threads:
         thread.join(3 * _interval(here) + 1)
 
 
 def _say(here: _Joined, verdict: str, code: int = EXIT_LOST) -> None:
-    # The first verdict counts: an existing key is not overwritten.
+    # Only the first verdict is stored, because an existing key is not overwritten.
     with contextlib.suppress(jax.errors.JaxRuntimeError):
         here.client.key_value_set(_VERDICT, json.dumps([here.index, verdict, code]))
 

@@ -1,13 +1,14 @@
-"""A common order of the multi-device programs that several threads of this process launch.
+"""Keeps a common order of the multi-device programs that several threads of a process launch.
 
-While rollouts continue during an update, two threads launch programs: one thread those of the
-engines, the other those of the update.  A multi-device program enters a queue of each of its
-devices.  If two threads filled the queues at the same time, two devices could have two programs in
-opposite order, and both programs would wait for each other forever.  Therefore a thread puts its
-program into all queues before another thread begins.  It does not wait for the program to end.
+If rollouts continue during an update, two threads launch programs: one thread launches those of the
+engines, the other thread those of the update. A multi-device program enters a queue of each of its
+devices. If two threads filled the queues at the same time, two devices could have two programs in
+opposite order, and both programs would wait for each other forever. A thread therefore puts its
+program into all queues before another thread begins. The thread does not wait until the program has
+ended.
 
 Programs that span processes are launched only by the main threads, in the same order in every
-process.  The programs of an engine belong to one process.
+process. The programs of an engine belong to one process.
 """
 
 from __future__ import annotations
@@ -26,16 +27,19 @@ _TURN = threading.RLock()
 
 
 def turn(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Lock to hold while a multi-device program is launched; single-device programs need none.
+    """Returns the lock to hold while a multi-device program is launched.
+
+    For a single-device program, which needs no lock, the result is a context manager without
+    effect.
 
     Args:
-        mesh: devices of the program; None for one device.
+        mesh: devices on which the program runs; None for one device.
     """
     return contextlib.nullcontext() if mesh is None or mesh.size == 1 else _TURN
 
 
 def mesh_of(array: Any) -> Mesh | None:
-    """Returns the mesh of an array; None for an array on one device."""
+    """Returns the mesh over which an array is sharded; None for an array on one device."""
     place = getattr(array, "sharding", None)
     if isinstance(place, NamedSharding) and isinstance(place.mesh, Mesh):
         return place.mesh
@@ -43,19 +47,19 @@ def mesh_of(array: Any) -> Mesh | None:
 
 
 def in_turn(mesh: Mesh | None, program: Callable[..., T], *arguments: Any, **options: Any) -> T:
-    """Launches a program while no other thread launches one.
+    """Launches a program while no other thread launches a program.
 
-    Simulated devices of a CPU have no queues.  Waiting programs would occupy the threads that other
-    programs need, so on a CPU this function also waits for the program to end.
+    Simulated devices of a CPU have no queues. Programs that wait would occupy the threads that
+    other programs need, so on a CPU this function also waits until the program has ended.
 
     Args:
-        mesh: devices of the program; None for one device.
+        mesh: devices on which the program runs; None for one device.
         program: the program.
         *arguments: arguments of the program.
         **options: keyword arguments of the program.
 
     Returns:
-        The result of the program, which may still be computing.
+        The result of the program, which may still be under computation.
     """
     with turn(mesh):
         result = program(*arguments, **options)

@@ -1,9 +1,9 @@
-"""Causal attention by plain matmuls, in blocks of queries, for every platform.
+"""Causal attention with ordinary matmuls, in blocks of queries, for every platform.
 
-Shape letters: see `causal`; t queries of a block.
+Shape letters: those of `causal`, and t, the number of queries in a block.
 
-A block of queries reads only the keys up to its own end. As in FlashAttention (Dao et al., arXiv
-2205.14135) the backward pass recomputes the scores of a block, so no scores are stored.
+A block of queries reads only the keys up to the block's own end. As in FlashAttention (Dao et al.,
+arXiv 2205.14135), the backward pass computes the scores of a block again, so no scores are stored.
 """
 
 from __future__ import annotations
@@ -27,21 +27,24 @@ _MASKED = -1e30
 def attend_causally(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, dtype: Any
 ) -> jax.Array:
-    """Computes the attention of T tokens to themselves.
+    """Computes causal self-attention over T tokens.
 
     Args:
-        q: float32 ``[B, T, N, G, K]``.
-        k, v: float32 ``[B, T, N, K]``.
-        mask: bool ``[B, T, T]``, the keys that a query sees: itself and earlier ones only.
+        q: queries, float32 ``[B, T, N, G, K]``.
+        k, v: keys and values, float32 ``[B, T, N, K]``.
+        mask: bool ``[B, T, T]``, True for the keys that a query sees: only itself and earlier
+            tokens.
         dtype: dtype of the matmul operands.
 
     Returns:
-        float32, the shape of q.
+        The attended values, float32, in the shape of q.
     """
-    # Matmuls round their operands to these values, so the backward pass may save the rounded ones.
+    # Matmuls round their operands to these values anyway, so it suffices to save the rounded values
+    # for the backward pass.
     scaled = (q * q.shape[-1] ** -0.5).transpose(0, 2, 3, 1, 4).astype(dtype)
     keys, values = (x.swapaxes(1, 2).astype(dtype) for x in (k, v))
-    # Within the scan over layers XLA cannot merge the two passes.
+    # `prevent_cse=False` is safe, because XLA cannot merge the two passes within the scan over
+    # layers.
     attend = jax.checkpoint(functools.partial(_attend_block, dtype=dtype), prevent_cse=False)
     length = q.shape[1]
     blocks = [(start, min(start + _BLOCK, length)) for start in range(0, length, _BLOCK)]
@@ -56,9 +59,12 @@ def attend_causally(
 def _attend_block(
     q: jax.Array, k: jax.Array, v: jax.Array, mask: jax.Array, dtype: Any
 ) -> jax.Array:
-    """``q [B, N, G, t, K]``, k, v ``[B, N, S, K]``, ``mask [B, t, S]`` -> float32, shape of q."""
+    """Computes the attention of one block of queries; returns float32 in the shape of q.
+
+    Shapes: ``q [B, N, G, t, K]``, ``k`` and ``v [B, N, S, K]``, ``mask [B, t, S]``.
+    """
     b, n, g, t, width = q.shape
-    # The queries of a group form the rows of one matmul with the keys of their head.
+    # The queries of all heads of a group form the rows of one matmul with the keys of the group.
     scores = einsum("bnqk,bnsk->bnqs", q.reshape(b, n, g * t, width), k, dtype)
     scores = jnp.where(mask[:, None, None], scores.reshape(b, n, g, t, -1), _MASKED)
     weights = jax.nn.softmax(scores).reshape(b, n, g * t, -1)

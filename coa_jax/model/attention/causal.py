@@ -1,7 +1,7 @@
 """Causal attention over whole sequences, for training and scoring.
 
-Shape letters: B batch, T tokens, N key/value heads, G query heads of each, K head width, E tokens
-of an unfolded row.
+Shape letters: B batch, T tokens, N key/value heads, G query heads per key/value head, K head width,
+E tokens of an unfolded row.
 """
 
 from __future__ import annotations
@@ -21,22 +21,26 @@ from coa_jax.model.compute import Compute
 from coa_jax.model.remat import ATTENTION, OPERANDS
 
 Attend = Callable[[jax.Array, jax.Array, jax.Array], tuple[jax.Array, Any]]
-"""Attention: maps rotated q ``[B, T, N, G, K]``, and k and v ``[B, T, N, K]``, all float32, to the
-attended values, float32 of the shape of q, and the layer's pages (None without a cache).
+"""An attention function, whose arguments are q, k and v after the rotary embedding, all float32.
+
+The shape of q is ``[B, T, N, G, K]``, the shape of k and v ``[B, T, N, K]``. The function returns
+the attended values, float32 in the shape of q, and the layer's pages (None without a cache).
 """
 
 
 class Unfolded(NamedTuple):
-    """Row layout for attention in which a copy of the shared prompt precedes each continuation.
+    """Row layout for attention, where each continuation follows its own copy of a shared prompt.
 
-    All other operations of a layer treat tokens independently, so a prompt shared by several
-    sequences of a row is computed once. Only attention sees the row with a copy of the prompt's
-    queries, keys and values for each sequence; every kernel accepts this layout.
+    All other operations of a layer treat tokens independently, so a prompt that several sequences
+    of a row share is computed once. Only attention sees the unfolded row, which has a copy of the
+    prompt's queries, keys and values for each sequence. Every kernel accepts this layout.
 
     Attributes:
-        places: int32 ``[B, E]``, index of the row's token at each place of the unfolded row.
-        segment_ids: int32 ``[B, E]``, whole sequences; 0 is padding.
-        back: int32 ``[B, T]``, a place of each token of the row in the unfolded row.
+        places: int32 ``[B, E]``, index in the row of the token at each place of the unfolded row.
+        segment_ids: int32 ``[B, E]``, index of the sequence to which each place belongs, counted
+            from 1; 0 is padding.
+        back: int32 ``[B, T]``, place in the unfolded row of each token of the row. A token of a
+            shared prompt has several places, one of which is listed here.
     """
 
     places: Any
@@ -50,14 +54,17 @@ def causal_attention(
     segment_ids: Any,
     unfolded: Unfolded | None = None,
 ) -> Attend:
-    """Returns the attention function for all layers of a pass; its mask is computed once.
+    """Returns the attention function for all layers of a forward pass.
+
+    The mask is computed once for all layers.
 
     Args:
-        compute: implementation, dtype and mesh.
-        shape: ``(B, T)``.
-        segment_ids: int32 ``[B, T]``; a token sees earlier tokens of its own segment only. None
-            means one segment per row.
-        unfolded: replaces ``segment_ids`` where sequences of a row share a prompt.
+        compute: implementation, dtype and mesh of the computation.
+        shape: (B, T), the shape of the batch.
+        segment_ids: int32 ``[B, T]``, index of each token's segment; a token sees only earlier
+            tokens of its own segment. None if each row is a single segment.
+        unfolded: layout of rows whose sequences share a prompt, which replaces ``segment_ids``;
+            None if no sequences share a prompt.
     """
     dtype = compute.dtype
     unfold = fold = lambda x: x
@@ -86,7 +93,7 @@ def causal_attention(
     )
 
     def attend_with_kernel(q: jax.Array, k: jax.Array, v: jax.Array) -> tuple[jax.Array, None]:
-        # Scaled before rounding, as in the reference.
+        # The queries are scaled before they are rounded, as in the reference implementation.
         q = q * q.shape[-1] ** -0.5
         q, k, v = (unfold(checkpoint_name(x.astype(dtype), OPERANDS)) for x in (q, k, v))
         return fold(kernel(q, k, v, segment_ids)).astype(jnp.float32), None
@@ -95,7 +102,7 @@ def causal_attention(
 
 
 def _taker(mesh: jax.sharding.Mesh | None, places: Any) -> Callable[[jax.Array], jax.Array]:
-    """Returns a function that picks places ``[B, E]`` of rows ``[B, T, N, ...]`` on each device."""
+    """Returns a function that takes places ``[B, E]`` of rows ``[B, T, N, ...]`` on each device."""
 
     def take(x: jax.Array) -> jax.Array:
         rest = (None,) * (x.ndim - 3)
@@ -107,11 +114,12 @@ def _taker(mesh: jax.sharding.Mesh | None, places: Any) -> Callable[[jax.Array],
 
 # --- kernels -------------------------------------------------------------------------------
 #
-# Each takes q, k, v in the dtype of the matmuls, q scaled, and segment ids or None.
+# A kernel's arguments are scaled q, k and v, all in the dtype of the matmuls, and segment ids or
+# None.
 
 
 def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:
-    """Appends zeros; these keys come after every query that matters."""
+    """Pads an axis with zeros at its end; no query that matters sees the padded keys."""
     missing = -x.shape[axis] % multiple
     return jnp.pad(x, [(0, missing if i == axis else 0) for i in range(x.ndim)])
 
@@ -124,10 +132,10 @@ def _splash(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """The TPU kernel, which skips the blocks above the diagonal.
+    """Computes attention with the TPU kernel, which skips the blocks above the diagonal.
 
-    T is padded to whole blocks. The block length is the largest of 512, 256 and 128 that needs no
-    more padding than 128.
+    T is padded to a multiple of 128. The block length is the largest of 512, 256 and 128 that
+    divides the padded length.
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -168,10 +176,10 @@ def _cudnn(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """The flash attention of cuDNN.
+    """Computes attention with the flash attention of cuDNN.
 
-    It does not support segments: they become a mask ``[B, 1, T, T]``, which all heads share and
-    which the kernel reads in blocks, so the full scores never exist in memory.
+    cuDNN does not support segments. They are expressed as a mask ``[B, 1, T, T]``, which all heads
+    share and which the kernel reads in blocks, so the full scores never exist in memory.
     """
     b, t, n, g, width = q.shape
     # With a mask, the backward pass of cuDNN needs an even length.
@@ -200,7 +208,10 @@ def _pallas_gpu(
     *,
     interpret: bool = False,
 ) -> jax.Array:
-    """JAX's flash attention for Triton; keys are repeated for each query head of their group."""
+    """Computes attention with JAX's flash attention for Triton.
+
+    Keys and values are repeated for each query head of their group.
+    """
     with warnings.catch_warnings():  # deprecated; cuDNN covers other cases (docs/kernels.md)
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu.attention import mha
@@ -215,9 +226,10 @@ def _pallas_gpu(
 
 
 STAND_IN = "stand_in"
-"""A placeholder that reads and returns arrays like a kernel but computes no attention, so it is
-never chosen. `coa_jax.aot` compiles it, where a kernel cannot run, to measure the rest of a
-program.
+"""Name of a placeholder, which reads and returns arrays like a kernel but computes no attention.
+
+`auto` never selects the placeholder. `coa_jax.aot` compiles it where a kernel cannot run, to
+measure the rest of a program.
 """
 
 

@@ -1,9 +1,10 @@
-"""The attention implementations, where each can run, and the choice among them.
+"""The attention implementations: where each can run, and how one is chosen.
 
-There are two kinds of attention: ``causal`` over whole sequences (training and scoring, see
-`attention.causal`) and ``paged`` for new tokens over a paged cache (see `attention.paged`). Each
-has the reference ``xla``, which runs everywhere in every dtype, and kernels that need a certain
-platform, 16-bit operands and shapes that they can tile.
+There are two kinds of attention. ``causal`` attention works on whole sequences, in training and
+scoring (see `attention.causal`). ``paged`` attention computes new tokens over a paged cache (see
+`attention.paged`). For both kinds there is the reference implementation ``xla``, which runs
+everywhere in every dtype, and there are kernels that need a certain platform, 16-bit operands, and
+shapes that the kernel supports.
 """
 
 from __future__ import annotations
@@ -36,21 +37,21 @@ _KERNELS: dict[Kind, dict[str, tuple[str, str]]] = {
         "pallas_gpu": ("cuda", f"{_OPS}.gpu.paged_attention"),
     },
 }
-"""Kind -> kernel -> its platform and its JAX module; the best kernel comes first."""
+"""Maps kind and kernel to the kernel's platform and JAX module; the best kernel comes first."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """Platform, dtype and shapes of an attention computation.
+    """The platform, dtype and shapes of an attention computation.
 
     Attributes:
         platform: ``cpu``, ``cuda``, ``rocm`` or ``tpu``, see `platform_of`.
         dtype: dtype of the operands.
-        num_kv_heads: key and value heads on one device.
-        num_groups: query heads per key/value head.
+        num_kv_heads: number of key/value heads on one device.
+        num_groups: number of query heads per key/value head.
         head_dim: width of a head.
-        page_size: positions of a page; only for paged attention.
-        capability: compute capability of a CUDA device; 0 for unknown.
+        page_size: number of positions of a page; used only for paged attention.
+        capability: compute capability of a CUDA device; 0 if unknown.
     """
 
     platform: str
@@ -63,7 +64,7 @@ class Case:
 
 
 def implementations(kind: Kind) -> tuple[str, ...]:
-    """Returns the names of the implementations that a setting may ask for."""
+    """Returns the names of the implementations that a setting may name."""
     return ("xla", *_KERNELS[kind])
 
 
@@ -77,12 +78,12 @@ def platform_of(device: jax.Device) -> tuple[str, float]:
 
 
 def unmet(kind: Kind, implementation: str, case: Case) -> str:
-    """Returns why an implementation cannot run a case; empty if it can.
+    """Returns why an implementation cannot run a case; "" if it can.
 
     Args:
         kind: ``causal`` or ``paged``.
         implementation: name of the implementation.
-        case: platform, dtype and shapes.
+        case: platform, dtype and shapes of the computation.
     """
     if implementation == "xla":
         return ""
@@ -127,20 +128,21 @@ def _find_spec(module: str) -> Any:
 
 
 def resolve(kind: Kind, wanted: str, case: Case, where: str = "attention") -> str:
-    """Resolves the implementation to use.
+    """Returns the name of the implementation to use.
 
     Args:
         kind: kind of attention.
-        wanted: ``auto``, which chooses the best that can run and prints it once, or a name.
-        case: platform, dtype and shapes.
-        where: name of the setting, for the message.
+        wanted: name of an implementation; ``auto`` chooses the best implementation that can run the
+            case, and prints the choice once.
+        case: platform, dtype and shapes of the computation.
+        where: name of the setting, used in the error message.
 
     Raises:
         UserError: the name is unknown, or the implementation cannot run this case.
     """
     able = [name for name in (*_KERNELS[kind], "xla") if not unmet(kind, name, case)]
     if wanted == "auto":
-        # The line says why a kernel made for this platform was not chosen.
+        # The printed line says why kernels for this platform were not chosen.
         passed = [
             f"{name}: {unmet(kind, name, case)}"
             for name, (platform, _) in _KERNELS[kind].items()
@@ -166,13 +168,14 @@ def _announce(line: str) -> None:
 def split_over(
     mesh: Mesh | None, function: Callable[..., jax.Array], *axes: tuple[str | None, ...]
 ) -> Callable[..., jax.Array]:
-    """Returns the kernel as a function that runs on each device's shards of its arguments.
+    """Returns a function that calls a kernel on each device with the device's shards.
 
     Args:
-        mesh: the devices; None returns the function unchanged.
-        function: function of arrays, whose result is sharded like its first argument.
-        *axes: logical axes of each argument, see `parallel.mesh.RULES`. An axis that its mesh axes
-            do not divide stays unsharded, and each of those devices computes all of it.
+        mesh: the devices; None returns ``function`` unchanged.
+        function: function of arrays. Its result is sharded like its first argument.
+        *axes: logical axes of each argument, see `parallel.mesh.RULES`. If the size of an axis is
+            not divisible by the mesh axes, the axis stays unsharded, and each of their devices
+            computes all of it.
     """
     if mesh is None:
         return function
@@ -182,7 +185,8 @@ def split_over(
             PartitionSpec() if x is None else sharding_for(mesh, names, shape=x.shape).spec
             for names, x in zip(axes, arguments, strict=True)
         )
-        # A kernel's results carry no record of the mesh axes over which they vary.
+        # `check_vma` needs a record of the mesh axes over which a result varies, which kernels do
+        # not provide.
         return jax.shard_map(
             function, mesh=mesh, in_specs=specs, out_specs=specs[0], check_vma=False
         )(*arguments)

@@ -1,10 +1,10 @@
-"""Kernels for attention of new tokens over a paged cache, and the layouts that they read.
+"""Kernels for the attention of new tokens over a paged cache, and their page layouts.
 
-All sequences share a pool of pages; a table names, for each sequence, the pages that hold its
-positions in order.
+All sequences share a pool of pages. A page table lists, for each sequence, the pages that hold its
+positions, in order.
 
-Shape letters: B sequences, T new tokens of each, N key/value heads, G query heads of each, K head
-width, P pages of the pool, S positions of a page, C pages of a sequence.
+Shape letters: B sequences, T new tokens of each sequence, N key/value heads, G query heads per
+key/value head, K head width, P pages of the pool, S positions of a page, C pages of a sequence.
 """
 
 from __future__ import annotations
@@ -21,10 +21,10 @@ from coa_jax.model.attention.choice import split_over
 from coa_jax.model.compute import Compute
 
 _MASKED = -1e30
-"""Score of a key that a query may not see; finite, so that nothing becomes NaN."""
+"""Score of a key that a query may not see. It is finite, so that no result becomes NaN."""
 
 Pages = tuple[jax.Array, ...]
-"""The pool of one layer:
+"""The pool of one layer, whose arrays depend on the implementation:
 
 ==============  ==================================================
 implementation  arrays
@@ -38,12 +38,13 @@ ragged_paged    one ``[P, S, 2N, K]``: a head's keys, its values, the next head'
 def pool_axes(
     implementation: str, heads: str | None
 ) -> tuple[str | None, str | None, str | None, str | None]:
-    """Returns the logical axes of a pool's arrays.
+    """Returns the logical axes of the arrays of a pool.
 
     Args:
-        implementation: name of the implementation whose layout the pool has.
-        heads: logical axis of the heads; None if they stay together. An array that holds a head's
-            keys and values as two rows must not be sharded where the heads themselves cannot be.
+        implementation: name of the implementation, which determines the layout of the pool.
+        heads: logical axis of the heads; None if the heads are not sharded. If the heads cannot be
+            sharded, an array that holds a head's keys and values as two rows must not be sharded
+            between these rows either.
     """
     return (
         (heads, None, None, None) if implementation == "pallas_gpu" else (None, None, heads, None)
@@ -53,13 +54,13 @@ def pool_axes(
 def init_pages(
     implementation: str, count: int, size: int, num_kv_heads: int, head_dim: int, dtype: Any
 ) -> Pages:
-    """Returns an empty pool.
+    """Creates an empty pool.
 
     Args:
-        implementation: name of the implementation whose layout the pool has.
+        implementation: name of the implementation, which determines the layout of the pool.
         count: number of pages, P.
-        size: positions of a page, S.
-        num_kv_heads, head_dim: N and K.
+        size: number of positions of a page, S.
+        num_kv_heads, head_dim: N and K, see the shape letters of the module.
         dtype: dtype of keys and values.
     """
     if implementation == "ragged_paged":
@@ -81,19 +82,20 @@ def write_pages(
     v: jax.Array,
     positions: jax.Array,
 ) -> Pages:
-    """Writes new keys and values at their positions.
+    """Writes new keys and values to the pages at their positions.
 
     Args:
-        implementation: name of the implementation whose layout the pool has.
+        implementation: name of the implementation, which determines the layout of the pool.
         pages: the pool.
-        table: int32 ``[B, C]``; no two sequences may write to the same page.
-        k, v: ``[B, T, N, K]``.
-        positions: int32 ``[B, T]``, from 0; positions at or beyond ``C * S`` are dropped.
+        table: page table, int32 ``[B, C]``; no two sequences may write to the same page.
+        k, v: new keys and values, ``[B, T, N, K]``.
+        positions: int32 ``[B, T]``, counted from 0; keys and values at positions from ``C * S`` on
+            are dropped.
     """
     index, offset = jnp.divmod(positions, page_size(implementation, pages))
     inside = index < table.shape[1]
     page = jnp.take_along_axis(table, jnp.where(inside, index, 0), axis=1)
-    # A page number outside the pool: scatter drops writes to it.
+    # A page number outside the pool, to which scatter drops writes.
     page = jnp.where(inside, page, jnp.iinfo(jnp.int32).max)
     k, v = k.astype(pages[0].dtype), v.astype(pages[0].dtype)
     if implementation == "ragged_paged":
@@ -113,22 +115,25 @@ def attend_paged(
     table: jax.Array,
     positions: jax.Array,
 ) -> jax.Array:
-    """Computes the attention of new tokens, already written, to all positions up to their own.
+    """Computes the attention of new tokens to all positions up to their own.
 
-    ``pallas_gpu`` has a kernel for one token per sequence. For several tokens it iterates over the
-    pages like the reference, since then the matmuls dominate, not the reads.
+    The keys and values of the new tokens must have been written to the pages. ``pallas_gpu`` has a
+    kernel for one token per sequence. For several tokens per sequence it iterates over the pages
+    like the reference implementation, because the matmuls then take more time than the reads.
 
     Args:
-        compute: implementation, whose layout the pool has, and dtype. A mesh shards the heads over
-            ``tensor``; pages and sequences stay whole.
+        compute: the implementation, which determines the layout of the pool, and the dtype. A mesh
+            shards the heads over ``tensor``; pages and sequences are not sharded.
         q: rotated queries ``[B, T, N, G, K]``.
         pages: the pool.
-        table: int32 ``[B, C]``; entries after a sequence's last page may be any page.
-        positions: int32 ``[B, T]``: consecutive in a row, followed by padding at or beyond ``C *
-            S``. The result of a padding token is finite and meaningless.
+        table: page table, int32 ``[B, C]``; entries after a sequence's last page may be any page
+            number.
+        positions: int32 ``[B, T]``. A row holds consecutive positions, followed by padding, whose
+            positions are ``C * S`` or more. The result of a padding token is finite and
+            meaningless.
 
     Returns:
-        float32, the shape of q.
+        The attended values, float32, in the shape of q.
     """
     name, count = compute.attention, q.shape[1]
     if name == "pallas_gpu" and count > 1:
@@ -144,7 +149,7 @@ def attend_paged(
     heads = "kv_heads" if split else None
     queries, pool = (None, None, heads, None, None), pool_axes(name, heads)
     run = split_over(mesh, kernel, queries, (None, None), (None,), *(pool for _ in pages))
-    # A row of padding reads no more than a row at its first position.
+    # A row that consists of padding reads no more pages than a row whose first position is 0.
     start = positions[:, 0]
     start = jnp.where(start < table.shape[1] * page_size(name, pages), start, 0)
     q = (q * q.shape[-1] ** -0.5).astype(compute.dtype)
@@ -159,22 +164,22 @@ def walk(
     size: int,
     positions: jax.Array,
 ) -> jax.Array:
-    """`attend_paged` by matmuls with a running softmax.
+    """Computes `attend_paged` with ordinary matmuls and a running softmax.
 
-    The loop reads one page of every sequence per iteration, up to the last page of the longest
-    sequence.
+    Each iteration of the loop reads one page of every sequence. The loop ends after the last page
+    of the longest sequence.
 
     Args:
-        compute: dtype and backend.
+        compute: dtype and backend of the computation.
         q: rotated queries ``[B, T, N, G, K]``.
-        read: maps int32 ``[B]``, one page per sequence, to keys ``[B, N, K, S]`` and values ``[B,
-            N, S, K]``.
-        table: int32 ``[B, C]``.
-        size: S, positions of a page.
-        positions: int32 ``[B, T]``.
+        read: function of int32 ``[B]``, one page number per sequence, that returns keys ``[B, N, K,
+            S]`` and values ``[B, N, S, K]``.
+        table: page table, int32 ``[B, C]``.
+        size: number of positions of a page, S.
+        positions: positions of the new tokens, int32 ``[B, T]``.
 
     Returns:
-        float32, the shape of q.
+        The attended values, float32, in the shape of q.
     """
 
     def attend(q: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
@@ -194,7 +199,7 @@ def _walk(
 ) -> jax.Array:
     ops, dtype = compute.ops, compute.dtype
     b, t, n, g, width = q.shape
-    # The queries of a group form the rows of one matmul with the keys of their head.
+    # The queries of all heads of a group form the rows of one matmul with the keys of the group.
     q = q.transpose(0, 2, 3, 1, 4).reshape(b, n, g * t, width) * width**-0.5
     ends = jnp.broadcast_to(positions[:, None, None], (b, 1, g, t)).reshape(b, 1, g * t, 1)
     inside = positions < table.shape[1] * size
@@ -223,19 +228,21 @@ def _walk(
 
 # --- kernels -------------------------------------------------------------------------------
 #
-# Each takes q, scaled, in the dtype of the matmuls, and int32 [B], the number of positions that
-# the last token of each row sees; the token before it sees one less.
+# A kernel's arguments include scaled q in the dtype of the matmuls, and lengths, int32 [B]: the
+# number of positions that the last token of each row sees. The token before the last one sees one
+# position less.
 
 
 def _ragged_paged(
     q: jax.Array, table: jax.Array, lengths: jax.Array, pages: jax.Array, *, interpret: bool
 ) -> jax.Array:
-    """The TPU kernel, which takes any number of new tokens per sequence."""
+    """Computes attention with the TPU kernel, for any number of new tokens per sequence."""
     from jax.experimental.pallas.ops.tpu import ragged_paged_attention as ops
 
     b, t, n, g, width = q.shape
-    # Block sizes are explicit because the kernel's own table looks up the present device, not the
-    # compilation target. 512 positions and 32 tokens fit into the target's memory.
+    # Block sizes are given explicitly, because the kernel's own table looks up the device of this
+    # process rather than the compilation target. 512 positions and 32 tokens fit into the target's
+    # memory.
     kernel = functools.partial(
         ops.ragged_paged_attention,
         num_kv_pages_per_block=min(table.shape[1], max(1, 512 // pages.shape[1])),
@@ -262,10 +269,10 @@ def _pallas_gpu(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """The Triton kernel that comes with JAX.
+    """Computes attention with the Triton kernel that comes with JAX.
 
-    A few sequences would leave a GPU idle, so their pages are split into parts whose results are
-    merged; the table is padded to whole parts.
+    If there are few sequences, most of a GPU would be idle. The pages of a sequence are therefore
+    split into parts, whose results are merged. The table is padded to whole parts.
     """
     with warnings.catch_warnings():  # deprecated without a successor (docs/kernels.md)
         warnings.simplefilter("ignore", DeprecationWarning)
