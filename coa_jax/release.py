@@ -79,12 +79,15 @@ def _readme(output: Path, config: dict[str, Any], new: Path) -> str:
     ]
     return f"""# A chain-of-agents policy: adapter, data and traces
 
-Base model: `{config["model"]}`. pass@1 on the held-out tasks of the run: {", ".join(rates)}.
+The base model is `{config["model"]}`. pass@1 on the held-out tasks of the run
+(n is the number of tasks): {", ".join(rates)}.
 
-- `adapter/`: LoRA adapter in the format of PEFT, the sum of the adapters of SFT and RL
-- `data/`: the distilled trajectories, with a card
-- `traces/`: the trajectories of the evaluations after SFT and after RL
-- `summary.json`, `metrics.jsonl`, `evaluate/`: the figures of the run
+- `adapter/`: one LoRA adapter in the format of PEFT, which combines the adapters of SFT and RL
+- `data/`: the distilled trajectories on which SFT was trained, with a data card
+- `traces/`: the trajectories that the policy produced in the evaluations after SFT and after RL
+- `summary.json`, `metrics.jsonl`, `evaluate/`: results and metrics of the run
+
+The first command asks the policy a question. The second command builds the report of the run:
 
 ```bash
 coa-jax ask --model={place}/adapter "How many inhabitants does Chad have?"
