@@ -72,11 +72,11 @@ print(json.dumps([[*key, sent] for key, sent in costs.sent.items()]))
 
 
 def test_what_is_sent_in_a_loop_is_that_of_a_ring():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     done = subprocess.run(
         [sys.executable, "-c", SENT], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags,
-             "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
+        env={**os.environ, "JAX_PLATFORMS": "cpu",
+             "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
+             "XLA_FLAGS": "--xla_force_host_platform_device_count=8"},
     )  # fmt: skip
     assert done.returncode == 0, done.stderr
     part = 512 * 16 * 4

@@ -89,13 +89,12 @@ def test_figures_are_of_the_chips_that_work_and_all_of_several_hosts_do():
         "gpu:16xh100,1,1,16,0": "16 chips that decode together span hosts of --topology=gpu",
         "gpu:24xh100,1,-1,1,3": "3 chips that decode together span hosts of --topology=gpu",
     }
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=24"
     done = subprocess.run(
         [sys.executable, "-c", PARTS, *cases],
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": flags,
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=24",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
         },
         cwd=Path(__file__).parents[2],
@@ -141,13 +140,12 @@ def test_the_cache_is_split_as_an_engine_splits_it():
     # A kernel's pages hold twice as many rows as heads, which four devices could split where they
     # cannot split two heads.  All of six heads stay on each device, and no kernel takes six.
     cases = {"2,": "ragged_paged 1", "4,": "ragged_paged 4", "6,": "xla 1", "4,int8": "xla 4"}
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
     done = subprocess.run(
         [sys.executable, "-c", CACHE, *cases],
         env={
             **os.environ,
             "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": flags,
+            "XLA_FLAGS": "--xla_force_host_platform_device_count=4",
             "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
         },
         cwd=Path(__file__).parents[2],
