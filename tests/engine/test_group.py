@@ -15,15 +15,15 @@ from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import copies, give_back, make_engines, publish_all, take_copies
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import init_params
 from tests.engine.test_layout import in_eight_devices
+from tests.random_params import random_params
 
 MODEL = ModelConfig("llama", 97, 32, 48, 2, 4, 2, 8)
 SHAPES = EngineConfig(slots=5, max_length=64, chunk=4, page_size=16, engines=2)
 
 
 def params(seed=0):
-    return init_params(MODEL, jax.random.key(seed))
+    return random_params(MODEL, seed)
 
 
 def test_engines_of_a_group_have_equal_parts_of_the_slots_and_one_copy_of_the_parameters():
@@ -103,7 +103,7 @@ from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.group import apart, copies, make_engines, new_copies, publish_all, take_copies
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.params import (
-    flatten, init_adapters, init_params, merge_adapters, nest, shardings, without_adapters,
+    flatten, init_adapters, merge_adapters, nest, shardings, without_adapters,
 )
 from coa_jax.parallel.placement import MeshConfig, rollout_devices, training_mesh
 
@@ -117,7 +117,7 @@ shapes = EngineConfig(2, 96, 32, (32,), page_size=16, cache_dtype=sys.argv[2])
 prompt = np.random.default_rng(0).integers(0, 384, 21).tolist()
 
 def params(seed):
-    whole = jax.tree.map(lambda x: 4 * np.asarray(x), init_params(model, jax.random.key(seed)))
+    whole = jax.tree.map(lambda x: 4 * np.asarray(x), random_params(model, seed))
     return jax.device_put(whole, shardings(model, mesh))
 
 def started(engine):

@@ -5,13 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import init_params
 from coa_jax.small.bpe import train_bpe
+from tests.random_params import random_params
 
 # Two key/value heads: two devices split them, eight cannot.
 CONFIG = ModelConfig("qwen2", 384, 48, 96, 2, 4, 2, 16, qkv_bias=True)
@@ -105,7 +104,7 @@ ALL = [
     "cases", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"]
 )
 def test_losses_and_updates_on_a_mesh_equal_those_of_one_device(cases, tmp_path):
-    params = init_params(CONFIG, jax.random.key(0))
+    params = random_params(CONFIG)
     save_model(Model(CONFIG, params, train_bpe(["the river"], 300)), tmp_path)
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     done = subprocess.run(

@@ -5,13 +5,12 @@ import subprocess
 import sys
 from pathlib import Path
 
-import jax
 import pytest
 
 from coa_jax.model.api import Model, save_model
-from coa_jax.model.params import init_params
 from coa_jax.small.bpe import train_bpe
 from tests.learn.sharded_updates import CONFIG, KINDS
+from tests.random_params import random_params
 
 SHAPES = (
     ("2,2,2,compiler", "8,1,1,manual", "1,2,4,manual"),
@@ -29,7 +28,7 @@ CASES = [
 def test_updates_with_critic_reference_and_adapters_on_a_mesh_equal_those_of_one_device(
     cases, tmp_path
 ):
-    params = init_params(CONFIG, jax.random.key(0))
+    params = random_params(CONFIG)
     save_model(Model(CONFIG, params, train_bpe(["the river"], 300)), tmp_path)
     flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
     done = subprocess.run(

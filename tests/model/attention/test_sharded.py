@@ -15,7 +15,8 @@ from coa_jax.learn.losses import SFTLoss
 from coa_jax.learn.step import gradient_sums
 from coa_jax.model.compute import REFERENCE, Compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import init_params, shardings
+from coa_jax.model.params import shardings
+from tests.random_params import random_params
 from coa_jax.parallel.mesh import make_mesh
 from coa_jax.parallel.placement import put_batch
 
@@ -29,7 +30,7 @@ ones = np.ones((rows, length), np.float32)
 batch = Batch(
     tokens, (np.arange(length) - starts).astype(np.int32), segments, ones, 0 * ones, 0 * ones
 )
-params = init_params(config, jax.random.key(0))
+params = random_params(config)
 
 def gradients(compute):
     here = jax.device_put(params, shardings(config, compute.mesh))
