@@ -15,7 +15,7 @@ from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import copies, give_back, make_engines, publish_all, take_copies
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
-from tests.engine.test_layout import in_eight_devices
+from tests.devices import on_devices
 from tests.random_params import random_params
 
 MODEL = ModelConfig("llama", 97, 32, 48, 2, 4, 2, 8)
@@ -106,6 +106,7 @@ from coa_jax.model.params import (
     flatten, init_adapters, merge_adapters, nest, shardings, without_adapters,
 )
 from coa_jax.parallel.placement import MeshConfig, rollout_devices, training_mesh
+from tests.random_params import random_params
 
 lora = ModelConfig("qwen2", 384, 48, 96, 2, 4, 2, 16, qkv_bias=True, lora=LoraConfig(rank=2))
 model = without_adapters(lora)
@@ -206,7 +207,7 @@ MORE = [("1,2,1,1,1", ""), ("1,2,2,1,4", ""), ("1,1,1,1,3", "int8"), ("2,2,1,2,2
 def test_engines_on_devices_of_their_own_sample_the_same_bits_while_they_are_published_to(
     case, cache
 ):
-    assert in_eight_devices(APART, case, cache) == ["equal", "placed", "safe"]
+    assert on_devices(8, "-c", APART, case, cache, optimized=True) == ["equal", "placed", "safe"]
 
 
 def test_rollout_devices_that_make_no_groups_are_refused():

@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -20,27 +16,8 @@ from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import flatten
 from coa_jax.parallel.mesh import AXES, make_mesh
+from tests.devices import on_devices
 from tests.random_params import random_params
-
-
-def in_eight_devices(program, *arguments):
-    """Lines that a program prints."""
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        env={
-            **os.environ,
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-            "JAX_PLATFORMS": "cpu",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
-        },
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
-
 
 PROGRAM = """
 import dataclasses, sys, jax, numpy as np
@@ -52,8 +29,8 @@ from coa_jax.engine.memory import engine_memory
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import shardings
-from tests.random_params import random_params
 from coa_jax.parallel.mesh import make_mesh
+from tests.random_params import random_params
 
 config = ModelConfig("qwen2", 384, 48, 96, 2, 4, 2, 16, qkv_bias=True, tie_embeddings=False)
 params = jax.tree.map(lambda x: 4 * np.asarray(x), random_params(config))
@@ -124,7 +101,9 @@ OTHERS = ["1,8,1,4", "8,1,1,0", "1,1,8,0"]
 
 @pytest.mark.parametrize("cases", [["2,2,2,0"], pytest.param(OTHERS, marks=pytest.mark.slow)])
 def test_engines_of_every_layout_sample_what_one_device_samples(cases):
-    assert in_eight_devices(PROGRAM, *cases) == [case.replace(",", " ") for case in cases]
+    assert on_devices(8, "-c", PROGRAM, *cases, optimized=True) == [
+        case.replace(",", " ") for case in cases
+    ]
 
 
 @pytest.mark.usefixtures("cpu_ops")
@@ -257,8 +236,8 @@ from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import flatten, shardings
-from tests.random_params import random_params
 from coa_jax.parallel.mesh import make_mesh
+from tests.random_params import random_params
 
 config = ModelConfig("qwen2", 384, 48, 96, 2, 8, 4, 16, qkv_bias=True, tie_embeddings=False)
 params = random_params(config)
@@ -287,4 +266,4 @@ for sizes in ((1, 2, 4), (1, 8, 1), (2, 2, 2)):
 
 
 def test_groups_that_lie_apart_in_the_order_of_training_get_their_copies():
-    assert in_eight_devices(SCATTERED) == ["1 2 4", "1 8 1", "2 2 2"]
+    assert on_devices(8, "-c", SCATTERED, optimized=True) == ["1 2 4", "1 8 1", "2 2 2"]
