@@ -8,6 +8,7 @@ import shutil
 import signal
 import tempfile
 from collections.abc import Iterator
+from importlib.metadata import version
 from importlib.util import find_spec
 
 import hypothesis
@@ -32,9 +33,13 @@ for _name in ("COA_JAX_LENGTHS", "COA_JAX_TINY_POLICY"):
         atexit.register(shutil.rmtree, os.environ[_name], ignore_errors=True)
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_COMPILE_TIME_SECS", "0")
 os.environ.setdefault("JAX_PERSISTENT_CACHE_MIN_ENTRY_SIZE_BYTES", "-1")
-# Most of the suite's time is LLVM's work on programs that run for milliseconds.  Tests of what this
+# Most of the suite's time is XLA's work on programs that run for milliseconds.  Tests of what this
 # work decides (bits under other shapes, memory, copies) use the fixture `optimized`.
 os.environ.setdefault("JAX_DISABLE_MOST_OPTIMIZATIONS", "1")
+# XLA 0.10 can emit loops without MLIR, in a third of the time; later versions cannot.
+_QUICK = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
+if os.environ["JAX_DISABLE_MOST_OPTIMIZATIONS"] == "1" and version("jaxlib").startswith("0.10."):
+    os.environ.setdefault("XLA_FLAGS", _QUICK)
 
 # A shell lets what it starts in the background ignore Ctrl-C, and children inherit that: tests that
 # interrupt a command would wait in vain.
@@ -67,15 +72,26 @@ def protocols_of_one_test():
 def optimized() -> Iterator[None]:
     """Compiles the programs of a module's tests as a user's run does."""
     import jax
+    from jax._src import compiler
 
-    before = jax.config.read("jax_disable_most_optimizations")
-    jax.config.update("jax_disable_most_optimizations", False)
-    if before:
+    if not jax.config.read("jax_disable_most_optimizations"):
+        yield
+        return
+    few = compiler.get_compile_options
+
+    def all_of_them(*args, **kwargs):
+        options = few(*args, **kwargs)
+        options.env_option_overrides += [("xla_cpu_use_fusion_emitters", True)]
+        return options
+
+    with pytest.MonkeyPatch.context() as patch:
+        if os.environ.get("XLA_FLAGS") == _QUICK:
+            patch.setattr(compiler, "get_compile_options", all_of_them)
+        jax.config.update("jax_disable_most_optimizations", False)
         jax.clear_caches()
-    yield
-    jax.config.update("jax_disable_most_optimizations", before)
-    if before:
-        jax.clear_caches()
+        yield
+    jax.config.update("jax_disable_most_optimizations", True)
+    jax.clear_caches()
 
 
 @pytest.fixture(scope="session")

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 
@@ -19,6 +18,7 @@ from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.model.api import Model, load_model, logits
 from coa_jax.model.params import num_params
 from coa_jax.settings import complete
+from tests.devices import on_devices
 from tests.tiny_policy import write_untrained
 
 TOKENS = np.random.default_rng(0).integers(0, 300, (2, 40))
@@ -81,14 +81,7 @@ def test_fewer_devices_than_the_run_had_export_it(run, tmp_path):
     (tmp_path / "run" / "config.json").write_text(json.dumps(config))
     flags = [f"--workdir={tmp_path / 'run'}", f"--output={tmp_path / 'out'}", "--step=1"]
     flags.append("--dtype=float32")
-    devices = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=2"
-    done = subprocess.run(
-        [sys.executable, "-m", "coa_jax.export", *flags],
-        env={**os.environ, "XLA_FLAGS": devices, "JAX_PLATFORMS": "cpu"},
-        capture_output=True,
-        text=True,
-    )
-    assert done.returncode == 0, done.stderr
+    on_devices(2, "-m", "coa_jax.export", *flags)
     exported = load_model(tmp_path / "out").params["embed"]["embedding"]
     np.testing.assert_array_equal(exported, first.params["embed"]["embedding"])
 

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 
 import jax
 import jax.numpy as jnp
@@ -13,6 +10,7 @@ import pytest
 
 from coa_jax.aot.costs import Costs, count, group_size
 from coa_jax.aot.hlo import parse, trip_count
+from tests.devices import on_devices
 
 
 def costs_of(function, *arguments, chips=1, data_trips=()) -> Costs:
@@ -72,15 +70,9 @@ print(json.dumps([[*key, sent] for key, sent in costs.sent.items()]))
 
 
 def test_what_is_sent_in_a_loop_is_that_of_a_ring():
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, "-c", SENT], capture_output=True, text=True, timeout=120,
-        env={**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags,
-             "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},
-    )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    (sent,) = on_devices(8, "-c", SENT, optimized=True)
     part = 512 * 16 * 4
-    assert json.loads(done.stdout) == [["all-reduce", 8, 5 * 2 * part * 7 / 8]]
+    assert json.loads(sent) == [["all-reduce", 8, 5 * 2 * part * 7 / 8]]
 
 
 def test_weights_are_read_once_a_layer_and_not_as_a_stack():

@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import os
-import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -36,6 +33,7 @@ from coa_jax.parallel.mesh import AXES
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.small.bpe import train_bpe
+from tests.devices import on_devices
 from tests.learn.test_update import LENGTH, MODEL, config, groups, params
 from tests.learn.tiny_runs import rl_config
 
@@ -89,22 +87,8 @@ def test_figures_are_of_the_chips_that_work_and_all_of_several_hosts_do():
         "gpu:16xh100,1,1,16,0": "16 chips that decode together span hosts of --topology=gpu",
         "gpu:24xh100,1,-1,1,3": "3 chips that decode together span hosts of --topology=gpu",
     }
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=24"
-    done = subprocess.run(
-        [sys.executable, "-c", PARTS, *cases],
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": flags,
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
-        },
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == list(cases.values())
+    printed = on_devices(24, "-c", PARTS, *cases, optimized=True)
+    assert printed == list(cases.values())
 
 
 CACHE = """
@@ -141,22 +125,8 @@ def test_the_cache_is_split_as_an_engine_splits_it():
     # A kernel's pages hold twice as many rows as heads, which four devices could split where they
     # cannot split two heads.  All of six heads stay on each device, and no kernel takes six.
     cases = {"2,": "ragged_paged 1", "4,": "ragged_paged 4", "6,": "xla 1", "4,int8": "xla 4"}
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=4"
-    done = subprocess.run(
-        [sys.executable, "-c", CACHE, *cases],
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": flags,
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
-        },
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=120,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == [" ".join(case) for case in cases.items()]
+    printed = on_devices(4, "-c", CACHE, *cases, optimized=True)
+    assert printed == [" ".join(case) for case in cases.items()]
 
 
 def test_engines_have_nothing_while_the_policy_learns_unless_rollouts_go_on():

@@ -16,12 +16,13 @@ from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.model.compute import REFERENCE
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import bind, init_params
+from coa_jax.model.params import bind
+from tests.random_params import random_params
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
 MODEL = ModelConfig("qwen3", 199, 48, 96, 3, 6, 2, 16, qk_norm=True)
-PARAMS = init_params(MODEL, jax.random.key(3))
+PARAMS = random_params(MODEL, 3)
 SHAPES = EngineConfig(
     slots=4, max_length=96, chunk=8, extend_buckets=(8, 32), extend_block=8, page_size=32
 )

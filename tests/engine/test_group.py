@@ -15,15 +15,15 @@ from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import copies, give_back, make_engines, publish_all, take_copies
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import init_params
-from tests.engine.test_layout import in_eight_devices
+from tests.devices import on_devices
+from tests.random_params import random_params
 
 MODEL = ModelConfig("llama", 97, 32, 48, 2, 4, 2, 8)
 SHAPES = EngineConfig(slots=5, max_length=64, chunk=4, page_size=16, engines=2)
 
 
 def params(seed=0):
-    return init_params(MODEL, jax.random.key(seed))
+    return random_params(MODEL, seed)
 
 
 def test_engines_of_a_group_have_equal_parts_of_the_slots_and_one_copy_of_the_parameters():
@@ -103,9 +103,10 @@ from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.group import apart, copies, make_engines, new_copies, publish_all, take_copies
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.params import (
-    flatten, init_adapters, init_params, merge_adapters, nest, shardings, without_adapters,
+    flatten, init_adapters, merge_adapters, nest, shardings, without_adapters,
 )
 from coa_jax.parallel.placement import MeshConfig, rollout_devices, training_mesh
+from tests.random_params import random_params
 
 lora = ModelConfig("qwen2", 384, 48, 96, 2, 4, 2, 16, qkv_bias=True, lora=LoraConfig(rank=2))
 model = without_adapters(lora)
@@ -117,7 +118,7 @@ shapes = EngineConfig(2, 96, 32, (32,), page_size=16, cache_dtype=sys.argv[2])
 prompt = np.random.default_rng(0).integers(0, 384, 21).tolist()
 
 def params(seed):
-    whole = jax.tree.map(lambda x: 4 * np.asarray(x), init_params(model, jax.random.key(seed)))
+    whole = jax.tree.map(lambda x: 4 * np.asarray(x), random_params(model, seed))
     return jax.device_put(whole, shardings(model, mesh))
 
 def started(engine):
@@ -206,7 +207,7 @@ MORE = [("1,2,1,1,1", ""), ("1,2,2,1,4", ""), ("1,1,1,1,3", "int8"), ("2,2,1,2,2
 def test_engines_on_devices_of_their_own_sample_the_same_bits_while_they_are_published_to(
     case, cache
 ):
-    assert in_eight_devices(APART, case, cache) == ["equal", "placed", "safe"]
+    assert on_devices(8, "-c", APART, case, cache, optimized=True) == ["equal", "placed", "safe"]
 
 
 def test_rollout_devices_that_make_no_groups_are_refused():

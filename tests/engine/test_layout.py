@@ -3,10 +3,6 @@
 from __future__ import annotations
 
 import importlib.util
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -18,29 +14,10 @@ from coa_jax.errors import UserError
 from coa_jax.model.cache import layer_axes
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import flatten, init_params
+from coa_jax.model.params import flatten
 from coa_jax.parallel.mesh import AXES, make_mesh
-
-
-def in_eight_devices(program, *arguments):
-    """Lines that a program prints."""
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, "-c", program, *arguments],
-        env={
-            **os.environ,
-            "XLA_FLAGS": flags,
-            "JAX_PLATFORMS": "cpu",
-            "JAX_DISABLE_MOST_OPTIMIZATIONS": "0",
-        },
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    return done.stdout.splitlines()
-
+from tests.devices import on_devices
+from tests.random_params import random_params
 
 PROGRAM = """
 import dataclasses, sys, jax, numpy as np
@@ -51,11 +28,12 @@ from coa_jax.engine.group import make_engines, publish_all
 from coa_jax.engine.memory import engine_memory
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import init_params, shardings
+from coa_jax.model.params import shardings
 from coa_jax.parallel.mesh import make_mesh
+from tests.random_params import random_params
 
 config = ModelConfig("qwen2", 384, 48, 96, 2, 4, 2, 16, qkv_bias=True, tie_embeddings=False)
-params = jax.tree.map(lambda x: 4 * np.asarray(x), init_params(config, jax.random.key(0)))
+params = jax.tree.map(lambda x: 4 * np.asarray(x), random_params(config))
 # A pool of pages that all slots share.
 shapes = EngineConfig(4, 64, 8, (32,), page_size=16, pages=18, decode_programs=1)
 rng = np.random.default_rng(0)
@@ -123,16 +101,17 @@ OTHERS = ["1,8,1,4", "8,1,1,0", "1,1,8,0"]
 
 @pytest.mark.parametrize("cases", [["2,2,2,0"], pytest.param(OTHERS, marks=pytest.mark.slow)])
 def test_engines_of_every_layout_sample_what_one_device_samples(cases):
-    assert in_eight_devices(PROGRAM, *cases) == [case.replace(",", " ") for case in cases]
+    assert on_devices(8, "-c", PROGRAM, *cases, optimized=True) == [
+        case.replace(",", " ") for case in cases
+    ]
 
 
 @pytest.mark.usefixtures("cpu_ops")
 @pytest.mark.parametrize("tied", [True, False])
 def test_weights_of_several_slots_on_a_cpu_have_their_outputs_first(tied):
-    import jax
 
     config = ModelConfig("qwen2", 70, 32, 48, 2, 4, 2, 8, qkv_bias=True, tie_embeddings=tied)
-    params = init_params(config, jax.random.key(0))
+    params = random_params(config)
     published = [layout.publish(params, config, EngineConfig(slots=slots))[0] for slots in (1, 2)]
     assert [copies.outputs_first for copies in published] == [False, True]
     one, several = (dict(flatten(copies.layers[1])) for copies in published)
@@ -157,10 +136,9 @@ def test_weights_of_several_slots_on_a_cpu_have_their_outputs_first(tied):
 
 
 def test_an_engine_computes_with_the_backend_of_its_platform_or_the_one_asked_for(monkeypatch):
-    import jax
 
     config = ModelConfig("llama", 70, 32, 48, 1, 4, 2, 8)
-    params = init_params(config, jax.random.key(0))
+    params = random_params(config)
     monkeypatch.setenv("COA_JAX_OPS", "reference")
     shapes = EngineConfig(slots=2)
     (copies,) = layout.publish(params, config, shapes)
@@ -257,11 +235,12 @@ import jax, numpy as np
 from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import flatten, init_params, shardings
+from coa_jax.model.params import flatten, shardings
 from coa_jax.parallel.mesh import make_mesh
+from tests.random_params import random_params
 
 config = ModelConfig("qwen2", 384, 48, 96, 2, 8, 4, 16, qkv_bias=True, tie_embeddings=False)
-params = init_params(config, jax.random.key(0))
+params = random_params(config)
 (expected,) = layout.publish(params, config, EngineConfig(slots=1))
 # As on a slice: devices 0, 1, 4 and 5 are of one host, the rest of another.
 axes = layout.group_axes(np.array([0, 0, 1, 1, 0, 0, 1, 1]), 4)
@@ -287,4 +266,4 @@ for sizes in ((1, 2, 4), (1, 8, 1), (2, 2, 2)):
 
 
 def test_groups_that_lie_apart_in_the_order_of_training_get_their_copies():
-    assert in_eight_devices(SCATTERED) == ["1 2 4", "1 8 1", "2 2 2"]
+    assert on_devices(8, "-c", SCATTERED, optimized=True) == ["1 2 4", "1 8 1", "2 2 2"]

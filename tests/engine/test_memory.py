@@ -20,7 +20,7 @@ from coa_jax.engine.memory import (
 )
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import init_params
+from tests.random_params import random_params
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
@@ -41,7 +41,7 @@ def nbytes(tree):
 def test_parameters_and_cache_are_what_an_engine_then_has(changes, tied):
     model = dataclasses.replace(MODEL, tie_embeddings=tied)
     shapes = dataclasses.replace(SHAPES, **changes)
-    engine = Engine(init_params(model, jax.random.key(0)), model, shapes)
+    engine = Engine(random_params(model), model, shapes)
     memory = engine_memory(model, shapes)
     assert memory.parameters == nbytes(engine.params)
     assert memory.cache == nbytes(engine._pages)
@@ -102,13 +102,13 @@ def test_the_advised_number_of_slots_is_the_largest_that_fits(vocab):
 def test_an_engine_beyond_the_machine_is_refused_before_anything_is_allocated():
     shapes = dataclasses.replace(SHAPES, slots=10**7)
     with pytest.raises(UserError, match="set slots to"):
-        Engine(init_params(MODEL, jax.random.key(0)), MODEL, shapes)
+        Engine(random_params(MODEL), MODEL, shapes)
 
 
 @pytest.fixture
 def tight(monkeypatch):
     """Leaves room for parameters and an engine of `SHAPES` and for not a byte more."""
-    params = init_params(MODEL, jax.random.key(0))
+    params = random_params(MODEL)
     gc.collect()  # what earlier tests left must not become free later
     before = nbytes(jax.live_arrays())
     room = engine_memory(MODEL, SHAPES).total
@@ -133,7 +133,7 @@ def test_parameters_that_have_their_memory_already_are_not_counted_again(tight):
 
 
 def test_new_parameters_take_the_place_of_the_old_ones(monkeypatch):
-    params = init_params(MODEL, jax.random.key(0))
+    params = random_params(MODEL)
     engines = make_engines(params, MODEL, SHAPES)
     publish, held = layout.publish, []
 

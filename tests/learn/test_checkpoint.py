@@ -8,7 +8,6 @@ import functools
 import json
 import os
 import subprocess
-import sys
 from pathlib import Path
 
 import jax
@@ -26,6 +25,7 @@ from coa_jax.learn.step import OptimizerConfig, TrainState, init_state
 from coa_jax.model.params import DecodeParams, nest
 from coa_jax.parallel import processes
 from coa_jax.parallel.mesh import make_mesh, sharding_for
+from tests.devices import on_devices
 from tests.parallel.launched import launch
 
 ROOT = Path(__file__).parents[2]
@@ -431,12 +431,7 @@ def test_a_run_goes_on_on_another_mesh(tmp_path):
         "from tests.learn.test_checkpoint import restart_on_other_meshes as f; "
         f"f({str(tmp_path / 'c')!r})"
     )
-    flags = "--xla_force_host_platform_device_count=8"
-    environment = {**os.environ, "JAX_PLATFORMS": "cpu", "XLA_FLAGS": flags}
-    done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, check=False
-    )
-    assert done.returncode == 0, done.stderr.decode()[-3000:]
+    on_devices(8, "-c", code)
     # Eight devices wrote it; one reads it.
     with opened(tmp_path / "c") as checkpoints:
         restored = checkpoints.newest(made(0))

@@ -22,8 +22,8 @@ from coa_jax.learn.logps import (
 )
 from coa_jax.model.compute import Compute, local_compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import init_params
 from coa_jax.parallel.mesh import AXES
+from tests.random_params import random_params
 
 # Large enough for the fusions that XLA makes of real heads.
 CHUNKS, ROWS, COLUMNS, WIDTH, VOCAB = 3, 2, 40, 64, 640
@@ -215,7 +215,7 @@ MODEL = ModelConfig("qwen2", 97, 32, 48, 1, 4, 2, 8, qkv_bias=True)
 
 
 def test_a_mask_leaves_the_wanted_values_and_their_gradients_as_they_are():
-    params = init_params(MODEL, jax.random.key(1))
+    params = random_params(MODEL, 1)
     rng = np.random.default_rng(3)
     members = []
     for size in (12, 7, 19, 3):
@@ -253,7 +253,7 @@ def test_a_mask_leaves_the_wanted_values_and_their_gradients_as_they_are():
 @pytest.mark.parametrize("chunk", [6, 23, 45])
 def test_where_every_position_is_wanted_each_counts_once(chunk):
     """Chunks that do not divide the positions are filled, with what must not count."""
-    params = init_params(MODEL, jax.random.key(1))
+    params = random_params(MODEL, 1)
     ids = np.random.default_rng(3).integers(0, 97, 24).astype(np.int32)
     ones = np.ones(24, np.float32)
     batch = pack([Example(ids, ones, 0 * ones, 0 * ones)] * 2, 24)
@@ -272,7 +272,7 @@ def test_where_every_position_is_wanted_each_counts_once(chunk):
 
 
 def test_one_long_row_among_empty_ones_costs_its_own_chunks_only():
-    params = init_params(MODEL, jax.random.key(1))
+    params = random_params(MODEL, 1)
     rows = [Example(np.arange(24, dtype=np.int32), *np.ones((3, 24), np.float32))] * 4
     batch = pack(rows, 24)
     mask = np.zeros((4, 24), np.float32)

@@ -19,10 +19,11 @@ from coa_jax.learn.losses import Net, PolicyLoss, SFTLoss
 from coa_jax.learn.step import OptimizerConfig, init_state, make_optimizer, schedule, train_step
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import LoraConfig, ModelConfig
-from coa_jax.model.params import bind, flatten, init_params, nest, specs
+from coa_jax.model.params import bind, flatten, nest, specs
+from tests.random_params import random_params
 
 MODEL = ModelConfig("qwen2", 97, 32, 48, 2, 4, 2, 8, qkv_bias=True)
-PARAMS = init_params(MODEL, jax.random.key(1))
+PARAMS = random_params(MODEL, 1)
 COMPUTE = local_compute()
 SFT = SFTLoss()
 

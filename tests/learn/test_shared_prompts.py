@@ -19,11 +19,11 @@ from coa_jax.learn.step import gradient_sums
 from coa_jax.learn.value import init_critic
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import init_params
 from tests.learn.tiny_runs import rl_config
+from tests.random_params import random_params
 
 MODEL = ModelConfig("qwen2", 97, 32, 48, 2, 4, 2, 8, qkv_bias=True)
-PARAMS = init_params(MODEL, jax.random.key(1))
+PARAMS = random_params(MODEL, 1)
 COMPUTE = local_compute()
 ROW, WHOLE = 64, 96
 

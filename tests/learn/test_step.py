@@ -17,9 +17,9 @@ from coa_jax.learn.step import OptimizerConfig, check_updates, init_state, train
 from coa_jax.model.api import load_model
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import init_params
 from tests import tiny_policy
 from tests.learn.tiny_runs import run_sft, sft_config
+from tests.random_params import random_params
 
 MODEL = ModelConfig("llama", 97, 32, 48, 1, 4, 2, 8)
 DAPO = Algorithm("dapo", overlong_buffer=0).resolve(64)
@@ -37,7 +37,7 @@ def batches(count, advantage=1.0):
 
 
 def fresh():
-    params = jax.device_put(init_params(MODEL, jax.random.key(0)), jax.devices()[0])
+    params = jax.device_put(random_params(MODEL), jax.devices()[0])
     return init_state(params, OPTIMIZER)
 
 

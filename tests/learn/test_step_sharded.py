@@ -1,17 +1,12 @@
 """On every mesh, losses and updates equal those of one device, and state is sharded."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import jax
 import pytest
 
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import init_params
 from coa_jax.small.bpe import train_bpe
+from tests.devices import on_devices
+from tests.random_params import random_params
 
 # Two key/value heads: two devices split them, eight cannot.
 CONFIG = ModelConfig("qwen2", 384, 48, 96, 2, 4, 2, 16, qkv_bias=True)
@@ -105,15 +100,7 @@ ALL = [
     "cases", [SOME, pytest.param(ALL, marks=pytest.mark.slow)], ids=["some", "all"]
 )
 def test_losses_and_updates_on_a_mesh_equal_those_of_one_device(cases, tmp_path):
-    params = init_params(CONFIG, jax.random.key(0))
+    params = random_params(CONFIG)
     save_model(Model(CONFIG, params, train_bpe(["the river"], 300)), tmp_path)
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path), *cases],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.stdout.split("\n")[:-1] == [c.replace(",", " ") for c in cases], done.stderr[-3000:]
+    printed = on_devices(8, "-c", PROGRAM, str(tmp_path), *cases)
+    assert printed == [case.replace(",", " ") for case in cases]

@@ -1,17 +1,12 @@
 """Updates of critic, reference and adapters on every mesh equal those of one device."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
-import jax
 import pytest
 
 from coa_jax.model.api import Model, save_model
-from coa_jax.model.params import init_params
 from coa_jax.small.bpe import train_bpe
+from tests.devices import on_devices
 from tests.learn.sharded_updates import CONFIG, KINDS
+from tests.random_params import random_params
 
 SHAPES = (
     ("2,2,2,compiler", "8,1,1,manual", "1,2,4,manual"),
@@ -29,15 +24,7 @@ CASES = [
 def test_updates_with_critic_reference_and_adapters_on_a_mesh_equal_those_of_one_device(
     cases, tmp_path
 ):
-    params = init_params(CONFIG, jax.random.key(0))
+    params = random_params(CONFIG)
     save_model(Model(CONFIG, params, train_bpe(["the river"], 300)), tmp_path)
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, "-m", "tests.learn.sharded_updates", str(tmp_path), *cases],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=900,
-    )
-    assert done.stdout.split("\n")[:-1] == cases, done.stderr[-3000:]
+    program = "tests.learn.sharded_updates"
+    assert on_devices(8, "-m", program, str(tmp_path), *cases) == cases

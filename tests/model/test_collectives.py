@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.devices import on_devices
 
 PROGRAM = """
 import sys
@@ -80,19 +77,8 @@ print("all agree")
 
 
 def run(way, *cases, strategy="manual", backend="reference"):
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, way, strategy, backend, *cases],
-        env={
-            **os.environ,
-            "JAX_PLATFORMS": "cpu",
-            "XLA_FLAGS": "--xla_force_host_platform_device_count=8",
-        },
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=600,
-    )
-    assert done.stdout == "all agree\n", done.stderr[-3000:]
+    printed = on_devices(8, "-c", PROGRAM, way, strategy, backend, *cases)
+    assert printed == ["all agree"]
 
 
 # data, fsdp, tensor, rows, tokens, heads, hidden, and whether the movements are written out.

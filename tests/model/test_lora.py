@@ -19,7 +19,6 @@ from coa_jax.model.config import PROJECTIONS, LoraConfig
 from coa_jax.model.params import (
     bind,
     flatten,
-    init_params,
     join,
     merge_adapters,
     param_dtype,
@@ -32,6 +31,7 @@ from coa_jax.model.peft_io import save_trained
 from coa_jax.model.shapes import architecture_of
 from coa_jax.model.tokenizer import load_tokenizer
 from coa_jax.small.bpe import train_bpe
+from tests.random_params import random_params
 
 torch = pytest.importorskip("torch")
 
@@ -287,9 +287,7 @@ def test_an_adapter_of_another_model_or_of_an_adapter_is_refused(base, tmp_path)
     model = grown(load_model(base), SOME)
     save_trained(model, str(tmp_path / "smaller"), tmp_path / "model", "float32")
     other = dataclasses.replace(model.config, num_layers=1, lora=LoraConfig())
-    save_model(
-        Model(other, init_params(other, jax.random.key(0)), model.tokenizer), tmp_path / "smaller"
-    )
+    save_model(Model(other, random_params(other), model.tokenizer), tmp_path / "smaller")
     with pytest.raises(UserError, match=r"do not fit model.layers.1.*smaller: is base_model_name"):
         load_model(tmp_path / "model-adapters")
     save_trained(model, str(tmp_path / "model-adapters"), tmp_path / "second", "float32")

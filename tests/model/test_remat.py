@@ -12,14 +12,15 @@ from coa_jax.errors import UserError
 from coa_jax.model.attention.causal import causal_attention
 from coa_jax.model.compute import Compute, local_compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import bind, init_params
+from coa_jax.model.params import bind
 from coa_jax.model.remat import POLICIES, rematerialize
 from tests.learn.tiny_runs import sft_config
+from tests.random_params import random_params
 
 pytestmark = pytest.mark.usefixtures("optimized")
 
 MODEL = ModelConfig("qwen3", 64, 32, 96, 4, 4, 2, 8, qk_norm=True)
-PARAMS = init_params(MODEL, jax.random.key(0))
+PARAMS = random_params(MODEL)
 TOKENS = np.random.default_rng(0).integers(0, 64, (2, 64)).astype(np.int32)
 
 
@@ -81,7 +82,7 @@ def test_rotated_queries_and_keys_are_kept_where_they_shall_be():
 
 def test_attention_block_computes_no_product_of_attention_again():
     model = ModelConfig("llama", 64, 32, 96, 4, 4, 2, 8)
-    params = init_params(model, jax.random.key(0))
+    params = random_params(model)
 
     def products(remat):
         return gradient_program(Compute(remat=remat), params, model).count("dot_general")

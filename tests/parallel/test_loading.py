@@ -9,9 +9,9 @@ import pytest
 
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import init_params
 from coa_jax.model.tokenizer import MissingTokenizer
 from tests.parallel.launched import launch
+from tests.random_params import random_params
 
 # Rows that neither the processes nor the axes of a mesh divide.
 CONFIG = ModelConfig("qwen2", 383, 48, 90, 3, 6, 2, 12, qkv_bias=True, tie_embeddings=False)
@@ -26,7 +26,7 @@ CONFIG = ModelConfig("qwen2", 383, 48, 90, 3, 6, 2, 12, qkv_bias=True, tie_embed
     ],
 )
 def test_all_processes_together_read_the_bytes_of_a_model_once(tmp_path, processes, devices, sizes):
-    params = init_params(CONFIG, jax.random.key(0))
+    params = random_params(CONFIG)
     model = Model(CONFIG, params, MissingTokenizer(tmp_path))
     save_model(model, tmp_path / "model", dtype="bfloat16", max_shard_bytes=40_000)
     command = ("-m", "tests.parallel.counted_loading", str(tmp_path / "model"), sizes)

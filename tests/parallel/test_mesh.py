@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import jax
 import numpy as np
@@ -28,6 +24,7 @@ from coa_jax.parallel.mesh import (
     sharding_for,
 )
 from coa_jax.parallel.placement import MeshConfig, split_devices, training_mesh
+from tests.devices import on_devices
 
 CONFIG = ModelConfig("qwen2", 384, 48, 80, 3, 4, 2, 12, qkv_bias=True, tie_embeddings=False)
 MESH = AbstractMesh((2, 2, 2), AXES, axis_types=(AxisType.Auto,) * 3)
@@ -263,13 +260,5 @@ def test_sharded_forward_on_eight_devices_equals_one_device(params, tmp_path):
     from coa_jax.small.bpe import train_bpe
 
     save_model(Model(CONFIG, params, train_bpe(["the river"], 300)), tmp_path / "in")
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path / "in"), str(tmp_path / "out")],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parents[2],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.stdout.strip() == "equal", done.stderr[-3000:]
+    folders = str(tmp_path / "in"), str(tmp_path / "out")
+    assert on_devices(8, "-c", PROGRAM, *folders) == ["equal"]

@@ -1,11 +1,8 @@
 """On a mesh a kernel runs on each device's rows and heads, and the gradients are the same."""
 
-import os
-import subprocess
-import sys
-from pathlib import Path
-
 import pytest
+
+from tests.devices import on_devices
 
 PROGRAM = """
 import sys
@@ -15,9 +12,10 @@ from coa_jax.learn.losses import SFTLoss
 from coa_jax.learn.step import gradient_sums
 from coa_jax.model.compute import REFERENCE, Compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import init_params, shardings
+from coa_jax.model.params import shardings
 from coa_jax.parallel.mesh import make_mesh
 from coa_jax.parallel.placement import put_batch
+from tests.random_params import random_params
 
 config = ModelConfig("llama", 384, 64, 96, 2, 4, 2, 32)
 rng = np.random.default_rng(0)
@@ -29,7 +27,7 @@ ones = np.ones((rows, length), np.float32)
 batch = Batch(
     tokens, (np.arange(length) - starts).astype(np.int32), segments, ones, 0 * ones, 0 * ones
 )
-params = init_params(config, jax.random.key(0))
+params = random_params(config)
 
 def gradients(compute):
     here = jax.device_put(params, shardings(config, compute.mesh))
@@ -65,14 +63,4 @@ OTHERS = [
     "cases", [SOME, pytest.param(OTHERS, marks=pytest.mark.slow)], ids=["some", "others"]
 )
 def test_kernels_on_a_mesh_give_the_gradients_of_one_device(cases):
-    flags = os.environ.get("XLA_FLAGS", "") + " --xla_force_host_platform_device_count=8"
-    done = subprocess.run(
-        [sys.executable, "-c", PROGRAM, *cases],
-        env={**os.environ, "XLA_FLAGS": flags, "JAX_PLATFORMS": "cpu"},
-        cwd=Path(__file__).parents[3],
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    assert done.returncode == 0, done.stderr[-3000:]
-    assert done.stdout.splitlines() == cases
+    assert on_devices(8, "-c", PROGRAM, *cases) == cases

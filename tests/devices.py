@@ -1,0 +1,30 @@
+"""Runs a program on simulated devices, of which a process has one number for its lifetime."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+
+def on_devices(count: int, *command: str, optimized: bool = False) -> list[str]:
+    """Lines that ``python COMMAND...`` prints on ``count`` devices.
+
+    ``optimized`` compiles its programs as a user's run does.
+    """
+    environment = {**os.environ, "JAX_PLATFORMS": "cpu"}
+    if optimized:
+        environment |= {"JAX_DISABLE_MOST_OPTIMIZATIONS": "0", "XLA_FLAGS": ""}
+    flags = environment.get("XLA_FLAGS", "")
+    environment["XLA_FLAGS"] = f"{flags} --xla_force_host_platform_device_count={count}"
+    done = subprocess.run(
+        [sys.executable, *command],
+        env=environment,
+        cwd=Path(__file__).parents[1],
+        capture_output=True,
+        text=True,
+        timeout=900,
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    return done.stdout.splitlines()
