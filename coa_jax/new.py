@@ -1,9 +1,9 @@
-"""Creates a folder with a custom extension: a module, its test and a README with its use in a run.
+"""Creates a folder with the template of an extension: a module, a test and a README.
 
     coa-jax new reward brief      brief/brief.py, brief/test_brief.py and brief/README.md
 
-Kinds are the folders of coa_jax/templates: tool, reward, tasks, environment, advantage, loss.
-docs/extending.md describes the parameters of each kind.
+The kinds of extensions are tool, reward, tasks, environment, advantage and loss; each has a folder
+in coa_jax/templates. docs/extending.md describes which parameters an extension of each kind has.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coa_jax.errors import UserError
 from coa_jax.overrides import suggest
 
 TEMPLATES = Path(__file__).parent / "templates"
-"""A folder for each kind: files with NAME in place of the name, and the options of a run."""
+"""Directory with a folder of template files for each kind, in which NAME stands for the name."""
 
 _README = """# {name}
 
@@ -38,16 +38,16 @@ The same options work with every RL config; docs/extending.md of coa_jax describ
 
 
 def kinds() -> list[str]:
-    """Returns the kinds that have templates."""
+    """Returns the kinds of extensions that have templates."""
     return sorted(path.name for path in TEMPLATES.iterdir() if path.is_dir())
 
 
 def write_new(kind: str, name: str) -> list[Path]:
-    """Creates the folder ``NAME`` of an extension; returns the paths of its files.
+    """Creates the folder of a new extension; returns the paths of the files in the folder.
 
     Args:
-        kind: one of `kinds`.
-        name: name of the folder, of the module, and of the function or class in it.
+        kind: kind of the extension, one of `kinds`.
+        name: name of the folder, of the module, and of the function or class in the module.
 
     Raises:
         UserError: the kind is unknown, the name is not a valid module name, or the folder exists.
