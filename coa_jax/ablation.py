@@ -196,7 +196,7 @@ class Ablation:
         return sets
 
     def base(self, seed: int) -> Path:
-        """Returns the folder of the initial policy of a seed; creates the policy if it is missing."""
+        """Returns the folder of the initial policy of a seed; creates the policy if necessary."""
         path = self.workdir / f"seed{seed}" / "base"
         if not (path / "config.json").is_file():
             records = read_records(self.workdir / f"seed{seed}" / UNFILTERED / "train.jsonl")

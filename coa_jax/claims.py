@@ -176,15 +176,10 @@ def _mean(values: Sequence[float]) -> float:
 def difference(
     stage: str, other: str, plain: bool = False, **where: Any
 ) -> Callable[[Folders], Figure | None]:
-    """Returns a function that computes pass@1 of a stage minus pass@1 of another stage.
+    """Returns a function that computes pass@1 of a stage minus pass@1 of the stage ``other``.
 
-    Only tasks that both stages answered are compared.
-
-    Args:
-        stage: name of the stage.
-        other: name of the stage whose pass@1 is subtracted.
-        plain: whether to read ``other`` from the folders of plain tool calling.
-        **where: values that fields of a task must have; tasks with other values are left out.
+    Only tasks that both stages answered are compared. ``plain`` says whether to read ``other`` from
+    the folders of plain tool calling; ``where`` selects tasks as in `rate`.
     """
 
     def figure(folders: Folders) -> Figure | None:
@@ -204,11 +199,7 @@ def difference(
 
 
 def at_k(stage: str, k: int) -> Callable[[Folders], Figure | None]:
-    """Returns a function that computes pass@k of a stage from run folders.
-
-    pass@k is the probability that at least one of k samples of a task is right. Tasks with fewer
-    than k graded samples are left out.
-    """
+    """Returns a function for pass@k, the probability that at least one of k samples is right."""
 
     def figure(folders: Folders) -> Figure | None:
         seeds = []
@@ -225,13 +216,7 @@ def at_k(stage: str, k: int) -> Callable[[Folders], Figure | None]:
 
 
 def scaled(stage: str, prefix: str) -> Callable[[Folders], Figure | None]:
-    """Returns a function that computes pass@1 if one of several samples is chosen as the answer.
-
-    Args:
-        stage: name of the stage.
-        prefix: beginning of the name of the choice in the result file, for example ``majority`` or
-            ``best_of``.
-    """
+    """Returns a function for pass@1 of the choice, such as ``majority``, that a prefix names."""
 
     def figure(folders: Folders) -> Figure | None:
         entries = [
@@ -251,13 +236,7 @@ def scaled(stage: str, prefix: str) -> Callable[[Folders], Figure | None]:
 
 
 def well_formed(stage: str, *tools: str) -> Callable[[Folders], Figure | None]:
-    """Returns a function that computes the share of well-formed calls of the given tools.
-
-    Args:
-        stage: name of the stage.
-        *tools: names of the tools whose calls are counted. A call is well-formed if its outcome is
-            ``ok``.
-    """
+    """Returns a function for the share of calls of the given tools whose outcome is ``ok``."""
 
     def figure(folders: Folders) -> Figure | None:
         seeds = [list(_calls(outcome, tools)) for outcome in folders.outcomes(stage)]
@@ -275,12 +254,7 @@ def _calls(outcome: Mapping[str, Any], tools: Sequence[str]) -> Iterator[bool]:
 
 
 def helped(stage: str, *tools: str) -> Callable[[Folders], Figure | None]:
-    """Returns a function that computes the share of samples that are right and called a given tool.
-
-    Args:
-        stage: name of the stage.
-        *tools: names of the tools. A sample must have called at least one of them.
-    """
+    """Returns a function for the share of samples that are right and called one of the tools."""
 
     def figure(folders: Folders) -> Figure | None:
         seeds = [
@@ -297,11 +271,9 @@ def helped(stage: str, *tools: str) -> Callable[[Folders], Figure | None]:
 
 
 def saved(key: str) -> Callable[[Folders], Figure | None]:
-    """Returns a function that computes the share of the teacher's tokens that the policy saves.
+    """Returns a function for the share of the teacher's tokens that the policy saves.
 
-    Args:
-        key: which tasks and tokens are compared, for example ``both_solved``, see
-            `distill.economy`.
+    ``key`` says which tokens are compared, for example ``both_solved``, see `distill.economy`.
     """
 
     def figure(folders: Folders) -> Figure | None:
@@ -316,10 +288,7 @@ def saved(key: str) -> Callable[[Folders], Figure | None]:
 
 
 def calls_per_solved(stage: str) -> Callable[[Folders], Figure | None]:
-    """Returns a function that computes the number of tool calls per solved sample.
-
-    The calls of all samples count, including those of samples that are not solved.
-    """
+    """Returns a function for the tool calls of all samples, per solved sample."""
 
     def figure(folders: Folders) -> Figure | None:
         costs = [outcome["figures"]["costs"] for outcome in folders.outcomes(stage)]
@@ -333,10 +302,7 @@ def calls_per_solved(stage: str) -> Callable[[Folders], Figure | None]:
 
 
 def team_calls_per_solved(folders: Folders) -> Figure | None:
-    """Computes the number of tool calls of the teacher per task that the teacher solved.
-
-    Returns None if a run folder has no statistics of the teacher.
-    """
+    """Computes the teacher's tool calls per solved task; None without statistics of the teacher."""
     blocks = [block for block in folders.summaries("teacher") if block["pass_at_1"]]
     if not blocks:
         return None

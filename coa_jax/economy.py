@@ -151,7 +151,7 @@ def tasks_of(config: Tasks, traces: list[Trajectory]) -> list[Task]:
 
 
 def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs the team and compares its tokens with the policy's; returns ``summary.json``'s content."""
+    """Runs the team and compares the numbers of tokens; returns the content of ``summary.json``."""
     command = build(Command, config)
     teacher, limits = command.teacher, command.endpoint
     traces = read_traces(command.traces, command.phase)

@@ -22,7 +22,7 @@ _serial = itertools.count()
 
 
 def _crc_table() -> tuple[int, ...]:
-    """Returns the CRC-32C (Castagnoli) table of all bytes for the reflected polynomial 0x82F63B78."""
+    """Returns the CRC-32C (Castagnoli) table of all bytes; reflected polynomial 0x82F63B78."""
     table = []
     for byte in range(256):
         for _ in range(8):

@@ -84,7 +84,7 @@ class Bar:
             self._show(self.status())
 
     def status(self) -> str:
-        """Returns the status, e.g. `120/400 30% 2.1/s 2m13s left, 5,120 tokens 40.2/s, loss 1.234`."""
+        """Returns the status: `120/400 30% 2.1/s 2m13s left, 5,120 tokens 40.2/s, loss 1.234`."""
         seconds = self._clock() - self._start
         rate = (self.done - self._initial) / seconds if seconds > 0 else 0.0
         words = [f"{self.done}" if self.total is None else f"{self.done}/{self.total}"]

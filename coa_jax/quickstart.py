@@ -107,31 +107,25 @@ class Command(Bounded):
     """The settings of the pipeline, by stage.
 
     Attributes:
-        prompt_style: prompt style of the policy, see `tasks.prompts.load_prompt`.
+        prompt_style: prompt style of the policy, see `load_prompt`.
         format: conversation format of the policy, see `RolloutConfig.format`.
         tools: tools of the teacher and of the policy.
         distill: tasks that the teacher solves.
         teacher: settings of the teacher and of the filters that select its trajectories.
         policy: sizes of the untrained policy.
-        model: pretrained policy to start from, a Hugging Face directory or a GGUF file; "" to start
-            from an untrained policy with the sizes of ``policy``.
-        sft: settings of fine-tuning as in the command ``sft``, except the paths, which the pipeline
-            sets.
+        model: pretrained policy, a Hugging Face directory or a GGUF file; "" for an untrained one.
+        sft: settings of fine-tuning as in the command ``sft``, without the paths.
         rl: settings of reinforcement learning as in the command ``rl``, except the path of the
             model.
         evaluate: settings of the evaluations.
-        base: settings that replace those of ``evaluate`` for the base model, such as its
-            ``prompt_style``.
-        sft_more: whether to train a control for RL: the policy of SFT, fine-tuned further for as
-            long as RL took.
-        rft: settings of another control for RL, rejection sampling (`learn.rejection`) on RL's
-            trajectories, except the paths; {} for no such control.
+        base: settings that replace those of ``evaluate`` for the base model.
+        sft_more: whether to train a control for RL: more SFT for as long as RL took.
+        rft: settings of another control for RL, `learn.rejection` on RL's trajectories, without the
+            paths; {} for no such control.
         economy: whether to count the tokens that RL's policy saves compared with the teacher.
         measures: maps names to additional evaluations, see `Measure`.
-        release: whether to write the directory ``release/`` at the end (see `coa_jax.release`),
-            which requires training with adapters.
-        minutes: maps the name of a stage to its expected minutes on 2 CPU cores, from which the
-            remaining time is estimated.
+        release: whether to write ``release/``, see `coa_jax.release`; needs training with adapters.
+        minutes: maps stages to expected minutes on 2 CPU cores, to estimate the remaining time.
     """
 
     prompt_style: Place
@@ -278,8 +272,7 @@ class Pipeline:
     def sft_more(self) -> None:
         """Fine-tunes the policy of SFT further, for as long as RL took: a control for RL."""
         config = self.sft_config
-        # The times of the steps are summed because the timing of a resumed stage lacks the time
-        # before the kill.
+        # The timing of a resumed stage lacks the time before the kill, so step times are summed.
         took = {
             phase: sum(row["time/step"] for row in self.run.rows(phase)) for phase in ("sft", "rl")
         }
@@ -295,17 +288,13 @@ class Pipeline:
             sft.train(config, run, output, renaming(config.rename_share), self.tools)
 
     def rft(self) -> None:
-        """Fine-tunes the policy of SFT on RL's trajectories with right answers: a control for RL."""
+        """Fine-tunes the policy of SFT on RL's right trajectories: a control for RL."""
         assert self.rft_config is not None
         with RunDir(self.run.path / "controls" / "rft") as run:
             rejection.train(self.rft_config, run, self.models / "rft")
 
     def evaluate(self, policy: str, stage: str = "") -> None:
-        """Evaluates a policy.
-
-        Args: policy: name of the policy's directory in ``models``. stage: name of an additional
-        evaluation, whose settings are used; "" for the evaluation on the held-out tasks.
-        """
+        """Evaluates a policy of ``models``; ``stage`` may name an additional evaluation."""
         stage = stage or policy
         config = self.evaluations.get(stage, self.evaluation)
         tasks, tools, told = self.held_out, self.tools, self.told_tools
@@ -384,16 +373,12 @@ def stages_of(pipeline: Pipeline) -> list[tuple[str, Callable[[], None]]]:
 def left_minutes(
     expected: Mapping[str, Any], timings: Mapping[str, float], stages: Sequence[str]
 ) -> float | None:
-    """Estimates the remaining minutes of the pipeline.
-
-    The comparison of the complete stages with their expected times gives the speed of this machine.
+    """Estimates the remaining minutes; None if no remaining stage has an expected time.
 
     Args:
         expected: maps the name of a stage to its expected minutes.
-        timings: maps the name of each complete stage to the seconds that it took.
+        timings: maps the name of each complete stage to the seconds it took, which show the speed.
         stages: names of all stages.
-
-    Returns: The remaining minutes, or None if no remaining stage has an expected time.
     """
     known = [name for name in timings if name in expected]
     took, should = sum(timings[n] / 60 for n in known), sum(float(expected[n]) for n in known)

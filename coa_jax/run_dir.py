@@ -127,7 +127,7 @@ class RunDir:
             self._mirror.close()
 
     def config_changes(self, config: Any) -> list[str]:
-        """Returns how a config differs from the one in `config.json`, as lines `key: old -> new`."""
+        """Returns how a config differs from that in `config.json`, as lines `key: old -> new`."""
         path = self.path / "config.json"
         return differences(files.read_json_object(path), _plain(config)) if path.exists() else []
 

@@ -273,7 +273,7 @@ class Trajectory:
 
     @property
     def answer(self) -> str | None:
-        """Body of the policy's answer; None if the policy wrote no answer or did not close its tag."""
+        """Body of the policy's answer; None if the policy wrote no answer or left its tag open."""
         for span in self.segments:
             if span.role == "answer" and span.author == Author.POLICY and span.body is not None:
                 return span.body
