@@ -1,9 +1,10 @@
-"""Analyses the Python programs of a CodeAgent, which ask an agent, answer or compute. In smolagents
-and OAgents, the manager writes its actions as programs. A program that asks a managed agent is
-replaced by the calls of this agent. A program that only formulates and returns the answer is not a
-tool call. A program that is a single call of a tool becomes the call of this tool. Every other
-program becomes a call of the code tool, unless it uses something that existed only in the other
-framework: a tool, or a value that no program made.
+"""Analyses the Python programs of a CodeAgent, which ask an agent, answer or compute.
+
+In smolagents and OAgents, the manager writes its actions as programs. A program that asks a managed
+agent is replaced by the calls of this agent. A program that only formulates and returns the answer
+is not a tool call. A program that is a single call of a tool becomes the call of this tool. Every
+other program becomes a call of the code tool, unless it uses something that existed only in the
+other framework: a tool, or a value that no program made.
 
 The interpreter of smolagents provides some functions of `math` without an import. Python does not,
 so the import is added to programs that use these functions.
