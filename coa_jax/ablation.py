@@ -111,7 +111,7 @@ class Command(Bounded):
         self.filters()
 
     def filters(self) -> dict[str, DistillConfig]:
-        """Returns the complete distillation settings of each arm, by the name of the arm."""
+        """Returns the complete distillation settings of each arm, keyed by the name of the arm."""
         teacher = dataclasses.asdict(self.teacher)
         return {
             name: build(DistillConfig, _arm(teacher, arm, where), where)
@@ -235,7 +235,7 @@ class Ablation:
 
 
 def _arm(teacher: Mapping[str, Any], arm: Any, where: str) -> dict[str, Any]:
-    """Returns the teacher's settings with those of an arm in their place.
+    """Returns the teacher's settings, in which the settings of an arm replace the teacher's.
 
     Raises:
         UserError: the arm sets something that would change the teacher's runs.
@@ -286,12 +286,10 @@ def paired_difference(one: np.ndarray, other: np.ndarray) -> dict[str, Any]:
     Args:
         one, other: float[seeds, tasks], grades from 0 to 1; NaN for a task without a grade.
 
-    Returns:
-        The result of `mean_over_seeds` for the differences. Its interval ``ci95`` estimates how far
-        the difference varies between seeds. In addition ``ci95_tasks``, a 95 % interval by the
-        normal approximation, estimates how far the difference varies between samples of tasks. It
-        is computed from the differences of each task, averaged over the seeds; ``tasks`` is the
-        number of these tasks.
+    Returns: The result of `mean_over_seeds` for the mean differences of the seeds, with two more
+    entries. ``ci95`` is the confidence interval over seeds. ``ci95_tasks`` is a 95 % confidence
+    interval over tasks, by the normal approximation: it uses the difference of each task, averaged
+    over the seeds. ``tasks`` is the number of tasks with a difference.
     """
     difference = one - other
     by_task = np.nanmean(difference, axis=0)

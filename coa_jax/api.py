@@ -191,8 +191,7 @@ def train_rl(
         rewards: reward functions; None for those of ``config.graders.rewards``.
         tools: tools of the policy, as a complete group of settings or only as the tools to call;
             None for ``config.tools``.
-        environment: environment class (docs/environments.md); None for the one that
-            ``config.environment.path`` names, if any.
+        environment: environment class (docs/environments.md); None to use ``config.environment``.
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
             none.
         changes: settings that replace settings of ``config``. A group of settings is replaced as a
@@ -331,8 +330,7 @@ def evaluate_policy(
         rewards: reward functions; None for those of ``config.graders.rewards``.
         tools: tools of the policy, as a complete group of settings or only as the tools to call;
             None for ``config.tools``.
-        environment: environment class (docs/environments.md); None for the one that
-            ``config.environment.path`` names, if any.
+        environment: environment class (docs/environments.md); None to use ``config.environment``.
         fresh: whether to delete the existing samples of this stage first.
         changes: settings that replace settings of ``config``, for example ``stage``, the name of
             the evaluation. A group of settings is replaced as a whole.

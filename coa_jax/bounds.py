@@ -201,7 +201,7 @@ class Bounded:
 
 @functools.cache
 def declared(cls: type[Any]) -> dict[str, Any]:
-    """Returns the annotations of a dataclass, with their bounds, by the name of the field."""
+    """Returns the annotations of a dataclass, including bounds, keyed by field name."""
     found = typing.get_type_hints(cls, include_extras=True)
     return {field.name: found[field.name] for field in dataclasses.fields(cls)}
 
@@ -260,7 +260,7 @@ def parts(annotation: Any) -> tuple[type[Any], tuple[Bound, ...]]:
 
 
 def annotation_of(annotation: Any) -> Any:
-    """Removes the bounds of a value from its annotation; the bounds of a tuple's items remain."""
+    """Removes the bounds from an annotation, except for the bounds of a tuple's items."""
     annotated = typing.get_origin(annotation) is Annotated
     return typing.get_args(annotation)[0] if annotated else annotation
 

@@ -34,7 +34,7 @@ Outcome = Mapping[str, Any]
 
 
 def outcomes(run: Path) -> dict[str, Outcome]:
-    """Reads the evaluations of a run, by the name of the stage, in the order of the pipeline.
+    """Reads the evaluations of a run, keyed by the name of the stage, in the order of the pipeline.
 
     Raises:
         UserError: a result file is damaged.
@@ -73,7 +73,7 @@ def compared(a: Mapping[str, Outcome], b: Mapping[str, Outcome]) -> list[tuple[s
 
 @contextlib.contextmanager
 def both_runs(a: str, b: str) -> Iterator[tuple[Side, Side]]:
-    """Reads two run directories, for the time of a ``with`` block.
+    """Reads two run directories and yields them to a ``with`` block.
 
     If the second directory is in a bucket, files that are written into it are uploaded at the end.
     """
@@ -90,7 +90,7 @@ def compare_runs(a: str, b: str, page: str) -> dict[str, dict[str, Any]]:
         page: file for the page; "" for ``report/compare.html`` in ``b``.
 
     Returns:
-        The comparison of each stage, by the name of the stage in ``a``.
+        The comparison of each stage, keyed by the name of the stage in ``a``.
     """
     with both_runs(a, b) as (first, second):
         found = compared(outcomes(first.path), outcomes(second.path))

@@ -13,7 +13,7 @@ of the trained parameters in twice the bytes.
 
 ``--best`` selects the checkpoint with the best value of the metric in the run's ``keep_best``. If
 the metric is RL's ``reward/mean``, the value of a step comes from samples that were drawn before
-its updates, but the exported policy is the one after these updates.
+its updates, but the exported policy includes these updates.
 
 ``--push`` uploads the directory to the Hugging Face Hub with a model card
 (`coa_jax.model.hub_card`); ``--output`` is then optional.

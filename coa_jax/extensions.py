@@ -133,7 +133,7 @@ class Named(OneOf):
     """Allows the short names of a kind, given further names, and paths ``package.module:name``."""
 
     def __init__(self, kind: Kind, *further: str):
-        """Takes the kind, and further names that are allowed although they belong to no code."""
+        """Takes the kind, and further names that the setting allows."""
         super().__init__(lambda: (*kind.names(), *further))
         object.__setattr__(self, "at_hand", (*further, *kind.built_in))
 
@@ -154,7 +154,7 @@ class Extension(Bounded):
     Attributes:
         path: a path ``package.module:name`` or a short name. It may be "" in a group of settings
             whose own key is a short name: this key then names the code.
-        options: values of the function's options, by the name of the parameter.
+        options: values of the function's options, keyed by the name of the parameter.
     """
 
     path: Annotated[str, Text(500, rf"({PATH}|[\w.+-]*)", _TOLD)] = ""
@@ -272,7 +272,7 @@ def _reason(error: Exception) -> str:
 
 
 def tried(call: Bound, name: str, where: str, advice: str = "", **offered: Any) -> Any:
-    """Calls a function of the user, and turns its exceptions into a `UserError`.
+    """Calls a user-defined function, and turns its exceptions into a `UserError`.
 
     Args:
         call: the function with its options.
@@ -308,15 +308,15 @@ def bind(
     """Returns the function or class that a name stands for, together with its options.
 
     Args:
-        kind, name, where: see `find`.
-        options: values of options, by the name of the parameter.
+        kind, name, where: kind of the code, name of the code and name of the setting, as in `find`.
+        options: values of options, keyed by the name of the parameter.
         text: whether the values are strings, which must be parsed according to the types of the
             parameters.
 
     Raises:
-        UserError: `find` fails; or an option is unknown, missing or of a wrong type; or the
-            function has a parameter without a default that is neither offered by the kind nor set
-            as an option.
+        UserError: `find` raises this error, an option is unknown, missing or of a wrong type, or
+            the function has a required parameter that is neither offered by the kind nor set as an
+            option.
     """
     found = find(kind, name, where)
     parameters = parameters_of(found, name, where)
@@ -409,11 +409,11 @@ def read_options(text: str, where: str) -> dict[str, str]:
 
 
 class MisfitError(UserError):
-    """Raised if a function of the user returns a value that is invalid for its kind."""
+    """Raised if a user-defined function returns a value that is invalid for its kind."""
 
 
 def refuse_result(kind: Kind, name: str, result: Any, wanted: str, where: str) -> MisfitError:
-    """Returns the error for a function of the user whose result is invalid for its kind.
+    """Returns the error for a user-defined function whose result is invalid for its kind.
 
     Args:
         kind: kind of the function.

@@ -80,7 +80,7 @@ class Tasks(Bounded):
     mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def load(self) -> dict[str, list[Task]]:
-        """Loads the tasks; returns a list for each split, by the name of the split."""
+        """Loads the tasks; returns a list for each split, keyed by the name of the split."""
         sizes = {"train": self.train, "validation": self.validation}
         if not self.mixture and not self.task_options:
             return load_splits(self.tasks, sizes, self.seed)

@@ -24,7 +24,7 @@ class WandbRun:
     """
 
     def __init__(self, directory: Path, project: str, config: Mapping[str, Any]) -> None:
-        """Starts a run at W&B, or continues the one whose id the run directory holds.
+        """Starts a run at W&B, or continues the run whose id is stored in the run directory.
 
         Args:
             directory: the run directory.

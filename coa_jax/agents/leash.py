@@ -35,7 +35,8 @@ def run(owner: int, command: list[str]) -> int:
         owner: id of the process that started this process.
         command: the program and its arguments.
 
-    Returns: The exit code of the supervisor, see the docstring of the module.
+    Returns:
+        The exit code of the supervisor, see the docstring of the module.
     """
     _set(kernel.PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: _end())

@@ -139,8 +139,8 @@ class Session:
         """Tokenises the new messages of a request; returns the point that the request continues.
 
         Args:
-            before: turn that the request continues, from `known`.
-            new: messages after this turn, from `known`.
+            before: turn that the request continues, as returned by `known`.
+            new: messages after this turn, as returned by `known`.
         """
         if before is None:
             added = prompt = prompt_ids(self._tokenizer, new)

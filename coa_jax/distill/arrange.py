@@ -111,7 +111,8 @@ def trajectory_of(
         protocol: name of the protocol.
         how: tags that may be added; None for the defaults of `Completion`.
 
-    Returns: The reordered messages, and the trajectory as a record.
+    Returns:
+        The reordered messages, and the trajectory as a record.
 
     Raises:
         Unconvertible: the log cannot be converted; the message says why.

@@ -65,7 +65,7 @@ def distill_split(
     Args:
         name: name of the split, and of its files.
         tasks: the tasks.
-        tools: tools by name.
+        tools: maps the name of each tool to the tool.
         config: settings of the teacher and the filters.
         workdir: work directory to which all files are written.
         tool_settings: settings on which the results of the tools depend, as JSON values. A journal

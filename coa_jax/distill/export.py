@@ -172,7 +172,7 @@ def sharegpt(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
 
 
 def messages(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
-    """Converts a record to chat messages; a field names the author of each part of the last one."""
+    """Converts a record to chat messages, with a field for the author of each part."""
     user, assistant = ("user", prompt_of(record, style)), ("assistant", record.text)
     turns = (*record.context, user, assistant)
     rows = [{"role": role, "content": text} for role, text in turns]
@@ -362,10 +362,10 @@ def _example(record: DistilledRecord) -> dict[str, Any]:
 
 
 def funnel_of(data: Path) -> dict[str, Any] | None:
-    """Returns the statistics of the filters for a data set.
+    """Reads the statistics of the filters that selected a data set.
 
-    They are read from ``summary.json`` in the folder of the data set; None if the file has no
-    statistics.
+    The statistics are in ``summary.json`` in the folder of the data set. The result is None if this
+    file does not exist or has no statistics.
     """
     summary = data.parent / "summary.json"
     value: Any = files.read_json_object(summary) if summary.is_file() else None

@@ -110,7 +110,7 @@ def obeys_protocol(run: Run) -> bool:
 
 
 def has_no_fault(run: Run) -> bool:
-    """Returns whether no tool call of a run ended by a fault of the tool."""
+    """Returns whether no tool call of a run failed because of a fault of the tool."""
     return all(message.outcome != "fault" for message in run.log.messages)
 
 

@@ -112,7 +112,7 @@ async def run_teacher(
 
     Args:
         tasks: the tasks. Agents do not see their gold answers.
-        tools: tools by name.
+        tools: maps the name of each tool to the tool.
         config: settings of the teacher.
         minds: a mind for each agent; None for scripted minds.
         done: finished runs by task id, which are not repeated; None for none.
@@ -239,7 +239,7 @@ def distill_tasks(
 
     Args:
         tasks: the tasks.
-        tools: tools by name.
+        tools: maps the name of each tool to the tool.
         config: settings of the teacher and of the filters.
         minds: a mind for each agent; None for scripted minds.
 
@@ -299,7 +299,7 @@ def evaluate_teacher(
 
     Args:
         tasks: tasks to solve.
-        tools: tools by name.
+        tools: maps the name of each tool to the tool.
         config: settings of the teacher.
         count_tokens: function that counts the tokens of a text; None to count no tokens.
         minds: a mind for each agent; None for scripted minds.

@@ -44,7 +44,7 @@ async def solve(
         protocol: name of the protocol that the manager follows.
         episode: identity of the run, which seeds the random choices of minds.
         minds: a mind for each agent.
-        tools: tools by name.
+        tools: maps the name of each tool to the tool.
         max_messages: number of messages after which the run ends without an answer.
 
     Returns:

@@ -31,7 +31,7 @@ _PAUSE_S = 0.2
 _URL = "environment.options.url"
 _HERE = ("localhost", "127.0.0.1", "::1")
 _reached: set[str] = set()
-"""Servers that have answered before. If one of them is gone, the trajectory ends by a fault."""
+"""Servers that have answered before. If such a server is gone, the trajectory has a fault."""
 _told: set[str] = set()
 """Kinds of warnings that have already been logged."""
 

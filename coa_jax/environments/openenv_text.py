@@ -25,7 +25,7 @@ class Actions:
     Attributes:
         field: name of the field that receives the text of a turn; "" if a turn must be a JSON
             object.
-        kinds: JSON schema of each field, by the name of the field.
+        kinds: maps the name of each field to its JSON schema.
         tools: tools that an action can call, each with ``name``, ``description`` and
             ``input_schema``; () if actions do not call tools.
     """
@@ -94,7 +94,7 @@ class Actions:
         return f"Name the {self.field} in each turn: {_shown(kind)}."
 
     def read(self, turn: str) -> dict[str, Any]:
-        """Converts a turn of the policy to an action, as the server expects it.
+        """Converts a turn of the policy to an action in the form that the server expects.
 
         Everything up to the last ``</think>`` is ignored, and so are the fences of a code block.
 
@@ -179,7 +179,7 @@ def read_observation(
     beginning, and a long text that another field contains is left out.
 
     Args:
-        found: values of the observation, by the name of the field.
+        found: maps the name of each field of the observation to its value.
         fields: names of the fields to show; () for all fields that are not empty.
         before: the previous observation of the episode.
 

@@ -89,7 +89,7 @@ class Journal:
             tasks: tasks of the evaluation, in the order of their indices.
             exposure: check for copies of the benchmark, see `sample_of`.
             fresh: whether to delete existing samples instead.
-            retry_faults: whether to discard samples that ended by a fault of the system, so that
+            retry_faults: whether to discard samples that failed because of a system fault, so that
                 they run again.
 
         Raises:
@@ -240,7 +240,7 @@ class Journal:
             return self._counted(Trajectory.from_json(jsonl.loads(file.read(length))))
 
     def _counted(self, trajectory: Trajectory) -> Trajectory:
-        """Puts the last suggestion in the place of a missing answer, with ``last_suggestion``."""
+        """With ``last_suggestion``, replaces a missing answer by the last suggested answer."""
         return by_last_suggestion(trajectory) if self._last_suggestion else trajectory
 
     def _sample(self, trajectory: Trajectory, exposure: Exposure) -> Sample:

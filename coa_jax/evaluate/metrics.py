@@ -90,9 +90,10 @@ def rate(groups: Sequence[Sequence[bool]]) -> dict[str, Any]:
     Args:
         groups: for each task, a list that says whether each graded sample is right.
 
-    Returns: ``pass_at_1``, the mean over tasks of the share of right samples; ``se``, its standard
-    error; ``ci95``, the 95 % interval; ``n``, the number of tasks with graded samples. If no sample
-    is graded, ``pass_at_1`` is None and the interval is 0 to 1.
+    Returns:
+        ``pass_at_1``, the mean over tasks of the share of right samples; ``se``, its standard
+        error; ``ci95``, the 95 % interval; ``n``, the number of tasks with graded samples. If no
+        sample is graded, ``pass_at_1`` is None and the interval is 0 to 1.
     """
     rates = [sum(group) / len(group) for group in groups if group]
     return {

@@ -78,7 +78,7 @@ class EvaluateConfig(Bounded):
             missing answer, as the AFM release intends. The output says that the result is not a
             plain pass@1 with this setting, ``attempts`` above 1 or ``rollout.cut_context``.
         attempts: maximum number of times that a sample is run until it has an answer (release: 3).
-        retry_faults: whether to repeat samples that ended by a fault of the system.
+        retry_faults: whether to repeat samples that failed because of a system fault.
         probe_s: seconds within which each required server (policy, judge, picker, tools) must
             answer before the first sample; 0 skips this check.
     """

@@ -132,8 +132,9 @@ class Measured:
 def sample_of(trajectory: Trajectory, exposure: Exposure | None = None) -> Sample:
     """Extracts the data of a sample from its trajectory.
 
-    Args: trajectory: the trajectory, with or without a reward. exposure: counts the contacts with
-    copies of the benchmark; None to count none.
+    Args:
+        trajectory: the trajectory, with or without a reward.
+        exposure: counts the contacts with copies of the benchmark; None to count none.
     """
     # A policy behind an endpoint has no token ids and stores the usage instead. The test of the
     # tokens prevents that metadata of a task counts as usage.
@@ -157,7 +158,7 @@ def sample_of(trajectory: Trajectory, exposure: Exposure | None = None) -> Sampl
 
 
 def by_last_suggestion(trajectory: Trajectory) -> Trajectory:
-    """Returns the trajectory with its last suggested answer in the place of a missing answer.
+    """Returns the trajectory, in which the last suggested answer replaces a missing answer.
 
     The code of the AFM release contains this rule but never applies it, because its requests do not
     stop at a suggested answer.

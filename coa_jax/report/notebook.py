@@ -74,7 +74,7 @@ class Run:
 
     @property
     def results(self) -> dict[str, Mapping[str, Any]]:
-        """Results of the evaluations, by the name of the stage, in the order of the pipeline."""
+        """Results of the evaluations, keyed by stage, in the order of the pipeline."""
         found = {k: v for k, v in self.summary.items() if isinstance(v, dict) and v.get("ci95")}
         known = [stage for stage in STAGES if stage in found]
         return {stage: found[stage] for stage in [*known, *(s for s in found if s not in known)]}

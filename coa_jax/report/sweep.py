@@ -87,8 +87,7 @@ class Row:
         tokens_per_task: mean number of tokens per task.
         format_valid: mean share of samples that obey the protocol.
         reward: mean reward over the last quarter of the steps; None if there are no rewards.
-        steps: number of steps of the run that has done the fewest, among those that have begun the
-            phase.
+        steps: smallest number of steps of the phase that a run of the setting has finished.
         gap: largest difference between log-probabilities of sampler and trainer in any step; None
             if the metric is missing.
     """

@@ -40,10 +40,9 @@ class Sample:
     """The trajectories that a page shows.
 
     Attributes:
-        shown: selected trajectories of each stage, in the order of their tasks, by the name of the
-            stage.
-        counts: number of all trajectories of each stage with each verdict, by the name of the
-            stage.
+        shown: maps the name of each stage to its selected trajectories, in the order of their
+            tasks.
+        counts: maps the name of each stage to the number of all its trajectories with each verdict.
     """
 
     shown: dict[str, list[Trajectory]]

@@ -111,7 +111,7 @@ class Completion(Episode):
         """Adds a sampled token, like `Episode.feed`, but tags of the protocol have no effect."""
         event = super().feed(token, logp)
         if event is StopReason.EOS:
-            return event  # the end token is no part of the text
+            return event  # the end token is not part of the text
         text = self._stops.feed(self.take_text())
         sampled = Token(token, self._table[token], logp)
         self._visit.events.put_nowait(Event(self.sample_id, text, (sampled,)))

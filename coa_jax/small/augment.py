@@ -29,11 +29,14 @@ _LOWER_SHARE = 0.2  # share of new names in lower case, as of currencies
 
 def renaming(share: float) -> Callable[[Any, Sequence[DistilledRecord], Prompt], Change] | None:
     """Returns the augmentation of `learn.sft.train` that renames the entities of some records.
+
     Words that occur in many records do not count as names, see `scratch.template_words`.
 
-    Args: share: share of the records that are renamed.
+    Args:
+        share: share of the records that are renamed.
 
-    Returns: A function that prepares the augmentation; None for a share of 0.
+    Returns:
+        A function that prepares the augmentation; None if ``share`` is 0.
     """
     if not share:
         return None

@@ -132,7 +132,7 @@ def joined(whole: str, sizes: Mapping[str, int]) -> list[str]:
 
     Args:
         whole: name of the file, which is also the name of its first object.
-        sizes: sizes of all objects in bytes, by the name of the object.
+        sizes: maps the name of each object to its size in bytes.
     """
     pieces, end = [whole], sizes[whole]
     while (name := f"{whole}{PART}{end:015d}") in sizes and sizes[name]:
@@ -175,7 +175,7 @@ def exists(url: str) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Locks a local file for the time of a ``with`` block; the lock never outlives the process."""
+    """Locks a local file during a ``with`` block; the lock ends at the latest with the process."""
     with open(path, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield

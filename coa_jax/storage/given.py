@@ -31,8 +31,8 @@ def check_places(values: Mapping[str, Any], *, ask: bool = True) -> None:
     An http URL is valid for a service, but not for a file.
 
     Args:
-        values: values by the name of the flag or setting, such as ``--workdir`` or
-            ``--config.model``.
+        values: maps the name of a flag or setting, such as ``--workdir`` or ``--config.model``, to
+            its value.
         ask: whether to send a request to each store, see `places.check`.
 
     Raises:

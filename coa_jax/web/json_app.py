@@ -36,7 +36,7 @@ class Room:
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Waits for a place, and holds it for the time of a ``with`` block.
+        """Waits for a place, and holds the place during a ``with`` block.
 
         Raises:
             Refused: too many requests are waiting (status 429).

@@ -13,8 +13,8 @@ class ConnectionLimits(Bounded):
     """Limits that apply before a request reaches the application.
 
     Attributes:
-        connections: maximum number of open connections. A further connection closes the one that
-            has waited longest without a complete request.
+        connections: maximum number of open connections. If there is one more, the server closes the
+            connection that has waited longest without a complete request.
         header_seconds: maximum seconds from the first byte of a request to the end of its headers.
             For the first request of a connection, the time begins with the connection.
         body_seconds: maximum seconds from the end of the headers to the end of the body.

@@ -41,8 +41,8 @@ def marked_answer(words: str) -> tuple[str, str] | None:
 
     Returns:
         The text before the answer, and the answer. The result is None if no answer is marked. Text
-        behind a tag or behind "Final answer" is left out. Text around a box is kept, with the
-        content of the box in its place, because the box is part of a sentence.
+        behind a tag or behind "Final answer" is left out. If the answer is in a box, the whole
+        sentence is kept with the content of the box, because the box is a part of the sentence.
     """
     tagged = _tagged(words)
     if tagged:

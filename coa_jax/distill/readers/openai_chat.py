@@ -11,7 +11,8 @@ The format lacks:
 - thoughts of a reasoning model, unless the server included them (``reasoning_content``);
 - whether a tool failed, so every result counts as ``ok``;
 - text after a marked answer;
-- calls whose arguments are not valid JSON, for example truncated ones (the record is rejected);
+- calls whose arguments are not valid JSON, for example because they are truncated (the record is
+  rejected);
 - token counts of a run with several calls of the model, unless ``usage`` of the record counts all
   of them, because ``usage`` of a response covers only one call;
 - images and sound in messages.

@@ -108,7 +108,7 @@ class Synthesis:
 
     Attributes:
         items: all drafts so far, with the results of their checks.
-        funnels: counts by the name of the stage.
+        funnels: counts of each stage, keyed by the name of the stage.
     """
 
     def __init__(

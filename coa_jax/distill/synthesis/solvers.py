@@ -39,7 +39,7 @@ class WithTools:
         """Opens the journal.
 
         Args:
-            tools: tools by name.
+            tools: maps the name of each tool to the tool.
             minds: a mind for each agent of the team.
             team: settings of the team; the concurrency and the maximum length of a run are used.
             attempts: number of runs of a task, after which the task counts as unsolved.
