@@ -286,10 +286,11 @@ def paired_difference(one: np.ndarray, other: np.ndarray) -> dict[str, Any]:
     Args:
         one, other: float[seeds, tasks], grades from 0 to 1; NaN for a task without a grade.
 
-    Returns: The result of `mean_over_seeds` for the mean differences of the seeds, with two more
-    entries. ``ci95`` is the confidence interval over seeds. ``ci95_tasks`` is a 95 % confidence
-    interval over tasks, by the normal approximation: it uses the difference of each task, averaged
-    over the seeds. ``tasks`` is the number of tasks with a difference.
+    Returns:
+        The result of `mean_over_seeds` for the mean difference of each seed, with two more entries.
+        ``ci95_tasks`` is a 95 % confidence interval over tasks, by the normal approximation; it
+        uses the difference of each task, averaged over the seeds. ``tasks`` is the number of these
+        tasks.
     """
     difference = one - other
     by_task = np.nanmean(difference, axis=0)

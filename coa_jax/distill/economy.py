@@ -90,7 +90,7 @@ def economy(
 
 
 def resent_tokens(trajectory: Trajectory) -> int:
-    """Returns the number of tokens of a trajectory if each turn is a separate call of the model.
+    """Returns how many tokens a trajectory costs if each turn is a separate call of the model.
 
     The prompt of a call is all text before the turn. A turn is a run of consecutive tokens that the
     policy wrote.

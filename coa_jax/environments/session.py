@@ -164,7 +164,8 @@ class Environments:
         Args:
             what: name of the failed method, ``reset``, ``step`` or ``close``.
             observation: observation of the failed call.
-            masks: whether the failure masks the trajectory, that is, whether it is not trained on.
+            masks: whether the failure masks the trajectory, so that the policy is not trained on
+                it.
         """
         why = observation.detail.get("exception", observation.text)
         kind = f"{what} {str(why).partition(':')[0]}"

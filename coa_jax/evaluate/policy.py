@@ -175,8 +175,8 @@ async def _by_program(
 def weights_name(path: str) -> str:
     """Returns a hash of the sizes of a model's files and of a sample of their bytes.
 
-    So a model that was trained again at the same path has another name, but a copy has the same
-    name.
+    A model that was trained again at the same path has another hash. A copy of a model has the same
+    hash.
 
     Raises:
         UserError: the model does not exist.

@@ -73,7 +73,7 @@ class Sample:
         return self.value == 1.0
 
     def graded(self, reward: Reward | None) -> Sample:
-        """Returns the sample with a grade; a broken sample stays without a grade."""
+        """Returns the sample with a grade; the grade of a broken sample is always None."""
         value = None if self.broken or reward is None else reward.value
         return dataclasses.replace(self, value=value)
 

@@ -319,7 +319,7 @@ class Conversation:
         self.messages.append(Message(index, sender, to, kind, content, thought, outcome))
 
     def say(self, words: str) -> None:
-        """Adds text of an agent that belongs to no tag, as a report; blank text is ignored."""
+        """Adds text that belongs to no tag, as a report to the manager; ignores blank text."""
         if words.strip():
             self.add(Kind.REPORT, "search", "manager", words.strip())
 

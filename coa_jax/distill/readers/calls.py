@@ -89,7 +89,7 @@ def tag_of(name: str) -> str:
 
 
 def is_tool(name: str) -> bool:
-    """Returns whether a name is the known name of a tool in another framework."""
+    """Returns whether a name is a tool name of another framework for which a tag is known."""
     return _squash(name) in _SQUASHED
 
 

@@ -66,7 +66,7 @@ class _Session:
             return error
 
     def trace(self) -> Trace:
-        """Returns the trace: the tool calls in the order in which they were made, with results."""
+        """Returns the trace of the session: its tool calls in order, each with its result."""
         if not self.question:
             raise Malformed(f"the session {self.name!r} has no question")
         talk = Conversation(self.question)
