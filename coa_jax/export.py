@@ -198,7 +198,7 @@ def main(_: list[str]) -> None:
     if values.push:
         storage.check_push(values.push)
     if storage.is_url(values.output or "") and storage.exists(values.output):
-        raise UserError(f"--output={values.output} is there already: choose another directory")
+        raise UserError(f"--output={values.output} exists already: choose another directory")
     with contextlib.ExitStack() as stack:
         # The export of a run in a bucket needs neither its trajectories nor its metrics.
         workdir = stack.enter_context(storage.visited(values.workdir, _SKIPPED))

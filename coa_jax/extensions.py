@@ -238,7 +238,7 @@ def parameters_of(
     try:
         return inspect.signature(found).parameters
     except (ValueError, TypeError):  # a function in C
-        raise UserError(f"{where}: {name} does not say what parameters it has") from None
+        raise UserError(f"{where}: the parameters of {name} cannot be determined") from None
 
 
 def _load(kind: Kind, path: str, where: str) -> Any:

@@ -47,7 +47,7 @@ def release(run: Path, output: Path) -> int:
         UserError: the run has not finished RL or trained no adapters, or ``output`` exists.
     """
     if output.exists():
-        raise UserError(f"--output={output} is there already: choose another directory")
+        raise UserError(f"--output={output} exists already: choose another directory")
     missing = [name for name in _COPIED if not (run / name).is_file()]
     if missing:
         raise UserError(f"{run} has no {missing[0]}: give the directory of a finished pipeline")
@@ -140,7 +140,7 @@ def release_to(workdir: str, place: str) -> int:
         place: directory to create, a local path or the URL of a folder in a bucket.
     """
     if storage.is_url(place) and storage.exists(place):
-        raise UserError(f"--output={place} is there already: choose another directory")
+        raise UserError(f"--output={place} exists already: choose another directory")
     # Everything except the checkpoints is downloaded: the adapters are in ``models``.
     with storage.visited(workdir, ("checkpoints",)) as run, storage.output(place) as output:
         return release(run, output)

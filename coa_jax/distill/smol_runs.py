@@ -126,8 +126,8 @@ def run_smolagents(
     spent, lock = Spent(), threading.Lock()
     if limits.max_per_second:
         raise UserError(
-            "config.endpoint.max_per_second holds for the requests of our own client, and "
-            "smolagents brings one of its own; give 0, and limit config.concurrency"
+            "config.endpoint.max_per_second does not apply to smolagents, which has a client of "
+            "its own; set it to 0, and lower config.smolagents.concurrency instead"
         )
     purse = Purse(limits, limits.model, "config.endpoint")
     usable = False  # in this process; earlier processes may have had other settings

@@ -106,13 +106,12 @@ def endpoint_policy(
     for name in ("constrain", "strict"):
         if getattr(config, name):
             raise UserError(
-                f"config.rollout.{name}: a policy behind an endpoint cannot be watched token by "
-                "token; leave it False"
+                f"config.rollout.{name}: the tokens of a policy behind an endpoint can be "
+                "neither constrained nor checked; leave the setting False"
             )
     if config.format not in ("", TAGS):
         raise UserError(
-            f"config.rollout.format: a policy behind an endpoint is asked in {TAGS}, not in "
-            f"{config.format}"
+            f"config.rollout.format: a policy behind an endpoint writes {TAGS}, not {config.format}"
         )
     check_client()
     if endpoint.key_env:
@@ -171,7 +170,7 @@ class _Episode:
         self.tools = ToolLoop({tool.name: tool for tool in tools})
         self.protocol = get_protocol(wanted.task.protocol)
         if self.protocol.format is not None:
-            raise UserError(f"a policy behind an endpoint is asked in {TAGS}; give a task of tags")
+            raise UserError(f"a policy behind an endpoint writes {TAGS}; give a task in tags")
         self.chain = Chain(self.protocol)
         self.usage = _Usage()
         asked = "".join(said for _, said in wanted.messages.turns)

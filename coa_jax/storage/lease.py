@@ -71,7 +71,7 @@ class Lease:
             waited = time.monotonic() - since
             if waited >= self._seconds:
                 logging.warning(
-                    "%s: the last run does not renew its lease; taking the lease over", self.url
+                    "%s: the last run does not renew its lease; taking over the lease", self.url
                 )
                 break
             time.sleep(min(0.5, self._seconds / 20))
@@ -127,7 +127,7 @@ class Lease:
 
     def _look(self) -> None:
         if self._read_token() != self._token:
-            self._lost = f"workdir {self.url}: another run has taken the lease over; this run ends"
+            self._lost = f"workdir {self.url}: another run has taken over the lease; this run ends"
             return
         with telling(self.url):
             self._write("overwrite")

@@ -84,7 +84,7 @@ def read_traces(
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     if data.startswith(_GZIP):
-        raise UserError(f"{path}: is compressed; give the file that gunzip makes of it")
+        raise UserError(f"{path}: is compressed; unpack it with gunzip first")
     data = data.removeprefix(codecs.BOM_UTF8)
     lines, bad, traces = _lines(str(path), data, form), [], []
     records, used, ignored = len(lines), 0, 0
