@@ -35,6 +35,7 @@ from coa_jax import needs, storage
 from coa_jax.aot import arrays
 from coa_jax.aot.slices import TPUS, Slice, devices_of, parse_slice
 from coa_jax.api import EvaluateRun, RLRun
+from coa_jax.engine.memory import free_memory
 from coa_jax.environments.base import EnvironmentConfig, tags_of
 from coa_jax.errors import UserError
 from coa_jax.evaluate.run import load
@@ -289,42 +290,27 @@ def _writable(place: str) -> str:
     return text
 
 
-@dataclasses.dataclass(frozen=True)
-class _Here(Slice):
-    """The devices of this run.
-
-    Attributes:
-        found: a chip description with the memory that JAX may use on a device and the number of
-            devices per host.
-    """
-
-    found: Chip = CHIPS["v5p"]
-
-    @property
-    def chip(self) -> Chip:
-        """The chip description; the memory check reads only its memory and devices per host."""
-        return self.found
-
-
 def _slice_here() -> tuple[Slice, list[Any]]:
+    """Returns the devices of this run as a slice, with the memory that the run may allocate."""
     devices, local = jax.devices(), jax.local_devices()
     kind = KINDS.get(devices[0].device_kind, "")
-    stats = None if devices[0].platform == "cpu" else local[0].memory_stats()
-    memory = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // len(local)
-    if devices[0].platform != "cpu":
-        memory = (stats or {}).get("bytes_limit") or Slice("", kind, (1,)).chip.hbm_bytes
-    chip = Chip(1.0, memory, 1.0, 1.0, host=len(local), capability=_capability(kind))
+    known = CHIPS.get(kind, Chip(1.0, 0, 1.0, 1.0))
+    stats = None if local[0].platform == "cpu" else local[0].memory_stats()
+    memory = (stats or {}).get("bytes_limit") or known.hbm_bytes // known.devices
+    if local[0].platform == "cpu":  # all CPU devices share the memory of the host
+        every = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+        memory = (free_memory(local[0]) or every) // len(local)
+    chip = dataclasses.replace(
+        known, hbm_bytes=memory * known.devices, host=max(1, len(local) // known.devices)
+    )
+    shape: tuple[int, ...] = (len(devices) // known.devices,)
+    name = f"gpu:{shape[0]}x{kind}" if kind else devices[0].device_kind
     if kind in TPUS:
         places = [device.coords for device in devices]
-        sizes = [max(axis) - min(axis) + 1 for axis in zip(*places, strict=True)]
-        shape = tuple(sizes if kind in ("v4", "v5p", "v7x") else sizes[:2])
-        return _Here(f"{kind}:{'x'.join(map(str, shape))}", kind, shape, chip), devices
-    name = f"gpu:{len(devices)}x{kind}" if kind else devices[0].device_kind
-    return _Here(name, kind, (len(devices),), chip), devices
-
-
-def _capability(kind: str) -> float:
-    return CHIPS[kind].capability if kind in CHIPS else 0.0
+        shape = tuple(max(axis) - min(axis) + 1 for axis in zip(*places, strict=True))
+        shape = shape if kind in ("v4", "v5p", "v7x") else shape[:2]
+        name = f"{kind}:{'x'.join(map(str, shape))}"
+    return Slice(name, kind, shape, chip), devices
 
 
 def _setup(config: SFTConfig | RLRun) -> tuple[arrays.Setup, str]:

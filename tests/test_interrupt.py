@@ -102,6 +102,7 @@ def command(name: str, folder: Path) -> list[str]:
         "engine.max_length": 192,
         "rollout.max_tokens": 192,
         "rollout.strict": False,
+        "rollout.prompt_style": "brief",
         "tools.names": ("code",),
         "tools.code_timeout_s": 300.0,
     }

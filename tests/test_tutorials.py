@@ -20,8 +20,17 @@ sys.exit(main())
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("name", ["own_tool", "own_reward"])
-def test_a_reader_can_follow_a_tutorial(tmp_path, name):
+@pytest.mark.parametrize(
+    "pages",
+    [
+        ["tutorials/own_tool"],
+        ["tutorials/own_reward"],
+        ["tutorials/own_environment"],
+        ["tutorials/own_model", "debugging"],
+    ],
+    ids=lambda pages: pages[0],
+)
+def test_a_reader_can_follow_the_pages(tmp_path, pages):
     programs = tmp_path / "bin"
     programs.mkdir()
     (programs / "coa-jax").write_text(COMMAND.format(python=sys.executable))
@@ -34,7 +43,8 @@ def test_a_reader_can_follow_a_tutorial(tmp_path, name):
     folder = tmp_path / "empty"
     folder.mkdir()
     said = ""
-    for kind, text in BLOCK.findall((REPOSITORY / f"docs/tutorials/{name}.md").read_text()):
+    text = "".join((REPOSITORY / f"docs/{page}.md").read_text() for page in pages)
+    for kind, text in BLOCK.findall(text):
         if kind == "python":
             file = re.match(r"# (\w+\.py)\n", text)
             assert file, f"the block has no file name: {text}"

@@ -80,7 +80,7 @@ def open_safetensors(path: Path) -> Any:
     """Opens a file with the library, mapped into memory.
 
     Raises:
-        UserError: the file is missing, truncated or not a safetensors file.
+        UserError: the file is missing, truncated, too large or not a safetensors file.
     """
     if not path.exists():
         raise UserError(f"{path} is missing: fetch the model again")
@@ -91,6 +91,11 @@ def open_safetensors(path: Path) -> Any:
         raise UserError(
             f"{path} is truncated or not a safetensors file ({reading.reason(error)}): "
             "fetch it again"
+        ) from None
+    except MemoryError:
+        raise UserError(
+            f"{path} has {path.stat().st_size:,} bytes, too many to map into memory: raise the "
+            "limit of the address space (ulimit -v), or fetch the file again"
         ) from None
 
 

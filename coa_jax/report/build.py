@@ -80,6 +80,12 @@ _STAGE_TITLES = {
 }
 
 
+def _title(stage: str) -> str:
+    """Returns the title of a stage: ``natural_rl`` is "Natural RL"."""
+    words = [w.upper() if w in ("sft", "rl", "rft") else w for w in stage.split("_")]
+    return _STAGE_TITLES.get(stage, " ".join([words[0][:1].upper() + words[0][1:], *words[1:]]))
+
+
 def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_STAGE) -> Path:
     """Writes the HTML page of a run to ``report/index.html`` in its directory.
 
@@ -177,7 +183,7 @@ def _results(summary: Mapping[str, Any]) -> str:
         )  # fmt: skip
         rows = [_result_row(name, blocks[name]) for name in order]
         parts.append(table("Results", head, rows, ""))
-        parts.append(breakdown(summary, order, _STAGE_TITLES))
+        parts.append(breakdown(summary, order, {stage: _title(stage) for stage in order}))
     else:
         parts.append(
             '<p class="dim">No evaluation yet. <code>coa-jax evaluate</code> adds its results to '
@@ -185,7 +191,10 @@ def _results(summary: Mapping[str, Any]) -> str:
         )
     times = summary.get("timings_s")
     if isinstance(times, dict) and times:
-        parts.append("<h3>Wall time in seconds</h3>" + facts(times))
+        parts.append(
+            "<h3>Wall time in seconds</h3>"
+            + facts({name.replace("_", " "): seconds for name, seconds in times.items()})
+        )
     others = {
         k: v for k, v in summary.items() if isinstance(v, str | int | float) and k != "timings_s"
     }
@@ -202,7 +211,7 @@ def _result_row(name: str, block: Mapping[str, Any]) -> list[str]:
         plot = interval_bar(Interval(name, value, ends[0], ends[1]))
         span = f"{ends[0]:.3f} \u2013 {ends[1]:.3f}"
     return [
-        escape(_STAGE_TITLES.get(name, name)),
+        escape(_title(name)),
         f"<strong>{shown}</strong>",
         span,
         plot,

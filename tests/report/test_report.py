@@ -236,7 +236,7 @@ def test_unfinished_or_odd_summaries_do_not_break_the_page(tmp_path):
     (tmp_path / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     shown = Page(build_report(tmp_path).read_text())
     text = "".join(shown.texts)
-    assert "mine<" in text and "0.500" in text and "x<y" in text
+    assert "Mine<" in text and "0.500" in text and "x<y" in text
     assert len(shown.all("tr")) == 3
     assert "not graded" in text
 

@@ -100,7 +100,7 @@ def recorded():
 def learnt(turns):
     """A policy that answers these requests so."""
     asked = [ChatRequest.model_validate(body) for body, _ in turns]
-    conversations = [[(m.role, m.text) for m in request.messages] for request in asked]
+    conversations = [[(m.role, m.content) for m in request.messages] for request in asked]
     texts = [text for conversation in conversations for _, text in conversation]
     tokenizer = train_bpe([*texts, *(reply + STOP for _, reply in turns)], 700)
     config = ModelConfig("llama", len(tokenizer), 64, 128, 2, 4, 2, 16)
