@@ -1,7 +1,7 @@
 """Chain-of-Agents in JAX: distillation, observation-masked SFT and agentic RL.
 
-The exported names are imported on first use. So `import coa_jax` is fast, and commands without a
-model never import JAX.
+The package imports each exported name on its first use. So `import coa_jax` is fast, and commands
+that need no model never import JAX.
 """
 
 from __future__ import annotations

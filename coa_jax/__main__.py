@@ -58,7 +58,7 @@ COMMANDS = {
     "debug-files": "debug_files",
     "fetch": "fetch",
 }
-"""Name of each command -> its module in this package."""
+"""Maps the name of each command to the module of this package that implements it."""
 
 
 def main() -> int:
@@ -79,12 +79,12 @@ def main() -> int:
             print(f"error: there is no command {name!r}; {hint}", file=sys.stderr)
             return 2
         sys.argv[1:] = arguments
-        # As `python -m` does: the module runs under the name __main__ and ends the process.
+        # The module runs under the name __main__ and ends the process, as with `python -m`.
         runpy.run_module(f"coa_jax.{COMMANDS[name]}", run_name="__main__", alter_sys=True)
     except BrokenPipeError:  # `coa-jax --help | head -1`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 141
-    except KeyboardInterrupt:  # during the imports; later `run_main` handles it
+    except KeyboardInterrupt:  # raised during the imports; `run_main` handles a later Ctrl-C
         print("interrupted", file=sys.stderr)
         return 130
     return 0

@@ -1,11 +1,14 @@
-r"""Measures the value of the distillation filters: SFT on sets filtered in different ways.
+r"""Measures the value of the distillation filters by SFT on differently filtered training sets.
 
     python -m coa_jax.ablation --config=configs/ablation/factbook.py --workdir=runs/ablation
 
-For each seed the teacher solves the training tasks once. Each arm selects from the same runs; then
-a policy is fine-tuned from the same parameters for the same number of updates, and answers the same
-held-out tasks with live tools. Writes ``report.md`` and ``summary.json``; each arm of each seed has
-its own run directory. A killed run continues when started again.
+For each seed, the teacher solves the training tasks once. Each arm (one setting of the filters)
+selects its training set from these runs of the teacher. Then every arm fine-tunes the same initial
+policy on its training set for the same number of updates, and the fine-tuned policies answer the
+same held-out tasks with live tools.
+
+The command writes ``report.md`` and ``summary.json`` to the work directory. Each arm of each seed
+also has its own run directory. After a kill, the same command continues the ablation.
 """
 
 from __future__ import annotations
@@ -46,10 +49,10 @@ from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.trajectory import DistilledRecord, write_records
 
 UNFILTERED = "unfiltered"
-"""The arm that trains on every run unfiltered."""
+"""Name of the arm that trains on all runs of the teacher, without a filter."""
 
 _OF_RUNS = ("mistake_rate", "unrecovered_rate", "seed", "concurrency", "max_messages")
-"""Settings of the teacher's runs, which all arms share."""
+"""Settings of the teacher that affect its runs. All arms share the runs, so no arm may set them."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,8 +60,8 @@ class Tasks(Bounded):
     """The tasks that the teacher solves.
 
     Attributes:
-        tasks: source of the tasks, see `tasks.load_tasks`.
-        train: number of tasks of the training split.
+        tasks: source of the tasks, in the form that `tasks.load_tasks` takes.
+        train: number of tasks that are taken from the training split.
     """
 
     tasks: Place
@@ -67,13 +70,20 @@ class Tasks(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class Command(Bounded):
-    """The settings of the command; the settings of SFT have no paths.
+    """The settings of an ablation.
 
     Attributes:
-        seeds: seeds of data, policy and order, without repetition.
-        references: arms with which every other arm is compared.
-        arms: name -> settings of the filters that differ from the teacher's.
-        prompt_style, tools, distill, teacher, policy, sft, evaluate: as in the quickstart.
+        seeds: seeds, each given once. A seed determines the tasks, the initial policy and the order
+            of the training records.
+        references: names of arms. The report compares every other arm with each of them.
+        arms: maps the name of each arm to the filter settings in which it differs from ``teacher``.
+        prompt_style: instructions of the prompt, as in the quickstart.
+        tools: tools of the teacher and of the policies.
+        distill: tasks that the teacher solves.
+        teacher: settings of the teacher and the default settings of the filters.
+        policy: sizes of the untrained policy from which every arm starts.
+        sft: settings of SFT, except the paths of its model and data, which the command sets.
+        evaluate: settings of the evaluation on the held-out tasks.
     """
 
     seeds: Annotated[tuple[Seed, ...], Items(1, 1000)]
@@ -101,7 +111,7 @@ class Command(Bounded):
         self.filters()
 
     def filters(self) -> dict[str, DistillConfig]:
-        """Returns the teacher's settings with the filters of each arm."""
+        """Returns the complete distillation settings of each arm, keyed by the name of the arm."""
         teacher = dataclasses.asdict(self.teacher)
         return {
             name: build(DistillConfig, _arm(teacher, arm, where), where)
@@ -110,12 +120,12 @@ class Command(Bounded):
         }
 
     def sft_config(self, folder: Path, name: str, seed: int) -> SFTConfig:
-        """Returns the SFT settings of an arm.
+        """Returns the SFT settings of one arm for one seed.
 
         Args:
-            folder: folder of the seed.
+            folder: folder of the seed, which holds the initial policy and a folder for each arm.
             name: name of the arm.
-            seed: the seed.
+            seed: seed of the training.
         """
         values = {
             **self.sft,
@@ -129,10 +139,10 @@ class Command(Bounded):
 
 
 class Ablation:
-    """The stages of the ablation in one work directory."""
+    """The stages of an ablation; all of them write to one work directory."""
 
     def __init__(self, config: ml_collections.ConfigDict, workdir: Path):
-        """Reads the configuration.
+        """Reads the settings and creates the tools.
 
         Raises:
             UserError: a setting is wrong.
@@ -146,7 +156,12 @@ class Ablation:
         self.held_out = load(self.evaluation)
 
     def data(self, seed: int) -> dict[str, dict[str, Any]]:
-        """Distils for one seed and writes every arm's records; returns statistics of the sets."""
+        """Distils the tasks for one seed and writes the training records of every arm.
+
+        Returns:
+            For each arm the statistics of its training set, and under ``dropped`` the number of
+            runs that each filter dropped.
+        """
         folder, source = self.workdir / f"seed{seed}", self.command.distill
         teacher = dataclasses.replace(self.teacher, seed=seed)
         tasks = load_tasks(source.tasks, "train", source.train, seed)
@@ -170,7 +185,7 @@ class Ablation:
     def _sets(
         self, tasks: Sequence[Task], split: Split, seed: int
     ) -> list[tuple[str, list[DistilledRecord], dict[str, int]]]:
-        """Returns (arm, records, numbers of dropped runs) of all arms, from the same runs."""
+        """Returns for each arm (name, records, number of runs that each filter dropped)."""
         sets = [(UNFILTERED, [run.record for run in split.runs], dict[str, int]())]
         for name, arm in self.arms.items():
             runs = split.runs
@@ -181,7 +196,7 @@ class Ablation:
         return sets
 
     def base(self, seed: int) -> Path:
-        """Returns the untrained policy of a seed, from which every arm starts."""
+        """Returns the folder of the initial policy of a seed; creates the policy if necessary."""
         path = self.workdir / f"seed{seed}" / "base"
         if not (path / "config.json").is_file():
             records = read_records(self.workdir / f"seed{seed}" / UNFILTERED / "train.jsonl")
@@ -190,7 +205,11 @@ class Ablation:
         return path
 
     def arm(self, seed: int, name: str) -> dict[str, Any]:
-        """Fine-tunes and evaluates one arm; returns its results and the grades of its answers."""
+        """Fine-tunes and evaluates one arm for one seed, unless an earlier call has finished it.
+
+        Returns:
+            The summary of the arm: the grade of each held-out task and the time of each stage.
+        """
         folder = self.workdir / f"seed{seed}" / name
         with RunDir(folder) as run:
             summary = folder / "summary.json"
@@ -216,10 +235,10 @@ class Ablation:
 
 
 def _arm(teacher: Mapping[str, Any], arm: Any, where: str) -> dict[str, Any]:
-    """Returns the teacher's settings, with the settings of an arm replaced.
+    """Returns the teacher's settings, in which the settings of an arm replace the teacher's.
 
     Raises:
-        UserError: the arm changes settings of the runs, which all arms share.
+        UserError: the arm sets something that would change the teacher's runs.
     """
     if not isinstance(arm, Mapping):
         raise UserError(f"{where} is {shown(arm)}; it is a group of settings of the filters")
@@ -232,7 +251,7 @@ def _arm(teacher: Mapping[str, Any], arm: Any, where: str) -> dict[str, Any]:
 def _grades(outcome: Mapping[str, Any]) -> list[float | None]:
     """Returns for each task the share of its graded samples that are right.
 
-    The result is None without graded samples.
+    The share is None for a task without graded samples.
     """
     grades = []
     for task in outcome["tasks"]:
@@ -245,7 +264,15 @@ def _grades(outcome: Mapping[str, Any]) -> list[float | None]:
 
 
 def mean_over_seeds(values: Sequence[float]) -> dict[str, Any]:
-    """Returns mean and 95 % interval by Student's t over seeds; no interval for a single seed."""
+    """Returns the mean over seeds and its 95 % confidence interval by Student's t distribution.
+
+    Args:
+        values: one value for each seed.
+
+    Returns:
+        ``mean``, ``ci95`` (low and high bound, or None for a single seed) and ``seeds`` (the
+        values).
+    """
     mean, n = float(np.mean(values)), len(values)
     if n < 2:
         return {"mean": mean, "ci95": None, "seeds": list(values)}
@@ -254,15 +281,16 @@ def mean_over_seeds(values: Sequence[float]) -> dict[str, Any]:
 
 
 def paired_difference(one: np.ndarray, other: np.ndarray) -> dict[str, Any]:
-    """Returns the difference between two arms.
+    """Returns the mean difference between the grades of two arms, with two confidence intervals.
 
     Args:
-        one, other: float[seeds, tasks], grades from 0 to 1; NaN where there is none.
+        one, other: float[seeds, tasks], grades from 0 to 1; NaN for a task without a grade.
 
     Returns:
-        The mean difference with two 95 % intervals. The interval over seeds (Student's t) covers
-        other seeds. The interval over tasks (normal approximation, with differences averaged over
-        the seeds) covers other tasks for policies like these.
+        The result of `mean_over_seeds` for the mean difference of each seed, with two more entries.
+        ``ci95_tasks`` is a 95 % confidence interval over tasks, by the normal approximation; it
+        uses the difference of each task, averaged over the seeds. ``tasks`` is the number of these
+        tasks.
     """
     difference = one - other
     by_task = np.nanmean(difference, axis=0)
@@ -274,7 +302,16 @@ def paired_difference(one: np.ndarray, other: np.ndarray) -> dict[str, Any]:
 
 
 def results(grades: Mapping[str, np.ndarray], references: Sequence[str]) -> dict[str, Any]:
-    """Returns pass@1 of every arm and its difference to each reference, see `paired_difference`."""
+    """Returns pass@1 of every arm, and the difference of each arm to each reference arm.
+
+    Args:
+        grades: maps the name of each arm to float[seeds, tasks], grades from 0 to 1.
+        references: names of the reference arms.
+
+    Returns:
+        For each arm ``pass_at_1`` (see `mean_over_seeds`) and ``minus``, which maps the name of
+        each reference arm to a difference (see `paired_difference`).
+    """
     return {
         name: {
             "pass_at_1": mean_over_seeds([float(np.nanmean(row)) for row in values]),
@@ -295,8 +332,8 @@ def report(
 
     Args:
         told: result of `results`.
-        sets: for each arm the statistics of its set, by seed.
-        updates: number of updates of each policy.
+        sets: for each arm, the statistics of its training set for each seed.
+        updates: number of SFT updates of each policy.
     """
     lines = [
         "# SFT on differently filtered sets",
@@ -350,8 +387,7 @@ def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
                 done = work.arm(seed, name)
                 sets[name].append(figures[name])
                 rows[name].append(done["grades"])
-                # Older versions wrote the timings after the grades, so a kill may have left no
-                # timings.
+                # A run directory that an older version wrote may lack the timings.
                 took[f"seed{seed}/{name}"] = sum(done.get("timings_s", {}).values())
                 block = done["policy"]
                 rate = shown_rate(block["pass_at_1"])

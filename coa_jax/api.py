@@ -1,7 +1,7 @@
-"""The Python API: load a policy, ask it, train it, evaluate it (docs/api.md).
+"""The Python API to load, ask, train and evaluate a policy (docs/api.md).
 
-The commands call the same functions. All of them also work inside a running event loop, as in
-Jupyter, and raise `coa_jax.errors.UserError` for errors that the caller can correct.
+The commands call the same code. All functions also work inside a running event loop, as in Jupyter.
+They raise `coa_jax.errors.UserError` for errors that the caller can correct.
 """
 
 from __future__ import annotations
@@ -54,18 +54,20 @@ __all__ = [
 ]
 
 Config: TypeAlias = ConfigDict | Mapping[str, Any]
-"""Settings by name, e.g. from `load_config`; a dataclass of settings is accepted too."""
+"""Settings by name, for example from `load_config`."""
 
 Tasks: TypeAlias = str | Sequence[Task] | Callable[..., Sequence[Task]]
-"""A task source by name, tasks, or a function that returns tasks (docs/extending.md)."""
+"""The name of a task source, a list of tasks, or a function that returns tasks (docs/extending.md).
+"""
 
 RewardFunction: TypeAlias = Callable[..., Any]
 Rewards: TypeAlias = (
     RewardFunction | Mapping[str, float | RewardFunction | tuple[RewardFunction, float]]
 )
-"""A reward function, or several by name, each alone or with its weight (docs/extending.md). A
-weight without a function selects the built-in reward of that name; ``grader`` is the reward of the
-task itself.
+"""A reward function, or a mapping from names to reward functions (docs/extending.md).
+
+In a mapping, a value is a function, a pair (function, weight), or a weight alone. A weight alone
+selects the built-in reward of that name; the name ``grader`` selects the reward of the task itself.
 """
 
 
@@ -79,16 +81,17 @@ def create_policy(
     prompt_style: str = "brief",
     **sizes: Any,
 ) -> Path:
-    """Creates a small untrained policy: a tokenizer trained on records, and random parameters.
+    """Creates a small untrained policy with random parameters and a tokenizer trained on records.
 
     Args:
-        path: directory of the policy, in Hugging Face format.
+        path: directory to which the policy is written, in Hugging Face format.
         records: trajectories on whose text the tokenizer is trained.
-        prompt_style: how the policy is asked, as in the setting ``prompt_style`` of SFT.
-        sizes: settings of `small.scratch.ScratchConfig`, such as ``num_layers=2``.
+        prompt_style: instructions that the prompts contain, as in the setting ``prompt_style`` of
+            SFT.
+        sizes: fields of `small.scratch.ScratchConfig`, such as ``num_layers=2``.
 
     Returns:
-        The directory, for `train_sft` and its setting ``model``.
+        The directory, which can be the setting ``model`` of `train_sft`.
 
     Raises:
         UserError: a size is wrong, or the parameters do not fit into the free memory.
@@ -100,11 +103,11 @@ def create_policy(
 
 @dataclasses.dataclass(frozen=True)
 class Trained:
-    """A finished training run.
+    """The result of a finished training run.
 
     Attributes:
         path: directory of the run.
-        rows: metrics of its steps, as in ``metrics.jsonl``.
+        rows: metrics of each step of the run, as in ``metrics.jsonl``.
     """
 
     path: Path
@@ -112,16 +115,16 @@ class Trained:
 
     @property
     def model(self) -> Path:
-        """Directory of the trained policy, for `Agent`, `load_policy` and the setting ``model``."""
+        """Directory of the trained policy; `load_policy` and the setting ``model`` accept it."""
         return self.path / "model"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLRun(RLConfig):
-    """The settings of a run of RL and of its tools.
+    """The settings of RL, with the tools.
 
     Attributes:
-        tools: tools of the policy.
+        tools: tools that the policy can call.
     """
 
     tools: ToolsConfig
@@ -139,17 +142,19 @@ def train_sft(
     wandb_project: str = "",
     **changes: Any,
 ) -> Trained:
-    """Fine-tunes a policy on trajectories; a second call with the same directory continues the run.
+    """Fine-tunes a policy on trajectories, or continues the unfinished run in the work directory.
 
     Args:
-        config: see `learn.sft.SFTConfig`.
-        workdir: directory of the run; the policy is written to its ``model``.
-        records: training records, which replace the files of ``config.data``.
-        wandb_project: W&B project that also gets the metrics; "" for none.
-        changes: settings that replace those of the config; a group is replaced completely.
+        config: settings of SFT, see `learn.sft.SFTConfig`.
+        workdir: directory of the run. The trained policy is written to the subdirectory ``model``.
+        records: training records; None to read the files that ``config.data`` names.
+        wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
+            none.
+        changes: settings that replace settings of ``config``. A group of settings is replaced as a
+            whole.
 
     Raises:
-        UserError: an error that the caller can correct.
+        UserError: an error that the caller can correct, such as a wrong setting.
     """
     values, path = {**_values(config), **_plain(changes)}, run_folder(workdir)
     if records is not None:
@@ -177,20 +182,23 @@ def train_rl(
     wandb_project: str = "",
     **changes: Any,
 ) -> Trained:
-    """Trains a policy by RL; a second call with the same directory continues the run.
+    """Trains a policy by RL, or continues the unfinished run in the work directory.
 
     Args:
-        config: see `RLRun`.
-        workdir: directory of the run; the policy is written to its ``model``.
-        tasks: replaces ``config.tasks``.
-        rewards: replaces ``config.graders.rewards``.
-        tools: replaces ``config.tools``, or the tools that it names.
-        environment: a class that replaces ``config.environment.path`` (docs/environments.md).
-        wandb_project: W&B project that also gets the metrics; "" for none.
-        changes: settings that replace those of the config; a group is replaced completely.
+        config: settings of RL and of the tools, see `RLRun`.
+        workdir: directory of the run. The trained policy is written to the subdirectory ``model``.
+        tasks: training tasks; None for those that ``config.tasks`` names.
+        rewards: reward functions; None for those of ``config.graders.rewards``.
+        tools: tools of the policy, as a complete group of settings or only as the tools to call;
+            None for ``config.tools``.
+        environment: environment class (docs/environments.md); None to use ``config.environment``.
+        wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
+            none.
+        changes: settings that replace settings of ``config``. A group of settings is replaced as a
+            whole.
 
     Raises:
-        UserError: an error that the caller can correct.
+        UserError: an error that the caller can correct, such as a wrong setting.
     """
     values = {**_given(config, tasks, rewards, tools, environment), **_plain(changes)}
     found, path = build(RLRun, values), run_folder(workdir)
@@ -217,12 +225,12 @@ def _trained(train: Callable[[], None], path: Path, phase: str) -> Trained:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class EvaluateRun(EvaluateConfig):
-    """The settings of an evaluation and of its policy.
+    """The settings of an evaluation, with the policy and its tools.
 
     Attributes:
-        model: Hugging Face directory of the policy; not used with an endpoint.
-        stage: name of the results in the work directory.
-        tools: tools of the policy.
+        model: Hugging Face directory of the policy; ignored if ``endpoint`` names a server.
+        stage: name of the evaluation, under which the work directory stores its results.
+        tools: tools that the policy can call.
     """
 
     model: Place
@@ -236,11 +244,11 @@ class EvaluateRun(EvaluateConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """A finished evaluation; its string is a table of the results.
+    """The result of an evaluation; ``str(evaluation)`` is a table of the figures.
 
     Attributes:
         path: directory of the run.
-        outcome: content of the result file, see docs/benchmarks.md.
+        outcome: content of the file ``results.json``, see docs/benchmarks.md.
     """
 
     path: Path
@@ -248,13 +256,13 @@ class Evaluation:
 
     @property
     def figures(self) -> Mapping[str, Any]:
-        """All results."""
+        """All measured figures, such as ``pass_at_1``, by name."""
         found: Mapping[str, Any] = self.outcome["figures"]
         return found
 
     @property
     def pass_at_1(self) -> float | None:
-        """Share of right samples, averaged over tasks; None without grades."""
+        """Share of right samples, averaged over tasks; None if no sample was graded."""
         value: float | None = self.figures["pass_at_1"]
         return value
 
@@ -266,7 +274,7 @@ class Evaluation:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Returns a row for each sample: its task, number, value, stop reason, tokens and calls."""
+        """One row per sample, with its task, number, grade, stop reason, tokens and tool calls."""
         return [
             {
                 **{key: value for key, value in task.items() if key != "samples"},
@@ -283,16 +291,16 @@ class Evaluation:
         return self.path / "evaluate" / self.outcome["stage"] / "index.html"
 
     def trajectories(self) -> list[Trajectory]:
-        """Reads the trajectories of the evaluation."""
+        """Reads the sampled trajectories of this evaluation from ``traces.jsonl``."""
         found = read_trajectories(self.path / "traces.jsonl")
         stage = self.outcome["stage"]
         return [one for one in found if one.metadata.get("stage") == stage]
 
     def compared_to(self, other: Evaluation) -> Comparison:
-        """Compares this evaluation with another one of the same tasks, task by task.
+        """Compares this evaluation with another evaluation of the same tasks, task by task.
 
         Raises:
-            UserError: they have no task in common.
+            UserError: the two evaluations have no task in common.
         """
         return compare(other.outcome, self.outcome)
 
@@ -312,22 +320,23 @@ def evaluate_policy(
     fresh: bool = False,
     **changes: Any,
 ) -> Evaluation:
-    """Evaluates a policy; samples that are finished in the directory are not run again.
+    """Evaluates a policy; samples that the work directory already holds are not sampled again.
 
     Args:
-        config: see `EvaluateRun`.
+        config: settings of the evaluation, see `EvaluateRun`.
         workdir: directory of the run.
-        policy: directory of the policy, which replaces ``config.model``.
-        tasks: replaces ``config.tasks``.
-        rewards: replaces ``config.graders.rewards``.
-        tools: replaces ``config.tools``, or the tools that it names.
-        environment: a class that replaces ``config.environment.path`` (docs/environments.md).
-        fresh: whether to delete the existing samples of the stage.
-        changes: settings that replace those of the config, such as ``stage``, the name of the
-            results; a group is replaced completely.
+        policy: directory of the policy; None for ``config.model``.
+        tasks: tasks to answer; None for those that ``config.tasks`` names.
+        rewards: reward functions; None for those of ``config.graders.rewards``.
+        tools: tools of the policy, as a complete group of settings or only as the tools to call;
+            None for ``config.tools``.
+        environment: environment class (docs/environments.md); None to use ``config.environment``.
+        fresh: whether to delete the existing samples of this stage first.
+        changes: settings that replace settings of ``config``, for example ``stage``, the name of
+            the evaluation. A group of settings is replaced as a whole.
 
     Raises:
-        UserError: an error that the caller can correct; finished samples are kept.
+        UserError: an error that the caller can correct. Samples that are finished by then are kept.
     """
     values = {
         "stage": "policy",
@@ -349,11 +358,12 @@ def evaluate_policy(
 
 def _measured(config: EvaluateRun, run: RunDir, fresh: bool) -> dict[str, Any]:
     tags = tags_of(config.environment)
-    # Tools first: they may define the protocol that tasks name. An agent program has its own tools.
+    # Tools are created before the tasks are loaded because tasks may name a protocol that a tool
+    # defines. An agent program has its own tools.
     live = [] if config.agent else make_tools(config.tools, tags)
     tasks = load(config)
     described = dataclasses.asdict(config.tools)
-    for setting in ("store", "budgets"):  # neither affects the answers
+    for setting in ("store", "budgets"):  # neither group affects the answers
         described.pop(setting)
     again: dict[str, Any] = {"servers": None if config.agent else config.tools, "fresh": fresh}
     if not config.endpoint:
@@ -392,7 +402,7 @@ def _given(
     tools: Tools | None,
     environment: Callable[..., Any] | None,
 ) -> dict[str, Any]:
-    """Returns settings by name, with the arguments of the caller registered under names."""
+    """Returns settings by name; Python objects among the arguments are registered under names."""
     values = _values(config)
     if tasks is not None:
         values["tasks"] = tasks if isinstance(tasks, str) else _source(tasks)

@@ -2,12 +2,12 @@
 
     python -m coa_jax.ask "What is the capital of Lesotho?" --model=runs/quickstart/models/rl
 
-Without a question on the command line, it reads one question per line: from a prompt on a terminal
-(Ctrl-D ends), or from a pipe. The budgets and ``--top_k`` should equal the settings of the policy's
-training; the defaults are those of the quickstart.
+Without a question on the command line, the command reads one question per line, either from a
+prompt on the terminal (Ctrl-D ends the session) or from a pipe. The budgets and ``--top_k`` should
+equal the settings with which the policy was trained; their defaults are those of the quickstart.
 
-The tools come from a config file, any that has a group ``tools``: ``--config=FILE.py``, and
-``--config.tools.X=...`` to change one of their settings. ``--tools`` names other tools.
+The tools come from a config file with a group ``tools``, which ``--config=FILE.py`` names.
+``--config.tools.X=...`` changes one setting of this group, and ``--tools`` selects other tools.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from coa_jax.tools.make import ToolsConfig
 
 
 def questions(arguments: Sequence[str], stream: IO[str]) -> Iterator[tuple[str, bool]]:
-    """Yields (question, whether it was typed at a prompt).
+    """Yields pairs (question, whether the user typed the question at a prompt).
 
     Raises:
         UserError: the question on the command line is blank.
@@ -88,12 +88,13 @@ def define_flags() -> None:
 
 
 def tools_of(config: ConfigDict, names: Sequence[str] | None, top_k: int | None) -> ToolsConfig:
-    """Returns the tools of a config, with names and ``top_k`` replaced if they are given.
+    """Returns the settings of the tools in a config, with the replacements that the flags ask for.
 
     Args:
-        config: the config.
-        names: names of tools, or None.
-        top_k: passages in an observation of ``wiki_search``, or None.
+        config: a config with a group ``tools``.
+        names: names of the tools to use instead; None to keep those of the config.
+        top_k: number of passages in an observation of ``wiki_search``; None to keep the number of
+            the config.
 
     Raises:
         UserError: the config has no tools, or one of their settings is wrong.

@@ -1,4 +1,4 @@
-"""Bounds of settings, declared once: in the annotations of a config dataclass.
+"""Declares the bounds of settings in the type annotations of config dataclasses.
 
     @dataclasses.dataclass(frozen=True)
     class Sampling(Bounded):
@@ -7,8 +7,8 @@
         order: Annotated[str, OneOf("random", "sorted")] = "random"
         sizes: tuple[Count, ...] = ()
 
-An instance with a value of another type or beyond its bound cannot be made, neither by
-`settings.build` from a config file nor by a caller in Python:
+Neither `settings.build`, which reads a config file, nor a caller in Python can create an instance
+with a value of a wrong type or out of bounds:
 
     >>> Sampling(temperature=1e20)
     UserError: temperature is 1e+20; give a number from 0 to 100
@@ -30,18 +30,18 @@ from coa_jax.errors import UserError
 T = TypeVar("T")
 
 MAX_INT = 2**31 - 1
-"""Largest whole number of a setting: XLA uses int32 for positions, rows and bytes of a row."""
+"""Largest integer that a setting may have: XLA uses int32 for positions, rows and row bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Between:
-    """Numbers from ``low`` to ``high``; NaN is never allowed, infinity only as an included bound.
+    """Allows numbers from ``low`` to ``high``, never NaN, and infinity only as an included bound.
 
     Attributes:
-        low, high: bounds.
+        low, high: lower and upper bound.
         above: whether ``low`` itself is excluded.
         below: whether ``high`` itself is excluded.
-        also: additional values, such as a 0 that means none.
+        also: allowed values outside the bounds, for example a 0 that means "no limit".
     """
 
     low: float
@@ -51,13 +51,17 @@ class Between:
     also: tuple[float, ...] = ()
 
     def holds(self, value: Any) -> bool:
-        """Returns whether a value of the annotated type is allowed."""
+        """Returns whether the bound allows a value, which already has the annotated type."""
         inside = self.low <= value <= self.high
         edge = (self.above and value == self.low) or (self.below and value == self.high)
         return (inside and not edge) or value in self.also
 
     def wanted(self, kind: type[Any]) -> str:
-        """Describes the allowed values of type ``kind``; errors put "give " before the text."""
+        """Describes the allowed values, for error messages of the form "give DESCRIPTION".
+
+        Args:
+            kind: type of the value, int or float.
+        """
         noun = "a whole number" if kind is int else "a number"
         low = f"above {_number(self.low)}" if self.above else f"from {_number(self.low)}"
         high = f"to {_number(self.high)}"
@@ -70,41 +74,41 @@ class Between:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class OneOf:
-    """A fixed set of allowed names.
+    """Allows the names of a set.
 
     Attributes:
-        known: the names, or a function that lists them when a value is checked.
+        known: the allowed names, or a function that is called for them at each check.
     """
 
     known: tuple[str, ...] | Callable[[], Iterable[str]]
 
     def __init__(self, *known: str | Callable[[], Iterable[str]]):
-        """Takes the names, or one function that lists them."""
+        """Takes the allowed names, or a single function that returns them."""
         table = known[0] if known and callable(known[0]) else known
         object.__setattr__(self, "known", table)
 
     def names(self) -> tuple[str, ...]:
-        """Returns the names that are allowed now."""
+        """Returns the names that are allowed at the time of the call."""
         return tuple(self.known() if callable(self.known) else self.known)
 
     def holds(self, value: Any) -> bool:
-        """Returns whether a value of the annotated type is allowed."""
+        """Returns whether the bound allows a value, which already has the annotated type."""
         return value in self.names()
 
     def wanted(self, kind: type[Any]) -> str:
-        """Describes the allowed values of type ``kind``; errors put "give " before the text."""
+        """Describes the allowed values, for error messages of the form "give DESCRIPTION"."""
         return "one of " + ", ".join(name or '""' for name in self.names())
 
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Strings that paths and requests can contain: UTF-8 without NUL.
+    """Allows strings without NUL that UTF-8 can encode, as paths and HTTP requests demand.
 
     Attributes:
         longest: maximum length in characters.
         pattern: regular expression that must match the whole string.
-        what: description of the allowed strings; errors put "give " before the text.
-        hidden: whether errors omit the value, because it may be a secret.
+        what: description of the allowed strings; error messages put "give " before this text.
+        hidden: whether error messages omit the value because it may be a secret.
     """
 
     longest: int = 100_000
@@ -113,29 +117,29 @@ class Text:
     hidden: bool = False
 
     def holds(self, value: Any) -> bool:
-        """Returns whether a value of the annotated type is allowed."""
+        """Returns whether the bound allows a value, which already has the annotated type."""
         if len(value) > self.longest or re.search("[\0\ud800-\udfff]", value):
             return False
         return re.fullmatch(self.pattern, value, re.DOTALL) is not None
 
     def wanted(self, kind: type[Any]) -> str:
-        """Describes the allowed values of type ``kind``; errors put "give " before the text."""
+        """Describes the allowed values, for error messages of the form "give DESCRIPTION"."""
         return self.what or f"at most {self.longest} characters of UTF-8 without NUL"
 
 
 @dataclasses.dataclass(frozen=True)
 class Items:
-    """Tuples and tables with ``low`` to ``high`` items."""
+    """Allows tuples and mappings with ``low`` to ``high`` items."""
 
     low: int
     high: int
 
     def holds(self, value: Any) -> bool:
-        """Returns whether a value of the annotated type is allowed."""
+        """Returns whether the bound allows a value, which already has the annotated type."""
         return self.low <= len(value) <= self.high
 
     def wanted(self, kind: type[Any]) -> str:
-        """Describes the allowed values of type ``kind``; errors put "give " before the text."""
+        """Describes the allowed values, for error messages of the form "give DESCRIPTION"."""
         return f"{self.low} to {self.high} items"
 
 
@@ -146,24 +150,24 @@ Seed = Annotated[int, Between(0, MAX_INT)]
 Count = Annotated[int, Between(1, MAX_INT)]
 Natural = Annotated[int, Between(0, MAX_INT)]
 Amount = Annotated[int, Between(0, 2**63 - 1)]
-"""Bytes, or tokens of a whole run: quantities counted in Python, not in int32."""
+"""Number of bytes, or of tokens of a whole run; Python counts them, so int32 is no limit."""
 Temperature = Annotated[float, Between(0, 100)]
 TopP = Annotated[float, Between(0, 1, above=True)]
 Positive = Annotated[float, Between(0, 1e9, above=True)]
 NotNegative = Annotated[float, Between(0, 1e9)]
 Seconds = Annotated[float, Between(0, 30 * 86400, above=True)]
-"""Time limits in seconds; a limit longer than 30 days is a mistake."""
+"""Time limit in seconds; a limit above 30 days is treated as a mistake."""
 SecondsOrNone = Annotated[float, Between(0, 30 * 86400)]
 Size = Annotated[int, Between(1, 2**24)]
-"""Rows, tokens of a row or slots: dimensions of arrays."""
+"""Length of an array axis, such as the number of rows, of tokens in a row or of slots."""
 Times = Annotated[int, Between(1, 1000)]
-"""Numbers of attempts, or of concurrent operations."""
+"""Number of attempts, or of concurrent operations."""
 MiB = Annotated[int, Between(1, 2**24)]
 Bytes = Annotated[int, Between(1, 2**44)]
 Port = Annotated[int, Between(0, 65535)]
 Prose = Annotated[str, Text()]
 Place = Annotated[str, Text(4096, r"[^\x00-\x1f\x7f]*")]
-"""A file, a directory, a model or a source of tasks; "" if the field allows none."""
+"""Name of a file, a directory, a model or a task source; "" for none, if the field allows it."""
 Address = Annotated[
     str,
     Text(4096, r"(https?://\S+)?", 'an address such as http://localhost:8000/v1, or ""'),
@@ -175,20 +179,20 @@ Variable = Annotated[
 ]
 """The name of an environment variable; "" for none."""
 Name = Annotated[str, Text(100, r"(?!\.)[\w.+-]+", "a name of letters, digits and . _ + -")]
-"""A name chosen by the user, such as that of a stage, which becomes part of a path."""
+"""A name that the user chooses, such as the name of a stage, and that becomes part of a path."""
 Split = Literal["train", "validation", "test"]
-"""A split of a task source."""
+"""Name of a split of a task source."""
 
 
 class Bounded:
-    """Base class of config dataclasses: checks that the fields obey their annotations."""
+    """Base class of config dataclasses; checks that every field obeys its annotation."""
 
     def __post_init__(self) -> None:
         """Checks the fields; a subclass with additional checks calls this method first.
 
         Raises:
-            UserError: a value has another type or is out of bounds. The message begins with the
-                field's name; `settings.build` puts the name of the config before it.
+            UserError: a value has a wrong type or is out of bounds. The message begins with the
+                name of the field; `settings.build` puts the name of the config before the message.
         """
         cls: Any = type(self)
         for name, annotation in declared(cls).items():
@@ -197,7 +201,7 @@ class Bounded:
 
 @functools.cache
 def declared(cls: type[Any]) -> dict[str, Any]:
-    """Returns the annotations of a dataclass's fields by name, including bounds."""
+    """Returns the annotations of a dataclass, including bounds, keyed by field name."""
     found = typing.get_type_hints(cls, include_extras=True)
     return {field.name: found[field.name] for field in dataclasses.fields(cls)}
 
@@ -211,15 +215,15 @@ def present(annotation: Any) -> Any:
 
 
 def check(value: T, annotation: Any, where: str) -> T:
-    """Returns a value after checking its type and bounds against an annotation.
+    """Returns ``value`` if it has the type and obeys the bounds of an annotation.
 
     Args:
         value: value of a setting.
         annotation: an annotation such as ``int``, `Count` or ``tuple[Share, ...]``.
-        where: name of the setting.
+        where: name of the setting, used in the error message.
 
     Raises:
-        UserError: the value has another type or is out of bounds.
+        UserError: the value has a wrong type or is out of bounds.
     """
     if value is None and present(annotation) is not annotation:
         return value
@@ -242,7 +246,11 @@ def check(value: T, annotation: Any, where: str) -> T:
 
 
 def parts(annotation: Any) -> tuple[type[Any], tuple[Bound, ...]]:
-    """Returns the class and the bounds of an annotation; for a ``Literal`` its names as a bound."""
+    """Returns the class and the bounds that an annotation declares.
+
+    For a ``Literal``, the class is str, and the first bound is a `OneOf` with the names of the
+    ``Literal``.
+    """
     plain = annotation_of(annotation)
     bounds = () if plain is annotation else typing.get_args(annotation)[1:]
     origin = typing.get_origin(plain)
@@ -252,13 +260,13 @@ def parts(annotation: Any) -> tuple[type[Any], tuple[Bound, ...]]:
 
 
 def annotation_of(annotation: Any) -> Any:
-    """Returns an annotation without its own bounds; bounds of a tuple's items remain."""
+    """Removes the bounds from an annotation, except for the bounds of a tuple's items."""
     annotated = typing.get_origin(annotation) is Annotated
     return typing.get_args(annotation)[0] if annotated else annotation
 
 
 def shown(value: Any) -> str:
-    """Formats a value for an error: in one short line."""
+    """Formats a value for an error message, in one short line."""
     if isinstance(value, int) and value.bit_length() > 256:
         return f"a whole number of {value.bit_length()} bits"
     try:
@@ -270,7 +278,7 @@ def shown(value: Any) -> str:
 
 
 def _has_type(value: Any, kind: type[Any]) -> bool:
-    """Returns whether a value has a type: bool is not a number, and int counts as float."""
+    """Returns whether a value has a type; a bool is not a number, and an int is a valid float."""
     if kind in (int, float):
         number = numbers.Integral if kind is int else numbers.Real
         return isinstance(value, number) and not isinstance(value, bool)

@@ -1,11 +1,11 @@
-"""The flag ``--check`` of a command: it checks everything that the run needs, without running.
+"""Checks everything that a command needs, without running the command: the flag ``--check``.
 
     python -m coa_jax.rl --config=configs/rl/web.py:7b --workdir=... --check
 
-Each host of the run checks settings, packages, keys, model, data, tools, judge, work directory,
-disk and memory, and prints one line for each check.  A failed check does not prevent the others.
-``--check=compile`` also compiles the programs of the run.  The exit code is 2 if a check fails on
-any host.
+Each host of the run checks the settings, installed packages, API keys, model, data, tools, judge,
+work directory, disk and memory. It prints one line for each check, and continues after a check that
+fails. ``--check=compile`` also compiles the programs of the run. The exit code is 2 if a check
+fails on any host.
 """
 
 from __future__ import annotations
@@ -58,10 +58,10 @@ from coa_jax.tools.make import make_tools
 SETTINGS: dict[str, Any] = {
     "sft": SFTConfig, "rl": RLRun, "rft": RFTConfig, "dpo": DPOConfig, "evaluate": EvaluateRun,
 }  # fmt: skip
-"""Command -> class of its settings."""
+"""Maps the name of each command to the class of its settings."""
 
 _RECORDS = 1000
-"""Number of records of each file of training data that are read."""
+"""Number of records that the check reads from each file of training data."""
 
 _RESERVE = 0.1
 """Share of a chip's memory that must stay free, as in `coa_jax.aot`."""
@@ -69,11 +69,18 @@ _RESERVE = 0.1
 _WAIT_S = 60.0
 
 Line = tuple[str, bool, str]
-"""(name of the check, whether it passed, result)."""
+"""(name of the check, whether the check passed, description of the result)."""
 
 
 def check(command: str) -> int:
-    """Checks everything that a command needs with the given flags; returns the exit code."""
+    """Checks everything that a command needs with the flags of the command line.
+
+    Args:
+        command: name of the command, a key of `SETTINGS`.
+
+    Returns:
+        The exit code: 0 if every check passes on every host, otherwise 2.
+    """
     values = flags.FLAGS
     faults = 0
     for name, ok, text in _lines(command, values.config.to_dict(), values.workdir):
@@ -91,7 +98,7 @@ def check(command: str) -> int:
 
 
 def _lines(command: str, values: dict[str, Any], workdir: str | None) -> Iterator[Line]:
-    """Yields a line for each check; a failed check does not prevent the next."""
+    """Yields a line for each check and continues after a failed check."""
     config, line = _tried("settings", lambda: (build(SETTINGS[command], values), "can be read"))
     yield line
     wandb = bool(flags.FLAGS["wandb_project"].value)
@@ -112,13 +119,13 @@ def _without_fault(command: str, values: dict[str, Any]) -> Any:
 
 
 def _tried(name: str, look: Callable[[], tuple[Any, str]]) -> tuple[Any, Line]:
-    """Runs a check; returns its result (None if it fails) and its line."""
+    """Runs a check; returns the result of the check (None if it fails) and its line."""
     try:
         found, text = look()
         return found, (name, True, text)
     except UserError as error:
         return None, (name, False, str(error))
-    except Exception as error:  # a defect of this check must not hide faults of the run
+    except Exception as error:  # a defect in one check must not hide the other checks
         logging.getLogger(__name__).exception("the check of %s has failed", name)
         return None, (name, False, f"{type(error).__name__}: {error}")
 
@@ -143,7 +150,7 @@ def _here(wanted: needs.Needs) -> Iterator[Line]:
 
 
 def _run(command: str, config: Any) -> Iterator[Line]:
-    """Checks model, data, tools and judge by opening them as the run does."""
+    """Checks the model, data, tools and judge by opening each of them as the run would."""
     if not getattr(config, "endpoint", None):
         yield _tried("model", lambda: (None, _model(config.model)))[1]
     tools = config.tools if hasattr(config, "tools") and _asks_tools(config) else None
@@ -189,7 +196,7 @@ def _environment(config: Any) -> EnvironmentConfig:
 
 
 def _asks_tools(config: Any) -> bool:
-    """Whether the run calls tools; SFT calls tools only in evaluations."""
+    """Returns whether the run calls tools; SFT calls tools only in its evaluations."""
     if isinstance(config, SFTConfig):
         return config.evaluate_every > 0
     return not config.agent
@@ -307,7 +314,7 @@ def _slice_here() -> tuple[Slice, list[Any]]:
 
 
 def _setup(config: SFTConfig | RLRun) -> tuple[arrays.Setup, str]:
-    """Places the run on its devices, or on those of ``--topology``; also returns a description."""
+    """Places the run on its devices or on those of ``--topology``; also describes them in words."""
     if topology := flags.FLAGS.topology:
         where = parse_slice(topology)
         devices = devices_of(where)
@@ -315,7 +322,7 @@ def _setup(config: SFTConfig | RLRun) -> tuple[arrays.Setup, str]:
         where, devices = _slice_here()
     try:
         model: ModelConfig = describe_model(config.model).config
-    except UserError:  # the check "model" reports it; here a published architecture suffices
+    except UserError:  # the check "model" reports the error; here an architecture suffices
         _, model = architecture_of(config.model)
     setup = arrays.set_up(config, model, where, devices)
     shape = " x ".join(f"{name} {size}" for name, size in setup.mesh.shape.items())
@@ -323,9 +330,9 @@ def _setup(config: SFTConfig | RLRun) -> tuple[arrays.Setup, str]:
 
 
 def _memory(setup: arrays.Setup) -> str:
-    """Checks that the arrays between programs, and the gradients of an update, fit into memory.
+    """Checks that the persistent arrays and the gradients of an update fit into memory.
 
-    Programs need more memory, which only the compiler knows.
+    Running programs need additional memory, which only the compiler knows.
     """
     gradients = arrays.chip_bytes(arrays.policy(setup).params)
     kept = max(arrays.kept_bytes(setup) + gradients, arrays.decoding_bytes(setup))
@@ -357,7 +364,7 @@ def _disk(workdir: Path, setup: arrays.Setup) -> str:
 
 
 def _compiled(where: Slice) -> str:
-    """Runs `coa_jax.aot` in a separate process, which uses no chip, and returns its result."""
+    """Compiles the programs with `coa_jax.aot` in a process without a chip; returns its result."""
     given, words = [], iter(sys.argv[1:])
     for word in words:
         if word.lstrip("-").startswith("config"):

@@ -1,15 +1,16 @@
-r"""Compares the paper's claims with results of runs of configs/pretrained/factbook.py, in a table.
+r"""Compares claims of the Chain-of-Agents paper with results of our own runs, in a table.
 
     python -m coa_jax.claims runs/pretrained-0 runs/pretrained-1 --plain=runs/pretrained-hermes
 
-Each run folder is one seed.  ``--plain`` names runs of the variant ``hermes``, whose policy calls
-tools without a chain of agents.  The table is printed, and written to a Markdown file with
-``--out``.  All figures come from the result files in the folders.  Each row names the command that
-creates its files.
+The arguments are run folders of ``configs/pretrained/factbook.py``, one folder for each seed.
+``--plain`` names run folders of the variant ``hermes`` of this config. The policy of this variant
+calls tools without a chain of agents. The command prints the table; with ``--out`` it also writes
+the table to a Markdown file. All figures come from the result files in the folders, and each row
+names the command that creates these files.
 
-Intervals are 95 % confidence intervals over tasks, pooled over seeds: for rates as in
-`evaluate.metrics`, for differences by a paired bootstrap.  They do not include the variation
-between seeds, so the table also has the figure of each seed.
+Intervals are 95 % confidence intervals over tasks, pooled over seeds. The interval of a rate is
+computed as in `evaluate.metrics`, the interval of a difference by a paired bootstrap. The intervals
+do not include the variation between seeds, so the table also lists the figure of each seed.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from coa_jax.evaluate.compare import bootstrap_interval
 from coa_jax.evaluate.metrics import mean, mean_interval, pass_at_k
 
 Outcomes = Sequence[Mapping[str, Any]]
-"""Result files of one stage, by seed."""
+"""Contents of the result files of one stage, one for each seed."""
 
 MAIN = "bash launch/pretrained.sh --seed N"
 PLAIN = f"{MAIN} --config=configs/pretrained/factbook.py:hermes"
@@ -42,11 +43,11 @@ class Figure:
 
     Attributes:
         value: value over all seeds.
-        interval: 95 % confidence interval; None without one.
-        n: number of tasks of all seeds together; 0 if the runs have nothing to count, such as calls
-            of a tool that the policy never calls.
-        seeds: value of each seed that has something to count.
-        signed: whether the value is a difference.
+        interval: low and high end of the 95 % confidence interval; None if no interval is computed.
+        n: number of tasks, or of the other things counted, over all seeds; 0 if the runs have
+            nothing to count, for example calls of a tool that the policy never called.
+        seeds: values of the single seeds, without seeds that have nothing to count.
+        signed: whether the value is a difference and is shown with its sign.
     """
 
     value: float
@@ -58,24 +59,40 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Folders:
-    """Run folders, one per seed.
+    """The run folders that a table compares, one folder for each seed.
 
     Attributes:
-        runs: runs with chains of agents.
-        plain: runs with plain tool calling.
+        runs: folders of runs whose policy writes chains of agents.
+        plain: folders of runs whose policy calls tools without a chain of agents.
     """
 
     runs: Sequence[Path]
     plain: Sequence[Path] = ()
 
     def outcomes(self, stage: str, plain: bool = False) -> Outcomes:
-        """Reads the result files of a stage; [] unless every seed has one."""
+        """Reads the result files of a stage, one for each seed.
+
+        Args:
+            stage: name of the stage.
+            plain: whether to read the folders of plain tool calling instead of those with chains of
+                agents.
+
+        Returns:
+            The contents of the files, or [] if the file of any seed is missing.
+        """
         folders = self.plain if plain else self.runs
         paths = [folder / "evaluate" / stage / "results.json" for folder in folders]
         return [files.read_json_object(path) for path in paths if all(p.is_file() for p in paths)]
 
     def summaries(self, block: str) -> list[Mapping[str, Any]]:
-        """Reads a block of ``summary.json`` for each seed; [] unless every seed has it."""
+        """Reads one block of ``summary.json`` for each seed.
+
+        Args:
+            block: key of the block, such as ``economy``.
+
+        Returns:
+            The blocks, or [] if the block of any seed is missing.
+        """
         found = [
             files.read_json_object(path).get(block)
             for path in (folder / "summary.json" for folder in self.runs)
@@ -89,11 +106,12 @@ class Claim:
     """A row of the table.
 
     Attributes:
-        topic: topic of the row.
-        paper: figure of the paper, and its place there.
-        what: description of the measurement.
-        figure: reads the measurement from the folders; returns None if files are missing.
-        command: command that creates the files.
+        topic: subject of the claim, for the first column.
+        paper: figure that the paper reports, and where in the paper.
+        what: description of what is measured here.
+        figure: function that computes the figure from the run folders; returns None if files are
+            missing.
+        command: command that creates the result files.
     """
 
     topic: str
@@ -107,14 +125,14 @@ class Claim:
 
 
 def solved_of(outcome: Mapping[str, Any], **where: Any) -> dict[str, list[bool]]:
-    """Grades of tasks.
+    """Returns the grades of the tasks in a result file.
 
     Args:
-        outcome: a result file.
-        **where: fields of tasks and their values; other tasks are left out.
+        outcome: content of a result file.
+        **where: values that fields of a task must have; tasks with other values are left out.
 
     Returns:
-        Id of each task -> whether each of its graded samples is right.
+        Maps the id of each task to a list that says for each graded sample whether it is right.
     """
     return {
         task["id"]: [s["value"] == 1.0 for s in task["samples"] if s["value"] is not None]
@@ -124,12 +142,12 @@ def solved_of(outcome: Mapping[str, Any], **where: Any) -> dict[str, list[bool]]
 
 
 def rate(stage: str, plain: bool = False, **where: Any) -> Callable[[Folders], Figure | None]:
-    """Figure: pass@1 of a stage.
+    """Returns a function that computes pass@1 of a stage from run folders.
 
     Args:
         stage: name of the stage.
-        plain: whether to read the runs with plain tool calling.
-        **where: fields of tasks and their values; other tasks are left out.
+        plain: whether to read the folders of plain tool calling.
+        **where: values that fields of a task must have; tasks with other values are left out.
     """
 
     def figure(folders: Folders) -> Figure | None:
@@ -158,13 +176,10 @@ def _mean(values: Sequence[float]) -> float:
 def difference(
     stage: str, other: str, plain: bool = False, **where: Any
 ) -> Callable[[Folders], Figure | None]:
-    """Figure: pass@1 of a stage minus pass@1 of another stage on the same tasks.
+    """Returns a function that computes pass@1 of a stage minus pass@1 of the stage ``other``.
 
-    Args:
-        stage: name of the stage.
-        other: name of the other stage.
-        plain: whether to read the other stage from the runs with plain tool calling.
-        **where: fields of tasks and their values; other tasks are left out.
+    Only tasks that both stages answered are compared. ``plain`` says whether to read ``other`` from
+    the folders of plain tool calling; ``where`` selects tasks as in `rate`.
     """
 
     def figure(folders: Folders) -> Figure | None:
@@ -184,7 +199,7 @@ def difference(
 
 
 def at_k(stage: str, k: int) -> Callable[[Folders], Figure | None]:
-    """Figure: pass@k, the probability that at least one of k samples of a task is right."""
+    """Returns a function for pass@k, the probability that at least one of k samples is right."""
 
     def figure(folders: Folders) -> Figure | None:
         seeds = []
@@ -201,7 +216,7 @@ def at_k(stage: str, k: int) -> Callable[[Folders], Figure | None]:
 
 
 def scaled(stage: str, prefix: str) -> Callable[[Folders], Figure | None]:
-    """Figure: pass@1 of a choice among samples, such as ``majority`` or ``best_of``."""
+    """Returns a function for pass@1 of the choice, such as ``majority``, that a prefix names."""
 
     def figure(folders: Folders) -> Figure | None:
         entries = [
@@ -221,7 +236,7 @@ def scaled(stage: str, prefix: str) -> Callable[[Folders], Figure | None]:
 
 
 def well_formed(stage: str, *tools: str) -> Callable[[Folders], Figure | None]:
-    """Figure: share of the calls of these tools that the tool understood."""
+    """Returns a function for the share of calls of the given tools whose outcome is ``ok``."""
 
     def figure(folders: Folders) -> Figure | None:
         seeds = [list(_calls(outcome, tools)) for outcome in folders.outcomes(stage)]
@@ -231,7 +246,7 @@ def well_formed(stage: str, *tools: str) -> Callable[[Folders], Figure | None]:
 
 
 def _calls(outcome: Mapping[str, Any], tools: Sequence[str]) -> Iterator[bool]:
-    """Yields for each call of these tools whether the tool understood it."""
+    """Yields for each call of the given tools whether its outcome is ``ok``."""
     for name, entry in outcome["figures"]["costs"]["tools"].items():
         if name in tools:
             for kind, count in entry["outcomes"].items():
@@ -239,7 +254,7 @@ def _calls(outcome: Mapping[str, Any], tools: Sequence[str]) -> Iterator[bool]:
 
 
 def helped(stage: str, *tools: str) -> Callable[[Folders], Figure | None]:
-    """Figure: share of samples that are right and called one of these tools."""
+    """Returns a function for the share of samples that are right and called one of the tools."""
 
     def figure(folders: Folders) -> Figure | None:
         seeds = [
@@ -256,7 +271,10 @@ def helped(stage: str, *tools: str) -> Callable[[Folders], Figure | None]:
 
 
 def saved(key: str) -> Callable[[Folders], Figure | None]:
-    """Figure: share of the team's tokens that the policy saves, see `distill.economy`."""
+    """Returns a function for the share of the teacher's tokens that the policy saves.
+
+    ``key`` says which tokens are compared, for example ``both_solved``, see `distill.economy`.
+    """
 
     def figure(folders: Folders) -> Figure | None:
         blocks = [block for block in folders.summaries("economy") if "saved" in block]
@@ -270,7 +288,7 @@ def saved(key: str) -> Callable[[Folders], Figure | None]:
 
 
 def calls_per_solved(stage: str) -> Callable[[Folders], Figure | None]:
-    """Figure: tool calls of all samples, including failures, per solved sample."""
+    """Returns a function for the tool calls of all samples, per solved sample."""
 
     def figure(folders: Folders) -> Figure | None:
         costs = [outcome["figures"]["costs"] for outcome in folders.outcomes(stage)]
@@ -284,7 +302,7 @@ def calls_per_solved(stage: str) -> Callable[[Folders], Figure | None]:
 
 
 def team_calls_per_solved(folders: Folders) -> Figure | None:
-    """Figure: tool calls of the team (the teacher) per solved task."""
+    """Computes the teacher's tool calls per solved task; None without statistics of the teacher."""
     blocks = [block for block in folders.summaries("teacher") if block["pass_at_1"]]
     if not blocks:
         return None

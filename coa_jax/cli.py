@@ -1,6 +1,6 @@
-"""How every command starts and fails.
+"""Runs the entry points: parses flags, reports errors and ends the process.
 
-An entry point defines its flags in a function and passes both functions to `run_main`:
+An entry point defines its flags in a function and passes this function and `main` to `run_main`:
 
     def define_flags() -> None:
         config_flag("configs/sft/factbook.py")
@@ -12,10 +12,9 @@ An entry point defines its flags in a function and passes both functions to `run
     if __name__ == "__main__":
         run_main(main, define_flags)
 
-Flags are defined there and not at import, so that two entry points can be imported into one
-process. An error that the user can correct ends the command with one line on stderr and exit code
-2; Ctrl-C ends it with exit code 130. Every other exception is a bug of ours and keeps its
-traceback.
+Importing an entry point defines no flags, so one process can import two entry points. An error that
+the user can correct ends the command with one line on stderr and exit code 2; Ctrl-C ends the
+command with exit code 130. Every other exception is a bug of coa_jax and keeps its traceback.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ from coa_jax.overrides import check_key, join_new_keys, suggest, switches, wrong
 from coa_jax.storage import shown
 from coa_jax.storage.given import check_places
 
-# Flags defined by the helpers below belong to the module that calls them (for --help).
+# With this call, --help lists the flags that the functions below define under the calling module.
 flags.disclaim_key_flags()
 
 _CONFIG_SWITCH = re.compile(r"--?config(=|$)")
@@ -58,7 +57,7 @@ _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS} | {
 }
 
 _config_default = ""
-# The command line for ml_collections, which looks for overrides there, not in FLAGS.
+# The command line that ml_collections searches for overrides: it does not read them from FLAGS.
 _config_argv: list[str] = []
 
 
@@ -75,11 +74,13 @@ def run_main(
     """Parses the command line, runs `main` and exits the process.
 
     Args:
-        main: called with `[program, *positional arguments]`; its return value is the exit code.
-        define_flags: defines the flags of the command, including `config_flag`.
-        positional: whether positional arguments are allowed.
-        opens_places: whether the command opens the places that its flags name. If so, the stores
-            are asked for the buckets at the start.
+        main: function of the command, called with `[program, *positional arguments]`. Its return
+            value is the exit code.
+        define_flags: function that defines the flags of the command, including `config_flag`; None
+            for a command without flags.
+        positional: whether the command takes positional arguments.
+        opens_places: whether the command opens the files and buckets that its flags name. If so,
+            the stores are asked at the start whether the buckets exist.
     """
 
     def parse(argv: list[str]) -> list[str]:
@@ -132,7 +133,7 @@ def run_main(
 
 
 def explain(error: BaseException) -> str | None:
-    """Returns the line for an error that the user can correct, or None for a bug of ours."""
+    """Returns the message for an error that the user can correct, or None for a bug of coa_jax."""
     if isinstance(error, UserError | flags.Error | app.UsageError):
         return _one_line(shown(str(error)))
     for cause in _chain(error):
@@ -142,7 +143,8 @@ def explain(error: BaseException) -> str | None:
         for reason in _FULL.values():
             if reason.lower() in str(cause).lower():
                 return _disk_full(_workdir(), reason)
-    # Only the error itself: a bug of ours that occurs while a user error is handled remains a bug.
+    # This looks at the error itself and not at its causes: a bug that occurs while a user error is
+    # handled must be reported as a bug.
     if isinstance(error, OSError) and error.errno in _FORBIDDEN and error.filename:
         reason = error.strerror or type(error).__name__
         return f"cannot use {_name(error.filename)}: {reason}; choose a path you may use"
@@ -172,7 +174,7 @@ def _disk_full(path: str | bytes | int | None, reason: str) -> str:
 
 
 def _name(path: str | bytes | int | None) -> str:
-    """Names the file of an OSError; errors of a stream have no file name."""
+    """Names the file of an OSError; the path is None for errors of a stream."""
     if path is None:
         return "standard output or a temporary file"
     return os.fsdecode(path) if isinstance(path, str | bytes) else f"file descriptor {path}"
@@ -186,9 +188,9 @@ def _workdir() -> str | None:
 
 
 def _join_processes() -> None:
-    """Joins the other processes of the run if the environment defines any."""
+    """Joins the other processes of the run if environment variables name a coordinator."""
     if os.environ.get("COA_JAX_DISTRIBUTED") == "1" or "COA_JAX_COORDINATOR" in os.environ:
-        # JAX is imported only here: most commands that fail do so without JAX.
+        # JAX is imported only here, so that a wrong command line fails quickly.
         from coa_jax.parallel import processes
 
         processes.join()
@@ -208,7 +210,7 @@ def _leave_processes(error: BaseException, reason: str, code: int) -> None:
 
 
 def _one_line(text: str) -> str:
-    """Returns the text as one printable line; a long line loses its middle."""
+    """Returns the text as one printable line; the middle of a long line is left out."""
     line = " ".join(text.encode("utf-8", "backslashreplace").decode().split())
     return line if len(line) <= 1500 else f"{line[:700]} ... {line[-700:]}"
 
@@ -232,7 +234,7 @@ def config_flag(default: str) -> None:
     Overrides may come before or after `--config`.
 
     Args:
-        default: config file of a command line without `--config`; the path is resolved as in
+        default: config file that is used without `--config`; the path is resolved as in
             `load_config`.
     """
     global _config_default
@@ -249,9 +251,9 @@ def workdir_flag(what: str, default: str | None = None, *, required: bool = True
     """Defines `--workdir=DIR`.
 
     Args:
-        what: content of the directory, for `--help`.
-        default: default directory; None if the user must name one.
-        required: whether the flag is required if it has no default.
+        what: description of the directory for `--help`.
+        default: default directory; None for no default.
+        required: whether the user must give the flag if there is no default.
     """
     flags.DEFINE_string("workdir", default, what, required=required and default is None)
     flags.register_validator("workdir", _is_directory_name)
@@ -276,20 +278,21 @@ def _leaves(config: Any, name: str) -> Iterator[tuple[str, Any]]:
 
 
 def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_collections.ConfigDict:
-    """Loads a config file outside a command line (notebooks, tests, other commands).
+    """Loads a config file outside a command line, for example in a notebook.
 
     Args:
-        spec: `FILE.py` or `FILE.py:ARGUMENT`. A path that does not exist in the working directory,
-            such as `configs/sft/web.py`, is looked up among the configs of the package. Modules in
-            the same folder can be imported.
-        overrides: dotted keys to values, e.g. `{"optim.lr": 1e-4}`.
+        spec: `FILE.py` or `FILE.py:ARGUMENT`. If the path does not exist in the working directory,
+            the file is looked up among the configs of the package, such as `configs/sft/web.py`.
+            The config file can import modules from its own folder.
+        overrides: maps dotted names of settings to values, e.g. `{"optim.lr": 1e-4}`; None for no
+            override.
 
     Returns:
-        The locked config.
+        The config. It is locked, so no setting can be added.
 
     Raises:
-        UserError: the file does not exist or does not accept the argument, a key is unknown, or a
-            value has the wrong type.
+        UserError: the file does not exist or does not accept the argument, a setting is unknown, or
+            a value has a wrong type.
     """
     path, _, argument = _resolve(spec).partition(":")
     module_spec = importlib.util.spec_from_file_location("coa_jax_config", path)
@@ -303,7 +306,7 @@ def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_col
         raise UserError(f"--config={spec}: the file defines no get_config()")
     if ":" in spec and not inspect.signature(module.get_config).parameters:
         raise UserError(f"--config={spec}: the file takes no argument; leave out :{argument}")
-    # get_config itself rejects a wrong argument, with a UserError that lists the known ones.
+    # get_config itself rejects a wrong argument, with a UserError that lists the valid arguments.
     config = module.get_config(*([argument] if ":" in spec else []))
     config.lock()
     for key, value in (overrides or {}).items():
@@ -330,7 +333,7 @@ def _suggest_file(path: str) -> str:
 
 
 def _parse_flags(argv: list[str], positional: bool, opens_places: bool) -> list[str]:
-    """Parses with absl, after checks that give clearer messages than absl does."""
+    """Parses flags with absl, after checks whose messages are clearer than those of absl."""
     if "config" in flags.FLAGS and not _asks_for_help(argv):
         argv = _config_first(argv)
         spec = argv[1].partition("=")[2]
@@ -344,7 +347,7 @@ def _parse_flags(argv: list[str], positional: bool, opens_places: bool) -> list[
     try:
         rest = flags.FLAGS(argv)
     except SystemExit as done:
-        # absl's --help exits with code 1; a request for help is not a failure.
+        # absl exits with code 1 after --help, but a request for help is not a failure.
         sys.exit(0 if _asks_for_help(argv) else done.code)
     except flags.UnrecognizedFlagError as error:
         hint = suggest(error.flagname, [name for name in flags.FLAGS if len(name) > 1])
@@ -353,7 +356,8 @@ def _parse_flags(argv: list[str], positional: bool, opens_places: bool) -> list[
     except flags.IllegalFlagValueError as error:
         raise UserError(wrong_value(" ".join(str(error).split()))) from error
     except (AttributeError, KeyError, IndexError, TypeError, ValueError) as error:
-        # The config file was loaded above, so this error concerns an override of the command line.
+        # The config file was loaded above, so this error comes from an override on the command
+        # line.
         raise UserError(f"--config: {_one_line(str(error))}") from error
     if len(rest) > 1 and not positional:
         raise UserError(f"unexpected argument {rest[1]!r}; flags are written --name=value")
@@ -370,7 +374,7 @@ def _asks_for_help(argv: list[str]) -> bool:
 
 
 def _config_first(argv: list[str]) -> list[str]:
-    """Moves `--config=FILE` to the front, where ml_collections needs it; the last one counts.
+    """Moves `--config=FILE` to the front, where ml_collections needs it; the last such flag counts.
 
     >>> _config_first(["sft", "--config.lr=1", "--config", "a.py"])  # doctest: +SKIP
     ["sft", "--config=/path/of/a.py", "--config.lr=1"]

@@ -1,13 +1,14 @@
-"""Compares two runs or two evaluations: results task by task, settings, curves, trajectories.
+"""Compares the results, settings, curves and trajectories of two runs, or two evaluations.
 
     coa-jax compare runs/a runs/b
     coa-jax compare runs/a/evaluate/sft/results.json runs/a/evaluate/rl/results.json
 
-Give two run directories or two result files. The command prints the difference of pass@1 with a
-paired interval and a paired test for every stage that both runs evaluated; without a common stage
-it compares the last ones. For two runs it also writes a page, by default B/report/compare.html,
-with the settings that differ, the curves of both runs in the same charts, and trajectories of the
-same questions side by side.
+The arguments are two run directories or two result files. For every stage that both runs evaluated,
+the command prints the difference of pass@1 with a paired confidence interval and a paired test. If
+the runs have no stage in common, it compares the last stage of each run. For two run directories it
+also writes a page, by default to ``report/compare.html`` in the second directory. The page shows
+the settings that differ, the curves of both runs in the same charts, and trajectories of the same
+questions side by side.
 """
 
 from __future__ import annotations
@@ -33,7 +34,7 @@ Outcome = Mapping[str, Any]
 
 
 def outcomes(run: Path) -> dict[str, Outcome]:
-    """Returns the evaluations of a run by stage, in the order of the pipeline.
+    """Reads the evaluations of a run, keyed by the name of the stage, in the order of the pipeline.
 
     Raises:
         UserError: a result file is damaged.
@@ -44,18 +45,25 @@ def outcomes(run: Path) -> dict[str, Outcome]:
 
 
 def paired(a: Mapping[str, Outcome], b: Mapping[str, Outcome]) -> list[tuple[Outcome, Outcome]]:
-    """Returns the evaluations to compare: those of the same stages, else the last ones."""
+    """Pairs the evaluations of two runs that have the same stage.
+
+    If the runs have no stage in common, the only pair is the last evaluation of each run.
+    """
     same = [(a[stage], b[stage]) for stage in a if stage in b]
     return same or list(zip([*a.values()][-1:], [*b.values()][-1:], strict=False))
 
 
 def compared(a: Mapping[str, Outcome], b: Mapping[str, Outcome]) -> list[tuple[str, Result]]:
-    """Compares the evaluations of two runs; returns the text and the result of each pair."""
+    """Compares the evaluations of two runs, and prints why a pair cannot be compared.
+
+    Returns:
+        For each pair of evaluations the text of the comparison and its result.
+    """
     found = []
     for first, second in paired(a, b):
         try:
             comparison = compare(first, second)
-        except UserError as error:  # e.g. one of them was not graded
+        except UserError as error:  # for example, one evaluation has no grades
             print(f"{first['stage']}: {error}")
             continue
         result = Result(first, second, dataclasses.asdict(comparison), differing(first, second))
@@ -65,14 +73,25 @@ def compared(a: Mapping[str, Outcome], b: Mapping[str, Outcome]) -> list[tuple[s
 
 @contextlib.contextmanager
 def both_runs(a: str, b: str) -> Iterator[tuple[Side, Side]]:
-    """Reads two run directories; what is written into the second one is sent to its bucket."""
+    """Reads two run directories and yields them to a ``with`` block.
+
+    If the second directory is in a bucket, files that are written into it are uploaded at the end.
+    """
     with visited(a) as first, visited(b) as second:
         sides = read_side(first), read_side(second)
         yield sides
 
 
 def compare_runs(a: str, b: str, page: str) -> dict[str, dict[str, Any]]:
-    """Compares two run directories, prints the results, and writes the page."""
+    """Compares two run directories, prints the results, and writes the page.
+
+    Args:
+        a, b: the run directories.
+        page: file for the page; "" for ``report/compare.html`` in ``b``.
+
+    Returns:
+        The comparison of each stage, keyed by the name of the stage in ``a``.
+    """
     with both_runs(a, b) as (first, second):
         found = compared(outcomes(first.path), outcomes(second.path))
         print("\n\n".join(told for told, _ in found) or "no evaluation to compare")
@@ -85,7 +104,7 @@ def compare_runs(a: str, b: str, page: str) -> dict[str, dict[str, Any]]:
 
 
 def compare_files(a: str, b: str) -> dict[str, Any]:
-    """Compares two result files and prints the result."""
+    """Compares two result files; prints and returns the result."""
     first, second = load(a), load(b)
     found: Comparison = compare(first, second)
     print(text(first, second, found))
@@ -103,8 +122,9 @@ def run(places: Sequence[str], out: str = "", page: str = "") -> None:
 
     Args:
         places: two run directories or two result files.
-        out: file for the comparison as JSON; "" for none.
-        page: file for the page of two runs; "" for the default.
+        out: file to which the comparison is written as JSON; "" for no file.
+        page: file for the page that compares two runs; "" for ``report/compare.html`` in the
+            second.
 
     Raises:
         UserError: an argument is wrong, or a file is malformed.

@@ -1,10 +1,10 @@
-"""Lists the configs of the package, and copies them.
+"""Lists the configs of the package, or copies them to a directory.
 
-    coa-jax configs                   the files, each with the first line of its docstring
-    coa-jax configs --copy [DIR]      copies them to DIR, by default ``configs``
+    coa-jax configs                       lists the files with the first line of their docstrings
+    coa-jax configs --copy [DIR]          copies the files to DIR, by default ``configs``
 
-A copied file replaces the packaged one wherever it is named by a path that exists in the working
-directory. Existing files with other content are never overwritten.
+If a path such as ``configs/sft/web.py`` exists in the working directory, commands read this file
+instead of the packaged one. Copying never overwrites an existing file with other content.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from coa_jax.storage.given import check_places
 
 
 def copy_configs(target: Path) -> int:
-    """Copies the config files; returns their number.
+    """Copies all config files; returns the number of files.
 
     Args:
-        target: directory that receives the folders of the stages, such as ``target/sft``.
+        target: directory to copy to; each stage has a folder in it, such as ``target/sft``.
 
     Raises:
-        UserError: a file exists with other content; then nothing is copied.
+        UserError: a file exists with other content. In this case nothing is copied.
     """
     pairs = [(ROOT / path, target / path.relative_to("configs")) for path in config_files()]
     for source, copy in pairs:
@@ -41,7 +41,7 @@ def copy_configs(target: Path) -> int:
 
 def define_flags() -> None:
     """Defines the flags of the command."""
-    # Like a boolean flag of absl, the flag may have no value: `--copy`, `--copy DIR`, `--copy=DIR`.
+    # Like a boolean flag of absl, this flag needs no value: `--copy`, `--copy DIR`, `--copy=DIR`.
     copy: flags.Flag[str] = flags.Flag(
         flags.ArgumentParser(), flags.ArgumentSerializer(), "copy", "",
         "directory that the configs are copied to (default configs)", boolean=True,

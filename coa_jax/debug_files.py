@@ -1,9 +1,10 @@
-"""Creates the tiny policy, data and questions for the debug variants of the configs.
+"""Creates the tiny policy, data and questions that the debug variants of the configs use.
 
     coa-jax debug-files
     coa-jax sft --config=configs/sft/web.py:debug --workdir=runs/debug/sft
 
-Takes less than a minute on a CPU. The configs expect the files in ``runs/debug``.
+The command takes less than a minute on a CPU. The debug variants expect the files in
+``runs/debug``.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ QUESTIONS = (
 
 
 def make_debug_files(folder: Path) -> None:
-    """Writes ``distill/``, ``scratch/``, ``questions.jsonl`` and ``benchmarks/`` to a folder."""
+    """Writes the data, policy, questions and benchmarks of the debug variants to a folder."""
     sizes = {"tasks.train": 40, "tasks.validation": 4}
     distill(load_config("configs/distill/factbook.py", sizes), folder / "distill")
     policy = {
@@ -41,7 +42,7 @@ def make_debug_files(folder: Path) -> None:
     }
     make_policy(load_config("configs/scratch/factbook.py", policy), folder / "scratch")
     rows = [
-        # Under the protocol code only numbers have a grader.
+        # With the protocol ``code``, only answers that are numbers have a grader.
         {"question": question, "answer": answer}
         | ({} if answer.isdigit() else {"metadata": {"grader": "exact_match"}})
         for question, answer in QUESTIONS

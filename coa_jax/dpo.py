@@ -2,8 +2,8 @@
 
     python -m coa_jax.dpo --config=configs/dpo/factbook.py --workdir=runs/dpo
 
-Reads the ``traces.jsonl`` of a run with graded samples. Writes metrics and checkpoints to the work
-directory and the model to ``WORKDIR/model``.
+The command reads the ``traces.jsonl`` of a run with graded samples. It writes metrics and
+checkpoints to the work directory, and the model to ``WORKDIR/model``.
 """
 
 from __future__ import annotations

@@ -1,10 +1,12 @@
-r"""Counts the tokens that a trained policy saves compared with the team of agents (paper §5.1).
+r"""Counts the tokens that a policy saves compared with its multi-agent teacher (paper §5.1).
 
     python -m coa_jax.economy --config=configs/economy/factbook.py --workdir=runs/economy
 
-Reads the trajectories of ``python -m coa_jax.evaluate``, lets the team solve the same tasks, counts
-the tokens of both with the policy's tokenizer and writes ``summary.json``. The team's runs are
-stored in ``team.jsonl`` (and ``calls/``), so a second start, or another policy, reuses them.
+The command reads the trajectories of an evaluation by ``python -m coa_jax.evaluate`` and lets the
+teacher, also called the team, solve the same tasks. It counts the tokens of the policy and of the
+team with the policy's tokenizer, and writes the results to ``summary.json``. The team's runs are
+stored in ``team.jsonl`` and ``calls/``. If the command is started again, also for another policy,
+it reuses these runs.
 """
 
 from __future__ import annotations
@@ -37,10 +39,10 @@ from coa_jax.trajectory import Author, Trajectory, iterate_trajectories
 
 
 def read_traces(path: str, phase: str) -> list[Trajectory]:
-    """Reads the trajectories of one phase of a run, e.g. ``evaluate-rl``.
+    """Reads the trajectories of one phase of a run, for example of ``evaluate-rl``.
 
     Raises:
-        UserError: the file cannot be read or has no such trajectories.
+        UserError: the file cannot be read or has no trajectory of this phase.
     """
     seen: set[str] = set()
 
@@ -57,12 +59,17 @@ def read_traces(path: str, phase: str) -> list[Trajectory]:
 
 
 def check_tokens(tokenizer: Any, traces: Sequence[Trajectory], model: str) -> None:
-    """Raises UserError unless this tokenizer decodes the tokens of all trajectories to their texts.
+    """Checks that the trajectories were sampled by a policy with the given tokenizer.
+
+    Decoding the tokens of most trajectories must give their stored texts.
 
     Args:
         tokenizer: tokenizer of the policy.
         traces: the trajectories.
-        model: name of the model, for the message.
+        model: name of the model, used in the error message.
+
+    Raises:
+        UserError: the trajectories have no tokens, or most of their texts differ.
     """
     served = [trace for trace in traces if not trace.tokens.size]
     if served:
@@ -70,7 +77,7 @@ def check_tokens(tokenizer: Any, traces: Sequence[Trajectory], model: str) -> No
             f"{len(served)} of {len(traces)} trajectories have no tokens to count: they are of a "
             "policy behind an endpoint; evaluate it on this machine, without config.endpoint.url"
         )
-    # Incomplete characters may be decoded differently, so a few mismatches are allowed.
+    # Tokens that end within a character may be decoded differently, so some mismatches are allowed.
     if 2 * sum(_written_with(tokenizer, trace) for trace in traces) <= len(traces):
         raise UserError(f"{model}: not the tokenizer that the trajectories were written with")
 
@@ -85,13 +92,13 @@ def _written_with(tokenizer: Any, trace: Trajectory) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Tasks(Bounded):
-    """The tasks of the evaluation.
+    """The tasks that the evaluation loaded; the settings must equal those of the evaluation.
 
     Attributes:
         source: source of the tasks, see `tasks.load_tasks`.
         split: split of the source.
-        num_tasks: number of tasks, 0 for all.
-        seed: seed of the sample of tasks.
+        num_tasks: number of tasks; 0 for all tasks of the split.
+        seed: seed of the random choice of tasks.
     """
 
     source: Place
@@ -102,16 +109,17 @@ class Tasks(Bounded):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command(Bounded):
-    """The settings of the command.
+    """The settings of the comparison.
 
     Attributes:
-        traces: ``traces.jsonl`` of an evaluation.
-        phase: phase whose trajectories are compared.
-        model: directory of the policy, for its tokenizer.
-        number: number of tasks for the team.
-        tasks: tasks of the evaluation.
-        teacher, tools: settings of the team, and its tools.
-        endpoint: model of the team; without it the team is scripted.
+        traces: path of the ``traces.jsonl`` of an evaluation.
+        phase: phase whose trajectories are compared, for example ``evaluate-rl``.
+        model: directory of the policy, whose tokenizer counts the tokens.
+        number: number of tasks that the team solves; the first tasks of the evaluation are taken.
+        tasks: settings with which the evaluation loaded its tasks.
+        teacher: settings of the team.
+        tools: tools of the team.
+        endpoint: language model that decides for the team; None for a scripted team.
     """
 
     traces: Place
@@ -125,10 +133,10 @@ class Command(Bounded):
 
 
 def tasks_of(config: Tasks, traces: list[Trajectory]) -> list[Task]:
-    """Returns the first tasks of an evaluation, in its order.
+    """Returns the tasks of the trajectories of an evaluation, in the order of the trajectories.
 
     Raises:
-        UserError: the trajectories belong to other tasks.
+        UserError: a trajectory belongs to a task that the settings do not load.
     """
     loaded = load_tasks(config.source, config.split, config.num_tasks or None, config.seed)
     by_id = {task.id: task for task in loaded}
@@ -143,14 +151,14 @@ def tasks_of(config: Tasks, traces: list[Trajectory]) -> list[Task]:
 
 
 def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs the team and compares; returns the content of ``summary.json``."""
+    """Runs the team and compares the numbers of tokens; returns the content of ``summary.json``."""
     command = build(Command, config)
     teacher, limits = command.teacher, command.endpoint
     traces = read_traces(command.traces, command.phase)
     tokenizer = load_tokenizer(command.model)
     check_tokens(tokenizer, traces, command.model)
     settings = config.tools.to_dict()
-    # Before the tasks, which may name the protocol that the tools define.
+    # The tools are created before the tasks: tasks may name a protocol that the tools define.
     tools = {tool.name: tool for tool in make_tools(command.tools)}
     tasks = tasks_of(command.tasks, traces)[: command.number]
     with RunDir(workdir) as run:
@@ -187,7 +195,7 @@ def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
 
 
 def describe(told: dict[str, Any]) -> str:
-    """Formats the results for a terminal."""
+    """Formats the content of ``summary.json`` for a terminal."""
     team, policy, both = told["team"], told["policy"], told["both_solved"]
     rates = ["unknown" if s["success"] is None else f"{s['success']:.3f}" for s in (team, policy)]
     lines = [

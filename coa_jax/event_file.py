@@ -1,8 +1,8 @@
 """Writes TensorBoard event files without TensorFlow or TensorBoard.
 
 An event file is a sequence of framed protocol-buffer messages (`Event` of TensorFlow's
-event.proto). A run needs only scalars and the mark of a restart; both have few fields, which are
-encoded here by hand.
+event.proto). A run needs only two kinds of events, scalars and the mark of a restart. Both have few
+fields, so this module encodes the fields itself.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from pathlib import Path
 
 from coa_jax import files
 
-# Counter that distinguishes files that one process opens within the same second.
+# Counter that makes the names of files differ if one process opens several in the same second.
 _serial = itertools.count()
 
 
 def _crc_table() -> tuple[int, ...]:
-    """Returns the CRC-32C (Castagnoli) table for all bytes, reflected polynomial 0x82F63B78."""
+    """Returns the CRC-32C (Castagnoli) table of all bytes; reflected polynomial 0x82F63B78."""
     table = []
     for byte in range(256):
         for _ in range(8):
@@ -43,7 +43,7 @@ def crc32c(data: bytes) -> int:
 
 
 def frame(message: bytes) -> bytes:
-    """Wraps a message as a TFRecord: length, masked checksum, message, masked checksum."""
+    """Frames a message as a TFRecord: its length, a checksum, the message, another checksum."""
     length = struct.pack("<Q", len(message))
     return length + _masked(length) + message + _masked(message)
 
@@ -69,24 +69,25 @@ def _message(field: int, body: bytes) -> bytes:
 
 
 def _event(step: int, body: bytes) -> bytes:
-    """Encodes Event{wall_time = 1, step = 2} followed by another field, already encoded."""
+    """Encodes Event{wall_time = 1, step = 2}, followed by another field that is already encoded."""
     return b"\x09" + struct.pack("<d", time.time()) + b"\x10" + _varint(step) + body
 
 
 class EventFile:
-    """One append-only event file.
+    """One append-only TensorBoard event file.
 
     Attributes:
-        path: the file, `DIRECTORY/events.out.tfevents.TIME.HOST.PID.N`.
+        path: path of the file, `DIRECTORY/events.out.tfevents.TIME.HOST.PID.N`.
     """
 
     def __init__(self, directory: Path, purge_from: int | None = None) -> None:
-        """Opens a new file.
+        """Opens a new event file.
 
         Args:
-            directory: directory, created if it does not exist; TensorBoard shows it as one run.
-            purge_from: first step of a resumed run; TensorBoard then discards the values of earlier
-                files in the directory from this step on.
+            directory: directory of the file, created if missing. TensorBoard shows the directory as
+                one run.
+            purge_from: first step of a resumed run. From this step on, TensorBoard discards the
+                values of earlier files in the directory. None for a new run.
         """
         directory.mkdir(parents=True, exist_ok=True)
         name = f"{int(time.time())}.{socket.gethostname()}.{os.getpid()}.{next(_serial)}"
@@ -97,7 +98,7 @@ class EventFile:
             self._write(_event(purge_from, _message(7, b"\x08\x01")))
 
     def scalars(self, step: int, values: Mapping[str, float]) -> None:
-        """Appends one event with all `values` at `step`."""
+        """Appends one event that holds all `values`, by name, at `step`."""
         # summary = 5 {value = 1 {tag = 1, simple_value = 2: float}}
         encoded = (
             _message(1, _message(1, tag.encode()) + b"\x15" + struct.pack("<f", value))

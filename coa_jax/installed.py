@@ -1,4 +1,4 @@
-"""The installation of this package: its configs, packages of extras, tested versions of JAX."""
+"""Describes the installation: config files, installed extras and tested versions of JAX."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ _PACKAGE = Path(__file__).resolve().parent
 _CHECKOUT = _PACKAGE.parent
 
 ROOT = _PACKAGE if (_PACKAGE / "configs").is_dir() else _CHECKOUT
-"""Directory that contains ``configs/``: the package if installed as a wheel, else the checkout."""
+"""Directory that contains ``configs/``: the package of an installed wheel, or the checkout."""
 
 CONSTRAINTS = _PACKAGE / "constraints"
-"""Directory of the pip constraint files, one per tested combination of versions."""
+"""Directory of the pip constraint files, one for each tested combination of versions."""
 
 _EXTRA = re.compile(r"""(?P<requirement>[^;]+?)\s*;\s*extra\s*==\s*["'](?P<extra>[\w-]+)["']""")
 
 
 def requirements_of(extra: str) -> list[str]:
-    """Returns the requirements of an extra as setup.py lists them, e.g. ``["gguf>=0.19"]``.
+    """Returns the requirements of an extra as setup.py lists them, e.g.
 
-    The list is empty if the package was not installed by pip or has no such extra.
+    ``["gguf>=0.19"]``. The list is empty if setup.py has no such extra, or if pip did not install
+    ``coa_jax``.
     """
     import importlib.metadata  # imported here: it would double the time of `coa-jax --help`
 
@@ -40,8 +41,8 @@ def requirements_of(extra: str) -> list[str]:
 def install_hint(extra: str) -> str:
     """Returns the shell command that installs the packages of an extra, for error messages.
 
-    In a checkout, the setup script completes its ``.venv``. In any other environment, pip installs
-    the requirements by name, because ``coa_jax`` is not on a package index.
+    In the ``.venv`` of a checkout, this is the setup script. In any other environment, it is pip
+    with the names of the required packages, because ``coa_jax`` is not on a package index.
 
     Args:
         extra: name of an extra in setup.py.
@@ -53,7 +54,7 @@ def install_hint(extra: str) -> str:
 
 
 def _script() -> str:
-    """Returns the command of a checkout that completes its ``.venv``; empty without a checkout."""
+    """Returns the command of the setup script of a checkout; "" if there is no checkout."""
     script = _CHECKOUT / "launch" / "setup_env.sh"
     if not script.is_file():
         return ""
@@ -65,17 +66,18 @@ def missing(what: str, package: str, extra: str) -> UserError:
     """Returns the error for a feature whose package is not installed.
 
     Args:
-        what: the feature, as the subject of "needs".
-        package: name of the package, or several names.
-        extra: the extra in setup.py that brings the package.
+        what: name of the feature; the message says that it "needs" the package.
+        package: name of the missing package, or several names.
+        extra: name of the extra in setup.py that contains the package.
     """
     return UserError(f"{what} needs {package}; run: {install_hint(extra)}")
 
 
 def tested_versions() -> list[tuple[str, str, Path]]:
-    """Returns (Python, JAX, constraint file) of each tested combination, the oldest first.
+    """Returns the tested combinations of versions, the oldest first.
 
-    An example is ``("3.11", "0.10.2", Path(".../constraints/jax-0.10.txt"))``.
+    Each is a triple (Python, JAX, constraint file), for example ``("3.11", "0.10.2",
+    Path(".../constraints/jax-0.10.txt"))``.
     """
     found = []
     for path in CONSTRAINTS.glob("*.txt"):
@@ -89,10 +91,10 @@ def tested_versions() -> list[tuple[str, str, Path]]:
 
 
 def untested() -> str:
-    """Returns a warning if Python or JAX lies outside of the tested versions, else "".
+    """Returns a warning if the version of Python or JAX is outside the tested range, else "".
 
-    Minor versions count (3.12, 0.11): all versions between the oldest and the newest combination
-    count as tested.
+    The range goes from the oldest to the newest tested minor version, such as 3.12 and 0.11.
+    Versions within the range count as tested.
     """
     import importlib.metadata  # here for the reason given above
 
@@ -119,7 +121,7 @@ def untested() -> str:
 
 
 def warn_untested() -> None:
-    """Prints the warning of `untested`, if any, to stderr."""
+    """Prints the warning that `untested` returns to stderr, unless it is empty."""
     if text := untested():
         print(f"warning: {text}", file=sys.stderr, flush=True)
 
@@ -130,7 +132,7 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def config_files() -> list[Path]:
-    """Returns the config files of the package, relative to `ROOT`, sorted."""
+    """Returns the sorted paths of the package's config files, relative to `ROOT`."""
     return sorted(path.relative_to(ROOT) for path in (ROOT / "configs").glob("*/*.py"))
 
 

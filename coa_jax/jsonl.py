@@ -1,8 +1,8 @@
-"""Files with one JSON value per line: exact values, atomic writes, and appends of whole lines.
+"""Reads and writes files with one JSON value per line, exactly and atomically.
 
-NaN and infinities, which JSON lacks, are written as ``{"$float": "nan"}``.  Every line is therefore
-valid JSON, and is read back exactly.  Lines end with ``\\n`` only; text may contain any other line
-separator.
+JSON has no NaN or infinity, so these values are written as ``{"$float": "nan"}``. Every line is
+therefore valid JSON and is read back exactly. Only ``\\n`` ends a line; text may contain any other
+line separator.
 """
 
 from __future__ import annotations
@@ -33,24 +33,25 @@ _LARGEST = int(sys.float_info.max)
 
 
 def dumps(value: Any) -> str:
-    """Converts a value to one line of strict JSON; NumPy scalars and arrays become JSON numbers.
+    """Converts a value to one line of strict JSON; NumPy scalars become numbers, arrays lists.
 
     Raises:
-        TypeError: ``value`` contains a value that JSON cannot represent.
+        TypeError: ``value`` contains an object that JSON cannot represent.
     """
     text = json.dumps(_plain(value), ensure_ascii=False, allow_nan=False, separators=(",", ":"))
     try:
         text.encode()
-    except UnicodeEncodeError:  # half of a surrogate pair, from a token cut in the middle
+    except UnicodeEncodeError:  # half of a surrogate pair; a token can end within a character
         return json.dumps(_plain(value), allow_nan=False, separators=(",", ":"))
     return text
 
 
 def loads(text: str | bytes) -> Any:
-    """Parses the output of ``dumps``, or any strict JSON.
+    """Parses a JSON value; restores NaN and infinities that ``dumps`` wrote.
 
     Raises:
-        ValueError, RecursionError: the text is not JSON within the bounds of `coa_jax.reading`.
+        ValueError, RecursionError: the text is not JSON, or exceeds the bounds of
+            `coa_jax.reading`, for example on nesting.
     """
     return reading.parse_json(text, object_hook=_restore, parse_constant=_reject)
 
@@ -80,7 +81,7 @@ def _reject(name: str) -> Any:
 
 
 DECODER = json.JSONDecoder(object_hook=_restore, parse_constant=_reject)
-"""Decoder with the settings of `loads`, for a text in which other values follow the first."""
+"""Decoder with the settings of `loads`, for a text in which more text follows the JSON value."""
 
 
 @functools.cache
@@ -89,7 +90,7 @@ def _hints(cls: type) -> dict[str, Any]:
 
 
 def _fits(hint: Any, value: Any) -> bool:
-    """Whether a JSON value has the type of a field; lists stand for tuples and arrays."""
+    """Returns whether a JSON value fits the type of a field; lists fit tuples and arrays."""
     if isinstance(hint, types.UnionType):
         return any(_fits(arm, value) for arm in typing.get_args(hint))
     kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
@@ -113,10 +114,12 @@ def _is_enum(kind: type) -> bool:
 
 
 def fields(cls: type, value: Any) -> dict[str, Any]:
-    """Reads the fields of a dataclass from a JSON object; tuples and arrays remain lists.
+    """Reads the fields of a dataclass from a JSON object, without those that the object leaves out.
+
+    The values of tuple and array fields remain lists.
 
     Raises:
-        KeyError, TypeError: a field without a default is missing, or a field has the wrong type.
+        KeyError, TypeError: a field without a default is missing, or a value has a wrong type.
     """
     if not isinstance(value, dict):
         raise TypeError(f"expected an object, found {type(value).__name__}")
@@ -134,23 +137,23 @@ def fields(cls: type, value: Any) -> dict[str, Any]:
 
 
 def encode_float32(values: np.ndarray) -> list[float | str]:
-    """Encodes float32 ``[T]`` exactly, in few digits.
+    """Encodes an array float32 ``[T]`` for JSON without loss, in few digits.
 
     Returns:
-        For each value a number whose nearest float32 is the value; for NaN and infinities the bits,
-        such as ``"0x7fc00000"``.
+        For each finite value, a short number whose nearest float32 is the value. For NaN and
+        infinities, the bits as a string such as ``"0x7fc00000"``.
     """
     bits = values.view(np.uint32)
     encoded: list[float | str] = [float(text) for text in values.astype(str)]
     for index in np.flatnonzero(np.array(encoded, np.float32).view(np.uint32) != bits):
-        encoded[index] = float(values[index])  # the short form rounds to another value
+        encoded[index] = float(values[index])  # the short number has another nearest float32
     for index in np.flatnonzero(~np.isfinite(values)):
         encoded[index] = f"0x{bits[index]:08x}"
     return encoded
 
 
 def decode_float32(values: list[float | str]) -> np.ndarray:
-    """Decodes the output of ``encode_float32`` to float32 ``[T]``."""
+    """Decodes the output of ``encode_float32`` to an array float32 ``[T]``."""
     decoded = np.array([0.0 if isinstance(value, str) else value for value in values], np.float32)
     for index, value in enumerate(values):
         if isinstance(value, str):
@@ -161,18 +164,19 @@ def decode_float32(values: list[float | str]) -> np.ndarray:
 def read_lines(
     path: str | os.PathLike[str], decode: Callable[[Any], T], *, growing: bool = False
 ) -> Iterator[T]:
-    """Yields ``decode(value)`` for each line of a file; blank lines are skipped.
+    """Yields ``decode(value)`` for the JSON value of each line of a file; skips blank lines.
 
     Args:
         path: the file.
-        decode: converts a JSON value to an object; its exceptions of `reading.MALFORMED` mean that
-            the line is malformed.
-        growing: whether another process may be writing; a last line without a line end is then
-            left out.
+        decode: function that converts a JSON value to an object. If it raises an exception of
+            `reading.MALFORMED`, the line counts as malformed.
+        growing: whether another process may be writing to the file. If so, a last line without a
+            newline is skipped, because it may be incomplete. Otherwise the last line needs no
+            newline.
 
     Raises:
-        UserError: the file cannot be read, or a line is malformed; the message is ``path:line:
-            why``.  A complete last line needs no line end.
+        UserError: the file cannot be read, or a line is malformed. The message for a malformed line
+            begins with ``path:line:``.
     """
     for number, line in reading.lines(path):
         if not line.strip() or (growing and not line.endswith(b"\n")):
@@ -185,10 +189,10 @@ def read_lines(
 
 
 def read_objects(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Reads the objects of a file to which a run may be writing; none if there is no file.
+    """Reads all JSON objects of a file to which a run may be writing; [] if there is no file.
 
     Raises:
-        UserError: see `read_lines`; or a line is not an object.
+        UserError: the file cannot be read, or a line is not a JSON object.
     """
     return list(read_lines(path, _object, growing=True)) if os.path.lexists(path) else []
 
@@ -200,10 +204,11 @@ def _object(value: Any) -> dict[str, Any]:
 
 
 def write_lines(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
-    """Writes a whole file atomically, see `files.replace`.
+    """Writes values to a file, one per line; the file replaces an older one atomically.
 
     Raises:
-        OSError: e.g. the disk is full; an older file at ``path`` is unchanged.
+        OSError: the file cannot be written, for example because the disk is full. An older file at
+            ``path`` is unchanged.
     """
     data = _encoded(values)
     path = Path(path)
@@ -212,13 +217,14 @@ def write_lines(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
 
 
 def append_lines(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
-    """Appends whole lines; only one process may write to a file.
+    """Appends values to a file, one per line; only one process may write to the file.
 
-    An incomplete last line of an earlier process is removed first.  After this function returns,
-    the lines survive a kill of this process.
+    If a killed process left an incomplete last line, the function removes this line first. After
+    the function returns, the new lines survive a kill of this process.
 
     Raises:
-        OSError: e.g. the disk is full; no line was appended.
+        OSError: the file cannot be written, for example because the disk is full. No line was
+            appended.
     """
     data = _encoded(values)
     path = Path(path)

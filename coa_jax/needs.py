@@ -1,10 +1,11 @@
-"""Lists what a command needs on the machines that run it, according to its config.
+"""Lists what a command with a given config needs on the machines that run it.
 
     python -m coa_jax.needs rl --config=configs/rl/web.py:7b
 
-Prints the extras of setup.py, the environment variables with keys, the servers, the paths, and the
-maximum cost of the run.  The scripts of ``launch/`` read this output.  The flag ``--check`` of the
-command itself checks that everything is available.
+The output names the extras of setup.py, the environment variables with API keys, the servers, the
+files and folders, and the maximum cost of the run. The scripts of ``launch/`` read this output.
+This command checks nothing; the flag ``--check`` of the command itself checks that everything is
+available.
 """
 
 from __future__ import annotations
@@ -33,13 +34,13 @@ LOCAL = ("localhost", "127.0.0.1", "0.0.0.0", "::1")
 
 @dataclasses.dataclass(frozen=True)
 class Needs:
-    """The requirements of a config.
+    """What a command needs with a given config.
 
     Attributes:
-        extras: extras of setup.py, without that of the accelerator.
-        variables: names of environment variables with keys.
-        servers: setting -> URL of a server.
-        paths: setting -> file or folder to read.
+        extras: names of extras of setup.py, without the extra of the accelerator.
+        variables: names of environment variables that must hold API keys.
+        servers: maps the name of a setting to the URL of the server that the setting names.
+        paths: maps the name of a setting to the file or folder that the run reads.
         cost: maximum number of calls and maximum cost of the run, in words.
     """
 
@@ -59,12 +60,12 @@ class Needs:
 def needs_of(
     command: str, config: Mapping[str, Any], wandb: bool = False, workdir: str = ""
 ) -> Needs:
-    """Determines the requirements of a command.
+    """Determines what a command needs with a given config.
 
     Args:
         command: one of `COMMANDS`.
-        config: the config.
-        wandb: whether the run logs to W&B.
+        config: the config of the run.
+        wandb: whether the run logs to Weights & Biases.
         workdir: work directory of the run; "" if unknown.
     """
     tools = config.get("tools", {})
@@ -89,7 +90,7 @@ def needs_of(
 
 
 def _groups(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Mapping[str, Any]]]:
-    """Yields (dotted name, group) of all groups of settings that name a server."""
+    """Yields (dotted name, group) for every group of settings whose ``url`` names a server."""
     if isinstance(config.get("url"), str) and config["url"]:
         yield path, config
     for key, value in config.items():
@@ -98,7 +99,7 @@ def _groups(config: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Ma
 
 
 def _is_used(path: str, group: Mapping[str, Any], tools: Mapping[str, Any]) -> bool:
-    """Whether the run uses a server; servers of tools count only if the run has the tool."""
+    """Returns whether the run uses the server of a group; it uses a tool's server with the tool."""
     if not path.startswith("tools."):
         return True
     tool = path.split(".")[1]
@@ -117,7 +118,7 @@ def _extras(
         "web": bool(names & {"web_search", "crawl_page"}),
         "mcp": bool(tools.get("mcp")),
         "tasks": ".parquet" in read or "arithmetic" in read,
-        # The paper's code agent solves problems of mathematics too.
+        # In the paper, the code agent also solves mathematical problems.
         "maths": "protocol=code" in read or "math" in read or "aime" in read + maths,
         "tfds": "tfds" in read,
         "endpoint": command in ("evaluate", "distill", "synthesize")
@@ -129,31 +130,31 @@ def _extras(
 
 
 def _stores(config: Mapping[str, Any], workdir: str) -> set[str]:
-    """The extras for the buckets that a config or the work directory names."""
+    """Returns the extras that access to the buckets in a config or the work directory needs."""
     text = f"{workdir} {json.dumps(config, default=str)}"
     return {extra for scheme, (_, extra) in storage.SCHEMES.items() if f"{scheme}://" in text}
 
 
 def _path_of(source: str) -> str:
-    """The path in a task source such as ``aime:/mnt/data/aime.jsonl:protocol=code``."""
+    """Returns the path in a task source such as ``aime:/mnt/data/aime.jsonl:protocol=code``."""
     return re.sub(r":\w+=[^/]*$", "", re.sub(r"^\w+:(?!//)(?=[/.\w])", "", source))
 
 
 # --- what a run can cost -------------------------------------------------------------------
 
 _CHARS = 3.0
-"""Characters per token; a low estimate for English, so that costs are not underestimated."""
+"""Assumed characters per token: low for English, so that costs are not underestimated."""
 
 _OWN_CHARS = 3000
-"""Characters of a request for instructions and question, in addition to the text to process."""
+"""Assumed characters of instructions and question in a request, besides the text to process."""
 
 
 def worst_case(config: Mapping[str, Any]) -> str:
-    """Describes the maximum number of calls and verdicts, and the maximum cost of a run.
+    """Describes the maximum number of tool calls and judge verdicts, and the maximum cost of a run.
 
     The estimate assumes that each sample makes the maximum number of calls, each to the most
-    expensive tool with a remaining budget.  The tokens of prompts are estimated from their maximum
-    number of characters.
+    expensive tool whose budget is not used up. The number of tokens of a prompt is estimated from
+    its maximum number of characters.
     """
     samples, how = _most_samples(config)
     if not samples:
@@ -176,7 +177,7 @@ def worst_case(config: Mapping[str, Any]) -> str:
 
 
 def _most_samples(config: Mapping[str, Any]) -> tuple[int, str]:
-    """Maximum number of samples of a run, and the product that gives this number, in words."""
+    """Returns the maximum number of samples of a run, and how this number is computed, in words."""
     if "groups" in config:
         updates = config["epochs"] * -(
             -config["groups"] // (config["mini_batch"] or config["groups"])
@@ -189,7 +190,7 @@ def _most_samples(config: Mapping[str, Any]) -> tuple[int, str]:
 
 
 def _money_of_tools(tools: Mapping[str, Any], calls: int) -> tuple[float, bool]:
-    """Maximum cost of calls, and whether any price is known."""
+    """Returns the maximum cost of the calls, and whether the config has a price for any tool."""
     dear = []
     for tag in tools.get("names", ()):
         budget = tools["budgets"].get(tag, {})
@@ -197,7 +198,7 @@ def _money_of_tools(tools: Mapping[str, Any], calls: int) -> tuple[float, bool]:
         if tag == "crawl_page":
             crawl = tools["crawl_page"]
             chat = crawl["summarizer"]
-            # Each call makes one request for its aim, and one for each page.
+            # Each call makes one request about its aim, and one about each page.
             asked = _price_of_chat(chat, 8 * crawl["page_chars"]) if chat["url"] else 0.0
             price += (crawl["max_pages"] + 1) * asked
         caps = [budget["max_calls"]] if budget.get("max_calls") else []
@@ -211,7 +212,7 @@ def _money_of_tools(tools: Mapping[str, Any], calls: int) -> tuple[float, bool]:
 
 
 def _price_of_chat(chat: Mapping[str, Any], chars: float) -> float:
-    """Cost of a request about a text of ``chars`` characters."""
+    """Returns the cost of one request about a text of ``chars`` characters."""
     price = next((each[1:] for each in chat["prices"] if each[0] == chat["model"]), (0.0, 0.0))
     prompt = (chars + _OWN_CHARS) / _CHARS
     return float((prompt * price[0] + chat["max_tokens"] * price[1]) / 1e6)
@@ -221,7 +222,7 @@ def _price_of_chat(chat: Mapping[str, Any], chars: float) -> float:
 
 
 def has_extra(extra: str) -> bool:
-    """Whether the packages of an extra of setup.py are installed."""
+    """Returns whether all packages of an extra of setup.py are installed."""
     return all(map(_is_installed, requirements_of(extra)))
 
 

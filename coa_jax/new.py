@@ -1,9 +1,9 @@
-"""Creates a folder with an extension: a module, a test, and a README with the command of a run.
+"""Creates a folder with the template of an extension: a module, a test and a README.
 
     coa-jax new reward brief      brief/brief.py, brief/test_brief.py and brief/README.md
 
-The kind is one of: tool, reward, tasks, environment, advantage, loss.
-docs/extending.md describes the parameters of each kind.
+The kinds of extensions are tool, reward, tasks, environment, advantage and loss; each has a folder
+in coa_jax/templates. docs/extending.md describes which parameters an extension of each kind has.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ The same options work with every RL config. docs/extending.md of coa_jax describ
 
 
 def kinds() -> list[str]:
-    """Returns the kinds that have templates."""
+    """Returns the kinds of extensions that have templates."""
     return sorted(path.name for path in TEMPLATES.iterdir() if path.is_dir())
 
 
@@ -50,7 +50,7 @@ def write_new(kind: str, name: str) -> list[Path]:
     """Creates the folder of a new extension; returns the paths of the files in the folder.
 
     Args:
-        kind: one of `kinds`.
+        kind: kind of the extension, one of `kinds`.
         name: name of the folder, of the module, and of the function or class in the module.
 
     Raises:

@@ -1,4 +1,4 @@
-"""Overrides of a config on the command line: ``--config.KEY=VALUE``."""
+"""Handles overrides of a config on the command line: ``--config.KEY=VALUE``."""
 
 from __future__ import annotations
 
@@ -21,11 +21,15 @@ _NEW_KEY = re.compile(
     r"\.((?:\w+\.)*\w+)(?:=(.*))?",
     re.DOTALL,
 )
-"""A setting in a group whose keys the user chooses: names of tools, rewards, sources; options."""
+"""Matches overrides in groups whose keys the user chooses, such as names of tools or rewards."""
 
 
 def suggest(word: str, known: Iterable[str]) -> str:
-    """Returns '; did you mean X?' for the nearest known word, or the known words."""
+    """Returns a hint for an error message about an unknown word.
+
+    The hint is "; did you mean X?" with the most similar known word, or a list of all known words
+    if none is similar, or "" if the list would have more than 16 words.
+    """
     known = sorted(known)
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
     if near:
@@ -34,15 +38,16 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def switches(arguments: list[str]) -> list[str]:
-    """Returns the arguments before a lone `--`, after which absl reads no flags."""
+    """Returns the arguments before a lone `--`; absl reads no flags after it."""
     return arguments[: arguments.index("--")] if "--" in arguments else arguments
 
 
 def join_new_keys(argv: list[str], config: ml_collections.ConfigDict) -> list[str]:
-    """Combines settings that do not exist in the config into one override of their group.
+    """Replaces overrides of settings that the config lacks by one override of their whole group.
 
-    ml_collections overrides only existing settings. ``--config.tools.mcp.tide.url=U`` becomes
-    ``--config.tools.mcp={'tide': {'url': 'U'}}``, including the tools that the config already has.
+    This is necessary because ml_collections overrides only existing settings. For example
+    ``--config.tools.mcp.tide.url=U`` becomes ``--config.tools.mcp={'tide': {'url': 'U'}}``. The new
+    value of the group also contains the entries that the config already has.
     """
     before = switches(argv)
     groups: dict[str, dict[str, Any]] = {}
@@ -77,7 +82,7 @@ def join_new_keys(argv: list[str], config: ml_collections.ConfigDict) -> list[st
 
 
 def check_key(config: Any, key: str) -> None:
-    """Raises a UserError if a dotted key (`a.b`, `a[0].b`) is not in the config."""
+    """Raises UserError unless the config has a setting with the dotted name (`a.b`, `a[0].b`)."""
     try:
         parts = config_path.split(key)
     except (ValueError, TypeError) as error:
@@ -95,7 +100,7 @@ def check_key(config: Any, key: str) -> None:
 
 
 def wrong_value(message: str) -> str:
-    """Rewrites absl's message for a value of the wrong type into advice on what to write.
+    """Rewrites absl's message about a value of a wrong type so that it says what to write.
 
     >>> wrong_value("flag --config.steps=1e3: invalid literal for int() with base 10: '1e3'")
     "--config.steps=1e3: an integer is needed; write 1000"

@@ -1,4 +1,4 @@
-"""Progress of a long stage: a bar on a terminal, a line every ten seconds in a log.
+"""Shows the progress of a long stage, as a bar on a terminal or as lines in a log.
 
 with progress("SFT", total=400) as bar:
     for step in range(400):
@@ -16,18 +16,19 @@ from typing import IO, Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn
 
-# Minimum seconds between two updates of the numbers on a terminal, since reading a number may wait
-# for the accelerator.
+# Minimum number of seconds between two updates of the numbers on a terminal. Reading a number may
+# wait for the accelerator, so it should be rare.
 _REDRAW = 0.25
 
 
 class Bar:
-    """Counts units of work and shows them; created by `progress`.
+    """Counts the finished units of work and shows their number; created by `progress`.
 
     Attributes:
-        done: units so far, including those of an earlier part of the run.
-        counts: other quantities so far, such as tokens, which grow while a unit is in progress.
-        stats: the latest numbers to show with them.
+        done: number of finished units, including those that the run finished before it was resumed.
+        counts: other quantities by name, such as tokens, which also grow while a unit is in
+            progress.
+        stats: latest values of numbers to show, by name.
     """
 
     def __init__(
@@ -39,15 +40,15 @@ class Bar:
         interval: float,
         clock: Callable[[], float],
     ) -> None:
-        """Starts the clock.
+        """Creates the bar and starts its clock.
 
         Args:
             label: name of the stage.
             total: number of units; None if unknown.
-            initial: units done by an earlier part of the run.
-            show: receives status texts.
+            initial: number of units that were finished before the run was resumed.
+            show: function that is called with each status text.
             interval: minimum number of seconds between two status texts.
-            clock: returns the time in seconds.
+            clock: function that returns the time in seconds.
         """
         self.label = label
         self.total = total
@@ -61,17 +62,17 @@ class Bar:
         self._start = self._shown = clock()
 
     def update(self, n: int = 1, **stats: Any) -> None:
-        """Counts `n` more units and stores values (numbers, scalar arrays, text) to show."""
+        """Adds `n` finished units, and stores values to show: numbers, scalar arrays or text."""
         self.done += n
         self.stats.update(stats)
         self._show_when_due()
 
     def reach(self, done: int, **stats: Any) -> None:
-        """Like `update`, with the number of all units so far."""
+        """Sets the number of finished units, and stores values to show, as in `update`."""
         self.update(done - self.done, **stats)
 
     def count(self, **amounts: int) -> None:
-        """Adds to further quantities, which are shown with their rate."""
+        """Adds amounts to the quantities in `counts`; the status shows their sum and rate."""
         for name, amount in amounts.items():
             self.counts[name] = self.counts.get(name, 0) + amount
         self._show_when_due()
@@ -83,7 +84,7 @@ class Bar:
             self._show(self.status())
 
     def status(self) -> str:
-        """Returns e.g. `120/400 30% 2.1/s 2m13s left, 5,120 tokens 40.2/s, loss 1.234`."""
+        """Returns the status: `120/400 30% 2.1/s 2m13s left, 5,120 tokens 40.2/s, loss 1.234`."""
         seconds = self._clock() - self._start
         rate = (self.done - self._initial) / seconds if seconds > 0 else 0.0
         words = [f"{self.done}" if self.total is None else f"{self.done}/{self.total}"]
@@ -114,19 +115,20 @@ def progress(
     enabled: bool = True,
     clock: Callable[[], float] = time.monotonic,
 ) -> Iterator[Bar]:
-    """Shows the progress of the block.
+    """Shows the progress of the work in a ``with`` block.
 
     Args:
         label: name of the stage.
-        total: number of units, or None if unknown.
-        initial: units done by an earlier part of the run; they do not count for the rate.
-        stream: output stream; stderr by default.
-        interval: seconds between two lines of a log.
-        enabled: whether anything is shown; False for all processes of a run but the first.
-        clock: returns the time in seconds.
+        total: number of units of work; None if unknown.
+        initial: number of units that were finished before the run was resumed; the rate ignores
+            them.
+        stream: output stream; None for stderr.
+        interval: seconds between two lines if the stream is not a terminal.
+        enabled: whether anything is shown; False for all processes of a run except the first.
+        clock: function that returns the time in seconds.
 
     Yields:
-        The bar to update.
+        The bar, which the block updates.
     """
     stream = sys.stderr if stream is None else stream
     if not enabled:
@@ -156,7 +158,7 @@ def _terminal_bar(
     console: Console, label: str, total: int | None, initial: int, clock: Callable[[], float]
 ) -> Iterator[Bar]:
     columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"))
-    # markup=False, because a value may contain square brackets.
+    # A value may contain square brackets, which markup would interpret.
     for column in (columns[0], columns[2]):
         column.markup = False
     with Progress(*columns, console=console) as rich_bar:
@@ -174,7 +176,7 @@ def _terminal_bar(
 
 
 def duration(seconds: float) -> str:
-    """Formats a time span: `4.2s`, `2m13s`, `3h05m`."""
+    """Formats a number of seconds as `4.2s`, `2m13s` or `3h05m`."""
     if seconds < 59.95:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)
@@ -182,7 +184,7 @@ def duration(seconds: float) -> str:
 
 
 def _figure(value: Any) -> str:
-    """Formats a number with four digits; reads a scalar array from its device."""
+    """Formats a number with four digits; the value of a scalar array is read from its device."""
     if hasattr(value, "item"):
         value = value.item()
     return f"{value:.4g}" if isinstance(value, float) else str(value)

@@ -1,9 +1,9 @@
-"""The whole pipeline on one machine: distil, SFT, evaluate, RL, evaluate, report.
+"""Runs the whole pipeline on one machine: distil, SFT, evaluate, RL, evaluate, report.
 
     python -m coa_jax.quickstart --workdir=runs/quickstart
 
-Each stage writes its result to the work directory.  If the command is started again, it continues
-after the last complete stage, and within SFT and RL after the last checkpoint.
+Each stage writes its result to the work directory. If the command is started again, it skips the
+complete stages. It continues a stage of SFT or RL from the last checkpoint.
 """
 
 from __future__ import annotations
@@ -61,13 +61,14 @@ class Tasks(Bounded):
 
     Attributes:
         tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` names the sources.
-        train: number of tasks of the training split.
-        validation: number of tasks of the validation split.
-        seed: seed of the choice of tasks.
-        level: level of the protocols' rules; "" for the level of each task.
+        train: number of tasks that are taken from the training split.
+        validation: number of tasks that are taken from the validation split.
+        seed: seed of the random choice of tasks.
+        level: how strict the protocols' rules are, ``lenient`` or ``paper``; "" for the level that
+            each task has.
         task_options: options of the task source ``tasks``.
-        mixture: name -> source, see `tasks.mixture.Part`; each source has a number of tasks in
-            proportion to its weight.
+        mixture: maps names to task sources, see `tasks.mixture.Part`. The number of tasks from each
+            source is in proportion to its weight.
     """
 
     tasks: Place
@@ -79,7 +80,7 @@ class Tasks(Bounded):
     mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def load(self) -> dict[str, list[Task]]:
-        """Loads the tasks of each split."""
+        """Loads the tasks; returns a list for each split, keyed by the name of the split."""
         sizes = {"train": self.train, "validation": self.validation}
         if not self.mixture and not self.task_options:
             return load_splits(self.tasks, sizes, self.seed)
@@ -88,12 +89,12 @@ class Tasks(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class Measure(Bounded):
-    """An additional evaluation, after the training stages.
+    """The settings of an additional evaluation after the training stages.
 
     Attributes:
-        policy: name of the policy's directory in ``models``.
-        evaluate: settings that differ from those of the other evaluations.
-        tools: settings of the tools that differ from those of the run.
+        policy: name of the policy's directory in ``models``, such as ``rl``.
+        evaluate: settings of this evaluation that replace those of the other evaluations.
+        tools: settings of the tools that replace those of the run.
     """
 
     policy: Name
@@ -103,27 +104,28 @@ class Measure(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class Command(Bounded):
-    """The settings of the command by stage; the settings of SFT and RL have no paths.
+    """The settings of the pipeline, by stage.
 
     Attributes:
-        prompt_style: prompt style of the policy, see `tasks.prompts.load_prompt`.
+        prompt_style: prompt style of the policy, see `load_prompt`.
         format: conversation format of the policy, see `RolloutConfig.format`.
         tools: tools of the teacher and of the policy.
         distill: tasks that the teacher solves.
-        teacher: settings of the teacher, and of the filters of its trajectories.
+        teacher: settings of the teacher and of the filters that select its trajectories.
         policy: sizes of the untrained policy.
-        model: initial pretrained policy, a Hugging Face directory or a GGUF file; "" for an
-            untrained policy with the sizes of ``policy``.
-        sft: settings of fine-tuning, as in the command ``sft``.
-        rl: settings of reinforcement learning, as in the command ``rl``.
+        model: pretrained policy, a Hugging Face directory or a GGUF file; "" for an untrained one.
+        sft: settings of fine-tuning as in the command ``sft``, without the paths.
+        rl: settings of reinforcement learning as in the command ``rl``, except the path of the
+            model.
         evaluate: settings of the evaluations.
-        base: settings that differ in the base model's evaluation, such as its ``prompt_style``.
-        sft_more: whether to train a control: the policy of SFT, fine-tuned for as long as RL took.
-        rft: settings, without paths, of the control `learn.rejection` on RL's traces; {} for none.
+        base: settings that replace those of ``evaluate`` for the base model.
+        sft_more: whether to train a control for RL: more SFT for as long as RL took.
+        rft: settings of another control for RL, `learn.rejection` on RL's trajectories, without the
+            paths; {} for no such control.
         economy: whether to count the tokens that RL's policy saves compared with the teacher.
-        measures: name -> additional evaluation, see `Measure`.
-        release: whether to write ``release/`` at the end, see `coa_jax.release`; needs adapters.
-        minutes: stage -> minutes on 2 CPU cores, for the estimate of the remaining time.
+        measures: maps names to additional evaluations, see `Measure`.
+        release: whether to write ``release/``, see `coa_jax.release`; needs training with adapters.
+        minutes: maps stages to expected minutes on 2 CPU cores, to estimate the remaining time.
     """
 
     prompt_style: Place
@@ -145,7 +147,7 @@ class Command(Bounded):
     minutes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def sft_config(self, path: Path) -> SFTConfig:
-        """Returns the settings of SFT in a work directory."""
+        """Returns the settings of SFT with the paths of a work directory."""
         values = {
             **self.sft,
             "model": str(path / "models" / "base"),
@@ -157,21 +159,21 @@ class Command(Bounded):
         return build(SFTConfig, values, "config.sft")
 
     def rl_config(self, path: Path) -> RLConfig:
-        """Returns the settings of RL in a work directory."""
+        """Returns the settings of RL with the path of the model in a work directory."""
         values = {**self.rl, "model": str(path / "models" / "sft")}
         if self.format:
             values["rollout"] = {**values["rollout"], "format": self.format}
         return build(RLConfig, values, "config.rl")
 
     def rft_config(self, path: Path) -> RFTConfig | None:
-        """Returns the settings of RFT in a work directory; None without this control."""
+        """Returns the settings of RFT with the paths of a work directory; None to skip RFT."""
         if not self.rft:
             return None
         paths = {"model": str(path / "models" / "sft"), "traces": str(path / "traces.jsonl")}
         return build(RFTConfig, {**self.rft, **paths, "phase": "rl"}, "config.rft")
 
     def further(self) -> dict[str, Measure]:
-        """Returns the additional evaluations by name."""
+        """Returns the settings of the additional evaluations, by name."""
         return {
             name: build(Measure, values, f"config.measures.{name}")
             for name, values in self.measures.items()
@@ -179,7 +181,7 @@ class Command(Bounded):
 
 
 class Pipeline:
-    """The stages of the pipeline in one work directory."""
+    """The stages of the pipeline; all of them write to one work directory."""
 
     def __init__(self, config: ml_collections.ConfigDict, run: RunDir):
         """Checks the settings of all stages.
@@ -193,7 +195,7 @@ class Pipeline:
         self.rft_config = self.config.rft_config(run.path)
         self.measures = self.config.further()
         if self.config.model:
-            describe_model(self.config.model)  # raises now, and not after distillation
+            describe_model(self.config.model)  # raises now instead of after distillation
         self.told_tools = config.tools.to_dict()
         self.data, self.models = run.path / "data", run.path / "models"
         self.tools = make_tools(self.config.tools)
@@ -212,7 +214,7 @@ class Pipeline:
         }
 
     def _changed(self, changes: Mapping[str, Any], where: str) -> EvaluateConfig:
-        """Returns the settings of an evaluation with changes."""
+        """Returns the settings of the evaluations with changes."""
         if not changes:
             return self.evaluation
         known = dataclasses.asdict(self.evaluation)
@@ -246,11 +248,11 @@ class Pipeline:
         write_policy(self.config.policy, records, prompt, self.models / "base")
 
     def evaluate_teacher(self) -> None:
-        """Evaluates the teacher on the held-out tasks, without filters."""
+        """Evaluates the teacher on the held-out tasks; all of its runs count, without filters."""
         tokenizer = load_model(self.models / "base").tokenizer
         named = {tool.name: tool for tool in self.tools}
         tasks = self.held_out
-        if self.config.format:  # the teacher is a chain of agents, whatever the policy is
+        if self.config.format:  # the teacher always writes chains of agents
             tasks = with_level(tasks, "", TAGS)
         block = evaluate_teacher(
             tasks, named, self.teacher, lambda text: len(encode_plain(tokenizer, text))
@@ -268,9 +270,9 @@ class Pipeline:
         rl.train(self.rl_config, self.run, self.models / "rl", self.tools)
 
     def sft_more(self) -> None:
-        """Continues to fine-tune the policy of SFT, for as long as RL took."""
+        """Fine-tunes the policy of SFT further, for as long as RL took: a control for RL."""
         config = self.sft_config
-        # Sum the steps' times: the timing of a resumed stage lacks the time before the kill.
+        # The timing of a resumed stage lacks the time before the kill, so step times are summed.
         took = {
             phase: sum(row["time/step"] for row in self.run.rows(phase)) for phase in ("sft", "rl")
         }
@@ -286,13 +288,13 @@ class Pipeline:
             sft.train(config, run, output, renaming(config.rename_share), self.tools)
 
     def rft(self) -> None:
-        """Fine-tunes the policy of SFT on the right trajectories of RL."""
+        """Fine-tunes the policy of SFT on RL's right trajectories: a control for RL."""
         assert self.rft_config is not None
         with RunDir(self.run.path / "controls" / "rft") as run:
             rejection.train(self.rft_config, run, self.models / "rft")
 
     def evaluate(self, policy: str, stage: str = "") -> None:
-        """Evaluates a policy of ``models`` on held-out tasks, or as an additional evaluation."""
+        """Evaluates a policy of ``models``; ``stage`` may name an additional evaluation."""
         stage = stage or policy
         config = self.evaluations.get(stage, self.evaluation)
         tasks, tools, told = self.held_out, self.tools, self.told_tools
@@ -306,7 +308,7 @@ class Pipeline:
         print(table(outcome), flush=True)
 
     def economy(self) -> None:
-        """Counts the tokens of the teacher and of the policy of RL on the held-out tasks."""
+        """Counts the tokens that the teacher and RL's policy need for the held-out tasks."""
         tokenizer = load_tokenizer(self.models / "rl")
         named = {tool.name: tool for tool in self.tools}
         traces = read_traces(str(self.run.path / "traces.jsonl"), "evaluate-rl")
@@ -321,21 +323,21 @@ class Pipeline:
         self.run.summary({"economy": told}, anew=True)
 
     def release(self) -> None:
-        """Collects adapter, data and trajectories in a directory small enough to publish."""
+        """Collects the adapter, data and trajectories in a directory that can be published."""
         output = self.run.path / "release"
         shutil.rmtree(output, ignore_errors=True)
         release(self.run.path, output)
 
     def report(self) -> None:
-        """Builds the HTML report."""
+        """Builds the HTML report of the run."""
         build_report(self.run.path)
 
 
 def stages_of(pipeline: Pipeline) -> list[tuple[str, Callable[[], None]]]:
-    """Returns the stages with their names, in order.
+    """Returns (name, function) for each stage, in the order of execution.
 
     Raises:
-        UserError: an additional evaluation has an unknown policy, or the name of a stage.
+        UserError: an additional evaluation names an unknown policy, or has the name of a stage.
     """
     names = ["base", "sft", "rl"]
     stages: list[tuple[str, Callable[[], None]]] = [
@@ -374,8 +376,8 @@ def left_minutes(
     """Estimates the remaining minutes; None if no remaining stage has an expected time.
 
     Args:
-        expected: stage -> expected minutes.
-        timings: stage -> seconds of complete stages, from which the speed of this machine follows.
+        expected: maps the name of a stage to its expected minutes.
+        timings: maps the name of each complete stage to the seconds it took, which show the speed.
         stages: names of all stages.
     """
     known = [name for name in timings if name in expected]
@@ -386,7 +388,7 @@ def left_minutes(
 
 
 def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs all stages that are not complete; returns the content of ``summary.json``."""
+    """Runs all stages that are not complete yet; returns the content of ``summary.json``."""
     with RunDir(workdir) as run:
         run.keep_config(config)
         pipeline = Pipeline(config, run)

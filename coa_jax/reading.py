@@ -1,8 +1,8 @@
-"""Reads untrusted files: with bounded memory and time, and one line per error.
+"""Reads untrusted files with bounded memory and time, and explains each error in one line.
 
-Only regular files are opened, so a pipe or a device never blocks a command. Sizes, nesting and the
-digits of numbers are bounded, because parsers and recursive code fail in various ways beyond those
-bounds.
+Only regular files are opened, so a pipe or a device never blocks a command. The size of a file, the
+nesting of JSON values and the digits of numbers are bounded, because parsers and recursive code
+fail in various ways on larger input.
 """
 
 from __future__ import annotations
@@ -21,19 +21,19 @@ import numpy as np
 from coa_jax.errors import UserError
 
 MAX_DEPTH = 100
-"""Maximum nesting of JSON values. Recursive code uses up to four of 1,000 stack frames per
-level.
+"""Maximum nesting of JSON values.
+
+Recursive code uses up to four stack frames per level, of which Python allows 1,000.
 """
 SMALL = 16 << 20
-"""Maximum size in bytes of a file with a configuration or a result."""
+"""Maximum size in bytes of a file that holds a configuration or a result."""
 MAX_LINE = 256 << 20
-"""Maximum length in bytes of a line in a file of JSON lines."""
+"""Maximum length in bytes of a line in a `.jsonl` file."""
 MALFORMED = (
     *(KeyError, IndexError, TypeError, ValueError, AttributeError),
     *(OverflowError, ZeroDivisionError, RecursionError, MemoryError),
 )
-"""Exceptions that code raises when it processes damaged data; only data from a file may cause
-them.
+"""Exceptions that indicate damaged data if they occur while the content of a file is processed.
 """
 
 _DIGITS = 309  # more digits exceed every float
@@ -51,12 +51,12 @@ _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
 def memory() -> int:
-    """Returns the bytes of the machine's memory."""
+    """Returns the size of the machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def whole_limit() -> int:
-    """Returns the maximum size in bytes of a file that is read as a whole."""
+    """Returns the maximum size in bytes of a file that may be read as a whole."""
     return memory() // 4
 
 
@@ -64,7 +64,7 @@ def open_file(path: str | os.PathLike[str]) -> IO[bytes]:
     """Opens a regular file for reading, without blocking.
 
     Raises:
-        UserError: the file does not exist, may not be read, or is a directory, a pipe, ...
+        UserError: the file does not exist, may not be read, or is not a regular file.
     """
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOCTTY | os.O_CLOEXEC)
@@ -85,16 +85,17 @@ def read_bytes(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
 
     Args:
         path: the file.
-        limit: maximum size in bytes; None for `whole_limit`.
+        limit: maximum size in bytes; None for the result of `whole_limit`.
 
     Raises:
-        UserError: see `open_file`; or the file is larger.
+        UserError: the file cannot be read, is not a regular file, or is larger than the limit.
     """
     limit = whole_limit() if limit is None else limit
     with open_file(path) as file:
         try:
             if (size := os.fstat(file.fileno()).st_size) <= limit:
-                # Files in /proc report no size; a large request would allocate its whole buffer.
+                # Files in /proc report no size. A read of ``limit`` bytes would allocate a buffer
+                # of this size.
                 data = file.read(min(limit, max(size, 1 << 20)) + 1)
                 size = max(size, len(data))
         except OSError as error:
@@ -105,10 +106,10 @@ def read_bytes(path: str | os.PathLike[str], limit: int | None = None) -> bytes:
 
 
 def read_text(path: str | os.PathLike[str], limit: int | None = None) -> str:
-    """Reads the text of a UTF-8 file, without a byte order mark.
+    """Reads the text of a UTF-8 file, and drops a byte order mark.
 
     Raises:
-        UserError: see `read_bytes`; or the file is not UTF-8.
+        UserError: `read_bytes` fails, or the file is not UTF-8.
     """
     try:
         return _decoded(read_bytes(path, limit))
@@ -120,7 +121,8 @@ def read_json(path: str | os.PathLike[str], limit: int | None = SMALL) -> Any:
     """Reads the JSON value of a file.
 
     Raises:
-        UserError: see `read_bytes`; or the file is not JSON within the bounds of this module.
+        UserError: the file cannot be read, is larger than ``limit`` bytes, is not JSON, or is
+            nested too deeply or has too long numbers (see `parse_json`).
     """
     data = read_bytes(path, limit)
     try:
@@ -130,14 +132,15 @@ def read_json(path: str | os.PathLike[str], limit: int | None = SMALL) -> Any:
 
 
 def parse_json(data: bytes | str, **hooks: Any) -> Any:
-    """Parses a JSON value, at most `MAX_DEPTH` deep, whose numbers fit a float.
+    """Parses a JSON value, which may be nested up to `MAX_DEPTH` levels.
 
     Args:
-        data: JSON in UTF-8, or as a string.
-        hooks: hooks of ``json.loads``.
+        data: the JSON text, as UTF-8 or as a string.
+        hooks: keyword arguments of ``json.loads``.
 
     Raises:
-        ValueError, RecursionError: the data is not JSON within the bounds; see `reason`.
+        ValueError, RecursionError: the data is not JSON, is nested too deeply, or contains an
+            integer with more digits than any float has; `reason` explains the exception.
     """
     text = _decoded(data) if isinstance(data, bytes) else data
     raw = text.encode("utf-8", "replace") if isinstance(data, str) else data
@@ -145,7 +148,8 @@ def parse_json(data: bytes | str, **hooks: Any) -> Any:
         hooks = {**hooks, "parse_int": _integer}
     value = json.loads(text, **hooks)
     brackets = np.frombuffer(raw.translate(None, _NO_BRACKETS), np.uint8)
-    # Closing brackets have bit 4 set, opening ones do not. Brackets in strings are counted too.
+    # Closing brackets have the bit 4 set, opening brackets do not. Brackets in strings are counted
+    # too.
     steps = np.where(brackets & 4, -1, 1).cumsum(dtype=np.int32)
     if steps.size and steps.max() > MAX_DEPTH and _is_deep(value):
         raise ValueError(f"nested more than {MAX_DEPTH} levels deep")
@@ -183,7 +187,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Explains why `parse_json`, or code that processed its value, failed."""
+    """Explains an exception of `parse_json`, or of code that processed a parsed value."""
     if isinstance(error, KeyError):
         return f"the field {error} is missing"
     if isinstance(error, json.JSONDecodeError):
@@ -201,14 +205,14 @@ def reason(error: BaseException) -> str:
 
 
 def lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
-    """Yields (number from 1, bytes) of each line of a file, or of each record of an ArrayRecord.
+    """Yields the number, from 1, and the bytes of each line of a file.
 
-    A file ``*.gz`` is decompressed. A file ``*.array_record`` is read as ArrayRecord; each record
-    counts as a line.
+    A file ``*.gz`` is decompressed. A file ``*.array_record`` is read as ArrayRecord, and each of
+    its records counts as a line.
 
     Raises:
-        UserError: see `open_file`; or a line has more than `MAX_LINE` bytes; or a compressed file
-            is damaged.
+        UserError: the file cannot be opened, a line has more than `MAX_LINE` bytes, or a compressed
+            file is damaged.
     """
     suffix = os.path.splitext(path)[1]
     with open_file(path) as raw, gzip.open(raw) if suffix == ".gz" else raw as file:
@@ -227,7 +231,7 @@ def lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
 
 
 def _records(path: str | os.PathLike[str]) -> Iterator[bytes]:
-    """Yields the records of an ArrayRecord file with a line end each, with one record in memory."""
+    """Yields each record of an ArrayRecord file with a newline; holds one record in memory."""
     from array_record.python.array_record_module import ArrayRecordReader
 
     reader = ArrayRecordReader(os.fspath(path), "readahead_buffer_size:0")

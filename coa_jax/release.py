@@ -2,14 +2,14 @@
 
     coa-jax release --workdir=runs/pretrained --output=released/smollm2
 
-The directory holds
+The directory holds the following files:
 
 - ``adapter/``: the adapters of SFT and RL as one adapter in the format of PEFT, with ``agent.json``
   (the prompt of the training) and a model card. `coa_jax` and PEFT load the adapter;
 - ``data/``: the distilled records and their card;
 - ``traces/``: the trajectories of the evaluations after SFT and after RL;
-- ``config.json``, ``summary.json``, ``metrics.jsonl``, ``evaluate/``: with these the directory is
-  a run for ``coa-jax report``, ``coa-jax claims`` and the notebooks.
+- ``config.json``, ``summary.json``, ``metrics.jsonl``, ``evaluate/``: files of the run, with which
+  ``coa-jax report``, ``coa-jax claims`` and the notebooks can read the directory like a run.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ _COPIED = ("config.json", "summary.json", "metrics.jsonl")
 
 
 def release(run: Path, output: Path) -> int:
-    """Writes the directory; returns the number of its bytes.
+    """Writes the publishable directory; returns its size in bytes.
 
     Args:
-        run: directory of a pipeline that trained adapters, see `coa_jax.quickstart`.
+        run: directory of a finished pipeline (`coa_jax.quickstart`) that trained adapters.
         output: directory to create.
 
     Raises:
-        UserError: the run has not finished RL, trained no adapters, or ``output`` exists.
+        UserError: the run has not finished RL or trained no adapters, or ``output`` exists.
     """
     if output.exists():
-        raise UserError(f"--output={output} is there already: choose another directory")
+        raise UserError(f"--output={output} exists already: choose another directory")
     missing = [name for name in _COPIED if not (run / name).is_file()]
     if missing:
         raise UserError(f"{run} has no {missing[0]}: give the directory of a finished pipeline")
@@ -70,7 +70,7 @@ def release(run: Path, output: Path) -> int:
 
 
 def _readme(output: Path, config: dict[str, Any], new: Path) -> str:
-    """Returns the README of the directory: its contents and the commands that use it."""
+    """Returns the README, which lists the contents of the directory and commands that use it."""
     place = storage.shown(str(output))
     summary = files.read_json_object(new / "summary.json")
     rates = [
@@ -118,7 +118,7 @@ def _write_adapter(
 
 
 def _write_data(run: Path, output: Path) -> None:
-    """Copies the distilled records, with their card, and the trajectories of two evaluations."""
+    """Copies the distilled records with their card, and the trajectories of both evaluations."""
     (output / "data").mkdir()
     for split in ("train", "validation"):
         shutil.copy(run / "data" / f"{split}.jsonl", output / "data")
@@ -136,15 +136,15 @@ def _write_data(run: Path, output: Path) -> None:
 
 
 def release_to(workdir: str, place: str) -> int:
-    """Like `release`, for directories that may be in buckets.
+    """Writes the publishable directory like `release`, also from or to a bucket.
 
     Args:
-        workdir: directory of the run, a local path or a URL.
-        place: directory to create, a local path or a URL.
+        workdir: directory of the run, a local path or the URL of a folder in a bucket.
+        place: directory to create, a local path or the URL of a folder in a bucket.
     """
     if storage.is_url(place) and storage.exists(place):
-        raise UserError(f"--output={place} is there already: choose another directory")
-    # The adapters are in ``models``, which other commands do not download.
+        raise UserError(f"--output={place} exists already: choose another directory")
+    # Everything except the checkpoints is downloaded: the adapters are in ``models``.
     with storage.visited(workdir, ("checkpoints",)) as run, storage.output(place) as output:
         return release(run, output)
 

@@ -2,8 +2,8 @@
 
     python -m coa_jax.rft --config=configs/rft/factbook.py --workdir=runs/rft
 
-Reads the ``traces.jsonl`` of a run with graded samples. Writes metrics and checkpoints to the work
-directory and the model to ``WORKDIR/model``.
+The command reads the ``traces.jsonl`` of a run with graded samples. It writes metrics and
+checkpoints to the work directory, and the model to ``WORKDIR/model``.
 """
 
 from __future__ import annotations

@@ -2,13 +2,14 @@
 
     python -m coa_jax.rl --config=configs/rl/factbook.py --workdir=runs/rl
 
-Writes metrics, every trajectory and checkpoints to the work directory and the model to
+The command writes metrics, every trajectory and checkpoints to the work directory, and the model to
 ``WORKDIR/model``.
 
     python -m coa_jax.rl --replay=runs/rl
 
-repeats the recorded steps of a run without tools or judges and compares every trajectory and the
-parameters after each step. Exit code 0: all bits are equal. 1: some differ.
+With ``--replay`` the command repeats the recorded steps of a run without tools or judges. It
+compares every trajectory, and the parameters after each step, with the recording. The exit code is
+0 if all bits are equal, and 1 if some differ.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
-"""The directory of a run: `config.json`, `metrics.jsonl`, `traces.jsonl`, `summary.json`, ...
+"""Writes the directory of a run.
 
-Everything that a run writes, except for its checkpoints, goes through `RunDir`.  The files survive
-`kill -9`, a full disk and a resume: a row is appended completely or not at all, other files are
-replaced atomically, and a lock prevents a second run in the same directory.  `RunDir` does not
-interpret the rows.  A directory in a bucket has a local mirror (`coa_jax.storage`), and a lease
-instead of the lock.
+A run writes everything except its checkpoints through `RunDir`: `config.json`, `metrics.jsonl`,
+`traces.jsonl`, `summary.json` and other files. The files survive `kill -9`, a full disk and a
+resume: a row is appended completely or not at all, other files are replaced atomically, and a lock
+prevents a second run in the same directory. `RunDir` does not interpret the rows. For a directory
+in a bucket, `coa_jax.storage` provides a local mirror, and a lease takes the place of the lock.
 """
 
 from __future__ import annotations
@@ -31,8 +31,9 @@ from coa_jax.protocol import write_protocols
 from coa_jax.storage.arrays import checkpoints_of
 from coa_jax.wandb_run import WandbRun
 
-# Descriptors of the locks of this process.  A forked worker closes its copies, so that a lock ends
-# with the process that took it: a killed run can then be resumed while its workers still exist.
+# File descriptors of the locks of this process. A forked worker closes its copies, so that a lock
+# ends with the process that took it. A killed run can therefore be resumed while its workers still
+# exist.
 _held_locks: set[int] = set()
 
 
@@ -47,12 +48,12 @@ os.register_at_fork(after_in_child=_drop_inherited_locks)
 
 
 class RunDir:
-    """A run directory that this process writes to; a context manager.
+    """The run directory that this process writes to, as a context manager.
 
     Attributes:
-        path: the directory; for a URL its local mirror.
-        active: whether this process writes.  In a run of several processes only the first process
-            is active, and calls in the other processes do nothing.
+        path: path of the directory; for a URL, the path of the local mirror.
+        active: whether this process writes. In a run of several processes only the first process is
+            active, and calls in the other processes do nothing.
     """
 
     def __init__(
@@ -62,11 +63,11 @@ class RunDir:
 
         Args:
             path: the directory, a local path or a URL.
-            active: whether this process writes.
-            wandb_project: W&B project to log the metrics to, too; "" for none.
+            active: whether this process writes to the directory.
+            wandb_project: Weights & Biases project that also receives the metrics; "" for none.
 
         Raises:
-            UserError: the directory cannot be written, or another run uses it.
+            UserError: the directory cannot be written, or another run uses the directory.
         """
         self.path = storage.run_folder(path)
         self._mirror = storage.mirror_of(self.path)
@@ -76,7 +77,8 @@ class RunDir:
         self._wandb_project = wandb_project
         self._wandb: WandbRun | None = None
         self._lock: int | None = None
-        # A run in a subfolder leaves the mirror to the run of the whole directory.
+        # If the run is in a subfolder of the mirror, the run of the whole directory opens and
+        # closes the mirror.
         self._is_whole = self._mirror is not None and self._mirror.path == self.path
         if self._mirror is not None and self._is_whole:
             self._mirror.open(active=active)
@@ -87,14 +89,14 @@ class RunDir:
 
     @property
     def checkpoints(self) -> Path:
-        """Folder of the checkpoints; an `epath.Path` in a bucket."""
+        """Folder of the checkpoints; an `epath.Path` if the run is in a bucket."""
         return checkpoints_of(self.path)
 
     def sync(self) -> None:
         """Uploads everything that was written, if the directory is in a bucket.
 
         Raises:
-            UserError: the bucket cannot be written, or another run has taken the lease over.
+            UserError: the bucket cannot be written, or another run has taken over the lease.
         """
         if self._mirror is not None:
             self._mirror.sync()
@@ -111,7 +113,7 @@ class RunDir:
         self.close()
 
     def close(self) -> None:
-        """Closes the files and releases the directory for other runs."""
+        """Closes the files and releases the lock, so that other runs can use the directory."""
         if self.active and self._lock is not None:
             write_protocols(self.path)
         if self._wandb is not None:
@@ -125,19 +127,21 @@ class RunDir:
             self._mirror.close()
 
     def config_changes(self, config: Any) -> list[str]:
-        """Returns the differences of a config from the existing config, as `key: old -> new`."""
+        """Returns how a config differs from that in `config.json`, as lines `key: old -> new`."""
         path = self.path / "config.json"
         return differences(files.read_json_object(path), _plain(config)) if path.exists() else []
 
     def write_config(self, config: Any) -> list[str]:
-        """Writes the resolved config to `config.json`.
+        """Writes the resolved config to `config.json`, and logs differences from an earlier config.
+
+        A resumed run may have another config. The warnings say so, because the run continues from a
+        state that the earlier config produced.
 
         Args:
             config: a ConfigDict, a dataclass or a mapping.
 
         Returns:
-            Differences from the existing config, as `key: old -> new`.  Each difference is logged,
-            because the run continues from a state that another config produced.
+            Each difference from the earlier config, as a line `key: old -> new`.
         """
         if not self.active:
             return []
@@ -150,10 +154,10 @@ class RunDir:
         return changes
 
     def keep_config(self, config: Any) -> None:
-        """Writes the config of a run that can only be resumed with the same config.
+        """Writes the config of a run that must not be resumed with another config.
 
         Raises:
-            UserError: the directory has a run with another config.
+            UserError: the directory holds a run with another config.
         """
         if changes := self.config_changes(config):
             raise UserError(
@@ -163,18 +167,18 @@ class RunDir:
         self.write_config(config)
 
     def keep_json(self, name: str, value: Mapping[str, Any]) -> None:
-        """Writes a JSON file of the run; an earlier file of the same name is replaced."""
+        """Writes a JSON file to the directory, and replaces an earlier file of the same name."""
         if self.active:
             files.write_json(self.path / name, dict(value))
 
     def metrics(self, step: int, phase: str, **scalars: Any) -> None:
-        """Appends a row to `metrics.jsonl`, to the phase's TensorBoard events and to W&B.
+        """Appends a row of metrics to `metrics.jsonl`, to the TensorBoard events and to W&B.
 
         Args:
             step: step of the phase that the row describes.
-            phase: `sft`, `rl`, ...
-            **scalars: a number, or an array of one element, by name.  JSON has no NaN or infinity,
-                so `metrics.jsonl` has null for them.
+            phase: name of the phase, such as `sft` or `rl`.
+            **scalars: metrics by name, each a number or an array of one element. `metrics.jsonl`
+                has null in place of NaN and infinity, which JSON lacks.
         """
         if not self.active:
             return
@@ -194,7 +198,7 @@ class RunDir:
             self._wandb.scalars(phase, int(step), values)
 
     def rows(self, phase: str) -> list[dict[str, Any]]:
-        """Returns the rows of a phase in `metrics.jsonl`."""
+        """Reads the rows of a phase from `metrics.jsonl`."""
         rows = jsonl.read_objects(self.path / "metrics.jsonl")
         return [row for row in rows if row.get("phase") == phase]
 
@@ -205,13 +209,14 @@ class RunDir:
         rows: Iterable[Mapping[str, Any] | str],
         form: str = "jsonl",
     ) -> None:
-        """Appends trajectories to `traces.jsonl`, or writes a shard of them to `traces/`.
+        """Appends trajectories to `traces.jsonl`, or writes them as a shard to `traces/`.
 
         Args:
-            step: step that the trajectories belong to.
+            step: step to which the trajectories belong.
             phase: phase of the step.
-            rows: JSON objects, as mappings or text; step and phase are added to their `metadata`.
-            form: "jsonl" for `traces.jsonl`, else one of `shards.FORMATS`.
+            rows: trajectories as JSON objects, each a mapping or a string. The step and phase are
+                added to the `metadata` of each object.
+            form: "jsonl" to append to `traces.jsonl`, or one of `shards.FORMATS` to write a shard.
         """
         if not self.active:
             return
@@ -229,11 +234,11 @@ class RunDir:
             shards.write(self.path / "traces", form, phase, int(step), lines())
 
     def rewind(self, phase: str, step: int) -> None:
-        """Removes metrics and traces of `phase` after `step`, from which the run resumes.
+        """Removes the metrics and traces of `phase` after `step`, from which the run resumes.
 
-        A killed run may have written rows after its last checkpoint; the resumed run writes these
-        steps again.  The steps of a phase ascend.  Rows are therefore read from the end, only up to
-        the first row that stays, because traces may have many gigabytes.
+        A killed run may have written rows after its last checkpoint, and the resumed run writes the
+        rows of these steps again. Traces may have many gigabytes. The steps of a phase ascend, so
+        the rows are read from the end of the file, only up to the first row that stays.
 
         Args:
             phase: phase of the rows.
@@ -254,14 +259,14 @@ class RunDir:
         self._purge_from[phase] = step + 1
 
     def summary(self, blocks: Mapping[str, Any], *, anew: bool = False) -> None:
-        """Merges blocks into `summary.json`, atomically.
+        """Merges blocks into `summary.json`, which is replaced atomically.
 
-        A mapping is merged with the existing block of its name, so that each stage can add its
-        part.  Any other value replaces the existing block.
+        If a block is a mapping, its entries are added to the existing block of the same name, so
+        that each stage can add its own entries. Any other value replaces the existing block.
 
         Args:
             blocks: JSON values by name.
-            anew: whether mappings replace the existing blocks too.
+            anew: whether mappings replace the existing blocks as a whole, too.
         """
         if not self.active:
             return
@@ -276,7 +281,7 @@ class RunDir:
 
 
 def _open_locked(path: Path) -> int:
-    """Creates a directory, and returns the descriptor of its lock."""
+    """Creates a directory and locks it; returns the file descriptor of the lock."""
     try:
         path.mkdir(parents=True, exist_ok=True)
         (path / "checkpoints").mkdir(exist_ok=True)
@@ -294,9 +299,10 @@ def _open_locked(path: Path) -> int:
         advice = "wait for it, stop it or choose another --workdir"
         raise UserError(f"workdir {path}: in use by {holder}; {advice}") from error
     except OSError as error:
-        # Some network file systems have no locks: the user must prevent a second run.
+        # Some network file systems have no locks. There the user must prevent a second run.
         logging.warning("workdir %s: cannot lock it (%s)", path, error.strerror)
-    # The holder's name only helps the user; a later write reports a full disk.
+    # The name of the lock's holder only helps the user. If the disk is full, a later write reports
+    # it.
     with contextlib.suppress(OSError):
         os.ftruncate(descriptor, 0)
         os.write(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode())
@@ -329,11 +335,11 @@ def _plain(value: Any) -> Any:
         return None
     if isinstance(value, int | float | None):
         return value
-    return storage.shown(str(value))  # the path of a mirror differs in every process
+    return storage.shown(str(value))  # the local path of a mirror differs from process to process
 
 
 def differences(old: Any, new: Any, key: str = "") -> list[str]:
-    """Lists the leaves in which two JSON values differ, as `key: old -> new`."""
+    """Lists the settings in which two nested JSON objects differ, as lines `key: old -> new`."""
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             line

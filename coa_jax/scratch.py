@@ -2,8 +2,8 @@
 
     python -m coa_jax.scratch --config=configs/scratch/factbook.py --workdir=runs/scratch
 
-Reads the output of ``python -m coa_jax.distill`` and writes a Hugging Face directory to
-``WORKDIR/model``, from which ``python -m coa_jax.sft`` starts.
+The command reads the output of ``python -m coa_jax.distill``. It writes the policy as a Hugging
+Face directory to ``WORKDIR/model``, from which ``python -m coa_jax.sft`` can start.
 """
 
 from __future__ import annotations
@@ -28,13 +28,14 @@ from coa_jax.tasks.prompts import load_prompt
 
 @dataclasses.dataclass(frozen=True)
 class Command(Bounded):
-    """The settings of the command.
+    """The settings of an untrained policy and of its tokenizer.
 
     Attributes:
-        data: JSONL file of distilled records.
+        data: JSONL file of distilled records, on whose text the tokenizer is trained.
         prompt_style: prompt style in which the policy sees the questions, as in SFT.
         policy: sizes of the policy.
-        format: conversation format of the records in training, as in SFT.
+        format: conversation format into which SFT will write the records; "" for the format of each
+            record.
     """
 
     data: Place
@@ -50,7 +51,7 @@ def define_flags() -> None:
 
 
 def make_policy(values: ml_collections.ConfigDict, workdir: Path) -> Path:
-    """Writes the policy of a config to a work directory; returns the model's directory."""
+    """Writes the policy that a config describes; returns the directory of the model."""
     config = build(Command, values)
     records = with_level(read_records(config.data), "", config.format)
     with RunDir(workdir) as run:

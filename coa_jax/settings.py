@@ -1,4 +1,4 @@
-"""Converts the mutable config of a command line to frozen dataclasses."""
+"""Converts the mutable config of a command line to frozen dataclasses, and back."""
 
 from __future__ import annotations
 
@@ -21,20 +21,20 @@ _LISTS: dict[Any, tuple[Callable[[str], Any], str, str]] = {
     tuple[int, ...]: (int, "whole numbers with commas", "3,5"),
     tuple[float, ...]: (float, "numbers with commas", "0.5,1"),
 }
-"""Types of settings that a command line may give as one string: parser and name of an item."""
+"""Maps types that a command line may give as one string to (parser, description, example)."""
 
 
 def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "config") -> T:
-    """Builds a dataclass, including nested ones, from a config of the same form.
+    """Builds a dataclass, and the dataclasses of its fields, from a config with the same keys.
 
     Args:
-        cls: a dataclass; its fields define the keys.
-        values: a ConfigDict or a mapping; a tuple of strings or numbers may be one string with
-            commas.
-        where: name of the config in error messages.
+        cls: a dataclass whose fields define the keys.
+        values: a ConfigDict or a mapping. A tuple of strings or numbers may also be given as one
+            string with commas.
+        where: name of the config, used in error messages.
 
     Raises:
-        UserError: a key is unknown or missing, or its value has another type or is out of bounds.
+        UserError: a key is unknown or missing, or a value has a wrong type or is out of bounds.
     """
     types = _types(cast(Any, cls))
     known = {field.name: field for field in dataclasses.fields(cast(Any, cls))}
@@ -73,20 +73,20 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
 
 @functools.cache
 def _types(cls: type[Any]) -> dict[str, Any]:
-    """Returns the types of a dataclass's fields by name, without bounds and without ``| None``."""
+    """Returns the types of a dataclass's fields, without bounds and without ``| None``, by name."""
     return {name: present(kind) for name, kind in typing.get_type_hints(cls).items()}
 
 
 def _frozen(value: Any) -> Any:
-    """Converts lists to tuples: frozen dataclasses are static arguments and must be hashable."""
+    """Converts lists to tuples: dataclasses that are static arguments of jit must be hashable."""
     return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def _parts(value: Any, kind: Any, where: str) -> tuple[Any, ...]:
     """Parses a tuple of strings or numbers from the value of a config file or a command line.
 
-    A command line turns ``a,b`` into one string, or into a tuple of that string if the config had a
-    tuple, and ``('a', 'b')`` into one string if the config had an empty tuple.
+    ml_collections parses ``a,b`` on a command line as one string, or as a tuple with this string if
+    the config had a tuple. It parses ``('a', 'b')`` as one string if the config had an empty tuple.
     """
     convert, number, example = _LISTS[kind]
     refused = UserError(f"{where} is {shown(value)}; give {number}, such as {example}")
@@ -96,15 +96,15 @@ def _parts(value: Any, kind: Any, where: str) -> tuple[Any, ...]:
         text = value.strip()
         value = _literal(text) or list(filter(None, map(str.strip, text.split(","))))
         if text.startswith("(") and isinstance(value, list):
-            raise refused  # a shell removed the quotes
+            raise refused  # the shell removed the quotes
     if not isinstance(value, tuple | list):
         raise refused
     try:
         parts = tuple(map(convert, value))
     except (TypeError, ValueError, OverflowError):
         raise refused from None
-    # If conversion changes the value, its type was wrong: 0.5 is not an integer, and 3 is not a
-    # word.
+    # If the conversion changes a value, the type of the value was wrong: 0.5 is not an integer, and
+    # 3 is not a word.
     pairs = [(old, new) for old, new in zip(value, parts, strict=True) if not isinstance(old, str)]
     if any(old != new or isinstance(old, bool) for old, new in pairs):
         raise refused
@@ -112,22 +112,24 @@ def _parts(value: Any, kind: Any, where: str) -> tuple[Any, ...]:
 
 
 def _literal(text: str) -> tuple[Any, ...] | None:
-    """Parses a Python tuple or list in a string, as a tuple; None if the string is neither."""
+    """Parses a string that contains a Python tuple or list; returns a tuple, or None for others."""
     if not text.startswith(("(", "[")):
         return None
     try:
         value = ast.literal_eval(text)
     except (ValueError, SyntaxError):
-        return None  # "[::1]" is a host
+        return None  # for example "[::1]", the address of a host
     return _frozen(value) if isinstance(value, tuple | list) else None
 
 
 def complete(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:
-    """Returns a config with every setting of a dataclass, so that a command line can override each.
+    """Returns a config that contains every field of a dataclass, also those with default values.
+
+    A command line can only override settings that the config contains.
 
     Args:
-        cls: a dataclass; settings that ``values`` leaves out get its defaults.
-        values: see `build`.
+        cls: a dataclass.
+        values: settings as in `build`; a setting that is left out has its default value.
 
     Raises:
         UserError: a key is unknown or missing.
@@ -136,7 +138,7 @@ def complete(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:
 
 
 def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns settings in which other settings override the first, group by group."""
+    """Returns the settings of ``one``, overridden by ``other``; nested groups are merged."""
     result = dict(one)
     for name, value in other.items():
         known = result.get(name)
@@ -147,7 +149,7 @@ def merged(one: Mapping[str, Any], other: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _overridable(value: Any) -> Any:
-    """Replaces values whose type cannot be inferred, such as an empty tuple."""
+    """Replaces empty tuples by "": ml_collections cannot infer the type of their items."""
     if isinstance(value, dict):
         return {key: _overridable(inner) for key, inner in value.items()}
     return "" if value == () else value

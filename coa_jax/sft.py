@@ -2,7 +2,8 @@
 
     python -m coa_jax.sft --config=configs/sft/factbook.py --workdir=runs/sft
 
-Writes metrics and checkpoints to the work directory and the model to ``WORKDIR/model``.
+The command writes metrics and checkpoints to the work directory, and the model to
+``WORKDIR/model``.
 """
 
 from __future__ import annotations

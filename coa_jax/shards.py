@@ -1,9 +1,9 @@
-"""Stores the rows of a run in shards: files that each have rows of a single step.
+"""Stores the trajectories of a run in shards: files that each hold rows of a single step.
 
-A shard is named after its phase, step and number (``rl-00000012-00.jsonl.gz``).  A resumed run can
-therefore remove the steps that it will write again without reading them.  Shards are written
-atomically and never appended to, because a kill during an append would damage a compressed file or
-an ArrayRecord.
+The name of a shard contains its phase, step and number, as in ``rl-00000012-00.jsonl.gz``. A
+resumed run can therefore remove the shards of steps that it will repeat without reading any file. A
+shard is written atomically and never extended, because a kill during an append would damage a
+compressed file or an ArrayRecord.
 """
 
 from __future__ import annotations
@@ -21,24 +21,28 @@ from coa_jax.errors import UserError
 from coa_jax.storage import local
 
 FORMATS = ("jsonl.gz", "array_record")
-"""JSON lines compressed with gzip; ArrayRecord compressed with zstd, one JSON object per record."""
+"""Formats of shards: gzip-compressed JSON lines, or an ArrayRecord file with zstd compression.
+
+A record of an ArrayRecord file holds one JSON object.
+"""
 
 _SUFFIXES = (".jsonl", *(f".{form}" for form in FORMATS))
 _LEVEL = 3  # gzip level: higher levels take several times as long and save a few per cent
 
 
 def write(folder: Path, form: str, phase: str, step: int, rows: Iterable[bytes]) -> None:
-    """Writes a shard; without rows it writes nothing.  Only one process may write to a folder.
+    """Writes a shard, unless there are no rows; only one process may write to a folder.
 
     Args:
         folder: folder of the shards; it is created if necessary.
-        form: one of `FORMATS`.
-        phase: phase of all rows.
-        step: step of all rows.
-        rows: JSON values without line ends; one row is in memory at a time.
+        form: format of the shard, one of `FORMATS`.
+        phase: phase to which all rows belong.
+        step: step to which all rows belong.
+        rows: JSON texts without newlines. Only one row is in memory at a time.
 
     Raises:
-        OSError: e.g. the disk is full; no partial file remains.
+        OSError: the file cannot be written, for example because the disk is full. No partial file
+            remains.
     """
     rows = iter(rows)
     first = list(itertools.islice(rows, 1))
@@ -71,11 +75,11 @@ def _array_record(file: IO[bytes], rows: Iterable[bytes]) -> None:
 
 
 def rewind(folder: Path, phase: str, step: int) -> None:
-    """Removes the shards of a phase after a step, and partial files of a killed process.
+    """Removes the shards of a phase after a step, and the partial files of a killed process.
 
     Args:
         folder: folder of the shards.
-        phase: phase of the shards.
+        phase: phase whose shards are removed.
         step: last step whose shards stay.
     """
     for path in folder.glob(".*.new"):
@@ -87,19 +91,19 @@ def rewind(folder: Path, phase: str, step: int) -> None:
 
 
 def of_run(folder: Path) -> list[Path]:
-    """Returns the files with trajectories of a run: `traces.jsonl`, then shards in `traces/`."""
+    """Returns the trajectory files of a run: `traces.jsonl`, then the shards in `traces/`."""
     plain = folder / "traces.jsonl"
     return [*([plain] if plain.exists() else []), *_shards(folder / "traces")]
 
 
 def parts(path: str | os.PathLike[str]) -> list[Path]:
-    """Returns the files with trajectories at a path.
+    """Returns the trajectory files at a path.
 
     Args:
-        path: a run directory, a folder of shards, or a single file.
+        path: a run directory, a folder of shards, or a single trajectory file.
 
     Raises:
-        UserError: a folder has no trajectories, or the file is of another kind.
+        UserError: the folder has no trajectory file, or the name of the file has another suffix.
     """
     path = Path(local(os.fspath(path)))
     one = path.name.endswith(_SUFFIXES) or not path.exists()

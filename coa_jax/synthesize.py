@@ -4,10 +4,11 @@ r"""Synthesises questions with verified answers from a corpus.
     python -m coa_jax.distill --workdir=runs/distill \
         --config.tasks.source=runs/questions/questions.jsonl
 
-Writes ``questions.jsonl`` (read by ``coa_jax.tasks``), ``dropped.jsonl`` with every dropped draft
-and the reason, and ``summary.json`` with the counts of every stage. ``runs.jsonl`` stores the runs
-with tools, ``closed_book.jsonl`` the answers without tools, ``calls/`` every call of a model. A
-killed run that is started again reuses them, and pays for nothing twice.
+The command writes ``questions.jsonl``, which is a task source, ``dropped.jsonl`` with every dropped
+draft and the reason, and ``summary.json`` with the counts of every stage. To check a draft, solvers
+try to answer it with and without tools. ``runs.jsonl`` stores the runs with tools,
+``closed_book.jsonl`` the answers without tools, and ``calls/`` every call of a model. After a kill,
+the same command reuses these files, so no call of a model is paid twice.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ from coa_jax.tools.wiki_search import WikiIndex, load_index
 
 @dataclasses.dataclass(frozen=True)
 class Team(Bounded):
-    """The team that solves with tools.
+    """The settings of the multi-agent team that answers drafts with tools.
 
     Attributes:
-        attempts: number of runs per question, of which one must be right.
-        concurrency: number of concurrent questions.
+        attempts: number of runs per question; the question is solvable if at least one is right.
+        concurrency: number of questions that are answered at the same time.
         max_messages: number of messages after which a run is abandoned.
     """
 
@@ -64,16 +65,17 @@ class Team(Bounded):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command(Bounded):
-    """The settings of the command.
+    """The settings of the synthesis.
 
     Attributes:
-        tools: tools of the team, and the corpus.
-        synthesis: questions to create.
-        with_tools, without_tools: the solvers: a kept question must be solvable with tools, and not
-            without.
-        judge: model that compares text answers.
-        endpoint: model that writes questions; without it the Factbook's facts are used.
-        solver: model that is asked without tools, if it is not ``endpoint``.
+        tools: tools of the team, and the corpus that the questions are about.
+        synthesis: number and kinds of the questions to create.
+        with_tools, without_tools: settings of the two solvers. A question is kept only if the
+            solver with tools answers it and the solver without tools does not.
+        judge: model that decides whether an answer in words is right.
+        endpoint: model that writes questions; None to write questions about facts of the Factbook
+            without a model.
+        solver: model that answers without tools; None for ``endpoint``.
     """
 
     tools: ToolsConfig
@@ -90,7 +92,7 @@ class Command(Bounded):
 
 
 def synthesize(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Creates the questions; returns the content of ``summary.json``."""
+    """Creates and checks the questions; returns the content of ``summary.json``."""
     command = build(Command, config)
     tools = command.tools
     with RunDir(workdir) as run:
@@ -123,7 +125,7 @@ async def _work(
     with_tools = _with_tools(config, command, model, workdir)
     asked = endpoints.get("solver", model)
     name, solver = closed_book(check, documents, asked, command.with_tools.concurrency)
-    if check.policy:  # a retrained policy in the same folder must answer anew
+    if check.policy:  # the policy in this folder may have been retrained, so it answers again
         name += f"/{weights_name(check.policy)}"
     without_tools = WithoutTools(check, name, solver, workdir / "closed_book.jsonl")
     wanted = how.atomic + sum(how.depth) + how.width
@@ -150,7 +152,7 @@ async def _work(
 
 
 def endpoints_of(command: Command) -> dict[str, EndpointConfig]:
-    """Returns the configured models for writing (``endpoint``) and for solving (``solver``)."""
+    """Returns the configured models that write (``endpoint``) and solve (``solver``) questions."""
     both = {"endpoint": command.endpoint, "solver": command.solver}
     found = {name: settings for name, settings in both.items() if settings}
     if len(found) == 2:
@@ -159,9 +161,9 @@ def endpoints_of(command: Command) -> dict[str, EndpointConfig]:
 
 
 def _with_those_of(endpoint: EndpointConfig, solver: EndpointConfig) -> EndpointConfig:
-    """Returns the solver's settings, completed by the endpoint's if they name no model.
+    """Returns the solver's settings, in which the endpoint's fill in a missing model or address.
 
-    The endpoint's key is sent only to the endpoint's address.
+    The API key of the endpoint is sent only to the address of the endpoint.
     """
     reached = EndpointConfig(solver.url) if solver.url else endpoint
     return dataclasses.replace(
@@ -176,7 +178,7 @@ def _with_those_of(endpoint: EndpointConfig, solver: EndpointConfig) -> Endpoint
 def _with_tools(
     config: ml_collections.ConfigDict, command: Command, model: Endpoint | None, workdir: Path
 ) -> WithTools:
-    """Returns the team that solves with tools; without a model its minds are scripted."""
+    """Returns the team that solves with tools; without a model, scripted rules decide for it."""
     team, judge = command.with_tools, command.judge
     return WithTools(
         {tool.name: tool for tool in make_tools(command.tools)},
@@ -194,7 +196,7 @@ def _with_tools(
 
 
 def figures_of(items: Sequence[Item]) -> dict[str, Any]:
-    """Returns statistics of the kept tasks."""
+    """Returns statistics of the kept questions."""
     rates = [item.figures["closed_book"] for item in items]
     bins, _ = np.histogram(rates, [0.0, 1e-9, 0.1, 0.2, 0.3, 1.0])
     names = ("0", "to 0.1", "to 0.2", "to 0.3", "above")
@@ -212,7 +214,7 @@ def figures_of(items: Sequence[Item]) -> dict[str, Any]:
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """Formats the counts of the stages for a terminal."""
+    """Formats the counts of each stage for a terminal."""
     lines = []
     for stage, funnel in summary["stages"].items():
         dropped = ", ".join(f"{why} {count}" for why, count in funnel["dropped"].items())

@@ -1,8 +1,9 @@
-"""The record of an episode: token ids and their authors; everything else is a view of them.
+"""Defines the record of an episode: its token ids, the author of each token, and views of them.
 
-A trajectory is append-only. ``tokens`` is what was sampled, trained on and cached; ``text`` and
-``segments`` only describe it. A ``DistilledRecord`` is an episode without tokens: text parts with
-their authors. Both are stored as JSON, one per line, and are read back exactly.
+A trajectory is append-only. ``tokens`` holds exactly the ids that were sampled, trained on and
+cached; ``text`` and ``segments`` only describe them. A ``DistilledRecord`` is an episode without
+tokens: it has text parts, each with its author. Trajectories and records are stored as JSON, one
+per line, and are read back exactly.
 
 This module does not depend on models or tools.
 """
@@ -32,7 +33,7 @@ T = TypeVar("T")
 
 
 class Author(enum.IntEnum):
-    """The author of a token."""
+    """Who wrote a token."""
 
     PROMPT = 0
     POLICY = 1
@@ -42,7 +43,7 @@ class Author(enum.IntEnum):
 class StopReason(enum.StrEnum):
     """Why an episode ended.
 
-    - ``answer``: the policy answered.
+    - ``answer``: the policy wrote its answer.
     - ``environment``: the environment ended the episode.
     - ``length``: the token budget of the episode is used up.
     - ``turn_length``: the token budget of a turn is used up.
@@ -52,7 +53,7 @@ class StopReason(enum.StrEnum):
     - ``deadline``: the time limit of the episode passed.
     - ``tool_time``: the time limit for waiting for tools passed.
     - ``cancelled``: the request was cancelled.
-    - ``fault``: a component of ours failed. The policy causes neither this nor ``cancelled``.
+    - ``fault``: a component of the system failed. The policy causes neither this nor ``cancelled``.
     """
 
     ANSWER = "answer"
@@ -73,15 +74,16 @@ class ToolCall:
     """One call of a tool, or one step of an environment.
 
     Attributes:
-        tool: tag of the tool; ``turn`` for a whole turn that an environment answers.
-        arguments: text between its tags, or text of the turn.
-        observation: result of the tool, as the policy read it, without the tags.
+        tool: tag of the tool; ``turn`` if an environment answers a whole turn of the policy.
+        arguments: text between the tags of the tool, or the text of the turn.
+        observation: result as the policy read it, without the tags.
         outcome: how the call ended, see ``coa_jax.tools.base.Outcome``.
         ok: whether the call succeeded.
         start: seconds from the beginning of the episode to the call.
-        end: seconds from the beginning of the episode to its result.
-        detail: further data of the tool; JSON values.
-        reward: reward of the turn that ends with the call; None for none.
+        end: seconds from the beginning of the episode to the result of the call.
+        detail: further data from the tool, as JSON values by name.
+        reward: reward that an environment gave for the turn that ends with the call; None for no
+            reward.
         done: whether the environment ended the episode with this call.
     """
 
@@ -97,7 +99,7 @@ class ToolCall:
     done: bool = False
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the call as a JSON value, without ``reward`` and ``done`` if they are not set."""
+        """Returns the call as a JSON object, without ``reward`` and ``done`` at their defaults."""
         value = dataclasses.asdict(self)
         absent = {"reward": None, "done": False}
         return {k: v for k, v in value.items() if k not in absent or v != absent[k]}
@@ -108,9 +110,11 @@ class Reward:
     """The grade of an episode.
 
     Attributes:
-        value: the reward; None if the grader could not judge, which masks the episode.
-        parts: values of the single measures, by name.
-        reason: why there is no value; "" if there is one, or if the episode itself failed.
+        value: the reward; None if the grader could not judge. An episode without a value is masked:
+            the policy is not trained on it.
+        parts: values of the single reward functions that ``value`` combines, by name.
+        reason: why the grader could not judge; "" if there is a value, or if there is none because
+            the episode itself failed.
     """
 
     value: float | None
@@ -120,16 +124,17 @@ class Reward:
 
 @dataclasses.dataclass(frozen=True)
 class SegmentSpan:
-    """A span of text by one author.
+    """A span of a trajectory's text, written by one author.
 
     Attributes:
-        role: the tag, or None for text between segments.
+        role: tag of the segment; None for text between segments.
         author: author of the span.
-        text: all of its characters, including tags: the spans of a trajectory join to its ``text``.
-        start: index of its first token in ``tokens``.
-        end: index after its last token.
-        content: body of the span, in formats other than tags; None in tags, and for spans without a
-            role.
+        text: all characters of the span, including tags. The texts of all spans, joined, are the
+            ``text`` of the trajectory.
+        start: index of the span's first token in ``tokens``.
+        end: index after the span's last token in ``tokens``.
+        content: body of the span in conversation formats without tags; None in the format ``tags``,
+            and for spans without a role.
     """
 
     role: str | None
@@ -141,9 +146,9 @@ class SegmentSpan:
 
     @property
     def body(self) -> str | None:
-        """Text between the tags; None if the span is not a closed segment of its role.
+        """Text between the tags; None if the span has no role or no closing tag.
 
-        Blanks around the tags are ignored: the rollout loop inserts line ends there.
+        White space around the tags is ignored, because the rollout inserts newlines there.
         """
         if self.content is not None:
             return self.content
@@ -154,32 +159,33 @@ class SegmentSpan:
 
 
 def _span_json(span: SegmentSpan) -> dict[str, Any]:
-    """Returns a span as JSON, without the field that spans in tags do not have."""
+    """Returns a span as a JSON object; ``content`` is left out if it is None."""
     value = dataclasses.asdict(span)
     return value if span.content is not None else {k: value[k] for k in value if k != "content"}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Trajectory:
-    """One episode of the policy (paper eq 5).
+    """One episode of the policy (equation 5 of the Chain-of-Agents paper).
 
     Attributes:
         task_id: id of the task.
-        sample_id: number of the sample of the task, from 0.
+        sample_id: index of the sample among the samples of the task, from 0.
         question: the question as the policy read it.
         protocol: name of the protocol.
-        tokens: int32[T], including the prompt.
-        author: uint8[T], values of ``Author``.
-        logp: float32[T], log-probability with which a policy token was sampled, 0 elsewhere.
+        tokens: int32[T], token ids of the prompt and of everything after it.
+        author: uint8[T], author of each token, as values of ``Author``.
+        logp: float32[T], log-probability with which each token of the policy was sampled; 0 for
+            tokens of other authors.
         text: all text after the prompt.
         segments: contiguous spans of ``text``.
         tool_calls: tool calls in the order in which they were made.
         stop_reason: why the episode ended.
-        reward: None until graded.
-        gold: accepted answers.
-        metadata: JSON values.
-        branches: additional sequences of the same sample, which share its reward: other
-            conversations of an agent program outside of the trainer (see `coa_jax.agents`).
+        reward: grade of the episode; None until the episode is graded.
+        gold: accepted answers of the task.
+        metadata: further data, as JSON values by name.
+        branches: further token sequences of the same sample, which share its reward. An external
+            agent program (see `coa_jax.agents`) produces them if it holds several conversations.
     """
 
     task_id: str
@@ -208,10 +214,11 @@ class Trajectory:
             )
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the trajectory as a JSON value, from which ``from_json`` restores every bit.
+        """Returns the trajectory as a JSON object, from which ``from_json`` restores every bit.
 
-        Authors are runs ``[author, length]``. A log-probability is the shortest decimal with the
-        same float32 value, or its bits in hexadecimal if it is not finite.
+        Authors are run-length encoded as pairs ``[author, length]``. A log-probability is the
+        shortest decimal number with the same float32 value, or the bits in hexadecimal if the value
+        is not finite.
         """
         value = {f.name: getattr(self, f.name) for f in dataclasses.fields(self)}
         value["tokens"] = self.tokens.tolist()
@@ -227,7 +234,7 @@ class Trajectory:
 
     @classmethod
     def from_json(cls, value: Any) -> Trajectory:
-        """Reads a trajectory from the value of ``to_json``.
+        """Restores a trajectory from the JSON object that ``to_json`` returned.
 
         Raises:
             KeyError, TypeError, ValueError: the value is not a trajectory.
@@ -266,7 +273,7 @@ class Trajectory:
 
     @property
     def answer(self) -> str | None:
-        """Body of the answer that the policy wrote and closed, else None."""
+        """Body of the policy's answer; None if the policy wrote no answer or left its tag open."""
         for span in self.segments:
             if span.role == "answer" and span.author == Author.POLICY and span.body is not None:
                 return span.body
@@ -274,27 +281,30 @@ class Trajectory:
 
     @property
     def num_policy_tokens(self) -> int:
-        """Number of tokens that the policy wrote, including those of branches."""
+        """Number of tokens that the policy wrote in this trajectory and its branches."""
         return sum(int(np.count_nonzero(t.author == Author.POLICY)) for t in self.sequences)
 
 
 @dataclasses.dataclass(frozen=True)
 class DistilledRecord:
-    """A teacher's episode as training data.
+    """An episode of a teacher as training data, stored as text.
 
     Attributes:
-        id: id that is unique in its file.
+        id: id of the record, unique in its file.
         question: the question.
         protocol: name of the protocol.
         gold: accepted answers.
-        parts: (``"policy"`` or ``"environment"``, text) in order; the texts join to the assistant's
-            turn. Each part is tokenised separately, so token boundaries never span two parts.
+        parts: pairs (author, text) in order, with the author ``"policy"`` or ``"environment"``. The
+            joined texts are the assistant message. Each part is tokenised separately, so no token
+            spans two parts.
         answer: answer of the episode.
-        metadata: JSON values (hops, source, mistakes, ...).
-        prompt: whole user message (instructions and question) from the source of the record; "" if
-            the source has none. Used with the prompt style ``data``.
-        context: (``"system"``, ``"user"`` or ``"assistant"``, text) of the turns before the user
-            message: a system message of the source, earlier turns. They are never trained on.
+        metadata: further data as JSON values by name, such as ``hops``, ``source`` and
+            ``mistakes``.
+        prompt: whole user message (instructions and question) as the source of the record has it;
+            "" if the source has no such message. The prompt style ``data`` uses this message.
+        context: pairs (role, text) of the messages before the user message, with the role
+            ``"system"``, ``"user"`` or ``"assistant"``. The policy is never trained on these
+            messages.
     """
 
     id: str
@@ -321,16 +331,16 @@ class DistilledRecord:
 
     @property
     def text(self) -> str:
-        """The assistant's turn."""
+        """The assistant message: the joined texts of all parts."""
         return "".join(text for _, text in self.parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the record as a JSON value."""
+        """Returns the record as a JSON object."""
         return dataclasses.asdict(self)
 
     @classmethod
     def from_json(cls, value: Any) -> DistilledRecord:
-        """Reads a record from the value of ``to_json``.
+        """Restores a record from the JSON object that ``to_json`` returned.
 
         Raises:
             KeyError, TypeError, ValueError: the value is not a record.
@@ -342,7 +352,7 @@ class DistilledRecord:
 
 
 def _pairs(fields: dict[str, Any], name: str) -> tuple[tuple[Any, Any], ...]:
-    """Reads a field with a list of two-item lists; a missing field is empty."""
+    """Reads a field that contains a list of pairs; a missing field counts as an empty list."""
     found = fields.get(name, [])
     if not all(isinstance(pair, list) and len(pair) == 2 for pair in found):
         raise TypeError(f"the field {name!r} must hold lists of two texts")
@@ -350,13 +360,13 @@ def _pairs(fields: dict[str, Any], name: str) -> tuple[tuple[Any, Any], ...]:
 
 
 def trajectory_violations(trajectory: Trajectory) -> list[Violation]:
-    """Returns the rules of the protocol that the policy broke, with offsets in ``trajectory.text``.
+    """Returns each rule of the protocol that the policy broke, with the offset in the text.
 
-    Only the authors and texts of the spans are used, not their roles. A trajectory without spans is
-    judged by its text alone.
+    The check uses the authors and texts of the spans, but not their roles. For a trajectory without
+    spans it uses the text alone.
 
     Raises:
-        UserError: the trajectory's protocol is unknown.
+        UserError: the protocol of the trajectory is unknown.
     """
     rules = get_protocol(trajectory.protocol)
     if not trajectory.segments and rules.format is None:
@@ -370,22 +380,22 @@ def trajectory_violations(trajectory: Trajectory) -> list[Violation]:
 
 
 def format_valid(trajectory: Trajectory) -> bool:
-    """Returns whether the policy's text obeys the protocol."""
+    """Returns whether the policy's text breaks no rule of the trajectory's protocol."""
     return not trajectory_violations(trajectory)
 
 
 def iterate_trajectories(
     path: str | os.PathLike[str], decode: Callable[[Any], T], *, growing: bool = False
 ) -> Iterator[T]:
-    """Yields ``decode(value)`` for each trajectory of a file or a folder of shards.
+    """Yields ``decode(value)`` for each stored trajectory of a file or a folder.
 
     Args:
-        path: ``traces.jsonl`` or ``traces/`` of a run; any file of one of the formats of
+        path: ``traces.jsonl`` or ``traces/`` of a run, another file in a format of
             `coa_jax.shards`, or a folder of such files.
-        decode, growing: see `jsonl.read_lines`.
+        decode, growing: as in `jsonl.read_lines`.
 
     Raises:
-        UserError: see `read_trajectories`.
+        UserError: as in `read_trajectories`.
     """
     path = local(os.fspath(path))
     find_protocols(path)
@@ -397,34 +407,36 @@ def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
     """Reads all trajectories of a file or a folder of shards.
 
     Raises:
-        UserError: the file does not exist or has another type; or, for a malformed or partial line,
-            ``path:line: why``.
+        UserError: the file does not exist, has an unknown suffix, or contains a malformed or
+            incomplete line. The message for a line begins with ``path:line:``.
     """
     return list(iterate_trajectories(path, Trajectory.from_json))
 
 
 def write_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
-    """Writes a whole file of trajectories, atomically.
+    """Writes trajectories to a file, which replaces an older file atomically.
 
     Raises:
-        OSError: e.g. the disk is full; the previous file at ``path`` is unchanged.
+        OSError: the file cannot be written, for example because the disk is full. An older file at
+            ``path`` is unchanged.
     """
     jsonl.write_lines(path, (trajectory.to_json() for trajectory in trajectories))
 
 
 def append_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
-    """Appends whole lines to a file of trajectories; a partial last line is removed first.
+    """Appends trajectories to a file, after removing an incomplete last line.
 
     Raises:
-        OSError: e.g. the disk is full; the file is unchanged.
+        OSError: the file cannot be written, for example because the disk is full. No trajectory was
+            appended.
     """
     jsonl.append_lines(path, (trajectory.to_json() for trajectory in trajectories))
 
 
 def write_records(path: str | os.PathLike[str], records: Iterable[DistilledRecord]) -> None:
-    """Writes a whole file of distilled records, atomically.
+    """Writes distilled records to a file, which replaces an older file atomically.
 
     Raises:
-        OSError: see ``write_trajectories``.
+        OSError: as in ``write_trajectories``.
     """
     jsonl.write_lines(path, (record.to_json() for record in records))

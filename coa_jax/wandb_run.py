@@ -1,6 +1,7 @@
-"""Copies a run's metrics to Weights & Biases; `WANDB_MODE=offline` needs no account.
+"""Copies the metrics of a run to Weights & Biases (W&B).
 
-The W&B id of the run is stored in its directory, so that a resumed run continues the same curves.
+With `WANDB_MODE=offline` no account is needed. The W&B id is stored in the run directory, so that a
+resumed run continues the same curves.
 """
 
 from __future__ import annotations
@@ -16,22 +17,22 @@ from coa_jax.installed import missing
 
 
 class WandbRun:
-    """A run at W&B.
+    """The connection to a run at W&B.
 
     Attributes:
-        id: its W&B id.
+        id: id of the run at W&B.
     """
 
     def __init__(self, directory: Path, project: str, config: Mapping[str, Any]) -> None:
-        """Starts the W&B run of a directory, or continues it.
+        """Starts a run at W&B, or continues the run whose id is stored in the run directory.
 
         Args:
             directory: the run directory.
-            project: W&B project.
-            config: config of the run.
+            project: name of the W&B project.
+            config: config of the run, which W&B shows.
 
         Raises:
-            UserError: the package is missing, or W&B rejects the run.
+            UserError: the package ``wandb`` is not installed, or W&B rejects the run.
         """
         try:
             import wandb
@@ -59,9 +60,10 @@ class WandbRun:
         self._phases: set[str] = set()
 
     def scalars(self, phase: str, step: int, values: Mapping[str, float]) -> None:
-        """Logs values as ``PHASE/NAME``, with a separate step axis for each phase.
+        """Logs metrics as ``PHASE/NAME``, with a separate step axis for each phase.
 
-        W&B's own step only grows, but a resumed run repeats the steps after its checkpoint.
+        W&B's own step cannot serve as the axis: it only grows, but a resumed run repeats the steps
+        after its last checkpoint.
 
         Args:
             phase: phase of the run.
@@ -76,5 +78,5 @@ class WandbRun:
         self._run.log({**named, f"{phase}/step": step})
 
     def close(self) -> None:
-        """Closes the connection; the run may be continued later."""
+        """Closes the connection; a resumed run can continue the W&B run later."""
         self._run.finish()

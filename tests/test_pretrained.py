@@ -67,7 +67,7 @@ def check_release(run, release):
     sampled = Counter(t.metadata["phase"] for t in read_trajectories(release))
     assert sampled == {"evaluate-sft": 6, "evaluate-rl": 6}
     assert build_report(release).is_file()
-    with pytest.raises(UserError, match="is there already"):
+    with pytest.raises(UserError, match="exists already"):
         write_release(run, release)
 
 

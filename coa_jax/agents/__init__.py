@@ -1,8 +1,9 @@
 """Trains the policy through external agent programs, which call it over HTTP.
 
-`sampler.AgentSampler` replaces the tool loop's sampler.  For each sample it starts an agent program
-(`program`, supervised by `leash`), serves chat completions to the program (`app`), and records the
-sampled tokens (`session`).  docs/agents.md describes the interface of a program.
+`sampler.AgentSampler` takes the place of the sampler with the tool loop. For each sample it starts
+an agent program (`program`, supervised by `leash`), serves chat completions to this program
+(`app`), and records the sampled tokens (`session`). docs/agents.md describes how a program talks to
+the trainer.
 """
 
 from __future__ import annotations
@@ -16,10 +17,11 @@ if TYPE_CHECKING:
 
 
 def agent_sampler(*arguments: Any, **options: Any) -> AgentSampler:
-    """Creates an `AgentSampler`; see there for the arguments and further errors.
+    """Creates an `AgentSampler`, which describes the arguments.
 
     Raises:
-        UserError: the packages of the extra ``serve`` are not installed.
+        UserError: the packages of the extra ``serve`` are not installed, or `AgentSampler` raises
+            this error.
     """
     try:
         from coa_jax.agents.sampler import AgentSampler

@@ -1,4 +1,4 @@
-"""The HTTP endpoint for agent programs: chat completions and rewards, by session key."""
+"""Serves agent programs over HTTP: chat completions, and a route by which they report rewards."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from coa_jax.web.guard import Guard, Rules, body_of
 from coa_jax.web.refusals import RefusalLog
 
 MODEL = "policy"
-"""Name of the policy at the endpoint; requests may give any other model name."""
+"""Name of the model at the endpoint; requests may contain any other name."""
 
 _ROUTES = ("/health", "/reward", "/v1/models", "/v1/chat/completions")
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Asked(Visit):
-    """A request of an agent program.
+    """A request of an agent program in the rollout loop.
 
     Attributes:
         session: session of the program.
@@ -50,10 +50,10 @@ class Asked(Visit):
 
 
 class Sessions(Service):
-    """Serves the policy to many sessions at a time.
+    """Serves the policy to the sessions of many agent programs.
 
     Attributes:
-        by_key: open sessions by their key.
+        by_key: open sessions, by the key that the program sends.
     """
 
     def __init__(
@@ -69,7 +69,7 @@ class Sessions(Service):
         """Sets up the service.
 
         Args:
-            model: the policy; its tokenizer and architecture are used.
+            model: the policy; only its tokenizer and its architecture are used.
             engines: decoding engines with the weights of ``version``.
             config: settings of the server.
             version: policy version of the engines' weights.
@@ -83,15 +83,15 @@ class Sessions(Service):
         self._most = most
 
     def prepare(self, session: Session, _: Service, body: ChatRequest) -> Visit:
-        """Turns the body of a chat request into a request for the engines.
+        """Makes the request for the rollout loop from the body of a chat request.
 
-        The method tokenises new messages, so callers run it in a thread.  Sampling parameters are
-        those of the run, whatever the program requests: training must use the distribution from
-        which tokens were sampled.
+        The method tokenises new messages, so callers run it in a thread. The sampling parameters of
+        the program are ignored in favour of those of the run, because training must know the
+        distribution from which tokens were sampled.
 
         Args:
             session: session of the program.
-            body: the chat request.
+            body: body of the chat request.
 
         Raises:
             Refused: the session has used up its requests, or the policy cannot continue the
@@ -133,9 +133,9 @@ class Sessions(Service):
         return Asked(**values, session=session, place=place)
 
     async def events(self, visit: Visit) -> AsyncGenerator[Event, None]:
-        """See `Service`; the session has a completion before the program receives its end."""
+        """Runs a request like `Service.events`; records completions before the program has them."""
         assert isinstance(visit, Asked)
-        if visit.session.closed:  # closed while the request was being read
+        if visit.session.closed:  # the session was closed while its request was being read
             raise Refused(401, "the session has ended")
         said: dict[int, str] = defaultdict(str)
         events = super().events(visit)
@@ -166,12 +166,15 @@ class Sessions(Service):
             session.in_engine -= 1
 
     def running(self, session: Session) -> list[Asked]:
-        """The running requests of a session."""
+        """Returns the requests of a session that are running."""
         return [v for v in self._visits if isinstance(v, Asked) and v.session is session]
 
 
 def make_app(service: Sessions, log: RefusalLog) -> FastAPI:
-    """Creates the application; every request needs the key of a session as its bearer token."""
+    """Creates the ASGI application.
+
+    Every request needs the key of an open session as its bearer token.
+    """
     app = FastAPI(openapi_url=None)
 
     def session_of(request: Request) -> Session:
@@ -205,7 +208,7 @@ def make_app(service: Sessions, log: RefusalLog) -> FastAPI:
     handle_errors(app)
     rules = Rules(
         api_key=service.by_key.__contains__,
-        local=False,  # every request has a key
+        local=False,  # requests of other machines have a key, too
         max_body=service.config.body_limit,
         routes=_ROUTES,
         open=("/health",),

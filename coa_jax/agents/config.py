@@ -1,4 +1,4 @@
-"""Settings of agent programs, which solve tasks by calling the policy over HTTP."""
+"""Defines the settings of agent programs, which solve tasks by calling the policy over HTTP."""
 
 from __future__ import annotations
 
@@ -18,28 +18,30 @@ AGENTS = Kind(
     offers=("task", "question", "base_url", "api_key", "model"),
     needs=("base_url",),
 )
-"""An async function that solves a task through an OpenAI-compatible endpoint.
+"""The kind of async functions that solve a task through an OpenAI-compatible endpoint.
 
-Its parameter ``task`` is the JSON object that a program reads from its standard input.  It returns
-the value that a program would print as its last line; see docs/agents.md.
+The parameter ``task`` receives the JSON object that a program would read from its standard input.
+The function returns the value that a program would print as its last line, see docs/agents.md.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class AgentConfig(Bounded):
-    """An agent program that replaces the tool loop; by default there is none.
+    """Settings of an agent program in place of the tool loop; the default is no program.
 
     Attributes:
-        command: command line of the program.  It is started once per sample, in the working
-            directory and without a shell.
-        function: an async function instead of a program, ``package.module:name``, see `AGENTS`.
+        command: command line of the program; "" for no program. The program is started once per
+            sample, in the working directory and without a shell.
+        function: path ``package.module:name`` of an async function that takes the place of the
+            program, see `AGENTS`; "" for no function.
         options: keyword arguments of the function.
-        concurrency: programs that run at a time; 0 for the number of the engines' slots.
-        seconds: time limit of a program in wall-clock seconds (stop reason ``deadline``); it
-            applies with ``max_staleness=0`` too.
-        max_requests: maximum number of completions per session; further requests are refused (stop
+        concurrency: maximum number of programs that run at the same time; 0 for the number of slots
+            of the engines.
+        seconds: time limit of a program in seconds of wall-clock time (stop reason ``deadline``).
+            It also applies if ``max_staleness`` is 0.
+        max_requests: maximum number of requests of a program; further requests are refused (stop
             reason ``turns``).
-        host: address on which the endpoint listens; each session needs its own key.
+        host: address on which the endpoint listens. Each request needs the key of its session.
         port: port of the endpoint; 0 for any free port.
     """
 
@@ -64,5 +66,5 @@ class AgentConfig(Bounded):
             raise UserError(f"command cannot be parsed as a command line: {error}") from None
 
     def __bool__(self) -> bool:
-        """Whether there is a program or a function."""
+        """Whether a program or a function is set."""
         return bool(self.command or self.function)

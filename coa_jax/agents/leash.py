@@ -1,12 +1,13 @@
-"""A supervisor process that runs one program, and kills the program's whole process tree.
+"""Runs one program as a supervisor process, which kills the program's whole process tree.
 
-It kills the process tree when the program exits, when it receives SIGTERM itself, and when the
-process that started it is gone.
+The supervisor kills the process tree when the program exits, when the supervisor receives SIGTERM,
+or when the process that started the supervisor is gone.
 
     python -m coa_jax.agents.leash OWNER PROGRAM ARGUMENT...
 
-OWNER is the id of the process that started the supervisor.  The exit code is that of the program;
-128 plus the signal number if a signal ended the program; 127 if the program cannot be started.
+OWNER is the id of the process that started the supervisor. The exit code is the exit code of the
+program; 128 plus the number of the signal if a signal ended the program; or 127 if the program
+cannot be started.
 """
 
 from __future__ import annotations
@@ -28,16 +29,19 @@ _SWEEP_S = 5.0
 
 
 def run(owner: int, command: list[str]) -> int:
-    """Runs a program until it exits; returns the exit code, see the module's docstring.
+    """Runs a program until it exits.
 
     Args:
-        owner: process id of the parent of this process.
+        owner: id of the process that started this process.
         command: the program and its arguments.
+
+    Returns:
+        The exit code of the supervisor, see the docstring of the module.
     """
     _set(kernel.PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: _end())
     try:
-        # If this process is killed with SIGKILL, the kernel kills the program too.
+        # If SIGKILL ends this process, the kernel kills the program, too.
         end_with_me = functools.partial(_set, kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
         program = subprocess.Popen(command, preexec_fn=end_with_me)
     except OSError as error:
@@ -50,7 +54,7 @@ def run(owner: int, command: list[str]) -> int:
 
 
 def _set(option: int, value: int) -> None:
-    with contextlib.suppress(OSError, AttributeError):  # prctl exists on Linux only
+    with contextlib.suppress(OSError, AttributeError):  # prctl exists only on Linux
         kernel.prctl(option, value)
 
 
@@ -66,7 +70,7 @@ def _end() -> None:
 
 
 def _sweep() -> None:
-    """Kills every descendant; orphaned descendants become children of this process (subreaper)."""
+    """Kills every descendant. This process is a subreaper, so orphans become its children."""
     end = time.monotonic() + _SWEEP_S
     while (below := every_descendant(os.getpid())) and time.monotonic() < end:
         for process in below:

@@ -18,21 +18,21 @@ from coa_jax.agents.config import AGENTS, AgentConfig
 from coa_jax.errors import UserError
 from coa_jax.extensions import bind
 
-_TAIL = 64 << 10  # maximum number of bytes of a program's output that are kept
+_TAIL = 64 << 10  # maximum number of bytes that are kept of a program's output
 _GRACE_S = 10.0  # seconds in which a supervisor (`leash`) must end the program's process tree
 
 
 class ProgramError(Exception):
-    """A program failed; the sample is masked, because the failure says nothing of the policy."""
+    """Raised if a program fails; this masks the sample, because the policy is not the cause."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """The outcome that a program reports for its sample.
+    """The outcome that an agent program reports for its sample.
 
     Attributes:
-        answer: final answer; None without an answer.
-        reward: reward that the program gives; None leaves grading to the run's graders.
+        answer: final answer; None for no answer.
+        reward: reward that the program gives; None to let the graders of the run grade the answer.
     """
 
     answer: str | None = None
@@ -40,11 +40,11 @@ class Outcome:
 
     @classmethod
     def read(cls, value: Any) -> Outcome:
-        """Reads an outcome.
+        """Reads an outcome from the value that a program printed or a function returned.
 
         Args:
-            value: an object with ``answer``, ``reward`` or ``error``; a string, which is the
-                answer; or None.
+            value: a mapping with ``answer``, ``reward`` or ``error``; a string, which is the
+                answer; or None for an empty outcome.
 
         Raises:
             ProgramError: the value is something else, or has an ``error``.
@@ -66,19 +66,19 @@ class Outcome:
         )
 
     def over(self, other: Outcome) -> Outcome:
-        """This outcome, with missing fields filled in from the other outcome."""
+        """Returns this outcome; fields that are None are taken from the other outcome."""
         answer = other.answer if self.answer is None else self.answer
         return Outcome(answer, other.reward if self.reward is None else self.reward)
 
 
 @dataclasses.dataclass(frozen=True)
 class Access:
-    """The address and credentials by which a program reaches its session.
+    """The address and key with which a program reaches its session.
 
     Attributes:
         url: address of the endpoint, without ``/v1``.
         key: key of the session.
-        model: model name of the policy.
+        model: name of the model for requests.
     """
 
     url: str
@@ -92,14 +92,17 @@ class Access:
 
 
 Agent = Callable[[Mapping[str, Any], Access], Awaitable[Outcome]]
-"""Solves a task (a JSON object) by calling the policy.  If cancelled, it ends its processes."""
+"""A function that solves a task, a JSON object, by calling the policy.
+
+If it is cancelled, it ends its processes.
+"""
 
 
 def make_agent(config: AgentConfig) -> Agent:
-    """Creates the agent that a config names.
+    """Creates the agent that the settings name.
 
     Raises:
-        UserError: the function does not exist, takes wrong parameters, or is not async.
+        UserError: the function does not exist, has wrong parameters, or is not async.
     """
     if config.command:
         command = shlex.split(config.command)
@@ -117,7 +120,7 @@ def make_agent(config: AgentConfig) -> Agent:
                 api_key=access.key,
                 model=access.model,
             )
-        except Exception as error:  # a user's function may raise anything
+        except Exception as error:  # the function of a user may raise anything
             raise ProgramError(f"{type(error).__name__}: {error}") from error
         return Outcome.read(found)
 
@@ -125,10 +128,10 @@ def make_agent(config: AgentConfig) -> Agent:
 
 
 async def run_command(command: list[str], task: Mapping[str, Any], access: Access) -> Outcome:
-    """Runs a program, supervised by `leash`, with a task on its standard input.
+    """Runs a program, supervised by `leash`, and returns the outcome that it prints.
 
-    The last line that the program prints is its outcome: a JSON object that `Outcome.read` accepts,
-    or the answer itself.
+    The program reads the task from its standard input. The last line that it prints is the outcome:
+    a JSON object that `Outcome.read` accepts, or the answer itself.
 
     Args:
         command: the program and its arguments.
@@ -136,7 +139,8 @@ async def run_command(command: list[str], task: Mapping[str, Any], access: Acces
         access: address and key of the program's session.
 
     Raises:
-        ProgramError: the program cannot be started, or its exit code is not 0.
+        ProgramError: the program cannot be started, its exit code is not 0, or its outcome is
+            invalid.
     """
     text = json.dumps(task)
     starting = asyncio.ensure_future(
@@ -146,20 +150,20 @@ async def run_command(command: list[str], task: Mapping[str, Any], access: Acces
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
             env=environment(task["question"], access),
-            start_new_session=True,  # Ctrl-C reaches this process only, which ends its programs
+            start_new_session=True,  # Ctrl-C reaches only this process, which ends its programs
         )
     )
     try:
         process = await asyncio.shield(starting)
-    except asyncio.CancelledError:  # only a supervisor that has started can end the program
+    except asyncio.CancelledError:  # a program can only be ended through a started supervisor
         await _end(await starting)
         raise
-    except OSError as error:  # a limit on processes or open files is reached
+    except OSError as error:  # for example, too many processes or open files
         raise ProgramError(f"no process can be started: {error.strerror}") from error
     assert process.stdin and process.stdout and process.stderr
     reading = [asyncio.ensure_future(_tail(s)) for s in (process.stdout, process.stderr)]
     try:
-        with contextlib.suppress(OSError):  # the program may exit without reading its input
+        with contextlib.suppress(OSError):  # the program may exit before it reads its input
             process.stdin.write(text.encode())
             await process.stdin.drain()
         process.stdin.close()
@@ -178,7 +182,7 @@ async def run_command(command: list[str], task: Mapping[str, Any], access: Acces
 
 
 def _said(line: str) -> Outcome:
-    """Reads the outcome from the last line of a program's output."""
+    """Reads the outcome from the last line that a program printed."""
     try:
         value = json.loads(line)
     except ValueError:
@@ -187,7 +191,7 @@ def _said(line: str) -> Outcome:
 
 
 def environment(question: str, access: Access) -> dict[str, str]:
-    """Environment variables of a program; OpenAI clients read ``OPENAI_...`` by themselves."""
+    """Returns the environment variables of a program; OpenAI clients read ``OPENAI_...``."""
     return {
         **os.environ,
         "OPENAI_BASE_URL": access.base_url,
@@ -199,7 +203,7 @@ def environment(question: str, access: Access) -> dict[str, str]:
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:
-    """Reads a stream to its end, and returns its last part."""
+    """Reads a stream to its end, and returns the last `_TAIL` bytes as text."""
     kept = b""
     while piece := await stream.read(_TAIL):
         kept = (kept + piece)[-_TAIL:]
@@ -207,7 +211,7 @@ async def _tail(stream: asyncio.StreamReader) -> str:
 
 
 async def _end(process: asyncio.subprocess.Process) -> None:
-    """Ends a supervisor, which ends the program's process tree."""
+    """Ends a supervisor, which then ends the program's process tree."""
     for end in (process.terminate, process.kill):
         with contextlib.suppress(ProcessLookupError):
             end()

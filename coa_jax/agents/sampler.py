@@ -1,4 +1,4 @@
-"""Samples trajectories by running external agent programs, instead of the tool loop."""
+"""Samples trajectories by running external agent programs instead of the tool loop."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ from coa_jax.web.refusals import RefusalLog
 from coa_jax.web.server import Server, address_of, allow_connections, listen
 
 _HOPELESS = 8
-"""Failures after which the run stops, if no program has succeeded before."""
+"""Number of failed programs after which the run stops if no program has succeeded before."""
 
 
 class AgentSampler:
-    """A `rollout.sampler.Sampler` whose samples are runs of a program that calls the policy."""
+    """A `rollout.sampler.Sampler` that runs an agent program for each sample."""
 
     def __init__(
         self,
@@ -45,11 +45,11 @@ class AgentSampler:
         """Loads the agent, and opens the port of the endpoint.
 
         Args:
-            model: the policy; its tokenizer and architecture are used.
+            model: the policy; only its tokenizer and its architecture are used.
             engines: decoding engines with free slots and the weights of ``version``.
-            config: settings of the agent.
-            rollout: ``max_tokens`` bounds each conversation of a sample; the other budgets belong
-                to the tool loop and are ignored.
+            config: settings of the agent program.
+            rollout: budgets. ``max_tokens`` limits each conversation of a sample. The other budgets
+                belong to the tool loop and are ignored.
             version: policy version of the engines' weights.
             recompute: whether running requests recompute their KV cache when weights change.
 
@@ -78,15 +78,15 @@ class AgentSampler:
         self._running: dict[asyncio.Task[Trajectory], Session] = {}
         self._refused: list[Trajectory] = []
         self._news = asyncio.Event()
-        self._failures: int | None = 0  # None once a program has succeeded
+        self._failures: int | None = 0  # number of failures; None once a program has succeeded
 
     def submit(self, request: Request) -> None:
-        """See `Sampler`."""
+        """Implements `Sampler`."""
         self._waiting.extend((request, sample) for sample in request.samples)
         self._news.set()
 
     def cancel(self, request: Request) -> None:
-        """See `Sampler`."""
+        """Implements `Sampler`."""
         for pair in [pair for pair in self._waiting if pair[0] is request]:
             self._waiting.remove(pair)
             session = self._session(*pair)
@@ -97,18 +97,18 @@ class AgentSampler:
         self._news.set()
 
     def _end(self, task: asyncio.Task[Trajectory], session: Session) -> None:
-        """Cancels a program once: a second cancellation would interrupt its cleanup."""
+        """Cancels a program, but only once: a second cancellation would interrupt its cleanup."""
         if not session.cancelled:
             session.cancelled = True
             task.cancel()
 
     def publish(self, weights: Sequence[DecodeParams] | None, version: int) -> None:
-        """See `EngineSampler.publish`."""
+        """Loads new weights into the engines, like `EngineSampler.publish`."""
         self._version = version
         self._service.sampler.publish(weights, version)
 
     def oldest(self, request: Request) -> int | None:
-        """See `Sampler`."""
+        """Implements `Sampler`."""
         sessions = [s for s in self._running.values() if s.request is request]
         found = [session.oldest for session in sessions]
         running = [visit for session in sessions for visit in self._service.running(session)]
@@ -116,11 +116,11 @@ class AgentSampler:
         return min((version for version in found if version is not None), default=None)
 
     def figures(self) -> dict[str, float]:
-        """See `EngineSampler.figures`."""
+        """Returns statistics of the engines, like `EngineSampler.figures`."""
         return self._service.sampler.figures()
 
     async def finished(self) -> AsyncGenerator[Trajectory, None]:
-        """See `Sampler`; the endpoint and the programs run as long as this generator does."""
+        """Implements `Sampler`; the endpoint and the programs run while this generator runs."""
         log = RefusalLog()
         service = self._service
         async with service:
@@ -141,7 +141,7 @@ class AgentSampler:
                             raise RuntimeError("the endpoint of the agent programs has stopped")
                     for task in [task for task in self._running if task.done()]:
                         session = self._running.pop(task)
-                        if task.cancelled():  # cancelled before it started
+                        if task.cancelled():  # the program was cancelled before it started
                             yield self._finished(session, StopReason.CANCELLED, Outcome(), 0.0)
                         else:
                             yield task.result()
@@ -153,7 +153,7 @@ class AgentSampler:
                 await asyncio.gather(serving, return_exceptions=True)
 
     def _begin(self) -> list[Trajectory]:
-        """Starts waiting programs up to the limit; returns samples cancelled before their start."""
+        """Starts waiting programs up to the limit; returns samples that were cancelled before."""
         refused, self._refused = self._refused, []
         while self._waiting and len(self._running) < self._room:
             session = self._session(*self._waiting.popleft())
@@ -165,7 +165,7 @@ class AgentSampler:
         return Session(self._service.model.tokenizer, request, sample, self._version, key)
 
     async def _run(self, session: Session) -> Trajectory:
-        """Runs one program until it ends; a program that fails yields a trajectory too."""
+        """Runs a program until it ends; returns a trajectory even if the program fails."""
         clock, task = asyncio.get_running_loop().time, session.request.task
         began, outcome, fault = clock(), Outcome(), ""
         self._service.by_key[session.key] = session
@@ -180,8 +180,8 @@ class AgentSampler:
         except asyncio.CancelledError:
             reason = StopReason.CANCELLED
         except ProgramError as error:
-            # Most programs fail when a request is refused because a budget is used up; the stop
-            # reason is then that budget, not a fault.
+            # Most programs fail if a request is refused because a budget is used up. The stop
+            # reason is then this budget, and not a fault.
             reason, fault = session.ended_by or StopReason.FAULT, str(error)
         await self._leave(session)
         if session.ended_by is StopReason.FAULT:
@@ -198,7 +198,7 @@ class AgentSampler:
     async def _leave(self, session: Session) -> None:
         """Closes a session, and waits until the engines hold none of its requests.
 
-        Otherwise new weights could be loaded while a request is still running.
+        Without waiting, new weights could be loaded while a request is still running.
         """
         session.closed = True
         for visit in self._service.running(session):
@@ -208,7 +208,7 @@ class AgentSampler:
         del self._service.by_key[session.key]
 
     def _count(self, session: Session, reason: StopReason, fault: str) -> None:
-        """Logs the first failure of a program, and stops the run if no program succeeds.
+        """Logs the first failure, and stops the run if the first programs all fail.
 
         Raises:
             UserError: the first `_HOPELESS` programs have failed.

@@ -1,10 +1,11 @@
-"""The conversations of an agent program for one sample, recorded as the sampled token ids.
+"""Records the conversations of an agent program for one sample, as token ids.
 
-A session is a tree of turns.  A turn has the token ids of the messages that a request adds to the
-previous turns, and the token ids that the policy sampled in reply.  A request is matched to the
-tree by the texts of its messages: turns that it repeats keep their token ids, and only its new
-messages are rendered and tokenised.  So no message is tokenised twice, and sampled tokens are never
-tokenised again.  A request that does not continue the last turn of a conversation starts a branch.
+A session is a tree of turns. A turn consists of the token ids of the messages that a request adds
+to earlier turns, and of the token ids that the policy sampled in reply. A request is matched to the
+tree by the texts of its messages. Turns that the request repeats keep their token ids, and only new
+messages are rendered and tokenised. So no message is tokenised twice, and sampled tokens are never
+tokenised again. A request that does not continue the last turn of a conversation starts a branch of
+the tree.
 """
 
 from __future__ import annotations
@@ -27,15 +28,15 @@ from coa_jax.trajectory import Author, SegmentSpan, StopReason, Trajectory
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Turn:
-    """A request and one completion of it.
+    """A request and one of its completions.
 
     Attributes:
-        before: the turn that the request continues; None at the start of a conversation.
+        before: the turn that the request continues; None if the request starts a conversation.
         messages: new messages of the request.
-        added: token ids of the new messages, up to the opening of the policy's turn.
+        added: token ids of the new messages, up to the beginning of the policy's turn.
         said: text of the completion as the program received it.
-        answer: trajectory of the completion: all earlier token ids, ``added`` and the new policy
-            tokens.
+        answer: trajectory of the completion. Its tokens are all earlier token ids, ``added``, and
+            the new tokens of the policy.
     """
 
     before: Turn | None
@@ -50,10 +51,10 @@ class Turn:
         return (*self.before.path, self) if self.before else (self,)
 
     def is_said(self, message: Message) -> bool:
-        """Whether a message repeats the completion of this turn.
+        """Returns whether a message repeats the completion of this turn.
 
-        Programs may strip white space, append the stop string that the endpoint left out, and
-        format the JSON of calls differently.
+        Before a program sends a completion back, it may strip white space, append the stop string
+        that the endpoint left out, or format the JSON of calls in another way.
         """
         role, text = message
         said, text, written = self.said.strip(), text.strip(), self.answer.text.strip()
@@ -66,11 +67,11 @@ class Place:
     """The point in the tree of turns that a request continues.
 
     Attributes:
-        before: see `Turn`.
-        messages: see `Turn`.
-        added: see `Turn`.
-        prompt: token ids of the whole conversation, up to the opening of the policy's turn.
-        number: identifies this prompt in this session; it seeds the sampling.
+        before: the turn that the request continues; None if the request starts a conversation.
+        messages: new messages of the request.
+        added: token ids of the new messages, up to the beginning of the policy's turn.
+        prompt: token ids of the whole conversation, up to the beginning of the policy's turn.
+        number: number that identifies this prompt in the session, and seeds the sampling.
     """
 
     before: Turn | None
@@ -81,19 +82,20 @@ class Place:
 
 
 class Session:
-    """The tree of turns of one sample; it supports concurrent requests.
+    """The tree of turns of one sample; several threads may use it.
 
     Attributes:
         request: the trainer's request for the samples of a task.
-        sample: number of the sample.
+        sample: index of the sample among the samples of the task.
         key: key by which the endpoint identifies the session.
-        turns: turns in order of completion.
-        given: outcome that the program has posted to the endpoint's ``/reward``.
-        ended_by: the budget for which a request was refused; None if no budget was used up.
-        in_engine: completions that are still in the engines.
+        turns: turns, in the order in which they were completed.
+        given: outcome that the program has sent to the route ``/reward``.
+        ended_by: stop reason of a request that was refused or failed, such as a budget that was
+            used up; None if there was none.
+        in_engine: number of completions that are still in the engines.
         asked: number of requests so far.
         cancelled: whether the sample was cancelled.
-        closed: whether the program has ended; further requests are refused.
+        closed: whether the program has ended. Further requests of the session are refused.
     """
 
     def __init__(self, tokenizer: Any, request: Request, sample: int, version: int, key: str):
@@ -102,7 +104,7 @@ class Session:
         Args:
             tokenizer: tokenizer of the policy.
             request: the trainer's request for the samples of a task.
-            sample: number of the sample.
+            sample: index of the sample among the samples of the task.
             version: current policy version.
             key: key by which the endpoint identifies the session.
         """
@@ -118,7 +120,7 @@ class Session:
         self._lock = threading.Lock()
 
     def known(self, messages: Sequence[Message]) -> tuple[Turn | None, tuple[Message, ...]]:
-        """The last turn that a conversation repeats, and the messages after that turn."""
+        """Returns the last turn that a conversation repeats, and the messages after this turn."""
         with self._lock:
             return self._known(None, tuple(messages))
 
@@ -134,11 +136,11 @@ class Session:
         return best
 
     def place(self, before: Turn | None, new: tuple[Message, ...]) -> Place:
-        """Tokenises the new messages of a request, and returns the point that it continues.
+        """Tokenises the new messages of a request; returns the point that the request continues.
 
         Args:
             before: turn that the request continues, as returned by `known`.
-            new: messages after that turn, as returned by `known`.
+            new: messages after this turn, as returned by `known`.
         """
         if before is None:
             added = prompt = prompt_ids(self._tokenizer, new)
@@ -150,12 +152,12 @@ class Session:
             content = zlib.crc32(np.asarray(prompt, np.int32).tobytes())
             again = self._prompts[content]
             self._prompts[content] += 1
-        # Concurrent requests may arrive in any order; their random keys must not depend on it.
+        # Concurrent requests may arrive in any order, on which their random keys must not depend.
         name = f"{self.request.prompt_id} {self.sample} {content} {again}"
         return Place(before, new, tuple(added), tuple(prompt), zlib.crc32(name.encode()) >> 1)
 
     def add(self, place: Place, said: str, answer: Trajectory) -> None:
-        """Records a completion.
+        """Records a completion as a new turn.
 
         Args:
             place: point that the request continued.
@@ -170,21 +172,23 @@ class Session:
 
     @property
     def oldest(self) -> int | None:
-        """Oldest policy version that sampled a turn; None without turns."""
+        """Oldest policy version that sampled a token of a turn; None if there are no turns."""
         versions = [turn.answer.metadata["policy_versions"][0][1] for turn in self.turns]
         return min(versions, default=None)
 
     def trajectory(
         self, reason: StopReason, outcome: Outcome, about: Mapping[str, Any]
     ) -> Trajectory:
-        """Builds the trajectory: the conversation of the last turn, and the others as branches.
+        """Builds the trajectory of the sample; further conversations become its branches.
 
-        A sampled token is trained on in one conversation, and is part of the prompt in the others.
+        The trajectory itself is the conversation that ends with the last turn. If several
+        conversations share a sampled token, the policy is trained on the token in one of them; in
+        the others it is part of the prompt.
 
         Args:
             reason: stop reason of the sample.
             outcome: outcome that the program reported.
-            about: further metadata.
+            about: further metadata, as JSON values by name.
         """
         last = self.turns[-1] if self.turns else None
         leaves = [turn for turn in self.turns if not self._after[turn] and turn is not last]
@@ -219,7 +223,7 @@ class Session:
             author[begin:end] = Author.PROMPT if turn in learned else Author.POLICY
             if turn not in learned:
                 logp[begin:end] = turn.answer.logp[begin:end]
-            # The turn's prompt includes earlier turns, whose own versions are already recorded:
+            # The prompt of the turn includes earlier turns, whose versions are already recorded. So
             # only the versions of the new tokens count.
             (_, first), *later = turn.answer.metadata["policy_versions"]
             for position, version in ([start, first], *later):

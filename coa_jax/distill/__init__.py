@@ -1,7 +1,8 @@
-"""The teacher multi-agent system and the distillation of its runs into trajectories.
+"""Distils the runs of a multi-agent system, the teacher, into trajectories of one policy.
 
-Runs are logs of messages between agents (`messages`, `team`), written by pluggable minds
-(`minds`, `scripted`), converted (`convert`), filtered (`filters`) and stored (`dataset`).
+A run is a log of messages between agents (`messages`, `team`). A mind, which is a model or a set of
+scripted rules, decides for each agent (`minds`, `scripted`). Runs are converted to trajectories
+(`convert`), filtered (`filters`) and stored (`dataset`).
 """
 
 from coa_jax.distill.convert import convert

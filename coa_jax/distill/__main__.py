@@ -1,13 +1,15 @@
-"""Creates a distilled data set: the teacher solves tasks with real tools, and filters select runs.
+"""Creates a distilled data set from runs in which a teacher solves tasks with real tools.
 
     python -m coa_jax.distill --config=configs/distill/factbook.py --workdir=runs/distill
 
-Writes ``train.jsonl`` and ``validation.jsonl`` (read by ``python -m coa_jax.sft``), the teacher's
-message logs under ``journal/``, a few dropped runs of each filter under ``dropped/``,
-``config.json`` and ``summary.json``. A killed run continues when started again. With
-configs/distill/endpoint.py the agents are a language model, and ``calls/`` stores every call. With
-configs/distill/smolagents.py smolagents is the teacher. With configs/distill/traces.py logs of
-other systems are read instead.
+Filters select the runs that become training data. The command writes ``train.jsonl`` and
+``validation.jsonl``, which ``python -m coa_jax.sft`` reads, the message logs of the teacher
+(``journal/``), a few runs that each filter dropped (``dropped/``), ``config.json`` and
+``summary.json``. After a kill, the same command continues.
+
+With configs/distill/endpoint.py a language model decides for the agents, and ``calls/`` stores
+every call of the model. With configs/distill/smolagents.py the teacher consists of smolagents
+agents. With configs/distill/traces.py there is no teacher: the command reads logs of other systems.
 """
 
 from __future__ import annotations
@@ -47,13 +49,14 @@ from coa_jax.tools.make import ToolsConfig, make_tools
 
 @dataclasses.dataclass(frozen=True)
 class Tasks(Bounded):
-    """The tasks to solve.
+    """The tasks that the teacher solves.
 
     Attributes:
         source: source of the tasks, see `tasks.load_tasks`.
-        train, validation: number of tasks in each split.
-        seed: seed of the sample of tasks.
-        level: level of the protocols' rules; "" for the level of each task.
+        train, validation: number of tasks that are taken from each split.
+        seed: seed of the random choice of tasks.
+        level: how strict the protocols' rules are, ``lenient`` or ``paper``; "" for the level that
+            each task has.
     """
 
     source: Place
@@ -65,15 +68,17 @@ class Tasks(Bounded):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command(Bounded):
-    """The settings of the command; the groups that are present determine the kind of distillation.
+    """The settings of a distillation; the optional groups that are given determine its kind.
 
     Attributes:
-        teacher: settings of the team of agents, and of the filters.
-        tokenizer: folder with a tokenizer, to count tokens; "" for none.
-        tasks, tools: tasks of the team, and its tools.
-        endpoint: model of the team; without it the team is scripted.
-        smolagents: settings of two smolagents agents that replace the team.
-        traces: traces of another system.
+        teacher: settings of the team of agents and of the filters.
+        tokenizer: folder of a tokenizer, with which tokens are counted; "" to count no tokens.
+        tasks, tools: tasks that the team solves, and its tools.
+        endpoint: model that decides for the agents; None for scripted rules.
+        smolagents: settings of two smolagents agents that take the place of the team; None for the
+            team.
+        traces: logs of another system to read; with ``smolagents``, how to read the logs of its
+            agents.
     """
 
     teacher: DistillConfig
@@ -94,7 +99,7 @@ class Command(Bounded):
 
 
 def _splits(wanted: Tasks) -> dict[str, list[Task]]:
-    """Returns the tasks of each split, at the level of the protocols' rules in the config."""
+    """Returns the tasks of each split, with the level that the config sets."""
     sizes = {name: getattr(wanted, name) for name in SPLITS}
     splits = load_splits(wanted.source, sizes, wanted.seed)
     return {name: with_level(tasks, wanted.level) for name, tasks in splits.items()}
@@ -118,19 +123,19 @@ SPLITS = ("train", "validation")
 
 
 def _others(folder: Path, name: str) -> list[Path]:
-    """Returns the files of the other splits, which share the budget of this one."""
+    """Returns the call files of the other splits; their costs count against the same budget."""
     return [folder / f"{other}.jsonl" for other in SPLITS if other != name]
 
 
 def _endpoint(limits: EndpointConfig | None, folder: Path, name: str) -> Endpoint | None:
-    """Returns the model that a split's agents use, or None for scripted agents."""
+    """Returns the model that decides for the agents of a split; None for scripted agents."""
     if limits is None:
         return None
     return Endpoint(limits, folder / f"{name}.jsonl", beside=_others(folder, name))
 
 
 def _counter(path: str) -> CountTokens | None:
-    """Returns a function that counts the tokens of a text, if a tokenizer is set."""
+    """Returns a function that counts the tokens of a text; None without a tokenizer."""
     if not path:
         return None
     tokenizer = load_tokenizer(path)
@@ -138,7 +143,7 @@ def _counter(path: str) -> CountTokens | None:
 
 
 def read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Creates a data set from traces; returns the content of ``summary.json``."""
+    """Creates a data set from logs of another system; returns the content of ``summary.json``."""
     command = build(Command, config)
     assert command.traces
     with RunDir(workdir) as run:
@@ -155,7 +160,7 @@ def _converted(
     name: str,
     tasks: Mapping[str, Task] | None = None,
 ) -> dict[str, Any]:
-    """Writes one set of traces, prints what happened to them, and returns statistics."""
+    """Converts and writes one set of traces, prints what was dropped, and returns statistics."""
     count = _counter(command.tokenizer)
     records, told = distill_traces(traces, command.teacher, workdir, count, name, tasks)
     for file in told["reading"]:
@@ -173,7 +178,7 @@ def _converted(
 
 
 def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs smolagents and creates a data set from its memory; returns ``summary.json``."""
+    """Runs smolagents agents and distils their logs; returns the content of ``summary.json``."""
     command = build(Command, config)
     how, limits, traces, wanted = (
         command.smolagents,
@@ -209,7 +214,7 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
 
 
 def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs the teacher; returns the content of ``summary.json``."""
+    """Runs the teacher and distils its runs; returns the content of ``summary.json``."""
     command = build(Command, config)
     teacher, wanted, settings = command.teacher, command.tasks, config.tools.to_dict()
     assert wanted and command.tools
@@ -218,8 +223,8 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     summary: dict[str, Any] = {"data": {}, "timings_s": {}}
     with RunDir(workdir) as run:
         run.write_config(config)
-        # All endpoints are checked first: an error in the second should not appear after the first
-        # was paid for.
+        # All endpoints are checked first, so that an error in the second appears before calls to
+        # the first are paid for.
         for name, tasks in _splits(wanted).items():
             start = time.monotonic()
             endpoint = _endpoint(command.endpoint, workdir / "calls", name)

@@ -1,9 +1,10 @@
-"""Reorders the messages of any system so that a protocol allows them, or says why it cannot.
+"""Reorders the messages of a run of any system so that a protocol allows them.
 
-Systems differ in what they write down: most never verify an answer, some plan late, a chat log has
-no plan at all. A message without a tag in the protocol becomes a thought. A tag that the protocol
-requires but the run did not write is added, as `Completion` allows. Calls and results of tools are
-never changed, and the protocol's automaton checks the result.
+Systems differ in what they write down. Most never verify an answer, some plan late, and a chat log
+has no plan at all. If the protocol has no tag for a message, the message becomes a thought. If the
+protocol requires a tag that the run did not write, the tag is added, provided that `Completion`
+allows this. Tool calls and their results are never changed. The automaton of the protocol checks
+the reordered run, and a run that cannot be reordered is refused with a reason.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ _NO_END = re.compile(
     r"|prof|st|sec|ch|pp|vol|al|incl|max|min|jr|sr|inc|u\.s))\.\Z",
     re.IGNORECASE | re.MULTILINE,
 )
-"""Ends of list numbers, initials and abbreviations, after which a sentence continues."""
+"""Matches the ends of list numbers, initials and abbreviations, which end no sentence."""
 
 _LIST_NUMBER = re.compile(r"^\s*\d+[.)](?=\s|\Z)", re.MULTILINE)
 _REVIEW_WORDS = 3
@@ -45,30 +46,31 @@ _REWORDED = frozenset(
     {"not", "isnt", "wasnt", "cannot", "no", "nor", "never", "neither", "none", "or", "either"}
     | {"maybe", "perhaps", "but", "instead", "rather", "except", "without", "wrong", "incorrect"}
 )
-"""Words that change the meaning of an answer to which they are added."""
+"""Words that change the meaning of an answer if they are added to it."""
 
 _SEARCH = ("web_search", "wiki_search")
 
 
 class Unconvertible(ValueError):
-    """A run cannot be written as a trajectory of the protocol; the message is the reason."""
+    """Raised if a run cannot be written as a trajectory of the protocol; the message says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion(Bounded):
-    """Tags that may be added to a run that did the same without writing it down.
+    """Which tags may be added if a run took a step without writing its tag.
 
     Attributes:
         plan: whether the first thought of a run without a plan becomes the plan.
-        verification: whether an unverified answer is written as a suggestion that passes with the
-            best score: the agent that gives an answer accepts it, and the correctness filter drops
-            wrong ones.
+        verification: whether an unverified answer is written as a suggested answer that is verified
+            with the best score. This is justified because the agent that gives an answer accepts
+            it, and because the correctness filter drops wrong answers.
         review: whether the first sentence after an unreviewed result becomes the review, if the
-            protocol reviews every result. Sentences are added until there are three words; the rest
-            is the thought before the next call.
-        good_from, average_from: thresholds that convert a process judge's score from 0 to 10 into
-            the same grade for all three criteria: good, average, or else poor. A poor grade
-            requires a new plan; if none follows, the grade becomes average.
+            protocol reviews every result. If this sentence has fewer than three words, the next
+            sentences are added to it. The remaining text is the thought before the next call.
+        good_from, average_from: lowest scores of a process judge, from 0 to 10, that count as good
+            and as average; a lower score counts as poor. All three criteria of a review have the
+            same grade. A poor grade requires a new plan. If the run has no new plan, the grade
+            becomes average.
     """
 
     plan: bool = True
@@ -79,12 +81,12 @@ class Completion(Bounded):
 
 
 def arrange(log: MessageLog, protocol: str, how: Completion | None = None) -> MessageLog:
-    """Reorders the messages of a run so that the protocol allows them.
+    """Reorders the messages of a run so that a protocol allows them.
 
     Args:
-        log: the run.
+        log: the messages of the run.
         protocol: name of the protocol.
-        how: tags that may be added.
+        how: tags that may be added; None for the defaults of `Completion`.
 
     Raises:
         Unconvertible: the run cannot be written under this protocol.
@@ -102,15 +104,18 @@ def arrange(log: MessageLog, protocol: str, how: Completion | None = None) -> Me
 def trajectory_of(
     trace: Trace, protocol: str, how: Completion | None = None
 ) -> tuple[MessageLog, DistilledRecord]:
-    """Converts a trace to a trajectory of the protocol; also returns the reordered messages.
+    """Converts a log of another system to a trajectory of a protocol.
 
     Args:
-        trace: the trace.
+        trace: the log.
         protocol: name of the protocol.
-        how: tags that may be added.
+        how: tags that may be added; None for the defaults of `Completion`.
+
+    Returns:
+        The reordered messages, and the trajectory as a record.
 
     Raises:
-        Unconvertible: the trace cannot be converted; the message says why.
+        Unconvertible: the log cannot be converted; the message says why.
         UserError: the protocol is unknown.
     """
     log = arrange(trace.log, protocol, how)
@@ -128,7 +133,7 @@ def _words(text: str) -> list[str]:
 
 
 def _first_sentence(text: str) -> tuple[str, str]:
-    """Splits off the first sentence, extended by further ones until there are enough words."""
+    """Splits off the first sentence, with further sentences until there are enough words."""
     count = begin = 0
     for end in _SENTENCE.finditer(text):
         at = end.start()
@@ -142,11 +147,11 @@ def _first_sentence(text: str) -> tuple[str, str]:
 
 
 def _rewords(suggested: str, answer: str) -> bool:
-    """Returns whether an answer repeats the suggested answer in other words.
+    """Returns whether an answer is the suggested answer in other words.
 
-    That is: the answers are equal; or one contains all words of the other consecutively, not both
-    are numbers, and the additional words contain no negation or alternative, e.g. "Paris" and "It
-    is Paris, in France.".
+    This is so if the answers are equal, or if one answer contains all words of the other in a row
+    and the additional words contain no negation or alternative, as in "Paris" and "It is Paris, in
+    France.". Two different numbers are never the same answer.
     """
     if same_answer(suggested, answer):
         return True
@@ -161,7 +166,7 @@ def _rewords(suggested: str, answer: str) -> bool:
 
 
 class _Arranged:
-    """The reordered messages so far, and the last tag that they write."""
+    """The reordered messages so far, and the last tag that these messages write."""
 
     def __init__(self, rules: Protocol, how: Completion) -> None:
         self.rules, self.how = rules, how
@@ -169,12 +174,12 @@ class _Arranged:
         self.last = START
         self.passed = False
         self.suggested = ""
-        self.spoken = 0  # number of self.messages that written tags have used
+        self.spoken = 0  # number of self.messages up to the last written tag
         self.reviews = rules.next_actions.get("code") == frozenset({"reflection"})
         self._tags = re.compile("|".join(f"</?{role}>" for role in rules.roles))
 
     def take(self, message: Message, rest: tuple[Message, ...]) -> None:
-        """Adds a message, changed where the protocol requires it."""
+        """Adds a message, after changes that the protocol requires."""
         message = self._plain(message)
         match message.kind:
             case Kind.PLAN:
@@ -197,12 +202,12 @@ class _Arranged:
     # --- kinds of messages -----------------------------------------------------------------
 
     def _tag_or_say(self, role: str, message: Message) -> None:
-        """Writes a tag where the protocol allows it, and a thought elsewhere."""
+        """Writes a message under its tag if the protocol allows the tag here, else as a thought."""
         single = not any("plan" in to for at, to in self.rules.next_actions.items() if at != START)
         if role in self.rules.next_actions[self.last]:
             self._put(role, message)
         elif role == "plan" and single and not self.reviews:
-            self._put(role, message)  # `convert` turns it into a thought
+            self._put(role, message)  # `convert` writes this plan as a thought
         else:
             self._say(message)
 
@@ -291,7 +296,7 @@ class _Arranged:
         return message
 
     def _unused(self, last: str) -> str:
-        """Removes and returns the thoughts that no tag has used; `last` is the newest of them."""
+        """Removes and returns the thoughts that no tag has used yet; `last` is the newest."""
         waiting = self.messages[self.spoken :]
         kept = [m for m in waiting if m.kind in (Kind.QUESTION, Kind.OBSERVATION)]
         words = [t for m in waiting if m not in kept for t in (m.thought, m.content) if t.strip()]
@@ -310,7 +315,7 @@ class _Arranged:
         self.messages.append(dataclasses.replace(message, kind=Kind.REPORT))
 
     def _plain(self, message: Message) -> Message:
-        """Removes tags of the protocol from the prose of a message; arguments are unchanged."""
+        """Removes tags of the protocol from the prose of a message, but not from call arguments."""
         if message.kind is Kind.OBSERVATION:
             return message
         message = dataclasses.replace(message, thought=self._tags.sub("", message.thought))

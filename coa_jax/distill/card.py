@@ -1,4 +1,4 @@
-"""The card of a data set: a description with statistics of its records."""
+"""Writes the card of a data set: a Markdown page with statistics of its records."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ LICENCES = {
     "factbook": "The World Factbook (CIA): public domain",
     "arithmetic": "reasoning-gym: Apache-2.0",
 }
-"""Licence of the texts of a task source."""
+"""Maps the name of a task source to the licence of its texts."""
 
 
 def tags_of(record: DistilledRecord) -> Counter[str]:
-    """Counts each tag in the policy's text."""
+    """Counts how often each tag occurs in the policy's text."""
     rules = get_protocol(record.protocol)
     said = "".join(text for author, text in record.parts if author == "policy")
     return Counter(s.role for s in parse(rules, said).segments if s.role is not None)
@@ -27,12 +27,12 @@ def tags_of(record: DistilledRecord) -> Counter[str]:
 def card(
     name: str, records: Sequence[DistilledRecord], funnel: Mapping[str, Any] | None = None
 ) -> str:
-    """Returns a Markdown page about a data set.
+    """Returns the card of a data set as Markdown.
 
     Args:
-        name: name of the set.
-        records: all records of the set.
-        funnel: statistics of the filters (`FilterReport.to_json`), if known.
+        name: name of the data set.
+        records: all records of the data set.
+        funnel: statistics of the filters from `FilterReport.to_json`; None if unknown.
     """
     tags: Counter[str] = sum(map(tags_of, records), Counter())
     tools = {t for r in records for t in get_protocol(r.protocol).tools}

@@ -1,7 +1,8 @@
-"""Detects runs that reveal an evaluation set: by shared words, shared entities, or opened pages.
+"""Detects runs that reveal questions of an evaluation set, by words, entities or opened pages.
 
-The paper's own showcase answers a benchmark question from a page that mirrors the benchmark (App
-C), so both URLs and texts are checked.
+In a showcase of the Chain-of-Agents paper (appendix C), the agent answers a benchmark question from
+a web page with a copy of the benchmark. Therefore this module checks both the URLs and the texts of
+a run.
 """
 
 from __future__ import annotations
@@ -19,7 +20,8 @@ from coa_jax.tasks.base import Task
 from coa_jax.tasks.grading import normalize_answer
 from coa_jax.tools.words import words
 
-# A number with its separators, initials with their dots, or a word; and the text between them.
+# Matches a number with its separators, initials with their dots, a word, or a character between
+# these.
 _PIECE = re.compile(
     r"(?P<number>\d+(?:[.,]\d+)*)|(?P<word>(?:[^\W\d_]\.)+[^\W\d_]\b|[^\W\d_][\w'\u2019-]*)|\S"
 )
@@ -43,7 +45,7 @@ _FUNCTION_WORDS = frozenset(
 
 
 def ngrams(text: str, n: int) -> frozenset[tuple[str, ...]]:
-    """Returns the word n-grams of a text; a shorter text is a single n-gram."""
+    """Returns the word n-grams of a text; a text of fewer than n words is a single n-gram."""
     found = words(text)
     if len(found) <= n:
         return frozenset([tuple(found)] if found else [])
@@ -51,7 +53,7 @@ def ngrams(text: str, n: int) -> frozenset[tuple[str, ...]]:
 
 
 def entities(question: str) -> frozenset[str]:
-    """Returns the names (sequences of capitalised words) and numbers of a question, normalised."""
+    """Returns the normalised names (runs of capitalised words) and numbers in a question."""
     names, found = [], []
     name: list[str] = []
     linked: list[str] = []  # words inside a name if another capitalised word follows
@@ -77,7 +79,7 @@ def entities(question: str) -> frozenset[str]:
             found += [piece["number"]] if piece["number"] else []
     close()
     for text in names:
-        while opening := _OPENING.match(text):  # a capital at the start of a sentence
+        while opening := _OPENING.match(text):  # capitalised only because it begins the question
             text = text[opening.end() :]
         if text[:1].isupper():
             found.append(text)
@@ -85,13 +87,13 @@ def entities(question: str) -> frozenset[str]:
 
 
 def content_words(question: str) -> frozenset[str]:
-    """Returns the words of a question without English function words."""
+    """Returns the words of a question that are not English function words."""
     return frozenset(words(question)) - _FUNCTION_WORDS
 
 
 @dataclasses.dataclass(frozen=True)
 class _Indexed:
-    """An evaluation question: its number of n-grams, and its features for comparison."""
+    """An evaluation question, as its number of n-grams and the features that are compared."""
 
     runs: int
     entities: frozenset[str]
@@ -101,15 +103,17 @@ class _Indexed:
 
 @dataclasses.dataclass(frozen=True)
 class Contamination:
-    """An index of evaluation questions.
+    """An index of evaluation questions, which detects texts that reveal them.
 
     Attributes:
-        ngram: number of words of the compared n-grams.
-        share: share of a question's n-grams in a text from which the text reveals the question.
-        entity_share: share of a question's entities from which another question with the same
-            answer counts as the same. A question with fewer than two entities is compared by these
-            and by the same share of its `content_words`. 0 disables this comparison.
-        shown: n-gram -> questions that contain it.
+        ngram: number of words of the n-grams that are compared.
+        share: a text reveals a question if it contains at least this share of the question's
+            n-grams.
+        entity_share: another question with the same answer counts as the same question if it
+            contains at least this share of the question's entities. If the question has fewer than
+            two entities, the other question must contain all of them and this share of the
+            question's `content_words`. 0 disables this comparison.
+        shown: maps each n-gram to the indices of the questions that contain it.
         questions: the evaluation questions.
     """
 
@@ -120,7 +124,7 @@ class Contamination:
     questions: list[_Indexed]
 
     def in_text(self, text: str) -> bool:
-        """Returns whether a text reveals an evaluation question."""
+        """Returns whether a text contains enough n-grams of an evaluation question to reveal it."""
         found: dict[int, int] = defaultdict(int)
         lengths = {len(run) for run in self.shown}
         for n in lengths:
@@ -130,7 +134,7 @@ class Contamination:
         return any(count >= self.share * self.questions[q].runs for q, count in found.items())
 
     def same_question(self, question: str, gold: Iterable[str]) -> bool:
-        """Returns whether a question has the entities and the answer of an evaluation question."""
+        """Returns whether a question has the same entities and answer as an evaluation question."""
         if not self.entity_share:
             return False
         named, said = entities(question), content_words(question)
@@ -148,7 +152,7 @@ class Contamination:
         return any(not answers.isdisjoint(q.answers) and alike(q) for q in self.questions)
 
     def __call__(self, run: Run) -> bool:
-        """Returns whether a run's question or a tool's result reveals an evaluation question."""
+        """Returns whether the question or an observation of a run reveals a question."""
         returned = (m.content for m in run.log.messages if m.kind is Kind.OBSERVATION)
         return (
             self.in_text(run.task.question)
@@ -165,11 +169,11 @@ def _exact_ngrams(text: str, n: int) -> frozenset[tuple[str, ...]]:
 def contamination(
     tasks: Sequence[Task], ngram: int = 8, share: float = 0.5, entity_share: float = 0.8
 ) -> Contamination:
-    """Indexes evaluation tasks.
+    """Creates the index of the questions of evaluation tasks.
 
     Args:
-        tasks: the tasks.
-        ngram, share, entity_share: see `Contamination`.
+        tasks: the evaluation tasks.
+        ngram, share, entity_share: thresholds, see `Contamination`.
     """
     shown: dict[tuple[str, ...], list[int]] = defaultdict(list)
     questions = []
@@ -184,16 +188,16 @@ def contamination(
 
 
 def opens_blocked(run: Run, blocked: Sequence[str]) -> bool:
-    """Returns whether a call of a run contains a URL of a blocked page.
+    """Returns whether a tool call of a run contains the URL of a blocked page.
 
-    A URL may be contained in another one, complete or without ``https://``, in the path or in the
-    query, as in archives and proxies. So hosts and path prefixes are searched at every position; a
-    URL that only mentions a blocked page in such a form counts too.
+    The URL of an archive or a proxy may contain the URL of a blocked page in its path or query,
+    with or without ``https://``. Therefore blocked hosts and paths are searched at every position
+    of a URL. A URL that only mentions a blocked page in this form counts, too.
 
     Args:
         run: the run.
-        blocked: hosts (including their subdomains) and path prefixes on them, without ``https://``,
-            e.g. ``huggingface.co/datasets``.
+        blocked: blocked pages without ``https://``: a host, which includes its subdomains, or a
+            host with the beginning of a path, e.g. ``huggingface.co/datasets``.
     """
     pages = [tuple(text.lower().strip("/").split("/")) for text in blocked]
     hosts = {page[0] for page in pages}
@@ -211,19 +215,19 @@ def _is_at(host: str, segment: str) -> bool:
 
 
 def _addresses(arguments: str, hosts: Collection[str]) -> set[tuple[str, ...]]:
-    """Returns the URLs in a call, normalised.
+    """Returns the normalised URLs in the arguments of a call.
 
     Args:
         arguments: arguments of the call.
-        hosts: segments that are hosts, which ``..`` does not leave.
+        hosts: blocked hosts; a segment ``..`` never removes one of them.
 
     Returns:
-        URLs as segments: they are split at every separator of a path or query; ports, users, empty
-            segments and dots are removed.
+        Each URL as its segments: the URL is split at every separator of a path or query, and ports,
+        user names, empty segments and dots are removed.
     """
     found = set()
     text, before = arguments.lower(), ""
-    while text != before:  # a URL may be encoded several times
+    while text != before:  # a URL may be percent-encoded several times
         for address in _URL.findall(text):
             found.add(_segments(_decoded(address), hosts))
         text, before = urllib.parse.unquote(text), text

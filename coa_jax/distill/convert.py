@@ -1,9 +1,9 @@
-"""Converts the teacher's message log to a chain-of-agents trajectory.
+"""Converts the message log of the teacher to a chain-of-agents trajectory.
 
-An activated agent becomes a tag, its output becomes the body, and a tool's answer becomes the
-environment's text (paper §3.2.1). Other messages between agents (requests, reports, rationales) are
-thoughts of the single policy: they become the `think` before the tag. The conversion does not
-depend on who wrote the log.
+An activated agent becomes a tag, its output becomes the body of the tag, and the result of a tool
+becomes an observation (paper §3.2.1). Other messages between agents, such as requests, reports and
+rationales, are thoughts of the single policy: they become the `think` segment before the tag. The
+conversion does not depend on which system wrote the log.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ _NUMBER = re.compile(r"\d+(?:[.,]\d+)*")
 
 
 class _Writer:
-    """Collects segments into parts; thoughts wait for the next tag."""
+    """Collects segments into parts; keeps thoughts until the next tag is written."""
 
     def __init__(self, protocol: str) -> None:
         self.rules = get_protocol(protocol)
@@ -64,17 +64,17 @@ class _Writer:
         self.thoughts: list[str] = []
 
     def think(self, text: str) -> None:
-        """Adds to the thoughts before the next tag."""
+        """Adds a thought, which will be written before the next tag."""
         if text.strip():
             self.thoughts.append(text.strip())
 
     def take_thoughts(self) -> str:
-        """Removes and returns the waiting thoughts as one text."""
+        """Returns the thoughts that are not written yet as one text, and forgets them."""
         text, self.thoughts = " ".join(self.thoughts), []
         return text
 
     def tag(self, role: str, body: str) -> None:
-        """Writes a tag, preceded by the waiting thoughts if the protocol allows a `think` there."""
+        """Writes a tag, after the thoughts so far if the protocol allows a `think` segment here."""
         rule = self.rules.think_rule[role]
         if rule == "required" or (rule == "optional" and self.thoughts):
             thought = self.take_thoughts() or _DEFAULT_THOUGHT.get(role, f"I use {role}.")
@@ -82,25 +82,25 @@ class _Writer:
         self.segments.append(f"<{role}>{body}</{role}>")
 
     def observe(self, text: str) -> None:
-        """Closes the policy's part and adds an environment part."""
+        """Ends the policy's part and adds a part of the environment."""
         self.close()
         text = observation_text(self.rules, quote_tool_text(self.rules, text))
         self.parts.append((ENVIRONMENT, text))
 
     def close(self) -> None:
-        """Moves the collected segments into a part of the policy."""
+        """Ends the policy's part, which contains the segments collected so far."""
         if self.segments:
             self.parts.append((POLICY, "\n".join(self.segments)))
             self.segments = []
 
 
 def verdict_score(content: str) -> int | None:
-    """Parses the score, from 1 to 4, of a verdict in free text.
+    """Parses the score of a verdict in free text, an integer from 1 to 4.
 
-    The result is None if no number is clearly the score.
+    The function accepts the body of a double check in the form of the protocol, a text with ``3 of
+    4`` or ``3/4``, and a text whose only number is at its beginning or end.
 
-    Besides the forms of a double check, it accepts ``3 of 4``, or the only number of a text if that
-    number is at its beginning or end.
+    In all other cases the result is None, because no number is clearly the score.
     """
     score = parse_double_check(content)
     if score is not None:
@@ -115,9 +115,9 @@ def verdict_score(content: str) -> int | None:
 
 
 def same_answer(answer: str, other: str) -> bool:
-    """Returns whether two answers are equal apart from case, punctuation, articles or a box.
+    """Returns whether two answers are equal apart from case, punctuation, articles or ``\\boxed``.
 
-    Numbers are compared by value, as graders do.
+    Numbers are compared by value, as in graders.
     """
     answer, other = (parse_boxed(text) or text for text in (answer, other))
     same = " ".join(answer.split()) == " ".join(other.split())
@@ -135,14 +135,14 @@ def _write_plan(writer: _Writer, message: Message) -> None:
     may_replan = any("plan" in to for at, to in rules.next_actions.items() if at != START)
     if may_replan or not (writer.parts or writer.segments):
         writer.tag("plan", message.content)
-    else:  # a protocol with a single plan: later plans are thoughts
+    else:  # the protocol allows a single plan, so later plans become thoughts
         writer.think(message.content)
 
 
 def _write_reflection(writer: _Writer, message: Message) -> None:
     grades = parse_reflection(message.content)
     if writer.rules.think_rule["reflection"] == "forbidden":
-        # A stand-alone review in free text has no separate thought.
+        # If no `think` may precede the review, its thought is written before the next tag.
         writer.think(message.thought)
         if grades is None or not writer.thoughts:
             writer.think(message.content)
@@ -187,7 +187,7 @@ def _write(writer: _Writer, message: Message) -> None:
 
 
 def corrected_itself(log: MessageLog, protocol: str) -> bool:
-    """Returns whether a low score led to another answer (paper §3.2.1, fourth stage)."""
+    """Returns whether a run replaced an answer after a low score (paper §3.2.1, fourth stage)."""
     pass_score, suggested, low = get_protocol(protocol).pass_score, "", []
     for message in log.messages:
         if message.kind is Kind.SUGGESTION:
@@ -200,7 +200,7 @@ def corrected_itself(log: MessageLog, protocol: str) -> bool:
 
 
 def figures_of(log: MessageLog, protocol: str) -> dict[str, Any]:
-    """Returns statistics of a run for the metadata of its record."""
+    """Returns statistics of a run, which become metadata of its record."""
     return {
         "messages": len(log.messages),
         "tool_calls": len(log.calls),
@@ -220,14 +220,15 @@ def convert(
     """Converts a run of the teacher to a trajectory of one policy.
 
     Args:
-        log: the run; a run that ended without an answer converts to a trajectory without one.
-        protocol: name of the protocol of the trajectory. Roles that it lacks become thoughts.
-        gold: accepted answers; stored for graders but not used here.
-        metadata: metadata to store; statistics of the run are added.
+        log: messages of the run. If the run ended without an answer, the trajectory has no answer.
+        protocol: name of the protocol of the trajectory. Messages of roles that the protocol lacks
+            become thoughts.
+        gold: accepted answers of the task, stored for graders.
+        metadata: metadata to store; statistics of the run are added to it.
 
     Returns:
-        The record; its policy and environment parts, joined, are the text after the prompt.
-        Surrogate halves, which a model may write, are replaced as tokenizers do.
+        The record, whose joined parts are the text after the prompt. Halves of surrogate pairs,
+        which a model may write, are replaced as tokenizers replace them.
 
     Raises:
         UserError: the protocol is unknown.
@@ -248,11 +249,11 @@ def convert(
 
 
 def as_trajectory(record: DistilledRecord, log: MessageLog) -> Trajectory:
-    """Returns a converted run as a trajectory without tokens, for graders and reports.
+    """Returns a converted run as a trajectory without tokens, which graders and reports can read.
 
     Args:
         record: result of `convert` for ``log``.
-        log: the run.
+        log: messages of the run.
     """
     rules, nothing = get_protocol(record.protocol), np.zeros(0)
     spans: list[SegmentSpan] = []

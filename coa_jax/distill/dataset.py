@@ -1,9 +1,9 @@
-"""The distilled data set on disk, and its statistics.
+"""Writes the distilled data set to disk, and computes its statistics.
 
-A working directory holds the journals of the teacher's runs (``journal/<split>.jsonl``), the
-records made from them (``<split>.jsonl``) and a few runs that each filter dropped
-(``dropped/<split>.jsonl``). The last two are pure functions of the first and are always written
-completely, so killing and restarting gives the same bytes as an uninterrupted run.
+A work directory holds the journals of the teacher's runs (``journal/<split>.jsonl``), the records
+made from these runs (``<split>.jsonl``), and a few runs that each filter dropped
+(``dropped/<split>.jsonl``). Records and dropped runs depend only on the journal and are always
+written as a whole. So a killed and restarted command writes the same bytes as an uninterrupted one.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Split:
     """One split of a finished data set.
 
     Attributes:
-        runs: runs of the teacher, graded, in the order of the tasks.
+        runs: graded runs of the teacher, in the order of the tasks.
         records: records of the runs that passed the filters, in the order of the tasks.
         report: statistics of the filters.
         resumed: number of runs that an earlier process had finished.
@@ -58,24 +58,27 @@ def distill_split(
     teacher: str = "",
     endpoint: Endpoint | None = None,
 ) -> Split:
-    """Solves, filters and writes one split; continues where an earlier process stopped.
+    """Lets the teacher solve the tasks of a split, filters the runs, and writes the records.
+
+    If an earlier process was killed, its finished runs are not repeated.
 
     Args:
         name: name of the split, and of its files.
         tasks: the tasks.
-        tools: tools by name.
+        tools: maps the name of each tool to the tool.
         config: settings of the teacher and the filters.
-        workdir: directory of the files.
-        tool_settings: settings on which the tools' results depend (JSON values); runs made with
-            other settings are rejected.
-        on_log: called after each run with the number of finished runs.
-        minds: a mind per agent; the scripted ones by default.
-        count_tokens: counts the tokens of a text; needed for ``selection.max_tokens``.
-        teacher: label that distinguishes ``minds`` from others, e.g. the name of their model.
+        workdir: work directory to which all files are written.
+        tool_settings: settings on which the results of the tools depend, as JSON values. A journal
+            with other settings is refused.
+        on_log: function that is called after each run with the number of finished runs.
+        minds: a mind for each agent; None for scripted minds.
+        count_tokens: function that counts the tokens of a text; needed for
+            ``selection.max_tokens``.
+        teacher: label of ``minds`` in the journal, e.g. the name of their model.
         endpoint: model that ``minds`` use; its connection is closed when all tasks are done.
 
     Raises:
-        UserError: the journal belongs to another configuration or is malformed.
+        UserError: the journal belongs to other settings or is malformed.
     """
     fingerprint = {
         **{key: getattr(config, key) for key in ("mistake_rate", "unrecovered_rate", "seed")},
@@ -115,7 +118,7 @@ def policy_chars(record: DistilledRecord) -> int:
 
 
 def statistics_of(records: Sequence[DistilledRecord]) -> dict[str, Any]:
-    """Returns size, lengths in characters by hops, and share of corrected runs of a data set."""
+    """Returns the size of a data set, lengths by number of hops, and shares of its runs."""
     by_hops: dict[str, list[DistilledRecord]] = collections.defaultdict(list)
     for record in records:
         by_hops[str(record.metadata.get("hops", "?"))].append(record)

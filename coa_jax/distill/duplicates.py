@@ -1,4 +1,4 @@
-"""Detects runs that nearly repeat another run of the set (MinHash, then an exact comparison)."""
+"""Detects runs that nearly repeat an earlier run of the data set."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ def similarity(a: frozenset[Any], b: frozenset[Any]) -> float:
 
 
 def policy_shingles(run: Run) -> frozenset[tuple[str, ...]]:
-    """Returns the word trigrams of a run's question and of the policy's text, for comparison."""
+    """Returns the word trigrams of the question and of the policy's text of a run."""
     said = " ".join(text for author, text in run.record.parts if author == "policy")
     return ngrams(f"{run.task.question} {said}", _SHINGLE)
 
 
 def repeats_another(runs: Sequence[Run], threshold: float, seed: int) -> list[bool]:
-    """Returns for each run whether an earlier kept run is as similar as `threshold` or more.
+    """Returns for each run whether its similarity to an earlier kept run is at least `threshold`.
 
-    Candidates come from MinHash with locality-sensitive hashing (Broder 1997), so a pair right at
-    the threshold may be missed. Each candidate is compared exactly, so dissimilar runs are never
-    dropped.
+    MinHash with locality-sensitive hashing (Broder 1997) finds candidate pairs, so a pair close to
+    the threshold may be missed. Each candidate pair is then compared exactly, so no dissimilar run
+    is dropped.
 
     Args:
         runs: the runs.
-        threshold: Jaccard similarity.
+        threshold: Jaccard similarity of the word trigrams.
         seed: seed of the hash functions.
 
     Raises:
@@ -43,8 +43,8 @@ def repeats_another(runs: Sequence[Run], threshold: float, seed: int) -> list[bo
         import datasketch
     except ImportError:
         raise missing("near_duplicate", "datasketch", "distill") from None
-    # The hash uses half the threshold: a miss leaves a duplicate, a false candidate costs one
-    # comparison.
+    # The hash uses half the threshold, so that it misses few pairs: a missed pair leaves a
+    # duplicate, but a false candidate only costs one comparison.
     index = datasketch.MinHashLSH(threshold=threshold / 2, num_perm=_PERMUTATIONS)
     kept: dict[int, frozenset[tuple[str, ...]]] = {}
     repeated = []

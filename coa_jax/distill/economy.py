@@ -1,9 +1,10 @@
-"""The tokens of a team of agents per question, compared with the trajectory that replaces the team.
+"""Compares the tokens of a team of agents with those of the trajectory that replaces the team.
 
-The paper reports 84.6 % fewer tokens (§5.1). Here both sides are counted with one tokenizer and on
-the same solved questions. A team pays for its prompts again at every turn, since each agent reads
-all messages so far. A policy that keeps its cache during tool calls reads every token once; a
-policy that is called turn by turn pays for the previous text again (``resent``).
+The Chain-of-Agents paper reports 84.6 % fewer tokens (§5.1). This module counts the tokens of both
+with the same tokenizer, on questions that both solve. Each agent of a team reads all messages so
+far, so the team pays for its prompts at every turn. A policy that keeps its KV cache during tool
+calls reads every token once. A policy that is called turn by turn pays for the previous text at
+every turn (``resent``).
 """
 
 from __future__ import annotations
@@ -26,16 +27,16 @@ CountTokens = Callable[[str], int]
 
 
 def team_tokens(log: MessageLog, tools: Sequence[str], count: CountTokens) -> tuple[int, int]:
-    """Returns the prompt tokens and the reply tokens of a run of our team.
+    """Returns the number of prompt tokens and the number of reply tokens of a run of the team.
 
-    Every message of an agent is one call of a model: its prompt is `chat_of` at that point, and its
-    reply contains the message. Template tokens around texts, and repeated requests after invalid
-    replies, are not counted, so a real run costs more.
+    Every message of an agent is one call of a model. The prompt of this call is `chat_of` at this
+    point of the run, and the reply contains the message. A real run costs more, because tokens of
+    chat templates and repeated requests after invalid replies are not counted.
 
     Args:
-        log: the run.
+        log: messages of the run.
         tools: names of the tools of the team.
-        count: counts the tokens of a text.
+        count: function that counts the tokens of a text.
     """
     prompt = completion = 0
     for message in log.messages:
@@ -60,18 +61,19 @@ def team_tokens(log: MessageLog, tools: Sequence[str], count: CountTokens) -> tu
 def economy(
     runs: Iterable[Run], tools: Sequence[str], count: CountTokens, prompt: Callable[[Run], str]
 ) -> dict[str, Any]:
-    """Computes the tokens per solved question, of the team and of the distilled trajectory.
+    """Computes the mean tokens per solved question, of the team and of the distilled trajectory.
 
     Args:
-        runs: runs of the team; runs with a wrong answer are left out on both sides.
+        runs: runs of the team. Runs with a wrong answer are left out.
         tools: names of the tools of the team.
-        count: counts the tokens of a text.
-        prompt: returns the initial prompt of the policy.
+        count: function that counts the tokens of a text.
+        prompt: function that returns the initial prompt of the policy for a run.
 
     Returns:
-        Number of questions; means of the team's prompt and completion tokens, of the trajectory's
-        tokens (including its prompt and observations, read once), and of the tokens that its policy
-        writes; the share of the team's tokens that the trajectory saves.
+        ``questions``, the number of solved questions; ``team_prompt`` and ``team_completion``, the
+        mean numbers of prompt and reply tokens of the team; ``trajectory``, the mean number of
+        tokens of the trajectory with its prompt and observations; ``trajectory_written``, those
+        that the policy writes; ``saved``, the share of the team's tokens that the trajectory saves.
     """
     rows = []
     for run in filter(is_correct, runs):
@@ -88,10 +90,10 @@ def economy(
 
 
 def resent_tokens(trajectory: Trajectory) -> int:
-    """Returns the tokens of a trajectory if every turn of the policy pays for its prompt again.
+    """Returns how many tokens a trajectory costs if each turn is a separate call of the model.
 
-    The prompt of a call is all text before it. A turn is a sequence of tokens that the policy
-    wrote.
+    The prompt of a call is all text before the turn. A turn is a run of consecutive tokens that the
+    policy wrote.
     """
     policy = trajectory.author == Author.POLICY
     ends = np.flatnonzero(policy & ~np.append(policy[1:], False)) + 1
@@ -107,16 +109,17 @@ def policy_economy(
     """Compares the tokens of a team and of a policy on the same tasks.
 
     Args:
-        runs: task id -> run of the team.
-        trajectories: graded trajectories of the policy, any number per task. Those without a grade,
-            or whose task has no graded run of the team, are left out and counted.
+        runs: maps the id of each task to the run of the team.
+        trajectories: graded trajectories of the policy, any number per task. A trajectory is left
+            out and counted as such if it has no grade, or if the team's run of its task has none.
         tools: names of the tools of the team.
-        count: counts the tokens of a text, with the tokenizer of the trajectories.
+        count: function that counts the tokens of a text, with the tokenizer of the trajectories.
 
     Returns:
-        ``team`` and ``policy``: success rate, and tokens of all attempts (including failed ones)
-            per solved task; ``both_solved``: means over the pairs that both solved; ``saved``: the
-            share that the policy saves, for both ways of counting.
+        ``team`` and ``policy``, each with the success rate and the tokens of all attempts,
+        including failed attempts, per solved task; ``both_solved``, the mean numbers of tokens over
+        pairs of a run and a trajectory that both solve the task; ``saved``, the shares of the
+        team's tokens that the policy saves.
     """
     spent = {name: sum(team_tokens(run.log, tools, count)) for name, run in runs.items()}
     rows, left_out = [], 0
@@ -155,7 +158,7 @@ def policy_economy(
 
 
 def _side(right: np.ndarray, tokens: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Returns the success rate, and the tokens of all attempts per solved one."""
+    """Returns the success rate, and the tokens of all attempts per solved task."""
     solved = int(right.sum())
     told: dict[str, Any] = {"success": float(right.mean()) if len(right) else None}
     for name, values in tokens.items():

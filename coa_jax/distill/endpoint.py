@@ -1,8 +1,9 @@
-"""A language model behind an OpenAI-compatible endpoint, with a budget and a record of calls.
+"""Calls a language model behind an OpenAI-compatible endpoint, with a budget and a record of calls.
 
-Every exchange is appended to a file before its reply is used. A killed run that is started again
-finds the replies there, so recorded requests are never sent twice, not even within an unfinished
-task. Requests that were in flight when the process was killed are sent again.
+Every request is appended to a file together with its reply, before the reply is used. If a killed
+run is started again, it finds the replies in the file. So a recorded request is never sent twice,
+not even within an unfinished task. Only requests that were in flight when the process was killed
+are sent again.
 """
 
 from __future__ import annotations
@@ -30,19 +31,22 @@ Chat = Sequence[Mapping[str, str]]
 """Chat messages ``{"role", "content"}``."""
 
 REFUSED_REQUEST = frozenset({400, 413, 422})
-"""Statuses that concern a single request, not its sender: too long a context, a content filter."""
+"""HTTP statuses that concern a single request: its context is too long, or a filter refused it."""
 
 _PLAIN = 'Which number comes after 1? Reply with a JSON object: {"number": ...}.'
-"""A question that no content filter rejects. Servers in JSON mode require the word JSON in it."""
+"""A question that no content filter rejects.
+
+It contains the word JSON because servers in JSON mode demand this.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
 class EndpointConfig(ChatConfig):
-    """The model that writes: a `ChatConfig` whose budget also counts earlier processes.
+    """The settings of a model whose budget also counts the calls of earlier processes.
 
     Attributes:
-        key_env: environment variable with the key. A local server needs no key; none is sent if the
-            variable is not set.
+        key_env: name of the environment variable with the API key. If the variable is not set, no
+            key is sent; local servers need none.
     """
 
     key_env: Variable = "OPENAI_API_KEY"
@@ -51,13 +55,13 @@ class EndpointConfig(ChatConfig):
     backoff_s: SecondsOrNone = 0.5
 
     def __bool__(self) -> bool:
-        return True  # the settings exist; `check` validates them
+        return True  # settings that are given always count; `check` validates them
 
     def _check_use(self) -> None:
         """Does nothing: `check` validates instead, because it knows the name of the settings."""
 
     def check(self, where: str = "config.endpoint") -> None:
-        """Rejects settings with which no model could be called, or no budget be kept.
+        """Checks that the settings suffice to call a model and to keep the budget.
 
         Args:
             where: name of the settings in error messages.
@@ -71,12 +75,12 @@ class EndpointConfig(ChatConfig):
 
     @property
     def label(self) -> str:
-        """Returns the model and its settings, on which its replies depend."""
+        """Name of the model with the settings on which its replies depend."""
         return f"{self.model}, temperature {self.temperature:g}, max_tokens {self.max_tokens}"
 
 
 class RequestRefusedError(Exception):
-    """The endpoint answers other requests, but not this one; another attempt would not help."""
+    """Raised if the endpoint refuses one request but answers others; a retry would not help."""
 
     def __str__(self) -> str:
         return f"the request is refused: {self.args[0]}"
@@ -93,7 +97,7 @@ def _exchange(row: Any) -> dict[str, Any]:
 
 
 class Endpoint:
-    """A client of one model; `spent` is its total cost, including earlier processes."""
+    """A client of one model; `spent` is the total cost, including that of earlier processes."""
 
     def __init__(
         self,
@@ -106,14 +110,14 @@ class Endpoint:
 
         Args:
             config: the model, and the limits of its budget.
-            record: file of the exchanges.
-            where: name of the settings in error messages.
-            beside: records of other parts of the same run, as far as they exist; their cost counts
-                against the budget too.
+            record: file in which requests and replies are recorded.
+            where: name of the settings, used in error messages.
+            beside: record files of other parts of the same run, which need not exist. Their costs
+                count against the same budget.
 
         Raises:
-            UserError: openai is not installed, the settings are invalid (see
-                `EndpointConfig.check`), or the record is malformed.
+            UserError: the package openai is not installed, the settings are invalid (see
+                `EndpointConfig.check`), or a record is malformed.
         """
         config.check(where)
         self.config, self.record, self.spent = config, record, Spent()
@@ -122,7 +126,7 @@ class Endpoint:
         self._client = Client(asked, self._purse)
         jsonl.append_lines(record, [])  # creates the file, or removes a partial last line
         self._stopping = False
-        self._answered = False  # in this process: earlier ones may have had other settings
+        self._answered = False  # in this process; earlier processes may have had other settings
         self._trial: asyncio.Future[str] | None = None
         self._replies: dict[str, str] = {}
         for other in filter(Path.exists, beside):
@@ -135,18 +139,18 @@ class Endpoint:
             self._account(row)
 
     async def complete(self, chat: Chat, episode: str, turn: str) -> str:
-        """Returns the reply to a chat.
+        """Returns the model's reply to a chat, from the record if it is there.
 
         Args:
-            chat: the messages.
+            chat: messages of the chat.
             episode: identity of the run that asks.
-            turn: number of this call in the run. Equal chats of different runs or turns get
+            turn: name of this call within the run. Equal chats of different runs or turns have
                 separate replies.
 
         Raises:
-            RequestRefusedError: the endpoint answers other requests and rejects this one.
-            UserError: the budget is spent, the endpoint cannot be reached, rejects the caller or
-                the model, or rejects every request with these settings.
+            RequestRefusedError: the endpoint refuses this request but answers others.
+            UserError: the budget is spent, or the endpoint cannot be reached, refuses the caller or
+                the model, or refuses every request with these settings.
         """
         key = self._key(chat, episode, turn)
         if key in self._replies:
@@ -155,19 +159,16 @@ class Endpoint:
         try:
             return await asyncio.shield(call)
         except asyncio.CancelledError:
-            # The run stops, but this reply will be paid for: wait for it, and send no other
-            # request.
+            # The run stops, but this reply will be paid for. So wait for the reply, and send no
+            # other request.
             self._stopping = True
             await asyncio.wait([call])
             if not call.cancelled():
-                call.exception()  # retrieved: otherwise asyncio would log it
+                call.exception()  # otherwise asyncio would log the exception
             raise
 
     async def _pay(self, key: str, chat: Chat, episode: str, turn: str) -> str:
-        """Sends a request.
-
-        If it is rejected before any reply arrived, checks the settings first.
-        """
+        """Sends a request; if the first request of this process is refused, checks the settings."""
         try:
             return await self._exchange(key, chat, episode, turn)
         except RequestRefusedError:
@@ -176,19 +177,19 @@ class Endpoint:
             raise
 
     async def _try_settings(self, chat: Chat) -> None:
-        """Sends a plain question, once for all requests that wait for the result.
+        """Checks the settings by sending a plain question, once for all requests that wait.
 
         Args:
-            chat: the rejected request. Its instructions are kept: if the token limit leaves no room
-                for them, it leaves none for any request.
+            chat: the refused request. The question is sent with its instructions, because settings
+                whose token limit has no room for them fit no request.
 
         Raises:
-            UserError: the plain question is rejected too.
+            UserError: the plain question is refused, too.
         """
         if self._trial is None:
             plain = [m for m in chat if m["role"] == "system"]
             plain.append({"role": "user", "content": _PLAIN})
-            asked = plain, "trial", str(self.spent.calls)  # a number that no earlier trial used
+            asked = plain, "trial", str(self.spent.calls)  # a number not used before
             self._trial = asyncio.ensure_future(self._exchange(self._key(*asked), *asked))
         try:
             await self._trial
@@ -196,9 +197,9 @@ class Endpoint:
             raise self._refusal(error.args[0]) from error
 
     async def _exchange(self, key: str, chat: Chat, episode: str, turn: str) -> str:
-        """Sends a request, and records the exchange."""
+        """Sends a request, and records the request and its reply."""
         began = time.monotonic()
-        # A surrogate half, from an earlier reply, could not be encoded.
+        # Half of a surrogate pair, which an earlier reply may contain, cannot be encoded.
         messages = [{name: clean(text) for name, text in message.items()} for message in chat]
         try:
             reply, counts = await self._client.ask(
@@ -228,7 +229,7 @@ class Endpoint:
         await self._client.close()
 
     async def closing(self, work: Coroutine[Any, Any, T]) -> T:
-        """Returns the result of the work; closes the connection after it, in the same loop."""
+        """Awaits ``work`` and returns its result; closes the connection in the same event loop."""
         try:
             return await work
         finally:
@@ -245,7 +246,7 @@ class Endpoint:
             self.spent.add(row, self._purse.price)
 
     def _meaning(self, error: FetchError) -> Exception:
-        """Converts a failed request to an exception about the request, sender, or server."""
+        """Converts a failed request to an exception about this request or about the endpoint."""
         problem = f"{error.status}: {error.said}" if error.status else error.message
         if error.status is None or error.transient:
             return UserError(
@@ -264,9 +265,10 @@ class Endpoint:
 
 
 def _reply(answer: dict[str, Any]) -> tuple[str, dict[str, int | None]]:
-    """Returns the text and the token counts of an answer.
+    """Returns the text and the token counts of a response.
 
-    A null text was paid for too (all tokens went into thinking, or it is a refusal).
+    If the text is null, because all tokens went into thinking or the model refused, it becomes "",
+    because this response was paid for, too.
     """
     content = answer["choices"][0]["message"]["content"]
     if not isinstance(content, str | None):

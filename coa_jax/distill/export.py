@@ -11,10 +11,11 @@ r"""Writes distilled records in the formats of other trainers.
     tfds       ``tfds/coa/1.0.0/`` of ArrayRecord            ``tfds.data_source``, grain
     ========== ============================================= ======================================
 
-Every form records the author of each part, so that other trainers and our own readers
-(`coa_jax.records`) can rebuild the loss mask of our SFT; docs/data.md shows the fields. The user
-message is that of our SFT with the same ``--prompt_style``. Several sets can be exported to one
-folder: each has its files and its card ``NAME_card.md``, and ``README.md`` contains all cards.
+Every form records the author of each part. So other trainers and the readers of `coa_jax.records`
+can rebuild the loss mask of `coa_jax.sft`; docs/data.md shows the fields. The user message is the
+one that `coa_jax.sft` writes with the same ``--prompt_style``. Several data sets can be exported to
+one folder. Each data set has its own files and a card ``NAME_card.md``, and ``README.md`` contains
+all cards.
 """
 
 from __future__ import annotations
@@ -53,24 +54,25 @@ FULL = Prompt()
 
 
 def prompt_of(record: DistilledRecord, style: Prompt = FULL) -> str:
-    """Returns the user message of a record."""
+    """Returns the user message of a record in a prompt style."""
     return messages_of(record, style).user
 
 
 def _about(record: DistilledRecord, turns: Parts | None) -> dict[str, Any]:
-    """Returns the fields with which our reader can rebuild the record.
+    """Returns the fields from which `coa_jax.records` can rebuild the record.
 
     Args:
         record: the record.
-        turns: (author, text) as in the form. The row repeats the parts only if a reader could not
-            recover them from the turns.
+        turns: pairs (author, text) of the conversation in the exported form. The parts of the
+            record are repeated only if a reader could not recover them from these turns. None to
+            repeat the parts always.
     """
     names = ("id", "question", "protocol", "gold")
     about = {name: getattr(record, name) for name in names}
     if turns is not None:
         try:
             same = parts_of_turns(get_protocol(record.protocol), turns) == record.parts
-        except ValueError:  # only the parts separate an observation from the policy's text
+        except ValueError:  # only the parts show what the policy wrote
             same = False
         if same:
             return about
@@ -80,8 +82,8 @@ def _about(record: DistilledRecord, turns: Parts | None) -> dict[str, Any]:
 def alpaca(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
     """Converts a record to a row of LLaMA-Factory's alpaca form, which allows additional columns.
 
-    ``policy`` has the character range [start, end) of each part of ``output`` that the policy
-    wrote.
+    The additional column ``policy`` holds the character range [start, end) in ``output`` of each
+    part that the policy wrote.
     """
     spans, end = [], 0
     for author, text in record.parts:
@@ -92,16 +94,17 @@ def alpaca(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
     exact = len(authors) == len(record.parts) and all(map(operator.ne, authors, authors[1:]))
     row: dict[str, Any] = {"instruction": prompt_of(record, style), "input": ""}
     row |= {"output": record.text, "policy": spans, **_about(record, None)}
-    if exact:  # the spans alone determine the parts
+    if exact:  # the parts follow from the spans
         del row["parts"]
     return {**row, **_columns_before(record)}
 
 
 def _columns_before(record: DistilledRecord) -> dict[str, Any]:
-    """Returns the turns before the user message as columns ``system`` and ``history``.
+    """Returns the messages before the user message as columns ``system`` and ``history``.
 
     Raises:
-        ValueError: the turns are not a system message and pairs of user and assistant.
+        ValueError: the messages are not an optional system message followed by pairs of a user
+            message and an assistant message.
     """
     turns, columns = list(record.context), dict[str, Any]()
     if turns and turns[0][0] == "system":
@@ -115,7 +118,7 @@ def _columns_before(record: DistilledRecord) -> dict[str, Any]:
 
 
 def fits_alpaca(record: DistilledRecord) -> bool:
-    """Returns whether the alpaca form can hold a record; see `masked_by_markers`."""
+    """Returns whether the alpaca form can represent a record (see `masked_by_markers`)."""
     try:
         _columns_before(record)
     except ValueError:
@@ -126,14 +129,16 @@ def fits_alpaca(record: DistilledRecord) -> bool:
 def masked_by_markers(record: DistilledRecord) -> bool:
     """Returns whether the paper's fork of LLaMA-Factory masks exactly the environment's text.
 
-    Its rule for ``output`` masks the tokens from ``<observation`` to ``observation>`` and an empty
-    line, so a tool's text with one of these marks misleads it. It also skips records with different
-    numbers of opening and closing tags. The line end before ``<observation`` is outside the mask:
-    without it the two brackets of ``><`` would become one token, and the rule would find no
-    beginning. In tokenizers with a token for ``>`` and a line end, such as Qwen's, that line end
-    belongs to the token that closes the policy's call, so every pure environment token is masked.
-    If a line end is a separate token, as in GPT-2's and SmolLM2's tokenizers, it is trained on in
-    each observation.
+    The rule of the fork for ``output`` masks the tokens from ``<observation`` to ``observation>``
+    and an empty line. Observations that contain one of these marks mislead the rule. The fork also
+    skips records with different numbers of opening and closing tags.
+
+    The newline before ``<observation`` is outside the mask. It is necessary: without it the two
+    brackets of ``><`` would become one token, and the rule would find no beginning. Tokenizers such
+    as Qwen's have one token for ``>`` and a newline. With these tokenizers the newline belongs to
+    the token that closes the policy's call, and all tokens of the environment are masked. If a
+    newline is a token of its own, as with the tokenizers of GPT-2 and SmolLM2, the policy is
+    trained on one token of each observation.
     """
     wanted, end = [], 0
     for author, text in record.parts:
@@ -146,10 +151,11 @@ def masked_by_markers(record: DistilledRecord) -> bool:
 
 
 def sharegpt(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
-    """Converts a record to a line of LLaMA-Factory's sharegpt form, with one turn per tool result.
+    """Converts a record to a row of LLaMA-Factory's sharegpt form; each tool result is a turn.
 
     Raises:
-        UserError: the first or the last part is not the policy's, as that form requires.
+        UserError: the first or the last part is not written by the policy, which this form
+            requires.
     """
     names = {"system": "system", "user": "human", "assistant": "gpt", "policy": "gpt"}
     turns = [*record.context, ("user", prompt_of(record, style))]
@@ -166,7 +172,7 @@ def sharegpt(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
 
 
 def messages(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
-    """Converts a record to a conversation with the author of each part of the assistant's turn."""
+    """Converts a record to chat messages, with a field for the author of each part."""
     user, assistant = ("user", prompt_of(record, style)), ("assistant", record.text)
     turns = (*record.context, user, assistant)
     rows = [{"role": role, "content": text} for role, text in turns]
@@ -174,7 +180,7 @@ def messages(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
 
 
 def _dataset_info(name: str, records: Iterable[DistilledRecord]) -> dict[str, Any]:
-    """Returns the entries of ``dataset_info.json``, by which LLaMA-Factory finds the files."""
+    """Returns the entries of ``dataset_info.json``, in which LLaMA-Factory looks up the files."""
     columns = {"prompt": "instruction", "query": "input", "response": "output"}
     columns |= {key: key for record in records for key in _columns_before(record)}
     return {
@@ -195,18 +201,19 @@ def export(
     style: Prompt = FULL,
     funnel: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Writes records in other forms, and a card that describes them.
+    """Writes records in the forms of other trainers, and a card that describes the data set.
 
     Args:
-        records: records in order.
-        out: folder; existing files of this name in these forms are replaced, all others are kept.
-        name: name of the set, part of the file names and the split's name in TFDS.
-        forms: forms, from `FORMS`.
-        style: how the records' questions are put to a policy.
-        funnel: statistics of the filters, for the card.
+        records: the records, in the order of storage.
+        out: folder of the files. Existing files of the same data set and forms are replaced; all
+            other files are kept.
+        name: name of the data set. It is part of the file names, and the name of the split in TFDS.
+        forms: names of the forms to write, from `FORMS`.
+        style: prompt style of the user messages.
+        funnel: statistics of the filters, for the card; None if unknown.
 
     Returns:
-        Ids of the records that are left out of ``alpaca`` (see `fits_alpaca`).
+        Ids of the records that the form ``alpaca`` leaves out (see `fits_alpaca`).
 
     Raises:
         UserError: a form is unknown, a package that a form needs is missing, or files of an earlier
@@ -253,15 +260,16 @@ def _write(path: Path, value: Any) -> None:
 def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> Path:
     """Builds a TFDS data set of ArrayRecord files, without TensorFlow.
 
-    The data set is built next to an earlier one, which TFDS cannot extend, and then replaces it.
+    TFDS cannot extend an existing data set. Therefore a new one is built beside it, with all
+    splits, and then replaces it.
 
     Args:
-        records: records in storage order.
+        records: the records, in the order of storage.
         folder: TFDS data directory.
-        split: name of the split; other existing splits are kept.
+        split: name of the split to write; other existing splits are kept.
 
     Returns:
-        The folder of the data set, for ``tfds.builder_from_directory``.
+        The folder of the data set, which ``tfds.builder_from_directory`` can read.
 
     Raises:
         UserError: tensorflow-datasets is not installed, or another split cannot be read.
@@ -299,7 +307,7 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
         def _generate_examples(self, rows: Any) -> Iterator[tuple[int, dict[str, Any]]]:
             yield from enumerate(map(_example, rows))
 
-    shutil.rmtree(new, ignore_errors=True)  # left by a killed process
+    shutil.rmtree(new, ignore_errors=True)  # a killed process may have left it
     try:
         builder = Coa(data_dir=str(new), file_format="array_record")
         builder.download_and_prepare()
@@ -311,7 +319,7 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
 
 
 def _others(tfds: Any, place: Path, split: str) -> dict[str, Sequence[DistilledRecord]]:
-    """Returns the other splits of an earlier build, which may be damaged."""
+    """Reads the other splits of an existing data set, which may be damaged."""
     info = place / "dataset_info.json"
     known = files.read_json_object(info).get("splits", []) if info.is_file() else []
     names = [entry["name"] for entry in known if entry["name"] != split]
@@ -323,7 +331,7 @@ def _others(tfds: Any, place: Path, split: str) -> dict[str, Sequence[DistilledR
             name: [from_tfds(example) for example in builder.as_data_source(split=name)]
             for name in names
         }
-    except Exception as error:  # TFDS, ArrayRecord and protobuf have their own errors
+    except Exception as error:  # TFDS, ArrayRecord and protobuf raise their own exceptions
         raise UserError(
             f"{place}: {' and '.join(names)} of an earlier export cannot be read ({error}); remove "
             "the folder and export each set again"
@@ -331,10 +339,10 @@ def _others(tfds: Any, place: Path, split: str) -> dict[str, Sequence[DistilledR
 
 
 def _example(record: DistilledRecord) -> dict[str, Any]:
-    """Encodes a record for TFDS in UTF-8, which cannot contain surrogate halves.
+    """Converts a record to a TFDS example.
 
-    Surrogate halves become U+FFFD, which our tokenizers also read in their place; JSON can hold
-    them.
+    TFDS stores UTF-8, which cannot represent halves of surrogate pairs. They become U+FFFD, as in
+    the tokenizers.
     """
     return {
         "id": clean(record.id),
@@ -354,9 +362,10 @@ def _example(record: DistilledRecord) -> dict[str, Any]:
 
 
 def funnel_of(data: Path) -> dict[str, Any] | None:
-    """Returns statistics of the filters, from the summary of the run that wrote a set.
+    """Reads the statistics of the filters that selected a data set.
 
-    The result is None if no summary is found.
+    The statistics are in ``summary.json`` in the folder of the data set. The result is None if this
+    file does not exist or has no statistics.
     """
     summary = data.parent / "summary.json"
     value: Any = files.read_json_object(summary) if summary.is_file() else None
@@ -387,7 +396,7 @@ def main(argv: list[str]) -> None:
         raise UserError(f"{data}: contains no record, so there is nothing to export")
     prompt = load_prompt(values.prompt_style)
     records = with_level(records, values.level, values.format)
-    if prompt.style != "data":  # the default, for records of every kind
+    if prompt.style != "data":  # the default style fits records of every kind
         warn_of_prompts(records, prompt, "records", "--prompt_style")
     with output(values.out) as folder:
         out = export(records, folder, data.stem, values.forms, prompt, funnel_of(data))

@@ -1,7 +1,6 @@
-"""Parses calculation questions that a single Python expression answers.
+"""Parses arithmetic questions whose answer is the value of a single Python expression.
 
-The wordings are those of the reasoning-gym generators behind the source ``arithmetic``; other
-questions are not understood.
+Only the wordings of the reasoning-gym generators in the task source ``arithmetic`` are understood.
 """
 
 from __future__ import annotations
@@ -13,12 +12,12 @@ from collections.abc import Callable
 
 @dataclasses.dataclass(frozen=True)
 class Expression:
-    """A number that the question tells how to compute.
+    """A Python expression that computes the answer to a question.
 
     Attributes:
-        what: the task in words, for plans.
-        source: the expression in Python.
-        setup: a line that must precede it, or "".
+        what: the calculation in words, for plans.
+        source: the expression.
+        setup: a line of Python that must precede the expression; "" for none.
     """
 
     what: str
@@ -40,7 +39,7 @@ _EQUATION = re.compile(
 
 def _sum(match: re.Match[str]) -> Expression:
     source = " ".join(match[1].split())
-    # Sums of decimals have a rounding error in the last binary digits.
+    # Sums of decimal fractions have a rounding error in the last binary digits.
     exact = f"round({source}, 9)" if "." in source else source
     return Expression(source, exact)
 
@@ -65,7 +64,7 @@ def _primes(match: re.Match[str]) -> Expression:
 def _equation(match: re.Match[str]) -> Expression:
     name, side, value = match.groups()
     setup = f"f = lambda {name}: {side} - ({value})"
-    # f is linear, so its root follows from two values.
+    # f is linear, so two of its values determine its root.
     return Expression(f"{name} with {side} = {value}", "f(0) // (f(0) - f(1))", setup)
 
 
@@ -79,7 +78,7 @@ _READERS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Expression]], .
 
 
 def read_expression(question: str) -> Expression | None:
-    """Returns the expression that answers a question, or None for another kind of question."""
+    """Returns the expression that computes the answer; None if the question has another wording."""
     for pattern, build in _READERS:
         match = pattern.search(question.strip())
         if match:

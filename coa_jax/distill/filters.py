@@ -1,8 +1,9 @@
-"""Selects the teacher runs that become training data, and counts the others.
+"""Selects the runs of the teacher that become training data, and counts the runs it drops.
 
 The filters are those of the paper's progressive filtering (§3.2.1): complexity, quality, the share
 of runs with reflection, and up-sampling of runs that corrected themselves. A filter is a name and a
-predicate over one run, so filters compose and the runs that each one drops can be counted.
+predicate over one run. So filters can be combined, and the runs that each filter drops can be
+counted.
 """
 
 from __future__ import annotations
@@ -20,17 +21,17 @@ from coa_jax.trajectory import DistilledRecord, Reward
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A teacher run with the data that filters need.
+    """A run of the teacher, with the data that filters need.
 
     Attributes:
-        task: the task, including its gold answer.
-        log: the messages.
-        record: the trajectory converted from them.
-        reward: reward of the task's grader, the same grader that grades policies. Its part
-            ``format`` says whether the protocol is obeyed.
+        task: the task with its accepted answers.
+        log: the messages of the run.
+        record: the trajectory that was converted from the messages.
+        reward: reward of the task's grader, which also grades policies. ``parts["format"]`` is 1 if
+            the trajectory obeys the protocol.
         correct: whether the answer is right; None if neither the grader nor a judge could decide.
-        obeys: verdict of the judge of instructions: whether they were followed; None without a
-            verdict.
+        obeys: whether the run followed the instructions, according to a judge; None if the judge
+            gave no verdict.
     """
 
     task: Task
@@ -43,7 +44,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Filter:
-    """A named condition that a run must satisfy."""
+    """A named condition that each single run must satisfy to be kept."""
 
     name: str
     keeps: Callable[[Run], bool]
@@ -51,7 +52,7 @@ class Filter:
 
 @dataclasses.dataclass(frozen=True)
 class SetFilter:
-    """A named condition on several runs together; returns for each run whether it is dropped."""
+    """A named condition on all runs together; ``drops`` returns for each run whether to drop it."""
 
     name: str
     drops: Callable[[Sequence[Run]], list[bool]]
@@ -64,7 +65,8 @@ class FilterReport:
     Attributes:
         total: number of runs.
         kept: number of runs that passed every filter.
-        dropped: filter name -> number of runs for which it was the first to fail, in filter order.
+        dropped: maps the name of each filter, in the order of application, to the number of runs
+            that passed all earlier filters and failed this one.
     """
 
     total: int
@@ -72,19 +74,20 @@ class FilterReport:
     dropped: dict[str, int]
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the report as JSON values."""
+        """Returns the report as a JSON object."""
         return dataclasses.asdict(self)
 
 
 def has_gold(task: Task) -> bool:
-    """Returns whether a task has accepted answers, or a program that scores answers."""
+    """Returns whether a task has accepted answers or a program that scores answers."""
     return bool(task.gold) or "scorer" in task.metadata
 
 
 def grade_of(task: Task, reward: Reward) -> bool | None:
-    """Returns whether an answer is right for the task's grader; None if the grader cannot decide.
+    """Returns whether the grader of a task found an answer right; None if it could not decide.
 
-    A task without an accepted answer gives None, unless its own program scores answers.
+    Without an accepted answer the result is None, unless the task has a program that scores
+    answers.
     """
     if not has_gold(task):
         return None
@@ -97,25 +100,26 @@ def grade_of(task: Task, reward: Reward) -> bool | None:
 
 
 def is_correct(run: Run) -> bool:
-    """Returns whether the answer is known to be right."""
+    """Returns whether the answer of a run was graded and is right."""
     return run.correct is True
 
 
 def obeys_protocol(run: Run) -> bool:
-    """Returns whether the trajectory obeys every rule of its protocol."""
+    """Returns whether the trajectory of a run obeys every rule of its protocol."""
     return run.reward.parts["format"] == 1.0
 
 
 def has_no_fault(run: Run) -> bool:
-    """Returns whether no tool call ended with a fault of the tool."""
+    """Returns whether no tool call of a run failed because of a fault of the tool."""
     return all(message.outcome != "fault" for message in run.log.messages)
 
 
 def repeats_no_call(run: Run) -> bool:
-    """Returns whether no tool was called twice with the same arguments.
+    """Returns whether a run never called a tool twice with the same arguments.
 
-    Blanks are ignored, except in programs (where only blanks at the ends of the program and of its
-    lines are ignored): corrected indentation makes another call.
+    Differences in white space are ignored. In model-written programs only white space at the ends
+    of the program and of its lines is ignored, because a program with corrected indentation is
+    another call.
     """
     calls = [(tool, _without_blanks(tool, arguments)) for tool, arguments in run.log.calls]
     return len(set(calls)) == len(calls)
@@ -128,11 +132,11 @@ def _without_blanks(tool: str, arguments: str) -> str:
 
 
 def notices_mistakes(run: Run) -> bool:
-    """Returns whether every deliberately wrong call was followed by a reflection.
+    """Returns whether a reflection followed every deliberately wrong call of a run.
 
-    A wrong query may find the answer by luck; as a training example it would teach the mistake
-    without the correction. Only scripted minds record that a call was deliberately wrong. For runs
-    of a model or of another system this filter drops nothing.
+    A wrong query may find the answer by luck. Such a run would teach the policy the mistake without
+    its correction. Only scripted minds make deliberate mistakes and record them, so this filter
+    drops no run of a model or of another system.
     """
     messages = run.log.messages
     for message in messages:
@@ -150,10 +154,10 @@ def quality_filters(
     """Returns the complexity and quality filters, in the order in which they are applied.
 
     Args:
-        max_chars: maximum length of a kept trajectory in characters, including observations.
-        min_interactions: minimum number of messages of any kind. The paper's complexity filter
-            counts interactions of agents with tools, see ``SelectionConfig.min_tool_calls``.
-        keep_without_gold: whether a run without an accepted answer is kept.
+        max_chars: maximum number of characters of a trajectory, including observations.
+        min_interactions: minimum number of messages of any kind. (The complexity filter of the
+            paper counts tool calls instead, see ``SelectionConfig.min_tool_calls``.)
+        keep_without_gold: whether to keep runs of tasks without an accepted answer.
     """
 
     def graded(run: Run) -> bool:
@@ -175,7 +179,10 @@ def quality_filters(
 
 
 def plain_share(fraction: float, seed: int) -> Filter:
-    """Returns a filter that keeps a share of the runs without reflection (§3.2.1, third stage)."""
+    """Returns a filter that keeps a random share of the runs without reflection.
+
+    This is the third stage of the paper's filtering (§3.2.1).
+    """
 
     def keeps(run: Run) -> bool:
         if run.log.count(Kind.REFLECTION) or run.record.metadata["corrected"]:
@@ -186,19 +193,19 @@ def plain_share(fraction: float, seed: int) -> Filter:
 
 
 def first_failure(run: Run, filters: Sequence[Filter]) -> str | None:
-    """Returns the name of the first filter that the run does not pass, or None."""
+    """Returns the name of the first filter that a run fails; None if it passes all filters."""
     return next((f.name for f in filters if not f.keeps(run)), None)
 
 
 def failures_of(
     runs: Sequence[Run], filters: Sequence[Filter], set_filters: Sequence[SetFilter] = ()
 ) -> list[str | None]:
-    """Returns for each run the name of the first filter that it does not pass, or None.
+    """Returns for each run the name of the first filter that it fails; None if it passes all.
 
     Args:
-        runs: the runs; of similar ones the first is kept.
+        runs: the runs. If runs are similar, the first one is kept.
         filters: conditions on single runs.
-        set_filters: conditions on the runs that pass those, applied one after another.
+        set_filters: conditions on all runs that pass ``filters``, applied one after the other.
     """
     failures = [first_failure(run, filters) for run in runs]
     for each in set_filters:
@@ -212,12 +219,12 @@ def failures_of(
 def examples_of(
     runs: Sequence[Run], failures: Sequence[str | None], number: int = 3
 ) -> list[dict[str, Any]]:
-    """Returns the first runs that each filter dropped, as JSON values for inspection.
+    """Returns the first runs that each filter dropped, as JSON objects for inspection.
 
     Args:
         runs: the runs.
-        failures: result of `failures_of`.
-        number: number of runs per filter.
+        failures: result of `failures_of` for these runs.
+        number: maximum number of runs for each filter.
     """
     seen: Counter[str] = Counter()
     examples = []
@@ -231,16 +238,17 @@ def examples_of(
 def report_of(
     failures: Sequence[str | None], filters: Sequence[Filter | SetFilter]
 ) -> FilterReport:
-    """Counts the results of `first_failure` over many runs."""
+    """Counts how many runs each filter dropped, from the result of `failures_of`."""
     counts = Counter(failures)
     dropped = {f.name: counts[f.name] for f in filters}
     return FilterReport(len(failures), counts[None], dropped)
 
 
 def copies(run: Run, corrected_copies: int) -> list[DistilledRecord]:
-    """Returns a kept run as training records; runs that corrected themselves may be repeated.
+    """Returns the training records of a kept run, several if the run corrected itself.
 
-    Copies after the first have ids ``<id>#2``, ``<id>#3``, ...
+    A run that corrected itself is repeated ``corrected_copies`` times. The copies after the first
+    have the ids ``<id>#2``, ``<id>#3``, ...
     """
     number = corrected_copies if run.record.metadata["corrected"] else 1
     ids = [run.record.id, *(f"{run.record.id}#{k}" for k in range(2, number + 1))]

@@ -3,10 +3,11 @@ r"""Prints trajectories of a file in readable form.
     python -m coa_jax.distill.inspect --data=runs/distill/train.jsonl --number=3
     python -m coa_jax.distill.inspect --data=runs/distill/dropped/train.jsonl --filter=wrong_answer
 
-Reads records in every form that training reads (docs/data.md), and the ``dropped/`` files of
-``coa_jax.distill``. A bar marks lines that the environment wrote. Below a trajectory are the
-protocol rules that it breaks, with ``--level=paper`` those of that level. Rows that training would
-leave out are listed.
+The command reads records in every form that training reads (docs/data.md), and the ``dropped/``
+files of ``coa_jax.distill``. A bar marks the lines that the environment wrote. Below each
+trajectory the command prints the rules of the protocol that the trajectory breaks;
+``--level=paper`` selects the strict rules. It also lists the rows that training would leave out,
+with the reason.
 """
 
 from __future__ import annotations
@@ -28,12 +29,12 @@ def _by(tags: Sequence[str]) -> str:
 
 
 def page(record: DistilledRecord, reason: str = "", tags: Sequence[str] = ()) -> str:
-    """Returns one trajectory as text.
+    """Returns a readable text of one trajectory.
 
     Args:
         record: the trajectory.
-        reason: name of the filter that dropped the record, if one did.
-        tags: tags from which its protocol was inferred, if the file does not name the protocol.
+        reason: name of the filter that dropped the record; "" if no filter dropped it.
+        tags: tags from which the protocol was inferred; () if the file names the protocol.
     """
     rules = get_protocol(record.protocol)
     facts = [f"{key}={value}" for key, value in record.metadata.items() if value not in (None, [])]

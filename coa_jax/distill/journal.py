@@ -1,7 +1,8 @@
-"""The append-only journal of teacher runs on disk, from which a killed run continues.
+"""Stores finished runs of the teacher in a journal, from which a killed command continues.
 
-The first line identifies the configuration that wrote the file; each further line is a finished run
-as JSON. A partial line at the end, left by a kill, is removed when the journal is opened again.
+The journal is an append-only JSONL file. Its first line holds the settings with which the runs were
+made. Each further line is a finished run. If a kill left an incomplete last line, the line is
+removed when the journal is opened again.
 """
 
 from __future__ import annotations
@@ -18,18 +19,18 @@ from coa_jax.run_dir import differences
 
 @dataclasses.dataclass(frozen=True)
 class Journal:
-    """Finished teacher runs of one configuration.
+    """The journal of runs of the teacher with the same settings.
 
     Attributes:
         path: the JSONL file.
-        done: the runs that the file contained when it was opened, by episode.
+        done: runs that the file contained when it was opened, by the id of the task.
     """
 
     path: Path
     done: dict[str, MessageLog]
 
     def append(self, log: MessageLog) -> None:
-        """Appends a finished run; afterwards it survives a kill of the process."""
+        """Appends a finished run; after this call the run survives a kill of the process."""
         jsonl.append_lines(self.path, [to_json(log)])
 
 
@@ -40,15 +41,15 @@ def _decode(value: Any) -> dict[str, Any] | MessageLog:
 
 
 def check_fingerprint(path: Path, there: dict[str, Any], now: dict[str, Any]) -> None:
-    """Rejects a file of runs that were made with another configuration.
+    """Checks that the runs in a file were made with the present settings.
 
     Args:
-        path: the file, for the message.
-        there: fingerprint in the file.
-        now: fingerprint of this configuration.
+        path: the file, used in the error message.
+        there: settings that the file holds.
+        now: present settings.
 
     Raises:
-        UserError: the fingerprints differ; the message names the difference.
+        UserError: the settings differ; the message names the differences.
     """
     if changed := differences(there, now):
         raise UserError(
@@ -58,21 +59,21 @@ def check_fingerprint(path: Path, there: dict[str, Any], now: dict[str, Any]) ->
 
 
 def open_journal(path: Path, fingerprint: dict[str, Any]) -> Journal:
-    """Opens or creates a journal.
+    """Opens a journal, or creates it.
 
     Args:
         path: the JSONL file.
-        fingerprint: settings on which the content of runs depends (JSON values).
+        fingerprint: settings on which the content of runs depends, as JSON values.
 
     Raises:
-        UserError: the file was written with another configuration, or a line is malformed.
+        UserError: the file was written with other settings, or a line is malformed.
     """
     fingerprint = jsonl.loads(jsonl.dumps(fingerprint))
-    jsonl.append_lines(path, [])  # creates the file, or removes a partial last line
+    jsonl.append_lines(path, [])  # creates the file, or removes an incomplete last line
     head, *runs = list(jsonl.read_lines(path, _decode)) or [{}]
     if not isinstance(head, dict):
         raise UserError(f"{path}:1: not the head of a journal; delete the file")
-    if not runs:  # without runs the configuration may still change
+    if not runs:  # settings may change while there are no runs
         jsonl.write_lines(path, [{"journal": fingerprint}])
         return Journal(path, {})
     check_fingerprint(path, head, fingerprint)

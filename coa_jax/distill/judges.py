@@ -1,7 +1,7 @@
-"""Language models that judge the answers of runs, and whether instructions were followed (§3.2.1).
+"""Lets language models judge the answers of runs, and whether runs followed instructions (§3.2.1).
 
-They are asked only where rules cannot decide. If a judge gives no verdict, the run is dropped as
-``ungraded`` and judged again when the command is started again.
+A judge is asked only if rules cannot decide. If a judge gives no verdict, the run is dropped as
+``ungraded``, and judged again when the command is started again.
 """
 
 from __future__ import annotations
@@ -41,12 +41,13 @@ the instructions were kept, {{"rationale": "one sentence", "judgement": "incorre
 
 @dataclasses.dataclass(frozen=True)
 class JudgesConfig(Bounded):
-    """Models that judge runs; a judge without ``chat.url`` is not used.
+    """Settings of the models that judge runs; a judge without ``chat.url`` is not used.
 
     Attributes:
-        answer: judge of answers that do not equal an accepted one literally, or that the task's
-            grader cannot decide.
-        instruction: judge of runs that pass every other filter of single runs.
+        answer: judge of answers that do not literally equal an accepted answer, or about which the
+            grader of the task cannot decide.
+        instruction: judge of whether a run followed its instructions. It is asked about runs that
+            pass all other filters of single runs.
     """
 
     answer: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
@@ -54,23 +55,23 @@ class JudgesConfig(Bounded):
 
 
 def _undecided(run: Run) -> bool:
-    """Returns whether a judge must decide if the answer is right."""
+    """Returns whether a judge must decide whether the answer of a run is right."""
     answer = run.log.answer
     if run.correct or answer is None or not has_no_fault(run):
         return False
     if not run.task.gold:
-        return False  # nothing to compare the answer with
+        return False  # there is no accepted answer to compare with
     if run.task.is_program or "scorer" in run.task.metadata:
-        return False  # programs are run, and generators check their own answers
+        return False  # programs are run, and generators check answers
     numbers = parse_number(answer) and all(map(parse_number, run.task.gold))
     return run.correct is None or not numbers
 
 
 async def judge_answers(runs: Sequence[Run], config: JudgeConfig) -> list[Run]:
-    """Returns the runs with verdicts on the answers that rules do not decide.
+    """Returns the runs with the judge's verdicts on answers about which rules cannot decide.
 
     Raises:
-        UserError: the judge's key or cache cannot be used.
+        UserError: the API key or the cache of the judge cannot be used.
     """
     judge = Judge(config)
 
@@ -86,15 +87,15 @@ async def judge_answers(runs: Sequence[Run], config: JudgeConfig) -> list[Run]:
 async def judge_instructions(
     runs: Sequence[Run], filters: Sequence[Filter], config: JudgeConfig
 ) -> list[Run]:
-    """Returns the runs with verdicts on whether they followed their instructions.
+    """Returns the runs with the judge's verdicts on whether they followed their instructions.
 
     Args:
         runs: the runs.
-        filters: only runs that pass these filters are judged.
-        config: the judge.
+        filters: filters of single runs; only runs that pass all of them are judged.
+        config: settings of the judge.
 
     Raises:
-        UserError: the judge's key or cache cannot be used.
+        UserError: the API key or the cache of the judge cannot be used.
     """
     judge = Judge(config)
 

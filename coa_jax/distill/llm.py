@@ -1,8 +1,9 @@
-"""Minds that use a language model behind an endpoint.
+"""Implements minds, which decide for agents, by a language model behind an endpoint.
 
-A reply is a JSON object, which is validated first: its form, that the agent may make the move, and
-that grades and scores can be parsed. The model is told about errors and may try again. A mind whose
-replies stay invalid ends only its own run.
+A reply of the model is a JSON object that names the next message of the agent. The reply is
+validated before use: it must have the required form, the agent must be allowed to send this
+message, and grades and scores must be parseable. After an invalid reply, the model receives the
+error and tries again. If its replies stay invalid, only the run of this agent ends.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ _FORMS = {
 
 
 def moves_of(view: AgentView) -> list[tuple[str, Kind]]:
-    """Returns (recipient, kind) of every message that the agent may send now."""
+    """Returns the pair (recipient, kind) of every message that the agent may send now."""
     return [
         (to, kind)
         for name, kind in MOVES[view.role]
@@ -43,7 +44,7 @@ def moves_of(view: AgentView) -> list[tuple[str, Kind]]:
 
 
 def chat_of(view: AgentView) -> list[dict[str, str]]:
-    """Returns the chat messages for the model: role, form of a reply, messages so far."""
+    """Returns the prompt of the model: role of the agent, form of a reply, messages so far."""
     moves = moves_of(view)
     forms = [f'content of kind "{k}": {_FORMS[k]}' for _, k in moves if k in _FORMS]
     if any(to == "code" and kind is Kind.CALL for to, kind in moves):
@@ -65,10 +66,10 @@ def chat_of(view: AgentView) -> list[dict[str, str]]:
 
 
 def read_object(reply: str) -> dict[str, Any]:
-    """Parses the JSON object in a reply, the last of several, ignoring words around it.
+    """Returns the last JSON object in a reply; text around the object is ignored.
 
     Raises:
-        ValueError: there is none; the message is for the model.
+        ValueError: the reply contains no JSON object. The model receives the message.
     """
     text = without_thought(reply)
     found: dict[str, Any] | None = None
@@ -88,11 +89,11 @@ def read_object(reply: str) -> dict[str, Any]:
 
 
 def read_action(reply: str, view: AgentView) -> Action:
-    """Parses a reply into a move.
+    """Parses a reply into the next message of the agent.
 
     Raises:
-        ValueError: the reply is not a JSON object of the required form, or the agent may not make
-            this move; the message is for the model.
+        ValueError: the reply has no JSON object of the required form, or the agent may not send
+            this message. The model receives the error message.
     """
     value = read_object(reply)
     for name in ("to", "kind", "content"):
@@ -119,10 +120,12 @@ def read_action(reply: str, view: AgentView) -> Action:
 
 
 def _code_body(content: str) -> str:
-    """Converts a program to the body of a call: plain source, or the only fenced block in a text.
+    """Converts a model-written program to the body of a call.
+
+    The program is the whole text, or the only fenced block in it.
 
     Raises:
-        ValueError: there is a fence, but the program cannot be identified.
+        ValueError: the text contains a fence, but it is unclear which part is the program.
     """
     if parse_code(content) is not None:
         return content
@@ -135,7 +138,7 @@ def _code_body(content: str) -> str:
 
 
 class UnusableReplyError(ValueError):
-    """A model gave no reply of the required form within the allowed attempts."""
+    """Raised if a model gives no valid reply within the allowed number of attempts."""
 
 
 async def ask(
@@ -146,17 +149,18 @@ async def ask(
     read: Callable[[str], T],
     attempts: int = 3,
 ) -> T:
-    """Sends a chat and parses the reply; an invalid reply is returned to the model with its error.
+    """Sends a chat and parses the reply; after an invalid reply the model sees the error.
 
     Args:
         endpoint: the model.
-        chat: the messages.
-        episode, turn: distinguish equal chats, see `Endpoint.complete`.
-        read: parses a reply; the model sees its ValueError.
+        chat: messages of the chat.
+        episode, turn: names of the run and of the call, see `Endpoint.complete`.
+        read: function that parses a reply. If it raises ValueError, the model receives the message
+            and replies again.
         attempts: maximum number of replies.
 
     Raises:
-        UnusableReplyError: no reply could be parsed, or the request is rejected.
+        UnusableReplyError: no reply could be parsed, or the endpoint refuses the request.
         UserError: the budget is spent, or the endpoint does not answer.
     """
     problem = ""
@@ -177,11 +181,11 @@ async def ask(
 
 @dataclasses.dataclass(frozen=True)
 class LanguageMind:
-    """A mind that asks a model, and asks again with the error after an invalid reply.
+    """A mind that asks a language model.
 
     Attributes:
         endpoint: the model.
-        attempts: maximum number of replies before the run is abandoned.
+        attempts: maximum number of replies. After this many invalid replies the run is abandoned.
     """
 
     endpoint: Endpoint
@@ -191,7 +195,7 @@ class LanguageMind:
         """Returns the next message of ``view.role``.
 
         Raises:
-            UnusableReplyError: no attempt gave a valid move, or the endpoint rejects the request.
+            UnusableReplyError: no reply named a valid message, or the endpoint refuses the request.
             UserError: the budget is spent, or the endpoint does not answer.
         """
         turn = f"{len(view.messages)}/{view.role}"
@@ -200,5 +204,5 @@ class LanguageMind:
 
 
 def language_minds(endpoint: Endpoint, attempts: int = 3) -> Minds:
-    """Returns minds in which one model plays every agent of the team."""
+    """Returns minds with which one model decides for every agent of the team."""
     return dict.fromkeys(AGENTS, LanguageMind(endpoint, attempts))

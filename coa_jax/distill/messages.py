@@ -1,8 +1,7 @@
-"""The message log of the teacher: all messages between agents, and the answers of tools.
+"""Defines the message log of the teacher: the messages between agents, and results of tools.
 
-Agents communicate only through messages, so the log is the whole run. Views of agents and
-trajectories are derived from it, and storing it stores the run. This module does not depend on
-tasks or gold answers.
+Agents communicate only through messages, so the log contains the whole run. Trajectories, and what
+each agent sees, are derived from the log. This module does not depend on tasks or gold answers.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from typing import Any
 from coa_jax import jsonl
 
 AGENTS = ("manager", "planner", "search", "code", "reflection", "verification")
-"""The agents of the teacher system; ``user`` and the tools are the other senders and recipients."""
+"""Names of the agents of the teacher; other senders and recipients are ``user`` and the tools."""
 
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def clean(text: str) -> str:
-    """Replaces surrogate halves, which files and tokenizers cannot encode, by U+FFFD."""
+    """Replaces halves of surrogate pairs, which UTF-8 cannot encode, by U+FFFD."""
     return _SURROGATES.sub("\ufffd", text)
 
 
@@ -46,23 +45,25 @@ class Ending(enum.StrEnum):
     ANSWER = "answer"
     LIMIT = "limit"  # too many messages
     ILLEGAL = "illegal"  # an agent sent what its role may not send
-    MIND_ERROR = "mind_error"  # a mind raised an exception
+    MIND_ERROR = "mind_error"  # a mind raised an exception or gave no valid reply
 
 
 @dataclasses.dataclass(frozen=True)
 class Message:
-    """One message between two participants.
+    """A message from one participant to another.
 
     Attributes:
-        index: position in the log, from 0.
-        sender: ``user``, an agent's name, or a tool's name.
-        recipient: likewise.
+        index: position of the message in the log, from 0.
+        sender: ``user``, the name of an agent, or the name of a tool.
+        recipient: ``user``, the name of an agent, or the name of a tool.
         kind: purpose of the message.
-        content: query or program of a call, text of an observation, steps of a plan, grades of a
-            reflection, score of a verdict, or the answer.
-        thought: reasoning of the sender before it acted.
-        outcome: how the call ended, for observations (``coa_jax.tools.base.Outcome``).
-        slip: name of the deliberate mistake of a scripted mind, if any.
+        content: text of the message: query or program of a call, text of an observation, steps of a
+            plan, grades of a reflection, score of a verdict, or the answer.
+        thought: reasoning of the sender before the message.
+        outcome: how the call ended (``coa_jax.tools.base.Outcome``) if the message is an
+            observation; None otherwise.
+        slip: name of the deliberate mistake that a scripted mind made with the message; None for no
+            mistake.
     """
 
     index: int
@@ -77,15 +78,15 @@ class Message:
 
 @dataclasses.dataclass(frozen=True)
 class MessageLog:
-    """A finished run of the teacher on one question.
+    """The messages of a finished run of the teacher on one question.
 
     Attributes:
-        episode: identity of the run, the id of its task.
+        episode: identity of the run, which is the id of its task.
         question: the question.
         protocol: name of the protocol that the manager follows.
         messages: all messages in order.
         ending: why the run stopped.
-        error: one line of explanation if the ending is not ``answer``.
+        error: explanation in one line if the ending is not ``answer``; otherwise "".
     """
 
     episode: str
@@ -97,13 +98,13 @@ class MessageLog:
 
     @property
     def answer(self) -> str | None:
-        """The final answer, or None if the run ended without one."""
+        """The final answer; None if the run ended without an answer."""
         last = self.messages[-1]
         return last.content if last.kind is Kind.ANSWER else None
 
     @property
     def calls(self) -> tuple[tuple[str, str], ...]:
-        """(tool, arguments) of every tool call, oldest first."""
+        """The tool calls as pairs (tool, arguments), oldest first."""
         return tuple((m.recipient, m.content) for m in self.messages if m.kind is Kind.CALL)
 
     @property
@@ -112,12 +113,12 @@ class MessageLog:
         return tuple(m.slip for m in self.messages if m.slip)
 
     def count(self, kind: Kind) -> int:
-        """Number of messages of a kind."""
+        """Returns the number of messages of a kind."""
         return sum(m.kind is kind for m in self.messages)
 
 
 def to_json(log: MessageLog) -> dict[str, Any]:
-    """Returns a log as JSON values; fields with default values are left out."""
+    """Returns a log as a JSON object; message fields with default values are left out."""
     messages = [
         {
             field.name: getattr(message, field.name)
@@ -137,7 +138,7 @@ def to_json(log: MessageLog) -> dict[str, Any]:
 
 
 def from_json(row: Any) -> MessageLog:
-    """Reads a log from JSON values, the inverse of `to_json`.
+    """Restores a log from the JSON object that `to_json` returned.
 
     Raises:
         KeyError, TypeError or ValueError: the value is not a message log.

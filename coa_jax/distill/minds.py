@@ -1,8 +1,9 @@
-"""The interface of minds: the part of an agent that decides, given what the agent can see.
+"""Defines the interface of minds: a mind decides which message its agent sends next.
 
-The team loop (`coa_jax.distill.team`) delivers messages; minds write them. A mind sees only an
-`AgentView`, so a gold answer cannot reach it. `coa_jax.distill.llm` implements minds with a
-language model; `coa_jax.distill.scripted` contains the deterministic minds of the default data set.
+Minds write messages, and the team loop (`coa_jax.distill.team`) delivers them. A mind sees only an
+`AgentView`, so it never sees a gold answer. `coa_jax.distill.llm` implements minds by a language
+model. `coa_jax.distill.scripted` implements them by deterministic rules, which create the default
+data set.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ MOVES: Mapping[str, tuple[tuple[str, Kind], ...]] = {
     "reflection": (("manager", Kind.REFLECTION),),
     "verification": (("manager", Kind.VERDICT),),
 }
-"""Allowed recipients and kinds of each agent's messages; ``tool`` stands for any tool of the
-agent.
+"""Maps each agent to the pairs (recipient, kind) of the messages that it may send.
+
+The recipient ``tool`` stands for any tool of the agent.
 """
 
 DUTIES: Mapping[str, str] = {
@@ -45,14 +47,14 @@ DUTIES: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class AgentView:
-    """Everything that a mind may know when it acts.
+    """Everything that a mind knows when it decides.
 
     Attributes:
-        role: the agent that acts.
-        question: the user's question.
+        role: name of the agent that acts.
+        question: the question of the user.
         protocol: name of the protocol that the manager follows.
-        episode: identity of the run; opaque, used to seed choices.
-        messages: the shared log so far, oldest first.
+        episode: identity of the run; scripted minds use it only as a seed of random choices.
+        messages: all messages of the run so far, oldest first.
         tools: names of the tools that this agent may call.
     """
 
@@ -65,17 +67,17 @@ class AgentView:
 
     @property
     def last(self) -> Message:
-        """The message that activated this agent."""
+        """The newest message, which activated this agent."""
         return self.messages[-1]
 
     def of_kind(self, kind: Kind) -> tuple[Message, ...]:
-        """The messages of one kind, oldest first."""
+        """Returns the messages of one kind, oldest first."""
         return tuple(m for m in self.messages if m.kind is kind)
 
 
 @dataclasses.dataclass(frozen=True)
 class Action:
-    """The decision of a mind: the message to send next (see `Message` for the fields)."""
+    """The decision of a mind: the message that its agent sends next; fields as in `Message`."""
 
     recipient: str
     kind: Kind
@@ -86,12 +88,12 @@ class Action:
 
 @runtime_checkable
 class Mind(Protocol):
-    """Decides for one agent; stateless, so one mind serves many runs."""
+    """Decides for one agent. A mind has no state, so many runs can share it."""
 
     async def act(self, view: AgentView) -> Action:
-        """Returns the next message of ``view.role``."""
+        """Returns the next message of the agent ``view.role``."""
         ...
 
 
 Minds = Mapping[str, Mind]
-"""A mind for every name in `coa_jax.distill.messages.AGENTS`."""
+"""Maps every name in `coa_jax.distill.messages.AGENTS` to a mind."""

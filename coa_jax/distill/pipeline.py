@@ -1,6 +1,6 @@
-"""Converts tasks to distilled records: the teacher works on many tasks concurrently.
+"""Lets the teacher solve tasks, many at the same time, and turns its runs into records.
 
-A run depends on its task, the tools and the seed, never on order or concurrency.
+A run depends on its task, the tools and the seed, but not on the order of tasks or on concurrency.
 """
 
 from __future__ import annotations
@@ -46,23 +46,23 @@ from coa_jax.trajectory import DistilledRecord
 
 @dataclasses.dataclass(frozen=True)
 class DistillConfig(Bounded):
-    """Settings of the teacher, and of the filters.
+    """Settings of the teacher and of the filters.
 
     Attributes:
-        mistake_rate: probability that a scripted mind makes a deliberate mistake at a decision.
-        unrecovered_rate: probability that a mistake is never noticed; the correctness filter drops
-            such runs.
-        seed: seed of mistakes and sampling.
-        concurrency: number of concurrent tasks.
+        mistake_rate: probability that a scripted mind makes a deliberate mistake when it decides.
+        unrecovered_rate: probability that a deliberate mistake is never noticed. The correctness
+            filter drops runs with such a mistake.
+        seed: seed of the mistakes and of random selection.
+        concurrency: number of tasks that the teacher solves at the same time.
         max_messages: number of messages after which a run is abandoned.
-        max_chars: maximum length of a kept trajectory in characters.
-        min_interactions: minimum number of messages of a kept run, of any kind.
-        keep_without_gold: whether runs whose source gives no accepted answer are kept without a
-            grade; otherwise the filter ``no_accepted_answer`` drops them.
-        plain_fraction: share of the runs without reflection or correction that is kept.
-        corrected_copies: number of copies of a run that corrected its answer.
+        max_chars: maximum number of characters of a kept trajectory.
+        min_interactions: minimum number of messages, of any kind, of a kept run.
+        keep_without_gold: whether to keep runs of tasks without an accepted answer, which cannot be
+            graded. If False, the filter ``no_accepted_answer`` drops them.
+        plain_fraction: share of the runs without reflection or correction that are kept.
+        corrected_copies: number of records that a run that corrected its answer becomes.
         selection: thresholds of further filters.
-        judges: models that decide where rules cannot.
+        judges: models that judge runs if rules cannot decide.
     """
 
     mistake_rate: Share = 0.1
@@ -79,14 +79,15 @@ class DistillConfig(Bounded):
     judges: JudgesConfig = dataclasses.field(default_factory=JudgesConfig)
 
     def minds(self) -> Minds:
-        """Returns the scripted minds of this configuration."""
+        """Returns scripted minds with these settings."""
         return scripted_minds(self.mistake_rate, self.unrecovered_rate, self.seed)
 
     def filters(self, count_tokens: Callable[[str], int] | None = None) -> tuple[Filter, ...]:
-        """Returns the filters of single runs in this configuration.
+        """Returns the filters of single runs with these settings.
 
         Args:
-            count_tokens: counts the tokens of a text; needed for ``selection.max_tokens``.
+            count_tokens: function that counts the tokens of a text; needed for
+                ``selection.max_tokens``.
         """
         quality = quality_filters(
             self.max_chars, self.min_interactions, keep_without_gold=self.keep_without_gold
@@ -107,22 +108,23 @@ async def run_teacher(
     done: Mapping[str, MessageLog] | None = None,
     on_log: Callable[[Task, MessageLog], None] | None = None,
 ) -> list[MessageLog]:
-    """Lets the teacher solve tasks, many concurrently.
+    """Lets the teacher solve tasks, many at the same time.
 
     Args:
-        tasks: the tasks; their gold answers are not passed on.
-        tools: tools by name.
+        tasks: the tasks. Agents do not see their gold answers.
+        tools: maps the name of each tool to the tool.
         config: settings of the teacher.
-        minds: a mind per agent; the scripted ones by default.
-        done: existing runs by task id; their tasks are not solved again.
-        on_log: called with every newly finished run, in the order of finishing.
+        minds: a mind for each agent; None for scripted minds.
+        done: finished runs by task id, which are not repeated; None for none.
+        on_log: function that is called with the task and the messages of every new run when the run
+            ends.
 
     Returns:
-        The runs in the order of ``tasks``.
+        The messages of each run, in the order of ``tasks``.
 
     Raises:
-        UserError: tasks or minds are invalid, or a mind cannot continue (its budget is spent);
-            ``on_log`` has received the finished runs.
+        UserError: tasks or minds are invalid, or a mind cannot continue because its budget is
+            spent. ``on_log`` has already received the finished runs.
     """
     minds = config.minds() if minds is None else minds
     missing = [name for name in AGENTS if name not in minds]
@@ -148,18 +150,17 @@ async def run_teacher(
 
 
 _KEPT = ("hops", "kind", "trace")
-"""Fields of the task's metadata that a record keeps; ``trace`` is additional data from foreign
-logs.
+"""Metadata fields of a task that its records keep; ``trace`` holds data from other systems' logs.
 """
 
 
 def as_run(task: Task, log: MessageLog, record: DistilledRecord | None = None) -> Run:
-    """Grades a run, after converting it under the protocol of its task.
+    """Converts a run to a trajectory under the protocol of its task, and grades it.
 
     Args:
-        task: the task; without an accepted answer the run has no grade.
+        task: the task. Without an accepted answer the run has no grade.
         log: messages of the run.
-        record: trajectory of the run, if it exists already.
+        record: trajectory of the run; None to convert ``log``.
     """
     if record is None:
         metadata = {key: value for key, value in task.metadata.items() if key in _KEPT}
@@ -175,18 +176,19 @@ def graded_runs(
     judges: JudgesConfig,
     records: Sequence[DistilledRecord] | None = None,
 ) -> list[Run]:
-    """Converts and grades runs; the configured judge decides where graders cannot.
+    """Converts and grades runs; a judge, if configured, decides if graders cannot.
 
-    A judge without a cache may decide differently the next time and costs again: grade runs once.
+    Each run should be graded only once: a judge without a cache costs again, and may decide
+    differently.
 
     Args:
         tasks: task of each run.
         logs: messages of each run.
-        judges: judges of answers that graders cannot decide.
+        judges: settings of the judges.
         records: trajectory of each run; None to convert the logs.
 
     Raises:
-        UserError: the judge's key or cache cannot be used.
+        UserError: the API key or the cache of the judge cannot be used.
     """
     known = [None] * len(logs) if records is None else records
     runs = [as_run(*run) for run in zip(tasks, logs, known, strict=True)]
@@ -199,13 +201,18 @@ def select(
     count_tokens: Callable[[str], int] | None = None,
     on_example: Callable[[dict[str, Any]], None] | None = None,
 ) -> tuple[list[DistilledRecord], FilterReport]:
-    """Filters graded runs; a pure function of the runs and the verdicts on their instructions.
+    """Selects the graded runs that become training data.
+
+    The result depends only on the runs, the settings, and the verdicts of the judge of
+    instructions.
 
     Args:
-        runs: see `graded_runs`.
+        runs: runs from `graded_runs`.
         config: settings of the filters.
-        count_tokens: counts the tokens of a text; needed for ``selection.max_tokens``.
-        on_example: called with a few runs that each filter dropped (see `examples_of`).
+        count_tokens: function that counts the tokens of a text; needed for
+            ``selection.max_tokens``.
+        on_example: function that is called with a few runs that each filter dropped, see
+            `examples_of`.
 
     Returns:
         The kept records in the order of ``runs``, and statistics of the filters.
@@ -228,13 +235,13 @@ def distill_tasks(
     config: DistillConfig,
     minds: Minds | None = None,
 ) -> tuple[list[DistilledRecord], FilterReport]:
-    """Solves, converts and filters tasks in memory; `distill_split` does the same on disk.
+    """Distils tasks in memory; `distill_split` also stores runs and records on disk.
 
     Args:
         tasks: the tasks.
-        tools: tools by name.
-        config: settings of the teacher and the filters.
-        minds: a mind per agent; the scripted ones by default.
+        tools: maps the name of each tool to the tool.
+        config: settings of the teacher and of the filters.
+        minds: a mind for each agent; None for scripted minds.
 
     Returns:
         The kept records in the order of ``tasks``, and statistics of the filters.
@@ -246,15 +253,16 @@ def distill_tasks(
 def teacher_block(
     runs: Sequence[Run], count_tokens: Callable[[str], int] | None = None
 ) -> dict[str, Any]:
-    """Returns the "teacher" block of ``summary.json``, over unfiltered runs.
+    """Returns the block "teacher" of ``summary.json``: statistics of unfiltered runs.
 
-    Runs with a fault of a tool, or without a grade, are neither right nor wrong: they are left out
-    and counted.
+    Runs with a fault of a tool or without a grade are neither right nor wrong. They are left out of
+    the rates, and counted separately.
 
     Args:
-        runs: see `graded_runs`.
-        count_tokens: counts the tokens of a text, for ``tokens_per_task`` (everything that agents
-            write to each other and to tools); None leaves that figure None.
+        runs: runs from `graded_runs`.
+        count_tokens: function that counts the tokens of a text, for ``tokens_per_task``: the tokens
+            of everything that agents write to each other and to tools. If None, this figure is
+            None.
     """
     graded = [run for run in runs if has_no_fault(run) and run.correct is not None]
     n = len(graded)
@@ -287,14 +295,14 @@ def evaluate_teacher(
     count_tokens: Callable[[str], int] | None = None,
     minds: Minds | None = None,
 ) -> dict[str, Any]:
-    """Runs the teacher on tasks, and measures its runs without filters.
+    """Lets the teacher solve tasks, and computes statistics of all of its runs, without filters.
 
     Args:
         tasks: tasks to solve.
-        tools: tools by name.
+        tools: maps the name of each tool to the tool.
         config: settings of the teacher.
-        count_tokens: counts the tokens of a text; None leaves out counts of tokens.
-        minds: minds of the agents; None for those of the config.
+        count_tokens: function that counts the tokens of a text; None to count no tokens.
+        minds: a mind for each agent; None for scripted minds.
 
     Returns:
         Statistics of the runs, see `teacher_block`.

@@ -1,6 +1,7 @@
-"""Creates runs from existing records, so that the filters work on published data sets too.
+"""Reconstructs runs from existing records, so that filters also work on published data sets.
 
-The messages are parsed from the tags of a record; its parts are not changed.
+The messages of a run are parsed from the tags of its record. The parts of the record stay
+unchanged.
 """
 
 from __future__ import annotations
@@ -19,13 +20,13 @@ _ROLES = {
     "double_check": (Kind.VERDICT, "verification", "manager"),
     "answer": (Kind.ANSWER, "manager", "user"),
 }
-"""Tag -> kind of the message, its sender and its recipient."""
+"""Maps a tag to the kind, the sender and the recipient of its message."""
 
 
 def log_of(record: DistilledRecord) -> MessageLog:
-    """Returns the messages from which `convert` would write the tags of a record.
+    """Returns messages from which `convert` would write the tags of a record.
 
-    Thoughts, and text outside of tags, belong to the next message.
+    Thoughts and text outside tags become the thought of the next message.
     """
     rules = get_protocol(record.protocol)
     messages = [Message(0, "user", "manager", Kind.QUESTION, record.question)]
@@ -65,7 +66,7 @@ def _agent(tool: str) -> str:
 
 
 def with_figures(record: DistilledRecord, log: MessageLog) -> DistilledRecord:
-    """Returns a record whose metadata has the statistics that filters and summaries need."""
+    """Returns the record with the statistics of its run, which filters and summaries need."""
     known = record.metadata
     figures = figures_of(log, record.protocol)
     mistakes = known.get("mistakes")

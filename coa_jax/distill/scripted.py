@@ -1,9 +1,9 @@
-"""Scripted minds: deterministic agents that solve the generated tasks without a language model.
+"""Implements scripted minds, which solve the generated tasks by rules, without a language model.
 
-They parse the question and the tool results with the grammar of the tasks, and use nothing else. A
-question of another kind ends with the answer "unknown". Their sentences are short and regular, and
-every name and number is copied from the question or from a tool result, so that a small policy can
-learn to write them from left to right.
+A scripted mind parses the question and the tool results with the grammar of the tasks, and uses
+nothing else. If the question is of another kind, the answer is "unknown". The sentences of scripted
+minds are short and regular, and every name and number is copied from the question or from a tool
+result. So a small policy can learn to write such runs from left to right.
 """
 
 from __future__ import annotations
@@ -35,20 +35,21 @@ from coa_jax.protocol import (
 from coa_jax.tasks.factbook_grammar import Computed
 
 UNKNOWN = "unknown"
-"""The answer of a team that did not understand the question or found no further call to try."""
+"""The answer if scripted minds do not understand the question or have no call left to try.
+"""
 
 Decide = Callable[[Slips, AgentView], Action]
 
 
 @dataclasses.dataclass(frozen=True)
 class ScriptedMind:
-    """A mind that follows a rule; the functions of this module are the rules."""
+    """A mind that follows a rule, which is one of the functions of this module."""
 
     decide: Decide
     slips: Slips
 
     async def act(self, view: AgentView) -> Action:
-        """Returns the next message of ``view.role``."""
+        """Returns the next message of the agent ``view.role``."""
         return self.decide(self.slips, view)
 
 
@@ -63,7 +64,7 @@ def _state(view: AgentView) -> Progress:
 
 
 def _ask_for_step(view: AgentView, state: Progress, again: bool = False) -> Action:
-    """Assigns the current step to the agent that can do it."""
+    """Asks the agent that can carry out the current step to do so."""
     if isinstance(state.step, Computed):
         text = f"Step {state.number}: {operands(state.step, state.answers)}."
     else:
@@ -72,7 +73,7 @@ def _ask_for_step(view: AgentView, state: Progress, again: bool = False) -> Acti
 
 
 def _conclude(slips: Slips, view: AgentView, state: Progress) -> Action:
-    """Submits the last answer for verification, or gives it if the protocol has no verification."""
+    """Suggests the last answer for verification, or answers if the protocol has no verification."""
     protocol, value = get_protocol(view.protocol), state.answers[-1]
     if protocol.form(protocol.answer) == "solution":
         return Action("user", Kind.ANSWER, f"\\boxed{{{value}}}", f"The result is {value}.")
@@ -118,7 +119,11 @@ def _after_reflection(slips: Slips, view: AgentView, state: Progress) -> Action:
 
 
 def manage(slips: Slips, view: AgentView) -> Action:
-    """The manager: plan, steps in order, suggestion, answer; reflection after odd results."""
+    """Returns the next message of the manager.
+
+    The manager asks for a plan, then for each step in order, then suggests an answer, and finally
+    gives it. It asks for a reflection if the result of a step is not as expected.
+    """
     state = progress(view.question, view.messages)
     if state is None:
         return Action("user", Kind.ANSWER, UNKNOWN)
@@ -147,7 +152,7 @@ def manage(slips: Slips, view: AgentView) -> Action:
 
 
 def plan(slips: Slips, view: AgentView) -> Action:
-    """The planner: lists the remaining steps, one per line, with #k for the answer of step k."""
+    """Returns the plan: the remaining steps, one per line; #k stands for the answer of step k."""
     state = _state(view)
     if state.complete:
         count = len(state.steps)
@@ -164,9 +169,10 @@ def _report(view: AgentView, state: Progress) -> Action:
 
 
 def search(slips: Slips, view: AgentView) -> Action:
-    """The search agent: makes one query for the current step, then reports what the documents say.
+    """Returns the search agent's next message: a query for the current step, or a report.
 
-    On the web it opens the matching result, and reports what the page says.
+    On the web, the agent opens the search result that fits the step before it reports what the page
+    says.
     """
     state = _state(view)
     if state.link:
@@ -183,7 +189,7 @@ def search(slips: Slips, view: AgentView) -> Action:
 
 
 def code(slips: Slips, view: AgentView) -> Action:
-    """The code agent: runs one program for the current step, then reports its output."""
+    """Returns the code agent's next message: a program for the step, or a report of its output."""
     state = _state(view)
     if view.last.kind is Kind.OBSERVATION:
         return _report(view, state)
@@ -195,10 +201,10 @@ def code(slips: Slips, view: AgentView) -> Action:
 
 
 def reflect(slips: Slips, view: AgentView) -> Action:
-    """The reflection agent: grades the last call by its result.
+    """Returns the reflection, which grades the last call by its result.
 
-    The grade is Poor (which requires a new plan) if the call asked for something else, and Fair if
-    it was vague, failed or found nothing.
+    The grade is Poor, which requires a new plan, if the call asked for something else than the
+    step. The grade is Fair if the call was vague, failed or found nothing, and otherwise Good.
     """
     state = _state(view)
     if not state.problem:
@@ -227,12 +233,12 @@ _CRITERIA = ("information_conflict", "tool_effectiveness", "trajectory_monitorin
 
 
 def _is_vague(query: str, state: Progress) -> bool:
-    """Returns whether every word of a query also occurs in the right query."""
+    """Returns whether a query only has words of the right query."""
     return set(query.split()) <= set(queries(state.step)[0].split())
 
 
 def verify(slips: Slips, view: AgentView) -> Action:
-    """The verification agent: compares a suggestion with the results on which it is based."""
+    """Returns the verdict, which compares the suggested answer with the results of the steps."""
     state, suggested = _state(view), view.last.content
     right = state.answers[-1]
     verb = "printed" if tool_for(state.steps[-1]) == "code" else "states"
@@ -247,7 +253,7 @@ def verify(slips: Slips, view: AgentView) -> Action:
 
 
 def _digits(text: str) -> list[str]:
-    """Returns the sorted digits of a text, which are the same after digits are swapped."""
+    """Returns the sorted digits of a text, which do not change if two digits are swapped."""
     return sorted(filter(str.isdigit, text))
 
 
@@ -257,7 +263,8 @@ def scripted_minds(
     """Returns a scripted mind for every agent.
 
     Args:
-        mistake_rate, unrecovered_rate, seed: see `Slips`.
+        mistake_rate, unrecovered_rate, seed: probabilities and seed of deliberate mistakes, see
+            `Slips`.
     """
     slips = Slips(mistake_rate, unrecovered_rate, seed)
     rules: dict[str, Decide] = {

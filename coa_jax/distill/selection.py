@@ -1,7 +1,7 @@
-"""Optional filters of a data set, in addition to those of every data set, and their thresholds.
+"""Defines optional filters of distilled runs, in addition to the filters that always apply.
 
-All are off by default: the questions of the built-in tasks follow patterns, so their runs resemble
-each other by design.
+All optional filters are off by default. The questions of the built-in tasks follow patterns, so
+runs on these tasks resemble each other by design.
 """
 
 from __future__ import annotations
@@ -39,17 +39,19 @@ _EVASIVE = re.compile(
     re.IGNORECASE | re.DOTALL,
 )
 _SEARCHES = ("web_search", "wiki_search")
-# A sign before or after a word is part of it: -5, -site, C++, C#.
+# Signs before or after a word are part of the word: -5, -site, C++, C#.
 _TERM = re.compile(rf"(?:(?<![^\s\"'(\[])[-+])?(?:{WORD})(?:\+\+|#)?")
 _DIRECTION = frozenset(
     words("from to into than by before after since until versus vs over under with without not")
 )
-"""English words that give a direction or role to the words after them."""
+"""English words that give a direction or a role to the words after them."""
 
 FILTERS = Kind("filter", "coa_jax.filters", {}, offers=("run", "runs"), needs=("run", "runs"))
-"""The setting for a filter: a function of one ``run`` (`Run`) that returns whether it is kept; or
-of all ``runs`` that passed the filters of single runs, which returns for each of them whether it is
-kept.
+"""The kind of functions that filter runs.
+
+A function with a parameter ``run`` (a `Run`) returns whether to keep this run. A function with a
+parameter ``runs`` receives all runs that passed the filters of single runs, and returns for each of
+these runs whether to keep it.
 """
 
 
@@ -58,23 +60,24 @@ class SelectionConfig(Bounded):
     """Thresholds of the optional filters; 0 or an empty tuple disables a filter.
 
     Attributes:
-        near_query: Jaccard similarity of the terms (see `query_terms`) of two searches with one
-            tool, from which they count as a repetition. Programs and URLs count only if they are
-            equal, because a single character changes their meaning.
-        max_tokens: maximum length of a trajectory in tokens, including the environment's text.
-        max_answer_words: a longer answer, or an evasive one that does not equal an accepted answer,
-            breaks the instruction to answer in short and definite words.
-        min_tool_calls: minimum number of tool calls. The paper asks for 5 interactions of agents
-            with tools (§3.2.1); most questions of the Factbook need fewer.
-        evaluation: sources of tasks (see ``load_tasks``) that runs must not reveal; the split
-            ``test`` of each is used.
-        evaluation_size: number of tasks from each of them.
-        ngram, ngram_share, entity_share: see `coa_jax.distill.contamination`.
-        blocked: hosts, and path prefixes on them, that no URL in a call may contain; ``mirrors``
-            stands for the known mirrors of benchmarks.
-        near_duplicate: Jaccard similarity of the word trigrams of two runs from which they count as
-            duplicates; the first is kept.
-        own: name -> ``path`` and ``options`` of a custom filter, see `FILTERS`.
+        near_query: a run is dropped if the terms (see `query_terms`) of two of its searches with
+            the same tool have at least this Jaccard similarity. Programs and URLs are not compared
+            in this way, because a single character changes their meaning.
+        max_tokens: maximum number of tokens of a trajectory, including the environment's text.
+        max_answer_words: maximum number of words of an answer. An evasive answer is dropped, too,
+            unless it equals an accepted answer.
+        min_tool_calls: minimum number of tool calls of a run. The paper asks for 5 interactions of
+            agents with tools (§3.2.1); most questions of the Factbook need fewer.
+        evaluation: names of task sources (see ``load_tasks``) whose split ``test`` runs must not
+            reveal.
+        evaluation_size: number of tasks that are read from each of these sources.
+        ngram, ngram_share, entity_share: thresholds that decide whether a run reveals a question,
+            see `coa_jax.distill.contamination`.
+        blocked: hosts, or hosts with the beginning of a path, that no URL in a call may contain;
+            ``mirrors`` stands for the known copies of benchmarks.
+        near_duplicate: a run is dropped if its word trigrams and those of an earlier run have at
+            least this Jaccard similarity.
+        own: maps a name to the ``path`` and the ``options`` of a custom filter, see `FILTERS`.
     """
 
     near_query: Share = 0.0
@@ -101,11 +104,11 @@ class SelectionConfig(Bounded):
 def further_filters(
     config: SelectionConfig, count_tokens: Callable[[str], int] | None = None
 ) -> tuple[Filter, ...]:
-    """Returns the filters of single runs that a configuration enables, in order.
+    """Returns the filters of single runs that the settings enable, in the order of application.
 
     Args:
         config: the thresholds.
-        count_tokens: counts the tokens of a text; needed for ``max_tokens``.
+        count_tokens: function that counts the tokens of a text; needed for ``max_tokens``.
 
     Raises:
         UserError: ``max_tokens`` is set without a tokenizer, or an evaluation set is unknown.
@@ -143,7 +146,7 @@ def further_filters(
 
 
 def set_filters(config: SelectionConfig, seed: int) -> tuple[SetFilter, ...]:
-    """Returns the filters that compare runs with each other."""
+    """Returns the filters that the settings enable and that compare runs with each other."""
     filters: list[SetFilter] = []
     if config.near_duplicate:
         threshold = config.near_duplicate
@@ -157,7 +160,7 @@ def set_filters(config: SelectionConfig, seed: int) -> tuple[SetFilter, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class _Own:
-    """A custom filter of a configuration."""
+    """A custom filter that the settings name."""
 
     name: str
     call: Bound
@@ -181,10 +184,10 @@ class _Own:
 
 
 def _own(config: SelectionConfig) -> list[Filter | SetFilter]:
-    """Returns the custom filters of a configuration, in order.
+    """Returns the custom filters that the settings name, in their order.
 
     Raises:
-        UserError: a filter does not exist, or has wrong parameters.
+        UserError: a filter does not exist, or its parameters are not those of a filter.
     """
     filters: list[Filter | SetFilter] = []
     for name, settings in config.own.items():
@@ -197,12 +200,12 @@ def _own(config: SelectionConfig) -> list[Filter | SetFilter]:
 
 
 def query_terms(query: str) -> frozenset[tuple[str, str]]:
-    """Returns the terms of a search: each word with the last direction word before it.
+    """Returns the terms of a search query, each a pair (last direction word before it, word).
 
-    Apart from that, word order does not count, nor do case, width and composition of characters. So
-    "capital Peru" equals "Peru capital", while a flight from Paris to London differs from the
-    return flight. Direction words are known only for English. Signs belong to words: C++ is not C#,
-    -5 is not 5.
+    Apart from direction words, the order of words does not matter, and neither do case, width and
+    composition of characters. So "capital Peru" equals "Peru capital", but "flight from Paris to
+    London" differs from "flight from London to Paris". Only English direction words are known.
+    Signs belong to words, so C++ differs from C#, and -5 from 5.
     """
     text = unicodedata.normalize("NFKC", query).casefold().replace("\u2212", "-")
     terms, direction = set(), ""

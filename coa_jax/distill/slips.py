@@ -1,8 +1,8 @@
-"""Deliberate mistakes of the scripted minds, so that traces contain corrections.
+"""Makes deliberate mistakes of the scripted minds, so that runs contain corrections.
 
-The tools' results reveal each mistake: a query for another fact, a program that fails or prints
-something odd, a suggested answer that the documents contradict. Whether a decision goes wrong
-depends only on (seed, task, decision).
+Each mistake is one that tool results reveal: a query for another fact, a program that fails or
+prints an unexpected value, or a suggested answer that the documents contradict. Whether a decision
+goes wrong depends only on the seed, the task and the decision.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ from coa_jax.tools.factbook_relations import RELATIONS
 
 @dataclasses.dataclass(frozen=True)
 class Slips:
-    """Decides which decisions go wrong, and how.
+    """Decides which decisions of scripted minds go wrong, and how.
 
     Attributes:
-        rate: probability of a mistake at a decision.
-        unrecovered_rate: probability that a wrong suggestion passes the double check.
-        seed: seed of both.
+        rate: probability that a decision goes wrong.
+        unrecovered_rate: probability that a wrong suggested answer passes the double check.
+        seed: seed of these random choices.
     """
 
     rate: float = 0.0
@@ -39,33 +39,33 @@ class Slips:
     seed: int = 0
 
     def happens(self, episode: str, decision: str) -> bool:
-        """Returns whether this decision of this run goes wrong."""
+        """Returns whether a decision of a run goes wrong."""
         return uniform(self.seed, episode, decision) < self.rate
 
     def stays_unseen(self, episode: str) -> bool:
-        """Returns whether the double check of this run overlooks a wrong suggestion."""
+        """Returns whether the double check of a run overlooks a wrong suggested answer."""
         return uniform(self.seed, episode, "overlook") < self.unrecovered_rate
 
     def choose(self, episode: str, decision: str, options: Sequence[str]) -> str:
-        """Returns one of the options, by the seed.
+        """Returns a pseudo-random option that depends on the seed, the run and the decision.
 
         Args:
             episode: identity of the run.
             decision: name of the decision.
-            options: the options.
+            options: options to choose from.
         """
         return options[int(uniform(self.seed, episode, f"{decision}/choice") * len(options))]
 
     def wrong_query(
         self, episode: str, decision: str, steps: Sequence[AnyStep], step: AnyStep
     ) -> str:
-        """Returns a query for a relation that the question does not mention, or for no relation.
+        """Returns a wrong query: for a relation not in the question, or for no relation.
 
         Args:
             episode: identity of the run.
             decision: name of the decision.
             steps: all steps of the question.
-            step: the current step, with earlier answers filled in.
+            step: the current step, in which references are replaced by earlier answers.
         """
         assert isinstance(step, Lookup | Inverse | Neighbour)
         named = {s.relation for s in steps if isinstance(s, Lookup | Inverse)} | {"neighbour"}
@@ -77,13 +77,14 @@ class Slips:
         ]
         if isinstance(step, Inverse) or uniform(self.seed, episode, f"{decision}/form") < 2 / 3:
             return self.choose(episode, decision, queries)
-        # An entity alone finds its most common facts, which may include the wanted one by chance.
+        # A query with an entity alone finds common facts about it, which may include the wanted
+        # fact.
         return subject
 
     def wrong_program(
         self, episode: str, decision: str, step: AnyStep, answers: Sequence[str]
     ) -> str:
-        """Returns a program that fails, or whose result shows that it is wrong.
+        """Returns a wrong program: it fails, or its output shows that it is wrong.
 
         Args:
             episode: identity of the run.
@@ -108,16 +109,18 @@ class Slips:
 
 
 def _is_long(value: float) -> bool:
-    """Returns whether Python prints a number with more than two decimals."""
+    """Returns whether Python prints a number with more than two decimal places."""
     return len(repr(value).partition(".")[2]) > 2
 
 
 def wrong_value(step: AnyStep, answers: Sequence[str]) -> str:
-    """Returns a contradicted suggestion: an earlier answer, a misread one, or the subject.
+    """Returns a wrong answer that the results of the steps contradict.
+
+    This is the answer of an earlier step, the right number with a misread digit, or the subject.
 
     Args:
-        step: the last step, with earlier answers filled in.
-        answers: answers of all steps; the last one is right.
+        step: the last step, in which references are replaced by earlier answers.
+        answers: answers of all steps; the last answer is right.
     """
     right = answers[-1]
     if isinstance(step, Comparison):
@@ -133,7 +136,7 @@ def wrong_value(step: AnyStep, answers: Sequence[str]) -> str:
 
 
 def _misread(number: str) -> str:
-    """Returns a number with two neighbouring digits swapped, or with one digit too many."""
+    """Returns a number with two neighbouring digits swapped, or with an additional digit."""
     for i in range(len(number) - 1, 0, -1):
         a, b = number[i - 1], number[i]
         if a.isdigit() and b.isdigit() and a != b and not (i == 1 and b == "0"):

@@ -1,9 +1,10 @@
-"""A teacher made with smolagents, which runs in this process, like the paper's teacher.
+"""Runs a teacher of smolagents agents in this process, like the paper's teacher.
 
 A manager (CodeAgent) writes programs and asks a managed ``search_agent`` (ToolCallingAgent), which
-has our tools. The result is the agents' own memory, in the form that
-`coa_jax.distill.readers.smolagents` reads. The manager's programs run in the interpreter of
-smolagents, not in our sandbox: add the tool ``code`` to run programs in the sandbox.
+has the tools of the run. The result of a run is the memory of the agents, in the form that
+`coa_jax.distill.readers.smolagents` reads. The programs of the manager run in the interpreter of
+smolagents, not in the sandbox of this project. With the tool ``code``, the search agent can run
+programs in the sandbox.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ from coa_jax.tools.net.secrets import redact_all
 AGENT = "search_agent"
 
 REFUSED = "request_refused"
-"""State of a run that ended because the endpoint rejected a request."""
+"""State of a run that ended because the endpoint refused a request."""
 
 _INPUTS: Mapping[str, tuple[str, str]] = {
     "wiki_search": ("query", "What to look for in the encyclopaedia."),
@@ -35,10 +36,10 @@ _INPUTS: Mapping[str, tuple[str, str]] = {
 
 
 def smolagents_package() -> Any:
-    """Imports the package smolagents.
+    """Imports and returns the package smolagents.
 
     Raises:
-        UserError: it is not installed.
+        UserError: the package is not installed.
     """
     try:
         import smolagents
@@ -48,14 +49,14 @@ def smolagents_package() -> Any:
 
 
 def as_smolagents_tool(tool: Tool, episode: str) -> Any:
-    """Wraps one of our tools as a smolagents tool with the same name, argument and result.
+    """Wraps a tool as a smolagents tool with the same name, argument and result.
 
     Args:
-        tool: our tool.
-        episode: identity of the run, for the tool's context.
+        tool: the tool.
+        episode: identity of the run, which the context of a call contains.
 
     Raises:
-        UserError: smolagents is not installed, or the tool has no description here.
+        UserError: smolagents is not installed, or this module has no description of the tool.
     """
     if tool.name not in _INPUTS:
         raise UserError(
@@ -90,21 +91,21 @@ def solve_with_smolagents(
     max_steps: int = 12,
     planning_interval: int | None = None,
 ) -> dict[str, Any]:
-    """Runs the two agents on one task.
+    """Lets the manager and the search agent solve one task.
 
     Args:
-        task: the task; its gold answer is stored with the run and shown to no agent.
-        tools: our tools by name, for the search agent.
-        manager_model, search_model: model objects of smolagents (``smolagents.OpenAIModel(...)``
-            for an endpoint).
+        task: the task. Its gold answer is stored with the run, but no agent sees it.
+        tools: tools of the search agent, by name.
+        manager_model, search_model: model objects of smolagents, for example
+            ``smolagents.OpenAIModel(...)`` for an endpoint.
         max_steps: maximum number of steps of each agent.
-        planning_interval: the manager plans after every this many steps; None for no plans.
+        planning_interval: number of steps after which the manager plans again; None for no plans.
 
     Returns:
-        The run as JSON values: task, answer, steps of the manager, and the runs of the search agent
-            with the number of the manager's step that asked. A run whose endpoint rejected a
-            request (too long a context, a content filter) has the state ``request_refused`` and no
-            answer; its ``error`` is the endpoint's message.
+        The run as a JSON object: the task, the answer, the steps of the manager, and the runs of
+        the search agent, each with the number of the manager's step that asked for it. If the
+        endpoint refused a request, for example because the context was too long, the run has the
+        state ``request_refused``, no answer, and the endpoint's message in ``error``.
 
     Raises:
         UserError: smolagents is not installed.
@@ -113,7 +114,7 @@ def solve_with_smolagents(
     runs: list[dict[str, Any]] = []
 
     class SearchAgent(smolagents.ToolCallingAgent):  # type: ignore[name-defined]
-        """Keeps the memory of every run, which the next run would overwrite."""
+        """Stores the memory of every run before the next run overwrites it."""
 
         def __call__(self, task: str, **settings: Any) -> Any:
             try:
@@ -166,7 +167,7 @@ def solve_with_smolagents(
 
 
 def _is_refused(error: BaseException) -> bool:
-    """Returns whether an error means that an endpoint rejected a single request, not its sender."""
+    """Returns whether an error means that an endpoint refused only this request."""
     return any(getattr(e, "status_code", None) in REFUSED_REQUEST for e in _causes(error))
 
 
@@ -177,5 +178,5 @@ def _causes(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _plain(steps: Any) -> Any:
-    """Converts steps to JSON values; response objects of clients become strings."""
+    """Converts steps to JSON values; objects that JSON lacks become strings."""
     return json.loads(json.dumps(steps, default=str))

@@ -1,4 +1,4 @@
-"""Runs the smolagents teacher on many tasks: in threads, resumable, within a budget."""
+"""Lets the smolagents teacher solve many tasks in threads, within a budget; runs can resume."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ from coa_jax.tools.net.secrets import redact_all
 
 @dataclasses.dataclass(frozen=True)
 class SmolConfig(Bounded):
-    """Settings of the two agents.
+    """Settings of the two smolagents agents.
 
     Attributes:
         max_steps: maximum number of steps of each agent.
-        planning_interval: the manager plans after every this many steps; 0 for no plans.
-        concurrency: number of concurrent tasks.
+        planning_interval: number of steps after which the manager plans again; 0 for no plans.
+        concurrency: number of tasks that are solved at the same time.
     """
 
     max_steps: Count = 12
@@ -56,18 +56,20 @@ def endpoint_model(config: EndpointConfig) -> Any:
 
 
 def bind(path: Path, fingerprint: Mapping[str, Any]) -> None:
-    """Binds a file of runs to the settings on which they depend, which are stored next to it.
+    """Stores the settings of runs next to their file, or checks them against the stored settings.
 
     Args:
-        path: file of runs; a missing or empty file is bound anew.
-        fingerprint: model, agents, tools; JSON values.
+        path: file of runs. If the file is missing or empty, the settings are stored. Otherwise they
+            must equal the stored settings.
+        fingerprint: settings on which runs depend (model, agents, tools), as JSON values.
 
     Raises:
-        UserError: the file contains runs made with other settings, or its settings are missing.
+        UserError: the file contains runs made with other settings, or the stored settings are
+            missing.
     """
     head = path.with_suffix(".settings.json")
     now = jsonl.loads(jsonl.dumps(dict(fingerprint)))
-    jsonl.append_lines(path, [])  # creates the file, or removes a partial last line
+    jsonl.append_lines(path, [])  # creates the file, or cuts an incomplete last line
     if not path.stat().st_size:
         files.write_json(head, now)
     elif head.exists():
@@ -94,38 +96,41 @@ def run_smolagents(
     on_done: Callable[[int], None] | None = None,
     beside: Sequence[Path] = (),
 ) -> Spent:
-    """Solves the tasks that the file does not contain yet; appends each run when it is finished.
+    """Solves the tasks that a file of runs does not contain yet, and appends each finished run.
 
-    If the endpoint rejects a request of a run, the run is finished without an answer. If no other
-    run of this process has finished normally yet, a setting may be wrong: the agents first take a
-    step on a plain question, whose cost is included in the result.
+    If the endpoint refuses a request of a run, the run ends without an answer. If this happens
+    before any run of this process has finished normally, a setting may be wrong. In this case the
+    agents first take a step on a plain question, whose cost is included in the result.
 
     Args:
         tasks: the tasks.
-        tools: our tools by name.
-        model_of: (task, ``"manager"`` or ``"search"``) -> a model object of smolagents.
-        path: file of runs, one per line, for the reader ``smolagents``.
+        tools: tools of the search agent, by name.
+        model_of: function that returns a model object of smolagents for a task and ``"manager"`` or
+            ``"search"``.
+        path: file of runs, one per line, in the form that the reader ``smolagents`` reads.
         config: settings of the agents.
-        limits: budget, which is checked before each task, so concurrent tasks can exceed it.
-        on_done: called with the number of finished tasks.
-        beside: files of other runs, as far as they exist; their cost counts against the budget too.
+        limits: budget. It is checked before each task, so concurrent tasks can exceed it.
+        on_done: function that is called with the number of finished tasks.
+        beside: files of other runs, which need not exist. Their costs count against the same
+            budget.
 
     Returns:
-        The cost of all runs in the file, by their own counts; a step of an agent counts as a call.
+        The cost of all runs in the file, by the counts that they contain. Each step of an agent
+        counts as a call.
 
     Raises:
-        UserError: the budget is spent, or the endpoint cannot be used or rejects the plain question
-            too; finished runs are kept.
+        UserError: the budget is spent, or the endpoint cannot be used or refuses the plain
+            question, too. Finished runs are kept.
     """
-    jsonl.append_lines(path, [])  # creates the file, or removes a partial last line
+    jsonl.append_lines(path, [])  # creates the file, or cuts an incomplete last line
     spent, lock = Spent(), threading.Lock()
     if limits.max_per_second:
         raise UserError(
-            "config.endpoint.max_per_second holds for the requests of our own client, and "
-            "smolagents brings one of its own; give 0, and limit config.concurrency"
+            "config.endpoint.max_per_second does not apply to smolagents, which has a client of "
+            "its own; set it to 0, and lower config.smolagents.concurrency instead"
         )
     purse = Purse(limits, limits.model, "config.endpoint")
-    usable = False  # in this process: earlier ones may have had other settings
+    usable = False  # in this process; earlier processes may have had other settings
     done: set[str] = set()
     asked = {task.id: task.question for task in tasks}
 
@@ -168,7 +173,7 @@ def run_smolagents(
             try:
                 purse.check()
                 dump = solve(task, config.max_steps)
-                with lock:  # one trial is enough
+                with lock:  # one plain question is enough
                     if dump["state"] == REFUSED and not usable:
                         check_settings(task)
                     usable = True
@@ -193,12 +198,12 @@ def run_smolagents(
             for worker in concurrent.futures.as_completed(workers):
                 worker.result()
         finally:
-            stop.set()  # Ctrl-C: running tasks finish, no new one starts
+            stop.set()  # after Ctrl-C, running tasks finish but no new task starts
     return spent
 
 
 def _add(spent: Spent, dump: dict[str, Any], price: tuple[float, float] | None) -> None:
-    """Adds the calls of a run, which are the steps of its agents."""
+    """Adds the cost of a run; each step of an agent counts as a call."""
     for step in (*dump["steps"], *(s for run in dump["managed_runs"] for s in run["steps"])):
         if step.get("model_output_message") is not None:
             usage = total_usage([step.get("token_usage")], "input_tokens", "output_tokens")
@@ -207,7 +212,7 @@ def _add(spent: Spent, dump: dict[str, Any], price: tuple[float, float] | None) 
 
 
 def _connection_errors() -> tuple[type[Exception], ...]:
-    """Returns the exceptions, of steps and of plans, for an endpoint that gave no reply."""
+    """Returns the exceptions that a step or a plan raises if the endpoint gives no reply."""
     import openai
 
     return smolagents_package().AgentGenerationError, openai.OpenAIError
@@ -217,5 +222,5 @@ def _dump(row: Any) -> dict[str, Any]:
     dump = {name: row[name] for name in ("task_id", "steps", "managed_runs", "question")}
     if not all(isinstance(dump[name], str) for name in ("task_id", "question")):
         raise TypeError("'task_id' and 'question' must be strings")
-    _add(Spent(), dump, None)  # invalid counts fail here, with their line
+    _add(Spent(), dump, None)  # invalid counts raise an error here, where the line is known
     return dump

@@ -1,8 +1,9 @@
 """Determines the progress of a scripted run from its messages.
 
-A question is a tuple of steps (`coa_jax.tasks.factbook_grammar`, or one `Expression`). Replaying
-the tool results in the log gives the answers of the completed steps, so scripted minds have no
-state. The only inputs are the question and the tool results: no stored facts and no gold answer.
+A question is parsed to a tuple of steps (`coa_jax.tasks.factbook_grammar`), or to one `Expression`.
+Replaying the tool results in the log gives the answers of the completed steps, so scripted minds
+need no state. The progress depends only on the question and the tool results, not on stored facts
+or gold answers.
 """
 
 from __future__ import annotations
@@ -43,7 +44,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 @functools.lru_cache(maxsize=4096)
 def steps_of(question: str) -> tuple[AnyStep, ...] | None:
-    """Returns the steps of a question, or None for a question of another kind."""
+    """Returns the steps of a question; None if the question is not understood."""
     program = understand(question) or understand_people(question)
     if program is not None:
         return program.steps
@@ -58,8 +59,8 @@ class Progress:
     Attributes:
         steps: all steps of the question.
         answers: answers of the completed steps, as text.
-        failures: number of calls at the current step that did not give its answer.
-        problem: what was wrong with the last of these calls; "" for nothing.
+        failures: number of calls for the current step that did not give its answer.
+        problem: what was wrong with the last of these calls; "" if there is none.
         link: URL of the search result to open next; "" for none.
         evidence: source of the last answer, e.g. ``The document Botswana: Capital``.
     """
@@ -73,17 +74,17 @@ class Progress:
 
     @property
     def complete(self) -> bool:
-        """Whether every step has its answer."""
+        """Whether every step has an answer."""
         return len(self.answers) == len(self.steps)
 
     @property
     def number(self) -> int:
-        """Number of the current step, from 1, as in plans."""
+        """Number of the current step, counted from 1 as in plans."""
         return len(self.answers) + 1
 
     @property
     def step(self) -> AnyStep:
-        """The current step with earlier answers filled in."""
+        """The current step, in which references are replaced by earlier answers."""
         return bound(self.steps[len(self.answers)], self.answers)
 
 
@@ -98,7 +99,7 @@ def wording(step: AnyStep) -> str:
 
 
 def operands(step: Computed, answers: Sequence[str]) -> str:
-    """Writes a step that needs no search, with its numbers or list as in the documents."""
+    """Describes a computed step with its operands, written as in the documents."""
     if isinstance(step, Count):
         return f"count {answers[step.items.step]}"
     if isinstance(step, Comparison):
@@ -110,12 +111,12 @@ def operands(step: Computed, answers: Sequence[str]) -> str:
 
 
 def tool_for(step: AnyStep) -> str:
-    """Returns the agent that carries out a step."""
+    """Returns the name of the agent that carries out a step, ``code`` or ``search``."""
     return "code" if isinstance(step, Computed | Expression) else "search"
 
 
 def queries(step: AnyStep) -> tuple[str, ...]:
-    """Returns search queries for a step without references, the best one first."""
+    """Returns search queries for a step without references, the best query first."""
     assert isinstance(step, Lookup | Inverse | Neighbour)
     if isinstance(step, Inverse):
         noun = RELATIONS[step.relation].noun
@@ -126,7 +127,7 @@ def queries(step: AnyStep) -> tuple[str, ...]:
 
 
 def programs(step: AnyStep, answers: Sequence[str]) -> tuple[str, ...]:
-    """Returns programs for a step, the best one first."""
+    """Returns Python programs for a step, the best program first."""
     if isinstance(step, Expression):
         setup = f"{step.setup}\n" if step.setup else ""
         source = f"{setup}print({step.source})"
@@ -137,19 +138,19 @@ def programs(step: AnyStep, answers: Sequence[str]) -> tuple[str, ...]:
 
 
 def number_of(text: str) -> float | None:
-    """Parses a number, with or without thousands separators."""
+    """Parses a number with or without thousands separators; None if the text is not a number."""
     text = text.replace(",", "").strip()
     return float(text) if _NUMBER.fullmatch(text) else None
 
 
 def printed(observation: str) -> str | None:
-    """Returns the only line that a program printed, or None for no or several lines."""
+    """Returns the line that a program printed; None if it did not print exactly one line."""
     lines = observation.removeprefix("[EXECUTED]").strip().split("\n")
     return lines[0].strip() if len(lines) == 1 else None
 
 
 def _find_link(step: AnyStep, observation: Message, opened: Container[str]) -> str:
-    """Returns the first unopened result whose title fits a step, or "" if no result does."""
+    """Returns the URL of the first unopened search result whose title fits a step, or ""."""
     assert isinstance(step, Lookup | Inverse | Neighbour)
     relation = RELATIONS["neighbour" if isinstance(step, Neighbour) else step.relation]
     for title, link in _RESULT.findall(observation.content):
@@ -192,14 +193,14 @@ def _read_program(
 
 
 def progress(question: str, messages: Sequence[Message]) -> Progress | None:
-    """Replays a log.
+    """Replays the messages of a run.
 
     Args:
         question: the question.
-        messages: the log so far.
+        messages: messages of the run so far.
 
     Returns:
-        The progress of the run, or None if the question is not understood.
+        The progress of the run; None if the question is not understood.
     """
     steps = steps_of(question)
     if steps is None:

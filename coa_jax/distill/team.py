@@ -1,8 +1,9 @@
-"""The loop of the teacher system: agents exchange messages until one answers the user.
+"""Runs the teacher: its agents exchange messages until the manager answers the user.
 
-The loop works with any minds. It activates the recipient of the last message, checks that the reply
-is a move that its role may make, and runs tool calls with real tools (paper §2 eq. 2 and §3.2.1 eq.
-6: state update, action of the teacher, observation of the environment).
+The loop works with any minds. In each iteration it activates the recipient of the last message,
+checks that this agent may send the message that its mind returns, and runs tool calls with real
+tools. (In the paper: state update, action of the teacher and observation of the environment, §2 eq.
+2 and §3.2.1 eq. 6.)
 """
 
 from __future__ import annotations
@@ -15,11 +16,11 @@ from coa_jax.errors import UserError
 from coa_jax.tools.base import Tool, ToolContext, call
 
 TOOL_HOLDERS: Mapping[str, str] = {"code": "code"}
-"""Tool -> its agent; every tool that is not listed belongs to the search agent."""
+"""Maps a tool to the agent that has it; all other tools belong to the search agent."""
 
 
 def tools_of(role: str, tools: Iterable[str]) -> tuple[str, ...]:
-    """Returns the names of the tools that an agent has, out of those of the team."""
+    """Returns those tools of the team that a given agent has."""
     return tuple(name for name in tools if TOOL_HOLDERS.get(name, "search") == role)
 
 
@@ -36,21 +37,22 @@ async def solve(
     tools: Mapping[str, Tool],
     max_messages: int = 80,
 ) -> MessageLog:
-    """Runs the team on one question.
+    """Lets the team answer one question.
 
     Args:
-        question: the question; the team learns nothing else about the task.
+        question: the question. The team knows nothing else about the task.
         protocol: name of the protocol that the manager follows.
-        episode: identity of the run, which minds use to seed their choices.
-        minds: one mind per agent.
-        tools: the tools by name.
-        max_messages: number of messages after which the run ends unanswered.
+        episode: identity of the run, which seeds the random choices of minds.
+        minds: a mind for each agent.
+        tools: maps the name of each tool to the tool.
+        max_messages: number of messages after which the run ends without an answer.
 
     Returns:
-        The log. A mind that raises an exception or breaks the rules ends its run, not the program.
+        The messages of the run. If a mind raises an exception or sends a message that its agent may
+        not send, only this run ends.
 
     Raises:
-        UserError: raised by a mind; the run is then unfinished.
+        UserError: a mind raised this error. The run is then unfinished.
     """
     messages = [Message(0, "user", "manager", Kind.QUESTION, question)]
 
@@ -63,7 +65,7 @@ async def solve(
         view = AgentView(role, question, protocol, episode, tuple(messages), held)
         try:
             action = await minds[role].act(view)
-        except UserError:  # a spent budget leaves the run unfinished
+        except UserError:  # a spent budget, for example, leaves the run unfinished
             raise
         except Exception as error:  # noqa: BLE001 - one bad run must not end the others
             return finish(Ending.MIND_ERROR, f"{role}: {type(error).__name__}: {error}")
@@ -89,7 +91,7 @@ async def solve(
 
 
 async def _observe(tool: Tool, messages: list[Message], episode: str) -> Message:
-    """Runs the call in the last message and returns the tool's message."""
+    """Runs the tool call in the last message, and returns the message with its result."""
     request = messages[-1]
     history = tuple((m.recipient, m.content) for m in messages[:-1] if m.kind is Kind.CALL)
     context = ToolContext(episode, len(history), None, history)

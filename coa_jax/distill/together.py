@@ -1,4 +1,4 @@
-"""Runs coroutines concurrently; their failures look like that of a single coroutine."""
+"""Runs coroutines concurrently and raises one exception if some of them fail."""
 
 from __future__ import annotations
 
@@ -20,12 +20,14 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Returns the results in order; if one coroutine fails, cancels the others and waits for them.
+    """Runs coroutines concurrently; returns their results in order.
+
+    If a coroutine fails, the others are cancelled and awaited.
 
     Raises:
-        UserError: a coroutine raised one. Several at once usually have the same cause, such as a
-            spent budget, so one line is enough.
-        ExceptionGroup: other exceptions.
+        UserError: at least one coroutine raised UserError. Only one such error is raised, because
+            several usually have the same cause, such as a spent budget.
+        ExceptionGroup: coroutines raised only other exceptions.
     """
     try:
         async with asyncio.TaskGroup() as group:

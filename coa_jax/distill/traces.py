@@ -32,15 +32,17 @@ RECORDS = "records"
 
 @dataclasses.dataclass(frozen=True)
 class TracesConfig(Bounded):
-    """The files to read, and their conversion.
+    """The files to read, and how to convert them.
 
     Attributes:
-        files: paths; for the format ``records`` also patterns and folders.
+        files: paths of the files. For the format ``records``, folders and glob patterns are
+            allowed, too.
         format: ``records`` for trajectories in any form that `coa_jax.records` reads, which are
-            filtered unchanged; or a format of logs, see `coa_jax.distill.readers.READERS`.
-        protocol: protocol of the trajectories; may be empty only for records, which name their
-            protocol or reveal it by their tags.
-        completion: tags that may be added to a run that did the same without writing it down.
+            filtered but not converted; otherwise a log format, see
+            `coa_jax.distill.readers.READERS`.
+        protocol: protocol of the trajectories. It may be "" only for records, which name their
+            protocol or show it by their tags.
+        completion: which tags may be added if a run took a step without writing its tag.
         options: options of a custom reader.
     """
 
@@ -58,14 +60,14 @@ class TracesConfig(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """The runs of some files.
+    """The runs that were read from files.
 
     Attributes:
-        tasks, logs: task and reordered messages of each run that can be converted.
-        usage: task id -> tokens that its run cost, if the file says so.
-        reading: for each file, statistics of its rows.
-        refused: reason -> number of runs that cannot be converted for this reason.
-        records: trajectories of the runs, if the files contain trajectories.
+        tasks, logs: the task and the reordered messages of each run that could be converted.
+        usage: maps the id of a task to the number of tokens of its run, if the file states it.
+        reading: statistics of the records of each file.
+        refused: maps each reason to the number of runs that could not be converted for this reason.
+        records: trajectory of each run if the files contain trajectories; None otherwise.
     """
 
     tasks: list[Task]
@@ -81,17 +83,17 @@ def convert_files(
     on_refusal: Callable[[dict[str, Any]], None] | None = None,
     tasks: Mapping[str, Task] | None = None,
 ) -> Converted:
-    """Reads and converts every trace of the files.
+    """Reads files of logs, and converts every run that can be converted.
 
     Args:
-        config: files and conversion.
-        on_refusal: called with ``{path, line, reason}`` of every record that could not be read or
-            converted.
-        tasks: known tasks by id: their data is kept, and runs of other tasks are left out. None if
-            the files are the only source of the questions.
+        config: the files, and how to convert them.
+        on_refusal: function that is called with ``{path, line, reason}`` for every record that
+            could not be read or converted; None to ignore these records.
+        tasks: known tasks by id. Runs keep the data of these tasks, and runs of other tasks are
+            left out. None to take the tasks from the files.
 
     Raises:
-        UserError: a file cannot be read, or format or protocol are unknown.
+        UserError: a file cannot be read, or the format or the protocol is unknown.
     """
     if not any(config.files):
         raise UserError("give the files to read in config.traces.files")
@@ -111,14 +113,14 @@ def convert_files(
         for trace in traces:
             name, known = trace.log.episode, None
             if tasks is not None:
-                # A task whose question was corrected has two runs: the name of one is not the
-                # task's id.
+                # If the question of a task was corrected, there are two runs, and the name of one
+                # differs from the id of the task.
                 name, known = trace.task, tasks.get(trace.task)
                 if known is None or known.question != trace.log.question:
                     refused[_OTHER] += 1
                     tell({"path": path, "line": trace.line, "reason": _OTHER})
                     continue
-            # There may be another run of the same task, also in another file with the same name.
+            # Another file may contain a run with the same name.
             name = unused(name, f"{Path(path).name}:{trace.line}:{name}", names)
             names.add(name)
             try:
@@ -141,7 +143,7 @@ def convert_files(
 
 
 def _read_records(config: TracesConfig, tell: Callable[[dict[str, Any]], None]) -> Converted:
-    """Reads trajectories, see `convert_files`; only their ids may be changed to be unique."""
+    """Reads trajectories like `convert_files`; changes nothing but ids that are not unique."""
     made = Converted([], [], {}, [], {}, [])
     assert made.records is not None
     refused: collections.Counter[str] = collections.Counter()
@@ -162,7 +164,7 @@ def _read_records(config: TracesConfig, tell: Callable[[dict[str, Any]], None]) 
             record = dataclasses.replace(record, id=name)
             log = log_of(record)
             about: dict[str, Any] = {"trace": {"file": path.name, "line": line}}
-            if split_level(record.protocol)[0] == "code":  # solutions are programs, or boxed values
+            if split_level(record.protocol)[0] == "code":  # answers are programs or boxed values
                 tests = any(answer.lstrip().startswith("{") for answer in record.gold)
                 about["grader"] = "code" if tests else "math"
             task = Task(name, record.question, record.protocol, record.gold, RECORDS, about)
@@ -172,7 +174,7 @@ def _read_records(config: TracesConfig, tell: Callable[[dict[str, Any]], None]) 
             used += 1
         read = {"records": rows, "used": used, "ignored": 0, "traces": used}
         made.reading.append({"path": str(path), **read, "problems": rows - used})
-    for told in counts.lines()[: len(counts.told)]:  # skipped rows are in `refused`
+    for told in counts.lines()[: len(counts.told)]:  # skipped rows are counted in `refused`
         logging.warning("%s", told)
     return dataclasses.replace(made, refused=dict(refused.most_common()))
 
@@ -181,7 +183,7 @@ _OTHER = "a run of another task than those that were asked"
 
 
 def _reason(text: str) -> str:
-    """Removes from a reason the parts that are specific to one run."""
+    """Removes the parts of a reason that are specific to one run, to count equal reasons."""
     return re.sub(r"'[^']*'|\d+", "*", text.partition("; ")[0])[:100]
 
 
@@ -193,18 +195,22 @@ def distill_traces(
     name: str = "train",
     tasks: Mapping[str, Task] | None = None,
 ) -> tuple[list[DistilledRecord], dict[str, Any]]:
-    """Writes ``NAME.jsonl``, ``dropped/NAME.jsonl`` and ``refused/NAME.jsonl``.
+    """Creates a data set from logs of another system.
+
+    It writes ``NAME.jsonl``, ``dropped/NAME.jsonl`` (runs that filters dropped) and
+    ``refused/NAME.jsonl`` (records that could not be read or converted).
 
     Args:
-        config: files and conversion.
-        filters: thresholds; settings of the scripted minds are not used.
-        workdir: directory of the files.
-        count_tokens: counts the tokens of a text; needed for ``selection.max_tokens``.
-        name: name of the set, and of its files.
-        tasks: see `convert_files`.
+        config: the files, and how to convert them.
+        filters: settings of the filters; settings of scripted minds are not used.
+        workdir: directory to which the files are written.
+        count_tokens: function that counts the tokens of a text; needed for
+            ``selection.max_tokens``.
+        name: name of the data set and of its files.
+        tasks: known tasks by id, see `convert_files`.
 
     Returns:
-        The records, and statistics of all others.
+        The records of the data set, and statistics of reading, conversion and filters.
     """
     refusals: list[dict[str, Any]] = []
     made = convert_files(config, refusals.append, tasks)

@@ -1,4 +1,4 @@
-"""Environments, which respond to the policy's turns with observations and rewards."""
+"""Environments: objects that respond to the policy's turns with observations and rewards."""
 
 from coa_jax.environments.base import (
     ENVIRONMENTS,

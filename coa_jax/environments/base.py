@@ -1,4 +1,4 @@
-"""The interface of environments; docs/environments.md is its guide."""
+"""Defines the interface of environments; docs/environments.md explains how to write one."""
 
 from __future__ import annotations
 
@@ -14,23 +14,24 @@ from coa_jax.tasks import Task
 from coa_jax.tasks.prompts import read_messages
 
 TURN = "turn"
-"""Value of `ToolCall.tool` for a whole turn of the policy, without a tag."""
+"""Value of `ToolCall.tool` if the action is a whole turn of the policy instead of a tag."""
 RESET = "reset"
-"""Value of `ToolCall.tool` for a reset that failed; successful resets are not recorded as calls."""
+"""Value of `ToolCall.tool` for a failed reset; a successful reset is not recorded as a call."""
 ANSWER = "answer"
-"""Value of `ToolCall.tool` and `Turn.tag` for the policy's answer."""
+"""Value of `ToolCall.tool` and `Turn.tag` if the action is the policy's answer."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """An action of the policy.
+    """An action of the policy, to which the environment responds.
 
     Attributes:
-        text: body of the tag; for a whole turn, all that the policy wrote since the last
-            observation.
-        tag: tag of the environment that the policy called, ``answer`` for its answer, "" for a
-            whole turn.
-        number: number of earlier actions of the trajectory that the environment has received.
+        text: body of the tag, or everything that the policy wrote since the last observation if the
+            action is a whole turn.
+        tag: tag that the policy used; ``answer`` if the action is the policy's answer; "" if the
+            action is a whole turn.
+        number: index of the action among those that the environment received in this trajectory,
+            from 0.
     """
 
     text: str
@@ -40,12 +41,12 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The environment's response to an action.
+    """The response of an environment to an action.
 
     Attributes:
         observation: text that the policy reads next.
         reward: reward of this turn; None for no reward.
-        done: whether the episode is over.
+        done: whether the episode ends with this action.
     """
 
     observation: str = ""
@@ -57,15 +58,18 @@ Messages = str | Sequence[tuple[str, str]] | Sequence[Mapping[str, str]]
 
 
 class Environment(Protocol):
-    """The environment of one trajectory.
+    """The interface of an object that is the environment of one trajectory.
 
-    Methods may be async; other methods of an environment run in a thread of its own.
+    The methods may be async. Methods that are not async run in a thread of their own.
 
-    A class may have two more attributes.  ``tools`` is a dict from tags to their descriptions for
-    the policy.  With ``tools``, the policy acts through these tags, which its protocol must have.
-    Without, each whole turn of the policy is an action: the end of the turn calls `step`, and the
-    observation is the next message.  ``together = True`` means that the samples of a task share an
-    environment, see `ENVIRONMENTS`.
+    A class may have two more attributes:
+
+    - ``tools``, a dict from tags to descriptions that the policy reads. The policy then acts
+      through these tags, which the protocol of its tasks must contain. Without ``tools``, each
+      whole turn of the policy is an action: at the end of a turn `step` is called, and the policy
+      reads the observation as the next message.
+    - ``together = True``, which means that the samples of a task share an environment, see
+      `ENVIRONMENTS`.
     """
 
     def reset(self, task: Task) -> Messages | Awaitable[Messages]:
@@ -75,17 +79,20 @@ class Environment(Protocol):
             task: the task of the trajectory.
 
         Returns:
-            A text, which the prompt style renders like a question; or all messages of the prompt
-            as (role, text) pairs, the last of which is the user's.
+            Either a text, which takes the place of the question in the prompt, or all messages of
+            the prompt as pairs (role, text), the last of which is a user message.
         """
         ...
 
     def step(self, turn: Turn) -> Step | Awaitable[Step]:
-        """Responds to an action; may return a tuple (observation, reward, done) for a `Step`."""
+        """Responds to an action with a `Step`, or with a tuple (observation, reward, done)."""
         ...
 
     def close(self) -> Awaitable[None] | None:
-        """Releases the resources of the episode; optional.  Always called, also after an error."""
+        """Releases the resources of the episode.
+
+        This method is optional. It is called at the end of every episode, also after an error.
+        """
         ...
 
 
@@ -98,11 +105,12 @@ ENVIRONMENTS = Kind(
     },
     offers=("task", "seed", "sample", "samples", "group"),
 )
-"""A class of environments, or a function that creates one; it is called once per trajectory.
+"""An environment class, or a function that returns an environment; called for each trajectory.
 
-Its parameters may be any of ``task``; ``seed``, a number that is the same for all samples of a
-task; ``samples``, the numbers of the samples of the task that run together; ``sample``, the number
-of this trajectory among them; and ``group``, a dict that the environments of these samples share.
+It receives those of the following arguments that it has parameters for: ``task``, the task;
+``seed``, a number that is the same for all samples of a task; ``samples``, the numbers of the
+samples of the task that run together; ``sample``, the number of the trajectory among these samples;
+``group``, a dict that the environments of these samples share.
 """
 
 _STEP = (
@@ -115,12 +123,14 @@ class EnvironmentConfig(Extension):
     """The environment of a run.
 
     Attributes:
-        path: ``package.module:name`` or a short name; "" for the tool loop without an environment.
-        options: keyword arguments of the environment.
-        deadline_s: time limit of a reset, a step or a close, in seconds.
-        concurrency: resets and steps that run at a time; 0 for no limit.
-        credit: credit assignment: ``turn`` trains the tokens of a turn on the rewards from that
-            turn on, ``trajectory`` trains all tokens on the whole reward; see `learn.turns`.
+        path: a path ``package.module:name`` or a short name of an environment; "" for the default
+            loop of tools.
+        options: keyword arguments with which the environment is created.
+        deadline_s: time limit of each call of reset, step or close, in seconds.
+        concurrency: maximum number of resets and steps that run at the same time; 0 for no limit.
+        credit: which rewards the tokens of a turn are trained on. ``turn``: the rewards of this
+            turn and of later turns. ``trajectory``: the sum of all rewards, for all tokens. See
+            `learn.turns`.
     """
 
     deadline_s: Seconds = 60.0
@@ -132,10 +142,10 @@ class EnvironmentConfig(Extension):
 
 
 def tags_of(config: EnvironmentConfig) -> dict[str, str]:
-    """The tags through which the policy acts, with their descriptions; {} for whole turns.
+    """Returns the tags of an environment, and the description of each; {} if it has no tags.
 
     Raises:
-        UserError: the environment does not exist, or its ``tools`` are invalid.
+        UserError: the environment does not exist, or its attribute ``tools`` is invalid.
     """
     if not config:
         return {}
@@ -152,11 +162,11 @@ def tags_of(config: EnvironmentConfig) -> dict[str, str]:
 
 
 def read_step(value: Any, path: str) -> Step:
-    """Checks and converts the result of `Environment.step`.
+    """Checks the result of `Environment.step` and converts it to a `Step`.
 
     Args:
         value: the result.
-        path: name of the environment, for the message.
+        path: name of the environment, used in the error message.
 
     Raises:
         MisfitError: the result is not a step.
@@ -179,17 +189,17 @@ def _is_reward(value: Any) -> bool:
 
 
 def read_reset(value: Any, path: str) -> str | tuple[tuple[str, str], ...]:
-    """Checks and converts the result of `Environment.reset`.
+    """Checks the result of `Environment.reset` and converts messages to pairs.
 
     Args:
         value: the result.
-        path: name of the environment, for the message.
+        path: name of the environment, used in the error message.
 
     Returns:
-        A text, or the (role, text) pairs of messages.
+        A text, or messages as pairs (role, text).
 
     Raises:
-        MisfitError: the result is neither.
+        MisfitError: the result is neither a text nor messages.
     """
     if isinstance(value, str):
         return value
@@ -205,5 +215,5 @@ def read_reset(value: Any, path: str) -> str | tuple[tuple[str, str], ...]:
 
 
 def shown_name(path: str) -> str:
-    """The short name of an environment for messages."""
+    """Returns the name of an environment without its module, for messages."""
     return path.rpartition(":")[2] if is_path(path) else path

@@ -1,7 +1,8 @@
-"""Environments of openenv servers (https://github.com/meta-pytorch/OpenEnv).
+"""Connects to environments on openenv servers (https://github.com/meta-pytorch/OpenEnv).
 
-Each trajectory has a WebSocket connection to the server, which is a session with its own
-environment.  Each whole turn of the policy is an action.  The package openenv is not needed here.
+Each trajectory has its own WebSocket connection to the server, that is, its own session and
+environment. Each whole turn of the policy is an action. This module does not need the package
+openenv.
 """
 
 from __future__ import annotations
@@ -24,34 +25,34 @@ from coa_jax.errors import UserError
 from coa_jax.installed import missing
 from coa_jax.tasks import Task
 
-_LARGEST = 100 << 20  # bytes of a message; observations may hold images
+_LARGEST = 100 << 20  # maximum bytes of a message; observations may hold images
 _CONNECT_S = 10.0
 _PAUSE_S = 0.2
 _URL = "environment.options.url"
 _HERE = ("localhost", "127.0.0.1", "::1")
 _reached: set[str] = set()
-"""Servers that have answered before: if such a server is gone, a trajectory has a fault."""
+"""Servers that have answered before. If such a server is gone, the trajectory has a fault."""
 _told: set[str] = set()
-"""What has been logged already."""
+"""Kinds of warnings that have already been logged."""
 
 
 def load(split: str, n: int | None, seed: int, question: str = "") -> list[Task]:
-    """Creates tasks, whose episodes differ by their seeds.
+    """Creates tasks for an environment; the episodes of different tasks have different seeds.
 
     Args:
-        split: split of the tasks, see `coa_jax.tasks.load_tasks`.
+        split: name of the split, which becomes part of the task ids.
         n: number of tasks; None for 100.
-        seed: seed of the tasks.
-        question: text before the first observation of each episode.
+        seed: seed of the source, which becomes part of the task ids.
+        question: text before the first observation of each episode; "" for none.
     """
     return [Task(f"{split}-{seed}-{i}", question, "turns", (), "openenv") for i in range(n or 100)]
 
 
 class ServerError(Exception):
-    """The server refused a message.
+    """Raised if the server refuses a message.
 
     Attributes:
-        code: the server's name of the reason.
+        code: the server's code for the reason, such as ``VALIDATION_ERROR``.
     """
 
     def __init__(self, data: Mapping[str, Any]):
@@ -64,7 +65,7 @@ class ServerError(Exception):
 
 
 class OpenEnv:
-    """An episode in a session of an openenv server."""
+    """An environment that runs one episode in a session of an openenv server."""
 
     def __init__(
         self,
@@ -74,16 +75,18 @@ class OpenEnv:
         observation: str = "",
         reset: Mapping[str, Any] | None = None,
     ):
-        """Prepares the session; `reset` connects.
+        """Prepares the session; `reset` connects to the server.
 
         Args:
-            seed: see `coa_jax.environments.ENVIRONMENTS`; the server gets it with the reset.
+            seed: seed of the episode, which is sent to the server with the reset.
             url: address of the server, such as ``http://127.0.0.1:8000``.
-            action: field of the action that a turn of the policy fills in; "" for the only
-                required one. If there are several, a turn is a JSON object with all fields.
-            observation: fields of the observation that the policy reads, joined by ``+``; "" for
-                all that are not empty.
-            reset: further arguments of the reset.  ``metadata["reset"]`` of a task adds to them.
+            action: name of the field of an action that receives the text of a turn. "" for the only
+                field, or the only required field; if there is no such field, a turn must be a JSON
+                object with the fields of an action.
+            observation: names of the fields of an observation that the policy reads, joined by
+                ``+``; "" for all fields that are not empty.
+            reset: further arguments of the reset; None for none. ``metadata["reset"]`` of a task
+                adds to these arguments or replaces them.
 
         Raises:
             UserError: the package websockets is not installed, or the address is not a URL.
@@ -106,7 +109,7 @@ class OpenEnv:
         self._seen: Mapping[str, Any] = {}
 
     def reset(self, task: Task) -> str:
-        """Opens a session; returns the first observation, and how the policy acts."""
+        """Opens a session; returns the first observation and instructions on how to act."""
         schema = self._schema()
         data = self._open({**self._arguments, **task.metadata.get("reset", {})})
         tools = ()
@@ -120,7 +123,10 @@ class OpenEnv:
         return "\n\n".join(filter(None, parts))
 
     def step(self, turn: Turn) -> Step:
-        """Sends an action.  An error that the action causes is an observation."""
+        """Sends an action to the server.
+
+        If the action causes an error, the policy reads the error as the observation.
+        """
         try:
             data = self._ask("step", self._actions.read(turn.text))
         except UnreadableError as error:
@@ -175,7 +181,7 @@ class OpenEnv:
         )
 
     def _open(self, arguments: Mapping[str, Any]) -> Mapping[str, Any]:
-        """Opens a session, and waits for a free one if the server has no more."""
+        """Opens a session; if all sessions of the server are in use, waits for a free one."""
         while True:
             try:
                 self._socket = self._client.connect(
@@ -198,7 +204,7 @@ class OpenEnv:
             time.sleep(_PAUSE_S)
 
     def _ask(self, kind: str, data: Mapping[str, Any]) -> Mapping[str, Any]:
-        with contextlib.suppress(self._closed_error):  # the server may have said why it closed
+        with contextlib.suppress(self._closed_error):  # the server may have said why it closes
             self._socket.send(json.dumps({"type": kind, "data": data}))
         answer = json.loads(self._socket.recv())
         if answer["type"] == "error":

@@ -1,4 +1,4 @@
-"""Actions and observations of openenv servers as text: JSON by schema, and back."""
+"""Converts the policy's text to actions of openenv servers, and observations to text."""
 
 from __future__ import annotations
 
@@ -9,23 +9,25 @@ from collections.abc import Mapping, Sequence
 from typing import Any
 
 _LONG = 200
-"""Texts of more characters are not repeated, see `read_observation`."""
+"""Number of characters above which an observation does not repeat a text (`read_observation`)."""
 _FENCED = re.compile(r"```\w*\n(.*?)\n?```", re.DOTALL)
 _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
 class UnreadableError(Exception):
-    """A turn of the policy is not an action; the message is for the policy."""
+    """Raised if a turn of the policy is not a valid action; the policy reads the message."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Actions:
-    """How turns of the policy become actions.
+    """Converts turns of the policy to actions.
 
     Attributes:
-        field: the field that a turn fills in; "" if a turn is a JSON object.
-        kinds: schema of each field.
-        tools: tools that an action calls, with ``name``, ``description`` and ``input_schema``.
+        field: name of the field that receives the text of a turn; "" if a turn must be a JSON
+            object.
+        kinds: maps the name of each field to its JSON schema.
+        tools: tools that an action can call, each with ``name``, ``description`` and
+            ``input_schema``; () if actions do not call tools.
     """
 
     field: str
@@ -34,7 +36,7 @@ class Actions:
 
     @staticmethod
     def are_calls(schema: Mapping[str, Any]) -> bool:
-        """Whether a schema of actions describes calls of tools (of the server's MCP server)."""
+        """Returns whether a schema of actions describes calls of the server's MCP tools."""
         kind = schema.get("properties", {}).get("type", {})
         generic = schema.get("title") == "Action" and schema["properties"].keys() <= {"metadata"}
         return kind.get("const") in ("call_tool", "list_tools") or generic
@@ -43,15 +45,16 @@ class Actions:
     def of(
         cls, schema: Mapping[str, Any], field: str, tools: Sequence[Mapping[str, Any]]
     ) -> Actions:
-        """Reads a schema.
+        """Reads the schema of actions.
 
         Args:
             schema: JSON schema of an action.
-            field: the field that a turn fills in; "" for the only one, or the only required one.
-            tools: tools of the server, if actions call tools.
+            field: name of the field that receives the text of a turn; "" for the only required
+                field, or else the only field.
+            tools: tools of the server if actions call tools; otherwise ().
 
         Raises:
-            KeyError: there is no such field.
+            KeyError: an action has no field of this name.
         """
         if tools:
             return cls("", {}, tuple(tools))
@@ -69,7 +72,7 @@ class Actions:
         return cls(field, kinds)
 
     def told(self) -> str:
-        """Tells the policy how to act."""
+        """Returns instructions for the policy that say how to act; "" if any text is an action."""
         if self.tools:
             described = (
                 {"name": t["name"], "description": t.get("description", ""),
@@ -91,12 +94,12 @@ class Actions:
         return f"Name the {self.field} in each turn: {_shown(kind)}."
 
     def read(self, turn: str) -> dict[str, Any]:
-        """Turns a turn of the policy into an action.
+        """Converts a turn of the policy to an action in the form that the server expects.
 
-        Thinking up to ``</think>`` is no part of the action, nor is the fence of a code block.
+        Everything up to the last ``</think>`` is ignored, and so are the fences of a code block.
 
         Raises:
-            UnreadableError: the turn has no action.
+            UnreadableError: the turn contains no valid action.
         """
         text = turn.rpartition("</think>")[2].strip()
         if fenced := _FENCED.fullmatch(text):
@@ -114,7 +117,7 @@ class Actions:
 
 
 def _resolved(kind: Mapping[str, Any], defined: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Follows a reference, and drops the alternative null."""
+    """Resolves a reference in the schema of a field, and drops the alternative null."""
     if "$ref" in kind:
         return {**defined.get(kind["$ref"].rpartition("/")[2], {}), **kind}
     real = [each for each in kind.get("anyOf", ()) if each.get("type") != "null"]
@@ -126,7 +129,7 @@ def _is_text(kind: Mapping[str, Any]) -> bool:
 
 
 def _shown(kind: Mapping[str, Any]) -> str:
-    """Describes a field for the policy."""
+    """Describes the allowed values of a field for the policy."""
     allowed = ", ".join(map(str, kind.get("enum", ()))) or kind.get("type", "any JSON value")
     bounds = (f"{word} {kind[key]}" for key, word in
               (("minimum", "at least"), ("maximum", "at most")) if key in kind)  # fmt: skip
@@ -134,7 +137,7 @@ def _shown(kind: Mapping[str, Any]) -> str:
 
 
 def _object(text: str) -> dict[str, Any]:
-    """Returns the last JSON object in a text."""
+    """Returns the last JSON object that a text contains."""
     decoder, at, found = json.JSONDecoder(), text.find("{"), None
     while at >= 0:
         try:
@@ -148,7 +151,7 @@ def _object(text: str) -> dict[str, Any]:
 
 
 def _value(text: str, kind: Mapping[str, Any], field: str) -> Any:
-    """Returns the value that a text names last."""
+    """Returns the last value of a field that a text contains."""
     if "enum" in kind:
         names = sorted(map(str, kind["enum"]), key=len, reverse=True)
         named = re.findall(rf"(?<!\w)(?:{'|'.join(map(re.escape, names))})(?!\w)", text)
@@ -168,19 +171,20 @@ def _value(text: str, kind: Mapping[str, Any], field: str) -> Any:
 def read_observation(
     found: Mapping[str, Any], fields: Sequence[str], before: Mapping[str, Any]
 ) -> str:
-    """Turns an observation into text.
+    """Converts an observation to text.
 
-    One field is shown as it is, several with their names.  Games send their rules, or the whole
-    game so far, with each observation: of a long text, only what follows the same field of the
-    observation before is shown, and it is left out if it is a part of another field.
+    If there is one field, its value alone is shown; several fields are shown with their names.
+    Games send their rules or the whole game so far with each observation. Therefore a long text
+    that begins with the text of the same field in the observation before is shown without this
+    beginning, and a long text that another field contains is left out.
 
     Args:
-        found: fields of the observation.
-        fields: names of the fields to show; () for all that are not empty.
-        before: the observation before this one.
+        found: maps the name of each field of the observation to its value.
+        fields: names of the fields to show; () for all fields that are not empty.
+        before: the previous observation of the episode.
 
     Raises:
-        KeyError: there is no such field.
+        KeyError: the observation has no field of this name.
     """
     for name in fields:
         if name not in found:
@@ -209,7 +213,7 @@ def read_observation(
 
 
 def _text(value: Any) -> str:
-    """A value as text; of messages, their content."""
+    """Converts a value to text; of messages, only the content is kept."""
     if isinstance(value, str):
         return value
     if isinstance(value, list) and value and all(

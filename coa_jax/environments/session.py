@@ -1,4 +1,4 @@
-"""Runs the environment of one trajectory, with a deadline for each call and errors caught."""
+"""Runs the environment of a trajectory; limits the time of each call, and catches errors."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ from coa_jax.tools.base import Observation, Tool, ToolContext, call, unavailable
 from coa_jax.tools.turns import Turns
 
 CLOSE_S = 10.0
-"""Upper bound on the time limit of a close, in seconds."""
+"""Maximum time limit of a close, in seconds."""
 
 _WANTED = "an object with the methods reset(task) and step(turn)"
 
 Opener = Callable[[int, Mapping[str, Tool]], "ToolLoop"]
-"""Creates the session of a sample from the sample's number and the tools of the run."""
+"""Function that creates the session of a sample from the sample's number and the run's tools."""
 
 
 class ToolLoop:
     """The default environment: tools respond to their tags, and the policy ends the episode.
 
     Attributes:
-        whole_turns: whether the end of a policy's turn is an action.
-        own: tags to which the environment itself responds; tools respond to the others.
-        begun: messages of the reset; () if the prompt is that of the task.
-        question: text that the reset returned; "" if it returned messages.
+        whole_turns: whether each whole turn of the policy is an action.
+        own: tags to which an environment responds; tools respond to all other tags.
+        begun: messages that the reset returned; () if the prompt is the prompt of the task.
+        question: text that the reset returned; "" if the reset returned messages.
     """
 
     whole_turns = False
@@ -57,17 +57,17 @@ class ToolLoop:
     question = ""
 
     def __init__(self, tools: Mapping[str, Tool]):
-        """Starts a trajectory; each tool that has state begins a state for this trajectory."""
+        """Starts a trajectory; each tool with state creates a new state for this trajectory."""
         self._tools = {name: _begin(tool) for name, tool in tools.items()}
         self._begun = [tool for name, tool in self._tools.items() if tool is not tools[name]]
 
     @property
     def holds(self) -> bool:
-        """Whether `close` has resources to release."""
+        """Whether there are resources that `close` must release."""
         return bool(self._begun)
 
     async def reset(self, context: ToolContext) -> Observation:
-        """Starts the episode, whose prompt is that of the task.
+        """Starts the episode; its prompt is the prompt of the task.
 
         Args:
             context: deadline and identity of the call.
@@ -75,10 +75,10 @@ class ToolLoop:
         return Observation("", True, "ok", 0.0)
 
     async def act(self, name: str, arguments: str, context: ToolContext) -> Observation:
-        """Responds to a tag with an observation.
+        """Responds to an action with an observation.
 
         Args:
-            name: name of the tag.
+            name: tag that the policy used, or ``turn`` or ``answer``.
             arguments: body of the tag.
             context: deadline and identity of the call.
         """
@@ -86,7 +86,7 @@ class ToolLoop:
         return unavailable(name) if tool is None else await call(tool, arguments, context)
 
     async def close(self) -> None:
-        """Ends the trajectory; never raises."""
+        """Ends the trajectory and releases its resources; never raises an exception."""
         await asyncio.gather(*map(_end, self._begun))
 
 
@@ -110,14 +110,15 @@ class Environments:
     Attributes:
         config: settings of the environment.
         prompt: prompt style in which the policy sees a text that a reset returns.
-        make: the environment's class or function, with its options bound.
-        tools: descriptions of the environment's tags; {} for whole turns.
+        make: class or function of the environment, with its options bound.
+        tools: description of each tag of the environment; {} if each whole turn is an action.
         together: whether the samples of a task share an environment.
-        turns: limits the resets and steps that run at a time; None for no limit.
+        turns: semaphore that limits how many resets and steps run at the same time; None for no
+            limit.
     """
 
     def __init__(self, config: EnvironmentConfig, prompt: Prompt):
-        """Loads the environment's class or function.
+        """Loads the class or function of the environment.
 
         Args:
             config: settings of the environment.
@@ -129,18 +130,19 @@ class Environments:
         self.config, self.prompt = config, prompt
         self.make = bind(ENVIRONMENTS, config.path, config.options, "config.environment")
         self.tools = tags_of(config)
-        # After a resume, a sample that is requested again needs the other samples of its task too.
+        # If the samples of a task share an environment, a resumed run must repeat all of them.
         self.together = bool(getattr(self.make.found, "together", False))
         self.turns = Turns(config.concurrency) if config.concurrency else None
         self._warned: set[str] = set()
 
     def opener(self, task: Task, seed: int, prompt_id: int, samples: Sequence[int]) -> Opener:
-        """Returns a function that creates the sessions of a task's samples, which run together.
+        """Returns a function that creates the sessions of samples of a task that run together.
 
         Args:
             task: the task.
             seed: seed of the run.
-            prompt_id: index of the task in the run.
+            prompt_id: index of the task in the run. The seed of the environments depends on
+                ``seed`` and on this index.
             samples: numbers of the samples.
         """
         drawn = hashlib.blake2b(f"{seed}/{prompt_id}".encode(), digest_size=4).digest()
@@ -157,12 +159,13 @@ class Environments:
         return opened
 
     def warn(self, what: str, observation: Observation, masks: bool = True) -> None:
-        """Logs the first failure of each kind.
+        """Logs a failed call; of several failures of the same kind, only the first is logged.
 
         Args:
-            what: ``reset``, ``step`` or ``close``.
+            what: name of the failed method, ``reset``, ``step`` or ``close``.
             observation: observation of the failed call.
-            masks: whether the trajectory is masked because of the failure.
+            masks: whether the failure masks the trajectory, so that the policy is not trained on
+                it.
         """
         why = observation.detail.get("exception", observation.text)
         kind = f"{what} {str(why).partition(':')[0]}"
@@ -174,14 +177,16 @@ class Environments:
 
 
 def graded_by_environment(config: EnvironmentConfig, tasks: Sequence[Task]) -> list[Task]:
-    """Makes the environment the grader of tasks that name no grader.
+    """Returns the tasks, in which the environment is the grader of tasks that name no grader.
 
     Args:
-        config: settings of the environment; without one the tasks are unchanged.
+        config: settings of the environment. If there is no environment, the tasks are returned
+            unchanged.
         tasks: tasks of the run.
 
     Raises:
-        UserError: the environment does not exist, or a task's protocol has none of its tags.
+        UserError: the environment does not exist, or the protocol of a task has none of the
+            environment's tags.
     """
     if not config:
         return list(tasks)
@@ -198,7 +203,7 @@ def graded_by_environment(config: EnvironmentConfig, tasks: Sequence[Task]) -> l
 
 
 class Session(ToolLoop):
-    """The environment of one trajectory, in addition to the tools of the run."""
+    """The environment of one trajectory, together with the tools of the run."""
 
     holds = True
 
@@ -211,9 +216,9 @@ class Session(ToolLoop):
         """Prepares the session; `reset` creates the environment.
 
         Args:
-            environments: environments of the run.
-            offered: values for the parameters of the environment's class, see `ENVIRONMENTS`.
-            tools: tools of the run.
+            environments: creator of the run's environments.
+            offered: arguments for the class of the environment, by name, see `ENVIRONMENTS`.
+            tools: tools of the run, by name.
         """
         super().__init__(tools)
         self._all, self._offered = environments, offered
@@ -225,11 +230,11 @@ class Session(ToolLoop):
         self._refused: UserError | None = None
 
     async def reset(self, context: ToolContext) -> Observation:
-        """Creates the environment and starts its episode; `begun` then has the messages.
+        """Creates the environment and starts its episode, which sets `begun` and `question`.
 
         Raises:
-            UserError: the object is not an environment, its reset returned no messages, or the
-                environment raised the error itself.
+            UserError: the created object is not an environment, its reset returned neither a text
+                nor messages, or the environment itself raised UserError.
         """
 
         async def begin() -> Observation:
@@ -254,11 +259,11 @@ class Session(ToolLoop):
         return await self._guarded("reset", begin, context)
 
     async def act(self, name: str, arguments: str, context: ToolContext) -> Observation:
-        """See `ToolLoop.act`.
+        """Responds to an action with an observation, like `ToolLoop.act`.
 
         Raises:
-            UserError: the environment returned something other than a step, or raised the error
-                itself.
+            UserError: the environment returned something other than a step, or itself raised
+                UserError.
         """
         if name not in self.own:
             return await super().act(name, arguments, context)
@@ -277,7 +282,7 @@ class Session(ToolLoop):
         return await self._guarded("step", step, context)
 
     async def close(self) -> None:
-        """See `ToolLoop.close`."""
+        """Closes the environment and ends the trajectory, like `ToolLoop.close`."""
         await super().close()
         seconds = min(self._all.config.deadline_s, CLOSE_S)
 
@@ -295,13 +300,13 @@ class Session(ToolLoop):
     async def _guarded(
         self, what: str, work: Callable[[], Awaitable[Observation]], context: ToolContext
     ) -> Observation:
-        """Runs a call within its deadline; a call that hangs or raises is a fault."""
+        """Runs a call with a deadline; if the call hangs or raises, its observation is a fault."""
         seconds = self._all.config.deadline_s
 
         async def fitting() -> Observation:
             try:
                 return await work()
-            except UserError as error:  # not a fault of one trajectory: the run ends with it
+            except UserError as error:  # not a fault of one trajectory: this error ends the run
                 self._refused = error
                 raise
 
@@ -317,7 +322,7 @@ class Session(ToolLoop):
         return seen
 
     async def _run(self, function: Callable[..., Any], *arguments: Any, **named: Any) -> Any:
-        """Awaits an async method; runs any other method in the thread of the environment."""
+        """Runs an async method in the event loop, any other method in the environment's thread."""
         if inspect.iscoroutinefunction(function):
             return await function(*arguments, **named)
         result = await self._thread.run(lambda: function(*arguments, **named))
@@ -326,7 +331,7 @@ class Session(ToolLoop):
 
 @dataclasses.dataclass
 class _Job:
-    """Wraps a call of the environment as a tool, so that `coa_jax.tools.base.call` can run it."""
+    """A call of the environment in the form of a tool, which `coa_jax.tools.base.call` can run."""
 
     name: str
     deadline: float
@@ -337,10 +342,10 @@ class _Job:
 
 
 class _Thread:
-    """Runs the blocking methods of one environment in one thread.
+    """Runs the blocking methods of an environment, one after the other, in one thread.
 
-    The thread starts with the first job.  It is a daemon thread, so a method that hangs does not
-    keep the process alive.
+    The thread starts when the first method is called. It is a daemon thread, so a method that hangs
+    does not prevent the process from ending.
     """
 
     def __init__(self) -> None:
@@ -368,7 +373,7 @@ class _Thread:
                 error = RuntimeError(repr(raised))  # a future cannot hold e.g. StopIteration
                 if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
                     error = raised
-            with contextlib.suppress(RuntimeError):  # the loop is closed
+            with contextlib.suppress(RuntimeError):  # raised if the loop is closed
                 loop.call_soon_threadsafe(settle, result, error)
 
         if not self._started:
@@ -378,7 +383,7 @@ class _Thread:
         return await done
 
     def stop(self) -> None:
-        """Ends the thread after its remaining jobs."""
+        """Ends the thread after the methods that were called before."""
         self._jobs.put(None)
 
     def _work(self) -> None:

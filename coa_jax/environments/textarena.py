@@ -1,10 +1,12 @@
-"""The games of ``textarena`` (https://github.com/LeonGuertler/TextArena), played in this process.
+"""Plays games of the package ``textarena`` in this process.
 
-Each whole turn of the policy is a move; the next message has the game's output since that move.  In
-self-play (``opponent="self"``), samples 0 and 1 of a task play one game, samples 2 and 3 the next,
-and so on: each player is a trajectory with the reward of its side.  Self-play therefore needs an
-even ``group_size``, an engine with at least two slots, and a deadline that is longer than the other
-player's turn.
+The project's page is https://github.com/LeonGuertler/TextArena. Each whole turn of the policy is a
+move. The next message contains what the game has said since this move.
+
+In self-play (``opponent="self"``), samples 0 and 1 of a task play one game, samples 2 and 3 the
+next game, and so on. The trajectory of each player has the reward of this player. Self-play
+therefore needs an even ``group_size``, an engine with at least two slots, and a deadline that is
+longer than a turn of the other player.
 """
 
 from __future__ import annotations
@@ -21,20 +23,21 @@ from coa_jax.errors import UserError
 from coa_jax.installed import missing
 from coa_jax.tasks import Task
 
-_WAIT_S = 3600.0  # upper bound on a player's wait; the session's deadline is shorter
+_WAIT_S = 3600.0  # maximum time that a player waits; the deadline of the session is shorter
 _MOVE = re.compile(r"\[[^\[\]\n]{1,40}\]")
 _making = threading.Lock()
 _playing = threading.RLock()
-"""Serialises the games, which use Python's global random generator; each game has its own state."""
+"""Allows one move at a time: games use Python's global random generator, each with its own state.
+"""
 
 
 def load(split: str, n: int | None, seed: int, games: str = "GuessTheNumber-v0") -> list[Task]:
-    """Creates tasks that play games in turn.
+    """Creates tasks, each with a game; the games of the list alternate.
 
     Args:
-        split: split of the tasks, see `coa_jax.tasks.load_tasks`.
+        split: name of the split, which becomes part of the task ids.
         n: number of tasks; None for 100.
-        seed: seed of the tasks.
+        seed: seed of the source, which becomes part of the task ids.
         games: ids of textarena games, joined by ``+``.
     """
     names = games.split("+")
@@ -46,7 +49,7 @@ def load(split: str, n: int | None, seed: int, games: str = "GuessTheNumber-v0")
 
 
 class TextArena:
-    """One player of a game."""
+    """The environment of one player of a game."""
 
     together = True  # the samples of a task play with each other
 
@@ -61,23 +64,25 @@ class TextArena:
         players: int = 0,
         opponent: str = "self",
     ):
-        """Joins a game, or creates it for the first player.
+        """Joins the game of this sample; the first player creates the game.
 
         Args:
-            task: its ``metadata["game"]`` names the game if ``game`` is "".
-            seed: see `coa_jax.environments.ENVIRONMENTS`.
-            sample: see `coa_jax.environments.ENVIRONMENTS`.
-            samples: see `coa_jax.environments.ENVIRONMENTS`.
-            group: see `coa_jax.environments.ENVIRONMENTS`.
-            game: id of a game.
-            players: number of players; 0 for 1 if the game allows it, else 2.
-            opponent: ``self`` for self-play; ``random`` for random moves from those in brackets
-                that the game has shown; or ``package.module:name``, a function that takes the
-                game's messages to the player and a `random.Random`, and returns a move.
+            task: the task. If ``game`` is "", ``metadata["game"]`` of the task names the game.
+            seed: seed of the game, the same for all samples of the task.
+            sample: number of this sample.
+            samples: numbers of the samples of the task that run together.
+            group: dict that the environments of these samples share.
+            game: id of a textarena game; "" for the game of the task.
+            players: number of players of a game; 0 for one player if the game allows it, otherwise
+                two.
+            opponent: who the other players are. ``self``: other samples of the task. ``random``:
+                random choices among the moves in brackets that the game has shown.
+                ``package.module:name``: a function that receives the game's messages to the player
+                and a `random.Random`, and returns a move.
 
         Raises:
-            UserError: textarena is not installed, it has no such game, or a game of self-play lacks
-                players.
+            UserError: textarena is not installed or has no game of this name, or a game of
+                self-play lacks players.
         """
         name = game or str(task.metadata.get("game", ""))
         with _making:
@@ -100,29 +105,29 @@ class TextArena:
         self._random = random.Random(f"{seed} {sample}")
 
     def reset(self, task: Task) -> list[tuple[str, str]]:
-        """Returns the game's messages to the player before the player's first move."""
+        """Waits for the player's first turn; returns the messages to the player until then."""
         step = self._await()
         return [("user", step.observation)]
 
     def step(self, turn: Turn) -> Step:
-        """Makes a move, and waits until it is the player's turn again or the game is over."""
+        """Makes a move, then waits until it is the player's turn again or the game is over."""
         text = turn.text if "[" in turn.text else f"[{turn.text.strip()}]"
         self._game.move(self._seat, text)
         return self._await()
 
     def close(self) -> None:
-        """Leaves the game."""
+        """Leaves the game, so that other players do not wait for this player."""
         self._game.leave(self._seat)
 
     def _await(self) -> Step:
-        """Waits until it is the player's turn or the game is over; opponents move meanwhile."""
+        """Waits for the player's turn or the end of the game; opponents in this process move."""
         while self._opponent and (seat := self._game.turn_of_others(self._seat)) is not None:
             self._game.move(seat, self._opponent(self._game.told(seat), self._random))
         return self._game.wait(self._seat)
 
 
 class _Game:
-    """A game; its methods may be called from several threads."""
+    """A game with its players; several threads may call its methods."""
 
     def __init__(self, name: str, players: int, seed: int):
         self._changed = threading.Condition()
@@ -144,26 +149,26 @@ class _Game:
                 random.setstate(before)
 
     def move(self, seat: int, text: str) -> None:
-        """Makes a move, if the game is not over."""
+        """Makes a move for a player, unless the game is over or it is another player's turn."""
         with self._changed:
             if not self._over and self._env.state.current_player_id == seat:
                 self._over, _ = self._do(lambda: self._env.step(action=text))
                 self._changed.notify_all()
 
     def turn_of_others(self, seat: int) -> int | None:
-        """The seat that has to move; None if it is ``seat`` or the game is over."""
+        """Returns the other player who must move; None if it is ``seat`` or the game is over."""
         with self._changed:
             current: int = self._env.state.current_player_id
             return None if self._over or current == seat else current
 
     def told(self, seat: int) -> str:
-        """All messages of the game to a player so far."""
+        """Returns all messages of the game to a player so far."""
         with self._changed:
             self._told[seat] += self._news(seat)
             return self._told[seat]
 
     def wait(self, seat: int) -> Step:
-        """Waits until it is a player's turn or the game is over; returns the new messages."""
+        """Waits for a player's turn or the end of the game; returns the new messages as a step."""
         with self._changed:
             self._changed.wait_for(
                 lambda: self._over or self._left or self._env.state.current_player_id == seat,
@@ -179,13 +184,13 @@ class _Game:
             return Step(news or "It is your turn.")
 
     def leave(self, seat: int) -> None:
-        """Removes a player; the remaining player wins."""
+        """Removes a player from the game; the remaining player wins."""
         with self._changed:
             self._left.add(seat)
             self._changed.notify_all()
 
     def _news(self, seat: int) -> str:
-        """New messages of the game to a player, without the player's own moves."""
+        """Returns new messages of the game to a player, without the player's own moves."""
         state = self._env.state
         messages, state.observations[seat] = state.observations[seat], []
         return "".join(f"{text}\n" for sender, text, _ in messages if sender != seat)
@@ -199,7 +204,7 @@ def _textarena() -> Any:
 
 
 def _make(name: str) -> Any:
-    """Creates a game without textarena's wrappers, which repeat earlier messages."""
+    """Creates a game without textarena's wrappers, which would repeat earlier messages."""
     try:
         env = _textarena().make(name)
     except ValueError:
@@ -213,7 +218,7 @@ def _make(name: str) -> Any:
 
 
 def _fits(name: str, players: int, seed: int) -> bool:
-    """Whether a game can be played by this number of players."""
+    """Returns whether a game allows this number of players."""
     try:
         _Game(name, players, seed)
     except AssertionError:
@@ -237,6 +242,6 @@ def _opponent(name: str) -> Callable[[str, random.Random], str]:
 
 
 def _random_move(told: str, draw: random.Random) -> str:
-    """A random move of those that the game showed last; without any, a number from 0 to 8."""
+    """Returns a random move of those the game showed last, or a number from 0 to 8 if none."""
     shown = _MOVE.findall(told.rstrip().rpartition("\n")[2]) or _MOVE.findall(told)
     return draw.choice(shown) if shown else f"[{draw.randint(0, 8)}]"

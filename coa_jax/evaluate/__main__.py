@@ -2,10 +2,10 @@
 
     python -m coa_jax.evaluate --config=configs/evaluate/factbook.py --workdir=runs/evaluate
 
-Writes ``evaluate/STAGE/results.json``, the same results as an HTML page, ``summary.json`` and every
-trajectory to the work directory, and prints the results. A killed evaluation continues when started
-again, and its result file is the same as without the kill. ``coa-jax compare`` compares two result
-files.
+The command prints the results and writes them to the work directory:
+``evaluate/STAGE/results.json``, an HTML page next to it, ``summary.json`` and every trajectory. If
+a killed evaluation is started again, it continues, and its result file is the same as without the
+kill. ``coa-jax compare`` compares two result files.
 """
 
 from __future__ import annotations

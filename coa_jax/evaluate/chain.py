@@ -1,4 +1,4 @@
-"""The growing chain of agents of a policy that is only available as text."""
+"""Collects the chain of agents of a policy whose server returns text instead of token ids."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajec
 
 
 class Chain:
-    """The assistant's turn: text of the policy and results of tools, with their authors.
+    """The assistant message: text of the policy and observations, each with its author.
 
-    Only the policy's text is parsed, so no tool text can open or close a tag, or answer the
-    question. There are no token ids, and every span has the token positions 0 and 0.
+    Only the policy's text is parsed. So the text of a tool can neither open nor close a tag, and
+    cannot answer the question. Token ids are unknown, so every span begins and ends at token
+    position 0.
 
     Attributes:
-        text: the turn so far, as the policy reads it: without the parts that `cut` removed.
+        text: the message so far, as the policy reads it, without the parts that `cut` removed.
         calls: tool calls so far.
     """
 
@@ -29,14 +30,14 @@ class Chain:
         self.text = ""
         self.calls: list[ToolCall] = []
         self._parser = Parser(protocol)
-        self._written = ""  # text of the policy
+        self._written = ""  # all text of the policy
         self._spans: list[SegmentSpan] = []
         self._stops = re.compile(f"({'|'.join(map(re.escape, protocol.stops))})")
 
     def missing_stop(self, text: str) -> str | None:
-        """Returns the closing tag that a text lacks, if it ends inside a call or an answer.
+        """Returns the closing tag that a text of the policy lacks.
 
-        The result is None for other texts.
+        The result is None unless the text ends inside a tool call or the answer.
         """
         trial = Parser(self.protocol)
         trial.feed(self._written + text)
@@ -45,19 +46,20 @@ class Chain:
 
     @property
     def last_think(self) -> str:
-        """Body of the last closed ``think``, or ""."""
+        """Body of the last closed ``think`` segment; "" if there is none."""
         bodies = (span.body for span in reversed(self._spans) if span.role == THINK)
         return next((body for body in bodies if body), "")
 
     def write(self, text: str) -> Segment | None:
-        """Appends the policy's text, up to the first call or answer that it closes.
+        """Appends text of the policy, up to the end of the first tool call or answer.
 
-        Text after that was written before the observation was available, and is dropped.
+        Text after a closed tool call is dropped, because the policy wrote it before the observation
+        was available.
 
         Returns:
-            The closed segment of a tool or of the answer, if there is one.
+            The closed segment of the tool call or answer; None if the text closes neither.
         """
-        # A stop string may occur inside another body, where it closes nothing.
+        # A closing tag may occur inside the body of another tag, where it closes nothing.
         for piece in self._stops.split(text):
             self.text += piece
             self._written += piece
@@ -68,17 +70,17 @@ class Chain:
         return None
 
     def observe(self, text: str, call: ToolCall) -> None:
-        """Appends the result of a tool, in its surface form."""
+        """Appends the observation of a tool call, with the tags that the policy reads around it."""
         self.text += text
         self.calls.append(call)
         role = self.protocol.observation
         self._spans.append(SegmentSpan(role, Author.ENVIRONMENT, text, 0, 0))
 
     def cut(self, room: float) -> None:
-        """Removes the oldest steps from the text, right after an observation.
+        """Removes the oldest steps from the text; what stays begins after an observation.
 
         Args:
-            room: share of the text that may stay, see `cut.kept_spans`.
+            room: share of the text's characters that may stay, see `cut.kept_spans`.
         """
         lengths = [len(span.text) for span in self._spans]
         stays = kept_spans(self._spans, lengths, room * len(self.text))
@@ -93,15 +95,15 @@ class Chain:
         gold: Sequence[str],
         metadata: dict[str, Any],
     ) -> Trajectory:
-        """Returns the finished trajectory.
+        """Ends the sample and returns its trajectory.
 
         Args:
             stop_reason: why the sample ended.
             task_id: id of the task.
-            sample_id: number of the sample.
+            sample_id: index of the sample among the samples of the task.
             question: question of the task.
-            gold: accepted answers.
-            metadata: JSON values.
+            gold: accepted answers of the task.
+            metadata: further data, as JSON values by name.
         """
         for segment in self._parser.finish():
             self._add(segment)

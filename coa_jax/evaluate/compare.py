@@ -1,10 +1,13 @@
-"""Compares two result files task by task, and tests whether one is better.
+"""Compares two result files, A and B, task by task, and tests whether one is better.
 
-Tasks that are graded in only one of the files are left out and counted. The difference is the mean
-over tasks of B's rate minus A's. Its p-value comes from the paired permutation test: under the null
-hypothesis each task's difference could have the other sign. The test is exact; with one sample per
-task it is McNemar's exact test. The interval is a bootstrap over tasks; there is none for fewer
-than 10 tasks, or if all tasks have the same difference.
+A task that has graded samples in only one of the files is left out and counted. The rate of a task
+is the share of its graded samples that are right. The difference is the mean over tasks of the rate
+in B minus the rate in A.
+
+The p-value of the difference comes from the paired permutation test: under the null hypothesis, the
+difference of each task could as well have the other sign. The test is exact; with one sample per
+task it is McNemar's exact test. The confidence interval is a bootstrap over tasks. There is no
+interval for fewer than 10 tasks, or if all tasks have the same difference.
 """
 
 from __future__ import annotations
@@ -25,8 +28,8 @@ from coa_jax.evaluate.metrics import standard_error
 from coa_jax.storage import local
 
 _RESAMPLES = 10_000
-_FEWEST = 10  # tasks for an interval: with fewer, resampling makes it too narrow
-_MOST_CELLS = 20_000_000  # of the exact distribution; beyond this, signs are sampled
+_FEWEST = 10  # fewest tasks for an interval; with fewer tasks, resampling makes it too narrow
+_MOST_CELLS = 20_000_000  # size of the exact distribution above which signs are sampled instead
 _DRAWS = 100_000
 _SETTINGS = (
     "tasks", "split", "protocol", "prompt", "opening", "attempts", "rollout", "sampling", "tools",
@@ -36,16 +39,18 @@ _SETTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The difference between B and A.
+    """The difference between two evaluations, A and B.
 
     Attributes:
-        tasks: number of tasks with graded samples in both.
-        only_a, only_b: number of tasks with graded samples in only one of them.
-        rate_a, rate_b: pass@1 over the common tasks.
+        tasks: number of tasks with graded samples in both evaluations.
+        only_a, only_b: number of tasks with graded samples only in A, and only in B.
+        rate_a, rate_b: pass@1 of A and of B over the common tasks.
         difference: ``rate_b - rate_a``.
         se: standard error of the difference, paired by task; None for fewer than two tasks.
-        ci95: bootstrap interval of the difference (percentiles, seed 0), or None.
-        better, worse, same: number of tasks whose rate in B is higher, lower, or the same.
+        ci95: low and high end of the 95 % bootstrap interval of the difference; None if the
+            interval would not be informative.
+        better, worse, same: number of tasks whose rate in B is higher than, lower than and equal to
+            the rate in A.
         p: two-sided p-value of the paired permutation test.
         test: name of the test.
     """
@@ -66,7 +71,7 @@ class Comparison:
 
 
 def rates(outcome: Mapping[str, Any]) -> dict[str, fractions.Fraction]:
-    """Returns task id -> share of its graded samples that are right, exactly."""
+    """Returns for each task id the share of graded samples that are right, as an exact fraction."""
     found = {}
     for task in outcome["tasks"]:
         values = [s["value"] for s in task["samples"] if s["value"] is not None]
@@ -77,10 +82,10 @@ def rates(outcome: Mapping[str, Any]) -> dict[str, fractions.Fraction]:
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
-    """Compares two result files.
+    """Compares the contents of two result files, A and B.
 
     Raises:
-        UserError: the files have no graded task in common.
+        UserError: no task has graded samples in both files.
     """
     first, second = rates(a), rates(b)
     common = [name for name in first if name in second]
@@ -107,13 +112,14 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
 
 
 def permutation_test(differences: Sequence[fractions.Fraction]) -> tuple[float, str]:
-    """Returns the two-sided p-value of paired differences whose signs are exchangeable.
+    """Returns the two-sided p-value of paired differences by a permutation of their signs.
 
-    The distribution of the sum over all ``2^n`` signs is computed by convolution over a common
-    denominator; if that would take too much memory, signs are sampled (seed 0).
+    The distribution of the sum over all ``2^n`` choices of signs is computed by convolution, after
+    a common denominator makes the differences integers. If this would take too much memory, signs
+    are sampled at random with seed 0.
 
     Returns:
-        (p, name of the test): McNemar's test if every difference is -1, 0 or 1.
+        The p-value, and the name of the test: McNemar's test if every difference is -1, 0 or 1.
     """
     kept = [d for d in differences if d != 0]
     if not kept:
@@ -144,15 +150,15 @@ def permutation_test(differences: Sequence[fractions.Fraction]) -> tuple[float, 
 
 
 def bootstrap_interval(differences: np.ndarray, seed: int = 0) -> tuple[float, float] | None:
-    """Returns the 95 % interval of the mean of paired differences, by resampling tasks.
+    """Returns the 95 % bootstrap interval of the mean of paired differences.
 
     Args:
-        differences: float64 ``[tasks]``.
+        differences: float64 ``[tasks]``, the difference of each task.
         seed: seed of the resampling.
 
     Returns:
-        (low, high), or None if resampling is not informative: for fewer than 10 tasks, or if all
-        differences are equal.
+        The low and the high end. The result is None if resampling is not informative, that is, for
+        fewer than 10 tasks, or if all differences are equal.
     """
     random = np.random.default_rng(seed)
     n = len(differences)
@@ -164,10 +170,10 @@ def bootstrap_interval(differences: np.ndarray, seed: int = 0) -> tuple[float, f
 
 
 def load(path: str) -> dict[str, Any]:
-    """Reads a result file.
+    """Reads the result file ``results.json`` of an evaluation.
 
     Raises:
-        UserError: the file is not a result file.
+        UserError: the file cannot be read or is not a valid result file.
     """
     outcome = files.read_json_object(Path(local(path)), limit=None)
     if outcome.get("format") not in COMPARABLE:
@@ -183,11 +189,11 @@ def load(path: str) -> dict[str, Any]:
 
 
 def text(a: Mapping[str, Any], b: Mapping[str, Any], found: Comparison) -> str:
-    """Formats the comparison for a terminal.
+    """Formats a comparison for a terminal.
 
     Args:
         a, b: contents of the two result files.
-        found: their comparison.
+        found: comparison of the two files.
     """
     span = f"95 % {found.ci95[0]:+.3f} to {found.ci95[1]:+.3f}" if found.ci95 else "no interval"
     lines = [
@@ -205,16 +211,16 @@ def text(a: Mapping[str, Any], b: Mapping[str, Any], found: Comparison) -> str:
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Returns the settings besides the policy in which two result files differ."""
+    """Returns the names of settings, other than the policy, in which two result files differ."""
     mine, other = _measured_with(a), _measured_with(b)
     return [key for key in mine if mine[key] != other[key]]
 
 
 def _measured_with(outcome: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings, besides the policy, on which pass@1 depends."""
+    """Returns the settings, other than the policy, on which pass@1 depends."""
     settings = outcome["settings"]
     found = {key: settings.get(key) for key in _SETTINGS}
     if isinstance(grading := settings.get("grading"), Mapping):
-        # The picker among samples has no effect on the mean over all of them.
+        # The model that picks a sample has no effect on the mean over all samples.
         found["grading"] = {name: grading[name] for name in grading if name != "pick"}
     return found

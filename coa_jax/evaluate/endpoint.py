@@ -1,9 +1,10 @@
-"""A policy behind an OpenAI-compatible endpoint, with the tools on this machine.
+"""Evaluates a policy behind an OpenAI-compatible endpoint, with the tools on this machine.
 
-As in the release's evaluation, the whole chain of agents is a single turn of the assistant. Each
-request sends the turn so far and asks the server to continue until the tag of a tool or of the
-answer is closed. Then the tool runs here and its observation is appended. vLLM, SGLang and
-``coa_jax.serve`` can continue a partial assistant turn.
+As in the evaluation of the AFM release, the whole chain of agents is a single assistant message.
+Each request sends the message so far, and asks the server to continue it until the policy closes
+the tag of a tool call or of the answer. Then the tool runs on this machine, and its observation is
+appended to the message. vLLM, SGLang and ``coa_jax.serve`` can continue a partial assistant
+message.
 """
 
 from __future__ import annotations
@@ -38,25 +39,26 @@ _TOO_LONG = re.compile(
     r"|tokens\W[^.]{0,60}(?:too large|exceed|must be (?:<=|at most|less))",
     re.IGNORECASE,
 )
-"""Error texts of servers for a full context. Only this rejection is caused by the policy itself."""
-_BYTES = 3  # approximate size of a token that the server has not counted
+"""Matches servers' error texts for a full context, the only error that the policy causes.
+"""
+_BYTES = 3  # assumed bytes per token of text whose tokens the server has not counted
 _MARK = re.compile(r"<(?=[|\uff5c][^<>\n]{1,60}[|\uff5c]>|/?s>|(?:start|end)_of_turn>)")
-"""Beginnings of the marks that chat templates write between turns, in several spellings."""
+"""Matches the first character of the marks that chat templates write between messages."""
 
 
 @dataclasses.dataclass(frozen=True)
 class PolicyEndpoint(ServedModel):
-    """The endpoint of a policy, and how it is used.
+    """The endpoint of a policy, and how the evaluation uses it.
 
-    Without ``url`` the policy runs on this machine.
+    If ``url`` is "", the policy runs on this machine.
 
     Attributes:
-        concurrency: number of concurrent samples.
-        opening: text with which each turn of the policy begins. The release uses ``<think>``, which
-            suits protocols that think before every action (web, mhqa), but not the code agent's
-            protocol.
-        observation_chars: number of characters to which an observation is truncated, because only
-            the server can count tokens.
+        concurrency: number of samples that run at the same time.
+        opening: text with which each turn of the policy begins. The AFM release uses ``<think>``.
+            This suits protocols that think before every action (web, mhqa), but not the code
+            agent's protocol.
+        observation_chars: number of characters to which an observation is truncated. It replaces
+            ``rollout.max_observation_tokens``, because only the server can count tokens.
     """
 
     timeout_s: Seconds = 600.0
@@ -67,13 +69,13 @@ class PolicyEndpoint(ServedModel):
 
     @property
     def chat(self) -> ChatConfig:
-        """The settings as those of a chat endpoint, to check whether it answers."""
+        """The settings as a `ChatConfig`, by which a check can ask whether the server answers."""
         return ChatConfig(self.url, self.model, self.key_env)
 
 
 @dataclasses.dataclass
 class _Usage(Spent):
-    """Tokens as the server counts them, the length of the context, and the number of cuts."""
+    """Numbers of tokens by the server's count, length of the context, and number of cuts."""
 
     length: int = 0
     cuts: int = 0
@@ -86,30 +88,30 @@ def endpoint_policy(
     config: RolloutConfig,
     tools: Sequence[Tool],
 ) -> Policy:
-    """Returns a policy that is called over the network, many samples concurrently.
+    """Returns a policy that is asked over the network, for many samples at the same time.
 
     Args:
-        endpoint: the endpoint.
+        endpoint: the endpoint of the policy.
         sampling: how tokens are sampled.
-        seed: seed of the evaluation; the seed of a request is derived from it, the sample and the
-            turn.
-        config: budgets; ``max_tokens`` of a trajectory as the server counts them.
+        seed: seed of the evaluation. The seed of each request is derived from this seed, the sample
+            and the turn.
+        config: budgets of a trajectory. The server's count of tokens is compared with
+            ``max_tokens``.
         tools: live tools.
 
     Raises:
-        UserError: openai is not installed, the key is not in the environment, or ``config`` asks
-            for a feature that needs a policy on this machine.
+        UserError: the package openai is not installed, the API key is not in the environment, or
+            ``config`` asks for a feature that needs a policy on this machine.
     """
     for name in ("constrain", "strict"):
         if getattr(config, name):
             raise UserError(
-                f"config.rollout.{name}: a policy behind an endpoint cannot be watched token by "
-                "token; leave it False"
+                f"config.rollout.{name}: the tokens of a policy behind an endpoint can be "
+                "neither constrained nor checked; leave the setting False"
             )
     if config.format not in ("", TAGS):
         raise UserError(
-            f"config.rollout.format: a policy behind an endpoint is asked in {TAGS}, not in "
-            f"{config.format}"
+            f"config.rollout.format: a policy behind an endpoint writes {TAGS}, not {config.format}"
         )
     check_client()
     if endpoint.key_env:
@@ -137,7 +139,7 @@ def endpoint_policy(
                 for _ in done:
                     if (following := start()) is not None:
                         running.add(following)
-                # Finished samples are kept, whatever happens to the others.
+                # Finished samples are yielded even if another sample raises an error.
                 for task in sorted(done, key=lambda task: task.exception() is not None):
                     yield task.result()
         finally:
@@ -150,7 +152,7 @@ def endpoint_policy(
 
 
 class _Episode:
-    """One sample."""
+    """The process that produces one sample."""
 
     def __init__(
         self,
@@ -168,7 +170,7 @@ class _Episode:
         self.tools = ToolLoop({tool.name: tool for tool in tools})
         self.protocol = get_protocol(wanted.task.protocol)
         if self.protocol.format is not None:
-            raise UserError(f"a policy behind an endpoint is asked in {TAGS}; give a task of tags")
+            raise UserError(f"a policy behind an endpoint writes {TAGS}; give a task in tags")
         self.chain = Chain(self.protocol)
         self.usage = _Usage()
         asked = "".join(said for _, said in wanted.messages.turns)
@@ -177,7 +179,7 @@ class _Episode:
         self.tool_seconds = 0.0
 
     async def run(self, about: Mapping[str, Any], written: Callable[[int], None]) -> Trajectory:
-        """Runs the sample from beginning to end."""
+        """Runs the sample from beginning to end; returns its trajectory."""
         task = self.wanted.task
         if self.endpoint.opening:
             self.chain.write(self.endpoint.opening)
@@ -203,7 +205,7 @@ class _Episode:
         return self.chain.finish(reason, task.id, self.number, task.question, gold, metadata)
 
     async def _turn(self) -> StopReason | None:
-        """Lets the policy continue, and runs the tool that it calls.
+        """Lets the policy continue, and runs the tool that the policy calls.
 
         Returns the stop reason, or None if the sample is not over.
         """
@@ -227,7 +229,7 @@ class _Episode:
             if finish == "length":
                 limited = limited and 0 < config.max_turn_tokens < room
                 return StopReason.TURN_LENGTH if limited else StopReason.LENGTH
-            # A stop string inside another body closes nothing: the policy continues.
+            # A closing tag inside the body of another tag closes nothing, so the policy continues.
             return None if text.endswith(self.protocol.stops) else StopReason.EOS
         if segment.role == self.protocol.answer:
             return StopReason.ANSWER
@@ -238,11 +240,12 @@ class _Episode:
         return StopReason.TOOL_TIME if late else None
 
     async def _ask(self, room: int) -> tuple[str, str, bool] | None:
-        """Requests text of the policy; returns None if the context is full.
+        """Requests text of the policy.
 
         Returns:
-            (text including the tag that ended it, finish reason, whether our own limit ended it
-            rather than the server's context).
+            The text with the closing tag that ended it, the finish reason, and whether the limit of
+            this evaluation, not the context of the server, ended the text. None if the context is
+            full.
 
         Raises:
             UserError: the endpoint rejects the request or cannot be reached.
@@ -263,10 +266,10 @@ class _Episode:
             body |= {"continue_final_message": True, "add_generation_prompt": False}
         url = self.endpoint.url
         for more in ({"max_tokens": min(filter(None, (self.config.max_turn_tokens, room)))}, {}):
-            # The prompt's length is unknown at first, and that of an observation is estimated, so
-            # the server may reject the requested number of tokens although it has some room. The
-            # request is then repeated without a limit of ours: the server uses all the room that is
-            # left.
+            # The length of the prompt is unknown at first, and the length of an observation is
+            # estimated. So the server may reject the requested number of tokens although it has
+            # room for fewer. The request is then repeated without a limit, and the server uses all
+            # the room that is left.
             try:
                 return *await self.client.ask(body | more, self._read), bool(more)
             except FetchError as error:
@@ -299,7 +302,7 @@ class _Episode:
                 self._prompt = counts["prompt"]
         stop = choice.get("stop_reason", choice.get("matched_stop"))  # names in vLLM and SGLang
         if finish == "stop" and not choice.keys() & {"stop_reason", "matched_stop"}:
-            stop = self.chain.missing_stop(text)  # the server does not report the stop string
+            stop = self.chain.missing_stop(text)  # the server does not report the closing tag
         if isinstance(stop, str) and stop in self.protocol.stops and not text.endswith(stop):
             text += stop
         return text, finish
@@ -318,20 +321,21 @@ class _Episode:
         seen = await self.tools.act(name, arguments, context)
         end = time.monotonic()
         self.tool_seconds += end - start
-        # The server parses the whole text as a chat, so a tool's text must not contain its marks.
+        # The server parses the whole text as a chat, so the text of a tool must not contain marks
+        # of the chat template.
         body = _MARK.sub("< ", quote_tool_text(self.protocol, seen.text))
         body = body[: self.endpoint.observation_chars]
         begun, ended = start - self.began, end - self.began
         record = ToolCall(name, arguments, body, seen.outcome, seen.ok, begun, ended, seen.detail)
         self.chain.observe(observation_text(self.protocol, body), record)
-        self.usage.length += len(body.encode()) // _BYTES  # estimated until the server counts them
+        self.usage.length += len(body.encode()) // _BYTES  # estimated until the server counts
         if self.config.cut_context:
             self._cut()
         if self.endpoint.opening:
             self.chain.write(self.endpoint.opening)
 
     def _cut(self) -> None:
-        """Removes old steps from a context that has no room for another turn."""
+        """Removes the oldest steps if the context has no room for another turn."""
         most = self.config.max_tokens - self.config.max_turn_tokens
         if self.usage.length <= most:
             return

@@ -1,8 +1,9 @@
-"""Detects samples that met the benchmark itself: on a page that mirrors it, or in a tool's result.
+"""Detects samples that may have found the answer in a copy of the benchmark on the web.
 
-The paper's own showcase answers a question from a copy of the benchmark (App C). Tools reject the
-addresses of a block list (``tools.crawl_page.blocked``, ``tools.web_search.blocked``). This module
-counts the samples that tried such an address, and those that saw a question anyway.
+In a showcase of the Chain-of-Agents paper (appendix C), the agent answers a question from a copy of
+the benchmark. Therefore the tools reject the addresses of a block list
+(``tools.crawl_page.blocked``, ``tools.web_search.blocked``). This module counts the calls that
+tried such an address, and the observations that contained a question of the benchmark anyway.
 """
 
 from __future__ import annotations
@@ -19,19 +20,19 @@ from coa_jax.tools.web_search import MIRRORS
 from coa_jax.trajectory import Trajectory
 
 BLOCKED = MIRRORS
-"""Addresses that host copies of benchmarks; the tools in configs/evaluate reject them."""
+"""Addresses with copies of benchmarks, which the tools in configs/evaluate reject."""
 
 _URL = re.compile(r"https?://[^\s|)\"'<>]+", re.IGNORECASE)
 _OWN_WORDS = frozenset({"code"})
-"""Tools that only repeat the policy's own text."""
+"""Tools whose observations only contain what the policy itself wrote."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Exposure:
-    """The addresses and texts that a benchmark's samples should not meet.
+    """The addresses and texts that samples of a benchmark should not see.
 
     Attributes:
-        guard: addresses that count as blocked.
+        guard: decides which addresses are blocked.
         questions: index of the benchmark's questions.
     """
 
@@ -46,7 +47,7 @@ class Exposure:
         )
 
     def shown(self, trajectory: Trajectory) -> int:
-        """Counts the observations that contain at least half of a question's word 8-grams."""
+        """Counts the observations that contain at least half of the word 8-grams of a question."""
         return sum(
             self.questions.in_text(call.observation)
             for call in trajectory.tool_calls
@@ -61,5 +62,5 @@ class Exposure:
 
 
 def exposure_of(tasks: Sequence[Task], blocked: Sequence[str]) -> Exposure:
-    """Returns the exposure check for the samples of tasks."""
+    """Returns the check for the questions of ``tasks`` and the addresses in ``blocked``."""
     return Exposure(Guard(block=tuple(blocked)), contamination(tasks, entity_share=0.0))

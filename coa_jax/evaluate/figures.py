@@ -1,7 +1,8 @@
-"""The results of an evaluation, for the result file and for a terminal.
+"""Computes the results of an evaluation, for the result file and for a terminal.
 
-A result file depends on samples and verdicts alone, not on times or the order of finishing. It
-contains no question and no answer, so it can be shared without leaking the benchmark.
+The content of a result file depends only on samples and verdicts, not on times or on the order in
+which samples finished. A result file contains no question and no answer, so it can be shared
+without leaking the benchmark.
 """
 
 from __future__ import annotations
@@ -15,23 +16,23 @@ from coa_jax.evaluate.sample import Measured, Sample
 
 FORMAT = 2
 COMPARABLE = (1, 2)
-"""Formats that `compare` accepts: both have the same samples of tasks."""
+"""Versions of the file format that `compare` accepts: they store samples in the same way."""
 FIELDS = (
     *("level", "topic", "hops", "kind", "lang", "answer_type", "platform", "data_source"),
     *("source", "wording"),
 )
-"""Metadata fields by which results are broken down."""
+"""Metadata fields of tasks; the results also list pass@1 for each value of each field."""
 
 _MOST_GROUPS = 6
-"""Number of values of a field that a terminal shows."""
+"""Maximum number of values of a field that are shown on a terminal."""
 
 
 def figures(groups: Sequence[Measured], numbers: int) -> dict[str, Any]:
-    """Returns all results of the tasks of an evaluation.
+    """Returns all figures of an evaluation, by name.
 
     Args:
-        groups: the tasks with their samples.
-        numbers: number of samples wanted per task.
+        groups: the tasks with their finished samples.
+        numbers: number of samples per task that the evaluation wants.
     """
     solved = [group.solved for group in groups]
     pairs = [(group.task.metadata, group.solved) for group in groups]
@@ -63,17 +64,17 @@ def figures(groups: Sequence[Measured], numbers: int) -> dict[str, Any]:
 
 
 def _round(groups: Sequence[Measured], number: int) -> float | None:
-    """Returns the share of tasks solved in a round, out of those graded in it."""
+    """Returns the share of right samples in a round: the graded samples of one sample number."""
     rows = [s for g in groups for s in g.samples if s.number == number and s.value is not None]
     return metrics.mean([row.solved for row in rows])
 
 
 def costs(samples: Sequence[Sample]) -> dict[str, Any]:
-    """Returns tokens and tool calls, per sample and per solved sample.
+    """Returns the numbers of tokens and tool calls, per sample and per solved sample.
 
-    The values per sample are None without samples. ``tokens_per_solved`` and ``calls_per_solved``
-    are all tokens and calls, including those of failures, divided by the number of solved samples;
-    The result is None if there is none.
+    ``tokens_per_solved`` is the number of tokens of all samples, including unsolved samples,
+    divided by the number of solved samples; ``calls_per_solved`` likewise. Values per sample are
+    None if there is no sample, and values per solved sample if no sample is solved.
     """
     solved = sum(sample.solved for sample in samples)
     tokens = sum(sample.tokens for sample in samples)
@@ -95,7 +96,7 @@ def costs(samples: Sequence[Sample]) -> dict[str, Any]:
 
 
 def _exposure(groups: Sequence[Measured]) -> dict[str, Any]:
-    """Counts the samples that met the benchmark; returns pass@1 of the others too."""
+    """Counts the samples that saw a copy of the benchmark; adds pass@1 of the other samples."""
     flat = [sample for group in groups for sample in group.samples]
     clean = [
         [s.solved for s in group.samples if s.value is not None and not (s.blocked or s.shown)]
@@ -116,15 +117,15 @@ def result(
     scaling: Mapping[str, Any],
     unjudged: Mapping[str, int] | None = None,
 ) -> dict[str, Any]:
-    """Returns the content of a stage's result file.
+    """Returns the content of the result file of an evaluation.
 
     Args:
-        stage: name of the stage.
-        settings: settings of the evaluation; JSON values.
-        groups: the tasks with their samples.
-        numbers: number of samples wanted per task.
+        stage: name of the evaluation.
+        settings: settings of the evaluation, as JSON values.
+        groups: the tasks with their finished samples.
+        numbers: number of samples per task that the evaluation wants.
         scaling: results of majority vote and best-of-n, see `scaling.scaling`.
-        unjudged: reason of a missing verdict of the judge -> number of answers.
+        unjudged: maps each reason for which the judge gave no verdict to the number of answers.
     """
     measured = {**figures(groups, numbers), "scaling": dict(scaling)}
     return {
@@ -145,7 +146,10 @@ def result(
 
 
 def not_plain(settings: Mapping[str, Any]) -> list[str]:
-    """Returns the settings, behaviours of the release, under which a rate is not a plain pass@1."""
+    """Returns the active settings under which the measured rate is not a plain pass@1.
+
+    These settings reproduce behaviours of the AFM release, for example more ``attempts``.
+    """
     names = {
         "last_suggestion": (settings.get("grading") or {}).get("last_suggestion"),
         f"attempts={settings.get('attempts')}": (settings.get("attempts") or 1) > 1,
@@ -155,7 +159,7 @@ def not_plain(settings: Mapping[str, Any]) -> list[str]:
 
 
 def blocks(outcome: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the blocks of ``summary.json`` and of a run's page for a stage's result file."""
+    """Returns the blocks that a result file adds to ``summary.json`` and to the run's report."""
     stage, found = outcome["stage"], outcome["figures"]
     by, cost = found["by"], found["costs"]
     return {
@@ -181,7 +185,7 @@ def blocks(outcome: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(outcome: Mapping[str, Any]) -> str:
-    """Formats the results of a result file for a terminal."""
+    """Formats the content of a result file for a terminal."""
     found = outcome["figures"]
     lines = [_headline(outcome["stage"], found)]
     if outcome["not_plain"]:
@@ -238,12 +242,12 @@ def _headline(stage: str, found: Mapping[str, Any]) -> str:
 
 
 def shown_rate(value: float | None) -> str:
-    """Formats a rate for people; without graded samples the rate is "not graded"."""
+    """Formats a rate for people; None, the rate without graded samples, becomes "not graded"."""
     return "not graded" if value is None else f"{value:.3f}"
 
 
 def _by_line(groups: Mapping[str, Any]) -> str:
-    """Formats the rates of a breakdown, limited to the values with the most tasks."""
+    """Formats the rates by the values of a field; shows only the values with the most tasks."""
     largest = sorted(groups, key=lambda name: groups[name]["n"], reverse=True)[:_MOST_GROUPS]
     shown = [
         f"{name} {shown_rate(group['pass_at_1'])} (n {group['n']})"

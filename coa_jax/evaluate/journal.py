@@ -1,8 +1,9 @@
-"""The record of finished samples and verdicts on disk, so that nothing is run or graded twice.
+"""Stores finished samples and verdicts on disk, so that no sample is run or graded twice.
 
-A sample is appended to the run's ``traces.jsonl`` when it ends, and a verdict about it to
-``evaluate/STAGE/verdicts.jsonl`` when it is given. Both files consist of whole lines whenever the
-process is killed. At the end the traces get their rewards and the order of the tasks.
+When a sample ends, it is appended to ``traces.jsonl`` of the run. When a grader or a model gives a
+verdict about a sample, the verdict is appended to ``evaluate/STAGE/verdicts.jsonl``. A kill never
+leaves an incomplete line that counts in either file. At the end of the evaluation the samples in
+``traces.jsonl`` are sorted in the order of the tasks, and their rewards are added.
 """
 
 from __future__ import annotations
@@ -31,12 +32,12 @@ def digest(value: Any) -> str:
 
 
 class Journal:
-    """The finished samples of a stage, and the verdicts about them.
+    """The finished samples of one evaluation (stage), and the verdicts about them.
 
     Attributes:
-        folder: folder of the stage's own files.
-        samples: finished samples, graded as far as possible.
-        verdicts: name of a verdict -> its value.
+        folder: folder of the stage, ``evaluate/STAGE``.
+        samples: finished samples by key, with their grades where verdicts exist.
+        verdicts: maps the name of each verdict to its value.
     """
 
     def __init__(
@@ -47,17 +48,18 @@ class Journal:
         grading: Mapping[str, Any],
         last_suggestion: bool = False,
     ):
-        """Opens the stage's files.
+        """Opens the files of the stage.
 
         Args:
             run: the run directory.
             stage: name of the stage.
-            settings: settings on which the samples depend; JSON values.
-            grading: settings on which the verdicts depend; JSON values.
-            last_suggestion: whether a sample without an answer counts by its last suggested answer.
+            settings: settings on which the samples depend, as JSON values.
+            grading: settings on which the verdicts depend, as JSON values.
+            last_suggestion: whether the last suggested answer of a sample takes the place of a
+                missing answer.
 
         Raises:
-            UserError: the stage's name is not a valid folder name.
+            UserError: the name of the stage is not a valid folder name.
         """
         if Path(stage).name != stage or stage.startswith("."):
             raise UserError(f"config.stage: {stage!r} cannot name a folder; use letters and digits")
@@ -71,33 +73,34 @@ class Journal:
         self._places: dict[Key, tuple[int, int]] = {}  # offset and length of a sample's line
         self._changed = False
         self._last_suggestion = last_suggestion
-        self._golds: dict[str, str] = {}  # task -> digest of its accepted answers
+        self._golds: dict[str, str] = {}  # task id -> digest of the accepted answers
         self.samples: dict[Key, Sample] = {}
         self.verdicts: dict[str, Any] = {}
-        self._ungraded: dict[Key, str] = {}  # reasons of missing grades
+        self._ungraded: dict[Key, str] = {}  # reasons why grades are missing
 
     # --- finished samples
 
     def load(
         self, tasks: Sequence[Task], exposure: Exposure, *, fresh: bool, retry_faults: bool
     ) -> None:
-        """Reads the samples and verdicts of earlier processes.
+        """Reads the samples and verdicts that earlier processes stored.
 
         Args:
-            tasks: tasks of the evaluation, in the order that numbers them.
-            exposure: see `sample_of`.
+            tasks: tasks of the evaluation, in the order of their indices.
+            exposure: check for copies of the benchmark, see `sample_of`.
             fresh: whether to delete existing samples instead.
-            retry_faults: whether to discard the samples that failed because of a fault, to run them
-                again.
+            retry_faults: whether to discard samples that failed because of a system fault, so that
+                they run again.
 
         Raises:
-            UserError: the existing samples have another policy, other settings or other questions.
+            UserError: the existing samples are of another policy, or have other settings or
+                questions.
         """
         known = self.folder / "settings.json"
         if fresh:
             self._run.rewind(self.phase, 0)
             self._verdicts_file.unlink(missing_ok=True)
-        # A corrected accepted answer invalidates the grades given by the old one.
+        # If an accepted answer is corrected, grades by the old answer become invalid.
         self._golds = {task.id: _graded_by(task) for task in tasks}
         places = {task.id: (index, task.question) for index, task in enumerate(tasks)}
         earlier = files.read_json_object(known) if known.exists() else self.settings
@@ -105,7 +108,7 @@ class Journal:
             try:
                 if row.get("metadata", {}).get("phase") != self.phase:
                     continue
-                self._check_settings(earlier)  # without samples the settings may change
+                self._check_settings(earlier)  # settings may change while there are no samples
                 trajectory = Trajectory.from_json(row)
             except reading.MALFORMED as error:
                 why = reading.reason(error)
@@ -166,9 +169,10 @@ class Journal:
                 self.samples[key] = sample.graded(Reward(**jsonl.fields(Reward, value)))
 
     def _holds(self, row: Mapping[str, Any]) -> bool:
-        """Returns whether a verdict is valid: not a grade, or a grade by the present answers.
+        """Returns whether a stored verdict is still valid.
 
-        A grade that does not record its accepted answers is given again.
+        A grade is valid if it was given by the present accepted answers, and invalid if it does not
+        record its accepted answers. Other verdicts are always valid.
         """
         kind, _, place = row["name"].partition("/")
         gold = self._golds.get(place.rpartition("/")[0])
@@ -177,13 +181,14 @@ class Journal:
     # --- new samples
 
     def wanted(self, task_id: str, samples: int, attempts: int, attempt: int) -> tuple[int, ...]:
-        """Returns the numbers of a task's samples to run in attempt ``attempt``, from 0.
+        """Returns the numbers of the samples of a task that must run in a given attempt.
 
         Args:
-            task_id: the task.
+            task_id: id of the task.
             samples: number of samples per task.
-            attempts: maximum number of attempts per sample, until it has an answer.
-            attempt: number of the attempt.
+            attempts: maximum number of attempts per sample; a sample is repeated until it has an
+                answer.
+            attempt: index of the attempt, from 0.
         """
         found = [(number, self.samples.get((task_id, number))) for number in range(samples)]
         return tuple(
@@ -194,11 +199,11 @@ class Journal:
         )
 
     def about(self) -> dict[str, Any]:
-        """Returns the metadata by which a trajectory can be recognised later."""
+        """Returns the metadata by which a later process recognises trajectories of this stage."""
         return {"stage": self.folder.name, "settings": self._settings}
 
     def add(self, trajectory: Trajectory, exposure: Exposure) -> Sample:
-        """Stores a sample that has just ended."""
+        """Stores a sample that has just ended; returns its data."""
         offset = self._traces.stat().st_size if self._traces.exists() else 0
         key = trajectory.task_id, trajectory.sample_id
         if trajectory.metadata.get("attempt"):
@@ -212,7 +217,7 @@ class Journal:
         return sample
 
     def grade(self, key: Key, reward: Reward) -> None:
-        """Stores a grade; a grade without a value is not stored, and is requested again later."""
+        """Stores the grade of a sample; a grade without a value is requested again later."""
         self.samples[key] = self.samples[key].graded(reward)
         if reward.reason:
             self._ungraded[key] = reward.reason
@@ -221,26 +226,26 @@ class Journal:
             self.say(_grade(key), value, gold=self._golds.get(key[0], ""))
 
     def say(self, name: str, value: Any, **more: str) -> None:
-        """Stores a verdict, in a row with further fields."""
+        """Stores a verdict; ``more`` are additional fields of its row in the file."""
         self.verdicts[name] = value
         row = {"name": name, "grading": self._grading, "value": value, **more}
         files.append(self._verdicts_file, (jsonl.dumps(row) + "\n").encode())
         self._changed = True
 
     def trajectory(self, key: Key) -> Trajectory:
-        """Reads a finished sample with its whole text, and with the answer that counts."""
+        """Reads the trajectory of a finished sample, with the answer that counts."""
         offset, length = self._places[key]
         with open(self._traces, "rb") as file:
             file.seek(offset)
             return self._counted(Trajectory.from_json(jsonl.loads(file.read(length))))
 
     def _counted(self, trajectory: Trajectory) -> Trajectory:
-        """Returns the trajectory with the answer that counts."""
+        """With ``last_suggestion``, replaces a missing answer by the last suggested answer."""
         return by_last_suggestion(trajectory) if self._last_suggestion else trajectory
 
     def _sample(self, trajectory: Trajectory, exposure: Exposure) -> Sample:
         sample = sample_of(self._counted(trajectory), exposure)
-        if trajectory.answer is None:  # a chain that ends with a suggestion is not well-formed
+        if trajectory.answer is None:  # a chain of agents without an answer is not well-formed
             sample = dataclasses.replace(sample, format_valid=format_valid(trajectory))
         again = trajectory.metadata.get("attempt")
         return sample.after(trajectory.metadata["earlier"]) if again else sample
@@ -248,10 +253,10 @@ class Journal:
     # --- end of the evaluation
 
     def finish(self, order: Sequence[Key]) -> None:
-        """Adds rewards to the traces, and sorts the samples of a stage by its tasks.
+        """Adds the rewards to ``traces.jsonl``, and sorts the samples of the stage by ``order``.
 
-        Rows of other stages come first; samples that are not in ``order`` come last. The file is
-        replaced atomically.
+        Rows of other stages come first, and samples of this stage that are not in ``order`` come
+        last. The file is replaced atomically.
         """
         if not self._changed:
             return
@@ -285,7 +290,7 @@ class Journal:
 
 
 def _verdict(row: Any) -> dict[str, Any]:
-    """Reads a row of the verdicts; raises TypeError or KeyError for an invalid row."""
+    """Checks a row of ``verdicts.jsonl``; raises TypeError or KeyError if it is invalid."""
     if not isinstance(row["name"], str):
         raise TypeError("the field 'name' must be a string")
     if row["name"].startswith("grade/"):

@@ -1,10 +1,10 @@
-"""Statistics of samples: rates with their errors, and pass@k.
+"""Computes statistics of samples: rates with their errors, and pass@k.
 
-Tasks are independent, the samples of one task are not. So a rate is the mean over tasks of the rate
-within a task, and its standard error is the standard deviation of these rates divided by the square
-root of their number: errors clustered by task (Miller 2024, arXiv 2411.00640, section 2.2). Samples
-without a grade do not count in any rate, tasks without a graded sample are left out, and the rate
-of no tasks is None.
+Tasks are independent of each other, but the samples of one task are not. Therefore a rate is the
+mean over tasks of the rate within each task. Its standard error is the standard deviation of these
+rates divided by the square root of the number of tasks, that is, errors are clustered by task
+(Miller 2024, arXiv 2411.00640, section 2.2). Samples without a grade do not count in any rate.
+Tasks without a graded sample are left out. If no task is left, the rate is None.
 """
 
 from __future__ import annotations
@@ -22,14 +22,18 @@ from coa_jax.intervals import wilson_interval
 
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
-    """Returns the probability of a correct sample among k: ``1 - C(n-c, k) / C(n, k)``.
+    """Returns pass@k: the probability that at least one of k samples is correct.
 
-    The estimate is unbiased for draws without replacement (Chen et al. 2021, arXiv 2107.03374).
+    The estimate is ``1 - C(n-c, k) / C(n, k)``, which is unbiased: it draws k of the n samples
+    without replacement (Chen et al. 2021, arXiv 2107.03374).
 
     Args:
-        samples: n, number of samples.
-        correct: c, number of correct samples.
-        k: number of draws.
+        samples: number n of samples of the task.
+        correct: number c of correct samples.
+        k: number of samples that are drawn.
+
+    Raises:
+        ValueError: ``k`` is below 1 or above ``samples``.
     """
     if not 1 <= k <= samples:
         raise ValueError(f"k={k} needs between 1 and {samples} samples")
@@ -39,25 +43,26 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def student_t(n: int) -> float:
-    """Returns the two-sided 95 % quantile of Student's t with n - 1 degrees of freedom."""
+    """Returns the two-sided 95 % quantile of Student's t, with n - 1 degrees of freedom."""
     return float(special.stdtrit(n - 1, 0.975))
 
 
 def mean_interval(groups: Sequence[Sequence[bool]]) -> tuple[float, float]:
-    """Returns the 95 % interval of the mean over tasks of the rate within a task.
+    """Returns the 95 % confidence interval of a rate: the mean over tasks of the rate of each task.
 
-    Tasks, not samples, are independent, so it uses Student's t over their rates. A few tasks may
-    have the same rate by chance, so the interval is never narrower than Wilson's interval for
-    independent samples; with one sample per task it is Wilson's.
+    The interval uses Student's t over the rates of the tasks, because only tasks are independent,
+    not the samples of a task. If there are few tasks, their rates may be equal by chance. The
+    interval is therefore never narrower than Wilson's interval for independent samples. With one
+    sample per task it is Wilson's interval.
 
     Args:
-        groups: for each task, whether each graded sample is right; tasks without samples are left
-            out.
+        groups: for each task, a list that says whether each graded sample is right. Tasks without
+            samples are left out.
     """
     groups = [group for group in groups if group]
     rates = [sum(group) / len(group) for group in groups]
     n, value = len(rates), mean(rates) or 0.0
-    # If every task is all right or all wrong, further samples per task add no information.
+    # If all samples of each task agree, additional samples per task add no information.
     all_alike = all(rate in (0.0, 1.0) for rate in rates)
     samples = n if all_alike else sum(map(len, groups))
     low, high = wilson_interval(value * samples, samples)
@@ -68,24 +73,27 @@ def mean_interval(groups: Sequence[Sequence[bool]]) -> tuple[float, float]:
 
 
 def standard_error(rates: Sequence[float]) -> float | None:
-    """Returns the standard error of the mean of per-task rates; None for fewer than two tasks."""
+    """Returns the standard error of the mean of the tasks' rates; None for fewer than two tasks."""
     if len(rates) < 2:
         return None
     return float(np.std(rates, ddof=1)) / math.sqrt(len(rates))
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Returns the mean; None for no values."""
+    """Returns the mean; None if there are no values."""
     return float(np.mean(values)) if len(values) else None
 
 
 def rate(groups: Sequence[Sequence[bool]]) -> dict[str, Any]:
-    """Returns pass@1 of tasks: mean over rounds, error, interval and the number of tasks.
-
-    Without graded samples ``pass_at_1`` is None and the interval is 0 to 1.
+    """Returns pass@1 with its standard error, its interval and the number of tasks.
 
     Args:
-        groups: for each task, whether each graded sample is right.
+        groups: for each task, a list that says whether each graded sample is right.
+
+    Returns:
+        ``pass_at_1``, the mean over tasks of the share of right samples; ``se``, its standard
+        error; ``ci95``, the 95 % interval; ``n``, the number of tasks with graded samples. If no
+        sample is graded, ``pass_at_1`` is None and the interval is 0 to 1.
     """
     rates = [sum(group) / len(group) for group in groups if group]
     return {
@@ -97,9 +105,10 @@ def rate(groups: Sequence[Sequence[bool]]) -> dict[str, Any]:
 
 
 def at_k(groups: Sequence[Sequence[bool]]) -> dict[str, dict[str, Any]]:
-    """Returns pass@k for k = 1, 2, 3, 4, 8, 16, ... and the maximum number of samples per task.
+    """Returns pass@k for k = 3, for powers of two, and for the maximum number of samples per task.
 
-    A task counts for k if it has at least k graded samples; ``n`` is the number of such tasks.
+    For each k the mean is over tasks with at least k graded samples; ``n`` is the number of these
+    tasks.
     """
     most = max(map(len, groups), default=0)
     result = {}
@@ -113,11 +122,11 @@ def at_k(groups: Sequence[Sequence[bool]]) -> dict[str, dict[str, Any]]:
 def by(
     pairs: Sequence[tuple[Mapping[str, Any], Sequence[bool]]], key: str
 ) -> dict[str, dict[str, Any]]:
-    """Returns the rates of the tasks by the value of a metadata field.
+    """Groups tasks by the value of a metadata field, and returns the `rate` of each group.
 
     Args:
-        pairs: (metadata, graded samples) of each task.
-        key: the field; tasks without it are left out.
+        pairs: for each task its metadata, and a list that says whether each graded sample is right.
+        key: name of the field. Tasks without this field are left out.
     """
     groups: dict[str, list[Sequence[bool]]] = {}
     for metadata, solved in pairs:

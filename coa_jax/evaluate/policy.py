@@ -1,4 +1,4 @@
-"""The evaluated policies: one that decodes on this machine, or one behind an endpoint."""
+"""Defines what an evaluation needs of a policy, and the policy that decodes on this machine."""
 
 from __future__ import annotations
 
@@ -33,14 +33,15 @@ from coa_jax.trajectory import Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class Wanted:
-    """Samples to run.
+    """The samples of one task that a policy must run.
 
     Attributes:
-        index: index of the task among all tasks, part of its random key.
+        index: index of the task among all tasks of the evaluation; the samples' random keys depend
+            on it.
         task: the task.
-        numbers: numbers of its samples.
-        messages: the prompt messages.
-        attempt: number of the attempt, from 0; later attempts rerun samples without an answer.
+        numbers: numbers of the samples to run.
+        messages: messages of the prompt.
+        attempt: index of the attempt, from 0. Later attempts repeat samples without an answer.
     """
 
     index: int
@@ -51,7 +52,7 @@ class Wanted:
 
 
 def attempt_seed(seed: int, attempt: int) -> int:
-    """Returns the seed of an attempt; the first attempt has the seed of the evaluation."""
+    """Returns the seed of an attempt; the seed of the first attempt is that of the evaluation."""
     if not attempt:
         return seed
     named = hashlib.blake2b(f"{seed}/{attempt}".encode(), digest_size=4)
@@ -61,8 +62,11 @@ def attempt_seed(seed: int, attempt: int) -> int:
 Policy = Callable[
     [Sequence[Wanted], Mapping[str, Any], Callable[[int], None]], AsyncGenerator[Trajectory, None]
 ]
-"""Runs samples and yields them, ungraded, as they end. The mapping is copied to their metadata; the
-function is called with the number of tokens written since its last call.
+"""A function that runs samples and yields their ungraded trajectories as they end.
+
+Its arguments are the samples to run; a mapping, which it copies to the metadata of each trajectory;
+and a function, which it calls from time to time with the number of tokens written since the last
+call.
 """
 
 
@@ -78,23 +82,23 @@ def local_policy(
     environments: Environments | None = None,
     agent: AgentConfig | None = None,
 ) -> Policy:
-    """Returns a policy that decodes on this machine, in all slots concurrently.
+    """Returns a policy that decodes on this machine, with a sample in each slot of the engine.
 
     Args:
-        load: loads the model; called when there is something to run.
-        shapes: maximum shapes of decoding; see `engine.memory.fitted`.
+        load: function that loads the model; called only if there are samples to run.
+        shapes: maximum shapes of decoding, see `engine.memory.fitted`.
         sampling: how tokens are sampled.
         seed: seed of the samples.
-        config: budgets.
+        config: budgets of a trajectory.
         tools: live tools.
-        tasks, samples: tasks of the whole evaluation, and samples per task; a restarted evaluation
-            gets the same shapes.
-        environments: create the environment of each sample; None for the default loop of tools.
-        agent: an agent program that solves the tasks instead of the default loop.
+        tasks, samples: all tasks of the evaluation, and the number of samples per task. They
+            determine the shapes, so that a resumed evaluation has the same shapes.
+        environments: creates the environment of each sample; None for the default loop of tools.
+        agent: external agent program that solves the tasks; None for the default loop of tools.
     """
 
     def asked(tokenizer: Any, one: Wanted) -> dict[str, Any]:
-        """Returns the prompt fields of a request; an environment provides the prompt itself."""
+        """Returns the prompt fields of a request; an environment, if any, provides the prompt."""
         if environments is None:
             return {"prompt": message_ids(tokenizer, one.messages)}
         drawn = attempt_seed(seed, one.attempt)
@@ -116,7 +120,8 @@ def local_policy(
             print(f"constraint: {constraint}", flush=True)
         stop = eos_ids(tokenizer)
         engines: list[Engine] = make_engines(model.params, model.config, fit, stop, constraint)
-        # Otherwise the first trajectories would spend their time on compilation.
+        # Compiles now. Otherwise compilation would use up the time limits of the first
+        # trajectories.
         for engine in engines if config.max_seconds else ():
             engine.warm_up()
         return engines, model
@@ -153,7 +158,7 @@ async def _by_program(
     requests: Sequence[Request],
     written: Callable[[int], None],
 ) -> AsyncGenerator[Trajectory, None]:
-    """Yields trajectories of requests that an agent program solves."""
+    """Lets an external agent program solve the requests, and yields the trajectories."""
     sampler = agent_sampler(model, engines, agent, config, 0)
     for request in requests:
         sampler.submit(request)
@@ -168,9 +173,10 @@ async def _by_program(
 
 
 def weights_name(path: str) -> str:
-    """Identifies the content of a model: by the sizes of its files and a sample of their bytes.
+    """Returns a hash of the sizes of a model's files and of a sample of their bytes.
 
-    A model that was trained again at the same path gets another name; a copy gets the same name.
+    A model that was trained again at the same path has another hash. A copy of a model has the same
+    hash.
 
     Raises:
         UserError: the model does not exist.

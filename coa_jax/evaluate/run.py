@@ -54,32 +54,31 @@ class EvaluateConfig(Bounded):
     """Settings of an evaluation.
 
     Attributes:
-        tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` has several.
-        task_options: options of the source.
-        mixture: name -> source, see `tasks.mixture.Part`; weights have no effect.
-        split: ``validation`` or ``test``.
-        num_tasks: number of tasks from each source; 0 for all, in order.
-        samples: number of samples per task, the rounds over which pass@1 is averaged; pass@k needs
-            k.
-        protocol: protocol for all tasks: questions of files without a protocol get it, and tasks of
-            another protocol are rejected. "" uses the protocol of each task.
-        seed: seed of the sample of tasks, and of the samples.
-        temperature, top_p, top_k: sampling settings; temperature 0 is greedy.
+        tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` names several.
+        task_options: options of the task source.
+        mixture: maps names to task sources, see `tasks.mixture.Part`; weights have no effect.
+        split: split of the task source, ``validation`` or ``test``.
+        num_tasks: number of tasks from each source; 0 for all of them, in order.
+        samples: number of samples per task. pass@1 is the mean over them; pass@k needs at least k.
+        protocol: protocol of all tasks, which questions without a protocol get; a task with another
+            protocol is an error. "" to use the protocol of each task.
+        seed: seed of the random choice of tasks, and of the samples.
+        temperature, top_p, top_k: sampling settings; temperature 0 is greedy decoding.
         engine: shapes of decoding on this machine.
         rollout: budgets of a trajectory.
-        agent: agent program that solves the tasks instead of the default loop of tools.
+        agent: external agent program that solves the tasks instead of the default loop of tools.
         graders: how answers are graded.
-        environment: environment that answers the policy, besides the tools; see
+        environment: environment that answers the policy besides the tools, see
             docs/environments.md.
-        endpoint: endpoint of the policy, if it does not decode on this machine.
+        endpoint: endpoint of the policy, if the policy does not decode on this machine.
         best_of: settings of best-of-n.
-        blocked: addresses that no sample should open; attempts are counted (the tools reject the
-            addresses in their own settings).
-        last_suggestion: whether a sample without an answer counts by its last ``suggested_answer``,
-            as the release intends. With this setting, ``attempts`` above 1 or
-            ``rollout.cut_context``, the result is not a plain pass@1, and the output says so.
-        attempts: maximum number of runs of a sample until it ends with an answer (release: 3).
-        retry_faults: whether samples that failed because of a fault are run again.
+        blocked: addresses that no sample should open. Calls that try are counted; the tools
+            themselves reject the addresses that are in their own settings.
+        last_suggestion: whether the last ``suggested_answer`` of a sample takes the place of a
+            missing answer, as the AFM release intends. The output says that the result is not a
+            plain pass@1 with this setting, ``attempts`` above 1 or ``rollout.cut_context``.
+        attempts: maximum number of times that a sample is run until it has an answer (release: 3).
+        retry_faults: whether to repeat samples that failed because of a system fault.
         probe_s: seconds within which each required server (policy, judge, picker, tools) must
             answer before the first sample; 0 skips this check.
     """
@@ -134,23 +133,23 @@ class EvaluateConfig(Bounded):
 
     @property
     def sampling(self) -> SamplingParams:
-        """Returns the sampling settings."""
+        """Settings of sampling for the engine."""
         return SamplingParams(self.temperature, self.top_p, self.top_k)
 
 
 def settings(
     config: EvaluateConfig, policy: str, tools: Mapping[str, Any], prompt: Prompt | None = None
 ) -> dict[str, Any]:
-    """Returns the settings on which the samples of an evaluation depend, besides their numbers.
+    """Returns the settings on which the samples of an evaluation depend.
 
     Args:
-        config: the evaluation.
-        policy: name of the policy and its weights.
-        tools: settings of the tools; JSON values.
-        prompt: how questions are put to the policy; None for the prompt of the config.
+        config: settings of the evaluation.
+        policy: a name that identifies the policy and its weights.
+        tools: settings of the tools, as JSON values.
+        prompt: instructions of the prompt; None for those that the config names.
 
     Raises:
-        UserError: the prompt that the config names cannot be read.
+        UserError: the file with the instructions cannot be read.
     """
     prompt = prompt or load_prompt(config.rollout.prompt_style)
     return {
@@ -173,7 +172,7 @@ def settings(
 
 
 def _weightless(config: EvaluateConfig) -> dict[str, Any]:
-    """Returns the sources of a mixture without fields that do not affect samples."""
+    """Returns the sources of a mixture with equal weights; samples do not depend on weights."""
     parts = parts_of(config)
     return {
         name: dataclasses.asdict(dataclasses.replace(p, weight=1.0)) for name, p in parts.items()
@@ -181,12 +180,12 @@ def _weightless(config: EvaluateConfig) -> dict[str, Any]:
 
 
 def _environment(config: EvaluateConfig) -> dict[str, Any]:
-    """Returns the settings of an environment on which samples depend."""
+    """Returns the settings of the environment on which samples depend."""
     return {"path": config.environment.path, "options": dict(config.environment.options)}
 
 
 def _of_agent(agent: AgentConfig) -> dict[str, Any]:
-    """Returns the settings of an agent program that affect its samples."""
+    """Returns the settings of an external agent program on which samples depend."""
     values = dataclasses.asdict(agent)
     for name in ("concurrency", "host", "port"):
         values.pop(name)
@@ -197,7 +196,7 @@ def load(config: EvaluateConfig) -> list[Task]:
     """Loads the tasks of an evaluation.
 
     Raises:
-        UserError: see `load_tasks`; or a task has another protocol than ``config.protocol``.
+        UserError: the tasks cannot be loaded, or one has another protocol than ``config.protocol``.
     """
     parts = load_parts(config, config.split, config.num_tasks or None, config.seed, config.protocol)
     tasks = [task for part in parts.values() for task in part]
@@ -215,7 +214,7 @@ def load(config: EvaluateConfig) -> list[Task]:
 
 
 def _grading(config: EvaluateConfig) -> dict[str, Any]:
-    """Returns the settings that affect verdicts, without addresses and concurrency."""
+    """Returns the settings on which verdicts depend, without addresses and concurrency."""
     graders, pick = dataclasses.asdict(config.graders), dataclasses.asdict(config.best_of)
     for asked in (graders["judge"], pick):
         for name in ("attempts", "concurrency", "cache", "n"):
@@ -240,20 +239,20 @@ def evaluate(
 ) -> dict[str, Any]:
     """Runs and grades the samples that are not finished yet, and writes the result file.
 
-    First checks that every required server answers. Writes the samples to the run's traces, and the
-    result file to ``evaluate/STAGE/results.json``. The bytes of the result file do not depend on
-    whether the process was killed and restarted.
+    The function first checks that every required server answers. It writes the samples to
+    ``traces.jsonl``, and the results to ``evaluate/STAGE/results.json``. This file is the same,
+    byte for byte, if the process was killed and restarted.
 
     Args:
         policy: the policy.
         tasks: the tasks.
         config: settings of the evaluation.
         run: the run directory.
-        stage: name of the results.
-        about: see `settings`.
-        prompt: how questions are put to the policy; None for the prompt of the config.
-        servers: settings of the policy's tools, to check their servers too.
-        fresh: whether to delete the stage's results of earlier processes.
+        stage: name of the evaluation.
+        about: settings on which the samples depend, from `settings`.
+        prompt: instructions of the prompt; None for those that the config names.
+        servers: settings of the tools whose servers are checked, too; None for no tools.
+        fresh: whether to delete the results that earlier processes stored for this stage.
 
     Returns:
         The content of the result file.
@@ -270,14 +269,14 @@ def evaluate(
     journal.load(tasks, exposure, fresh=fresh, retry_faults=config.retry_faults)
 
     def wanted(attempt: int) -> list[Wanted]:
-        """Returns the samples whose next attempt is this one."""
+        """Returns the samples that must run in this attempt."""
         return [
             Wanted(index, task, numbers, messages_of(task, prompt), attempt)
             for index, task in enumerate(tasks)
             if (numbers := journal.wanted(task.id, config.samples, config.attempts, attempt))
         ]
 
-    bars: list[Bar] = []  # the progress bar starts when the policy is loaded
+    bars: list[Bar] = []  # the bar is created once the policy is loaded
 
     def begin(attempt: int) -> AsyncGenerator[Trajectory, None] | None:
         samples = wanted(attempt)
@@ -289,7 +288,7 @@ def evaluate(
     if left < total:
         print(f"{stage}: {total - left} of {total} samples are finished", flush=True)
     _check_ready(config, tasks, journal, open_now, servers)
-    # The first one is requested outside of the event loop, since loading a policy may take long.
+    # The first stream is created outside the event loop, because loading a policy may take long.
     streams = itertools.chain([begin(0)], map(begin, range(1, config.attempts)))
     with progress(f"evaluate {stage}", total=total, initial=total - left) as bar:
         bars.append(bar)
@@ -317,13 +316,13 @@ def evaluate_model(
     servers: ToolsConfig | None = None,
     fresh: bool = False,
 ) -> dict[str, Any]:
-    """`evaluate` for a model that decodes on this machine.
+    """Evaluates a model that decodes on this machine; returns the content of the result file.
 
     Args:
-        path: Hugging Face directory.
-        tasks, config, run, stage, servers, fresh: see `evaluate`.
+        path: Hugging Face directory of the model.
+        tasks, config, run, stage, servers, fresh: as in `evaluate`.
         tools: live tools.
-        tool_settings: settings of the tools on which answers depend.
+        tool_settings: settings of the tools, on which the samples depend.
     """
     prompt = load_prompt(config.rollout.prompt_style, path)
     environments = Environments(config.environment, prompt) if config.environment else None
@@ -343,9 +342,9 @@ def _check_ready(
     wanted: Sequence[Wanted],
     servers: ToolsConfig | None,
 ) -> None:
-    """Raises an error if a requirement of the remaining work is missing.
+    """Raises UserError if a server that the remaining work needs does not answer.
 
-    Prints which answers get no judge.
+    Also prints which answers will have no judge.
     """
     groups, chats = measured(tasks, journal.samples, config.samples), {}
     ungraded = [g.task for g in groups if any(not s.broken and s.value is None for s in g.samples)]
@@ -384,9 +383,9 @@ async def _finish(
     journal: Journal,
     tick: Callable[[], None],
 ) -> dict[str, str]:
-    """Collects samples as they end, grades them concurrently, and compares them.
+    """Collects samples as they end, grades them meanwhile, then makes the votes and choices.
 
-    The next stream of samples starts when the previous one has ended.
+    Each stream yields the samples of one attempt; it starts when the previous stream has ended.
 
     Returns:
         The result of `choose`.
@@ -401,7 +400,7 @@ async def _finish(
     def begin(key: Key) -> None:
         sample = journal.samples[key]
         if sample.wanted(config.attempts):
-            return  # the sample gets another attempt
+            return  # the sample will run again
         if sample.broken:
             journal.grade(key, Reward(None))
         elif sample.value is None:

@@ -1,4 +1,4 @@
-"""The data of results: graded samples without their texts."""
+"""Holds the data of samples that results are computed from: grades and costs, without texts."""
 
 from __future__ import annotations
 
@@ -19,28 +19,29 @@ from coa_jax.trajectory import (
 )
 
 Key = tuple[str, int]
-"""Key of a sample: task id and sample number."""
+"""Key of a sample: (task id, sample number)."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """A sample of a task.
+    """The data of one sample of a task.
 
     Attributes:
         task_id: id of the task.
-        number: number of the sample, from 0.
-        answer: answer of the policy, or None.
+        number: index of the sample among the samples of the task, from 0.
+        answer: answer of the policy; None if the policy gave no answer.
         stop: stop reason, see `StopReason`.
-        broken: whether a fault of our own components ended it, so that it does not measure the
-            policy.
+        broken: whether a fault of the system ended the sample. Such a sample does not measure the
+            policy and is not graded.
         format_valid: whether the policy obeyed its protocol.
         tokens: number of tokens that the policy wrote.
-        length: tokens of the whole trajectory, including prompt and observations.
-        calls: (tool, outcome) of each call.
-        blocked: number of calls with a blocked address.
+        length: number of tokens of the trajectory, including prompt and observations.
+        calls: pairs (tool, outcome), one for each tool call.
+        blocked: number of calls that contained a blocked address.
         shown: number of observations that contained a question of the benchmark.
-        value: grade, None if there is none.
-        attempts: number of runs; tokens, length, calls and contacts are summed over all of them.
+        value: grade; None if the sample is not graded.
+        attempts: number of times that the sample was run. ``tokens``, ``length``, ``calls``,
+            ``blocked`` and ``shown`` are sums over all attempts.
     """
 
     task_id: str
@@ -58,26 +59,26 @@ class Sample:
     attempts: int = 1
 
     def wanted(self, attempts: int) -> bool:
-        """Returns whether the sample must be run again, given the maximum number of attempts."""
+        """Returns whether the sample must run again, given the maximum number of attempts."""
         return self.answer is None and not self.broken and self.attempts < attempts
 
     @property
     def key(self) -> Key:
-        """Key of the sample."""
+        """Key of the sample: (task id, sample number)."""
         return self.task_id, self.number
 
     @property
     def solved(self) -> bool:
-        """Whether the sample was graded as right."""
+        """Whether the grade is 1, that is, the answer is right."""
         return self.value == 1.0
 
     def graded(self, reward: Reward | None) -> Sample:
-        """Returns the sample with its grade; a broken sample gets none."""
+        """Returns the sample with a grade; the grade of a broken sample is always None."""
         value = None if self.broken or reward is None else reward.value
         return dataclasses.replace(self, value=value)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields for a result file, without the answer or any other text."""
+        """Returns the fields that a result file holds, without the answer or any other text."""
         return {
             "value": self.value,
             "stop": self.stop,
@@ -93,7 +94,7 @@ class Sample:
         }
 
     def after(self, earlier: Mapping[str, Any]) -> Sample:
-        """Returns the sample with the costs of earlier attempts (from `costs`) added."""
+        """Returns the sample with the costs of its earlier attempts added; see `costs`."""
         return dataclasses.replace(
             self,
             tokens=self.tokens + earlier["tokens"],
@@ -105,33 +106,38 @@ class Sample:
         )
 
     def costs(self) -> dict[str, Any]:
-        """Returns the costs of the sample so far, as JSON values."""
+        """Returns the costs of all attempts of the sample so far, as JSON values by name."""
         names = ("tokens", "length", "calls", "blocked", "shown", "attempts")
         return {name: getattr(self, name) for name in names}
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A task with its finished samples, in the order of their numbers."""
+    """A task with its finished samples, sorted by number."""
 
     task: Task
     samples: tuple[Sample, ...]
 
     @property
     def values(self) -> list[float]:
-        """Grades of the samples, without ungraded ones."""
+        """Grades of the graded samples."""
         return [sample.value for sample in self.samples if sample.value is not None]
 
     @property
     def solved(self) -> list[bool]:
-        """Whether each graded sample is right."""
+        """For each graded sample, whether it is right."""
         return [sample.solved for sample in self.samples if sample.value is not None]
 
 
 def sample_of(trajectory: Trajectory, exposure: Exposure | None = None) -> Sample:
-    """Extracts the data of a sample from a trajectory, including its grade if there is one."""
-    # Set by a policy behind an endpoint, which has no token ids; a task's own metadata cannot
-    # override it.
+    """Extracts the data of a sample from its trajectory.
+
+    Args:
+        trajectory: the trajectory, with or without a reward.
+        exposure: counts the contacts with copies of the benchmark; None to count none.
+    """
+    # A policy behind an endpoint has no token ids and stores the usage instead. The test of the
+    # tokens prevents that metadata of a task counts as usage.
     usage = {} if len(trajectory.tokens) else trajectory.metadata.get("usage") or {}
     faults = any(call.outcome == "fault" for call in trajectory.tool_calls)
     ours = trajectory.stop_reason in (StopReason.FAULT, StopReason.CANCELLED)
@@ -152,9 +158,10 @@ def sample_of(trajectory: Trajectory, exposure: Exposure | None = None) -> Sampl
 
 
 def by_last_suggestion(trajectory: Trajectory) -> Trajectory:
-    """Returns a trajectory whose last suggested answer stands in for a missing answer.
+    """Returns the trajectory, in which the last suggested answer replaces a missing answer.
 
-    The release intends this rule but never applies it: its requests do not stop at a suggestion.
+    The code of the AFM release contains this rule but never applies it, because its requests do not
+    stop at a suggested answer.
     """
     if trajectory.answer is not None:
         return trajectory
@@ -173,12 +180,12 @@ def by_last_suggestion(trajectory: Trajectory) -> Trajectory:
 
 
 def measured(tasks: Sequence[Task], samples: dict[Key, Sample], numbers: int) -> list[Measured]:
-    """Groups samples by task.
+    """Groups finished samples by task.
 
     Args:
         tasks: the tasks.
         samples: finished samples by key.
-        numbers: number of samples per task; samples with higher numbers are ignored.
+        numbers: number of samples per task. Samples whose number is not below it are ignored.
     """
     return [
         Measured(

@@ -1,7 +1,7 @@
-"""Test-time scaling with several samples per task: majority vote, and best-of-n picked by a model.
+"""Chooses one of several samples of a task, by majority vote or by a model (best-of-n).
 
-The paper's best-of-3 lets Qwen2.5-72B-Instruct choose among three trajectories (§5.3). Its prompt
-is not published; the wording here is ours.
+For best-of-3, the Chain-of-Agents paper lets Qwen2.5-72B-Instruct choose among three trajectories
+(§5.3). The prompt of the paper is not published, so this module has a prompt of its own.
 """
 
 from __future__ import annotations
@@ -53,13 +53,15 @@ class PickConfig(Bounded):
     """Settings of best-of-n.
 
     Attributes:
-        n: the first n samples of a task are compared; 0 for no comparison.
-        chat: model that picks.
-        attempt_chars: number of characters of a sample that the model reads: the beginning and,
-            twice as many, the end.
-        observation_chars: number of characters of an observation in it.
-        attempts: maximum number of requests for a choice if replies are invalid.
-        concurrency: number of concurrent choices.
+        n: number of samples among which the model chooses: the first n samples of a task. 0 for no
+            best-of-n.
+        chat: model that chooses.
+        attempt_chars: maximum number of characters of a sample that the model reads. Of a longer
+            sample the model reads the beginning (a third of the characters) and the end (two
+            thirds).
+        observation_chars: number of characters to which each observation is truncated.
+        attempts: maximum number of requests for one choice if replies are invalid.
+        concurrency: number of choices that are requested at the same time.
     """
 
     n: Annotated[int, Between(2, MAX_INT, also=(0,))] = 0
@@ -78,21 +80,21 @@ class PickConfig(Bounded):
 
 
 class UnsureError(Exception):
-    """A vote or a choice is not possible at present; the text says why."""
+    """Raised if a vote or a choice is not possible at present; the message says why."""
 
 
 # --- best of n -----------------------------------------------------------------------------
 
 
 async def pick(config: PickConfig, trajectories: Sequence[Trajectory]) -> int:
-    """Returns the index of the sample that a model picks.
+    """Returns the index of the sample that a model chooses.
 
-    The samples are shown in an order that depends on the task, so no sample number is favoured. If
-    all samples gave the same answer, the model is not asked.
+    The model sees the samples in an order that depends on the task, so that no sample number is
+    favoured. If all answers are equal, the first answer is chosen without the model.
 
     Raises:
-        UnsureError: the model makes no choice.
-        UserError: the key of the endpoint is not in the environment.
+        UnsureError: the model made no valid choice, or did not answer.
+        UserError: the API key of the model is not in the environment.
     """
     answers = {t.answer.strip() for t in trajectories if t.answer is not None}
     if len(answers) < 2:
@@ -111,7 +113,7 @@ async def pick(config: PickConfig, trajectories: Sequence[Trajectory]) -> int:
         messages = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": prompt}]
         try:
             choice = parse_choice(await chat(config.chat, messages), len(order))
-        except FetchError as error:  # `chat` has retried already
+        except FetchError as error:  # `chat` has already retried
             raise UnsureError(f"{config.chat.url}: {error.message}") from error
         if choice is not None:
             return order[choice - 1]
@@ -119,9 +121,9 @@ async def pick(config: PickConfig, trajectories: Sequence[Trajectory]) -> int:
 
 
 def attempt_text(config: PickConfig, trajectory: Trajectory) -> str:
-    """Returns a sample as text for the model.
+    """Returns the text of a sample for the model, with its final answer at the end.
 
-    Long observations, and a long middle, are truncated.
+    Long observations are truncated, and the middle of a long text is left out.
     """
     parts = []
     for span in trajectory.segments:
@@ -138,7 +140,10 @@ def _cut(text: str, length: int) -> str:
 
 
 def parse_choice(text: str, n: int) -> int | None:
-    """Parses the choice from a reply of exactly the specified form, fenced or bare; else None."""
+    """Parses the choice from a reply of the model; None if the reply has another form.
+
+    The reply must be the JSON object that the prompt asks for, alone or in a code fence.
+    """
     choice = (parse_object(text, {"rationale", "choice"}) or {}).get("choice")
     if not isinstance(choice, int) or isinstance(choice, bool):
         return None
@@ -153,18 +158,18 @@ async def vote(graders: Graders, task: Task, samples: Sequence[Sample]) -> int |
 
     The result is None if no sample has an answer.
 
-    Two answers are equal if the task's own grader accepts one with the other as gold answer:
-    mathematics by value, judged answers by the judge. Of equally frequent answers, the one given
-    first wins.
+    Two answers are equal if the grader of the task accepts one of them with the other as gold
+    answer. So mathematical answers are compared by value, and judged answers by the judge. Of
+    equally frequent answers, the answer of the earliest sample wins.
 
     Args:
-        graders: compare answers.
+        graders: graders that compare the answers.
         task: the task.
-        samples: the samples.
+        samples: samples of the task.
 
     Raises:
         UnsureError: the grader gave no verdict about two answers.
-        UserError: see `Graders.grade`.
+        UserError: as in `Graders.grade`.
     """
     clusters: list[list[Sample]] = []
     for sample in samples:
@@ -186,7 +191,7 @@ async def _equal(graders: Graders, task: Task, first: str, second: str) -> bool:
         return True
     for gold, answer in ((first, second), (second, first)):
         asked = dataclasses.replace(task, gold=(opened(task, gold) or gold,))
-        if task.metadata.get("scorer") == "reasoning_gym":  # accepts only the gold answer
+        if task.metadata.get("scorer") == "reasoning_gym":  # accepts only gold
             asked = dataclasses.replace(asked, metadata={})
         value = (await graders.grade(asked, _answering(asked, answer))).value
         if value is None:
@@ -197,7 +202,7 @@ async def _equal(graders: Graders, task: Task, first: str, second: str) -> bool:
 
 
 def _answering(task: Task, answer: str) -> Trajectory:
-    """Returns a trajectory that consists only of an answer."""
+    """Returns a trajectory that contains only an answer."""
     text = f"<answer>{answer}</answer>"
     return Trajectory(
         task_id=task.id,
@@ -226,14 +231,18 @@ def scaling(
     verdicts: Mapping[str, Any],
     reasons: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Returns pass@1 of the chosen samples; a task without a choice or a grade is ungraded.
+    """Returns pass@1 of the chosen samples, for majority vote and for best-of-n.
+
+    If no sample of a task was chosen, or the chosen sample has no grade, the task counts as
+    ungraded.
 
     Args:
-        groups: the tasks with their samples.
+        groups: the tasks with their finished samples.
         numbers: number of samples per task.
-        best_of: number of samples that were compared, 0 for none.
-        verdicts: name (`vote_name`, `pick_name`) -> number of the chosen sample.
-        reasons: name -> reason why none was chosen, see `choose`.
+        best_of: number of samples among which the model chose; 0 for no best-of-n.
+        verdicts: maps the name of a verdict (`vote_name`, `pick_name`) to the number of the chosen
+            sample.
+        reasons: maps the name of a verdict to the reason why no sample was chosen, see `choose`.
     """
     found = {}
     chosen = [g for g in groups if not g.task.is_program]  # programs cannot be compared
@@ -246,12 +255,12 @@ def scaling(
 
 
 def vote_name(group: Measured) -> str:
-    """Returns the name of the vote over these samples in the journal."""
+    """Returns the name under which the journal stores the vote over the samples of a task."""
     return f"vote/{group.task.id}/{_numbers(group.samples)}"
 
 
 def pick_name(group: Measured, n: int) -> str:
-    """Returns the name of the choice among the first n samples in the journal."""
+    """Returns the name under which the journal stores the choice among the first n samples."""
     return f"pick/{group.task.id}/{_numbers(group.samples[:n])}"
 
 
@@ -295,15 +304,17 @@ async def choose(
 
     Args:
         config: settings of best-of-n.
-        graders: compare answers.
-        groups: the tasks with all of their samples.
+        graders: graders that compare answers.
+        groups: the tasks with their finished samples. Tasks with missing or broken samples are
+            skipped.
         numbers: number of samples per task.
-        verdicts: existing verdicts.
-        read: returns the trajectory of a sample.
-        say: stores ``{"sample": number}``; nothing is stored without a choice.
+        verdicts: existing verdicts by name.
+        read: function that returns the trajectory of a sample.
+        say: function that stores a verdict ``{"sample": number}`` under a name. The number is None
+            if no sample has an answer. Nothing is stored if no verdict was possible.
 
     Returns:
-        Name (`vote_name`, `pick_name`) -> reason why no choice was made.
+        For each vote or choice that was not possible, by its name, the reason.
     """
     turns = asyncio.Semaphore(config.concurrency)
     reasons: dict[str, str] = {}

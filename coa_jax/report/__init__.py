@@ -1,4 +1,4 @@
-"""Reports of a run: an HTML page of results, curves and traces, and views on the terminal."""
+"""Shows runs: HTML pages with results, curves and trajectories, and views on the terminal."""
 
 from coa_jax.report.build import build_report
 

@@ -1,7 +1,7 @@
 """Writes the HTML page of a run.
 
-Reads config.json, metrics.jsonl, traces.jsonl and summary.json of the run, which may still be under
-way, and writes report/index.html beside them.  Prints the path of the page.
+The command reads config.json, metrics.jsonl, traces.jsonl and summary.json of the run, which may
+still be in progress. It writes report/index.html next to them, and prints the path of the page.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Builds the page."""
+    """Builds the page and prints its path."""
     with visited(flags.FLAGS.workdir, names_only=("model", "model-adapters")) as folder:
         page = build_report(folder, flags.FLAGS.traces_per_stage)
     print(shown(page))

@@ -1,4 +1,4 @@
-"""Style sheet and script of the report page, which are embedded: the page loads no other file."""
+"""Holds the style sheet and the scripts of report pages, which load no other file."""
 
 from __future__ import annotations
 
@@ -256,7 +256,7 @@ function hover(svg) {
 }
 document.querySelectorAll('svg[data-chart]').forEach(hover);
 """
-"""Script of a page with charts alone."""
+"""Script of a page that has charts but no trajectories."""
 
 SCRIPT = _TRACES + CHARTS
-"""Script of a page with traces and charts."""
+"""Script of a page that has trajectories and charts."""

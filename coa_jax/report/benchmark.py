@@ -1,7 +1,7 @@
-"""The HTML page of a result file of ``coa_jax.evaluate``: results, breakdowns and all tasks.
+"""Renders the result file of an evaluation as an HTML page: results, breakdowns and all tasks.
 
-The page loads no other file and runs no script.  Like the result file, it shows no question and no
-answer.
+The page loads no other file and runs no script. Like the result file, the page contains no question
+and no answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ def write_page(outcome: Mapping[str, Any], path: Path) -> Path:
 
     Args:
         outcome: content of the result file.
-        path: path of the page.
+        path: path of the page to write.
 
     Returns:
         The path of the page.
@@ -43,7 +43,7 @@ def write_page(outcome: Mapping[str, Any], path: Path) -> Path:
 
 
 def page(outcome: Mapping[str, Any]) -> str:
-    """Renders the page of a result file; see `write_page`."""
+    """Renders the content of a result file as an HTML page."""
     figures, stage = outcome["figures"], str(outcome["stage"])
     sections = [
         _header(stage, outcome["settings"], figures, outcome.get("not_plain") or ()),

@@ -1,6 +1,6 @@
-"""Breaks the result of an evaluation down: the ``{stage}_details`` of summary.json as one table.
+"""Renders the blocks ``{stage}_details`` of summary.json as one HTML table.
 
-A column is a policy; a row is a kind of question, a tool or a stop reason.
+Each column is a policy. Each row is a kind of question, a tool, a stop reason or another detail.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ _NONE = "\u2013"
 
 
 def breakdown(summary: Mapping[str, Any], stages: Sequence[str], titles: Mapping[str, str]) -> str:
-    """Renders the table of the stages that have details; "" if no stage has.
+    """Renders the table of the stages that have details; returns "" if no stage has details.
 
     Args:
         summary: content of summary.json.
-        stages: names of stages, in the order of the columns.
-        titles: title of each stage; a stage without a title is shown by its name.
+        stages: names of the stages, in the order of the columns.
+        titles: titles of stages by name; a stage without a title is shown under its name.
     """
     found = {stage: summary.get(f"{stage}_details") for stage in stages}
     details = {stage: block for stage, block in found.items() if isinstance(block, Mapping)}
@@ -54,7 +54,7 @@ def _rows(
     show: Callable[[Any], str],
     skip: Sequence[str] = (),
 ) -> list[list[str]]:
-    """A row for each name in a group of the details, such as ``by_hops``."""
+    """Returns a row for each name in a group of the details, such as ``by_hops``."""
     groups = {stage: _mapping(block.get(group)) for stage, block in details.items()}
     names = dict.fromkeys(name for values in groups.values() for name in values)
     return [
@@ -71,7 +71,7 @@ def _single(details: Mapping[str, Mapping[str, Any]], key: str, title: str) -> l
 
 
 def _tools(details: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """A row for each tool: number of calls, and the share of each outcome other than ``ok``."""
+    """Returns a row for each tool, with its calls and the shares of outcomes other than ``ok``."""
     return _rows(details, "tools", lambda name: f"{name}: calls", _calls)
 
 

@@ -1,7 +1,8 @@
 """Builds the HTML page of a run from the files of the run directory.
 
-Every part is optional: a run without an evaluation has curves but no table of results, and a
-running one has the parts written so far.  The page is one file that works offline.
+Every part of the page is optional. For example, the page of a run without an evaluation has curves
+but no table of results, and the page of a run in progress has what is written so far. The page is a
+single file that works offline.
 """
 
 from __future__ import annotations
@@ -41,16 +42,16 @@ from coa_jax.report.traces import (
 )
 
 TRACES_PER_STAGE = 60
-_WITH_TOKENS = 12  # traces of each stage with a view of their tokens, which is most of the page
+_WITH_TOKENS = 12  # traces per stage with tokens, which make up most of the page
 _FILES = ("config.json", "metrics.jsonl", "traces.jsonl", "traces", "summary.json")
 
-# Measured parts of a step that do not overlap, after the whole step.
+# The time of the whole step, then the times of its parts, which do not overlap.
 _PARTS = (
     *("step", "data", "rollout_wait", "update", "publish", "traces", "checkpoint"),
     *("validation", "evaluation"),
 )
 
-# (title, patterns of the metrics in one chart); a star matches any text.
+# Charts as (title, patterns of the metrics in the chart); a star matches any text.
 _CHARTS = (
     ("Evaluation during training: pass@1", ("eval/pass_at_1", "eval/*/pass_at_1")),
     ("Mean reward", ("reward/mean",)),
@@ -86,12 +87,12 @@ def _title(stage: str) -> str:
 
 
 def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_STAGE) -> Path:
-    """Writes ``report/index.html`` of a run.
+    """Writes the HTML page of a run to ``report/index.html`` in its directory.
 
     Args:
-        run_dir: directory with any of config.json, metrics.jsonl, traces.jsonl, traces/ and
-            summary.json.
-        per_stage: maximum number of traces shown per stage.
+        run_dir: directory of the run, which has at least one of config.json, metrics.jsonl,
+            traces.jsonl, traces/ and summary.json.
+        per_stage: maximum number of traces that the page shows per stage.
 
     Returns:
         Path of the page.
@@ -153,11 +154,11 @@ def _header(
 
 
 def _warnings(rows: Sequence[Mapping[str, Any]]) -> str:
-    """The warnings of the run; "" without warnings."""
+    """Renders the warnings of the run; returns "" if there are none."""
     found = warnings_of(rows)
     if not found:
         return ""
-    # A warning that comes back differs in its figures only.
+    # If the same problem occurs again, its warnings differ only in their figures.
     same: dict[tuple[str, str], list[tuple[float, str]]] = {}
     for phase, step, text in found:
         same.setdefault((phase, re.sub(r"\d+", "", text)), []).append((step, text))
@@ -233,7 +234,7 @@ def _curves(rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _phase_curves(phase: str, rows: Sequence[Mapping[str, Any]]) -> str:
-    """Charts of a phase: those of `_CHARTS`, and the other metrics in a collapsed section."""
+    """Renders the charts of a phase; metrics outside `_CHARTS` are in a collapsed section."""
     names = dict.fromkeys(
         name
         for row in rows
@@ -259,7 +260,7 @@ def _phase_curves(phase: str, rows: Sequence[Mapping[str, Any]]) -> str:
 
 
 def _short_name(series: Series, wanted: Sequence[str]) -> Series:
-    """Drops the group of a metric's name (before the slash) if all lines of a chart share it."""
+    """Drops the part before the slash of a metric's name if all lines of a chart share it."""
     groups = {name.partition("/")[0] for name in wanted}
     name = series.name.partition("/")[2] if len(groups) == 1 else series.name
     return Series(name or series.name, series.x, series.y)

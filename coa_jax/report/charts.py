@@ -1,7 +1,7 @@
-"""Line charts and interval plots as inline SVG, without a library or external resources.
+"""Draws line charts and interval plots as inline SVG, without a library or external resources.
 
-A chart is an ``<svg>`` that needs no script to be shown.  The page's script only adds the values
-under the pointer, which it reads from the JSON in ``data-chart``.
+A chart is an ``<svg>`` element, which browsers show without a script. The script of the page only
+adds the values under the pointer, which it reads from the JSON in the attribute ``data-chart``.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Series:
     """A line of a chart.
 
     Attributes:
-        name: name in the legend.
+        name: name of the line in the legend.
         x: steps.
-        y: value at each step; None where there is no value.
+        y: value at each step; None at a step without a value.
     """
 
     name: str
@@ -39,7 +39,7 @@ class Interval:
     """A measured share with its confidence interval.
 
     Attributes:
-        name: name for screen readers.
+        name: name of the share, which screen readers read.
         value: the share, from 0 to 1.
         low: lower end of the interval.
         high: upper end of the interval.
@@ -52,11 +52,11 @@ class Interval:
 
 
 def line_chart(title: str, series: Sequence[Series]) -> str:
-    """Renders a chart with axes, a line per series, and a legend for several series.
+    """Renders a chart with axes and a line for each series; returns "" if there is no value.
 
-    A noisy series is drawn faintly under its moving average, if there are at most two series.  Long
-    series are thinned to at most ``MAX_POINTS`` points, which keep the extremes.  Without any value
-    the result is "".
+    The chart has a legend if there are several series. If there are at most two series, a noisy one
+    is drawn faintly under its moving average. A long series is reduced to at most ``MAX_POINTS``
+    points, which include its extremes.
     """
     series = [_thin(s) for s in series]
     values = [y for s in series for y in s.y if y is not None]
@@ -108,7 +108,7 @@ def interval_bar(interval: Interval) -> str:
 
 
 def number(value: float | int | None) -> str:
-    """Formats a number for reading: about four significant digits, commas between thousands."""
+    """Formats a number for people, with about four significant digits and commas at thousands."""
     if value is None or not math.isfinite(value):
         return "\u2013"
     if float(value).is_integer() and abs(value) < 1e9:
@@ -122,7 +122,7 @@ def number(value: float | int | None) -> str:
 
 
 def nice_ticks(low: float, high: float, count: int = 5, whole: bool = False) -> list[float]:
-    """About ``count`` round numbers in [low, high] for the ticks of an axis.
+    """Returns about ``count`` round numbers from ``low`` to ``high``, as ticks of an axis.
 
     Args:
         low: lower end of the axis.
@@ -144,7 +144,7 @@ def _padded(low: float, high: float, share: float) -> tuple[float, float]:
         pad = abs(low) * 0.1 or 0.5
         return low - pad, high + pad
     pad = (high - low) * share
-    # An axis of nonnegative values does not go below 0.
+    # If no value is negative, the axis does not go below 0.
     bottom = 0.0 if low >= 0 and low - pad < 0 else low - pad
     return bottom, high + pad
 
@@ -184,7 +184,7 @@ def _path(
             continue
         commands.append(f"{pen}{_x(x, x_range)} {_y(y, y_range)}")
         points, pen = points + 1, "L"
-    if points == 1:  # a path of one point would be invisible
+    if points == 1:  # a path with a single point would be invisible
         cx, cy = commands[0][1:].split()
         return f'<circle class="{place} dot" cx="{cx}" cy="{cy}" r="3"/>'
     return f'<path class="{place}" d="{"".join(commands)}"/>'
@@ -201,7 +201,7 @@ def _legend(series: Sequence[Series]) -> str:
 
 
 def _colour(index: int) -> str:
-    """CSS classes of a line: eight colours, and dashes for the next eight lines."""
+    """Returns the CSS classes of a line: one of eight colours; from the ninth line on, dashes."""
     return f"s{index % 8}{' dashed' if index >= 8 else ''}"
 
 
@@ -210,7 +210,7 @@ def _last(one: Series) -> float | None:
 
 
 def _smoothed(one: Series) -> Series:
-    """Centred moving average over about a tenth of the series."""
+    """Returns the centred moving average of a series, over about a tenth of its length."""
     reach = max(2, len(one.y) // 20)
     smooth: list[float | None] = []
     for index in range(len(one.y)):
@@ -220,13 +220,13 @@ def _smoothed(one: Series) -> Series:
 
 
 def _is_noisy(values: Sequence[float]) -> bool:
-    """Whether the total variation of a line is much larger than its range."""
+    """Returns whether the total variation of a line is much larger than its range."""
     way = sum(abs(b - a) for a, b in itertools.pairwise(values))
     return way > 3 * (max(values) - min(values))
 
 
 def _thin(one: Series) -> Series:
-    """Keeps at most ``MAX_POINTS`` points: the lowest and the highest point of each bucket."""
+    """Reduces a series to ``MAX_POINTS`` points: the lowest and the highest of each bucket."""
     points = [
         (x, y if y is not None and math.isfinite(y) else None)
         for x, y in zip(one.x, one.y, strict=True)

@@ -1,8 +1,8 @@
-"""What a notebook shows of a run: its files as Python values, trajectories and tokens in colour.
+"""Shows a run in a notebook: its files as Python values, trajectories and tokens in colour.
 
-Everything here is exported by `coa_jax`.  The HTML has its style inline, because viewers of stored
-notebooks drop style sheets, and its colours are readable on light and dark pages.  All text of a
-trajectory is escaped: tools return foreign text.
+The package `coa_jax` exports the functions of this module. The HTML has inline styles, because
+viewers of stored notebooks drop style sheets, and its colours are readable on light and dark pages.
+All text of a trajectory is escaped, because tools return untrusted text.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Html:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Html:
-    """Renders values as a table."""
+    """Renders values as an HTML table, with a head above the rows."""
 
     def line(tag: str, row: Sequence[Any]) -> str:
         return f"<tr>{''.join(f'<{tag}>{escape(str(cell))}</{tag}>' for cell in row)}</tr>"
@@ -58,7 +58,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Html:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The files of a run, as far as it has written them.
+    """The contents of a run's files; files that do not exist yet count as empty.
 
     Attributes:
         path: directory of the run.
@@ -74,22 +74,22 @@ class Run:
 
     @property
     def results(self) -> dict[str, Mapping[str, Any]]:
-        """Results of the evaluations by stage, in the order of the pipeline."""
+        """Results of the evaluations, keyed by stage, in the order of the pipeline."""
         found = {k: v for k, v in self.summary.items() if isinstance(v, dict) and v.get("ci95")}
         known = [stage for stage in STAGES if stage in found]
         return {stage: found[stage] for stage in [*known, *(s for s in found if s not in known)]}
 
     @cached_property
     def trajectories(self) -> list[Trajectory]:
-        """Trajectories of the run, in the order in which they were written."""
+        """All trajectories of the run, in the order in which they were written."""
         return read_trajectories(self.path) if shards.of_run(self.path) else []
 
     def of_stage(self, stage: str) -> list[Trajectory]:
-        """Returns the trajectories of an evaluation, such as ``sft``, or of ``rl-train``."""
+        """Returns the trajectories of a stage, such as the evaluation ``sft``, or ``rl-train``."""
         return [one for one in self.trajectories if stage_of(one) == stage]
 
     def curve(self, phase: str, metric: str) -> tuple[list[float], list[float]]:
-        """Returns the steps and the values of a metric in a phase, such as ``rl``."""
+        """Returns the steps of a phase, such as ``rl``, and the value of a metric at each step."""
         points = [
             (step_of(row), value)
             for row in self.rows
@@ -119,10 +119,15 @@ def read_run(path: str | Path) -> Run:
 
 
 def failure_of(trajectory: Trajectory) -> str:
-    """Returns why a trajectory is wrong, in a few words; "" for a right or ungraded one.
+    """Returns why a trajectory is wrong, in a few words; "" for a right or ungraded trajectory.
 
-    The reasons are, in this order: it stopped without an answer; it called no tool; a tool returned
-    an accepted answer and the policy wrote another; a call failed; no tool returned the answer.
+    The function returns the first of these reasons that applies:
+
+    - The trajectory stopped without an answer.
+    - The policy called no tool.
+    - An observation contained an accepted answer, but the policy wrote another answer.
+    - A tool call failed.
+    - No observation contained an accepted answer.
     """
     if verdict_of(trajectory) in ("correct", "ungraded"):
         return ""
@@ -142,7 +147,7 @@ def failure_of(trajectory: Trajectory) -> str:
 
 
 def show(*trajectories: Trajectory) -> Html:
-    """Renders trajectories side by side: what the policy wrote by role, and what tools returned."""
+    """Renders trajectories side by side, with the policy's text by role, and the observations."""
     share = 100 // max(1, len(trajectories))
     columns = "".join(
         f'<div style="flex:1 1 {share - 4}%;min-width:260px">{_chain(one)}</div>'
@@ -177,16 +182,17 @@ def _chain(trajectory: Trajectory) -> str:
 
 
 def show_tokens(one: Any, tokenizer: Any, trained: Sequence[float] = ()) -> Html:
-    """Renders every token of a trajectory; its title has author, id and log-probability.
+    """Renders every token of a trajectory; a tooltip shows author, id and log-probability.
 
-    Blue tokens were sampled by the policy: the darker, the less probable. Brown tokens were written
-    by a tool, tokens without a colour by the prompt.
+    Blue tokens were sampled by the policy; the darker the blue, the less probable the token. Brown
+    tokens belong to observations, and tokens without a colour to the prompt.
 
     Args:
-        one: a `Trajectory`, or a `learn.batch.Example`, which has no authors and so no colours.
+        one: a `Trajectory`, or a `learn.batch.Example`. An example has no authors, so its tokens
+            have no colours.
         tokenizer: tokenizer of the policy, such as ``policy.tokenizer``.
-        trained: for each token, whether it is a target of the loss, such as ``mask`` of an
-            example; these tokens are underlined.
+        trained: for each token, whether it is a target of the loss, for example ``mask`` of an
+            example. These tokens are underlined. Empty to underline none.
     """
     spans = []
     tokens = one.tokens.tolist()

@@ -1,4 +1,4 @@
-"""Shared parts of the report pages: the HTML frame, and the formatting of metrics."""
+"""Renders what all report pages have in common: the HTML frame, tables and numbers."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ def whole_page(name: str, sections: Sequence[str], *, style: str = "", script: s
     Args:
         name: title of the page.
         sections: HTML of the page's sections.
-        style: CSS rules that are added to the shared ones.
+        style: CSS rules in addition to those of all pages.
         script: JavaScript of the page; "" for none.
     """
-    # The policy allows only this script, in case markup of a trace were not escaped.
+    # The content security policy allows only this script, in case some text of a trace were not
+    # escaped.
     digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
     allowed = f"script-src 'sha256-{digest}'; " if script else ""
     policy = (
@@ -42,17 +43,17 @@ def whole_page(name: str, sections: Sequence[str], *, style: str = "", script: s
 def table(
     name: str, head: Sequence[str], rows: Sequence[Sequence[str]], kind: str = "detail"
 ) -> str:
-    """Renders a table that scrolls sideways where the window is narrow.
+    """Renders a table that can scroll sideways in a narrow window.
 
     Args:
-        name: name for screen readers.
+        name: name of the table, which screen readers read.
         head: titles of the columns, as text; "" for a column without a title.
         rows: HTML of the cells of each row.
         kind: CSS classes of the table.
     """
     heads = "".join(f"<th>{escape(title)}</th>" if title else "<td></td>" for title in head)
     body = "".join(f"<tr>{''.join(f'<td>{cell}</td>' for cell in row)}</tr>" for row in rows)
-    # A keyboard can scroll only an element that has the focus.
+    # With a keyboard one can only scroll an element that can have the focus.
     return (
         f'<div class="card scroll" tabindex="0" role="group" aria-label="{escape(name)}">'
         f'<table class="{kind}"><thead><tr>{heads}</tr></thead><tbody>{body}</tbody></table></div>'
@@ -60,7 +61,7 @@ def table(
 
 
 def as_number(value: Any) -> float | None:
-    """A value as a float; None if it is not a number."""
+    """Converts a number to a float; returns None if the value is not a number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number else None
 
@@ -72,7 +73,7 @@ def fixed(value: Any, digits: int) -> str:
 
 
 def facts(values: Mapping[str, Any]) -> str:
-    """Renders names and values as a description list."""
+    """Renders names with their values as an HTML description list."""
     items = "".join(
         f"<div><dt>{escape(str(key))}</dt><dd>"
         f"{escape(number(value) if as_number(value) is not None else str(value))}</dd></div>"
@@ -82,16 +83,16 @@ def facts(values: Mapping[str, Any]) -> str:
 
 
 def step_of(row: Mapping[str, Any]) -> float:
-    """The step of a row of metrics.jsonl; 0 if the row has none."""
+    """Returns the step of a row of metrics.jsonl; 0 if the row has no step."""
     return as_number(row.get("step")) or 0.0
 
 
 def phase_title(phase: str) -> str:
-    """The title of a training phase."""
+    """Returns the title of a training phase."""
     return phase.upper() if phase in ("sft", "rl") else phase
 
 
 def series_of(name: str, rows: Sequence[Mapping[str, Any]]) -> Series:
-    """The values of a metric by step, from the rows that have it."""
+    """Returns the values of a metric by step, from those rows that contain the metric."""
     points = [(step_of(row), as_number(row[name])) for row in rows if name in row]
     return Series(name, tuple(x for x, _ in points), tuple(y for _, y in points))

@@ -1,7 +1,7 @@
-"""The page that compares two runs: results, settings, curves, and the same questions.
+"""Renders the page that compares two runs, by results, settings, curves and trajectories.
 
-The page has the style of the report, is one file and works offline.  Run A is always drawn first
-and in the first colour.
+The page has the style of the report. It is a single file that works offline. Run A is always drawn
+first and in the first colour.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from coa_jax.report.traces import escape, render_body, stage_of, verdict_of
 from coa_jax.trajectory import Trajectory, iterate_trajectories
 
 QUESTIONS = 6
-"""Maximum number of questions that the page shows of each kind."""
+"""Maximum number of questions that the page shows of each kind, such as "both are right"."""
 
 _FILES = ("config.json", "metrics.jsonl", "summary.json", "traces.jsonl", "traces", "evaluate")
 _NONE = "\u2013"
@@ -35,11 +35,11 @@ _KINDS = {
 
 @dataclasses.dataclass(frozen=True)
 class Side:
-    """One of the two runs.
+    """One of the two runs that a page compares.
 
     Attributes:
         path: directory of the run.
-        config: content of config.json; {} without one.
+        config: content of config.json; {} if the file does not exist.
         rows: rows of metrics.jsonl.
     """
 
@@ -50,12 +50,12 @@ class Side:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Two evaluations of the same tasks.
+    """Two evaluations of the same tasks, with their comparison.
 
     Attributes:
         a, b: contents of the two result files.
-        comparison: fields of `evaluate.compare.Comparison`.
-        notes: settings besides the policy in which the evaluations differ.
+        comparison: the fields of `evaluate.compare.Comparison`, by name.
+        notes: names of settings, other than the policy, in which the evaluations differ.
     """
 
     a: Mapping[str, Any]
@@ -65,7 +65,7 @@ class Result:
 
 
 def read_side(run: Path) -> Side:
-    """Reads a run.
+    """Reads the files of one of the two runs, from its directory.
 
     Raises:
         UserError: the directory does not exist or holds no run, or a file is malformed.
@@ -83,17 +83,17 @@ def read_side(run: Path) -> Side:
 
 
 def pair_page(a: Side, b: Side, results: Sequence[Result]) -> str:
-    """Renders the page.
+    """Renders the page that compares two runs.
 
     Args:
         a, b: the two runs.
-        results: their evaluations, compared.
+        results: evaluations of the two runs, with their comparisons.
 
     Raises:
-        UserError: a trace file is malformed.
+        UserError: a file of trajectories is malformed.
     """
     names = [side.path.resolve().name for side in (a, b)]
-    if names[0] == names[1]:  # runs/x/rl and runs/y/rl
+    if names[0] == names[1]:  # for example runs/x/rl and runs/y/rl
         names = [f"{side.path.resolve().parent.name}/{side.path.resolve().name}" for side in (a, b)]
     title = f"{names[0]} and {names[1]}"
     keys = "".join(
@@ -154,7 +154,7 @@ def _settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
 
 
 def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]]:
-    """Yields the settings of a config by their full names."""
+    """Yields (dotted name, value) for each setting of a config."""
     for name, value in values.items():
         if isinstance(value, Mapping) and value:
             yield from _flat(value, f"{path}{name}.")
@@ -163,7 +163,7 @@ def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
 
 
 def _curves(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> str:
-    """Charts of the phases that both runs have, with a line for each run."""
+    """Renders charts of the phases that both runs have, with a line for each run."""
     phases = [dict.fromkeys(str(row.get("phase", "run")) for row in rows) for rows in (a, b)]
     parts = []
     for phase in (phase for phase in phases[0] if phase in phases[1]):
@@ -182,7 +182,7 @@ def _curves(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> s
 
 
 def _questions(a: Side, b: Side, results: Sequence[Result]) -> str:
-    """Trajectories of the same questions side by side, for the last comparison."""
+    """Renders trajectories of the same questions side by side, for the last comparison."""
     if not results:
         return ""
     last = results[-1]
@@ -215,7 +215,7 @@ def _questions(a: Side, b: Side, results: Sequence[Result]) -> str:
 
 
 def _trajectories(run: Path, stage: str, tasks: set[str]) -> dict[str, Trajectory]:
-    """The first sample of each task in the evaluation of a stage."""
+    """Returns the first sample of each task in the evaluation of a stage, by task id."""
     if not shards.of_run(run):
         return {}
     read = iterate_trajectories(run, Trajectory.from_json, growing=True)

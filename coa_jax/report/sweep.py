@@ -1,11 +1,12 @@
 """Compares the runs of a sweep in a table and in curves.
 
-The directory has a subdirectory ``NAME-SEED`` for each run; runs of the same name are repetitions
-of a setting.  The evaluation of a run is in its ``summary.json`` or ``evaluate/summary.json``.  If
-runs have several phases (``sft`` and then ``rl``), the last phase is compared.
+The directory of a sweep has a subdirectory ``NAME-SEED`` for each run. Runs with the same NAME are
+repetitions of a setting. The evaluation of a run is in its ``summary.json`` or
+``evaluate/summary.json``. If runs have several phases (``sft`` and then ``rl``), their last phases
+are compared.
 
-The command prints the table.  Beside the runs it writes ``report/index.html``, with training curves
-averaged over the repetitions, and ``sweep.json``.  Runs may still be in progress.
+The command prints the table. It writes ``report/index.html``, with training curves averaged over
+the repetitions, and ``sweep.json`` to the directory of the sweep. Runs may still be in progress.
 """
 
 from __future__ import annotations
@@ -42,19 +43,20 @@ CHARTED = (
     ("Largest sampler against trainer |log p| gap", "mismatch/abs_logp_max"),
     ("Loss", "loss"),
 )
-"""Title and metric of each chart that has a line for each run."""
+"""Title and metric of each chart; a chart has a line for each setting."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The results of a run.
+    """The results of one run.
 
     Attributes:
-        name: name of the run in the name of its directory, ``NAME-SEED``.
-        seed: seed in the name of the directory; "" without a number at the end.
-        rows: rows of ``phase`` in metrics.jsonl, by step.
-        result: block of the last stage in summary.json; None without an evaluation.
-        phase: last phase that any run of this name has begun; "" without metrics.
+        name: NAME in the name ``NAME-SEED`` of the run's directory.
+        seed: SEED in the name of the directory; "" if the name does not end with a number.
+        rows: rows of metrics.jsonl that belong to ``phase``, by step.
+        result: block of the last evaluated stage in summary.json; None if the run was not
+            evaluated.
+        phase: last phase that any run of this name has begun; "" if there are no metrics.
     """
 
     name: str
@@ -66,23 +68,28 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A setting with statistics over its runs; a measured run has an evaluation.
+    """Statistics over the runs of one setting.
+
+    Statistics of evaluations are over the evaluated runs, and None if no run was evaluated.
 
     Attributes:
         name: name of the setting.
-        phase: training phase of ``reward``, ``steps`` and ``gap``; "" without metrics.
+        phase: training phase that ``reward``, ``steps`` and ``gap`` belong to; "" if there are no
+            metrics.
         runs: number of runs.
-        measured: number of measured runs.
-        pass_at_1: mean pass@1 of the measured runs; None without any.
-        low: lowest pass@1 of the measured runs; None without any.
-        high: highest pass@1 of the measured runs; None without any.
-        deviation: standard deviation of pass@1; None for fewer than two measured runs.
+        measured: number of evaluated runs.
+        pass_at_1: mean pass@1.
+        low: lowest pass@1 of a run.
+        high: highest pass@1 of a run.
+        deviation: standard deviation of pass@1 over the runs; None for fewer than two evaluated
+            runs.
         tasks: number of tasks of an evaluation.
-        tokens_per_task: mean number of tokens per task over the measured runs.
-        format_valid: mean share of samples that obey the protocol over the measured runs.
-        reward: mean reward over the last quarter of the steps.
-        steps: smallest number of steps of a run that has begun the phase.
-        gap: largest difference of log-probabilities between sampler and trainer in any step.
+        tokens_per_task: mean number of tokens per task.
+        format_valid: mean share of samples that obey the protocol.
+        reward: mean reward over the last quarter of the steps; None if there are no rewards.
+        steps: smallest number of steps of the phase that a run of the setting has finished.
+        gap: largest difference between log-probabilities of sampler and trainer in any step; None
+            if the metric is missing.
     """
 
     name: str
@@ -102,10 +109,10 @@ class Row:
 
 
 def read_runs(parent: Path) -> list[Run]:
-    """Reads the runs in a directory, sorted by the names of their subdirectories.
+    """Reads the runs of a sweep, in the order of the names of their subdirectories.
 
     Raises:
-        UserError: the directory does not exist, or has no run.
+        UserError: the directory does not exist, or contains no run.
     """
     if not parent.is_dir():
         raise UserError(f"{parent}: no such directory; give the directory of the runs")
@@ -119,7 +126,7 @@ def read_runs(parent: Path) -> list[Run]:
 
 
 def _of_last_phase(runs: Sequence[Run]) -> list[Run]:
-    """Reduces the rows of each run to the last phase of its name, so that steps are comparable."""
+    """Keeps only the rows of the last phase of each setting, so that steps are comparable."""
     phases: dict[str, tuple[str, ...]] = {}
     for run in runs:
         begun = tuple(dict.fromkeys(map(_phase_of, run.rows)))
@@ -145,7 +152,7 @@ def _read(path: Path) -> Run | None:
         return None
     blocks = files.read_json_object(summaries[0]) if summaries else {}
     measured = {k: v for k, v in blocks.items() if isinstance(v, Mapping) and "pass_at_1" in v}
-    # The result of a pipeline is that of its last stage.
+    # The result of a pipeline is the result of its last evaluated stage.
     last = max(measured, key=lambda k: STAGES.index(k) if k in STAGES else len(STAGES), default="")
     name, seed = re.fullmatch(r"(.+?)(?:-(\d+))?", path.name).groups(default="")  # type: ignore[union-attr]
     rows = jsonl.read_objects(metrics)
@@ -153,7 +160,7 @@ def _read(path: Path) -> Run | None:
 
 
 def summarize(runs: Sequence[Run]) -> list[Row]:
-    """Returns a row for each name, the best first; names without an evaluation come last."""
+    """Returns the statistics of each setting, the best setting first, unevaluated settings last."""
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         groups[run.name].append(run)
@@ -186,7 +193,7 @@ def _row(name: str, runs: Sequence[Run]) -> Row:
 
 
 def curves(runs: Sequence[Run], metric: str) -> list[Series]:
-    """Curves of a metric over the steps: for each name the mean of the runs with this step."""
+    """Returns for each setting the mean of a metric at each step, over the runs with this step."""
     lines = []
     for name in dict.fromkeys(run.name for run in runs):
         points: dict[float, list[float]] = defaultdict(list)
@@ -203,10 +210,10 @@ def curves(runs: Sequence[Run], metric: str) -> list[Series]:
 
 
 def build_sweep(parent: Path) -> tuple[Path, list[Row]]:
-    """Writes the page and ``sweep.json``.
+    """Writes the page of a sweep and ``sweep.json``.
 
     Returns:
-        The page's path, and the rows of its table.
+        The path of the page, and the rows of the table.
     """
     runs = read_runs(parent)
     rows = summarize(runs)
@@ -245,7 +252,7 @@ def _charts(phase: str, runs: Sequence[Run]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Formats the rows as a table for a terminal."""
+    """Formats the statistics as a table for a terminal."""
     width = max(4, *(len(row.name) for row in rows))
     lines = [
         f"{'name':{width}}  runs  pass@1  lowest  highest  tokens  format  training reward  gap",

@@ -1,7 +1,7 @@
 """Shows a trajectory on the terminal while it is sampled: roles in colour, then statistics.
 
-Text of the policy and of tools is untrusted: control characters in it are replaced before it
-reaches the terminal.
+Text of the policy and of tools is untrusted, so its control characters are replaced before it is
+written to the terminal.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from coa_jax.trajectory import (
     trajectory_violations,
 )
 
-# Colours of medium luminance, which are legible on dark and on light backgrounds.
+# The colours have a medium luminance, so they are legible on dark and on light backgrounds.
 COLOURS = {
     "think": "#767676",
     "plan": "#8a63d2",
@@ -48,8 +48,8 @@ MAX_FAULTS = 5
 
 ANSWER = Style.parse("bold #ffffff on #1a7f4b")
 
-# Characters that could control the terminal or reorder its text: control characters other than line
-# feed and tab, surrogates, and marks of the writing direction.
+# Matches characters that could control the terminal or reorder its text: control characters other
+# than newline and tab, surrogates, and marks of the writing direction.
 _UNSAFE = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u2028-\u202e\u2066-\u2069\ud800-\udfff\ufeff]"
 )
@@ -65,11 +65,11 @@ def clean(text: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A piece of a segment's text.
+    """A piece of the text of a segment.
 
     Attributes:
-        role: role of the segment; None for text outside of tags.
-        text: the text.
+        role: role of the segment; None for text outside tags.
+        text: text of the piece.
         last: whether the segment ends with this piece.
     """
 
@@ -79,14 +79,14 @@ class Piece:
 
 
 class RoleStream:
-    """Splits the policy's text by role as it arrives; partial tags are held back."""
+    """Splits the policy's text by role while it arrives; incomplete tags are held back."""
 
     def __init__(self, protocol: Protocol):
         self._protocol, self._parser = protocol, make_parser(protocol)
-        self._shown = 0  # characters of the open segment's body that have been returned
+        self._shown = 0  # number of characters of the open segment's body that have been returned
 
     def feed(self, text: str) -> list[Piece]:
-        """Adds text; returns the pieces that it completes."""
+        """Adds text of the policy; returns the pieces that can be shown."""
         pieces = self._closed(self._parser.feed(text))
         role, body = self._parser.open_role, self._parser.open_body
         if role is not None or body:
@@ -95,7 +95,7 @@ class RoleStream:
         return pieces
 
     def observed(self) -> list[Piece]:
-        """Returns the pieces that are complete because a tool's result follows."""
+        """Returns the pieces that are now complete, because an observation follows."""
         form, pieces = self._protocol.format, list[Piece]()
         if form is not None:
             pieces = self._closed(self._parser.end_turn()) if form.turns else []
@@ -106,7 +106,7 @@ class RoleStream:
         """Returns the remaining pieces.
 
         Args:
-            ended: whether the policy ended its turn; else it was cut off.
+            ended: whether the policy ended its turn; False if the turn was cut off.
         """
         pieces = self._closed(self._parser.end_turn()) if ended else []
         return [*pieces, *self._closed(self._parser.finish())]
@@ -123,14 +123,15 @@ class RoleStream:
 
 
 class Paragraph:
-    """Text with a gutter, wrapped between words, without blank lines before and after it."""
+    """Writes text with a gutter, wrapped between words, without blank lines around it."""
 
     def __init__(self, put: Callable[[str, bool], None], width: int | None):
         """Starts a paragraph.
 
         Args:
-            put: writes text; its second argument is whether the text starts a line.
-            width: width of a line in terminal cells; None to wrap no lines and hold nothing back.
+            put: function that writes text; its second argument says whether the text starts a line.
+            width: width of a line in terminal cells; None to wrap no lines and to hold no word
+                back.
         """
         self._put, self._width = put, width
         self._word = self._blanks = ""
@@ -153,7 +154,7 @@ class Paragraph:
             self._flush()
 
     def end(self) -> None:
-        """Writes the text that is held back."""
+        """Ends the paragraph: writes the word that is held back."""
         self._flush()
 
     def _flush(self) -> None:
@@ -164,7 +165,7 @@ class Paragraph:
         full = self._width is not None and self._column > 0 and self._column + size > self._width
         if full and not self._line_ends:
             text, size = self._word, cell_len(self._word)
-        # The first word has no empty line before it, later words have at most one.
+        # There is no empty line before the first word, and at most one before each later word.
         begins = bool(self._line_ends or full)
         if self._line_ends > 1 and self._column:
             self._put("", True)
@@ -176,10 +177,10 @@ class Paragraph:
 
 
 class Screen:
-    """Shows segments one after the other, each below a line with its role."""
+    """Shows segments one after the other, each below a line that names its role."""
 
     def __init__(self, stream: IO[str]):
-        """Writes to a stream, in colour if it is a terminal and NO_COLOR is not set."""
+        """Prepares to write to a stream, in colour if it is a terminal and NO_COLOR is not set."""
         console = Console(file=stream)
         self._stream, self._console = stream, console
         colour = console.is_terminal and not console.no_color
@@ -193,7 +194,7 @@ class Screen:
 
         Args:
             name: role of the segment.
-            note: text after the role's name.
+            note: text that is shown after the role; "" for none.
         """
         self.end()
         by_tool = name == "observation"
@@ -251,10 +252,10 @@ class Show:
     def __init__(self, screen: Screen, protocol: Protocol):
         self._screen, self._roles = screen, RoleStream(protocol)
         self._open: str | None = None
-        self._waiting = ""  # blank text outside of tags, shown only if other text follows
+        self._waiting = ""  # white space outside tags, which is shown only if other text follows
 
     def arrive(self, arrival: Arrival) -> None:
-        """Shows text of the policy or of a tool; pass it to `rollout` as ``on_text``."""
+        """Shows text of the policy or of a tool; `rollout` takes this method as ``on_text``."""
         if arrival.author == Author.POLICY:
             self._show(self._roles.feed(arrival.text))
         elif arrival.call is not None:
@@ -295,14 +296,14 @@ class Show:
 
 
 def footer(trajectory: Trajectory, seconds: float) -> list[tuple[str, str]]:
-    """Statistics and broken rules of a trajectory as lines.
+    """Returns lines with the statistics of a trajectory and the protocol rules that it broke.
 
     Args:
         trajectory: a finished trajectory.
-        seconds: time that the trajectory took.
+        seconds: seconds that the trajectory took.
 
     Returns:
-        (line, role whose colour the line has).
+        Pairs (line, role). The line has the colour of the role.
     """
     count, calls = trajectory.num_policy_tokens, trajectory.tool_calls
     in_tools = sum(call.end - call.start for call in calls)

@@ -1,4 +1,4 @@
-"""Renders the tokens of a trajectory as HTML, with author and log-probability of each token."""
+"""Renders the tokens of a trajectory as HTML, with the author and log-probability of each."""
 
 from __future__ import annotations
 
@@ -16,17 +16,17 @@ MAX_TOKENS = 4000
 """Maximum number of tokens of a trajectory that are shown."""
 
 Spell = Callable[[Sequence[int]], list[str]]
-"""Decodes token ids one by one; a token that is a part of a character becomes U+FFFD."""
+"""Function that decodes token ids one by one; a part of a character becomes U+FFFD."""
 
-_BOUNDS = (0.9, 0.5, 0.2, 0.05)  # probabilities between which the shade of a token changes
+_BOUNDS = (0.9, 0.5, 0.2, 0.05)  # probabilities at which the shade of a token changes
 
 
 def spelling(run: Path, config: Mapping[str, Any] | None) -> Spell | None:
-    """Finds the tokenizer of a run: with the run's models, or with the model in its config.
+    """Finds a tokenizer of a run, next to a model of the run or to the model in its config.
 
     Args:
         run: directory of the run.
-        config: content of the run's config.json; None without one.
+        config: content of the run's config.json; None if the file does not exist.
 
     Returns:
         A function that decodes token ids; None if no tokenizer can be found or read.
@@ -39,14 +39,14 @@ def spelling(run: Path, config: Mapping[str, Any] | None) -> Spell | None:
             continue
         try:
             tokenizer = Tokenizer.from_file(str(path))
-        except Exception:  # the library raises nothing narrower for a damaged file
+        except Exception:  # the library has no narrower exception for a damaged file
             continue
         return lambda ids: tokenizer.decode_batch([[i] for i in ids], skip_special_tokens=False)
     return None
 
 
 def render_tokens(trajectory: Trajectory, spell: Spell) -> str:
-    """A ``<details>`` element with every token, shaded by its probability."""
+    """Renders a ``<details>`` element with all tokens, shaded by their probabilities."""
     ids = trajectory.tokens[:MAX_TOKENS].tolist()
     spans = "".join(
         _span(text, token, author, logp)

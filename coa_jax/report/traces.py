@@ -1,7 +1,7 @@
-"""Selects the traces of a run that a page shows, and renders them as HTML.
+"""Selects trajectories of a run for a page, and renders them as HTML.
 
-A trace holds untrusted text (tools return web pages and program output), so all text is passed
-through `escape`, and the page forbids all scripts other than its own.
+A trajectory contains untrusted text, because tools return web pages and program output. Therefore
+`escape` is applied to all text, and the page forbids all scripts other than its own.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from coa_jax.trajectory import (
 )
 
 STAGES = ("teacher", "base", "sft", "rl", "rl-train")
-"""Known stages in the order of the pipeline; a run may have others."""
+"""Names of the known stages, in the order of the pipeline; a run may have other stages."""
 
 MAX_SEGMENT_CHARS = 6000
 _UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uffff]")
@@ -37,11 +37,12 @@ _ROLES = frozenset(role for name in protocol_names() for role in get_protocol(na
 
 @dataclasses.dataclass(frozen=True)
 class Sample:
-    """Traces selected for the page.
+    """The trajectories that a page shows.
 
     Attributes:
-        shown: stage -> selected trajectories, in the order of their tasks.
-        counts: stage -> number of all trajectories by verdict.
+        shown: maps the name of each stage to its selected trajectories, in the order of their
+            tasks.
+        counts: maps the name of each stage to the number of all its trajectories with each verdict.
     """
 
     shown: dict[str, list[Trajectory]]
@@ -54,13 +55,13 @@ def escape(text: str) -> str:
 
 
 def stage_of(trajectory: Trajectory) -> str:
-    """Stage in which a trajectory was sampled: ``metadata["stage"]``, else its phase."""
+    """Returns the stage in which a trajectory was sampled: ``metadata["stage"]`` or the phase."""
     metadata = trajectory.metadata
     return str(metadata.get("stage") or metadata.get("phase") or "run")
 
 
 def verdict_of(trajectory: Trajectory) -> str:
-    """Verdict on a trajectory: ``correct``, ``partial``, ``wrong`` or ``ungraded``."""
+    """Returns the verdict on a trajectory: ``correct``, ``partial``, ``wrong`` or ``ungraded``."""
     if trajectory.reward is None or trajectory.reward.value is None:
         return "ungraded"
     if trajectory.reward.value >= 1:
@@ -69,18 +70,18 @@ def verdict_of(trajectory: Trajectory) -> str:
 
 
 def sample_traces(path: str | os.PathLike[str], per_stage: int) -> Sample:
-    """Selects at most ``per_stage`` traces of each stage, in one pass and constant memory.
+    """Selects at most ``per_stage`` trajectories of each stage, in one pass with constant memory.
 
-    For evaluations, the first samples of the tasks with the smallest hashes are selected, so the
-    same tasks appear in every stage and can be compared.  For training, the selection is random.
-    It depends on the traces alone.
+    Of evaluations, the first samples of the tasks with the smallest hashes are selected. So the
+    same tasks are shown for every stage, and can be compared. Of training, the selection is
+    pseudo-random and depends only on the trajectories.
 
     Args:
         path: directory of the run.
-        per_stage: maximum number of traces per stage.
+        per_stage: maximum number of trajectories per stage.
 
     Raises:
-        UserError: a line of a trace file is malformed.
+        UserError: a line of a file of trajectories is malformed.
     """
     heaps: dict[str, list[tuple[tuple[int, int], int, Trajectory]]] = {}
     counts: dict[str, Counter[str]] = {}
@@ -94,7 +95,8 @@ def sample_traces(path: str | os.PathLike[str], per_stage: int) -> Sample:
         )  # fmt: skip
         key = (0 if training else trajectory.sample_id, _hash(name))
         heap = heaps.setdefault(stage, [])
-        # A heap of the smallest keys: keys are negated, so its root is the largest key.
+        # The heap keeps the smallest keys. Keys are negated, so the root of the heap is the largest
+        # key.
         heapq.heappush(heap, ((-key[0], -key[1]), -order, trajectory))
         if len(heap) > per_stage:
             heapq.heappop(heap)
@@ -112,11 +114,11 @@ def _hash(text: str) -> int:
 
 
 def render_trace(trajectory: Trajectory, tokens: str = "") -> str:
-    """Renders a trace as a ``<details>`` element with the attributes that the filters read.
+    """Renders a trajectory as a ``<details>`` element, with attributes for the page's filters.
 
     Args:
-        trajectory: the trace.
-        tokens: HTML of the trace's tokens, see `coa_jax.report.tokens`; "" for none.
+        trajectory: the trajectory.
+        tokens: HTML of the trajectory's tokens from `coa_jax.report.tokens`; "" to show no tokens.
     """
     verdict, stage = verdict_of(trajectory), stage_of(trajectory)
     hops = trajectory.metadata.get("hops")
@@ -144,7 +146,7 @@ def render_trace(trajectory: Trajectory, tokens: str = "") -> str:
 
 
 def render_body(trajectory: Trajectory) -> str:
-    """Renders the outcome of a trajectory, the rules that it broke, and its segments."""
+    """Renders the outcome of a trajectory, the protocol rules that it broke, and its segments."""
     return _outcome(trajectory) + "".join(_segments(trajectory))
 
 
@@ -171,7 +173,7 @@ def _outcome(trajectory: Trajectory) -> str:
 def _broken_rules(trajectory: Trajectory) -> str:
     try:
         found = trajectory_violations(trajectory)
-    except UserError:  # the protocol is unknown, so its rules cannot be checked
+    except UserError:  # rules of an unknown protocol cannot be checked
         return ""
     if not found:
         return ""
@@ -194,7 +196,7 @@ def _segments(trajectory: Trajectory) -> Iterator[str]:
 
 
 def _pieces(trajectory: Trajectory) -> Iterator[tuple[str | None, Author, str, bool]]:
-    """(role, author, body, closed) of each segment; blank text between segments is left out."""
+    """Yields (role, author, body, closed) for each segment; skips white space between them."""
     try:
         protocol = get_protocol(trajectory.protocol)
     except UserError:

@@ -2,10 +2,10 @@
 
     coa-jax watch --workdir=runs/rl
 
-The command only reads files of the run directory.  It may be started and ended at any time, and may
-run on another machine that mounts the directory.  Without a terminal, or with ``--once``, it prints
-the current state and ends.  For a run in a bucket, it shows the state of the last upload, without
-trajectories.
+The command only reads files of the run directory. So it can be started and ended at any time, also
+on another machine that mounts the directory. If stdout is not a terminal, or with ``--once``, the
+command prints the current state and ends. For a run in a bucket it shows the state of the last
+upload, without trajectories.
 """
 
 from __future__ import annotations
@@ -44,25 +44,25 @@ SHOWN = (
     "perf/occupancy", "perf/rollout_tok_s", "perf/train_tok_s", "time/rollout_wait", "time/data",
     "time/update", "time/step",
 )  # fmt: skip
-"""Metrics that are shown if the run has them; docs/metrics.md explains them."""
+"""Metrics that the command shows if the run has them; docs/metrics.md explains each metric."""
 
 _BARS = "▁▂▃▄▅▆▇█"
-_POINTS = 32  # columns of a curve
-_RECENT = 10  # number of newest rows whose mean is shown
+_POINTS = 32  # number of characters of a curve
+_RECENT = 10  # number of newest rows over which the shown mean is taken
 _WARNINGS = 3
-_TAIL = 1 << 21  # bytes that are read from the end of a file of trajectories
+_TAIL = 1 << 21  # number of bytes that are read from the end of a file of trajectories
 _COLOUR = {"correct": COLOURS["answer"], "partial": COLOURS["reflection"],
            "wrong": COLOURS["fault"], "ungraded": COLOURS["think"]}  # fmt: skip
 
 
 @dataclasses.dataclass
 class Tail:
-    """Reads the complete lines of a growing file, each once.
+    """Reads the complete lines of a growing file, each line once.
 
     Attributes:
         path: a file with one JSON object per line.
-        rows: the objects so far.  If a resumed run has truncated the file, it is read again from
-            its start.
+        rows: the objects that were read so far. If a resumed run has truncated the file, the file
+            is read again from its beginning.
     """
 
     path: Path
@@ -70,7 +70,7 @@ class Tail:
     _offset: int = 0
 
     def read(self) -> None:
-        """Reads the new lines.
+        """Reads the lines that were added since the last call.
 
         Raises:
             UserError: the file cannot be read, or a line is not a JSON object.
@@ -93,10 +93,10 @@ class Tail:
 
 
 def newest_trajectories(run: Path, count: int) -> list[Trajectory]:
-    """The trajectories that finished last, the newest first.
+    """Returns the trajectories of a run that finished last, the newest first.
 
-    Graded trajectories are in ``spool/`` as soon as they finish, and later in ``traces.jsonl``.
-    Compressed shards in ``traces/`` are not read.
+    A run writes a graded trajectory to ``spool/`` as soon as it finishes, and later to
+    ``traces.jsonl``. Compressed shards in ``traces/`` are not read.
     """
     plain = [*(run / "spool").glob("*.jsonl"), run / "traces.jsonl"]
     stamped = sorted(((_modified(p), p) for p in plain), reverse=True)
@@ -108,7 +108,7 @@ def newest_trajectories(run: Path, count: int) -> list[Trajectory]:
 
 
 def _modified(path: Path) -> float:
-    """Modification time of a file; 0 if it does not exist."""
+    """Returns the modification time of a file; 0 if the file does not exist."""
     try:
         return path.stat().st_mtime
     except OSError:
@@ -116,13 +116,13 @@ def _modified(path: Path) -> float:
 
 
 def _last(path: Path, count: int) -> list[Trajectory]:
-    """The trajectories of the last complete lines of a file, the last line first."""
+    """Returns the trajectories in the last complete lines of a file, the last line first."""
     try:
         with path.open("rb") as file:
             start = max(0, file.seek(0, 2) - _TAIL)
             file.seek(start)
             lines = file.read().split(b"\n")[bool(start) : -1]
-    except OSError:  # the run has removed the file
+    except OSError:  # the run has removed the file in the meantime
         return []
     found = []
     for line in reversed(lines[-count:]):
@@ -134,11 +134,11 @@ def _last(path: Path, count: int) -> list[Trajectory]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """A curve in one line of text, scaled from the smallest to the largest value."""
+    """Draws a curve in one line of text, scaled from the smallest to the largest value."""
     shown = [v for v in values if v - v == 0]  # finite
     if not shown:
         return ""
-    if len(shown) > _POINTS:  # means of equal parts
+    if len(shown) > _POINTS:  # each column shows the mean of an equal part
         edges = [round(i * len(shown) / _POINTS) for i in range(_POINTS + 1)]
         parts = [shown[a:b] for a, b in itertools.pairwise(edges)]
         shown = [sum(part) / len(part) for part in parts]
@@ -191,7 +191,7 @@ class Picture:
 
 
 def _total_steps(run: Path, phase: str) -> int:
-    """Number of steps of a phase in the run's config; 0 if the config does not have it."""
+    """Returns the number of steps of a phase by the run's config; 0 if it is not in the config."""
     try:
         config = json.loads((run / "config.json").read_text())
         return int(config.get(phase, config)["optimizer"]["total_steps"])
@@ -248,10 +248,10 @@ def _trajectories(found: Sequence[Trajectory]) -> Table:
 
 
 def fetched(place: str) -> Path:
-    """The local folder of a run; for a URL a copy without trajectories, as of now.
+    """Returns the local folder of a run; for a URL, a present copy without trajectories.
 
     Raises:
-        UserError: the bucket cannot be read, or nothing is there.
+        UserError: the bucket cannot be read, or has no such folder.
     """
     with visited(place, names_only=(*NAMES_ONLY, "traces.jsonl", "steps.jsonl", "spool")) as folder:
         return folder

@@ -1,1 +1,1 @@
-"""Serves a trained policy with OpenAI's HTTP API: `python -m coa_jax.serve`."""
+"""Serves a trained policy over HTTP with the API of OpenAI: `python -m coa_jax.serve`."""

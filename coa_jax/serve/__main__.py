@@ -1,9 +1,9 @@
-"""Serves a policy to OpenAI clients, and to a browser at ``/``.
+"""Serves a policy to OpenAI clients, and to browsers at ``/``.
 
     python -m coa_jax.serve --config=configs/serve/factbook.py
 
-The base URL for clients is ``http://HOST:PORT/v1``. Ctrl-C or SIGTERM stops the server after the
-requests in progress; a second signal stops it immediately.
+The base URL for clients is ``http://HOST:PORT/v1``. After Ctrl-C or SIGTERM the server finishes the
+requests in progress and stops. A second signal stops the server immediately.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from coa_jax.tools.make import ToolsConfig, check_protocol
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command(ServeConfig):
-    """The settings of the server and of its agent.
+    """The settings of a server, with the tools of its agent.
 
     Attributes:
-        tools: tools of the agent.
+        tools: tools that the agent can call.
     """
 
     tools: ToolsConfig
@@ -52,7 +52,7 @@ def main(argv: list[str]) -> None:
     config = build(Command, flags.FLAGS.config)
     config = dataclasses.replace(config, name=config.name or Path(config.model).name)
     key = os.environ.get(config.api_key_env, "").strip() or None
-    listener = open_listener(config, key)  # first, because loading may take minutes
+    listener = open_listener(config, key)  # opened first, because loading may take minutes
     service = make_service(config, config.tools)
     asyncio.run(serve_until_signal(service, listener, key))
 

@@ -1,4 +1,4 @@
-"""The responses to clients: OpenAI's objects, with the additional fields of vLLM."""
+"""Writes the responses to clients: OpenAI's JSON objects, with additional fields of vLLM."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from coa_jax.trajectory import Author
 
 @dataclasses.dataclass
 class Choice:
-    """A sample, assembled from its events.
+    """A completion, assembled from the events of its sample.
 
     Attributes:
         text: text so far.
         tokens: sampled tokens so far, without the end token.
-        events: parts of an agent's trajectory: author, text, and the call that the text answers.
-        last: the event with which the sample finished.
+        events: parts of an agent's trajectory: author, text, and the tool call that the text
+            answers.
+        last: last event of the sample; None while the sample is running.
     """
 
     text: str = ""
@@ -29,7 +30,7 @@ class Choice:
     last: Event | None = None
 
     def add(self, event: Event) -> None:
-        """Adds an event."""
+        """Adds an event of the sample."""
         self.text += event.text
         self.tokens += event.tokens
         if event.author is Author.ENVIRONMENT:
@@ -39,7 +40,7 @@ class Choice:
 
 
 def part(event: Event) -> dict[str, Any]:
-    """Describes a piece of a trajectory: its author and, for a tool's result, the call."""
+    """Describes a part of a trajectory by its author and, for a tool's result, by the tool call."""
     described: dict[str, Any] = {"author": event.author.name.lower()}
     if event.call is not None:
         call = event.call
@@ -52,7 +53,8 @@ def part(event: Event) -> dict[str, Any]:
 def usage(prompt: int, choices: Sequence[Choice]) -> dict[str, int]:
     """Returns the token usage of a request.
 
-    Tokens of tools count as completion, since they fill its context.
+    Tokens of observations count as completion tokens, because they use up the context of the
+    completion.
     """
     generated = 0
     for choice in choices:
@@ -72,13 +74,14 @@ def _spelling(data: bytes) -> dict[str, Any]:
 def chat_logprobs(
     tokens: Sequence[Token], scored: Sequence[Scored] | None, top: int, spell: Any
 ) -> dict[str, Any]:
-    """Returns the ``logprobs`` of a chat choice.
+    """Returns the field ``logprobs`` of a choice of a chat completion.
 
     Args:
         tokens: sampled tokens.
-        scored: the same tokens with their alternatives, if the client requests any.
-        top: number of alternatives.
-        spell: returns the bytes of an id.
+        scored: the same tokens with their alternatives; None if the client requests no
+            alternatives.
+        top: number of alternatives per token.
+        spell: table of the bytes of each token id.
     """
     content = []
     for index, token in enumerate(tokens):
@@ -91,13 +94,13 @@ def chat_logprobs(
 
 
 def text_logprobs(scored: Sequence[Scored], top: int, spell: Any, offset: int) -> dict[str, Any]:
-    """Returns the ``logprobs`` of a text choice.
+    """Returns the field ``logprobs`` of a choice of a text completion.
 
     Args:
         scored: tokens with their alternatives.
-        top: number of alternatives.
-        spell: returns the bytes of an id.
-        offset: character offset of the choice's text in the whole text.
+        top: number of alternatives per token.
+        spell: table of the bytes of each token id.
+        offset: position of the first token in the whole text, in characters.
     """
     tokens, offsets = [], []
     for one in scored:
@@ -119,12 +122,15 @@ def text_logprobs(scored: Sequence[Scored], top: int, spell: Any, offset: int) -
 def prompt_logprobs(
     tokenizer: Any, scored: Sequence[Scored], top: int
 ) -> list[dict[str, Any] | None]:
-    """Returns the ``prompt_logprobs`` of vLLM: each token and the most likely ones, None first.
+    """Returns vLLM's field ``prompt_logprobs``: a mapping for each token of the prompt.
+
+    The mapping contains the token itself and the most likely tokens at its position. It is None for
+    the first token, which has no probability.
 
     Args:
         tokenizer: tokenizer of the model.
         scored: tokens of the prompt with their alternatives.
-        top: number of alternatives.
+        top: number of alternatives per token.
     """
     rows: list[dict[str, Any] | None] = []
     for one in scored:

@@ -1,4 +1,4 @@
-"""The HTTP API: OpenAI's routes, health, metrics and the page at ``/``."""
+"""Defines the HTTP API: the routes of OpenAI, health, metrics and a page for browsers at ``/``."""
 
 from __future__ import annotations
 
@@ -48,16 +48,17 @@ def make_app(service: Service, api_key: str | None, log: RefusalLog) -> FastAPI:
     Args:
         service: a service whose context has been entered.
         api_key: bearer token that clients must send; None to serve everybody.
-        log: receives a line for each rejected request.
+        log: log that receives a line for each refused request.
     """
     app = FastAPI(title="coa_jax", docs_url=None, redoc_url=None)
     config, created = service.config, int(time.time())
     name = config.name
 
-    # FastAPI would parse and validate a body in the event loop, so each route reads its own body.
+    # FastAPI would parse and validate a body in the event loop, which blocks other requests. So
+    # each route reads its own body.
     @app.post("/v1/chat/completions", responses=_ERRORS, openapi_extra=_body(ChatRequest))
     async def chat(request: Request) -> Response:
-        """Completes a conversation; for ``NAME-agent`` with the server's tools."""
+        """Completes a conversation; the model ``NAME-agent`` uses the server's tools."""
         return await chat_completion(service, request)
 
     @app.post("/v1/completions", responses=_ERRORS, openapi_extra=_body(TextRequest))
@@ -87,7 +88,8 @@ def make_app(service: Service, api_key: str | None, log: RefusalLog) -> FastAPI:
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        # Another site could show the page in a frame and trick a user into pressing its button.
+        # Without this header, another site could show the page in a frame and trick a user into
+        # pressing its button.
         headers = {"Content-Security-Policy": "frame-ancestors 'none'"}
         return FileResponse(_PAGE, media_type="text/html", headers=headers)
 
@@ -110,7 +112,7 @@ def make_app(service: Service, api_key: str | None, log: RefusalLog) -> FastAPI:
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Installs handlers that return errors in OpenAI's form."""
+    """Installs exception handlers, which answer with errors in OpenAI's form."""
 
     def refuse(request: Request, error: Refused) -> Response:
         give_reason(request.scope, error.reason)
@@ -126,7 +128,7 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(ClientGone)
     async def gone(_: Request, error: ClientGone) -> Response:
-        return Response(status_code=499)  # only for the metrics: the client has left
+        return Response(status_code=499)  # only metrics see this status: the client has left
 
     @app.exception_handler(HTTPException)
     async def http(_: Request, error: HTTPException) -> Response:
@@ -135,7 +137,7 @@ def handle_errors(app: FastAPI) -> None:
 
     @app.exception_handler(Exception)
     async def broken(_: Request, error: Exception) -> Response:
-        # The traceback, which may contain file names and contents, goes only to the log.
+        # The traceback is only logged: it may contain names and contents of files.
         return error_response(Refused(500, "the server failed; its log has the reason"))
 
 
@@ -148,7 +150,7 @@ def _body(model: type[BaseModel]) -> dict[str, Any]:
 
 
 def _describe(app: FastAPI) -> None:
-    """Adds the schemas of the request bodies to the published API description."""
+    """Adds the schemas of the request bodies to the API description at ``/openapi.json``."""
     generate = app.openapi
     models: list[Any] = [(ChatRequest, "validation"), (TextRequest, "validation")]
     definitions = models_json_schema(models, ref_template=_SCHEMAS)[1]["$defs"]

@@ -1,4 +1,4 @@
-"""POST /v1/chat/completions: conversations, and complete chains of agents."""
+"""Answers POST /v1/chat/completions, for plain conversations and for chains of agents."""
 
 from __future__ import annotations
 
@@ -39,12 +39,13 @@ async def chat_completion(
     """Answers a chat request.
 
     Args:
-        service: the server.
-        request: the client's request.
-        prepare: makes the request for the rollout loop, in a thread; None for the default.
+        service: the service that samples completions.
+        request: the HTTP request of the client.
+        prepare: function that makes the request for the rollout loop; it runs in a thread. None for
+            the default.
 
     Raises:
-        Refused: the request is rejected; the exception has the status.
+        Refused: the request is refused; the exception has the HTTP status.
     """
     with service.reading():
         body = await read_request(service, request, ChatRequest)
@@ -101,10 +102,10 @@ def _written(
 
 
 def read_messages(body: ChatRequest) -> list[functions.Message]:
-    """Role and text of each message of a request, with its tools as the first message.
+    """Returns the pair (role, text) of each message; tools of the request become the first message.
 
     Raises:
-        Refused: the arguments of a call are no JSON object.
+        Refused: the arguments of a tool call are not a JSON object.
     """
     messages: list[functions.Message] = []
     if body.tools:
@@ -126,18 +127,19 @@ def read_messages(body: ChatRequest) -> list[functions.Message]:
 def _visit(service: Service, body: ChatRequest) -> Visit:
     """Makes the request for the rollout loop.
 
-    It encodes the conversation, so it runs in a thread.
+    The function tokenises the conversation, so callers run it in a thread.
     """
     tokenizer, length = service.model.tokenizer, service.config.engine.max_length
     turns = read_messages(body)
     texts = [text for _, text in turns]
     if not check_model(service, body.model, agents=True):
-        if 5 * len(texts) > length:  # per turn: two control tokens, two line breaks, a role
+        if 5 * len(texts) > length:  # a message has five tokens or more
             message = f"there are {len(texts)} messages; this model's context has {length} tokens"
             raise Refused(400, message, "messages")
         check_length(tokenizer, texts, length, "messages")
         prefix: str | None = "" if body.add_generation_prompt else None
-        # A final assistant message is continued, unless the client asks for a new turn.
+        # If the last message is the assistant's, the policy continues it, unless the client asks
+        # for a new turn.
         asked = "add_generation_prompt" in body.model_fields_set and body.add_generation_prompt
         if turns[-1][0] == "assistant" and not asked:
             prefix = turns.pop()[1]
@@ -190,7 +192,7 @@ def _choice(
 
 
 def _message(visit: Visit, index: int, choice: Choice) -> tuple[dict[str, Any], str | None]:
-    """The message of a completion, with calls of the client's functions, and why it ended."""
+    """Returns the message of a completion, with calls of functions, and the finish reason."""
     assert choice.last is not None
     finish = choice.last.finish
     if not visit.calls or finish != "stop":
@@ -200,7 +202,7 @@ def _message(visit: Visit, index: int, choice: Choice) -> tuple[dict[str, Any], 
 
 
 def _agent(last: Event) -> dict[str, Any]:
-    """Returns answer, stop reason and tool calls of a chain of agents."""
+    """Returns the answer, the stop reason and the tool calls of a chain of agents."""
     assert last.trajectory is not None
     trajectory = last.trajectory
     calls = [
@@ -237,7 +239,7 @@ async def _stream(
             more["logprobs"] = answers.chat_logprobs(event.tokens, None, 0, service.table)
         if visit.agent and event.text:
             more["agent"] = answers.part(event)
-        # A text that may hold calls is sent when it is whole.
+        # If the text may contain calls, it is sent only when it is complete.
         if more or (event.text and not visit.calls):
             yield chunk(event.sample, {"content": "" if visit.calls else event.text}, **more)
         if event.finish is not None:

@@ -1,4 +1,4 @@
-"""POST /v1/completions: the policy continues one or several texts."""
+"""Answers POST /v1/completions, in which the policy continues one or several texts."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ from coa_jax.web.json_app import dumps
 
 
 async def text_completion(service: Service, request: Request) -> Response:
-    """Answers a request for completions.
+    """Answers a request for text completions.
 
     Raises:
-        Refused: the request is rejected; the exception has the status.
+        Refused: the request is refused; the exception has the HTTP status.
     """
     with service.reading():
         body = await read_request(service, request, TextRequest)
@@ -45,9 +45,10 @@ async def text_completion(service: Service, request: Request) -> Response:
             raise Refused(400, f"{message}; this server allows {most}", "prompt")
         if body.stream and len(body.prompt) > 1:
             raise Refused(400, "a stream has one prompt", "prompt")
-        # Requests of other clients are processed between two prompts.
+        # Each prompt is read by a separate call, so that requests of other clients can run in
+        # between.
         prompts = [await service.read(_ids, service, prompt) for prompt in body.prompt]
-    # max_tokens = 0 still reserves room for one token, which the engine needs.
+    # The engine needs room for one token even if max_tokens is 0.
     limit = 1 if body.max_tokens == 0 else body.max_tokens
     visits = [make_visit(service, body, ids, limit) for ids in prompts]
     if body.stream:
@@ -64,7 +65,7 @@ def _ids(service: Service, prompt: str | list[int]) -> list[int]:
     if isinstance(prompt, str):
         check_length(service.model.tokenizer, [prompt], length, "prompt")
         return encode_plain(service.model.tokenizer, prompt)
-    if len(prompt) <= length and max(prompt) >= size:  # longer prompts fail later
+    if len(prompt) <= length and max(prompt) >= size:  # longer prompts are refused later
         raise Refused(400, f"prompt: token ids must be less than {size}", "prompt")
     return prompt
 
@@ -128,7 +129,7 @@ def _choice(
 
 
 def _as_sampled(scored: Sequence[Scored], choice: Choice) -> list[Scored]:
-    """Returns the scores of a completion, with the probabilities under which it was sampled."""
+    """Returns the scores of a completion, with the log-probabilities at which it was sampled."""
     pairs = zip(scored, choice.tokens, strict=True)
     return [Scored(one.id, token.logp, one.rank, one.top) for one, token in pairs]
 

@@ -1,4 +1,4 @@
-"""Settings of a server."""
+"""Defines the settings of a server."""
 
 from __future__ import annotations
 
@@ -15,24 +15,26 @@ class ServeConfig(Bounded):
     """Settings of a server for one policy.
 
     Attributes:
-        model: Hugging Face directory or GGUF file.
-        name: model name for clients; empty for the directory's name. ``NAME-agent`` is the same
-            model with the server's tools.
-        host, port: address to listen on; port 0 is any free port.
-        api_key_env: environment variable with the key that clients must send. If the variable is
-            not set, the server listens on this machine only and serves everybody there.
-        protocol: protocol of the agent's answers; "" for the protocol that the model's card names.
-        max_waiting: maximum number of completions that wait for a slot, and of requests for
-            log-probabilities in progress; further requests are rejected (429).
-        max_samples: maximum number of completions per request (``n`` times the number of prompts).
-        max_body: maximum size of a request in bytes; 0 for the value of `body_limit`.
-        shutdown_seconds: time after SIGTERM for requests in progress; then they are cancelled.
-        seed: seed of requests without one.
-        engine: shapes of decoding; ``max_length`` limits prompt and completion together.
+        model: Hugging Face directory or GGUF file of the policy.
+        name: name of the model for clients; "" for the name of the directory. The model
+            ``NAME-agent`` is the same policy with the server's tools.
+        host, port: address to listen on; port 0 stands for any free port.
+        api_key_env: name of the environment variable with the API key that clients must send. If
+            the variable is not set, the server listens only on this machine and needs no key.
+        protocol: protocol of the agent; "" for the protocol that the model's card names.
+        max_waiting: maximum number of completions that wait for a slot, and maximum number of
+            requests for log-probabilities in progress. Further requests are refused with status
+            429.
+        max_samples: maximum number of completions per request: ``n`` times the number of prompts.
+        max_body: maximum size of a request in bytes; 0 for the value that `body_limit` computes.
+        shutdown_seconds: seconds after SIGTERM in which requests in progress may finish. They are
+            then cancelled.
+        seed: seed of requests that have no seed.
+        engine: shapes of decoding. ``max_length`` limits prompt and completion together.
         rollout: budgets of an agent's trajectory.
-        allow_no_key: whether to serve everybody without a key, including other machines and pages
-            of other sites. Use it behind a proxy that authenticates clients.
-        limits: limits on times and numbers of connections.
+        allow_no_key: whether to serve other machines, and pages of other sites, without a key. Set
+            it only behind a proxy that authenticates clients.
+        limits: limits on the number of connections and on their times.
     """
 
     model: Place
@@ -53,9 +55,10 @@ class ServeConfig(Bounded):
 
     @property
     def body_limit(self) -> int:
-        """Maximum size of a request in bytes: 64 KiB plus 8 bytes per token of the most prompts.
+        """Maximum size of a request in bytes: ``max_body``, or a size that fits all prompts.
 
-        A token of English has about 4 bytes, a token of Chinese about 8 in escaped JSON.
+        This value is 64 KiB plus 8 bytes for each token of the maximum number of prompts. A token
+        of English text has about 4 bytes, a token of Chinese text in escaped JSON about 8.
         """
         prompts = max(2, self.max_samples)
         return self.max_body or (1 << 16) + 8 * self.engine.max_length * prompts

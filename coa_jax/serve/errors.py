@@ -1,4 +1,4 @@
-"""Error responses in OpenAI's form."""
+"""Writes error responses in OpenAI's form."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
     Args:
         status: HTTP status.
         message: message for the client.
-        param: name of the invalid field.
+        param: name of the invalid field of the request; None if no single field is invalid.
     """
     kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
 def error_response(error: Refused, headers: dict[str, str] | None = None) -> JSONResponse:
-    """Returns the response for a rejected request."""
+    """Returns the HTTP response to a refused request."""
     if error.status == 429:
         headers = {**(headers or {}), "Retry-After": "1"}
     body = error_body(error.status, error.message, error.param)

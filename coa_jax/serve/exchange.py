@@ -1,4 +1,4 @@
-"""Shared parts of chat and text completions: parsing, admission, collection, streams."""
+"""Parses, admits and answers requests: what chat and text completions have in common."""
 
 from __future__ import annotations
 
@@ -28,20 +28,21 @@ B = TypeVar("B", bound=Sampling)
 
 
 async def read_request(service: Service, request: Request, kind: type[B]) -> B:
-    """Parses and validates the request in a client's body, in a thread.
+    """Parses and validates the body of a client's request, in a thread.
 
-    Call it within `Service.reading`.
+    Callers must have entered `Service.reading`.
 
     Args:
-        service: the server.
-        request: the client's request.
+        service: the service that samples completions.
+        request: the HTTP request of the client.
         kind: schema of the body.
 
     Raises:
         Refused: the body does not match the schema.
     """
     length, samples = service.config.engine.max_length, service.config.max_samples
-    # Token ids of prompts count as values; a message is an object and has at least five tokens.
+    # Each token id of a prompt is a JSON value. Each message is a JSON object and has at least five
+    # tokens.
     values, containers = 1000 + (samples + 1) * length, 1000 + length
 
     def parse(body: bytearray) -> B:
@@ -51,16 +52,17 @@ async def read_request(service: Service, request: Request, kind: type[B]) -> B:
 
 
 def check_length(tokenizer: Any, texts: Sequence[str], room: int, param: str) -> None:
-    """Rejects a prompt with far too many tokens before all of its text is encoded.
+    """Refuses a prompt with far too many tokens before all of its text is tokenised.
 
-    The text is encoded in pieces until there are too many tokens. A cut changes the tokens of one
-    word, so only prompts of more than twice the limit are certainly too long.
+    The text is tokenised in pieces until there are too many tokens. Cutting the text changes the
+    tokens of a word at each cut. Therefore only prompts of more than twice the limit are refused
+    here.
 
     Args:
         tokenizer: tokenizer of the model.
         texts: parts of the prompt.
         room: maximum number of tokens.
-        param: field of the request, for the error.
+        param: name of the request's field with the prompt, used in the error message.
 
     Raises:
         Refused: the prompt has more than ``room`` tokens.
@@ -91,12 +93,12 @@ def make_visit(
     """Makes the request for the rollout loop.
 
     Args:
-        service: the server.
-        body: the client's request.
-        prompt: token ids.
+        service: the service that samples completions.
+        body: validated body of the client's request.
+        prompt: token ids of the prompt.
         max_tokens: maximum number of tokens of a completion; None for as many as fit.
-        question: question of the task, for an agent.
-        agent: whether the agent answers.
+        question: question of the task if the agent answers; otherwise "".
+        agent: whether the agent, that is, the policy with the server's tools, answers.
         calls: whether a completion may call functions of the client.
 
     Raises:
@@ -126,7 +128,8 @@ def make_visit(
         task=Task(f"request-{secrets.token_hex(8)}", question, config.protocol, (), "serve"),
         prompt=tuple(prompt),
         seed=config.seed if body.seed is None else body.seed,
-        # Requests with the same seed are reproducible; all others differ from each other.
+        # Requests with the same seed are reproducible; requests without a seed differ from each
+        # other.
         prompt_id=secrets.randbelow(2**31) if body.seed is None else 0,
         samples=tuple(range(samples)),
         sampling=SamplingParams(
@@ -143,15 +146,15 @@ def make_visit(
 
 
 async def gather(service: Service, visit: Visit, request: Request) -> list[Choice]:
-    """Collects all samples of a request.
+    """Runs a request and collects its completions.
 
     Args:
-        service: the server.
+        service: the service that samples completions.
         visit: the request for the rollout loop.
-        request: the client's request.
+        request: the HTTP request of the client.
 
     Raises:
-        Refused: the server is full, or shutting down.
+        Refused: the server has no room for the request, or is shutting down.
         ClientGone: the client closed its connection.
     """
     choices = [Choice() for _ in visit.samples]
@@ -172,16 +175,17 @@ async def open_stream(
     request: Request,
     write: Callable[[AsyncIterator[Event]], AsyncIterator[Any]],
 ) -> StreamingResponse:
-    """Returns the server-sent events of a request.
+    """Runs a request and returns a stream of server-sent events.
 
     Args:
-        service: the server.
+        service: the service that samples completions.
         visit: the request for the rollout loop.
-        request: the client's request.
-        write: converts events to chunks.
+        request: the HTTP request of the client.
+        write: function that converts events of samples to chunks of the stream.
 
     Raises:
-        Refused: the server is full, or shutting down; the client gets an ordinary response.
+        Refused: the server has no room for the request, or is shutting down. The client then
+            receives an error response instead of a stream.
         ClientGone: the client closed its connection before the first event.
     """
     events = service.events(visit)
@@ -191,7 +195,7 @@ async def open_stream(
         try:
             async for chunk in write(_chain(first, events)):
                 yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
-        except Refused as error:  # the engine has stopped meanwhile
+        except Refused as error:  # the engine stopped during the stream
             yield f"data: {json.dumps(error_body(error.status, error.message))}\n\n"
         finally:
             await events.aclose()
@@ -208,12 +212,12 @@ async def _chain(first: Event, rest: AsyncIterator[Event]) -> AsyncIterator[Even
 
 
 def head(kind: str, service: Service, model: str) -> dict[str, Any]:
-    """Returns the fields that begin every response.
+    """Returns the fields with which every response begins.
 
     Args:
-        kind: type of the object.
-        service: the server.
-        model: name of the model.
+        kind: type of the response, such as ``chat.completion``.
+        service: the service that samples completions.
+        model: name of the model in the request.
     """
     prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"
     return {
@@ -228,9 +232,9 @@ def check_model(service: Service, model: str, *, agents: bool) -> bool:
     """Checks the name of the model; returns whether the request asks for the agent.
 
     Args:
-        service: the server.
-        model: the name in the request.
-        agents: whether the route supports agents.
+        service: the service that samples completions.
+        model: name of the model in the request.
+        agents: whether the route supports the agent.
 
     Raises:
         Refused: the server has no model of this name.

@@ -1,8 +1,8 @@
-"""Functions of the client: a chat request describes them, and the client itself calls them.
+"""Supports functions of the client, which a chat request describes and the client itself runs.
 
-The policy calls a function as Hermes and Qwen models do, with
-``<tool_call>{"name": ..., "arguments": {...}}</tool_call>``.  Clients get calls, and give results,
-in the fields of OpenAI's interface (https://platform.openai.com/docs/guides/function-calling).
+The policy calls a function as Hermes and Qwen models do, by ``<tool_call>{"name": ..., "arguments":
+{...}}</tool_call>``. Clients receive calls and send results in the fields of OpenAI's API
+(https://platform.openai.com/docs/guides/function-calling).
 """
 
 from __future__ import annotations
@@ -29,20 +29,20 @@ from coa_jax.model.tool_chat import (
 )
 
 TOOLS = "tools"
-"""Role of a message that holds the functions of a request, as a JSON list."""
+"""Role of a message that contains the functions of a request, as a JSON list."""
 
 _CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
 
 Message = tuple[str, str]
-"""Role and text."""
+"""A message of a conversation: (role, text)."""
 
 
 class Call(NamedTuple):
-    """A call of a function.
+    """A call of a function of the client.
 
     Attributes:
         name: name of the function.
-        arguments: arguments as a JSON object.
+        arguments: arguments, as the text of a JSON object.
     """
 
     name: str
@@ -52,8 +52,8 @@ class Call(NamedTuple):
 def split(text: str) -> tuple[str, tuple[Call, ...]]:
     """Splits a turn of the policy into its content and its calls.
 
-    A turn with a malformed call has no calls: the client gets the whole text as the content, as
-    from other servers.
+    If a call is malformed, the turn counts as one without calls. The client then receives the whole
+    text as the content, as from other servers.
     """
     calls = []
     for match in _CALL.finditer(text):
@@ -71,10 +71,10 @@ def split(text: str) -> tuple[str, tuple[Call, ...]]:
 
 
 def join(content: str, calls: Iterable[Call]) -> str:
-    """Writes a turn as the policy would; ``split`` gives content and calls back.
+    """Writes a turn with calls as the policy would write it; the inverse of ``split``.
 
     Raises:
-        ValueError: the arguments of a call are no JSON object.
+        ValueError: the arguments of a call are not a JSON object.
     """
     parts = [content] if content else []
     for call in calls:
@@ -82,14 +82,14 @@ def join(content: str, calls: Iterable[Call]) -> str:
         if not isinstance(arguments, dict):
             raise ValueError(f"the arguments of {call.name} are no JSON object")
         text = json.dumps({"name": call.name, "arguments": arguments}, ensure_ascii=False)
-        # Inside of a JSON string, the escape keeps the closing tag from ending the call.
+        # A closing tag inside a JSON string is escaped, so that it does not end the call.
         text = text.replace("</tool_call>", "\\u003c/tool_call>")
         parts.append(f"<tool_call>\n{text}\n</tool_call>")
     return "\n".join(parts)
 
 
 def same_turn(left: str, right: str) -> bool:
-    """Whether two turns have the same content and the same calls, however the JSON is spaced."""
+    """Returns whether two turns have the same content and the same calls, as parsed JSON."""
 
     def parsed(text: str) -> tuple[str, list[tuple[str, Any]]]:
         content, calls = split(text)
@@ -99,12 +99,13 @@ def same_turn(left: str, right: str) -> bool:
 
 
 def prompt_ids(tokenizer: Any, messages: Sequence[Message], prefix: str | None = "") -> list[int]:
-    """Token ids of a conversation, up to the opening of the policy's turn.
+    """Returns the token ids of a conversation, up to the beginning of the policy's turn.
 
     Args:
         tokenizer: tokenizer of the policy.
-        messages: the conversation; the first message may be that of the `TOOLS`.
-        prefix: beginning of the policy's turn; None for no turn, which excludes tools.
+        messages: the conversation, whose first message may have the role `TOOLS`.
+        prefix: text with which the policy's turn begins; None to open no turn, which is not allowed
+            with tools.
 
     Raises:
         UserError: the chat template of the model cannot be used.
@@ -116,15 +117,17 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Message], prefix: str | None =
 
 
 def further_ids(tokenizer: Any, last: int, messages: Sequence[Message]) -> list[int]:
-    """Token ids of messages behind a turn of the policy, up to the opening of its next turn.
+    """Returns the token ids of messages that follow a turn of the policy.
+
+    The ids go up to the beginning of the policy's next turn.
 
     Args:
         tokenizer: tokenizer of the policy.
-        last: last token of the policy's turn, which may be the end of the turn.
-        messages: messages behind that turn.
+        last: last token of the policy's turn, which may be the token that ends a turn.
+        messages: messages that follow this turn.
 
     Raises:
-        UserError: the chat template of the model does not show results of tools.
+        UserError: the chat template of the model does not render results of tools.
     """
     end = end_of_turn_id(tokenizer)
     ids = [] if last == end else [end]
@@ -145,11 +148,11 @@ def further_ids(tokenizer: Any, last: int, messages: Sequence[Message]) -> list[
 
 
 def message_of(text: str, name: str) -> dict[str, Any]:
-    """The assistant's message of a completion, with its calls.
+    """Returns the assistant message of a completion, with its calls.
 
     Args:
         text: text of the completion.
-        name: name of the completion, from which its calls get their ids.
+        name: name of the completion, which becomes part of the ids of its calls.
     """
     content, calls = split(text)
     message: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}

@@ -1,4 +1,4 @@
-"""The metrics of a server, for Prometheus."""
+"""Defines the metrics of a server for Prometheus."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Meters:
-    """The metrics of one server."""
+    """The Prometheus metrics of one server."""
 
     def __init__(self, slots: int):
         """Creates the metrics, all at zero."""
@@ -47,7 +47,7 @@ class Meters:
         )
 
     def finished(self, visit: Visit, event: Event) -> None:
-        """Counts a sample that has ended."""
+        """Counts a finished sample, with its tokens and tool calls."""
         assert event.trajectory is not None
         self.completions.labels(str(event.trajectory.stop_reason)).inc()
         self.prompt_tokens.inc(len(visit.prompt))

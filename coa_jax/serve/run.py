@@ -1,4 +1,4 @@
-"""The life cycle of a server: loading, listening, and graceful shutdown."""
+"""Starts a server, lets it serve, and shuts it down gracefully."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def open_listener(config: ServeConfig, api_key: str | None) -> socket.socket:
     """Opens the socket that clients connect to.
 
     Raises:
-        UserError: other machines could connect without a key, or this machine cannot listen there.
+        UserError: other machines could connect without a key, or the address cannot be used.
     """
     if not config.allow_no_key:
         key = config.api_key_env or "NAME with --config.api_key_env=NAME"
@@ -42,12 +42,12 @@ def open_listener(config: ServeConfig, api_key: str | None) -> socket.socket:
 
 
 def make_service(config: ServeConfig, tools: ToolsConfig) -> Service:
-    """Loads the policy and compiles its programs."""
+    """Loads the policy and compiles the programs that decode."""
     prompt = load_prompt(config.rollout.prompt_style, config.model)
     named = config.protocol or protocol_of_model(config.model) or "generalist"
     named = at_level(named, config.rollout.level, config.rollout.format)
     config = dataclasses.replace(config, protocol=named)
-    used = tools_for(config.protocol, tools)  # before the constraint: tools may define the protocol
+    used = tools_for(config.protocol, tools)  # tools may define the protocol
     model = load_model(config.model)
     print(f"engine: {engine_memory(model.config, config.engine)}", flush=True)
     size = model.config.vocab_size
@@ -64,21 +64,21 @@ def make_service(config: ServeConfig, tools: ToolsConfig) -> Service:
 async def serve(
     service: Service, listener: socket.socket, api_key: str | None, asked: asyncio.Event
 ) -> None:
-    """Serves until a shutdown is requested, and then until the requests in progress have finished.
+    """Serves until a shutdown is requested, then lets the requests in progress finish.
 
     Args:
         service: a service whose context has not been entered.
         listener: socket that clients connect to.
         api_key: bearer token that clients must send; None to serve everybody.
-        asked: set to request the shutdown.
+        asked: event that requests the shutdown when it is set.
 
     Raises:
-        Exception: the exception that ended the rollout loop, after the requests in progress have
-            been answered.
+        Exception: the exception that ended the rollout loop. It is raised after the requests in
+            progress have been answered.
     """
     config, log = service.config, RefusalLog()
-    # Objects loaded by now stay. A full garbage collection would traverse all of them for half a
-    # second.
+    # The objects that are loaded by now are never freed. Without freezing them, each full garbage
+    # collection would traverse them for half a second.
     gc.collect()
     gc.freeze()
     async with service:
@@ -93,10 +93,10 @@ async def serve(
         if service.busy:
             print(f"finishing requests, for at most {config.shutdown_seconds:g} s", flush=True)
         await service.drain(config.shutdown_seconds)
-    # The service has told the requests in progress that they were cancelled.
+    # By now the service has cancelled the requests in progress and told them so.
     server.should_exit = True
     await running
-    await service.loop  # raises the exception that ended it
+    await service.loop  # raises the exception that ended the loop
 
 
 async def serve_until_signal(
@@ -105,7 +105,7 @@ async def serve_until_signal(
     """Serves until SIGINT or SIGTERM; a second signal ends the process immediately.
 
     Args:
-        service, listener, api_key: see `serve`.
+        service, listener, api_key: as in `serve`.
     """
     asked = asyncio.Event()
     on_signals(asked)

@@ -1,4 +1,4 @@
-"""The kinds of samples that a server runs; each reports its progress to its client."""
+"""Defines the samples that a server runs, which report their progress to the client."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class Token:
 
     Attributes:
         id: token id.
-        data: its bytes.
-        logp: natural logarithm of the probability under which it was sampled.
+        data: bytes of the token.
+        logp: natural logarithm of the probability with which the token was sampled.
     """
 
     id: int
@@ -33,17 +33,19 @@ class Token:
 
 @dataclasses.dataclass(frozen=True)
 class Event:
-    """Progress of a sample of a request.
+    """Progress of one sample of a request.
 
     Attributes:
-        sample: number of the sample.
-        text: new text of the sample; whole characters.
-        tokens: tokens sampled since the last event; their bytes may be ahead of the text.
+        sample: index of the sample in the request.
+        text: new text of the sample, which consists of whole characters.
+        tokens: tokens sampled since the last event. Their bytes may go beyond the text, because a
+            character may consist of several tokens.
         author: author of the text.
-        call: call that the text answers, in an agent's trajectory.
-        finish: ``stop``, ``length`` or ``cancelled`` in the last event of the sample, else None.
-        stop: the stop string that ended it, if one did.
-        trajectory: the whole trajectory, in the last event.
+        call: tool call that the text answers; None if the text is not an observation.
+        finish: ``stop``, ``length`` or ``cancelled`` in the last event of the sample, otherwise
+            None.
+        stop: stop string that ended the sample; None if no stop string did.
+        trajectory: the whole trajectory in the last event, otherwise None.
     """
 
     sample: int
@@ -58,14 +60,14 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Visit(Request):
-    """A request of a client.
+    """The request of a client in the rollout loop.
 
     Attributes:
-        events: queue for the events of its samples.
-        agent: whether the policy's tags call tools. Otherwise the samples are plain completions,
-            and the budgets of agents do not apply.
-        stops: strings that end a completion.
-        keep_stop: whether a completion's text includes the string that ended it.
+        events: queue that receives the events of the request's samples.
+        agent: whether tags of the policy call tools. If False, the samples are plain completions,
+            to which the budgets of agents do not apply.
+        stops: stop strings, which end a completion.
+        keep_stop: whether the text of a completion includes the stop string that ended it.
         calls: whether a completion may call functions of the client.
     """
 
@@ -75,29 +77,28 @@ class Visit(Request):
     keep_stop: bool = False
     calls: bool = False
 
-    # Two clients may send equal requests.
+    # Requests are compared by identity, because two clients may send equal requests.
     __eq__ = object.__eq__
     __hash__ = object.__hash__
 
 
 class Completion(Episode):
-    """A sample without tools, which ends at a stop string, an end token or its limit."""
+    """A sample without tools; it ends at a stop string, an end token or its maximum length."""
 
     def __init__(self, visit: Visit, sample: int, table: TokenTable, ends: frozenset[int]):
         """Starts a sample.
 
         Args:
-            visit: the client's request in the rollout loop.
-            sample: number of the sample.
-            table: bytes of each token.
+            visit: the request in the rollout loop.
+            sample: index of the sample in the request.
+            table: bytes of each token id.
             ends: ids of the tokens that end the text.
         """
         super().__init__(
             task_id=visit.task.id,
             sample_id=sample,
             question="",
-            # No conversation format: a token that ends a turn ends the text, whatever the text
-            # contains.
+            # There is no conversation format, so a token that ends a turn always ends the text.
             protocol=dataclasses.replace(get_protocol(visit.task.protocol), format=None),
             prompt=visit.prompt,
             table=table,
@@ -107,7 +108,7 @@ class Completion(Episode):
         self._stops = StopStrings(visit.stops, keep=visit.keep_stop)
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
-        """See `Episode.feed`; the tags of the protocol have no effect."""
+        """Adds a sampled token, like `Episode.feed`, but tags of the protocol have no effect."""
         event = super().feed(token, logp)
         if event is StopReason.EOS:
             return event  # the end token is not part of the text
@@ -119,7 +120,7 @@ class Completion(Episode):
     def finish(
         self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
     ) -> Trajectory:
-        """See `Episode.finish`."""
+        """Ends the sample like `Episode.finish`, and sends its last event to the client."""
         trajectory = super().finish(stop_reason, gold, metadata)
         rest = self._stops.feed(self.take_text()) + self._stops.flush()
         self._visit.events.put_nowait(
@@ -135,20 +136,20 @@ class Completion(Episode):
 
 
 class Agent(Episode):
-    """A sample whose tags call tools; its client receives every part as it is written."""
+    """A sample whose tags call tools; the client receives every part when it is written."""
 
     def __init__(self, visit: Visit, episode_options: dict[str, Any]):
         super().__init__(**episode_options)
         self._visit = visit
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
-        """See `Episode.feed`."""
+        """Adds a sampled token, like `Episode.feed`, and sends new text to the client."""
         event = super().feed(token, logp)
         self._tell()
         return event
 
     def observe(self, tokens: Sequence[int], text: str, call: ToolCall) -> None:
-        """See `Episode.observe`."""
+        """Adds an observation, like `Episode.observe`, and sends it to the client."""
         super().observe(tokens, text, call)
         event = Event(self.sample_id, text, author=Author.ENVIRONMENT, call=call)
         self._visit.events.put_nowait(event)
@@ -156,7 +157,7 @@ class Agent(Episode):
     def finish(
         self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
     ) -> Trajectory:
-        """See `Episode.finish`."""
+        """Ends the sample like `Episode.finish`, and sends its last event to the client."""
         trajectory = super().finish(stop_reason, gold, metadata)
         self._tell()
         reason = finish_reason(stop_reason)
@@ -171,10 +172,10 @@ class Agent(Episode):
 
 @dataclasses.dataclass(frozen=True)
 class ServedEpisodes(TextEpisodes):
-    """Completions and agents together (see `coa_jax.rollout.episodes.Episodes`)."""
+    """Creates the samples of both kinds, see `coa_jax.rollout.episodes.Episodes`."""
 
     def begin(self, request: Request, sample: int) -> Episode:
-        """See `Episodes`."""
+        """Starts a sample of a request, which is an `Agent` or a `Completion`."""
         assert isinstance(request, Visit)
         if not request.agent:
             return Completion(request, sample, self.table, self.end_tokens)
@@ -193,7 +194,7 @@ class ServedEpisodes(TextEpisodes):
 
 
 def finish_reason(reason: StopReason) -> str:
-    """Returns OpenAI's finish reason for the end of a sample."""
+    """Converts the stop reason of a sample to OpenAI's finish reason."""
     if reason is StopReason.CANCELLED:
         return "cancelled"
     return "stop" if reason in (StopReason.EOS, StopReason.ANSWER) else "length"

@@ -1,4 +1,4 @@
-"""Schemas of client requests: the fields of OpenAI, and some of vLLM."""
+"""Defines the schemas of client requests: the fields of OpenAI's API, and some of vLLM."""
 
 from __future__ import annotations
 
@@ -12,19 +12,19 @@ Probability = Annotated[float, Field(gt=0.0, le=1.0, allow_inf_nan=False)]
 
 
 class _Strict(BaseModel):
-    # Silently ignoring a field would give the client something other than it asked for.
+    # If an unknown field were ignored, the client would receive something other than it asked for.
     model_config = ConfigDict(extra="forbid")
 
 
 class StreamOptions(_Strict):
-    """Options of a stream: whether its last chunk has the usage."""
+    """Options of a stream; ``include_usage`` adds the token usage to the last chunk."""
 
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
 
 
 class TextPart(_Strict):
-    """A part of a message."""
+    """A part of a message's content; only text is supported."""
 
     type: Literal["text"]
     text: str
@@ -33,7 +33,8 @@ class TextPart(_Strict):
 def _content(value: Any) -> str:
     """Returns the text of a message's content.
 
-    Errors do not mention pydantic's names of a union.
+    This validator replaces a union of types, whose errors would mention names that only pydantic
+    knows.
     """
     if isinstance(value, str):
         return value
@@ -53,14 +54,14 @@ Parts = Annotated[list[TextPart], Field(min_length=1, max_length=_MOST_PARTS)]
 
 
 class CalledFunction(BaseModel):
-    """Name and arguments of a call; the arguments are the text of a JSON object."""
+    """The name and the arguments of a call; the arguments are the text of a JSON object."""
 
     name: str
     arguments: str = "{}"
 
 
 class ToolCall(BaseModel):
-    """A call in a message of the assistant."""
+    """A call in an assistant message."""
 
     model_config = ConfigDict(extra="ignore")
     type: Literal["function"] = "function"
@@ -68,7 +69,7 @@ class ToolCall(BaseModel):
 
 
 class Message(BaseModel):
-    """A turn of a conversation; additional fields are allowed and ignored."""
+    """A message of a conversation; unknown fields are ignored."""
 
     model_config = ConfigDict(extra="ignore")
     role: Literal["system", "developer", "user", "assistant", "tool"]
@@ -81,7 +82,7 @@ class Message(BaseModel):
         calls = isinstance(value, dict) and value.get("tool_calls")
         if calls and value.get("role") != "assistant":
             raise ValueError("tool_calls are for messages of the assistant only")
-        # A turn of calls alone has no content.
+        # A message that consists of calls has no content.
         return {**value, "content": ""} if calls and value.get("content") is None else value
 
 
@@ -102,9 +103,9 @@ Stops = Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None
 
 
 class Sampling(_Strict):
-    """Fields of both chat and text completions.
+    """The fields that chat and text completions have in common.
 
-    Fields that this server does not support may only have their neutral value.
+    A field whose function this server lacks may only have the value that disables this function.
     """
 
     model: str
@@ -136,13 +137,13 @@ class Sampling(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """Text is the only supported format."""
+    """The format of the response; only text is supported."""
 
     type: Literal["text"]
 
 
 class Function(BaseModel):
-    """A function of the client; its other fields are shown to the policy too."""
+    """A function of the client; the policy sees all fields, also those that are not listed here."""
 
     model_config = ConfigDict(extra="allow")
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -156,10 +157,10 @@ class FunctionTool(_Strict):
 
 
 class ChatRequest(Sampling):
-    """POST /v1/chat/completions
+    """The body of POST /v1/chat/completions.
 
-    ``tool_choice`` is "none" or "auto"; other values mean "auto", because the policy's tokens are
-    sampled freely.
+    ``tool_choice`` is "none" or "auto". Other values mean "auto", because the server cannot force
+    the policy to call a function.
     """
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -201,7 +202,7 @@ class ChatRequest(Sampling):
 
 
 def _prompts(value: Any) -> tuple[str | list[int], ...]:
-    """Parses one or several prompts; it must be fast, as a list may have a million ids."""
+    """Parses one or several prompts, quickly, because a list may have a million token ids."""
     several: Any = [value] if isinstance(value, str) else value
     kinds: set[Any] = set(map(type, several)) if isinstance(several, list) else set()
     if kinds == {int}:
@@ -231,10 +232,11 @@ Prompts = (
 
 
 class TextRequest(Sampling):
-    """POST /v1/completions
+    """The body of POST /v1/completions.
 
-    ``max_tokens`` is 16 if the client does not send it, as at OpenAI. null requests as many tokens
-    as fit, as in a chat. 0 returns the log-probabilities of the echoed prompt.
+    ``max_tokens`` is 16 by default, as in OpenAI's API. With null, a completion may have as many
+    tokens as fit, as in a chat. With 0, the response only contains the log-probabilities of the
+    echoed prompt.
     """
 
     prompt: Annotated[

@@ -1,4 +1,4 @@
-"""Log-probabilities of given tokens, for requests of prompt log-probabilities or alternatives."""
+"""Computes log-probabilities of given tokens and of their alternatives."""
 
 from __future__ import annotations
 
@@ -21,13 +21,14 @@ _CHUNK = 64
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """A token in its context, at temperature 1.
+    """The score of a token in its context, at temperature 1.
 
     Attributes:
-        id: the token.
-        logp: its natural log-probability; None for the first token of a text.
-        rank: 1 for the most likely token; 0 without a probability.
-        top: the most likely ids with their log-probabilities, best first.
+        id: id of the token.
+        logp: natural log-probability of the token; None for the first token of a text.
+        rank: rank of the token by probability, 1 for the most likely token; 0 for the first token
+            of a text.
+        top: pairs (id, log-probability) of the most likely tokens, the most likely first.
     """
 
     id: int
@@ -39,12 +40,14 @@ class Scored:
 def score(
     params: DecodeParams, config: ModelConfig, compute: Compute, ids: Sequence[int]
 ) -> list[Scored]:
-    """Scores a text in one pass. Texts are padded to a power of two; each length compiles once.
+    """Scores all tokens of a text in one forward pass.
+
+    The text is padded to a power of two, so that few lengths are compiled.
 
     Args:
         params: parameters in the layout for decoding.
-        config: the architecture.
-        compute: how to compute.
+        config: architecture of the model.
+        compute: dtypes and implementations of the computation.
         ids: token ids of the text.
     """
     length = max(_CHUNK, 1 << (len(ids) - 1).bit_length())
@@ -64,7 +67,7 @@ def _score(
     params: DecodeParams, tokens: jax.Array, *, config: ModelConfig, compute: Compute
 ) -> Any:
     positions = jnp.arange(tokens.shape[1])[None]
-    # The engine's attention implementation needs a cache; there is none here.
+    # The engine's attention implementation needs a KV cache, which this program does not have.
     compute = dataclasses.replace(compute, attention="xla")
     decoder, layers = params.bind(config)
     hidden, _ = decoder(tokens, positions, compute, layers=layers)

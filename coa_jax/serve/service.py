@@ -1,4 +1,4 @@
-"""The engines shared by all clients: requests go into the rollout loop, events come out."""
+"""Shares the engines among all clients: takes their requests and returns events of samples."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Service:
-    """A policy that answers many clients concurrently; an asynchronous context manager."""
+    """A policy that serves many clients concurrently; an asynchronous context manager."""
 
     def __init__(
         self,
@@ -43,12 +43,12 @@ class Service:
         """Sets up a service.
 
         Args:
-            model: tokenizer and shapes of the policy.
-            engines: engines with free slots only.
+            model: the policy; only its tokenizer and its architecture are used.
+            engines: decoding engines whose slots are all free.
             tools: tools of the agent.
-            config: limits and budgets.
-            prompt: how questions are put to the agent; None for the prompt that the config names.
-            version, recompute: see `EngineSampler`.
+            config: settings of the server.
+            prompt: instructions of the agent's prompt; None for those that the config names.
+            version, recompute: as in `EngineSampler`.
         """
         self.prompt = prompt or load_prompt(config.rollout.prompt_style, config.model)
         self.model, self.engines, self.config = model, engines, config
@@ -58,10 +58,11 @@ class Service:
         self.meters = Meters(self.slots)
         self.accepting = True
         self._visits: set[Visit] = set()
-        self._samples = 0  # samples that wait or run
-        self._scored = 0  # requests for scores in progress
-        self._read = 0  # requests being parsed or encoded
-        # Blocking tools may occupy all threads of the event loop, so the service has its own.
+        self._samples = 0  # number of samples that wait or run
+        self._scored = 0  # number of requests for scores in progress
+        self._read = 0  # number of requests that are being parsed or tokenised
+        # Blocking tools may occupy all threads of the event loop, so the service has threads of its
+        # own.
         self._scorer = ThreadPoolExecutor(1, "score")
         self._readers = ThreadPoolExecutor(2, "read")
         encode_plain(model.tokenizer, " ")  # its first call is not safe in several threads
@@ -81,7 +82,7 @@ class Service:
         return self
 
     async def __aexit__(self, *_: object) -> None:
-        """Cancels all requests in progress."""
+        """Cancels the requests in progress, and ends the rollout loop."""
         self.accepting = False
         for visit in self._visits:
             self.sampler.cancel(visit)
@@ -98,7 +99,7 @@ class Service:
 
     @property
     def loop(self) -> asyncio.Task[None]:
-        """The task of the rollout loop; only an exception ends it before the server ends."""
+        """The task of the rollout loop, which ends before the server only by an exception."""
         assert self._loop is not None
         return self._loop
 
@@ -108,7 +109,7 @@ class Service:
         return bool(self._visits or self._scored)
 
     async def drain(self, seconds: float) -> None:
-        """Rejects new requests and waits for those in progress, up to a number of seconds."""
+        """Refuses new requests, and waits up to ``seconds`` for requests in progress."""
         self.accepting = False
         end = time.monotonic() + seconds
         while self.busy and time.monotonic() < end:
@@ -116,7 +117,7 @@ class Service:
 
     @contextlib.contextmanager
     def reading(self) -> Iterator[None]:
-        """Reserves a place for a request while it is parsed and encoded.
+        """Reserves a place for a request while it is parsed and tokenised.
 
         Raises:
             Refused: too many requests are being parsed.
@@ -130,21 +131,21 @@ class Service:
             self._read -= 1
 
     async def read(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Calls a function that parses or encodes text in a thread, outside of the event loop."""
+        """Calls a function that parses or tokenises text, in a thread outside the event loop."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._readers, function, *arguments)
 
     async def render(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Calls a function that formats many log-probabilities in the scoring thread."""
+        """Calls a function that formats many log-probabilities, in the scoring thread."""
         loop = asyncio.get_running_loop()
         return await loop.run_in_executor(self._scorer, function, *arguments)
 
     @contextlib.contextmanager
     def scoring(self, wanted: bool) -> Iterator[None]:
-        """Reserves a place for a request for scores, from before its completions until its end.
+        """Reserves a place for a request that needs scores, from before its completions to its end.
 
         Args:
-            wanted: whether the request needs scores.
+            wanted: whether the request needs scores. If False, no place is reserved.
 
         Raises:
             Refused: too many requests need scores, or the server is shutting down.
@@ -162,9 +163,10 @@ class Service:
             self._scored -= 1
 
     async def score(self, ids: Sequence[int]) -> list[Scored]:
-        """Returns log-probabilities of a text; texts are scored one at a time, during decoding.
+        """Returns the log-probabilities of a text.
 
-        Call it within `scoring`.
+        Texts are scored one at a time, while the engines decode. Callers must have entered
+        `scoring`.
         """
         engine, loop = self.engines[0], asyncio.get_running_loop()
         arguments = engine.params, engine.model, engine.compute, ids
@@ -189,19 +191,19 @@ class Service:
                 self._ended(trajectory)
 
     def _submit(self, visit: Visit) -> None:
-        """Submits the samples of a request."""
+        """Submits the samples of a request to the rollout loop."""
         self.sampler.submit(visit)
 
     def _ended(self, trajectory: Trajectory) -> None:
-        """Called when a sample has left the engines."""
+        """Is called when a sample has left the engines; subclasses may override it."""
 
     async def events(self, visit: Visit) -> AsyncGenerator[Event, None]:
         """Runs a request and yields the events of its samples.
 
-        Closing the generator, or cancelling its consumer, cancels the request.
+        If the generator is closed or its consumer is cancelled, the request is cancelled.
 
         Raises:
-            Refused: too many requests are waiting, or the server is shutting down.
+            Refused: too many completions are waiting, or the server is shutting down.
         """
         self._check_accepting()
         wanted = len(visit.samples)
@@ -229,7 +231,7 @@ class Service:
             self.meters.seconds.observe(time.monotonic() - began)
 
     async def _next(self, visit: Visit) -> Event:
-        """Returns the next event; raises the exception of an engine that failed meanwhile."""
+        """Waits for the next event of a request; raises the exception of a failed rollout loop."""
         assert self._loop is not None
         getting = asyncio.ensure_future(visit.events.get())
         try:

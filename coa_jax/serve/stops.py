@@ -7,17 +7,17 @@ from collections.abc import Sequence
 
 
 class StopStrings:
-    """Finds the first stop string, and holds back text that may begin one.
+    """Finds the first stop string in a text, and holds back text that may begin a stop string.
 
-    If several stop strings end at the same character, the longest counts.
+    If several stop strings end at the same character, the longest is found.
     """
 
     def __init__(self, stops: Sequence[str] = (), *, keep: bool = False):
         """Starts with an empty text.
 
         Args:
-            stops: strings that end the text; none is empty.
-            keep: whether the text includes the stop string.
+            stops: nonempty strings that end the text.
+            keep: whether the returned text includes the stop string that was found.
         """
         self._stops = sorted(set(stops), key=len, reverse=True)
         self._begins = _beginnings(tuple(self._stops))
@@ -27,15 +27,15 @@ class StopStrings:
         self.found: str | None = None
 
     def feed(self, text: str) -> str:
-        """Adds a piece of text; returns the text that cannot be part of a stop string any more.
+        """Adds a piece of text; returns the text that can no longer be part of a stop string.
 
-        After a stop string was found it returns an empty string.
+        After a stop string was found, the method returns "".
         """
         if self.found is not None:
             return ""
         start = len(self._held)
         self._held += text
-        # A string ends at the earliest possible character, in the new piece.
+        # The stop string that ends first counts; it ends within the new piece.
         for end in range(start + 1, len(self._held) + 1):
             for stop in self._stops:
                 if self._held.endswith(stop, 0, end):
@@ -53,7 +53,7 @@ class StopStrings:
         return out
 
     def _prefix(self) -> int:
-        """Number of characters at the end of the text that begin a stop string."""
+        """Returns the number of characters at the end of the text that may begin a stop string."""
         for size in range(min(self._longest - 1, len(self._held)), 0, -1):
             if self._held[-size:] in self._begins:
                 return size
@@ -62,5 +62,5 @@ class StopStrings:
 
 @functools.lru_cache(maxsize=16)
 def _beginnings(stops: tuple[str, ...]) -> frozenset[str]:
-    """Returns all prefixes of the stop strings, since a look-up is faster than testing each."""
+    """Returns all prefixes of the stop strings, because a look-up is faster than testing each."""
     return frozenset(stop[:size] for stop in stops for size in range(1, len(stop)))

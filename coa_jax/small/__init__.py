@@ -1,1 +1,1 @@
-"""Parts needed only by small policies that are trained from scratch, such as the quickstart's."""
+"""Serves small policies that are trained from scratch, such as the policy of the quickstart."""

@@ -1,9 +1,10 @@
-"""Renames entities in records, so that a policy learns to copy names, not to memorise them.
+"""Renames entities in records, so that a policy learns to copy names instead of memorising them.
 
-A corpus has a few hundred entities. A policy trained from scratch memorises them sooner than it
-learns to copy a name from its question into a query, and then fails on every unseen entity.
-Renaming replaces the names and numbers of a record by random ones, consistently in the whole record
-including observations. The behaviour to learn stays the same, but there is nothing to memorise.
+A corpus has only a few hundred entities. A policy that is trained from scratch memorises these
+entities sooner than it learns to copy a name from the question into a query. It then fails on every
+unseen entity. Renaming replaces the names and numbers of a record by random names and numbers,
+consistently in the whole record including observations. The behaviour to learn stays the same, but
+there is nothing to memorise.
 """
 
 from __future__ import annotations
@@ -23,14 +24,19 @@ Change = Callable[[DistilledRecord, np.random.Generator], DistilledRecord]
 
 _WORD = re.compile(r"[^\W\d_]+")
 _NUMBER = re.compile(r"\d{1,3}(?:,\d{3})+|\d{4,}")
-_LOWER_SHARE = 0.2  # share of lower-case new names: currencies, for example, are copied too
+_LOWER_SHARE = 0.2  # share of new names in lower case, as of currencies
 
 
 def renaming(share: float) -> Callable[[Any, Sequence[DistilledRecord], Prompt], Change] | None:
-    """Returns the augmentation for `learn.sft.train` that renames a share of the records.
+    """Returns the augmentation of `learn.sft.train` that renames the entities of some records.
 
-    Words that occur in many records are not names, see `scratch.template_words`. The result is None
-    for a share of 0.
+    Words that occur in many records do not count as names, see `scratch.template_words`.
+
+    Args:
+        share: share of the records that are renamed.
+
+    Returns:
+        A function that prepares the augmentation; None if ``share`` is 0.
     """
     if not share:
         return None
@@ -48,13 +54,13 @@ def renaming(share: float) -> Callable[[Any, Sequence[DistilledRecord], Prompt],
 
 @dataclasses.dataclass(frozen=True)
 class NamePieces:
-    """The pieces of new names: all letter-only tokens of a tokenizer.
+    """The pieces that new names consist of: all tokens of a tokenizer that contain only letters.
 
-    A token that never occurs in the training records is one that the policy never writes, whatever
-    it reads. Names made uniformly of all pieces leave no token out.
+    If a token never occurs in the training records, the policy never learns to write it. Therefore
+    names are made of pieces that are drawn uniformly from all tokens.
 
     Attributes:
-        first: pieces that may begin a name, capitalised.
+        first: capitalised pieces, which may begin a name.
         further: pieces in lower case.
     """
 
@@ -63,14 +69,14 @@ class NamePieces:
 
     @classmethod
     def of(cls, tokenizer: Any) -> NamePieces:
-        """Returns the pieces in a tokenizer's vocabulary."""
+        """Collects the pieces in the vocabulary of a tokenizer."""
         tokens = {tokenizer.decode([index]).strip() for index in range(len(tokenizer))}
         words = sorted(token for token in tokens if _WORD.fullmatch(token))
         capitalised = tuple(word for word in words if word == word.capitalize())
         return cls(capitalised, tuple(word for word in words if word == word.lower()))
 
     def name(self, rng: np.random.Generator) -> str:
-        """Returns a new name of two to four pieces."""
+        """Returns a random name of two to four pieces."""
         pieces = [self.further[int(i)] for i in rng.integers(0, len(self.further), 4)]
         if rng.random() < _LOWER_SHARE:
             start = pieces[3]
@@ -87,17 +93,18 @@ def rename(
     pieces: NamePieces,
     rng: np.random.Generator,
 ) -> DistilledRecord:
-    """Replaces the record's names and long numbers.
+    """Replaces the names and long numbers of a record by random ones.
 
-    Names are capitalised words that the policy copies: they occur in its parts and in the question
-    or an observation. Numbers have four digits or more, and keep their length and commas, so that
-    "19,416" and "19416" remain the same number.
+    A word is a name if it is capitalised and the policy copies it, that is, if it occurs in the
+    policy's text and in the question or an observation. Numbers of four or more digits are replaced
+    by numbers of the same length with commas at the same places, so that "19,416" and "19416"
+    remain the same number.
 
     Args:
         record: the record.
-        keep: words that are not names.
+        keep: words that do not count as names.
         pieces: pieces of the new names.
-        rng: random generator for the new names.
+        rng: random generator for the new names and numbers.
     """
     around = (record.prompt, *(text for _, text in record.context))
     texts = (record.question, *around, *(t for _, t in record.parts), record.answer, *record.gold)
@@ -140,6 +147,6 @@ def _new_number(number: str, rng: np.random.Generator) -> str:
 
 
 def _like(number: str, table: dict[str, str]) -> str:
-    """Returns the replacement of a number, with commas at the same places."""
+    """Returns the replacement of a number, with commas at the places of the original."""
     digits = iter(table[number.replace(",", "")])
     return "".join(c if c == "," else next(digits) for c in number)

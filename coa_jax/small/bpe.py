@@ -1,9 +1,10 @@
-"""Trains a small byte-level BPE tokenizer for a policy trained from scratch.
+"""Trains a small byte-level BPE tokenizer for a policy that is trained from scratch.
 
-Two properties matter more than compression. Tags such as ``</think>`` are one token each, so that a
-protocol needs little context; they remain ordinary text, because tool output may contain them. And
-an unseen name must be tokenised into the same small pieces as seen names; otherwise a policy that
-learned to copy names could not copy the new one.
+Two properties of the tokenizer matter more than compression. First, each tag such as ``</think>``
+is one token, so that a protocol needs little context. Tags nevertheless remain ordinary text and
+are not control tokens, because tool output may contain them. Second, unseen names are tokenised
+into the same small pieces as seen names. Otherwise a policy that has learned to copy names could
+not copy an unseen name.
 """
 
 from __future__ import annotations
@@ -21,11 +22,11 @@ from coa_jax.model.chat_template import TEMPLATE
 SPECIAL_TOKENS = ("<|im_start|>", "<|im_end|>", "<|endoftext|>")
 _TAG = r"</?[a-z_]+>"
 _WORDS = (
-    _TAG  # the second split must keep an isolated tag whole
+    _TAG  # a tag that the first split has isolated must stay whole
     + r"|'(?:s|t|re|ve|m|ll|d)|\p{Lu}\p{L}*| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 )
 _NAME_COUNT = 8
-"""Weight of a name among the words from which merges are learned, in mode ``pieces``."""
+"""Weight of each name when merges are learned with ``merge_words="pieces"``."""
 
 
 def train_bpe(
@@ -39,31 +40,33 @@ def train_bpe(
     keep_words: Sequence[str] = (),
     max_length: int = 4096,
 ) -> Any:
-    """Trains a byte-level BPE tokenizer.
+    """Trains a byte-level BPE tokenizer; the result is deterministic.
 
-    Text is split into tags, words (with the preceding space), single digits, punctuation and white
-    space; merges never cross these splits. The only added tokens are the three ChatML tokens. The
-    result is deterministic.
+    Text is split into tags, words with the preceding space, single digits, punctuation and white
+    space. Merges never cross these splits. The only control tokens are the three tokens of ChatML.
 
     Args:
-        texts: the corpus.
-        vocab_size: maximum number of tokens: 3 control tokens, 256 bytes, the tags, then merges.
-        path: directory for the tokenizer, or None.
-        tags: texts of the form ``<name>`` or ``</name>`` that become one token each, however rare.
-        merge_words: words from which merges are learned. ``"lowercase"`` leaves out words with an
-            upper-case letter, so that names are tokenised into characters and short pieces of
-            common words. ``"pieces"`` counts each such word once, without the preceding space, so
-            that common parts of names become tokens, but no name does. ``"all"`` treats names like
-            any word.
-        min_word_count: words that occur less often are left out as well.
-        keep_words: words that are merged in spite of both rules, e.g. ``"Question"``.
-        max_length: ``model_max_length`` of the result.
+        texts: texts from which merges are learned.
+        vocab_size: maximum number of tokens: the 3 control tokens, 256 bytes, the tags, and the
+            merges.
+        path: directory to which the tokenizer is written; None to write nothing.
+        tags: texts of the form ``<name>`` or ``</name>``. Each becomes one token, even if it is
+            rare.
+        merge_words: from which words merges are learned. With ``"all"``, from all words, including
+            names. With ``"lowercase"``, only from words without an upper-case letter, so that names
+            are tokenised into characters and into short pieces of common words. With ``"pieces"``,
+            each word with an upper-case letter counts once and without the preceding space, so that
+            common parts of names become tokens, but whole names do not.
+        min_word_count: number of occurrences below which a word is left out.
+        keep_words: words from which merges are learned even if ``merge_words`` or
+            ``min_word_count`` excludes them, e.g. ``"Question"``.
+        max_length: ``model_max_length`` of the tokenizer.
 
     Returns:
         A transformers ``PreTrainedTokenizerFast`` with a ChatML template.
 
     Raises:
-        UserError: ``vocab_size`` is too small, or a tag does not have that form.
+        UserError: ``vocab_size`` is too small, or a tag has another form.
     """
     base = len(SPECIAL_TOKENS) + 256 + len(set(tags))
     if vocab_size < base:
@@ -104,7 +107,7 @@ def _pre_tokenizer() -> Any:
 
 
 def _count_words(texts: Iterable[str]) -> collections.Counter[str]:
-    """Counts pre-tokens, as text; tags are left out, because they are tokens anyway."""
+    """Counts how often each pre-token occurs, without tags, which become tokens anyway."""
     splits = _pre_tokenizer()
     counts: collections.Counter[str] = collections.Counter()
     for text in texts:
@@ -116,14 +119,14 @@ def _count_words(texts: Iterable[str]) -> collections.Counter[str]:
 
 
 def _learn_merges(counts: dict[str, int], num_merges: int) -> list[tuple[str, str]]:
-    """Learns the most frequent merges inside words, best first, in the byte alphabet."""
+    """Learns the most frequent merges within words in the byte alphabet, the best first."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
 
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
     def corpus() -> Iterator[str]:
-        # Words are already in the byte alphabet, which has no newline, so newlines separate
-        # repetitions.
+        # Words are already in the byte alphabet, which has no newline. So newlines can separate the
+        # repetitions of a word.
         for word, count in counts.items():
             spelt = "".join(piece for piece, _ in byte_level.pre_tokenize_str(word))
             while count > 0:
@@ -146,8 +149,8 @@ def _assemble(merges: list[tuple[str, str]], tags: Sequence[str]) -> Any:
     tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *dict.fromkeys(tags)]
     tokens += ["".join(merge) for merge in merges]
     vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
-    # A pre-token that is a vocabulary entry is encoded as that entry, so a tag needs no chain of
-    # merges and no tokens for its prefixes.
+    # If a pre-token is in the vocabulary, it is encoded as one token. So a tag needs no chain of
+    # merges, and no tokens for its prefixes.
     tokenizer = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=True))
     tokenizer.pre_tokenizer = _pre_tokenizer()
     tokenizer.decoder = decoders.ByteLevel()

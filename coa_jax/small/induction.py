@@ -1,18 +1,22 @@
-"""Initial values that already copy: an induction circuit in the first two layers.
+"""Initialises the first two layers with an induction circuit, so that the model can copy.
 
-The main skill of a policy with tools is copying: a name from the question into a query, a value
-from an observation into the answer. Transformers copy by induction: one head writes to each
-position the token before it, and a head in a later layer attends to the position after the last
-occurrence of the current token (Olsson et al. 2022, arXiv 2209.11895). From random initial values
-the circuit needs millions of tokens to form, more than a run of minutes on a CPU can afford, so
-small policies trained from scratch start with the circuit. All values remain trainable.
+The main skill of a policy with tools is copying: a name from the question into a query, or a value
+from an observation into the answer. Transformers copy by induction. One head writes to each
+position the token of the position before. A head in a later layer attends to the position after the
+last occurrence of the current token (Olsson et al. 2022, arXiv 2209.11895). From random initial
+values this circuit takes millions of tokens to form, more than a run of minutes on a CPU can
+afford. Therefore small policies that are trained from scratch start with the circuit. All values
+remain trainable.
 
-Layer 0, every key/value head: query head 0 of the group attends one position back, query head 1 two
-positions back. Both read a dimension of the residual stream that is constant for all tokens: rotary
-positions turn a constant query and key into a function of their distance. Layer 1, every key/value
-head: the keys are the outputs of those heads, the queries are the current token (and the one before
-it); the value is the token found, written back as itself. Content is matched in the slow rotary
-dimensions, which distance hardly rotates.
+In layer 0, in the group of every key/value head, query head 0 attends one position back, and query
+head 1 attends two positions back. Both heads read a dimension of the residual stream that is
+constant for all tokens, because rotary positions turn a constant query and key into a function of
+their distance.
+
+In layer 1, the keys of every key/value head are the outputs of the heads in layer 0, and the
+queries are the current token and the token before it. The value is the token that is found, which
+is written back to the residual stream as itself. Content is matched in the slow rotary dimensions,
+which hardly rotate with distance.
 """
 
 from __future__ import annotations
@@ -26,17 +30,18 @@ from coa_jax.model.params import Params, flatten, nest
 from coa_jax.model.rope import frequencies
 
 _FAST = 12
-"""Number of rotary pairs that distinguish positions."""
+"""Number of rotary pairs by which heads distinguish positions."""
 _TURN = 2e-3
-"""Maximum radians per position of a pair that still matches distant content."""
+"""Maximum angle per position, in radians, of a rotary pair that can match distant content."""
 
 
 def add_induction(params: Params, config: ModelConfig, seed: int) -> Params:
-    """Replaces the attention of the first two layers by the circuit.
+    """Replaces the attention of the first two layers by the induction circuit.
 
     Args:
         params: stacked parameters of a model with at least two query heads per key/value head.
-        config: its architecture; a larger ``rope_theta`` gives more dimensions for matching.
+        config: architecture of the model. A larger ``rope_theta`` gives more dimensions for
+            matching.
         seed: seed of the random projections.
 
     Raises:
@@ -52,8 +57,8 @@ def add_induction(params: Params, config: ModelConfig, seed: int) -> Params:
     d, n, half = config.hidden_size, config.num_kv_heads, config.head_dim // 2
     slow = np.flatnonzero(np.asarray(frequencies(config)[0]) < _TURN)
     slow = np.concatenate([slow, slow + half])
-    # The first half of the stream holds tokens; the second half holds the two previous tokens and,
-    # in its last dimension, the constant.
+    # The first half of the residual stream holds the token. The second half holds the two previous
+    # tokens and, in its last dimension, the constant.
     tokens, size = d // 2, min((d - d // 2 - 1) // 2, config.head_dim)
     if len(slow) < 8 or size < len(slow):
         raise UserError(
@@ -62,8 +67,8 @@ def add_induction(params: Params, config: ModelConfig, seed: int) -> Params:
         )
     embed = np.array(params["embed"]["embedding"])
     embed[:, tokens:] = 0.0
-    # All tokens have the same norm: the constant must be equal after normalisation, or attention by
-    # distance would prefer some tokens.
+    # All tokens have the same norm, so that the constant is equal after normalisation. Otherwise
+    # attention by distance would prefer some tokens.
     lengths = np.linalg.norm(embed, axis=1, keepdims=True)
     norm = float(np.sqrt(2.0) * lengths.mean())
     embed *= norm / lengths
@@ -71,7 +76,7 @@ def add_induction(params: Params, config: ModelConfig, seed: int) -> Params:
     places = (np.arange(tokens, tokens + size), np.arange(tokens + size, tokens + 2 * size))
     attn = params["layers"]["attn"]
     qkv, out = np.array(attn["qkv"]["kernel"]), np.array(attn["out"]["kernel"])
-    code = _orthonormal(rng, tokens, size)  # code of a token at a later position
+    code = _orthonormal(rng, tokens, size)  # code by which a later position holds a token
     for head in range(n):
         _previous_token_heads(config, qkv, out, head, code, places, norm / n)
         _match_heads(qkv, out, head, code, places, slow, rng, norm / n)
@@ -92,16 +97,16 @@ def _previous_token_heads(
     places: tuple[np.ndarray, np.ndarray],
     norm: float,
 ) -> None:
-    """Layer 0: attends by distance, and writes the code of the token found to its place."""
+    """Sets layer 0, whose heads attend by distance and write the code of the token they find."""
     half, (tokens, size), key = config.head_dim // 2, code.shape, config.num_groups
-    # The normalised constant is sqrt(D / 5): every pair of a query and a key then has norm 7.
+    # The normalised constant is sqrt(D / 5), so every rotary pair of a query and a key has norm 7.
     sharpness = 7.0 * np.sqrt(5 / config.hidden_size)
     angles = np.asarray(frequencies(config)[0])[:_FAST]
     qkv[0, :, head] = 0.0
     out[0, head] = 0.0
     qkv[0, -1, head, key, :_FAST] = sharpness
     qkv[0, :tokens, head, key + 1, :size] = code
-    # A normalised token has norm sqrt(D), its code sqrt(D size / tokens).
+    # A normalised token has norm sqrt(D), and its code has norm sqrt(D size / tokens).
     gain = norm / np.sqrt(config.hidden_size * size / tokens)
     for group, offset in enumerate((1, 2)):
         qkv[0, -1, head, group, :_FAST] = sharpness * np.cos(offset * angles)
@@ -119,12 +124,12 @@ def _match_heads(
     rng: np.random.Generator,
     norm: float,
 ) -> None:
-    """Layer 1: attends after earlier occurrences of the token, and writes the token found."""
+    """Sets layer 1, which attends after earlier occurrences of a token and writes what it finds."""
     tokens, size = code.shape
     groups = qkv.shape[3] - 2
     key, value, width = groups, groups + 1, qkv.shape[-1]
     qkv[1, :, head] = 0.0
-    # Two thirds of the dimensions match the current token, the rest match the one before it.
+    # Two thirds of the dimensions match the current token, the other third the token before it.
     split = 2 * len(slow) // 3
     first, second = _orthonormal(rng, size, split), _orthonormal(rng, size, len(slow) - split)
     strength = 1.6
@@ -142,5 +147,5 @@ def _match_heads(
 
 
 def _orthonormal(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:
-    """Returns random orthonormal columns, ``[rows, columns]``."""
+    """Returns a random matrix ``[rows, columns]`` with orthonormal columns."""
     return np.linalg.qr(rng.normal(size=(rows, max(columns, 1))))[0][:, :columns]

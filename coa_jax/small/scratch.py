@@ -1,4 +1,4 @@
-"""An untrained policy: a tokenizer trained on distilled text, and random parameters."""
+"""Creates an untrained policy: a tokenizer trained on distilled text, and random parameters."""
 
 from __future__ import annotations
 
@@ -25,19 +25,20 @@ from coa_jax.trajectory import DistilledRecord
 
 @dataclasses.dataclass(frozen=True)
 class ScratchConfig(Bounded):
-    """Size of a policy that is trained from scratch.
+    """Sizes of a policy that is trained from scratch.
 
     Attributes:
         architecture: family of the model.
-        vocab_size: maximum size of the tokenizer's vocabulary.
-        hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: see
-            `ModelConfig`.
+        vocab_size: maximum number of tokens of the tokenizer.
+        hidden_size, intermediate_size, num_layers, num_heads, num_kv_heads, head_dim: sizes of the
+            model, see `ModelConfig`.
         rope_theta: base of the rotary frequencies.
-        induction: whether to start with an induction circuit, see `small.induction`.
+        induction: whether the first two layers start with an induction circuit, see
+            `small.induction`.
         common_word: share of the records in which a capitalised word must occur to become a token
-            of its own. Rarer words are names, which are split into pieces so that copying
-            generalises.
-        seed: seed of the parameters.
+            of its own. Rarer capitalised words count as names. The tokenizer splits them into
+            pieces, so that copying generalises to unseen names.
+        seed: seed of the random parameters.
     """
 
     architecture: Literal["llama", "qwen3"] = "llama"
@@ -57,12 +58,12 @@ class ScratchConfig(Bounded):
 def write_policy(
     config: ScratchConfig, records: Sequence[DistilledRecord], prompt: Prompt, path: Path
 ) -> None:
-    """Writes a Hugging Face directory with the untrained policy.
+    """Creates an untrained policy and writes it as a Hugging Face directory.
 
     Args:
         config: sizes of the policy.
         records: records on whose text the tokenizer is trained.
-        prompt: prompt style in which the policy sees the records' questions.
+        prompt: prompt style in which the policy sees the questions of the records.
         path: path of the directory.
 
     Raises:
@@ -110,12 +111,14 @@ def write_policy(
 def template_words(
     records: Sequence[DistilledRecord], prompt: Prompt, share: float = 0.1
 ) -> frozenset[str]:
-    """Returns the capitalised words that many records share, e.g. "Step", and that are not names.
+    """Returns the capitalised words, such as "Step", that many records share.
+
+    These words belong to the templates of questions and trajectories, and are not names.
 
     Args:
         records: the records.
-        prompt: format of the prompts made from the questions.
-        share: minimum share of the records that contain a word.
+        prompt: prompt style of the questions.
+        share: a word is returned if at least this share of the records contains it.
     """
     return frozenset(common_words(_texts(records, prompt), share))
 
@@ -128,9 +131,10 @@ def _texts(records: Sequence[DistilledRecord], prompt: Prompt) -> list[str]:
 
 
 def common_words(texts: Sequence[str], share: float) -> list[str]:
-    """Returns the capitalised words that occur in at least this share of the texts, sorted.
+    """Returns the sorted capitalised words that occur in at least a given share of the texts.
 
-    They belong to the templates of questions and trajectories ("Step", "Title"), and are not names.
+    Such words, for example "Step" and "Title", belong to the templates of questions and
+    trajectories and are not names.
     """
     counts: Counter[str] = Counter()
     for text in texts:

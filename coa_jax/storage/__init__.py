@@ -1,8 +1,8 @@
-"""Files and folders by URL: local paths, buckets (``gs://``, ``s3://``) and models of the Hub.
+"""Gives access to files in buckets (``gs://``, ``s3://``) and to models of the Hub, by URL.
 
-The other packages work with local paths.  `local` and `model_folder` copy an input to a local path,
-`output` uploads a local file or folder at the end, and `run_folder` gives a run directory a local
-mirror, which `coa_jax.run_dir` opens.  docs/storage.md describes when files are uploaded.
+The other packages work with local paths. `local` and `model_folder` copy an input to a local path.
+`output` uploads a local file or folder at the end. `run_folder` creates a local mirror of a run
+directory, which `coa_jax.run_dir` opens. docs/storage.md describes when files are uploaded.
 """
 
 from coa_jax.storage.copies import exists, local, output, shown, upload, version

@@ -1,4 +1,4 @@
-"""Folders to which Orbax writes checkpoints: local, mounted buckets, and buckets by URL."""
+"""Prepares folders for Orbax's checkpoints: local folders, mounted buckets, buckets by URL."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from coa_jax.storage.mirror import CHECKPOINTS, mirror_of
 from coa_jax.storage.places import file_system, is_url, join, scheme_of
 
 MOUNTS = ("gcsfuse", "s3fs", "goofys", "mountpoint-s3", "rclone", "blobfuse")
-"""Names of the programs that mount buckets as folders, as in ``/proc/self/mountinfo``."""
+"""Names of programs that mount buckets as folders, as ``/proc/self/mountinfo`` shows them."""
 
 
 def checkpoints_of(path: Path) -> Path:
     """Returns the folder of a run's checkpoints.
 
     Args:
-        path: local folder of the run.  If it is the mirror of a bucket, the checkpoints are in the
-            bucket.
+        path: local folder of the run. If this folder is the mirror of a folder in a bucket, the
+            returned folder is in the bucket.
     """
     mirror = mirror_of(path)
     if mirror is None:
@@ -29,10 +29,10 @@ def checkpoints_of(path: Path) -> Path:
 
 
 def prepared(place: str | os.PathLike[str]) -> Any:
-    """Converts a place for Orbax: to a `pathlib.Path`, or to an `epath.Path` for a URL."""
+    """Converts a local path to a `pathlib.Path`, or a URL to an `epath.Path`, for Orbax."""
     if not is_url(place):
         return Path(place).resolve()
-    file_system(scheme_of(os.fspath(place)))  # applies fsspec settings that epath uses too
+    file_system(scheme_of(os.fspath(place)))  # applies settings of fsspec that epath uses, too
     if scheme_of(os.fspath(place)) == "s3":
         _teach_orbax_s3()
     from etils import epath
@@ -41,7 +41,7 @@ def prepared(place: str | os.PathLike[str]) -> Any:
 
 
 def is_bucket(path: os.PathLike[str]) -> bool:
-    """Whether a folder is in a bucket, by URL or mounted; renames are not atomic in buckets."""
+    """Returns whether a folder is in a bucket, by URL or mounted, where renames are not atomic."""
     if is_url(path):
         return True
     kinds = {}
@@ -61,8 +61,9 @@ def is_bucket(path: os.PathLike[str]) -> bool:
 def _teach_orbax_s3() -> None:
     """Patches Orbax to use TensorStore's driver for ``s3://``.
 
-    Orbax writes metadata to any URL of etils.epath, but uses only TensorStore's drivers for local
-    files and Google Cloud Storage.  The three patched functions choose the driver.
+    Orbax writes metadata to any URL that etils.epath supports. For arrays it uses only
+    TensorStore's drivers for local files and for Google Cloud Storage. The three patched functions
+    choose the driver.
     """
     from orbax.checkpoint._src.path import gcs_utils
     from orbax.checkpoint._src.serialization import tensorstore_utils
@@ -78,13 +79,13 @@ def _teach_orbax_s3() -> None:
 
 
 def _s3_driver(path: str) -> dict[str, Any]:
-    """TensorStore's spec of a folder on S3, or on a store with the same protocol."""
+    """Returns TensorStore's spec of a folder on S3, or on a store with the protocol of S3."""
     bucket, _, inside = path.removeprefix("s3://").partition("/")
     spec: dict[str, Any] = {"driver": "s3", "bucket": bucket, "path": inside}
     if endpoint := os.environ.get("AWS_ENDPOINT_URL_S3") or os.environ.get("AWS_ENDPOINT_URL"):
         region = os.environ.get("AWS_REGION") or os.environ.get("AWS_DEFAULT_REGION")
         spec |= {"endpoint": endpoint, "aws_region": region or "us-east-1"}
     if "AWS_ACCESS_KEY_ID" in os.environ:
-        # Otherwise TensorStore logs a warning for each missing file of credentials.
+        # Without this setting, TensorStore logs a warning for each missing file of credentials.
         spec["aws_credentials"] = {"type": "environment"}
     return spec

@@ -1,4 +1,4 @@
-"""Local copies of files in buckets, made once on each host and kept in the temporary folder."""
+"""Copies files between buckets and this host; keeps copies of inputs in the temporary folder."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from coa_jax.errors import UserError
 from coa_jax.storage.places import file_system, is_url, join, scheme_of, telling
 
 PART = ".part-"
-"""Separates the name of a file from the offset of a further part in the names of objects."""
+"""In names of objects, separates the name of a file from the offset of a later part of it."""
 
 _shown: dict[str, str] = {}
-"""Local folder -> the URL that messages show instead."""
+"""Maps each local folder of a copy or mirror to the URL that messages show instead."""
 
 
 def shown(text: str | os.PathLike[str]) -> str:
-    """Replaces local copies and mirrors in a message or a path by their URLs."""
+    """Replaces the paths of local copies and mirrors in a message or a path by their URLs."""
     text = os.fspath(text)
     for folder, url in _shown.items():
         text = text.replace(folder, url)
@@ -33,12 +33,12 @@ def shown(text: str | os.PathLike[str]) -> str:
 
 
 def stands_for(folder: Path, url: str) -> None:
-    """Registers that messages show ``url`` instead of a local folder."""
+    """Makes `shown` replace a local folder by ``url``."""
     _shown[str(folder)] = url.rstrip("/")
 
 
 def own_folder() -> Path:
-    """Creates this user's folder in the temporary folder (``TMPDIR``), private to the user.
+    """Creates and returns the user's private folder in the temporary folder (``TMPDIR``).
 
     Raises:
         UserError: another user owns the folder.
@@ -54,15 +54,15 @@ def own_folder() -> Path:
 def local(place: str, leave_out: str = "") -> str:
     """Returns the local path of an input; an input in a bucket is copied first.
 
-    Each host copies an object once, and again after the object has changed.
+    Each host copies an object once, and again if the object has changed.
 
     Args:
-        place: local path or URL of a file, of a folder (which is copied whole), or a pattern with
-            ``*``.
-        leave_out: pattern of the names of files that are not copied.
+        place: local path or URL of a file or a folder, or a pattern with ``*``. A folder is copied
+            with everything in it.
+        leave_out: pattern of names of files that are not copied; "" to copy all files.
 
     Raises:
-        UserError: the place cannot be read, or has no files.
+        UserError: the input cannot be read, or contains no file.
     """
     if not is_url(place):
         return place
@@ -87,7 +87,7 @@ def local(place: str, leave_out: str = "") -> str:
 
 
 def _objects(fs: Any, inside: str) -> dict[str, Any]:
-    """Objects of a file (with its parts) or of a folder: name -> metadata from the store."""
+    """Returns the objects of a file, with its parts, or of a folder: metadata by name."""
     with contextlib.suppress(FileNotFoundError):
         info = fs.info(inside)
         if info["type"] == "file":
@@ -106,7 +106,7 @@ def _folder_of(url: str) -> Path:
 
 
 def _copy(fs: Any, found: Mapping[str, Any], root: str, folder: Path) -> None:
-    """Copies new and changed objects to a folder; a lock lets one process copy at a time."""
+    """Copies new and changed objects to a folder; a lock prevents two processes from copying."""
     with locked(folder / ".lock"):
         marks_file = folder / ".marks"
         marks = files.read_json_object(marks_file, None) if marks_file.exists() else {}
@@ -128,11 +128,11 @@ def _copy(fs: Any, found: Mapping[str, Any], root: str, folder: Path) -> None:
 
 
 def joined(whole: str, sizes: Mapping[str, int]) -> list[str]:
-    """Names of the objects that make up a file, in order; see `coa_jax.storage.mirror`.
+    """Returns the names of the objects that make up a file, in order; see `coa_jax.storage.mirror`.
 
     Args:
-        whole: name of the file, which is the name of its first object.
-        sizes: sizes of all objects in bytes, by name.
+        whole: name of the file, which is also the name of its first object.
+        sizes: maps the name of each object to its size in bytes.
     """
     pieces, end = [whole], sizes[whole]
     while (name := f"{whole}{PART}{end:015d}") in sizes and sizes[name]:
@@ -142,18 +142,18 @@ def joined(whole: str, sizes: Mapping[str, int]) -> list[str]:
 
 
 def _mark(info: Mapping[str, Any]) -> str:
-    """A text that changes when the content of an object changes."""
+    """Returns a text that changes when the content of an object changes."""
     return f"{info.get('size')} {info.get('generation') or info.get('ETag') or info.get('mtime')}"
 
 
 def version(place: str) -> str:
-    """Returns a text that changes when the content of a file changes; a URL is not copied.
+    """Returns a text that changes when the content of a file changes, without reading the file.
 
     Args:
         place: local path or URL of the file.
 
     Raises:
-        UserError: the object of a URL does not exist or cannot be read.
+        UserError: the object at the URL does not exist or cannot be read.
         OSError: the local file does not exist.
     """
     if not is_url(place):
@@ -164,7 +164,7 @@ def version(place: str) -> str:
 
 
 def exists(url: str) -> bool:
-    """Whether an object or a folder exists at a URL.
+    """Returns whether an object or a folder exists at a URL.
 
     Raises:
         UserError: the bucket cannot be read.
@@ -175,7 +175,7 @@ def exists(url: str) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Holds a lock on a local file; the lock ends at the latest with the process."""
+    """Locks a local file during a ``with`` block; the lock ends at the latest with the process."""
     with open(path, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -183,13 +183,14 @@ def locked(path: Path) -> Iterator[None]:
 
 @contextlib.contextmanager
 def output(place: str) -> Iterator[Path]:
-    """Yields a local path to write a file or folder to, which is uploaded at the end.
+    """Yields a local path for an output file or folder, which is uploaded at the end of the block.
 
     Args:
-        place: a local path, which is yielded unchanged, or a URL, whose objects are replaced.
+        place: a local path, which is yielded unchanged, or a URL, whose objects the upload
+            replaces.
 
     Raises:
-        UserError: the upload fails; the local files are removed nevertheless.
+        UserError: the upload fails. The local files are then lost.
     """
     if not is_url(place):
         yield Path(place)
@@ -203,7 +204,10 @@ def output(place: str) -> Iterator[Path]:
 
 
 def upload(path: Path, url: str) -> None:
-    """Uploads a file or a folder; objects that the new folder lacks are removed afterwards."""
+    """Uploads a file or a folder to a URL.
+
+    Objects at the URL that the new folder lacks are removed after the upload.
+    """
     fs, inside = file_system(scheme_of(url)), url.partition("://")[2]
     with telling(url):
         if path.is_file():

@@ -1,4 +1,4 @@
-"""Checks the paths and URLs of a command line, before the command does anything else."""
+"""Checks the paths and URLs of a command line before the command does anything else."""
 
 from __future__ import annotations
 
@@ -11,29 +11,33 @@ from coa_jax.storage.places import check, is_url
 
 _SCHEME = re.compile(r"\b([A-Za-z][A-Za-z0-9+.-]*)://")
 _PLACE = re.compile(r"(?:\w+:)?(?P<url>[A-Za-z][A-Za-z0-9+.-]*://.*)")
-"""A URL, optionally after the name of a reader, as in ``aime:gs://bucket/aime.jsonl``."""
+"""Matches a URL, also after the name of a task source, as in ``aime:gs://bucket/aime.jsonl``."""
 
 _NAMES_FILES = re.compile(
     r"(?:--|.*\.)(?:workdir|replay|out|output|copy|model|policy|data|validation|tasks|source|traces"
     r"|files|corpus|path|folder|pass_rates|private_tests|prompt_style)"
 )
-"""Flags and settings whose values are paths or URLs of files."""
+"""Matches names of flags and settings whose values are paths or URLs of files."""
 _LOCAL_ONLY = re.compile(r".*(?:\.store\.path|\.cache)|--copy")
-"""Flags and settings that allow only local paths: several processes write to these files at a time,
-or a person edits them."""
+"""Matches names of flags and settings that allow only local paths.
+
+Several processes write to these files at the same time, or a person edits them.
+"""
 
 
 def check_places(values: Mapping[str, Any], *, ask: bool = True) -> None:
-    """Checks that every URL among the values can be opened.
+    """Checks every URL among the values of flags and settings.
 
     An http URL is valid for a service, but not for a file.
 
     Args:
-        values: flag with its dashes, or dotted setting (``--config.model``) -> value.
+        values: maps the name of a flag or setting, such as ``--workdir`` or ``--config.model``, to
+            its value.
         ask: whether to send a request to each store, see `places.check`.
 
     Raises:
-        UserError: a value contains a URL that cannot be opened, or its store refuses access.
+        UserError: a value contains a URL of an unsupported scheme, or the store of a URL refuses
+            access.
     """
     for name, value in values.items():
         if ".mcp." in name:
@@ -54,7 +58,7 @@ def _check_place(name: str, place: str, ask: bool) -> None:
     if whole is None or not whole["url"].startswith(found[0]):
         raise UserError(f"{name}={place}: a URL must begin with {found[0]}; correct the address")
     try:
-        is_url(whole["url"])  # refuses a scheme that nothing opens
+        is_url(whole["url"])  # raises an error if the scheme is not supported
         if _LOCAL_ONLY.fullmatch(name) or not names_files:
             raise UserError(f"{place}: this setting needs a local path")
         if ask:

@@ -1,6 +1,7 @@
-"""Models of the Hugging Face Hub by their id, ``Org/Name`` or ``Org/Name@revision``.
+"""Downloads and uploads models of the Hugging Face Hub, by id (``Org/Name[@revision]``).
 
-Downloads use huggingface_hub, with its cache, tokens, ``HF_ENDPOINT`` and offline mode.
+The package huggingface_hub does the transfers, with its cache, tokens, ``HF_ENDPOINT`` and offline
+mode.
 """
 
 from __future__ import annotations
@@ -23,11 +24,11 @@ _WEIGHTS = ("*.safetensors",)
 
 
 def hub_id(place: str | os.PathLike[str]) -> tuple[str, str | None] | None:
-    """Parses a Hub id.
+    """Parses the id of a model on the Hub.
 
     Returns:
-        ``Org/Name`` and the revision (None without one); None for a URL, and for a local path that
-        exists.
+        ``Org/Name``, and the revision or None. The result is None for a text that is not an id, and
+        for a local path that exists.
     """
     text = os.fspath(place)
     found = _ID.fullmatch(text)
@@ -37,14 +38,16 @@ def hub_id(place: str | os.PathLike[str]) -> tuple[str, str | None] | None:
 
 
 def model_folder(place: str | os.PathLike[str], *, weights: bool = True) -> Path:
-    """Returns the local folder, or GGUF file, of a model.
+    """Returns the local folder, or the GGUF file, of a model; downloads the model if necessary.
 
-    A model of the Hub is downloaded to the cache of huggingface_hub, which lets one process
-    download at a time.  The safetensors files of a bucket are not copied, see `weights_apart`.
+    A model of the Hub is downloaded to the cache of huggingface_hub, which lets only one process
+    download at a time. If the model is in a bucket, its safetensors files are not copied, see
+    `weights_apart`.
 
     Args:
-        place: a local path, a URL, or a Hub id.
-        weights: whether the weights are needed; if not, only config and tokenizer are downloaded.
+        place: a local path, a URL, or the id of a model on the Hub.
+        weights: whether the weights are needed. If False, only the config and the tokenizer are
+            downloaded.
 
     Raises:
         UserError: the model does not exist, or access is refused.
@@ -59,7 +62,7 @@ def model_folder(place: str | os.PathLike[str], *, weights: bool = True) -> Path
 
     patterns = [*_DESCRIPTION, *(_WEIGHTS if weights else ())]
     with _telling(text):
-        # Subfolders contain other formats of the same weights.
+        # Subfolders are not needed: they contain the same weights in other formats.
         folder = snapshot_download(
             name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
         )
@@ -69,13 +72,13 @@ def model_folder(place: str | os.PathLike[str], *, weights: bool = True) -> Path
 
 @dataclasses.dataclass(frozen=True)
 class RemoteFiles:
-    """Files in a bucket, from which ranges of bytes can be read.
+    """Files in a folder of a bucket, of which ranges of bytes can be read.
 
     Attributes:
-        url: URL of the folder of the files, for messages.
-        root: path of the folder in the file system.
+        url: URL of the folder, used in messages.
+        root: path of the folder in the file system of fsspec.
         names: names of the files in the folder.
-        fs: the fsspec file system.
+        fs: file system of fsspec.
     """
 
     url: str
@@ -88,8 +91,8 @@ class RemoteFiles:
 
         Args:
             name: name of the file in the folder.
-            start: first byte.
-            stop: byte after the last.
+            start: position of the first byte.
+            stop: position after the last byte.
 
         Raises:
             UserError: the store refuses access or cannot be reached, see `places.telling`.
@@ -105,7 +108,7 @@ def weights_apart(place: str | os.PathLike[str], folder: Path) -> RemoteFiles | 
     """Returns the safetensors files of a model in a bucket; None if the model is not in a bucket.
 
     Args:
-        place: path, URL or Hub id of the model, see `model_folder`.
+        place: path, URL or id of the model, as for `model_folder`.
         folder: local folder of the model.
 
     Raises:
@@ -151,7 +154,7 @@ def _telling(text: str) -> Iterator[None]:
 
 
 def push_model(folder: Path, name: str, message: str) -> str:
-    """Uploads a folder as a model of the Hub; a new model is created if necessary.
+    """Uploads a folder as a model to the Hub; creates the model if it does not exist.
 
     Args:
         folder: folder with the files of the model.
@@ -175,10 +178,11 @@ def push_model(folder: Path, name: str, message: str) -> str:
 
 
 def check_push(name: str) -> None:
-    """Checks that a model can be uploaded under a name, without a request to the Hub.
+    """Checks, without a request to the Hub, that a model can be uploaded under a name.
 
     Raises:
-        UserError: the name is not a Hub id, the Hub is in offline mode, or there is no token.
+        UserError: the name is not a Hub id, huggingface_hub is in offline mode, or there is no
+            token.
     """
     found = _ID.fullmatch(name)
     if found is None or found["revision"]:

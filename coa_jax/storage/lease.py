@@ -1,9 +1,9 @@
-"""The lease of a run directory in a bucket: an object that names the run that may write.
+"""Implements the lease of a run directory in a bucket: an object that names the run that may write.
 
-A lease replaces a lock, which buckets do not have.  Its holder rewrites the object every quarter of
-`seconds()`.  Another run takes the lease over if the object does not change for `seconds()`, by the
-clock of the other run.  It takes the lease over at once if the holder was a process of the same
-host that has ended.
+The lease takes the place of a lock, which buckets do not have. The run that holds the lease
+rewrites the object four times in `seconds()`. Another run takes over the lease if the object does
+not change for `seconds()`, by the clock of this other run. If the holder was a process of the same
+host and has ended, the other run takes over the lease at once.
 """
 
 from __future__ import annotations
@@ -27,17 +27,21 @@ NAME = "lease.json"
 
 
 def seconds() -> float:
-    """Seconds without renewal after which a lease is free (``$COA_JAX_LEASE_SECONDS``, or 60)."""
+    """Returns after how many seconds without renewal a lease is free.
+
+    The value is that of ``$COA_JAX_LEASE_SECONDS``, or 60.
+    """
     return seconds_of("COA_JAX_LEASE_SECONDS", 60.0)
 
 
 class Lease:
-    """A lease that this process holds until `close`."""
+    """A lease that this process holds until `close` is called."""
 
     def __init__(self, url: str):
         """Takes the lease of a directory.
 
-        If there is a lease, this waits up to `seconds()` to see whether its holder renews it.
+        If another run has the lease, the constructor waits up to `seconds()` to see whether this
+        run renews the lease.
 
         Args:
             url: URL of the run directory.
@@ -67,14 +71,14 @@ class Lease:
             waited = time.monotonic() - since
             if waited >= self._seconds:
                 logging.warning(
-                    "%s: the last run does not renew its lease; taking the lease over", self.url
+                    "%s: the last run does not renew its lease; taking over the lease", self.url
                 )
                 break
             time.sleep(min(0.5, self._seconds / 20))
         with telling(self.url):
             if now is not None:
                 self._fs.rm_file(self._path)
-            # In a store without conditional writes, the last writer becomes the holder.
+            # If the store has no conditional writes, the last writer holds the lease.
             with contextlib.suppress(FileExistsError):
                 self._write("create")
                 self._settle()
@@ -85,7 +89,7 @@ class Lease:
             )
 
     def _settle(self) -> None:
-        """Waits so that a run that takes the lease at the same time can write its object."""
+        """Waits, so that another run that takes the lease at the same time can write its object."""
         time.sleep(min(0.2, self._seconds / 20))
 
     def _read(self) -> dict[str, Any] | None:
@@ -118,21 +122,22 @@ class Lease:
         while not self._closing.wait(self._seconds / 4):
             try:
                 self._look()
-            except Exception as error:  # a later `check` raises an error if the problem persists
+            except Exception as error:  # `check` raises an error later if the problem persists
                 logging.warning("%s: cannot renew the lease: %s", self.url, error)
 
     def _look(self) -> None:
         if self._read_token() != self._token:
-            self._lost = f"workdir {self.url}: another run has taken the lease over; this run ends"
+            self._lost = f"workdir {self.url}: another run has taken over the lease; this run ends"
             return
         with telling(self.url):
             self._write("overwrite")
 
     def check(self) -> None:
-        """Checks that this process still holds the lease; called before every write.
+        """Checks that this process still holds the lease; every write calls this method first.
 
         Raises:
-            UserError: another run has taken the lease over, because it was not renewed in time.
+            UserError: another run has taken over the lease, because this process did not renew it
+                in time.
         """
         if not self._lost and time.monotonic() - self._renewed > self._seconds / 2:
             self._look()
@@ -150,13 +155,13 @@ class Lease:
 
 
 def _place() -> str:
-    """Identifies the machine, its last boot and its PID namespace."""
+    """Returns a text that identifies the machine, its last boot and the PID namespace."""
     boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     return f"{boot} {os.readlink('/proc/self/ns/pid')}"
 
 
 def _started(pid: int) -> str:
-    """Start time of a process of this machine; "" if the process has ended."""
+    """Returns the start time of a process of this machine; "" if the process has ended."""
     try:
         text = Path(f"/proc/{pid}/stat").read_text()
     except OSError:
@@ -166,7 +171,7 @@ def _started(pid: int) -> str:
 
 
 def _is_gone(held: dict[str, Any]) -> bool:
-    """Whether the holder was a process of this machine that has ended."""
+    """Returns whether the holder of a lease was a process of this machine that has ended."""
     pid = held.get("pid")
     return (
         held.get("place") == _place()

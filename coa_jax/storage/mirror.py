@@ -1,14 +1,15 @@
-"""The local mirror of a run directory in a bucket.
+"""Mirrors a run directory in a bucket as a local folder.
 
 A run reads and writes local files in the temporary folder, where it can append, rename and lock.
 `Mirror.sync` uploads the changes to the bucket.
 
-An object can only be written whole, so a growing file is stored in parts: first the object NAME,
-then objects ``NAME.part-OFFSET``.  The last part is rewritten as it grows, until it has `WHOLE`
-bytes.  A part is valid only if its offset is the end of the part before it.  A reader, and a run
-that resumes after a kill between two writes, therefore always sees an earlier state of the file.
+An object can only be written as a whole, so a growing file is stored in parts: first the object
+NAME, then objects ``NAME.part-OFFSET``. The last part is rewritten while it grows, until it has
+`WHOLE` bytes. A part is valid only if its offset is the end of the part before it. So a reader
+always sees a consistent earlier state of the file, and so does a run that resumes after a kill
+between two writes.
 
-Checkpoints are not mirrored: Orbax writes them directly to the bucket.
+Checkpoints are not mirrored, because Orbax writes them directly to the bucket.
 """
 
 from __future__ import annotations
@@ -35,21 +36,21 @@ from coa_jax.storage.copies import PART, joined, own_folder, stands_for
 from coa_jax.storage.places import file_system, is_url, scheme_of, seconds_of, telling
 
 WHOLE = 8 << 20
-"""Size in bytes from which on a part of a growing file is not rewritten."""
+"""Size in bytes at which a part of a growing file is complete and no longer rewritten."""
 CHECKPOINTS = "checkpoints"
 NAMES_ONLY = ("traces", "tensorboard", "profile", "model", "model-adapters")
-"""Folders of which a resumed run needs only the names of the files."""
+"""Names of folders of which a resumed run needs only the names of the files."""
 
 
 @dataclasses.dataclass
 class _Chunk:
-    """An object with a part of a file.
+    """An object that contains a part of a file.
 
     Attributes:
         name: name of the object.
         offset: offset of the part in the file, in bytes.
         size: size of the part, in bytes.
-        crc: CRC-32 of the part; 0 if it was not read.
+        crc: CRC-32 of the part; 0 if the part was not read.
     """
 
     name: str
@@ -64,7 +65,8 @@ class _File:
 
     Attributes:
         chunks: the objects of the file, in order.
-        seen: inode, size and modification time of the local file when it was uploaded last.
+        seen: inode, size and modification time of the local file at the last upload; None if it was
+            not uploaded.
     """
 
     chunks: list[_Chunk]
@@ -72,11 +74,11 @@ class _File:
 
 
 class Mirror:
-    """A folder in a bucket and its local mirror.
+    """The local mirror of a folder in a bucket.
 
     Attributes:
-        url: the folder in the bucket.
-        path: the local folder.
+        url: URL of the folder in the bucket.
+        path: path of the local folder.
     """
 
     def __init__(self, url: str):
@@ -99,8 +101,9 @@ class Mirror:
         """Downloads the state of the bucket to the local folder.
 
         Args:
-            names_only: top-level folders whose files are created empty and not downloaded.
-            own: whether this process writes to the bucket; if so, it removes invalid parts that a
+            names_only: names of top-level folders whose files are created empty instead of being
+                downloaded.
+            own: whether this process writes to the bucket. If so, it removes invalid parts that a
                 killed run has left.
 
         Raises:
@@ -131,7 +134,7 @@ class Mirror:
     def _fetch(self, file: _File, path: Path) -> None:
         first, *rest = file.chunks
         self._fs.get_file(f"{self._root}/{first.name}", str(path))
-        # The object may have been rewritten after it was listed.
+        # The object may have been rewritten since it was listed.
         first.size, first.crc = path.stat().st_size, _checksum(path)
         for number, chunk in enumerate(rest, 1):
             if chunk.offset != path.stat().st_size:
@@ -145,12 +148,12 @@ class Mirror:
     # --- to the bucket ---------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Uploads the state of the local folder to the bucket, and waits until this is done.
+        """Uploads the state of the local folder to the bucket, and waits for the end of the upload.
 
-        Files whose names begin with a dot are left out: they are unfinished files and locks.
+        Files whose names begin with a dot are left out, because they are unfinished files or locks.
 
         Raises:
-            UserError: the bucket cannot be written, or another run has taken the lease over.
+            UserError: the bucket cannot be written, or another run has taken over the lease.
         """
         with self._syncing:
             if self.lease is not None:
@@ -185,11 +188,11 @@ class Mirror:
         except FileNotFoundError:
             if path.exists():
                 raise
-            # The file was removed meanwhile: the next `sync` removes it from the bucket.
+            # The file was removed during the upload. The next `sync` removes it from the bucket.
 
     def _put_whole(self, relative: str, path: Path, file: _File | None) -> None:
         size = path.stat().st_size
-        # A file that grows during the upload is uploaded up to this size.
+        # If the file grows during the upload, it is uploaded up to this size.
         with open(path, "rb") as data:
             if size <= WHOLE:
                 block = data.read(size)
@@ -204,7 +207,7 @@ class Mirror:
         self._files[relative] = _File([_Chunk(relative, 0, size, crc)])
 
     def _put_rest(self, relative: str, path: Path, file: _File) -> None:
-        """Uploads the part of a file from its first change on, usually only new bytes."""
+        """Uploads a file from its first change on, which usually means only the new bytes."""
         with open(path, "rb") as data:
             keep = len(file.chunks)
             while keep and not self._is_same(data, file.chunks[keep - 1]):
@@ -225,7 +228,7 @@ class Mirror:
         return _checksum_of(data, chunk.size) == chunk.crc
 
     def _remove(self, chunks: Iterable[_Chunk]) -> None:
-        """Removes objects, the last part first, so that a beginning of the file remains."""
+        """Removes objects, the last part first, so that a kill leaves the beginning of the file."""
         for chunk in sorted(chunks, key=lambda chunk: -chunk.offset):
             with contextlib.suppress(FileNotFoundError):
                 self._fs.rm_file(f"{self._root}/{chunk.name}")
@@ -236,7 +239,7 @@ class Mirror:
         """Begins a run: takes the lease, downloads the directory, and starts regular uploads.
 
         Args:
-            active: whether this is the first process of the run, which holds the lease.
+            active: whether this process is the first process of the run, which holds the lease.
 
         Raises:
             UserError: another run holds the lease, or the bucket cannot be read or written.
@@ -251,7 +254,7 @@ class Mirror:
         """Ends the run: uploads the last changes, and releases the lease.
 
         Raises:
-            UserError: the bucket cannot be written, or another run has taken the lease over.
+            UserError: the bucket cannot be written, or another run has taken over the lease.
         """
         if self._beat is not None:
             self._beat.stop()
@@ -276,7 +279,7 @@ class _Beat:
         while not self._over.wait(interval()):
             try:
                 self._mirror.sync()
-            except Exception as error:  # the run's next `sync` raises it if the problem persists
+            except Exception as error:  # the next `sync` raises an error if it persists
                 logging.warning("%s: cannot upload changes now: %s", self._mirror.url, error)
 
     def stop(self) -> None:
@@ -285,15 +288,18 @@ class _Beat:
 
 
 def interval() -> float:
-    """Seconds between two uploads (``$COA_JAX_SYNC_SECONDS``, or 15): a kill can lose this time."""
+    """Returns the seconds between two uploads: ``$COA_JAX_SYNC_SECONDS``, or 15.
+
+    A kill can lose what was written in this time.
+    """
     return seconds_of("COA_JAX_SYNC_SECONDS", 15.0)
 
 
 def _files_of(objects: Iterable[tuple[str, int]]) -> tuple[dict[str, _File], list[str]]:
-    """Groups objects, given as (name, bytes), into files.
+    """Groups objects, given as pairs (name, number of bytes), into files.
 
     Returns:
-        Files by name, and the names of objects that are invalid parts.
+        The files by name, and the names of objects that are invalid parts.
     """
     sizes = dict(objects)
     files, used = {}, set[str]()
@@ -313,7 +319,7 @@ def _checksum(path: Path, size: int = sys.maxsize) -> int:
 
 
 def _checksum_of(data: IO[bytes], size: int) -> int:
-    """Checksum of the next bytes of a file."""
+    """Returns the checksum of the next ``size`` bytes of a file."""
     found = 0
     while size > 0 and (block := data.read(min(size, 1 << 20))):
         found, size = zlib.crc32(block, found), size - len(block)
@@ -333,9 +339,9 @@ def _has_grown(before: tuple[int, int, int], now: tuple[int, int, int]) -> bool:
 
 
 def _new_folder() -> tuple[Path, int]:
-    """Creates a folder for a mirror, and locks it.
+    """Creates a folder for a mirror, and locks the folder.
 
-    The lock ends with the process: a later process removes folders that nobody locks.
+    The lock ends with the process. A later process removes folders that are not locked.
     """
     root = own_folder() / "mirrors"
     root.mkdir(exist_ok=True)
@@ -349,7 +355,7 @@ def _new_folder() -> tuple[Path, int]:
 
 
 def _remove_own(folder: Path, owner: int) -> None:
-    if os.getpid() == owner:  # not in a forked worker
+    if os.getpid() == owner:  # a forked worker removes nothing
         shutil.rmtree(folder, ignore_errors=True)
 
 
@@ -357,7 +363,7 @@ def _remove_if_left(folder: Path) -> None:
     try:
         lock = os.open(folder / ".lock", os.O_RDWR)
     except OSError:
-        return  # the folder is just being created
+        return  # another process is just creating the folder
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         shutil.rmtree(folder, ignore_errors=True)
@@ -376,8 +382,8 @@ def run_folder(place: str | os.PathLike[str]) -> Path:
     """Returns the local folder of a run directory.
 
     Args:
-        place: a local path or a URL.  For a URL the folder is an empty mirror, which `RunDir`
-            fills.
+        place: a local path or a URL. For a URL, the folder is an empty mirror, which `RunDir` fills
+            when it is opened.
 
     Raises:
         UserError: the scheme of the URL is not supported, or its store cannot be used.
@@ -403,11 +409,11 @@ def mirror_of(path: str | os.PathLike[str]) -> Mirror | None:
 def visited(
     place: str | os.PathLike[str], names_only: Iterable[str] = NAMES_ONLY
 ) -> Iterator[Path]:
-    """Yields the local folder of a run, which may be in progress, and uploads changes at the end.
+    """Yields the local folder of a run, which may be in progress; uploads changes at the end.
 
     Args:
         place: directory of the run, a local path or a URL.
-        names_only: top-level folders that are not downloaded, see `Mirror.fill`.
+        names_only: names of top-level folders that are not downloaded, see `Mirror.fill`.
 
     Raises:
         UserError: the directory does not exist, or cannot be read or written.

@@ -1,7 +1,7 @@
-"""Stores by URL: their schemes and file systems, and one-line messages for their errors.
+"""Opens stores by URL, as file systems of fsspec, and explains their errors in one line.
 
-The file systems are those of fsspec.  Orbax uses them too, through etils.epath, which lacks two of
-their functions: reading ranges of bytes, and creating an object only if it does not exist.
+Orbax uses the same file systems through etils.epath. This module does not use etils.epath, because
+it cannot read ranges of bytes, and cannot create an object only if it does not exist.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coa_jax.errors import UserError
 from coa_jax.installed import missing
 
 SCHEMES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
-"""Scheme of a bucket -> its package, and the extra of setup.py that installs the package."""
+"""Maps the scheme of a bucket to (package, extra of setup.py that installs the package)."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
 _CREDENTIALS = {
@@ -38,10 +38,10 @@ _UNREACHED = (
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
-    """Whether a place is the URL of a bucket, and not a local path.
+    """Returns whether a place is the URL of a bucket instead of a local path.
 
     Raises:
-        UserError: the URL has a scheme that is not supported.
+        UserError: the place is a URL whose scheme is not supported.
     """
     found = _URL.match(os.fspath(place))
     if found is None:
@@ -55,7 +55,7 @@ def is_url(place: str | os.PathLike[str]) -> bool:
 
 
 def scheme_of(url: str) -> str:
-    """The scheme of a URL, such as ``gs``."""
+    """Returns the scheme of a URL, such as ``gs``."""
     return url.partition("://")[0]
 
 
@@ -66,13 +66,14 @@ def join(url: str, *names: str) -> str:
 
 @functools.cache
 def file_system(scheme: str) -> Any:
-    """Returns the fsspec file system of a scheme.
+    """Returns fsspec's file system for a scheme.
 
     Raises:
         UserError: the package of the file system is not installed, or there are no credentials.
     """
     package, extra = SCHEMES[scheme]
-    # No caches of listings, because other hosts write too; this applies to etils.epath as well.
+    # Listings are not cached, because other hosts write, too. This setting also applies to
+    # etils.epath.
     import fsspec
 
     for name in (scheme, "gcs") if scheme == "gs" else (scheme,):
@@ -90,10 +91,10 @@ def file_system(scheme: str) -> Any:
 
 @contextlib.contextmanager
 def telling(url: str) -> Iterator[None]:
-    """Converts errors of a store to `UserError`; other exceptions pass.
+    """Converts errors of a store to `UserError`; other exceptions pass unchanged.
 
     Args:
-        url: URL that the message names.
+        url: URL that the error message names.
 
     Raises:
         UserError: the bucket or object does not exist, access is forbidden, there are no
@@ -110,9 +111,9 @@ def telling(url: str) -> Iterator[None]:
 
 
 def _reason(url: str, error: Exception) -> str | None:
-    """Explains an error and its remedy; None if a store did not cause the error."""
+    """Explains an error and its remedy; returns None if a store did not cause the error."""
     if isinstance(error, OSError) and error.filename is not None:
-        return None  # an error of a local file, such as a full disk
+        return None  # an error of a local file, for example of a full disk
     scheme, causes = scheme_of(url), list(_chain(error))
     names = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
     text = " ".join(str(error).split())[:200]
@@ -137,17 +138,17 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def check(url: str) -> None:
-    """Sends a request for a URL, so that errors of its store show at the start of a command.
+    """Sends a request for a URL, so that a command reports errors of the store at its start.
 
     Args:
-        url: a URL, whose object need not exist; a local path passes.
+        url: a URL, whose object need not exist. A local path needs no check.
 
     Raises:
         UserError: the bucket does not exist, cannot be reached, or refuses access.
     """
     if not is_url(url):
         return
-    # Of a pattern, check the folder before the first wildcard.
+    # If the URL is a pattern, the folder before the first wildcard is checked.
     fixed = re.split(r"[*?\[]", url.partition("://")[2])[0]
     place = fixed.rpartition("/")[0] if fixed != url.partition("://")[2] else fixed.rstrip("/")
     bucket = place.partition("/")[0]
@@ -162,7 +163,7 @@ def check(url: str) -> None:
 
 
 def check_writable(url: str) -> None:
-    """Checks that objects can be written below a URL, by writing an object and removing it.
+    """Checks that objects can be written below a URL, by writing and removing an object.
 
     Raises:
         UserError: the bucket does not exist, cannot be reached, or refuses access.

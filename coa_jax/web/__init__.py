@@ -1,4 +1,5 @@
-"""HTTP servers of this package: limits and checks that apply to every request.
+"""Provides what HTTP servers of the project have in common: limits and checks of requests.
 
-`serve` and `tools.tool_server` use it. It does not depend on models or tools.
+The packages `serve`, `agents` and `tools.tool_server` use this package. It does not depend on
+models or tools.
 """

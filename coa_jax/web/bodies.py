@@ -1,4 +1,4 @@
-"""JSON bodies: parsed in bounded time, validated against a schema, with readable errors."""
+"""Parses JSON bodies in bounded time, and validates them with readable errors."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ M = TypeVar("M", bound=BaseModel)
 
 _MOST_DIGITS = 1000
 _NOT_JSON = "the body is not valid JSON"
-# A string, closed or not (possessive, so that no text takes quadratic time), or a character that
-# counts.
+# Matches a string, closed or not, or a character that is counted. The quantifiers are possessive,
+# so that no text takes quadratic time.
 _STRUCTURE = re.compile(r'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[\[{,]', re.DOTALL)
 
 _WHOLE = "must be a whole number"
@@ -43,23 +43,23 @@ _WORDS = {
     "bool_type": _BOOL, "bool_parsing": _BOOL,
     "dict_type": _OBJECT, "model_type": _OBJECT, "model_attributes_type": _OBJECT,
 }  # fmt: skip
-"""Messages by pydantic's type of the error."""
+"""Messages for clients, by pydantic's type of the error."""
 
 
 def parse_json(body: bytes | bytearray, values: int, containers: int) -> Any:
-    """Parses a JSON text with a bounded number of values.
+    """Parses a JSON text that may contain only a limited number of values.
 
-    The number is checked before parsing: parsing megabytes of tiny values would hold Python's GIL
-    for seconds, while megabytes of strings take milliseconds.
+    The number of values is checked before parsing, because parsing megabytes of tiny values would
+    hold Python's GIL for seconds. Megabytes of strings take only milliseconds.
 
     Args:
-        body: UTF-8.
-        values: maximum number of values, approximately: separators and opening brackets outside of
-            strings.
+        body: the JSON text in UTF-8.
+        values: approximate maximum number of values; commas and opening brackets outside strings
+            are counted.
         containers: maximum number of lists and objects.
 
     Raises:
-        Refused: 400, the text is not JSON or contains more values.
+        Refused: the text is not JSON, or contains too many values (status 400).
     """
     try:
         text = body.decode("utf-8")
@@ -79,7 +79,7 @@ def parse_json(body: bytes | bytearray, values: int, containers: int) -> Any:
 
 
 def _whole_number(digits: str) -> int:
-    """Rejects long numbers, whose conversion takes quadratic time."""
+    """Converts an integer; refuses long integers, whose conversion takes quadratic time."""
     if len(digits) > _MOST_DIGITS:
         raise ValueError
     return int(digits)
@@ -102,7 +102,8 @@ def validated(model: type[M], value: Any) -> M:
     """Validates a JSON value against the schema of a request.
 
     Raises:
-        Refused: 400, with the first error: the field and its requirement.
+        Refused: the value does not match the schema (status 400). The message names the first wrong
+            field and what the schema demands.
     """
     if not isinstance(value, dict):
         raise Refused(400, "the body must be a JSON object")
@@ -123,5 +124,5 @@ def validated(model: type[M], value: Any) -> M:
     words = _WORDS.get(first["type"], "has a value that this server does not take")
     words = words.format(**context)
     message = f"{name}: {words}"
-    # The name of an unknown field is text of the client, so it is not logged.
+    # The name of an unknown field comes from the client, so it is not logged.
     raise Refused(400, message, name, words if first["type"] == "extra_forbidden" else message)

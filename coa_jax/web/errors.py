@@ -1,16 +1,16 @@
-"""Exceptions for requests that are not answered."""
+"""Defines the exceptions for requests that a server refuses or that nobody waits for."""
 
 from __future__ import annotations
 
 
 class Refused(Exception):
-    """A request that the server rejects.
+    """Raised if the server refuses a request.
 
     Attributes:
-        status: HTTP status.
+        status: HTTP status of the response.
         message: message for the client.
-        param: the invalid field of the request, if there is one.
-        reason: text for the log; it contains no text of the client.
+        param: name of the invalid field of the request; None if no single field is invalid.
+        reason: reason for the log, which contains no text from the client.
     """
 
     def __init__(
@@ -22,4 +22,4 @@ class Refused(Exception):
 
 
 class ClientGone(Exception):
-    """The client closed its connection."""
+    """Raised if the client has closed its connection."""

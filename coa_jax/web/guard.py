@@ -1,4 +1,4 @@
-"""Checks of every request: host and origin, key, size, time."""
+"""Checks every request: its host and origin, its key, its size and its time."""
 
 from __future__ import annotations
 
@@ -35,12 +35,12 @@ def is_local(name: str) -> bool:
 
 
 def check_exposure(host: str, key: str | None, mend: str) -> None:
-    """Rejects an address that other machines can reach without a key.
+    """Checks that no other machine can reach the server without a key.
 
     Args:
         host: address to listen on.
-        key: key that clients must send.
-        mend: advice for the user, in the error message.
+        key: key that clients must send; None or "" for no key.
+        mend: advice for the user, which ends the error message.
 
     Raises:
         UserError: other machines can reach the address, and there is no key.
@@ -51,18 +51,18 @@ def check_exposure(host: str, key: str | None, mend: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Rules:
-    """The checks of a server's guard.
+    """The rules that a server's guard enforces.
 
     Attributes:
-        api_key: key that clients send as a bearer token, or a function that tells whether a key is
-            known; None to serve everybody.
+        api_key: key that clients must send as a bearer token, or a function that returns whether a
+            key is valid; None to serve everybody.
         local: whether requests must name this machine as their host and must not come from a page
-            of another site. A web site could make its own name resolve to this machine (DNS
-            rebinding).
+            of another site. Without this rule, a web site could attack the server by making its own
+            name resolve to this machine (DNS rebinding).
         max_body: maximum size of a body in bytes.
         routes: paths of the server; other paths are logged and counted as "other".
         open: paths that need no key.
-        limits: time limits.
+        limits: limits on times and connections.
     """
 
     api_key: str | Callable[[str], bool] | None
@@ -74,9 +74,9 @@ class Rules:
 
 
 class Guard:
-    """ASGI middleware that rejects requests at low cost, and logs the rejections.
+    """ASGI middleware that refuses invalid requests at low cost, and logs each refusal.
 
-    The application sees a POST request only after its whole body has arrived, see `body_of`.
+    The application receives a POST request only after its whole body has arrived, see `body_of`.
     """
 
     def __init__(
@@ -91,17 +91,17 @@ class Guard:
 
         Args:
             app: the application.
-            rules: the checks.
-            answer: makes the response for a rejected request.
-            log: receives a line for each rejected request.
-            count: called with path and status of every response.
+            rules: rules that requests must obey.
+            answer: function that makes the response to a refused request.
+            log: log that receives a line for each refused request.
+            count: function that is called with the path and the status of every response.
         """
         self._app, self._rules, self._answer = app, rules, answer
         self._log, self._count = log, count
         self._bodies = _Bodies(rules)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        """See ASGI."""
+        """Handles a request, as ASGI defines."""
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
@@ -128,19 +128,19 @@ class Guard:
                 status = 499
             else:
                 await self._app(scope, receive, watched)
-        except asyncio.CancelledError:  # uvicorn, for requests that outlast the server's end
+        except asyncio.CancelledError:  # raised by uvicorn for requests that outlast the server
             if not status:
                 ending = Refused(503, "the server is shutting down")
                 reasons.append(ending.reason)
                 await self._answer(ending)(scope, receive, watched)
         except Exception:
-            status = status or 500  # an outer layer sends this response
+            status = status or 500  # an outer layer sends the response
             raise
         finally:
             path = scope["path"] if scope["path"] in self._rules.routes else "other"
             self._count(path, status)
-            # A client that disconnected (499) was not rejected; a fault of the server has its
-            # traceback.
+            # A client that disconnected (status 499) was not refused, and a fault of the server has
+            # a traceback.
             if 400 <= status < 499 or status == 503:
                 method = scope["method"] if scope["method"] in _METHODS else "-"
                 client = scope["client"][0] if scope.get("client") else "-"
@@ -183,7 +183,7 @@ class Guard:
 
 
 class _Bodies:
-    """Bodies that are being read. When memory is short, the oldest is dropped first."""
+    """Reads bodies. If all bodies together need too much memory, the oldest is dropped."""
 
     def __init__(self, rules: Rules):
         self._rules = rules
@@ -220,7 +220,7 @@ class _Bodies:
         return body
 
     def _make_room(self) -> None:
-        """Stops reading the oldest body while all bodies together take too much memory."""
+        """Stops reading the oldest body if all bodies together need too much memory."""
         if sum(len(body) for _, body in self._reading.values()) > self._most:
             oldest, (limit, _) = next(iter(self._reading.items()))
             self._reading.pop(oldest)
@@ -229,9 +229,9 @@ class _Bodies:
 
 
 async def _drained(scope: Scope, receive: Receive, status: int) -> bool:
-    """Reads and drops the rest of a body for a limited time; returns whether it reached the end.
+    """Reads and drops the rest of a body for a limited time; returns whether the body has ended.
 
-    Many clients read no response before they have sent the whole body.
+    This is necessary because many clients read no response before they have sent the whole body.
     """
     left = (
         0 if status == 408 or any(name == b"expect" for name, _ in scope["headers"]) else _DRAINED
@@ -254,25 +254,25 @@ STATUS_WORDS = {
     404: "there is no such path",
     405: "the path does not take this method",
 }
-"""Reasons for which an application's router rejects a request, by HTTP status."""
+"""Reasons for the log if the router of an application refuses a request, by HTTP status."""
 
 
 def body_of(scope: Scope) -> bytearray:
-    """Returns the body of a POST request behind a guard."""
+    """Returns the body of a POST request that has passed a guard."""
     return scope[_BODY]
 
 
 def give_reason(scope: Scope, reason: str) -> None:
-    """Tells the guard why the application rejects a request; the log shows the reason."""
+    """Tells the guard why the application refuses a request; the guard logs the reason."""
     scope.setdefault(_REASON, []).append(reason)
 
 
 async def while_connected(receive: Receive, work: Awaitable[Any]) -> Any:
-    """Returns the result of some work, which is cancelled if the client closes its connection.
+    """Awaits some work and returns its result; cancels it if the client closes its connection.
 
     Args:
         receive: ASGI receive function of a request whose body has been read.
-        work: coroutine or future.
+        work: coroutine or future to await.
 
     Raises:
         ClientGone: the client closed its connection before the work was done.

@@ -1,4 +1,4 @@
-"""An application whose routes accept and return JSON, each with its own limit on concurrency."""
+"""Creates an application whose routes accept and return JSON, with a limit on their requests."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from coa_jax.web.refusals import RefusalLog
 
 
 class Room:
-    """Limits the requests of one route: some run, some wait, further ones are rejected."""
+    """Limits how many requests of a route run and how many wait; further requests are refused."""
 
     def __init__(self, running: int, waiting: int):
         """Creates an empty room.
@@ -36,10 +36,10 @@ class Room:
 
     @contextlib.asynccontextmanager
     async def place(self) -> AsyncIterator[None]:
-        """Takes a place for the duration of the context.
+        """Waits for a place, and holds the place during a ``with`` block.
 
         Raises:
-            Refused: 429, too many requests are waiting.
+            Refused: too many requests are waiting (status 429).
         """
         if self._left < 1:
             raise Refused(429, "too many requests wait for this path; try again later")
@@ -52,7 +52,7 @@ class Room:
 
 
 class JsonRoute:
-    """A route that answers a JSON object with JSON."""
+    """A route that receives a JSON object and answers with JSON."""
 
     def __init__(
         self,
@@ -65,7 +65,8 @@ class JsonRoute:
         """Describes a route.
 
         Args:
-            answer: maps the parsed body to a JSON text; cancelled if the client disconnects.
+            answer: function that returns a JSON text for the parsed body. It is cancelled if the
+                client disconnects.
             values: maximum number of JSON values of a body, see `parse_json`.
             running: maximum number of running requests.
             waiting: maximum number of waiting requests.
@@ -75,12 +76,12 @@ class JsonRoute:
 
 
 def make_app(routes: Mapping[str, JsonRoute], rules: Rules, log: RefusalLog) -> ASGIApp:
-    """Creates the application with some routes and ``GET /health``, behind a guard.
+    """Creates an application with the given routes and ``GET /health``, behind a guard.
 
     Args:
         routes: routes by path.
-        rules: checks of the guard.
-        log: receives a line for each rejected request.
+        rules: rules of the guard.
+        log: log that receives a line for each refused request.
     """
     parsing = ThreadPoolExecutor(1, "parse")
 
@@ -145,11 +146,11 @@ def error_response(error: Refused) -> Response:
 def dumps(value: Any, depth: int = 4) -> str:
     """Serialises a large value to JSON part by part, so that other threads can run in between.
 
-    `json.dumps` holds Python's GIL from its first byte to its last.
+    In contrast, `json.dumps` holds Python's GIL from the first byte to the last.
 
     Args:
-        value: the value.
-        depth: nesting depth up to which containers are split into parts.
+        value: the value to serialise.
+        depth: depth of nesting down to which containers are split into parts.
     """
     if depth and isinstance(value, dict):
         parts = (f"{json.dumps(key)}: {dumps(item, depth - 1)}" for key, item in value.items())

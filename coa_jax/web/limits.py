@@ -1,4 +1,4 @@
-"""Limits on times and numbers of connections."""
+"""Defines the limits on the number of connections and on their times."""
 
 from __future__ import annotations
 
@@ -13,13 +13,13 @@ class ConnectionLimits(Bounded):
     """Limits that apply before a request reaches the application.
 
     Attributes:
-        connections: maximum number of open connections. A further one closes the connection that
-            has waited longest without a complete request.
-        header_seconds: time for the headers of a request, from its first byte (from the start of
-            the connection for the first request).
-        body_seconds: time for the body of a request, from the end of its headers.
-        idle_seconds: time between two requests of a connection.
-        write_seconds: time within which a client must accept some bytes of a response.
+        connections: maximum number of open connections. If there is one more, the server closes the
+            connection that has waited longest without a complete request.
+        header_seconds: maximum seconds from the first byte of a request to the end of its headers.
+            For the first request of a connection, the time begins with the connection.
+        body_seconds: maximum seconds from the end of the headers to the end of the body.
+        idle_seconds: maximum seconds between two requests of a connection.
+        write_seconds: maximum seconds in which a client accepts no byte of a response.
     """
 
     connections: Annotated[int, Between(16, 65536)] = 512

@@ -1,7 +1,7 @@
-"""uvicorn's HTTP/1.1 protocol with limits on headers, chunks, time and connections.
+"""Adds limits on headers, chunks, times and connections to uvicorn's HTTP/1.1 protocol.
 
-uvicorn itself waits for headers without a limit, parses all received data at once, and never closes
-the connection of a client that stops reading.
+Without these limits, uvicorn waits for headers forever, parses all received data at once, and never
+closes the connection of a client that stops reading.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ _LINGER_S = 2.0
 
 
 class Connections:
-    """The connections of one server.
+    """The connections of one server, which take turns at parsing. h11 parses chunked bodies in
+    Python, in about 20 microseconds per chunk.
 
-    h11 parses a chunked body in Python, about 20 microseconds per chunk. So connections take turns:
-    each turn parses at most 1 KiB of a chunked body, and after 2 ms of turns the event loop does
-    other work. Headers take precedence over bodies.
+    Therefore connections take turns: each turn parses at most 1 KiB of a chunked body, and after 2
+    ms of turns the event loop can do other work. Headers take precedence over bodies.
     """
 
     def __init__(self, limits: ConnectionLimits, log: RefusalLog):
@@ -41,11 +41,11 @@ class Connections:
         self._scheduled = False
 
     def protocol(self, **options: Any) -> GuardedProtocol:
-        """Creates the protocol of a connection; uvicorn calls it with its own options."""
+        """Creates the protocol of a connection; uvicorn calls this method with its own options."""
         return GuardedProtocol(self, **options)
 
     def wants_turn(self, connection: GuardedProtocol) -> None:
-        """Lets a connection parse its received data, now or after the others."""
+        """Lets a connection parse its received data, now or after other connections."""
         queue = self._headers if connection.awaits_request else self._bodies
         queue.append(connection)
         if not self._scheduled:
@@ -66,7 +66,7 @@ class Connections:
 
 
 class GuardedProtocol(H11Protocol):
-    """One connection."""
+    """One connection, with limits."""
 
     def __init__(self, shared: Connections, **options: Any):
         super().__init__(**options)
@@ -85,7 +85,7 @@ class GuardedProtocol(H11Protocol):
     # --- callbacks of the transport ----------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """See `asyncio.Protocol`."""
+        """Implements a callback of `asyncio.Protocol`."""
         super().connection_made(transport)
         self._wait("first")
         if len(self.connections) > self._limits.connections:
@@ -94,13 +94,13 @@ class GuardedProtocol(H11Protocol):
             oldest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """See `asyncio.Protocol`."""
+        """Implements a callback of `asyncio.Protocol`."""
         self._wait("")
         self._pending.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """See `asyncio.Protocol`."""
+        """Implements a callback of `asyncio.Protocol`."""
         self._unset_keepalive_if_required()
         self._pending += data
         if len(self._pending) > _PENDING_BYTES:
@@ -110,7 +110,7 @@ class GuardedProtocol(H11Protocol):
         self._ask_for_turn()
 
     def pause_writing(self) -> None:
-        """See `asyncio.Protocol`."""
+        """Implements a callback of `asyncio.Protocol`."""
         super().pause_writing()
         self._watch_writing(self.transport.get_write_buffer_size())
 
@@ -122,7 +122,7 @@ class GuardedProtocol(H11Protocol):
             self._shared.wants_turn(self)
 
     def take_turn(self) -> bool:
-        """Parses some of the received data; returns whether there is more to parse."""
+        """Parses a part of the received data; returns whether there is more to parse."""
         self._queued = False
         piece = b"" if self.transport.is_closing() else self._next_piece()
         if not piece:
@@ -139,11 +139,11 @@ class GuardedProtocol(H11Protocol):
         return self._queued
 
     def _next_piece(self) -> bytes:
-        """Returns the bytes that h11 parses next; none while it waits."""
+        """Returns the bytes that h11 parses next; b"" while h11 must wait."""
         pending, size = self._pending, len(self._pending)
         if self.conn.their_state is h11.DONE:
             return b""
-        if self.awaits_request and pending[0] > 32:  # h11 refuses control characters at once
+        if self.awaits_request and pending[0] > 32:  # h11 immediately refuses control characters
             end = _HEADERS_END.search(pending, 0, _HEADER_BYTES)
             if end is None and size < _HEADER_BYTES:
                 return b""
@@ -172,12 +172,13 @@ class GuardedProtocol(H11Protocol):
             self.transport.abort()
 
     def on_response_complete(self) -> None:
-        """See `H11Protocol`."""
+        """Prepares the connection for its next request when a response is complete."""
         super().on_response_complete()
         if self.transport.is_closing():
             return
         if self.conn.their_state is h11.SEND_BODY:
-            # The client is still sending a rejected body. A reset would lose the response.
+            # The client is still sending a refused body. If the connection were reset, the client
+            # would lose the response.
             self.loop.call_later(_LINGER_S, self._stop_lingering)
         self._wait_for_more()
         self._ask_for_turn()
@@ -195,11 +196,12 @@ class GuardedProtocol(H11Protocol):
             self._wait("body" if self.conn.their_state is h11.SEND_BODY else "")
 
     def _wait(self, phase: str) -> None:
-        """Sets what the connection waits for, and the time limit.
+        """Sets what the connection waits for, and starts the time limit.
 
         Args:
-            phase: the "first" request, "headers", "idle" for the next request, "body" (the guard
-                limits its time), or "" for a whole request.
+            phase: "first" for the first request, "headers" for the rest of the headers, "idle" for
+                the next request, "body" for a body (whose time the guard limits), or "" if a whole
+                request has arrived.
         """
         if phase == self._phase or (phase == "headers" and self._phase == "first"):
             return
@@ -224,7 +226,7 @@ class GuardedProtocol(H11Protocol):
             self.transport.abort()
 
     def _watch_writing(self, before: int) -> None:
-        """Closes the connection if the client accepts no data of its response for a while."""
+        """Closes the connection if the client accepts no data of a response for `write_seconds`."""
 
         def look() -> None:
             now = self.transport.get_write_buffer_size()
@@ -254,9 +256,9 @@ class GuardedProtocol(H11Protocol):
         self.transport.close()
 
     def send_400_response(self, msg: str) -> None:
-        """See `H11Protocol`; for requests that are not valid HTTP."""
+        """Refuses a request that is not valid HTTP; `H11Protocol` calls this method."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
             self._refuse(400, "the request is not valid HTTP/1.1")
-        else:  # its response has begun
+        else:  # the response has already begun
             self._note(400, "the request is not valid HTTP/1.1")
             self.transport.abort()

@@ -1,4 +1,4 @@
-"""The log of rejected requests: one line each, without content, and rate-limited."""
+"""Logs refused requests, one line each, without their content and with a limited rate."""
 
 from __future__ import annotations
 
@@ -11,10 +11,11 @@ _BURST, _PER_SECOND = 20, 1.0
 
 
 class RefusalLog:
-    """Writes a line for each rejected request.
+    """Writes a line for each refused request.
 
-    A line has the time, the status, the route, the client's address and the reason. After a burst
-    of 20 lines the log writes one line per second; the next line counts the omitted requests.
+    A line contains the time, the status, the route, the address of the client and the reason. After
+    a burst of 20 lines, the log writes at most one line per second. The next line then says how
+    many requests were left out.
     """
 
     def __init__(
@@ -22,23 +23,23 @@ class RefusalLog:
         stream: TextIO | None = None,
         clock: Callable[[], float] = time.monotonic,
     ):
-        """Creates an empty log.
+        """Creates a log.
 
         Args:
             stream: output stream; None for stderr.
-            clock: returns monotonic time in seconds.
+            clock: function that returns monotonic time in seconds.
         """
         self._stream, self._clock = stream, clock
         self._tokens, self._last, self._left_out = float(_BURST), clock(), 0
 
     def note(self, status: int, route: str, client: str, reason: str) -> None:
-        """Logs one rejected request.
+        """Logs a refused request.
 
         Args:
             status: HTTP status of the response.
-            route: method and path, from a fixed set.
-            client: address without the port.
-            reason: one line without content of the request.
+            route: method and path, which are not copied from the request but from a fixed set.
+            client: address of the client, without the port.
+            reason: reason in one line, without content of the request.
         """
         now = self._clock()
         self._tokens = min(_BURST, self._tokens + (now - self._last) * _PER_SECOND)

@@ -1,4 +1,4 @@
-"""Listening sockets, and a uvicorn server without its own signal handlers."""
+"""Opens listening sockets, and runs uvicorn without its own signal handlers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def listen(host: str, port: int, mend: str) -> socket.socket:
     Args:
         host: address of this machine.
         port: port; 0 for any free port.
-        mend: settings to change, for the error message.
+        mend: advice which settings to change, which ends the error message.
 
     Raises:
         UserError: this machine does not have the address, or another program uses it.
@@ -39,7 +39,7 @@ def listen(host: str, port: int, mend: str) -> socket.socket:
 
 
 def allow_connections(limits: ConnectionLimits) -> None:
-    """Raises this process's limit on open files to its number of connections, if allowed."""
+    """Raises the process's limit on open files, if allowed, to suffice for all connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * limits.connections + 1024
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -54,24 +54,24 @@ def address_of(listener: socket.socket) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn with the limits of `Connections`; ``should_exit`` ends it."""
+    """A uvicorn server with the limits of `Connections`; setting ``should_exit`` ends it."""
 
     def __init__(self, app: ASGIApp, limits: ConnectionLimits, log: RefusalLog):
-        """Creates a server; ``serve([listener])`` runs it.
+        """Creates a server, which ``serve([listener])`` runs.
 
         Args:
             app: the application.
             limits: limits on connections.
-            log: log of rejected requests.
+            log: log of refused requests.
         """
         connections = Connections(limits, log)
         config = uvicorn.Config(
             app,
             http=connections.protocol,  # type: ignore[arg-type]  # a class, or what makes its object
             ws="none",
-            log_level="error",  # its warnings concern clients, which `RefusalLog` logs
+            log_level="error",  # warnings concern clients, which `RefusalLog` logs
             access_log=False,
-            proxy_headers=False,  # otherwise clients could forge addresses in the log
+            proxy_headers=False,  # clients could forge the addresses in the log
             lifespan="off",
             timeout_keep_alive=max(1, round(limits.idle_seconds)),
             timeout_graceful_shutdown=5,
@@ -80,7 +80,7 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Installs no signal handlers: see `on_signals`."""
+        """Installs no signal handlers, because `on_signals` does."""
         yield
 
 
@@ -99,7 +99,7 @@ def _ask(asked: asyncio.Event, number: int) -> None:
 
 
 async def run_until_signal(server: Server, listener: socket.socket) -> None:
-    """Serves until SIGINT or SIGTERM, and then gives the requests in progress a few seconds."""
+    """Serves until SIGINT or SIGTERM; requests in progress then have a few seconds to finish."""
     asked = asyncio.Event()
     on_signals(asked)
     running = asyncio.create_task(server.serve([listener]))

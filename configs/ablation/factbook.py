@@ -2,21 +2,23 @@ r"""Compares filters: SFT of the quickstart's small policy on differently filter
 
     python -m coa_jax.ablation --config=configs/ablation/factbook.py --workdir=runs/ablation
 
-Needs: the requirements of the quickstart.  launch/quickstart.sh shows malloc settings that make a
+Needs: the requirements of the quickstart. launch/quickstart.sh shows malloc settings that make a
 step on a CPU faster.
 Takes: for each of four arms and three seeds, the time of the stages ``sft`` and ``evaluate_sft`` in
 the ``timings_s`` of a quickstart's summary.json.
-Gives: runs/ablation/report.md: pass@1 on 800 held-out questions for each arm, and its differences
-to the unfiltered and the filtered set with intervals over seeds and over tasks.
+Gives: runs/ablation/report.md with pass@1 on 800 held-out questions for each arm, and the
+differences between each arm and the arms ``unfiltered`` and ``filtered``, with intervals over seeds
+and over tasks.
 
-The teacher makes many mistakes here, and most of its wrong suggestions pass its own check.  So the
-unfiltered set contains the defects that filters should remove: wrong answers, and right answers
-despite a mistake.  The arms:
+In this config the teacher makes many mistakes, and most of its wrong suggestions pass its own
+check. So the unfiltered set contains the defects that filters should remove: wrong answers, and
+right answers despite a mistake. The arms are:
 
-- ``unfiltered``: every run;
-- ``filtered``: after the quality filters (paper §3.2.1), as in configs/distill/factbook.py;
-- ``reflection``: as ``filtered``, without one half of the runs that have no reflection;
-- ``correction``: as ``filtered``, with runs that corrected their answer twice.
+- ``unfiltered``: all runs;
+- ``filtered``: the runs that pass the quality filters (paper §3.2.1), as in
+  configs/distill/factbook.py;
+- ``reflection``: as ``filtered``, but without half of the runs that have no reflection;
+- ``correction``: as ``filtered``, but each run that corrected its answer is included twice.
 """
 
 from __future__ import annotations
@@ -28,7 +30,7 @@ from coa_jax.cli import load_config
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The configuration."""
+    """Returns the configuration."""
     quickstart = load_config("configs/quickstart/factbook.py")
     config = ConfigDict()
     config.seeds = (0, 1, 2)

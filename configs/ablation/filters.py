@@ -1,4 +1,4 @@
-r"""Measures the effect of the filters on a policy that trains longer; fixed in advance.
+r"""Measures the effect of the filters on a policy that is trained longer.
 
     python -m coa_jax.ablation --config=configs/ablation/filters.py --workdir=runs/filters
 
@@ -7,10 +7,11 @@ Takes: for each of two arms and four seeds, two and a half times the stage ``sft
 ``timings_s`` of a quickstart's summary.json, and once its ``evaluate_sft``.
 Gives: runs/filters/report.md, in the form of configs/ablation/factbook.py.
 
-After the 800 updates of configs/ablation/factbook.py a policy solves one question in five.  Most
-answers are wrong because the policy is weak, so wrong answers in the data make little difference.
-Here each policy is trained for 2,000 updates.  Teacher, filters and questions are the same; the
-seeds differ.  Arms, seeds and updates were fixed before the first of these policies was trained.
+After the 800 updates of configs/ablation/factbook.py, a policy solves one question in five. Most
+answers are then wrong because the policy is weak, so wrong answers in the data make little
+difference. This config trains each policy for 2,000 updates. Teacher, filters and questions are the
+same as in configs/ablation/factbook.py, but the seeds differ. Arms, seeds and the number of updates
+were fixed before the first of these policies was trained.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from coa_jax.cli import load_config
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The configuration."""
+    """Returns the configuration."""
     config = load_config("configs/ablation/factbook.py")
     with config.unlocked():
         config.seeds = (3, 4, 5, 6)

@@ -1,15 +1,17 @@
-r"""Distil Factbook questions from a language model behind an OpenAI-compatible endpoint.
+r"""Distils Factbook questions from a language model behind an OpenAI-compatible endpoint.
 
     python -m coa_jax.distill --config=configs/distill/endpoint.py --workdir=runs/endpoint
 
 Needs: the extra ``endpoint`` and a server with ``/v1/chat/completions``, such as vLLM or a cloud
-service.  ``--config.endpoint.url=... --config.endpoint.model=...`` name it;
-the key is read from the environment variable ``endpoint.key_env``.
-Takes: ten to thirty calls per task; ``teacher.concurrency`` tasks run concurrently.
+service. Name the server by ``--config.endpoint.url=... --config.endpoint.model=...``. The API key
+is read from the environment variable that ``endpoint.key_env`` names.
+Takes: ten to thirty calls of the model per task; ``teacher.concurrency`` tasks run at the same
+time.
 Gives: the files of configs/distill/factbook.py and ``calls/SPLIT.jsonl`` with every prompt and
-reply.  The run stops before a call that would exceed a limit (``endpoint.max_calls``,
-``max_total_tokens``, ``max_money`` with ``endpoint.prices``; the price below is an example, replace
-it by that of your provider).  Started again, the run continues; no recorded reply is paid twice.
+reply. The run stops before a call that would exceed one of the limits ``endpoint.max_calls``,
+``max_total_tokens`` and ``max_money``. ``max_money`` needs ``endpoint.prices``; the price below is
+an example, to be replaced by the price of your provider. If the command is started again, it
+continues, and no recorded reply is paid twice.
 """
 
 from __future__ import annotations
@@ -22,7 +24,7 @@ from coa_jax.settings import complete
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The configuration."""
+    """Returns the configuration."""
     config = load_config("configs/distill/factbook.py")
     with config.unlocked():
         config.tasks.train, config.tasks.validation = 200, 50

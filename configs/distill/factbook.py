@@ -1,18 +1,20 @@
-r"""Distil multi-hop questions about the World Factbook from the scripted teacher.
+r"""Distils multi-hop questions about the World Factbook from the scripted teacher.
 
     python -m coa_jax.distill --config=configs/distill/factbook.py --workdir=runs/distill
 
-Needs: nothing beyond the package (the Factbook is a dependency; programs run in the sandbox).
+Needs: nothing beyond the package. The Factbook is a dependency of the package, and programs run in
+the sandbox.
 Takes: the time of the stage ``distill`` in the ``timings_s`` of a quickstart's summary.json.
 Gives: the trajectories that the quickstart learns from. Some call the sandbox, some contain a
 mistake of the teacher and its correction. The teacher is scripted, so its pass@1 is near 1 by
-design: it is the upper bound for a policy, not a result.
+design. This figure is the upper bound for a policy and not a result.
 
 The mistake rate applies to each decision. A trajectory has many decisions, so the share of
 trajectories with a mistake is several times as high.
-``--config.teacher.selection.min_tool_calls=5`` is the complexity filter of the paper (§3.2.1);
-``plain_fraction`` and ``corrected_copies`` are its third and fourth filter. They are off here,
-because a small policy needs simple cases too, and most questions need one to three calls.
+``--config.teacher.selection.min_tool_calls=5`` is the complexity filter of the paper (§3.2.1).
+``plain_fraction`` and ``corrected_copies`` are the third and the fourth filter of the paper. All
+three are off in this config, because a small policy needs simple cases, too, and most questions
+need only one to three calls.
 """
 
 from __future__ import annotations
@@ -26,7 +28,7 @@ from coa_jax.tools.make import ToolsConfig
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The configuration."""
+    """Returns the configuration."""
     quickstart = load_config("configs/quickstart/factbook.py")
     config = ml_collections.ConfigDict()
     config.tasks = ml_collections.ConfigDict()
@@ -34,8 +36,8 @@ def get_config() -> ml_collections.ConfigDict:
     config.tasks.train = quickstart.distill.train
     config.tasks.validation = quickstart.distill.validation
     config.tasks.seed = quickstart.distill.seed
-    config.tasks.level = quickstart.distill.level  # of the protocols' rules: lenient, paper
+    config.tasks.level = quickstart.distill.level  # level of the protocols' rules: lenient or paper
     config.teacher = complete(DistillConfig, quickstart.teacher)
     config.tools = complete(ToolsConfig, quickstart.tools)
-    config.tokenizer = ""  # a folder with a tokenizer, to count tokens
+    config.tokenizer = ""  # folder of a tokenizer, to count tokens
     return config

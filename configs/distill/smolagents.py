@@ -1,11 +1,11 @@
-r"""Distil Factbook questions from smolagents: a CodeAgent that manages a search agent.
+r"""Distils Factbook questions from smolagents: a CodeAgent that manages a search agent.
 
     python -m coa_jax.distill --config=configs/distill/smolagents.py --workdir=runs/smolagents
 
 Needs: the extra ``distill`` and an endpoint as in configs/distill/endpoint.py.
-Takes: ten to twenty calls per task.
+Takes: ten to twenty calls of the model per task.
 Gives: ``smolagents/SPLIT.jsonl`` with the memory of the agents, one run per line, and the files of
-configs/distill/traces.py.  Started again, the run solves the missing tasks.
+configs/distill/traces.py. If the command is started again, it solves the missing tasks.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coa_jax.settings import complete
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The configuration."""
+    """Returns the configuration."""
     config = load_config("configs/distill/endpoint.py")
     with config.unlocked():
         config.smolagents = complete(SmolConfig, {})

@@ -1,23 +1,24 @@
-r"""Make a data set from the logs of another multi-agent system, or from published records.
+r"""Makes a data set from the logs of another multi-agent system, or from published records.
 
     python -m coa_jax.distill --config=configs/distill/traces.py --workdir=runs/traces
     python -m coa_jax.distill --config=configs/distill/traces.py:records --workdir=runs/filtered \
         --config.traces.files=web_sft.json
 
-Needs: the logs, named by ``--config.traces.files=results.jsonl``, their
-``--config.traces.format`` (``oagents``, ``smolagents``, ``openai``, ``mcp`` or ``messages``) and
-the ``--config.traces.protocol`` of the trajectories; docs/distillation.md lists the limits
-of each format.  With ``:records`` the files contain trajectories in any form of docs/data.md, which
-are filtered without conversion.  The search for near-duplicates needs the extra ``distill``.
+Needs: the logs, which ``--config.traces.files=results.jsonl`` names. ``--config.traces.format`` is
+their format (``oagents``, ``smolagents``, ``openai``, ``mcp`` or ``messages``), and
+``--config.traces.protocol`` is the protocol of the trajectories. docs/distillation.md lists the
+limits of each format. With ``:records``, the files contain trajectories in any form of
+docs/data.md, which are filtered without conversion. The search for near-duplicates needs the extra
+``distill``.
 Takes: seconds for thousands of runs.
-Gives: ``train.jsonl``, a few dropped runs of each filter in ``dropped/``, and in ``refused/``
-every record that could not be used, with its line and the reason.
+Gives: ``train.jsonl``, a few runs that each filter dropped in ``dropped/``, and in ``refused/``
+every record that could not be used, with its line number and the reason.
 
-The filters are those of the paper (§3.2.1).  The first keeps only runs with at least five tool
-calls; ``--config.teacher.selection.min_tool_calls=0`` disables it.  A run whose log contains no
-accepted answer cannot be graded and is dropped as ``no_accepted_answer``, unless
-``--config.teacher.keep_without_gold=True``, the default of ``:records``, because published records
-rarely contain accepted answers and have been graded by their authors.
+The filters are those of the paper (§3.2.1). The first filter keeps only runs with at least five
+tool calls; ``--config.teacher.selection.min_tool_calls=0`` disables this filter. A run whose log
+contains no accepted answer cannot be graded. It is dropped as ``no_accepted_answer``, unless
+``--config.teacher.keep_without_gold`` is True. This is the default of ``:records``, because
+published records rarely contain accepted answers and have been graded by their authors.
 """
 
 from __future__ import annotations
@@ -53,5 +54,5 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             },
         },
     )
-    config.tokenizer = ""  # a folder with a tokenizer, to count tokens
+    config.tokenizer = ""  # folder of a tokenizer, to count tokens
     return config

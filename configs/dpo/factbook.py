@@ -1,16 +1,16 @@
-r"""DPO: the small policy learns to prefer right trajectories to wrong ones; a baseline for RL.
+r"""Trains the small policy by DPO to prefer right trajectories to wrong ones: a baseline for RL.
 
     python -m coa_jax.dpo --config=configs/dpo/factbook.py --workdir=runs/dpo
 
-Needs: the policy of configs/sft/factbook.py in runs/sft, and graded trajectories of it: those that
-configs/rl/factbook.py left in runs/rl/traces.jsonl, or those of an evaluation on the training split
-(then set ``config.phase`` to its phase).
-Takes: depends on ``config.optimizer.total_steps``; not measured.
-Gives: runs/dpo/model.  Metrics to watch in metrics.jsonl: ``dpo/accuracy`` (share of pairs in the
-right order, rises from 0.5) and ``dpo/chosen_log_ratio`` (if it falls far below 0, right
-trajectories become less likely too: lower the learning rate or raise ``beta``).
+Needs: the policy of configs/sft/factbook.py in runs/sft, and graded trajectories of this policy.
+They come from configs/rl/factbook.py, in runs/rl/traces.jsonl, or from an evaluation on the
+training split (then set ``config.phase`` to the phase of this evaluation).
+Takes: a time that depends on ``config.optimizer.total_steps``; it was not measured.
+Gives: runs/dpo/model. Watch two metrics in metrics.jsonl. ``dpo/accuracy``, the share of pairs in
+the right order, should rise from 0.5. If ``dpo/chosen_log_ratio`` falls far below 0, right
+trajectories become less likely, too: lower the learning rate or raise ``beta``.
 
-Choices: rows hold two trajectories of up to 416 tokens; a task gives at most four pairs.
+Choices: a row holds two trajectories of up to 416 tokens, and a task gives at most four pairs.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from coa_jax.settings import complete
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The configuration."""
+    """Returns the configuration."""
     return complete(
         DPOConfig,
         {

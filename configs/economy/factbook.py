@@ -2,13 +2,14 @@ r"""Compares the tokens of the quickstart's policy with those of the team that t
 
     python -m coa_jax.economy --config=configs/economy/factbook.py --workdir=runs/economy
 
-Needs: a finished quickstart in runs/quickstart; or trajectories of ``python -m coa_jax.evaluate``:
-set ``traces``, their ``phase`` (``evaluate-STAGE``), ``model`` for its tokenizer, and the ``tasks``
-of that evaluation.
+Needs: a finished quickstart in runs/quickstart, or the trajectories of another evaluation by
+``python -m coa_jax.evaluate``. For another evaluation set ``traces``, their ``phase``
+(``evaluate-STAGE``), the ``model`` whose tokenizer counts the tokens, and the ``tasks`` of the
+evaluation.
 Takes: seconds with the scripted team. A config that adds ``endpoint``, as in
 configs/distill/endpoint.py, measures a team of language models with ten to thirty calls per task.
-Gives: the success rates of both; tokens per task that both solved; tokens of all attempts per
-solved task; and the share that the policy saves.
+Gives: the success rates of the policy and of the team, the tokens per task that both solve, the
+tokens of all attempts per solved task, and the share of the team's tokens that the policy saves.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from coa_jax.tools.make import ToolsConfig
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The configuration."""
+    """Returns the configuration."""
     quickstart = load_config("configs/quickstart/factbook.py")
     evaluation = quickstart.evaluate
     config = ml_collections.ConfigDict()

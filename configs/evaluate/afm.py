@@ -1,24 +1,26 @@
-r"""Evaluates the released Agent Foundation Models as the release does, against the paper's tables.
+r"""Evaluates the released Agent Foundation Models as the release does, to compare with the paper.
 
     python -m coa_jax.evaluate --config=configs/evaluate/afm.py:gaia,7b --workdir=runs/afm-gaia
 
-Variants: a benchmark, which is a variant of web.py, mhqa.py, maths.py or code.py beside this file
-(default ``gaia``); a size, ``3b`` (multi-hop questions only), ``7b`` (default) or ``32b``; the
-checkpoint, ``rl`` (default) or ``sft``.  ``afm.py:gaia,debug`` scales the config down, see
-configs/evaluate/tiny.py.
-Needs: the Hugging Face Hub, from which ``PersonalAILab/AFM-*`` is loaded, or ``config.model``; an
-accelerator that holds the model, or ``config.endpoint.url``; what the config of the benchmark
-needs; and for web and multi-hop questions the instructions of the checkpoint's training, which are
-in each row of its RL data (``PersonalAILab/AFM-WebAgent-RL-Dataset``, ``AFM-MHQA-RL-Dataset``):
-``--config.rollout.prompt_style=FILE.parquet``.
-The benchmark files of the code agent hold their instructions themselves.
+Variants: the argument names a benchmark, a size and a checkpoint. The benchmark is a variant of
+web.py, mhqa.py, maths.py or code.py in the same folder (default ``gaia``). The size is ``3b`` (for
+multi-hop questions only), ``7b`` (default) or ``32b``. The checkpoint is ``rl`` (default) or
+``sft``. ``afm.py:gaia,debug`` scales the config down, see configs/evaluate/tiny.py.
+Needs: the Hugging Face Hub, from which ``PersonalAILab/AFM-*`` is loaded, or another
+``config.model``; an accelerator with enough memory for the model, or ``config.endpoint.url``;
+everything that the config of the benchmark needs. For web and multi-hop questions, the evaluation
+also needs the instructions of the checkpoint's training. They are in each row of the checkpoint's
+RL data (``PersonalAILab/AFM-WebAgent-RL-Dataset``, ``AFM-MHQA-RL-Dataset``), which
+``--config.rollout.prompt_style=FILE.parquet`` names. The benchmark files of the code agent contain
+their instructions.
 Takes: unknown: nobody has run this size yet.
-Gives: the figures of docs/benchmarks.md beside which the paper's stand.
+Gives: figures that docs/benchmarks.md lists together with those of the paper.
 
-From the release: its prompts word for word, its stop strings (the closing tags of the tools and
-``</answer>``), its budgets and sampling, and for web questions the three behaviours of its
-evaluator that docs/benchmarks.md describes, which is why the result is not a plain pass@1.
-``config.attempts=1 config.last_suggestion=False config.rollout.cut_context=False`` turns them off.
+Taken from the release: the prompts word for word, the stop strings (the closing tags of the tools
+and ``</answer>``), and the budgets and sampling settings. For web questions, also three behaviours
+of the release's evaluator, which docs/benchmarks.md describes. Because of these behaviours the
+result is not a plain pass@1. ``config.attempts=1 config.last_suggestion=False
+config.rollout.cut_context=False`` turns the three behaviours off.
 """
 
 from __future__ import annotations
@@ -30,7 +32,7 @@ from coa_jax.errors import UserError
 from coa_jax.learn.variants import SMALL, parse_variants
 
 AGENTS = {"web": "WebAgent", "mhqa": "MHQA-Agent", "maths": "CodeAgent", "code": "CodeAgent"}
-"""Config of a group of benchmarks -> the released agent that answers them."""
+"""Maps the config of a group of benchmarks to the released agent for this group."""
 
 BENCHMARKS = {
     "web": ("gaia", "browsecomp", "hle", "webwalker"),
@@ -41,7 +43,7 @@ BENCHMARKS = {
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration of a benchmark, a size and a checkpoint."""
+    """Returns the configuration for a benchmark, a size and a checkpoint."""
     groups = {name: group for group, names in BENCHMARKS.items() for name in names}
     sizes, phases = ("7b", "3b", "32b"), ("rl", "sft")
     name, size, phase, debug = parse_variants(arg, tuple(groups), sizes, phases, SMALL)

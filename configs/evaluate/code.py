@@ -2,15 +2,15 @@ r"""Evaluates the paper's code agent on LiveCodeBench or CodeContests.
 
     python -m coa_jax.evaluate --config=configs/evaluate/code.py:lcb5 --workdir=runs/code-lcb5
 
-Variants: ``lcb5`` (default), ``lcb4``, ``codecontests``; and ``7b`` (default) or ``32b``, which
-differ in temperature, as in ``code.py:lcb4,32b``. ``code.py:lcb5,debug`` scales the config down,
-see configs/evaluate/tiny.py.
+Variants: the argument names a benchmark, ``lcb5`` (default), ``lcb4`` or ``codecontests``, and a
+size, ``7b`` (default) or ``32b``, for example ``code.py:lcb4,32b``. The sizes differ in
+temperature. ``code.py:lcb5,debug`` scales the config down, see configs/evaluate/tiny.py.
 Needs: a policy of configs/rl/code.py, or any served policy: ``--config.endpoint.url=http://.../v1
 --config.endpoint.model=NAME``; the questions and private tests (docs/benchmarks.md says where from)
 in /mnt/data; the sandbox for programs.
 Takes: unknown: nobody has run this size yet.
-Gives: pass@1 with its error, by difficulty and platform, costs. ``--config.samples=8`` gives
-pass@2, 3, 4 and 8 as well.
+Gives: pass@1 with its error, pass@1 by difficulty and platform, and costs. ``--config.samples=8``
+adds pass@2, pass@3, pass@4 and pass@8.
 
 From the paper (§4.2) and its script: temperature 0.8 (7B) or 0.6 (32B), top-p 1, 4,096 tokens of
 prompt and 28,672 of answer, 12 turns; all tests of a problem must pass.
@@ -35,7 +35,7 @@ TEMPERATURES = {"7b": 0.8, "32b": 0.6}
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration of a benchmark and a size."""
+    """Returns the configuration for a benchmark and a size."""
     name, size, debug = parse_variants(arg, tuple(FILES), tuple(TEMPERATURES), SMALL)
     trained = load_config(f"configs/rl/code.py:{size}")
     length = {"max_length": 32_768}

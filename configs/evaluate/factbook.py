@@ -2,14 +2,14 @@ r"""Evaluates a small policy on questions about places that occur in no training
 
     python -m coa_jax.evaluate --config=configs/evaluate/factbook.py --workdir=runs/evaluate
 
-Needs: the policy of configs/rl/factbook.py in runs/rl, or another policy by its directory and a
-name for the results: ``--config.model=runs/sft/model --config.stage=sft``. Stages that share a
-work directory are listed side by side in its summary.json and in its report.
+Needs: the policy of configs/rl/factbook.py in runs/rl. For another policy give its directory and a
+name for its results: ``--config.model=runs/sft/model --config.stage=sft``. If several stages share
+a work directory, its summary.json and its report list them side by side.
 Takes: the time of the stage ``evaluate_rl`` in the ``timings_s`` of a quickstart's summary.json.
-Gives: pass@1 with its 95 % interval, results by hops and kind of question, tool calls and tokens,
-in evaluate/rl/results.json and on the page beside it. ``--config.samples=8`` adds pass@2, 3, 4 and
-8 and a majority vote. A killed evaluation continues when started again. ``factbook.py:debug``
-scales the config down, see configs/evaluate/tiny.py.
+Gives: pass@1 with its 95 % interval, results by hops and kind of question, tool calls and tokens.
+They are in evaluate/rl/results.json and on an HTML page in the same folder. ``--config.samples=8``
+adds pass@2, pass@3, pass@4, pass@8 and a majority vote. If a killed evaluation is started again, it
+continues. ``factbook.py:debug`` scales the config down, see configs/evaluate/tiny.py.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coa_jax.tools.make import ToolsConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration."""
+    """Returns the configuration."""
     _, debug = parse_variant(arg)
     quickstart = load_config("configs/quickstart/factbook.py")
     config = complete(EvaluateConfig, quickstart.evaluate)

@@ -2,15 +2,16 @@ r"""Evaluates the paper's code agent on AIME, AMC, MATH500 or OlympiadBench.
 
     python -m coa_jax.evaluate --config=configs/evaluate/maths.py:aime24 --workdir=runs/aime24
 
-Variants: ``aime24`` (default), ``aime25``, ``amc23``, ``math500``, ``olympiad``; and ``7b``
-(default) or ``32b``, which differ in temperature, as in ``maths.py:math500,32b``.
-``maths.py:aime24,debug`` scales the config down, see configs/evaluate/tiny.py.
+Variants: the argument names a benchmark, ``aime24`` (default), ``aime25``, ``amc23``, ``math500``
+or ``olympiad``, and a size, ``7b`` (default) or ``32b``, for example ``maths.py:math500,32b``. The
+sizes differ in temperature. ``maths.py:aime24,debug`` scales the config down, see
+configs/evaluate/tiny.py.
 Needs: a policy of configs/rl/code.py, or any served policy: ``--config.endpoint.url=http://.../v1
 --config.endpoint.model=NAME``; the questions (docs/benchmarks.md says where from) in /mnt/data or
 by ``--config.tasks=aime:PATH``; the sandbox for programs; the extra ``maths``.
 Takes: unknown: nobody has run this size yet.
-Gives: avg@16 for AIME and AMC, else pass@1, with its error; majority vote, by level and topic, and
-costs.
+Gives: avg@16 for AIME and AMC, and pass@1 for the other benchmarks, with the error and by level and
+topic; a majority vote; and costs.
 
 From the paper (§4.2) and its script: as configs/evaluate/code.py, but with 16 samples for AIME and
 AMC.
@@ -33,7 +34,7 @@ FILES = {  # file of the release, samples, name of the benchmark
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration of a benchmark and a size."""
+    """Returns the configuration for a benchmark and a size."""
     name, size, debug = parse_variants(arg, tuple(FILES), ("7b", "32b"), SMALL)
     config = load_config(f"configs/evaluate/code.py:{size},{debug}")
     file, samples, benchmark = FILES[name]

@@ -8,11 +8,11 @@ Needs: a policy of configs/rl/mhqa.py, or any served policy: ``--config.endpoint
 --config.endpoint.model=NAME``; the questions (docs/benchmarks.md says where from) in /mnt/data or
 by ``--config.tasks=hotpotqa:PATH``; a search server over Wikipedia at ``--config.tools.wiki_url``.
 Takes: unknown: nobody has run this size yet.
-Gives: exact match with its error, by hops and kind of question, costs.
+Gives: exact match with its error, exact match by hops and kind of question, and costs.
 
-From the paper (§4.1) and its script: greedy, one sample, 2,048 tokens of prompt and 8,192 of
-answer, 8 turns, 3 passages per search. ``--config.graders.answer=mhqa_eval`` compares the first
-answer only, as the release does. ``--config.graders.judge_all=True`` uses a judge, as the paper
+From the paper (§4.1) and its script: greedy decoding, one sample, 2,048 tokens of prompt and 8,192
+of answer, 8 turns, 3 passages per search. ``--config.graders.answer=mhqa_eval`` compares only the
+first answer, as the release does. ``--config.graders.judge_all=True`` uses a judge, as the paper
 says.
 """
 
@@ -38,7 +38,7 @@ FILES = {
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration of a set."""
+    """Returns the configuration for a set of questions."""
     name, debug = parse_variants(arg, tuple(FILES), SMALL)
     trained = load_config("configs/rl/mhqa.py")
     config = complete(

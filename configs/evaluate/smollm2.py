@@ -2,11 +2,11 @@ r"""Evaluates SmolLM2-135M-Instruct after RL on places that occur in no training
 
     python -m coa_jax.evaluate --config=configs/evaluate/smollm2.py --workdir=runs/smollm2-evaluate
 
-Needs: the policy of configs/rl/smollm2.py in runs/smollm2-rl; the model before it by
-``--config.model=weights/SmolLM2-135M-Instruct --config.stage=base`` or
+Needs: the policy of configs/rl/smollm2.py in runs/smollm2-rl. To evaluate the original model, give
+``--config.model=weights/SmolLM2-135M-Instruct --config.stage=base``; for the model after SFT, give
 ``--config.model=runs/smollm2-sft/model --config.stage=sft``.
-Takes: not measured; 100 questions in 32 slots are about three times the rollouts of a step of
-configs/rl/smollm2.py.
+Takes: about three times as long as the rollouts of a step of configs/rl/smollm2.py, by the number
+of questions (100) and slots (32). This was not measured.
 Gives: pass@1 with its 95 % interval, results by hops and kind of question, tool calls and tokens.
 The original model has never seen the protocol, and the brief prompt does not explain it, so a
 pass@1 of 0 says nothing about its knowledge. ``smollm2.py:debug`` scales the config down, see
@@ -25,7 +25,7 @@ from coa_jax.tools.make import ToolsConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration."""
+    """Returns the configuration."""
     _, debug = parse_variant(arg)
     trained = load_config("configs/rl/smollm2.py")
     config = complete(

@@ -1,12 +1,13 @@
-r"""Evaluates a policy of one layer on four questions: the smallest possible evaluation.
+r"""Evaluates a policy with one layer on four questions: the smallest possible evaluation.
 
     python -m coa_jax.evaluate --config=configs/evaluate/tiny.py --workdir=runs/debug/evaluate
 
 Needs: ``bash launch/debug_files.sh``.
-Takes: less than a minute on a CPU core, most of it compilation.
-Gives: every file of a large evaluation, and a meaningless pass@1.  The debug variants of the other
-files here (``configs/evaluate/web.py:gaia,debug``) combine these sizes with their own settings and
-a few questions in the format of their benchmark.  They use tools without a network and no judge.
+Takes: less than a minute on a CPU core, most of which is compilation.
+Gives: all files of a large evaluation, with a meaningless pass@1. The debug variants of the other
+configs in this folder, such as ``configs/evaluate/web.py:gaia,debug``, combine the sizes of this
+config with their own settings and with a few questions in the format of their benchmark. Their
+tools need no network, and there is no judge.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from coa_jax.tools.make import ToolsConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration; ``debug`` is the same."""
+    """Returns the configuration; the variant ``debug`` is the same."""
     parse_variant(arg)
     trained = load_config("configs/rl/tiny.py")
     config = complete(

@@ -2,19 +2,20 @@ r"""Evaluates the paper's web agent on GAIA, BrowseComp, HLE or WebWalkerQA, wit
 
     python -m coa_jax.evaluate --config=configs/evaluate/web.py:gaia --workdir=runs/web-gaia
 
-Variants: ``gaia`` (default), ``browsecomp``, ``hle``, ``webwalker``.  ``web.py:gaia,debug`` scales
+Variants: ``gaia`` (default), ``browsecomp``, ``hle``, ``webwalker``. ``web.py:gaia,debug`` scales
 the config down, see configs/evaluate/tiny.py.
 Needs: a policy of configs/rl/web.py, or any served policy: ``--config.endpoint.url=http://.../v1
 --config.endpoint.model=NAME``; the questions (docs/benchmarks.md says where from) in /mnt/data or
 by ``--config.tasks=gaia:PATH``; a judge at ``--config.graders.judge.chat.url``, a model that
 summarises pages at ``--config.tools.crawl_page.summarizer.url``, and the key of the search service.
 Takes: unknown: nobody has run this size yet.
-Gives: pass@1 over 5 rounds with its error, pass@3 and pass@5, by level, topic and kind, costs, and
-the samples that reached a copy of the benchmark.  ``--config.best_of.n=3`` adds best-of-3.
+Gives: pass@1 over 5 rounds with its error, pass@3 and pass@5, results by level, topic and kind,
+costs, and the number of samples that reached a copy of the benchmark. ``--config.best_of.n=3`` adds
+best-of-3.
 
 From the paper (§4.1, §5.3) and its script: temperature 1, top-p 0.9, top-k 20, 4,096 tokens per
 turn and 32,768 in total, 36 turns, 10 results per search, 5 rounds, and Qwen2.5-72B-Instruct as the
-judge and the best-of-n model.  docs/benchmarks.md lists the differences.
+judge and the best-of-n model. docs/benchmarks.md lists the differences.
 """
 
 from __future__ import annotations
@@ -35,14 +36,14 @@ FILES = {
     "webwalker": "webwalker_main.json",
 }
 JUDGE = {
-    "url": "",  # give the address of yours
+    "url": "",  # address of your server
     "model": "Qwen/Qwen2.5-72B-Instruct",
     "max_tokens": 512,
 }
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration of a benchmark."""
+    """Returns the configuration for a benchmark."""
     name, debug = parse_variants(arg, tuple(FILES), SMALL)
     trained = load_config("configs/rl/web.py")
     config = complete(

@@ -1,20 +1,25 @@
-r"""The whole pipeline on SmolLM2-135M-Instruct: the claims of the paper in small, on a CPU.
+r"""Runs the whole pipeline on SmolLM2-135M-Instruct: the paper's claims at small scale, on a CPU.
 
     bash launch/pretrained.sh --workdir runs/pretrained --seed 0
 
 Needs: 2 CPU cores, 12 GiB of memory, the sandbox for programs (bubblewrap, or Landlock), and
 ``coa-jax fetch smollm2``, which the script runs.
 Takes: about 2 hours 40 minutes on 2 cores, at most 10.8 GB of memory (docs/reproduction.md).
-Gives: ``summary.json``, ``report/index.html`` and a result file for each evaluation, from which
-``python -m coa_jax.claims`` makes a table.
+Gives: ``summary.json``, ``report/index.html`` and a result file for each evaluation. ``python -m
+coa_jax.claims`` makes a table of the result files.
 
-Variants: ``factbook.py:hermes`` teaches the same work as plain tool calling (docs/formats.md),
-without controls; ``factbook.py:debug`` has the same stages on a tiny policy of random weights.
+Variants: ``factbook.py:hermes`` teaches plain tool calling (docs/formats.md) instead of chains of
+agents, without the controls. ``factbook.py:debug`` runs the same stages on a tiny policy with
+random weights.
 
-Choices: questions in the wordings of people, whose held-out half only the evaluation asks; two
-passages in an observation, of which at most one states the fact; the brief prompt, which saves
-some 700 tokens a trajectory; adapters, because they are small enough to publish and take less
-memory; a policy that is not fine-tuned to the end, so that RL has something to find.
+Choices:
+
+- The questions are worded by people. Half of the wordings are held out and occur only in the
+  evaluation.
+- An observation has two passages, of which at most one states the fact.
+- The brief prompt saves about 700 tokens per trajectory.
+- Adapters are trained, because they are small enough to publish and take less memory.
+- SFT stops before the loss has converged, so that RL can still improve the policy.
 """
 
 from __future__ import annotations
@@ -43,7 +48,7 @@ MIXTURE = {
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration; see the variants above."""
+    """Returns the configuration for a variant."""
     variant, debug = parse_variant(arg, ("tags", "hermes"))
     config = ConfigDict()
     config.prompt_style = "brief"
@@ -83,7 +88,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
             "rollout": complete(RolloutConfig, rollout),
         }
     )
-    # The untouched model reads the rules of the protocol in its prompt.
+    # The base model was not trained on the protocol, so its prompt contains the rules.
     config.base = ConfigDict(
         {
             "mixture": {
@@ -101,7 +106,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     return _in_small(config) if debug else config
 
 
-# Measured on 2 cores beside other programs; those of the controls and of `scaling` are estimates.
+# Measured on 2 cores while other programs ran. The times of the controls and of `scaling` are
+# estimates.
 _MINUTES = {
     "distill": 0.3,
     "base": 0.2,
@@ -123,7 +129,7 @@ _MINUTES = {
 
 
 def _sft() -> dict[str, Any]:
-    """Fine-tuning of adapters, which are small enough to publish."""
+    """Returns the settings of SFT, which trains adapters that are small enough to publish."""
     return {
         "seed": 0,
         "rename_share": 0.0,
@@ -151,7 +157,7 @@ def _sft() -> dict[str, Any]:
 
 
 def _rl(engine: dict[str, Any], rollout: dict[str, Any]) -> dict[str, Any]:
-    """GRPO with live tools; of 8 groups about 5 have a signal."""
+    """Returns the settings of RL, GRPO with live tools; about 5 of 8 groups have a signal."""
     return {
         "tasks": "",
         "mixture": MIXTURE,
@@ -191,7 +197,7 @@ def _rl(engine: dict[str, Any], rollout: dict[str, Any]) -> dict[str, Any]:
 
 
 def _rft() -> dict[str, Any]:
-    """The control that imitates the right trajectories of RL."""
+    """Returns the settings of the control that imitates the right trajectories of RL."""
     return {
         "min_reward": 1.0,
         "per_task": 4,
@@ -213,19 +219,19 @@ def _rft() -> dict[str, Any]:
 
 
 def _measures() -> dict[str, Any]:
-    """The evaluations besides those of the stages."""
+    """Returns the settings of the evaluations in addition to those of the stages."""
     columns = {"columns": {"kind": "kind", "hops": "hops"}}
     natural = {
         "mixture": {"natural": {"tasks": NATURAL, "options": columns}},
         "num_tasks": 0,
-        "temperature": 0.0,  # as `ask` answers
+        "temperature": 0.0,  # as in `ask`
     }
     people = {"people": {"tasks": "factbook_people", "num_tasks": 80}}
     return {
         "natural_sft": {"policy": "sft", "evaluate": natural},
         "natural_rl": {"policy": "rl", "evaluate": natural},
         "scaling": {"policy": "rl", "evaluate": {"mixture": people, "samples": 4}},
-        # The prompt describes the two tools, which no training trajectory has.
+        # The prompt describes these two tools, which occur in no training trajectory.
         "unseen": {
             "policy": "rl",
             "evaluate": {
@@ -247,7 +253,7 @@ def _measures() -> dict[str, Any]:
 
 
 def _in_small(config: ConfigDict) -> ConfigDict:
-    """The same stages in seconds, with a tiny policy of random weights."""
+    """Scales the configuration down: a tiny policy with random weights, and stages of seconds."""
     config.model = ""
     config.policy.update(
         {
@@ -267,7 +273,7 @@ def _in_small(config: ConfigDict) -> ConfigDict:
     config.rl.optimizer.warmup_steps = 0
     config.rl.groups = config.rl.group_size = 2
     config.rl.num_tasks = 4
-    # One shape for all stages, so that few programs are compiled.
+    # All stages have the same shapes, so that few programs are compiled.
     shape = {"slots": 4, "max_length": 1536}
     for part in (config.rl, config.evaluate, config.base, config.measures.unseen.evaluate):
         part.engine.update(shape)

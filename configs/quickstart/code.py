@@ -1,12 +1,12 @@
-r"""The complete pipeline at small scale, with the protocol of the paper's code agent.
+r"""Runs the complete pipeline at small scale, with the protocol of the paper's code agent.
 
     bash launch/quickstart.sh --config=configs/quickstart/code.py --workdir=runs/quickstart-code
 
 Needs: 2 CPU cores, 4 GB of memory, and the sandbox for programs (bubblewrap, or Landlock).
-Takes: 2.5 minutes on 2 cores of a Xeon, beside another run.
+Takes: 2.5 minutes on 2 cores of a Xeon while another run used the machine.
 Gives: pass@1 on 400 held-out calculations at temperature 1 (one run, seed 0, 95 % intervals): 0.000
-(0.000-0.010) before SFT, 0.755 (0.711-0.795) after SFT, 0.790 (0.747-0.827) after RL.  The last two
-intervals overlap: eight steps of RL preserve the result of SFT; they do not show an improvement.
+(0.000-0.010) before SFT, 0.755 (0.711-0.795) after SFT, 0.790 (0.747-0.827) after RL. The last two
+intervals overlap, so eight steps of RL preserve the result of SFT but show no improvement.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ TASKS = "arithmetic:products,gcd,lcm,count_bits"
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The settings of configs/quickstart/mhqa.py, for calculations that a program answers."""
+    """Returns the settings of configs/quickstart/mhqa.py, for questions that a program answers."""
     return load_config(
         "configs/quickstart/mhqa.py",
         {

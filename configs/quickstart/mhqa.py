@@ -1,13 +1,13 @@
-r"""The complete pipeline at small scale, with the protocol of the paper's MHQA agent.
+r"""Runs the complete pipeline at small scale, with the protocol of the paper's MHQA agent.
 
     bash launch/quickstart.sh --config=configs/quickstart/mhqa.py --workdir=runs/quickstart-mhqa
 
 Needs: 2 CPU cores, 4 GB of memory.
-Takes: 4 minutes on 2 cores of a Xeon beside another run, 3 of them SFT.
+Takes: 4 minutes on 2 cores of a Xeon while another run used the machine, of which SFT took 3.
 Gives: pass@1 on 400 held-out questions of one and two hops at temperature 1 (one run, seed 0, 95 %
 intervals): 0.000 (0.000-0.010) before SFT, 0.455 (0.407-0.504) after SFT, 0.468 (0.419-0.516) after
-RL.  Eight steps of RL preserve the result of SFT; the 32 larger steps of
-configs/quickstart/factbook.py improve it.
+RL. Eight steps of RL preserve the result of SFT. The 32 larger steps of
+configs/quickstart/factbook.py improve on SFT.
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ TASKS = "factbook:protocol=mhqa,weights=70/30/0/0,templates=1"
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The quickstart with fewer and shorter steps.
+    """Returns the settings of the quickstart with fewer and shorter steps.
 
-    Two trajectories make an update: early in training many small updates teach more than few large
-    ones of the same number of tokens.
+    Each SFT update uses two trajectories. Early in training, many small updates teach more than a
+    few large updates with the same number of tokens.
     """
     return load_config(
         "configs/quickstart/factbook.py",

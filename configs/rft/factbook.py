@@ -1,15 +1,18 @@
-r"""Rejection sampling: SFT of the small policy on its own right trajectories; a baseline for RL.
+r"""Fine-tunes the small policy on its own right trajectories (rejection sampling).
 
     python -m coa_jax.rft --config=configs/rft/factbook.py --workdir=runs/rft
 
-Needs: the policy of configs/sft/factbook.py in runs/sft, and graded trajectories of it: those that
-configs/rl/factbook.py left in runs/rl/traces.jsonl, or those of an evaluation on the training split
-(then set ``config.phase`` to its phase).
-Takes: depends on ``config.optimizer.total_steps``; not measured.
+This is a baseline for RL.
+
+Needs: the policy of configs/sft/factbook.py in runs/sft, and graded trajectories of this policy.
+They come from configs/rl/factbook.py, in runs/rl/traces.jsonl, or from an evaluation on the
+training split (then set ``config.phase`` to the phase of this evaluation).
+Takes: a time that depends on ``config.optimizer.total_steps``; it was not measured.
 Gives: runs/rft/model.
 
 Choices: the trajectories come from the whole RL run, so most were sampled by better policies than
-the one that learns here.  At most four per task are used, so that easy tasks do not dominate.
+the one that is fine-tuned. At most four trajectories per task are used, so that easy tasks do not
+dominate.
 """
 
 from __future__ import annotations
@@ -21,7 +24,7 @@ from coa_jax.settings import complete
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The configuration."""
+    """Returns the configuration."""
     return complete(
         RFTConfig,
         {

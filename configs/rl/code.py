@@ -2,8 +2,8 @@ r"""Trains the paper's code agent by RL with the sandbox (DAPO).
 
     python -m coa_jax.rl --config=configs/rl/code.py:7b --workdir=/mnt/runs/rl-code-qwen2.5-7b
 
-Sizes: ``3b``, ``7b`` (default), ``32b``. ``:7b,debug`` scales the config down, see
-configs/rl/tiny.py.
+Sizes: ``3b``, ``7b`` (default), ``32b``.
+``:7b,debug`` scales the config down, see configs/rl/tiny.py.
 Needs: the policy of configs/sft/code.py and, in a directory that all hosts share (here /mnt), tasks
 of mathematics and programming. 7b is sized for the 64 chips of a v5p:4x4x4, 32b for the 128 of a
 v5p:4x4x8. ``python -m coa_jax.aot --topology=...`` checks whether the run fits another slice;
@@ -14,13 +14,15 @@ Gives: a policy in WORKDIR/model; configs/rl/factbook.py names the metrics to wa
 From the paper (§3.2, §4.2) and its scripts: 256 prompts of 8 samples at temperature 1, 8 updates of
 32 prompts per step, learning rate 1e-6 after 10 steps of warm-up, clip 0.2 and 0.28, dual clip 3,
 no KL term, at most 8 tool calls, and an answer counts only if the format is valid (eq 11). The
-paper makes 150 steps with 7B, as here, and 120 with 32B; the scripts make up to 2,000. Its context
-is 32,768 tokens, with 32B 16,384 until step 40; the scripts have 4,096 tokens of prompt and 16,384
-of answer. The paper shapes the reward of long answers, with a buffer of 1/8 of the response; the
-release disables this shaping, and so does this file (``--config.algorithm.overlong_buffer=4096``
-enables it for 32,768 tokens). The weight decay of this agent is not stated; this file uses 0.01.
-The release drops groups without a signal and samples others; here a step samples at most
-``max_sampled`` times its number of groups. Neither has a 3B agent; 3B uses the values of 7B.
+paper makes 150 steps with 7B, as this config does, and 120 steps with 32B; its scripts make up to
+2,000 steps. The context in the paper is 32,768 tokens (with 32B, 16,384 until step 40); the scripts
+have 4,096 tokens of prompt and 16,384 of answer. The paper shapes the reward of long answers, with
+a buffer of 1/8 of the response. The release disables this shaping, and so does this config;
+``--config.algorithm.overlong_buffer=4096`` enables the shaping for 32,768 tokens. The paper does
+not state the weight decay of this agent; this config uses 0.01. The release drops groups without a
+signal and samples other groups until there are enough. In this config, a step samples at most
+``max_sampled`` times its number of groups. Neither the paper nor the release has a 3B agent; 3B
+uses the values of 7B.
 """
 
 from __future__ import annotations
@@ -34,7 +36,7 @@ from coa_jax.tools.make import ToolsConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration of a size."""
+    """Returns the configuration for a size."""
     size, debug = parse_variant(arg, ("7b", "3b", "32b"))
     config = complete(
         RLConfig,

@@ -4,13 +4,15 @@ r"""Trains the fine-tuned small policy by RL with live tools (DAPO).
 
 Needs: the policy of configs/sft/factbook.py in runs/sft.
 Takes: the time of the stage ``rl`` in the ``timings_s`` of a quickstart's summary.json.
-Gives: runs/rl/model.  Metrics to watch in metrics.jsonl:
+Gives: runs/rl/model. Metrics to watch in metrics.jsonl:
 
-- ``reward/mean``: share of right answers in training; should rise;
-- ``group/frac_zero_std``: share of tasks whose samples are all right or all wrong, which give no
-  signal;
-- ``format/valid``: should rise; if it falls, the learning rate is too high;
-- ``mismatch/abs_logp_max``: sampler against trainer; below 1e-4 with float32 on a CPU.
+- ``reward/mean``: share of right answers in training, which should rise;
+- ``group/frac_zero_std``: share of tasks whose samples are all right or all wrong; such tasks give
+  no signal;
+- ``format/valid``: share of samples that obey the protocol, which should rise; if it falls, the
+  learning rate is too high;
+- ``mismatch/abs_logp_max``: largest difference between log-probabilities of sampler and trainer,
+  which should be below 1e-4 with float32 on a CPU.
 
 The debug variant mixes two sources and evaluates the policy on both (``eval/*``).
 """
@@ -27,7 +29,7 @@ from coa_jax.tools.make import ToolsConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration; ``debug`` is the same in small, see tiny.py."""
+    """Returns the configuration; ``debug`` scales it down, see tiny.py."""
     _, debug = parse_variant(arg)
     quickstart = load_config("configs/quickstart/factbook.py")
     config = complete(RLConfig, {**quickstart.rl.to_dict(), "model": "runs/sft/model"})
@@ -35,7 +37,8 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     if not debug:
         return config
     config = in_small(config, "rl")
-    # Two sources, the first with twice the weight, and an evaluation on both.
+    # There are two sources, the first with twice the weight of the second, and an evaluation on
+    # both.
     questions, config.tasks = config.tasks, ""
     config.mixture = {
         "questions": {"tasks": questions, "weight": 2.0},

@@ -2,12 +2,14 @@ r"""Trains the paper's agent for multi-hop questions (MHQA) by RL with a search 
 
     python -m coa_jax.rl --config=configs/rl/mhqa.py:7b --workdir=/mnt/runs/rl-mhqa-qwen2.5-7b
 
-Sizes: ``3b``, ``7b`` (default), ``32b``.  ``:7b,debug`` is the same in small: configs/rl/tiny.py.
-Needs: the policy of configs/sft/mhqa.py and, in a directory that all hosts share (here /mnt),
-the training questions of NQ and HotpotQA; a search engine over Wikipedia that all hosts ask, by
-``--config.tools.wiki_url=http://HOST:8002/retrieve`` (docs/tools.md).  7b is for the 64 chips of a
-v5p:4x4x4, 32b for the 128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether
-another slice will do, ``launch/`` has what starts it there.
+Sizes: ``3b``, ``7b`` (default), ``32b``.
+``:7b,debug`` scales the config down, see configs/rl/tiny.py.
+Needs: the policy of configs/sft/mhqa.py; the training questions of NQ and HotpotQA, in a directory
+that all hosts share (in this config /mnt); and a search engine over Wikipedia that all hosts can
+reach, at ``--config.tools.wiki_url=http://HOST:8002/retrieve`` (docs/tools.md). 7b is sized for the
+64 chips of a v5p:4x4x4, 32b for the 128 chips of a v5p:4x4x8. ``python -m coa_jax.aot
+--topology=...`` checks whether the run fits another slice; ``launch/`` has the scripts that start
+the run on a slice.
 Takes: unknown: nobody has run this size yet; docs/scaling.md has the compiler's estimates.
 Gives: a policy in WORKDIR/model; configs/rl/factbook.py names the metrics to watch.
 
@@ -17,8 +19,9 @@ step, 1,005 steps, learning rate 1e-6 after a warm-up of 28.5 % of the steps (28
 1e-5 after 5 % (50), KL term of 0.001 (low variance), clip 0.2 on both sides (the script defines
 0.28 but does not use it), dual clip 3, 2,048 tokens of prompt and 8,192 of answer, at most 7
 searches. The reward is the corrected exact match (eq 9, docs/grading.md);
-``--config.graders.answer=mhqa_train`` is that of the release. The weight decay of this agent is
-not stated; this file uses 0.01. Neither has a 32B agent; 32B uses the same values.
+``--config.graders.answer=mhqa_train`` selects the reward of the release. The paper does not state
+the weight decay of this agent; this config uses 0.01. Neither the paper nor the release has a 32B
+agent; 32B uses the same values.
 """
 
 from __future__ import annotations
@@ -32,7 +35,7 @@ from coa_jax.tools.make import ToolsConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration of a size."""
+    """Returns the configuration for a size."""
     size, debug = parse_variant(arg, ("7b", "3b", "32b"))
     config = complete(
         RLConfig,

@@ -1,18 +1,20 @@
-r"""On-policy distillation: a teacher scores the small policy's own trajectories.
+r"""Trains the small policy by on-policy distillation: a teacher scores its own trajectories.
 
     python -m coa_jax.rl --config=configs/rl/opd.py --workdir=runs/opd
 
-Needs: the policy of configs/sft/factbook.py in runs/sft, and a teacher with the same vocabulary:
-here that of configs/rl/factbook.py in runs/rl.  The teacher may be any larger model with the
-policy's tokenizer, in a directory (``--config.teacher.model``) or behind a server that returns
-log-probabilities of prompts (``--config.teacher.url``); see docs/algorithms.md.
-Takes: not measured: a step of configs/rl/factbook.py with two more forward passes.
-Gives: runs/opd/model.  Metrics to watch in metrics.jsonl: ``opd/reverse_kl`` (divergence from the
-teacher in nats per token; should fall) and ``reward/mean`` (not optimised here, but should rise).
+Needs: the policy of configs/sft/factbook.py in runs/sft, and a teacher with the same vocabulary,
+which is the policy of configs/rl/factbook.py in runs/rl by default. The teacher can also be any
+larger model with the policy's tokenizer, in a directory (``--config.teacher.model``) or behind a
+server that returns log-probabilities of prompts (``--config.teacher.url``); see docs/algorithms.md.
+Takes: the time of configs/rl/factbook.py plus two forward passes per step; this was not measured.
+Gives: runs/opd/model. Watch two metrics in metrics.jsonl. ``opd/reverse_kl``, the divergence from
+the teacher in nats per token, should fall. ``reward/mean`` should rise although it is not
+optimised.
 
-Choices: samples are not compared, so each of the 192 samples of a step has its own task; only the
-teacher's advantages are used.  With ``--config.algorithm.advantage=group
---config.group_size=8 --config.groups=24`` they are added to the advantages of the rewards.
+Choices: only the advantages from the teacher are used. They do not compare samples, so each of the
+192 samples of a step has its own task. With ``--config.algorithm.advantage=group
+--config.group_size=8 --config.groups=24``, the advantages from the teacher are added to the
+advantages from the rewards.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from coa_jax.tools.make import ToolsConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration; ``debug`` is the same in small, see tiny.py."""
+    """Returns the configuration; ``debug`` scales it down, see tiny.py."""
     _, debug = parse_variant(arg)
     quickstart = load_config("configs/quickstart/factbook.py")
     config = complete(

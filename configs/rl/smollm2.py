@@ -3,9 +3,9 @@ r"""Trains the fine-tuned SmolLM2-135M-Instruct by RL with live tools.
     python -m coa_jax.rl --config=configs/rl/smollm2.py --workdir=runs/smollm2-rl
 
 Needs: the policy of configs/sft/smollm2.py in runs/smollm2-sft.
-Takes: minutes per step. Measured on 2 CPU cores with other load: 355 s for the 64 rollouts of a
-step that needed a second round of sampling, 170 s for its update.
-Gives: runs/smollm2-rl/model; what to read in metrics.jsonl is said in configs/rl/factbook.py.
+Takes: minutes per step. On 2 CPU cores with other load, a step that needed a second round of
+sampling took 355 s for its 64 rollouts and 170 s for its update.
+Gives: runs/smollm2-rl/model; configs/rl/factbook.py names the metrics to watch.
 
 Choices: 4 groups of 8 samples keep a step to minutes on 2 cores; with so few groups the reward of a
 step is noisy, so average it over ten steps. All 32 samples decode concurrently.
@@ -23,7 +23,7 @@ from coa_jax.tools.make import ToolsConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration; ``debug`` is the same in small, see tiny.py."""
+    """Returns the configuration; ``debug`` scales it down, see tiny.py."""
     _, debug = parse_variant(arg)
     quickstart = load_config("configs/quickstart/factbook.py")
     config = complete(

@@ -3,27 +3,29 @@ r"""Trains the paper's web agent by RL with live search (DAPO).
     python -m coa_jax.rl --config=configs/rl/web.py:7b --workdir=/mnt/runs/rl-web-qwen2.5-7b
 
 Sizes: ``1.5b``, ``3b``, ``4b`` (Qwen3), ``7b`` (default), ``32b``.
-``:7b,debug`` is the same in small: configs/rl/tiny.py.
-``:7b,v5e-8`` has the sizes of rows, mesh, adapters and engine by which it fits a small machine:
+``:7b,debug`` scales the config down, see configs/rl/tiny.py.
+``:7b,v5e-8`` changes rows, mesh, adapters and engine so that the run fits a small machine:
 ``h100``, ``8xh100``, ``v5e-8`` or ``v6e-8``, see docs/scaling.md.
-Needs: the policy of configs/sft/web.py and, in a directory that all hosts share (here /mnt),
-questions with answers; the key of serper.dev in ``SERPER_API_KEY``; the judge, an OpenAI-compatible
-server that all hosts ask, by ``--config.graders.judge.chat.url=http://HOST:8000/v1``.  ``--check``
-looks for all of it and says what the run can cost at most.  7b is for the 64 chips of a v5p:4x4x4,
-32b for the 128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether another slice
-will do, ``launch/`` has what starts it there.
+Needs: the policy of configs/sft/web.py; questions with answers, in a directory that all hosts share
+(in this config /mnt); the key of serper.dev in the environment variable ``SERPER_API_KEY``; and a
+judge, an OpenAI-compatible server that all hosts can reach, at
+``--config.graders.judge.chat.url=http://HOST:8000/v1``. ``--check`` checks all of this and prints
+the maximum cost of the run. 7b is sized for the 64 chips of a v5p:4x4x4, 32b for the 128 chips of a
+v5p:4x4x8. ``python -m coa_jax.aot --topology=...`` checks whether the run fits another slice;
+``launch/`` has the scripts that start the run on a slice.
 Takes: unknown: nobody has run this size yet; docs/scaling.md has the compiler's estimates.
 Gives: a policy in WORKDIR/model; configs/rl/factbook.py names the metrics to watch.
 
 From the paper (§3.2, §4.1) and its scripts: 64 prompts of 8 samples at temperature 1, one update
 per step, 60 steps, learning rate 1e-6 after 3 steps of warm-up, weight decay 0.1, clip 0.2 and
 0.28, dual clip 10, no KL term, 2,048 tokens of prompt and 30,720 of answer, at most 24 tool calls,
-an hour per trajectory. The reward is the judge's verdict on the answer alone (eq 10). The judge
-is the model that the paper names for evaluation. The release uses gpt-4.1-mini and scores 0
-without a verdict; here a trajectory without a verdict is masked. The release samples until 64
-groups have a signal; here a step samples at most ``max_sampled`` times its number of groups.
-Neither has a 3B agent; 3B uses the same values. The debug variant has the protocol ``web_wiki``,
-whose search needs no network, and exact match instead of a judge.
+an hour per trajectory. The reward is the judge's verdict on the answer alone (eq 10). The judge is
+the model that the paper names for evaluation. The release uses gpt-4.1-mini as the judge, and the
+reward is 0 if the judge gives no verdict. In this config, a trajectory without a verdict is masked.
+The release samples until 64 groups have a signal; in this config, a step samples at most
+``max_sampled`` times its number of groups. Neither the paper nor the release has a 3B agent; 3B
+uses the same values. The debug variant uses the protocol ``web_wiki``, whose search needs no
+network, and exact match instead of a judge.
 """
 
 from __future__ import annotations
@@ -38,7 +40,7 @@ from coa_jax.tools.make import ToolsConfig
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration of a size."""
+    """Returns the configuration for a size."""
     sizes = ("7b", "1.5b", "3b", "4b", "32b")
     size, machine, debug = parse_variants(arg, sizes, ("", *MACHINES), SMALL)
     config = complete(
@@ -92,7 +94,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
                 "judge_all": True,
                 "judge": {
                     "chat": {
-                        "url": "",  # give the address of yours
+                        "url": "",  # address of your server
                         "model": "Qwen/Qwen2.5-72B-Instruct",
                         "max_tokens": 512,
                         "timeout_s": 60.0,

@@ -4,9 +4,9 @@ r"""Creates the untrained policy of the quickstart: its own tokenizer and random
 
 Needs: the data of configs/distill/factbook.py in runs/distill.
 Takes: the time of the stage ``base`` in the ``timings_s`` of a quickstart's summary.json.
-Gives: runs/scratch/model, with pass@1 0.  Its sizes are those of the quickstart.  Names of places
-are not single tokens (see ``common_word``), so the policy must copy them from observations, and can
-do so for places that do not occur in training.
+Gives: runs/scratch/model, a policy with the sizes of the quickstart's and a pass@1 of 0. Names of
+places are not single tokens (see ``common_word``). So the policy must learn to copy names from
+observations, and it can then also copy names that do not occur in training.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coa_jax.small.scratch import ScratchConfig
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The configuration."""
+    """Returns the configuration."""
     quickstart = load_config("configs/quickstart/factbook.py")
     config = ml_collections.ConfigDict()
     config.data = "runs/distill/train.jsonl"

@@ -3,8 +3,8 @@ r"""Serves the policy of launch/pretrained.sh.
     python -m coa_jax.serve --config=configs/serve/pretrained.py
 
 Needs: ``pip install -e .[serve]`` and the policy of configs/pretrained/factbook.py in
-runs/pretrained; another one by ``--config.model=DIR``.
-Takes: until it is stopped.
+runs/pretrained, or another policy, which ``--config.model=DIR`` names.
+Takes: seconds to load and compile; then the server runs until Ctrl-C or SIGTERM.
 Gives: the same as configs/serve/factbook.py, with the tools and budgets of this policy.
 """
 
@@ -18,7 +18,7 @@ from coa_jax.tools.make import ToolsConfig
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The configuration."""
+    """Returns the configuration."""
     pretrained = load_config("configs/pretrained/factbook.py")
     config = load_config("configs/serve/factbook.py")
     config.model = "runs/pretrained/models/rl"

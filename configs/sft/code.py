@@ -2,8 +2,8 @@ r"""Fine-tunes Qwen2.5-Coder-Instruct as the paper's code agent.
 
     python -m coa_jax.sft --config=configs/sft/code.py:7b --workdir=/mnt/runs/sft-code-qwen2.5-7b
 
-Sizes: ``3b``, ``7b`` (default), ``32b``. ``:7b,debug`` scales the config down, see
-configs/sft/tiny.py.
+Sizes: ``3b``, ``7b`` (default), ``32b``.
+``:7b,debug`` scales the config down, see configs/sft/tiny.py.
 Needs: a directory that all hosts share (here /mnt) with Qwen2.5-Coder-7B-Instruct (or 3B, 32B) in
 Hugging Face format and distilled data of the protocol ``code``, or the published SFT file, with
 ``--config.prompt_style=data`` to keep its instructions (docs/data.md). 7b is sized for the 64 chips
@@ -16,9 +16,10 @@ From the paper (§4.2.1): 2 epochs, learning rate 3e-5 and batch 32 (7B) or 1.4e
 tenth of the updates of linear warm-up and then cosine, context 32,768, all parameters. 2 epochs of
 its 59,929 trajectories (Table 9; its text says about 47,000) are 3,745 or 1,873 updates; set
 ``optimizer.total_steps`` for your data. The release's scripts have the same rates and batches but
-no warm-up and a linear decay. Neither has a 3B code agent; 3B uses the values of 7B.
+no warm-up and a linear decay. Neither the paper nor the release has a 3B code agent; 3B uses the
+values of 7B.
 
-Trajectories are packed into rows of 32,768 tokens. A micro-batch has ``rows`` rows: one for each
+Trajectories are packed into rows of 32,768 tokens. A micro-batch has ``rows`` rows, one for each
 group of ``mesh.tensor`` chips.
 """
 
@@ -36,7 +37,7 @@ _STEPS = {"3b": 3745, "7b": 3745, "32b": 1873}
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration of a size."""
+    """Returns the configuration for a size."""
     size, debug = parse_variant(arg, ("7b", "3b", "32b"))
     config = complete(
         SFTConfig,

@@ -5,9 +5,9 @@ r"""Fine-tunes the small policy of the quickstart on the teacher's trajectories.
 Needs: the data of configs/distill/factbook.py in runs/distill and the policy of
 configs/scratch/factbook.py in runs/scratch.
 Takes: the time of the stage ``sft`` in the ``timings_s`` of a quickstart's summary.json.
-Gives: runs/sft/model.  The loss covers the policy's tokens only; observations are masked.
-``validation/loss`` is measured on places that occur in no training question: it falls only if the
-policy copies names and figures from observations instead of memorising them.  With fewer updates
+Gives: runs/sft/model. Only the policy's tokens have a loss; observations are masked.
+``validation/loss`` is measured on places that occur in no training question. So it falls only if
+the policy copies names and figures from observations instead of memorising them. With fewer updates
 the policy writes well-formed trajectories with wrong answers.
 """
 
@@ -22,7 +22,7 @@ from coa_jax.settings import complete
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration; ``debug`` is the same in small, see tiny.py."""
+    """Returns the configuration; ``debug`` scales it down, see tiny.py."""
     _, debug = parse_variant(arg)
     quickstart = load_config("configs/quickstart/factbook.py")
     values = quickstart.sft.to_dict()

@@ -2,8 +2,8 @@ r"""Fine-tunes Qwen2.5 as the paper's agent for multi-hop questions (MHQA).
 
     python -m coa_jax.sft --config=configs/sft/mhqa.py:7b --workdir=/mnt/runs/sft-mhqa-qwen2.5-7b
 
-Sizes: ``3b``, ``7b`` (default), ``32b``. ``:7b,debug`` scales the config down, see
-configs/sft/tiny.py.
+Sizes: ``3b``, ``7b`` (default), ``32b``.
+``:7b,debug`` scales the config down, see configs/sft/tiny.py.
 Needs: a directory that all hosts share (here /mnt) with Qwen2.5-7B (or 3B, 32B) in Hugging Face
 format and distilled data of the protocol ``mhqa``, or the published SFT file, with
 ``--config.prompt_style=data`` to keep its instructions (docs/data.md). 7b is sized for the 64 chips
@@ -14,12 +14,13 @@ Gives: the policy that configs/rl/mhqa.py starts from.
 
 From the paper (§3.1, §4.1.1): batch 256, 2.5 epochs, learning rate 1.4e-5, AdamW, cosine, context
 32,768, all parameters. 2.5 epochs of its 8,826 trajectories are 86 updates; set
-``optimizer.total_steps`` for your data. The release's scripts differ: 4 epochs of trajectories cut
-at 5,120 tokens, with 3B a learning rate of 1e-5 and batches of 128, with 7B 2e-5 and 32; the paper
-does not mention a warm-up, so this file uses the scripts' warm-up over 3 % of the updates. The
-paper has base and instruct models of 3B and 7B; 32B uses the same values.
+``optimizer.total_steps`` for your data. The release's scripts differ: they make 4 epochs over
+trajectories that are cut at 5,120 tokens, with a learning rate of 1e-5 and batches of 128 for 3B,
+and with 2e-5 and 32 for 7B. The paper does not mention a warm-up, so this config uses the scripts'
+warm-up over 3 % of the updates. The paper has base and instruct models of 3B and 7B; 32B uses the
+same values.
 
-Trajectories are packed into rows of 32,768 tokens. A micro-batch has ``rows`` rows: one for each
+Trajectories are packed into rows of 32,768 tokens. A micro-batch has ``rows`` rows, one for each
 group of ``mesh.tensor`` chips.
 """
 
@@ -33,7 +34,7 @@ from coa_jax.settings import complete
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration of a size."""
+    """Returns the configuration for a size."""
     size, debug = parse_variant(arg, ("7b", "3b", "32b"))
     config = complete(
         SFTConfig,

@@ -4,13 +4,14 @@ r"""Fine-tunes SmolLM2-135M-Instruct, a pretrained model that still fits a CPU.
 
 Needs: ``coa-jax fetch smollm2``, the data of configs/distill/factbook.py in runs/distill.
 Takes: 8 to 33 s per update on 2 CPU cores with other load: 15 minutes in total.
-Gives: runs/smollm2-sft/model, with a validation loss of 0.04 per token after 40 updates.  More
+Gives: runs/smollm2-sft/model, whose validation loss is 0.04 per token after 40 updates. More
 updates improve the policy further.
 
 Choices: the brief prompt is about 700 tokens shorter than the full one, which saves two thirds of
-the work.  Rows of 704 tokens hold all but the longest trajectories in this tokenizer, which splits
-numbers into digits.  Products in bfloat16 are faster than in float32 on CPUs that support them.
-Elementwise operations are recomputed in the backward pass, which saves a third of the memory.
+the work. Rows of 704 tokens hold all but the longest trajectories in this tokenizer, which splits
+numbers into digits. On CPUs that support bfloat16, matrix multiplications in bfloat16 are faster
+than in float32. Elementwise operations are recomputed in the backward pass, which saves a third of
+the memory.
 """
 
 from __future__ import annotations
@@ -23,7 +24,7 @@ from coa_jax.settings import complete
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration; ``debug`` is the same in small, see tiny.py."""
+    """Returns the configuration; ``debug`` scales it down, see tiny.py."""
     _, debug = parse_variant(arg)
     config = complete(
         SFTConfig,

@@ -1,12 +1,12 @@
-r"""Fine-tunes a policy of one layer for two updates: the smallest possible run.
+r"""Fine-tunes a policy with one layer for two updates: the smallest possible run.
 
     python -m coa_jax.sft --config=configs/sft/tiny.py --workdir=runs/debug/sft
 
 Needs: ``coa-jax debug-files``.
-Takes: less than a minute on a CPU core, most of it compilation.
-Gives: a run directory with everything a large run has, and an untrained model.  The debug
-variants of the other files here (``configs/sft/web.py:debug``) combine these sizes with their own
-settings.
+Takes: less than a minute on a CPU core, most of which is compilation.
+Gives: a run directory with all files of a large run, and a model that has learned nothing. The
+debug variants of the other configs in this folder, such as ``configs/sft/web.py:debug``, combine
+the sizes of this config with their own settings.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from coa_jax.settings import complete
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration; ``debug`` is the same."""
+    """Returns the configuration; the variant ``debug`` is the same."""
     parse_variant(arg)
     return complete(
         SFTConfig,

@@ -3,25 +3,25 @@ r"""Fine-tunes Qwen2.5-Instruct as the paper's web agent.
     python -m coa_jax.sft --config=configs/sft/web.py:7b --workdir=/mnt/runs/sft-web-qwen2.5-7b
 
 Sizes: ``1.5b``, ``3b``, ``4b`` (Qwen3), ``7b`` (default), ``32b``.
-``:7b,debug`` is the same in small: configs/sft/tiny.py.
-``:7b,v5e-8`` has the sizes of rows, mesh and adapters by which it fits a small machine: ``h100``,
+``:7b,debug`` scales the config down, see configs/sft/tiny.py.
+``:7b,v5e-8`` changes rows, mesh and adapters so that the run fits a small machine: ``h100``,
 ``8xh100``, ``v5e-8`` or ``v6e-8``, see docs/scaling.md.
-Needs: a directory that all hosts share (here /mnt) with Qwen2.5-7B-Instruct (or 3B, 32B)
-in Hugging Face format and distilled data of the protocol ``web``, or the published SFT
-file as it is, with ``--config.prompt_style=data`` for its own instructions (docs/data.md).
-7b is for the 64 chips of a
-v5p:4x4x4, 32b for the 128 of a v5p:4x4x8; ``python -m coa_jax.aot --topology=...`` says whether
-another slice will do, ``launch/`` has what starts it there.
+Needs: a directory that all hosts share (here /mnt) with Qwen2.5-7B-Instruct (or 3B, 32B) in Hugging
+Face format and distilled data of the protocol ``web``, or the published SFT file, with
+``--config.prompt_style=data`` to keep its instructions (docs/data.md). 7b is sized for the 64 chips
+of a v5p:4x4x4, 32b for the 128 chips of a v5p:4x4x8. ``python -m coa_jax.aot --topology=...``
+checks whether the run fits another slice; ``launch/`` has the scripts that start the run on a
+slice.
 Takes: unknown: nobody has run this size yet; docs/scaling.md has the compiler's estimates.
 Gives: the policy that configs/rl/web.py starts from.
 
 From the paper (§3.1, §4.1.1): batch 256, 2.5 epochs, learning rate 1.4e-5, AdamW, cosine, context
 32,768, all parameters. 2.5 epochs of its 16,433 web and MHQA trajectories are 160 updates; set
-``optimizer.total_steps`` for your data. The release's scripts have 4 epochs. The paper does not
-mention a warm-up, so this file uses the scripts' warm-up over a tenth of the updates. Neither has a
-3B web agent; 3B uses the same values.
+``optimizer.total_steps`` for your data. The release's scripts make 4 epochs. The paper does not
+mention a warm-up, so this config uses the scripts' warm-up over a tenth of the updates. Neither the
+paper nor the release has a 3B web agent; 3B uses the same values.
 
-Trajectories are packed into rows of 32,768 tokens. A micro-batch has ``rows`` rows: one for each
+Trajectories are packed into rows of 32,768 tokens. A micro-batch has ``rows`` rows, one for each
 group of ``mesh.tensor`` chips.
 """
 
@@ -38,7 +38,7 @@ _NAMES = {"4b": "Qwen3-4B"}
 
 
 def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
-    """The configuration of a size."""
+    """Returns the configuration for a size."""
     sizes = ("7b", "1.5b", "3b", "4b", "32b")
     size, machine, debug = parse_variants(arg, sizes, ("", *MACHINES), SMALL)
     config = complete(

@@ -4,15 +4,16 @@ r"""Generates questions with checked answers from any corpus, with a language mo
 
 Needs: the extra ``endpoint``, an OpenAI-compatible endpoint (``endpoint.url``, ``endpoint.model``)
 and a corpus (``tools.corpus=FILE.jsonl``; the Factbook if none is given).
-Takes: per question, one call to write it, ten to thirty calls for the team that solves it with
-tools, and ``without_tools.samples`` (32) calls for the answers without tools. ``synthesis.batch``
-questions are processed concurrently.
+Takes: for each question, one call of the model to write the question, ten to thirty calls for the
+team that solves it with tools, and ``without_tools.samples`` (32) calls for the answers without
+tools. ``synthesis.batch`` questions are processed at the same time.
 Gives: the files of configs/synthesize/factbook.py and ``calls/`` with every request and reply.
 
 ``config.solver`` is the model that answers without tools (Qwen2.5-72B-Instruct in the paper). If
-its ``url`` or ``model`` is empty, the value of ``endpoint`` is used; ``key_env`` follows the
-address, and ``endpoint.prices`` apply after its own prices. Each of the two has its own budget. A
-judge (``judge.chat.url``, ``model``) decides if the team's answer is not literally the accepted
+``solver.url`` or ``solver.model`` is empty, the value of ``endpoint`` is used. If ``solver.url`` is
+empty, ``endpoint.key_env`` is used, too. Prices that ``solver.prices`` lacks are taken from
+``endpoint.prices``. Each of the two models has its own budget. A judge (``judge.chat.url`` and
+``judge.chat.model``) decides if the answer of the team does not literally equal the accepted
 answer.
 """
 
@@ -26,7 +27,7 @@ from coa_jax.settings import complete
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The configuration."""
+    """Returns the configuration."""
     config = load_config("configs/synthesize/factbook.py")
     endpoint = {
         "url": "http://localhost:8000/v1",
@@ -37,7 +38,7 @@ def get_config() -> ml_collections.ConfigDict:
     solver = {
         "key_env": "",
         "temperature": 1.0,
-        "prices": (("", 0.0, 0.0),),  # no model's: it shows the form
+        "prices": (("", 0.0, 0.0),),  # an example of the form; it prices no model
         "max_calls": 50_000,
     }
     with config.unlocked():

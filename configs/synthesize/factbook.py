@@ -5,14 +5,14 @@ r"""Generates questions with checked answers from the World Factbook, without a 
 Needs: nothing beyond the package.
 Takes: 5 s for 63 questions on one core, including loading.
 Gives: runs/questions/questions.jsonl: questions of one, two and three hops, and pairs of questions
-joined by arithmetic. The country of a question decides its split, as in the source ``factbook``.
-The scripted team solved each question with live tools. Of 32 guesses from the usual answers to
-such questions, at most a share of 0.3 is right.
+joined by arithmetic. The country of a question decides the split, as in the task source
+``factbook``. Two checks select the questions: the scripted team has solved each question with live
+tools, and of 32 guesses from the usual answers to such questions, at most a share of 0.3 is right.
 
 ``--config.tools.corpus=FILE.jsonl`` uses another corpus (``{"title", "text"}`` per line). The
 author without a model understands only sentences like those of the Factbook, so another corpus
-needs configs/synthesize/endpoint.py. ``without_tools.who=policy`` with
-``without_tools.policy=DIR`` asks a policy on this machine instead of guessing.
+needs configs/synthesize/endpoint.py. With ``without_tools.who=policy`` and
+``without_tools.policy=DIR``, a policy on this machine answers instead of guesses.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from coa_jax.tools.make import ToolsConfig
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """The configuration."""
+    """Returns the configuration."""
     config = ml_collections.ConfigDict()
     config.tools = complete(ToolsConfig, {"names": ("wiki_search", "code")})
     config.synthesis = complete(SynthesisConfig, {})
@@ -35,5 +35,5 @@ def get_config() -> ml_collections.ConfigDict:
         {"attempts": 1, "concurrency": 16, "max_messages": 80}
     )
     config.without_tools = complete(ClosedBookConfig, {})
-    config.judge = complete(JudgeConfig, {})  # judge.chat.url: decides if words differ
+    config.judge = complete(JudgeConfig, {})  # with judge.chat.url, a judge decides if words differ
     return config

@@ -247,7 +247,7 @@ def test_a_run_that_fell_silent_is_succeeded_and_ends(bucket, monkeypatch):
     successor = storage.Mirror(f"{bucket}/run")
     successor.open(active=True)
     (silent.path / "late.json").write_bytes(b"{}")
-    with pytest.raises(UserError, match="another run has taken the lease over; this run ends"):
+    with pytest.raises(UserError, match="another run has taken over the lease; this run ends"):
         silent.sync()
     successor.close()
     assert "late.json" not in read(f"{bucket}/run")

@@ -1,7 +1,7 @@
-"""Readers of other systems' traces: one module per format, with a common interface.
+"""Reads the logs (traces) of other systems; each log format has a module.
 
-``read_traces("results.jsonl", "oagents")`` returns the runs in the common message form, and a
-report that accounts for every record of the file. The docstring of each reader lists what its
+``read_traces("results.jsonl", "oagents")`` returns the runs of a file as messages in a common form,
+and a report that accounts for every record of the file. The docstring of each module lists what its
 format lacks.
 """
 
@@ -46,14 +46,16 @@ READERS = Kind(
     offers=("record", "lines"),
     needs=("record", "lines"),
 )
-"""The setting for a trace format: a function that converts a ``record``, the JSON value of a line,
-to a `Trace`. It returns None if the record is not a run, and raises `Malformed` (or ValueError) if
-the record is damaged. A function with a parameter ``lines`` reads all lines of a file, see
+"""The kind of functions that read a log format.
+
+A function with a parameter ``record`` converts a record, the JSON value of a line, to a `Trace`. It
+returns None if the record is not a run, and raises `Malformed` (or ValueError) if the record is
+damaged. A function with a parameter ``lines`` reads all lines of a file, see
 `coa_jax.distill.readers.base.Reader`.
 """
 
 _IS_RECORD: Mapping[str, Callable[[Any], bool]] = {"smolagents": smolagents.is_run}
-"""Format -> function that tells whether a list is one record, rather than a list of records."""
+"""Maps a format to a function that says whether a JSON list is one record or a list of records."""
 
 _GZIP = b"\x1f\x8b"
 
@@ -61,21 +63,19 @@ _GZIP = b"\x1f\x8b"
 def read_traces(
     path: str | os.PathLike[str], form: str, options: Mapping[str, Any] | None = None
 ) -> tuple[list[Trace], ReadReport]:
-    """Reads a file of traces; no content of the file raises an exception.
+    """Reads a file of logs of another system; damaged records are reported, not raised as errors.
 
     Args:
-        path: a file with one JSON value per line; or, if its name ends in ``.json``, a file with
-            one record or a list of records, numbered by their place, unless most of its lines are
-            records themselves.
-        form: a name of `READERS`, or ``package.module:name``.
-        options: options of a custom reader.
+        path: a file with one JSON value per line. If its name ends in ``.json``, the file may also
+            be a single JSON document: a record or a list of records.
+        form: name of the log format: a short name of `READERS`, or a path ``package.module:name``.
+        options: options of the function that reads the format; None for none.
 
     Returns:
-        The traces in the order of the file, each with a unique identity, and the report on all
-        records.
+        The traces in the order of the file, each with a unique name, and a report on all records.
 
     Raises:
-        UserError: the file cannot be read at all or is compressed, or the format is unknown.
+        UserError: the file cannot be read or is compressed, or the format is unknown.
     """
     read = bind(READERS, form, options or {}, "traces.format")
     single = each_line(lambda value: _one(form, read, value))
@@ -84,7 +84,7 @@ def read_traces(
     except OSError as error:
         raise UserError(f"{path}: cannot be read: {error.strerror}") from error
     if data.startswith(_GZIP):
-        raise UserError(f"{path}: is compressed; give the file that gunzip makes of it")
+        raise UserError(f"{path}: is compressed; unpack it with gunzip first")
     data = data.removeprefix(codecs.BOM_UTF8)
     lines, bad, traces = _lines(str(path), data, form), [], []
     records, used, ignored = len(lines), 0, 0
@@ -116,7 +116,7 @@ def _lines(path: str, data: bytes, form: str) -> list[Line]:
 
 
 def _one(form: str, read: Bound, value: Any) -> Trace | None:
-    """Returns the result of a reader of single records."""
+    """Calls the function that reads a single record, and checks its result."""
     try:
         trace = read(record=value)
     except Malformed:
@@ -130,7 +130,7 @@ def _one(form: str, read: Bound, value: Any) -> Trace | None:
 
 
 def _named(trace: Trace, line: int, file: str, names: set[str]) -> Trace:
-    """Returns the trace with its line number, and with a name that is unique in the file."""
+    """Returns the trace with its line number and a name that is unique in the file."""
     task = trace.log.episode
     name = task or f"{file}:{line}"
     name = unused(name, f"{name}@{line}", names)

@@ -1,4 +1,4 @@
-r"""Finds the answer marked in a model's last words: ``<answer>``, "Final answer:", ``\boxed{}``."""
+r"""Finds the answer that a model marked by ``<answer>``, "Final answer:" or ``\boxed{}``."""
 
 from __future__ import annotations
 
@@ -20,27 +20,29 @@ _PAIRS = (
     *(("\u201c", "\u201d"), ("\u2018", "\u2019")),
     *(("$$", "$$"), ("$", "$"), ("\\(", "\\)"), ("\\[", "\\]")),
 )
-"""Marks around a whole answer that do not belong to it. Brackets may belong to it: a list, an
-interval.
+"""Marks that may surround an answer without belonging to it.
+
+Brackets are not among them, because they may belong to a list or an interval.
 """
 
 _BOX = "\\boxed{"
 
 
 def marked_answer(words: str) -> tuple[str, str] | None:
-    r"""Returns the answer marked last, by the most reliable kind of mark present.
+    r"""Returns the answer that a text marks last, by the most reliable kind of mark in the text.
 
-    The most reliable mark is a tag. Next is "Final answer", alone on its line or with a colon; the
-    answer is then the rest of the line, or else the next block. Last is a box. If an answer
-    contains one box, the content of the box is the answer.
+    The most reliable mark is the tag ``<answer>``. Next is "Final answer", alone on its line or
+    with a colon. The answer is then the rest of this line, or the next block if the line ends
+    there. The least reliable mark is a box. If the marked answer contains exactly one box, the
+    content of the box is the answer.
 
     Args:
         words: last text of the model.
 
     Returns:
-        (text before the answer, the answer), or None if no answer is marked. Text after a tag or
-        after "Final answer" is left out. Text around a box is kept, with the content of the box in
-        place, because the box is part of a sentence.
+        The text before the answer, and the answer. The result is None if no answer is marked. Text
+        behind a tag or behind "Final answer" is left out. If the answer is in a box, the whole
+        sentence is kept with the content of the box, because the box is a part of the sentence.
     """
     tagged = _tagged(words)
     if tagged:
@@ -63,7 +65,7 @@ def marked_answer(words: str) -> tuple[str, str] | None:
 
 
 def _tagged(words: str) -> tuple[re.Match[str], re.Match[str]] | None:
-    """Returns the last pair of tags; takes a single pass even with unclosed tags."""
+    """Returns the last pair of tags, in linear time even if many tags are not closed."""
     pair: tuple[re.Match[str], re.Match[str]] | None = None
     opening: re.Match[str] | None = None
     for tag in _TAG.finditer(words):
@@ -75,13 +77,13 @@ def _tagged(words: str) -> tuple[re.Match[str], re.Match[str]] | None:
 
 
 def _behind(words: str, mark: re.Match[str]) -> str:
-    """Returns the rest of the line after a mark, or else the next block.
+    """Returns the rest of the line after a mark, or the next block if the line ends there.
 
-    A fenced program is a block.
+    A fenced program counts as one block.
     """
     line, _, below = words[mark.end() :].partition("\n")
     emphasis = _EMPHASIS.search(mark["before"])
-    if emphasis and emphasis[0] not in mark["within"]:  # opened before the mark
+    if emphasis and emphasis[0] not in mark["within"]:  # the emphasis was opened before the mark
         if line.startswith(emphasis[0]):
             line = line.removeprefix(emphasis[0])
         elif line.rstrip().endswith(emphasis[0]):
@@ -94,7 +96,7 @@ def _behind(words: str, mark: re.Match[str]) -> str:
 
 
 def _opened(answer: str) -> str:
-    """Removes the marks around an answer, and its box if there is one."""
+    """Removes the marks around an answer, and its box if it contains exactly one."""
     answer = _bare(answer)
     if answer.count(_BOX) == 1 and not answer.startswith("```"):
         return _bare(parse_boxed(answer) or answer)

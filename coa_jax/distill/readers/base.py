@@ -1,8 +1,8 @@
-"""Shared parts of all trace readers: lines, validated fields, traces, and the report of a file.
+"""Defines what all readers of logs share: lines, checks of fields, traces, and reports.
 
-A reader converts the lines of one file to traces. It never raises because of the file's content: a
-record that violates its format becomes a `Problem` with its line and reason, and the rest of the
-file is used. The `ReadReport` accounts for every line.
+A reader converts the lines of one file to traces. The content of a file never makes a reader raise
+an exception. Instead, a record that violates its format becomes a `Problem` with the number of its
+line and the reason, and the rest of the file is used. The `ReadReport` accounts for every line.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from coa_jax.distill.messages import Ending, Kind, Message, MessageLog, clean
 
 
 class Malformed(ValueError):
-    """A record violates its format; the message is the reason."""
+    """Raised if a record violates its format; the message says how."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -27,7 +27,7 @@ class Line:
 
     Attributes:
         number: line number, from 1.
-        value: the JSON value; a `Malformed` if the line is not JSON.
+        value: JSON value of the line, or a `Malformed` if the line is not JSON.
     """
 
     number: int
@@ -36,7 +36,7 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A record that could not be used: its line and the reason."""
+    """A record that could not be used, with its file, its line and the reason."""
 
     path: str
     line: int
@@ -48,17 +48,17 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A run of some system's agents, in the common message form.
+    """A run of another system, as messages in the common form.
 
     Attributes:
-        log: the messages. Its protocol is "" until it is converted to a trajectory; its episode is
-            a name that is unique in the file.
-        gold: accepted answers, if the file has them.
-        metadata: further data of the file (JSON values).
-        line: line of the record, from 1.
-        task: id of the task in the file; "" if there is none.
-        usage: tokens that the run cost according to the file, as ``prompt`` and ``completion``;
-            empty if unknown.
+        log: the messages. ``log.protocol`` is "" until the run is converted to a trajectory, and
+            ``log.episode`` is a name that is unique in the file.
+        gold: accepted answers; () if the file has none.
+        metadata: further data from the file, as JSON values by name.
+        line: number of the record's line, from 1.
+        task: id of the task in the file; "" if the file has none.
+        usage: number of ``prompt`` tokens and of ``completion`` tokens of the run, according to the
+            file; {} if unknown.
     """
 
     log: MessageLog
@@ -71,16 +71,16 @@ class Trace:
 
 @dataclasses.dataclass(frozen=True)
 class ReadReport:
-    """What happened to the lines of a file.
+    """What a reader did with the records of a file.
 
     Attributes:
         path: the file.
-        records: number of records, which are the nonblank lines. Each is used, ignored or a
+        records: number of records, that is, of nonblank lines. Each record is used, ignored, or a
             problem.
-        used: records that are part of a trace.
-        ignored: records without content for a trace (heads of journals, notifications).
+        used: number of records that became part of a trace.
+        ignored: number of valid records without content for a trace, such as notifications.
         problems: all other records, in the order of their lines.
-        traces: number of traces made of the used records.
+        traces: number of traces that were made of the used records.
     """
 
     path: str
@@ -92,20 +92,21 @@ class ReadReport:
 
 
 Found = Trace | Malformed | None
-"""Result of a reader for a line: a trace, the reason why there is none, or None for no result."""
+"""What a line completed: a trace; the reason why the trace is invalid; or None for nothing."""
 
 Reader = Callable[[Sequence[Line]], Iterator[tuple[Line, Found, bool]]]
-"""A reader: takes lines, and yields for each line (line, what it completed, whether it was
-used).
+"""A function that reads the lines of a file.
+
+It yields for each line (line, what the line completed, whether the line was used).
 """
 
 
 def each_line(read: Callable[[Any], Trace | None]) -> Reader:
-    """Returns a reader for a format with one run per line.
+    """Returns a reader of a format in which each line is a run.
 
     Args:
-        read: converts a value to a trace. It raises `Malformed`, or returns None for a line that is
-            not a run.
+        read: function that converts the JSON value of a line to a trace. It returns None for a line
+            that is not a run, and raises `Malformed` for a damaged line.
     """
 
     def reader(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
@@ -124,14 +125,14 @@ def each_line(read: Callable[[Any], Trace | None]) -> Reader:
 
 
 def decode_lines(data: bytes) -> Iterator[Line]:
-    """Yields the JSON value of every nonblank line, or the reason why it is invalid."""
+    """Yields every nonblank line with its JSON value, or with the reason why it is invalid."""
     for number, raw in enumerate(data.split(b"\n"), start=1):
         if raw.strip():
             yield _decode(raw, number)
 
 
 def decode_document(data: bytes) -> Iterator[Line]:
-    """Yields the value of a file with a single JSON document, or the reason why it is invalid."""
+    """Yields the value of a single JSON document as one line, or why it is invalid."""
     if data.strip():
         yield _decode(data, 1)
 
@@ -156,12 +157,12 @@ def _decode(raw: bytes, number: int) -> Line:
     except (
         ValueError,
         RecursionError,
-    ) as error:  # e.g. very long numbers, deep nesting
+    ) as error:  # e.g. because of very long numbers or deep nesting
         return Line(number, Malformed(f"not JSON that can be read: {str(error)[:80]}"))
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Builds an object; rejects duplicate keys, whose value would be ambiguous."""
+    """Builds a JSON object; refuses duplicate keys, whose value would be ambiguous."""
     value = dict(pairs)
     if len(value) < len(pairs):
         keys = [key for key, _ in pairs]
@@ -180,11 +181,11 @@ def _cleaned(value: Any) -> Any:
 
 
 def unused(name: str, other: str, names: Collection[str]) -> str:
-    """Returns a name that is not in `names`: the first, the other, or the other with a number.
+    """Returns a name that is not in use.
 
     Args:
         name: preferred name.
-        other: alternative name.
+        other: alternative name. If it is in use too, a number is appended.
         names: names in use.
     """
     if name not in names:
@@ -244,7 +245,7 @@ def finite(value: Any, what: str) -> float:
 
 
 def scalar(value: Any, what: str) -> str:
-    """Returns a string, or a finite number or boolean as a string; else raises `Malformed`."""
+    """Returns a string, finite number or boolean as a string; raises `Malformed` otherwise."""
     if isinstance(value, bool | int):
         return str(value)
     if isinstance(value, float):
@@ -253,12 +254,12 @@ def scalar(value: Any, what: str) -> str:
 
 
 def need(record: Mapping[str, Any], key: str, where: str = "the record") -> Any:
-    """Returns the value of a key.
+    """Returns the value of a key that a JSON object must have.
 
     Args:
-        record: a JSON object.
+        record: the JSON object.
         key: the key.
-        where: name of the object in the error.
+        where: name of the object, used in the error message.
 
     Raises:
         Malformed: the key is missing.
@@ -280,7 +281,7 @@ def json_text(value: str, what: str) -> Any:
 
 
 def accepted(value: Any, what: str) -> tuple[str, ...]:
-    """Returns accepted answers from null, a scalar, or a list of scalars."""
+    """Returns accepted answers, which a file may give as null, a scalar or a list of scalars."""
     if value is None:
         return ()
     if isinstance(value, list):
@@ -297,7 +298,7 @@ def _kind(value: Any) -> str:
 
 
 class Conversation:
-    """Collects and numbers the messages of a run, and fills in their senders and recipients."""
+    """Collects and numbers the messages of a run, and adds senders and recipients."""
 
     def __init__(self, question: str) -> None:
         self.messages = [Message(0, "user", "manager", Kind.QUESTION, question)]
@@ -305,32 +306,32 @@ class Conversation:
     def add(
         self, kind: Kind, sender: str, to: str, content: str, thought: str = "", outcome: Any = None
     ) -> None:
-        """Adds one message.
+        """Adds a message.
 
         Args:
             kind: purpose of the message.
-            sender, to: sender and recipient.
-            content: content of the message.
-            thought: reasoning of the sender.
-            outcome: outcome of a call.
+            sender, to: names of the sender and of the recipient.
+            content: text of the message.
+            thought: reasoning of the sender before the message; "" for none.
+            outcome: how the call ended if the message is an observation.
         """
         index = len(self.messages)
         self.messages.append(Message(index, sender, to, kind, content, thought, outcome))
 
     def say(self, words: str) -> None:
-        """Adds text that is neither a call nor another tag; blank text is ignored."""
+        """Adds text that belongs to no tag, as a report to the manager; ignores blank text."""
         if words.strip():
             self.add(Kind.REPORT, "search", "manager", words.strip())
 
     def call(self, tag: str, body: str, returned: str, ok: bool = True, thought: str = "") -> None:
-        """Adds a call and the tool's result.
+        """Adds a tool call and its result, as two messages.
 
         Args:
             tag: tag of the tool.
-            body: text of the call.
+            body: text between the tags of the call.
             returned: text of the result.
             ok: whether the call succeeded.
-            thought: reasoning before the call.
+            thought: reasoning before the call; "" for none.
         """
         agent = "code" if tag == "code" else "search"
         self.add(Kind.CALL, agent, tag, body, thought)
@@ -346,11 +347,12 @@ class Conversation:
 
 
 def total_usage(counts: Iterable[Any], prompt: str, completion: str) -> dict[str, int]:
-    """Sums token counts; values that are not counts are skipped.
+    """Sums the token counts of a run; returns {} if there are none.
 
     Args:
-        counts: objects with token counts.
-        prompt, completion: keys of the two counts.
+        counts: JSON objects with token counts, one per call of a model. Values that are not counts
+            are skipped.
+        prompt, completion: keys of prompt tokens and of completion tokens in these objects.
     """
     total = {"prompt": 0, "completion": 0}
     for count in counts:

@@ -1,7 +1,8 @@
-"""Converts tool calls of other frameworks to our tags and bodies.
+"""Converts tool calls of other frameworks to the tags and bodies of `coa_jax.protocol`.
 
-Every framework names its search tool differently and wraps the query in another object. The
-canonical form is a tag of `coa_jax.protocol.TOOL_FORMS` with the body that the tag's tool parses.
+Every framework has another name for its search tool, and another object around the query. The
+canonical form is a tag of `coa_jax.protocol.TOOL_FORMS` with a body that the tool of this tag can
+parse.
 """
 
 from __future__ import annotations
@@ -55,14 +56,15 @@ _TAGS: Mapping[str, str] = {
     ),
     **dict.fromkeys(["visual_inspector", "visualizer", "inspect_image"], "visual_inspector"),
 }
-"""Tag of each tool with a telling name; the paper's teacher uses several of them."""
+"""Maps names of tools in other frameworks to tags; the paper's teacher uses several names.
+"""
 
 _KEYS: Mapping[str, tuple[str, ...]] = {
     "web_search": ("query", "q", "queries", "search_query", "keywords", "question", "input"),
     "crawl_page": ("url", "urls", "link", "links", "page", "uri"),
     "code": ("code", "source", "program", "script", "input"),
 }
-"""Tag -> keys of the argument that becomes the body of the tag."""
+"""Maps a tag to the possible names of the argument that becomes the body of the tag."""
 
 _STDIN = ("stdin", "input")
 _HARMLESS = frozenset(
@@ -71,22 +73,23 @@ _HARMLESS = frozenset(
     | {"timeout", "timeout_s", "timeout_seconds", "timeout_ms"}
     | {"thought", "thoughts", "reason", "reasoning", "rationale", "explanation", "description"}
 )
-"""Arguments for the amount of the result, time limits, or explanations: they can be dropped. All
-other arguments ask for another result (a year, a later part of a page), which our tags cannot
-express.
+"""Names of arguments that can be dropped: size of the result, time limits, explanations.
+
+Other arguments change the result, for example a year or a later part of a page. The tags cannot
+express such a request.
 """
 
 _FIRST = {"page": (1, "1"), "language": ("python", "Python", "python3", "py")}
-"""Values that equal a tool's default; null, 0, false and empty values count as defaults too."""
+"""Values of arguments that are a tool's default, like null, 0, false and empty values."""
 
 
 def tag_of(name: str) -> str:
-    """Returns the tag for a tool of another framework; an unknown name is unchanged."""
+    """Returns the tag of a tool of another framework; an unknown name is returned unchanged."""
     return _SQUASHED.get(_squash(name), name)
 
 
 def is_tool(name: str) -> bool:
-    """Returns whether a name tells which tool it is."""
+    """Returns whether a name is a tool name of another framework for which a tag is known."""
     return _squash(name) in _SQUASHED
 
 
@@ -100,12 +103,12 @@ _SQUASHED = {_squash(name): tag for name, tag in _TAGS.items()}
 def body_of(tag: str, arguments: Any) -> str:
     """Converts the arguments of a call to the body of its tag.
 
-    Lists of queries are joined by `` | ``, like the URLs of a crawl. The standard input of a
-    program is kept. For a tag that is not ours the arguments remain JSON.
+    Several queries, or several URLs of a crawl, are joined by `` | ``. The standard input of a
+    program is kept. If the tag is not a tag of this project, the body is the arguments as JSON.
 
     Raises:
-        Malformed: the arguments contain nothing that the tag's tool could use, or something that
-            changes the result and cannot be expressed.
+        Malformed: the arguments contain nothing that the tool of the tag could use, or an argument
+            that changes the result and that the tag cannot express.
     """
     if isinstance(arguments, str):
         arguments = _maybe_json(arguments)
@@ -131,7 +134,7 @@ def body_of(tag: str, arguments: Any) -> str:
 
 
 def _beside(tag: str, rest: Mapping[Any, Any]) -> str | None:
-    """Returns the standard input among the arguments other than the main one."""
+    """Returns the standard input among the arguments besides the main argument; None if absent."""
     stdin = None
     for key, value in rest.items():
         name = str(key)
@@ -148,7 +151,7 @@ def _beside(tag: str, rest: Mapping[Any, Any]) -> str | None:
 
 
 def _program(body: str, stdin: str | None) -> str:
-    """Returns a program in a code fence, with its standard input."""
+    """Returns a program in a code fence, followed by its standard input if there is any."""
     fenced = parse_code(body)
     if stdin is None:
         return body if fenced else format_code(body.strip("\n"))
@@ -166,7 +169,7 @@ def _maybe_json(arguments: str) -> Any:
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
-        return arguments  # not JSON: a program may begin with a bracket
+        return arguments  # not JSON; a program may begin with a bracket, too
     return value if isinstance(value, dict | list) else arguments
 
 

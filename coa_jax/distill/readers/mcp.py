@@ -1,12 +1,12 @@
 """Reads logs of the Model Context Protocol: JSON-RPC messages of ``tools/call`` and their results.
 
-A file contains one session per line, or one message per line (docs/data.md). ``session`` identifies
-the session of a message; messages without it belong to the only session of the file.
+A file contains one session per line, or one message per line (docs/data.md). The field ``session``
+names the session of a message. Messages without this field belong to the only session of the file.
 
 The format lacks:
 
-- the question, the answer and every thought, unless additional lines give them: a client speaks MCP
-  with its tools, and the model's text is not part of it;
+- the question, the answer and every thought, unless additional lines give them, because the text of
+  the model is not part of the messages between a client and its tools;
 - results other than text, and structured content besides text.
 """
 
@@ -39,11 +39,11 @@ T = TypeVar("T")
 
 @dataclasses.dataclass
 class _Session:
-    """The state of a session while it is read.
+    """The state of a session while its lines are read.
 
-    `others` maps ids of requests that are not tool calls, from the client and from the server, to
-    whether they are still unanswered. `begin` and `end_line` are the session's first and last line,
-    `last` is the last line that matters.
+    `others` maps the ids of requests that are not tool calls, from the client and from the server,
+    to whether they are still unanswered. `begin` and `end_line` are the numbers of the first and
+    the last line of the session, and `last` is the number of the last line that belongs to the run.
     """
 
     name: str
@@ -59,14 +59,14 @@ class _Session:
     fault: str = ""
 
     def end(self) -> Trace | Malformed:
-        """Returns the whole session, or the reason why it is invalid."""
+        """Returns the trace of the session, or the reason why the session is invalid."""
         try:
             return Malformed(self.fault) if self.fault else self.trace()
         except Malformed as error:
             return error
 
     def trace(self) -> Trace:
-        """Returns the calls in the order in which they were made, each with its result."""
+        """Returns the trace of the session: its tool calls in order, each with its result."""
         if not self.question:
             raise Malformed(f"the session {self.name!r} has no question")
         talk = Conversation(self.question)
@@ -81,7 +81,7 @@ class _Session:
 
 
 def _facts(session: _Session, record: dict[str, Any]) -> bool:
-    """Reads question, answer and gold from a record; returns whether there were any."""
+    """Reads question, answer and accepted answers from a record; returns whether it has any."""
     if record.get("question") is not None:
         question = text(record["question"], "'question'")
         session.question = _same(session.question or question, question, "question")
@@ -97,7 +97,7 @@ def _facts(session: _Session, record: dict[str, Any]) -> bool:
 
 
 def _same(known: T, new: T, what: str) -> T:
-    """Returns the value if it is new or repeated; a conflict means that two runs are mixed."""
+    """Returns the value if it equals the known one; another value means that two runs are mixed."""
     if known != new:
         raise Malformed(f"a second {what} in the session: give each run a 'session' of its own")
     return new
@@ -119,7 +119,7 @@ def _message(session: _Session, value: Any) -> bool:
         return True
     if "method" in message:
         session.others[identity] = True
-        return False  # handshake, notifications, requests of the server
+        return False  # a handshake, a notification, or a request of the server
     if _answers_another(session, identity, message):
         session.others[identity] = False
         return False
@@ -149,7 +149,7 @@ def _answers_another(session: _Session, identity: str, message: dict[str, Any]) 
     """Returns whether a response belongs to a request that is not a tool call.
 
     Client and server number their requests independently, so a request of the server may have the
-    id of a call. The form of the result then tells which of the two it answers.
+    same id as a tool call. In this case the form of the result decides which request it answers.
     """
     if identity not in session.calls:
         return identity in session.others
@@ -174,11 +174,12 @@ def _whole(record: dict[str, Any]) -> Trace:
 
 
 def read(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
-    """See `coa_jax.distill.readers.base.Reader`.
+    """Reads the lines of a file, see `coa_jax.distill.readers.base.Reader`.
 
-    A session with a malformed line is rejected completely, since the content of the line is
-    unknown. An invalid JSON line may belong to any session that has lines before and after it, and
-    belongs to the only session of a file without session names.
+    A session with a malformed line is refused as a whole, because it is unknown what the line
+    contained. A line that is not JSON may belong to any session that has lines before and after it,
+    so all these sessions are refused. In a file without names of sessions, the line belongs to the
+    only session.
     """
     sessions: dict[str, _Session] = {}
     taken = [(line, *_take(sessions, line)) for line in lines]
@@ -201,7 +202,7 @@ def read(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
 
 
 def _take(sessions: dict[str, _Session], line: Line) -> tuple[str | None, Found, bool]:
-    """Reads one line; returns (its session, its own result, whether it is used)."""
+    """Reads one line; returns (name of its session, what it completed, whether it was used)."""
     session = None
     try:
         record = mapping(decoded(line), "the record")

@@ -1,24 +1,24 @@
-"""Reads the result file of OAgents: one JSON object per line (docs/data.md has the fields).
+"""Reads result files of OAgents, which have one JSON object per line (fields: docs/data.md).
 
-A manager (CodeAgent) writes programs. Its ``search_agent`` makes the searches and crawls; the file
-stores them in ``search_agent_actions`` under the text of the task from the manager. The reader
-assigns each of these runs to the manager's step whose program asked for it: by the task text if the
-program contains it literally; computed tasks are assigned in the order of the file, the order of
-the runs.
+In OAgents, a manager (CodeAgent) writes programs, which ask the ``search_agent`` to search and
+crawl. The file stores the runs of the search agent in ``search_agent_actions``, each under the text
+of the task that the manager gave it. The reader assigns each run to the step of the manager whose
+program asked for it. If a program contains the text of the task literally, this text decides. Other
+runs are assigned in the order of the file, which is the order in which they ran.
 
-Planning steps become a survey of facts (thought) and a plan. ``score`` and ``evaluate_thought`` of
-a step, if a process judge ran, become a reflection.
+A planning step becomes a survey of facts, which is a thought, and a plan. If a process judge ran,
+``score`` and ``evaluate_thought`` of a step become a reflection.
 
 The format lacks:
 
 - thoughts of the search agent between its calls: only the calls are stored;
 - separate results of a program that asks the search agent and also computes or calls tools: one
   observation contains everything (such a record is rejected);
-- the first of two runs of the search agent on the same task: the second overwrote it (the record is
-  rejected if both steps exist);
+- the first of two runs of the search agent on the same task, because the second run overwrote it
+  (the record is rejected if both steps exist);
 - a verification (see `coa_jax.distill.arrange` for the replacement);
-- the tool's own text for a null observation: it becomes an empty observation with outcome
-  ``error``;
+- the text of the tool if the observation is null, which becomes an empty observation with the
+  outcome ``error``;
 - token counts.
 """
 
@@ -56,13 +56,13 @@ from coa_jax.distill.readers.programs import (
 
 AGENT = "search_agent"
 _Run = tuple[str, dict[str, Any] | None]
-"""A task and the search agent's run on it; None if the asking step failed before the run."""
+"""A task and the search agent's run on it; the run is None if the step failed before the run."""
 
 _KNOWN_STEPS = ("task", "planning", "action", "unknown")
 
 
 def read_result(value: Any) -> Trace:
-    """Reads one line of the file."""
+    """Converts the JSON object of one line to a trace."""
     record = mapping(value, "the record")
     question = text(need(record, "question"), "'question'")
     steps = [
@@ -110,7 +110,7 @@ def _planning(talk: Conversation, step: dict[str, Any], number: int) -> None:
 
 
 def _source(step: dict[str, Any], number: int) -> str | None:
-    """Returns the program of an action step; None if the model's output contained none."""
+    """Returns the program of an action step; None if the output of the model has no program."""
     calls = step.get("tool_calls")
     if not calls:
         return None
@@ -136,7 +136,7 @@ def _action(
     seen = optional_text(step.get("observations"), f"'observations' of step {number}")
     error, source = error_of(step, f"step {number}"), _source(step, number)
     thought = thought_of(output)
-    if source is None or program is None:  # nothing ran: the output could not be parsed
+    if source is None or program is None:  # nothing ran, because the output could not be parsed
         talk.say(thought)
     elif program.requests:
         if program.adds:
@@ -183,7 +183,7 @@ def _key(task: str) -> str:
 
 
 def _programs(steps: list[dict[str, Any]]) -> dict[int, Program]:
-    """Returns step number -> analysis of its program."""
+    """Returns the analysis of each step's program, by the number of the step."""
     sources = [
         _source(step, number) if step["step_type"] == "action" else None
         for number, step in enumerate(steps)
@@ -195,7 +195,7 @@ def _programs(steps: list[dict[str, Any]]) -> dict[int, Program]:
 def _join(
     actions: Any, steps: list[dict[str, Any]], programs: Mapping[int, Program]
 ) -> dict[int, list[_Run]]:
-    """Returns the search agent's runs by the manager's step that asked for them, in order."""
+    """Returns the search agent's runs, by the number of the manager's step that asked for them."""
     raw = {} if actions is None else mapping(actions, "'search_agent_actions'")
     runs = {_key(task): mapping(run, "a search run") for task, run in raw.items()}
     if len(runs) < len(raw):
@@ -217,7 +217,7 @@ def _join(
             joined[number].append((key, runs.get(key)))
     left = [key for key in runs if key not in stated]
     sites = [number for number, tasks in asked.items() for task in tasks if task is None]
-    if len(set(sites)) == 1:  # a loop asks several times at one place
+    if len(set(sites)) == 1:  # a loop asks several times at the same place of the program
         sites = sites[:1] * len(left)
     if len(left) != len(sites):
         raise Malformed(

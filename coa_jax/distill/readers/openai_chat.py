@@ -1,19 +1,20 @@
 """Reads logs of OpenAI chat completions with tool calls, one conversation per line.
 
-docs/data.md shows the fields; ``id`` and ``usage`` may also be part of the response. A call is
-paired with the ``tool`` message of the same turn that has its id; parallel calls are written one
-after another. A final call of ``final_answer`` is the answer; otherwise the last message contains
-it, see `coa_jax.distill.readers.answers`.
+docs/data.md shows the fields; ``id`` and ``usage`` may also be part of the response. The result of
+a call is the ``tool`` message of the same turn with the id of the call. Parallel calls are written
+one after another. If the last call is ``final_answer``, its argument is the answer. Otherwise the
+answer is searched in the last message, see `coa_jax.distill.readers.answers`.
 
 The format lacks:
 
-- plans, reflections and verifications: they are prose of the assistant and become thoughts;
+- plans, reflections and verifications, which are prose of the assistant and become thoughts;
 - thoughts of a reasoning model, unless the server included them (``reasoning_content``);
-- whether a tool failed: every result counts as ``ok``;
+- whether a tool failed, so every result counts as ``ok``;
 - text after a marked answer;
-- calls whose arguments are not valid JSON, for example truncated ones (the record is rejected);
-- tokens of a run with several calls, unless ``usage`` of the record counts all of them: ``usage``
-  of a response covers only its own call;
+- calls whose arguments are not valid JSON, for example because they are truncated (the record is
+  rejected);
+- token counts of a run with several calls of the model, unless ``usage`` of the record counts all
+  of them, because ``usage`` of a response covers only one call;
 - images and sound in messages.
 """
 
@@ -41,11 +42,11 @@ from coa_jax.distill.readers.base import (
 from coa_jax.distill.readers.calls import body_of, tag_of
 
 _FINAL = "final_answer"
-"""A call that gives the answer, as in smolagents."""
+"""Name of the tool whose call gives the answer, as in smolagents."""
 
 
 def read_chat(value: Any) -> Trace:
-    """Reads one line."""
+    """Converts the JSON object of one line to a trace."""
     record = mapping(value, "the record")
     response = mapping(record["response"], "'response'") if "response" in record else None
     messages = _messages(record, response)
@@ -86,7 +87,7 @@ def read_chat(value: Any) -> Trace:
     episode = "" if name is None else scalar(name, "'id'")
     counts = record.get("usage")
     if counts is None and response and "assistant" not in roles[asked:-1]:
-        counts = response.get("usage")  # of this call only; earlier calls are not included
+        counts = response.get("usage")  # counts the last call of the model only
     usage = total_usage([counts], "prompt_tokens", "completion_tokens")
     return Trace(talk.finish(episode), accepted(record.get("gold"), "'gold'"), usage=usage)
 
@@ -134,14 +135,14 @@ def _calls(message: dict[str, Any], number: int) -> list[tuple[str, str, Any]]:
         name = text(need(function, "name", where), f"the name of {where}")
         identity = scalar(need(call, "id", where), f"the id of {where}")
         arguments = need(function, "arguments", where)
-        if isinstance(arguments, str):  # some servers write no arguments as ""
+        if isinstance(arguments, str):  # some servers write "" for no arguments
             arguments = json_text(arguments or "{}", f"the text of the arguments of {where}")
         found.append((identity, name, arguments))
     return found
 
 
 def _results(messages: list[dict[str, Any]], turn: int) -> list[tuple[str, str]]:
-    """Returns (id of the call, its result) of the results between a message and the next turn."""
+    """Returns (id of the call, result) for each result between a message and the next turn."""
     found = []
     for number, message in enumerate(messages[turn + 1 :], start=turn + 1):
         if message["role"] in ("assistant", "user"):
@@ -155,9 +156,10 @@ def _results(messages: list[dict[str, Any]], turn: int) -> list[tuple[str, str]]
 
 
 def _paired(calls: list[tuple[str, str, Any]], results: list[tuple[str, str]]) -> list[str | None]:
-    """Returns the result of each call of a turn; None for an answer, which has no result.
+    """Returns the result of each call of a turn; None for ``final_answer``, which has no result.
 
-    Other turns may reuse ids. Calls of one turn with the same id are paired by their order.
+    Several turns may use the same ids. Calls of one turn with the same id are paired with results
+    in their order.
     """
     waiting: dict[str, list[str]] = {identity: [] for identity, _, _ in calls}
     for identity, seen in results:
@@ -187,7 +189,7 @@ def _final(arguments: Any) -> str:
 
 
 def _close(talk: Conversation, record: dict[str, Any], thought: str, answer: str) -> None:
-    """Ends a run; a separately stored answer takes precedence over the last message."""
+    """Ends a run; an answer that the record stores separately replaces that of the last message."""
     if record.get("answer") is not None:
         answer = scalar(record["answer"], "'answer'").strip()
     talk.say(thought)
@@ -196,7 +198,7 @@ def _close(talk: Conversation, record: dict[str, Any], thought: str, answer: str
 
 
 def _answer(talk: Conversation, record: dict[str, Any], reasoning: str, words: str) -> None:
-    """Adds the last message: the marked answer, if any, with the text before it as thought."""
+    """Adds the last message: the marked answer, if any, and the text before it as thought."""
     thought, answer = marked_answer(words) or ("", words.strip())
     if record.get("answer") is not None:
         thought = words

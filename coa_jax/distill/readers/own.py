@@ -1,8 +1,9 @@
-"""Reads our message log: a journal of ``coa_jax.distill`` or a file of ``messages.to_json`` lines.
+"""Reads message logs of this project, such as a journal of ``coa_jax.distill``.
 
-This is the common form, so nothing is lost. A journal contains no accepted answers, because the
-team does not see any. Without ``gold`` (a string or a list of strings) next to the log, the filters
-drop a run as ``no_accepted_answer``. docs/data.md shows a line.
+The lines are in the common message form (`messages.to_json`), so nothing is lost. A journal
+contains no accepted answers, because the team sees none. The filters drop a run as
+``no_accepted_answer`` unless a field ``gold`` (a string or a list of strings) is added to its line.
+docs/data.md shows a line.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from coa_jax.distill.readers.base import (
 
 
 def read_log(value: Any) -> Trace | None:
-    """Reads one line; the head of a journal is not a run."""
+    """Converts the JSON object of one line to a trace; None for the first line of a journal."""
     if mapping(value, "the record").keys() == {"journal"}:
         return None
     try:

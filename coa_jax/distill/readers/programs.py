@@ -1,13 +1,13 @@
-"""Analyses the Python code of a CodeAgent's step: whether it asks an agent, answers, or computes.
+"""Analyses the Python programs of a CodeAgent, which ask an agent, answer or compute.
 
-smolagents and OAgents let the manager write its actions as programs. A program that asks a managed
-agent is glue: the agent's own calls replace it. A program that only formulates and returns the
-answer is not a tool call, and a program that is a single call of a tool is that tool's call.
-Everything else is a call of the code tool, unless it uses things that existed only in the other
-framework: a tool, or a value that no program made.
+In smolagents and OAgents, the manager writes its actions as programs. A program that asks a managed
+agent is replaced by the calls of this agent. A program that only formulates and returns the answer
+is not a tool call. A program that is a single call of a tool becomes the call of this tool. Every
+other program becomes a call of the code tool, unless it uses something that existed only in the
+other framework: a tool, or a value that no program made.
 
 The interpreter of smolagents provides some functions of `math` without an import. Python does not,
-so the import is added to a program that relies on them.
+so the import is added to programs that use these functions.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ _WORK = (
     *(ast.FunctionDef, ast.ClassDef),
 )
 _WORDING = (ast.For, ast.ListComp, ast.GeneratorExp, ast.Subscript, ast.FormattedValue)
-"""Operations that only formulate text or pass on known values, in requests and in answers."""
+"""Operations that, in requests and answers, only formulate text or pass on known values."""
 
 _PASSING = frozenset(
     {"append", "extend", "format", "items", "join", "strip", "enumerate", "zip", "list"}
@@ -39,8 +39,7 @@ _MATH = frozenset(
     {"acos", "asin", "atan", "atan2", "ceil", "cos", "degrees"}
     | {"exp", "floor", "log", "radians", "sin", "sqrt", "tan"}
 )
-"""Functions that the interpreter of smolagents has besides Python's own (its
-`BASE_PYTHON_TOOLS`).
+"""Functions that the interpreter of smolagents adds to those of Python (`BASE_PYTHON_TOOLS`).
 """
 
 _UNDEFINED = re.compile(r"not defined|not among|forbidden function", re.IGNORECASE)
@@ -56,19 +55,21 @@ class Program:
     """The analysis of a step's program.
 
     Attributes:
-        requests: for each call of a managed agent, in source order: (agent, its task, or None if
-            the task is not a literal).
-        computes: whether it calls anything besides agents, `print` and `final_answer`, or contains
-            an operation, so that its output is not known already. A program that returns the answer
-            may formulate it.
-        adds: whether it does more than ask agents, formulate their tasks and pass on their answers.
-        unknown: names that it uses and that neither it, nor an earlier program of the run, nor the
-            interpreter defines: tools, agents whose runs are missing, or values given to the run.
-        maths: functions of `math` that it uses without an import.
-        prints: whether it calls `print`.
-        call: tool and arguments, if the program is only one call of an unknown name with literal
-            arguments, whose result it prints or stores.
-        binds: names that it defines.
+        requests: pairs (agent, task), one for each call of a managed agent, in the order of the
+            source. The task is None if it is not a literal.
+        computes: whether the output of the program cannot be known without running it, because the
+            program contains an operation or calls something other than agents, `print` and
+            `final_answer`. Formulating the answer does not count.
+        adds: whether the program does more than ask agents, formulate their tasks and pass on their
+            answers.
+        unknown: names that the program uses but that neither the program, nor an earlier program of
+            the run, nor the interpreter defines. They are names of tools, of agents whose runs are
+            missing, or of values given to the run.
+        maths: functions of `math` that the program uses without an import.
+        prints: whether the program calls `print`.
+        call: tool and arguments if the program consists of a single call of an unknown name with
+            literal arguments, whose result it prints or stores; None otherwise.
+        binds: names that the program defines.
     """
 
     requests: tuple[tuple[str, str | None], ...]
@@ -82,11 +83,11 @@ class Program:
 
 
 def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -> Program:
-    """Analyses a program without running it; a program that does not parse counts as computing.
+    """Analyses a program without running it; if parsing fails, ``computes`` is True.
 
     Args:
-        source: Python source.
-        agents: names by which managed agents are called.
+        source: source of the program.
+        agents: names by which the program can call managed agents.
         known: names that earlier programs of the run define.
     """
     try:
@@ -109,7 +110,7 @@ def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -
         computes = any(name not in _GLUE and name not in agents for name in names)
         computes = computes or any(_works(node) or isinstance(node, _WORDING) for node in nodes)
     elif not adds:
-        unknown = ()  # the file contains the answer, whatever the program returns
+        unknown = ()  # the file itself contains the answer
     return Program(
         requests=tuple((_root(node.func), _task(node)) for node in asked),
         computes=computes or "*" in binds,
@@ -123,11 +124,11 @@ def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -
 
 
 def examine_all(sources: Iterable[str | None], agents: Collection[str]) -> list[Program | None]:
-    """Analyses the programs of a run; each knows the names defined by earlier ones.
+    """Analyses the programs of a run; a program can use names that earlier programs define.
 
     Args:
-        sources: program of each step, None if it has none.
-        agents: names by which managed agents are called.
+        sources: source of each step's program; None for a step without a program.
+        agents: names by which programs can call managed agents.
     """
     known: set[str] = set()
     programs: list[Program | None] = []
@@ -146,17 +147,17 @@ def tell(
     thought: str,
     where: str,
 ) -> None:
-    """Adds a program that asks no agent: as the call of a tool, a call of ``code``, or a thought.
+    """Adds a program that asks no agent, as the call of a tool, a call of ``code``, or a thought.
 
     Args:
-        talk: receives the messages.
+        talk: conversation to which the messages are added.
         source, program: source of the program, and its analysis.
-        outcome: (output, error) of the step, "" for none.
+        outcome: output and error of the step, each "" if there is none.
         thought: text before the program.
-        where: name of the step, for messages.
+        where: name of the step, used in error messages.
 
     Raises:
-        Malformed: see `_tool_call`.
+        Malformed: the program uses something whose result cannot be separated from its output.
     """
     seen, error = outcome
     tool = _tool_call(program, error, where)
@@ -169,19 +170,19 @@ def tell(
 
 
 def importing(source: str, program: Program) -> str:
-    """Adds an import of the `math` functions that the program uses without one."""
+    """Adds an import of those `math` functions that the program uses without an import."""
     if not program.maths:
         return source
     return f"from math import {', '.join(program.maths)}\n{source.lstrip()}"
 
 
 def _tool_call(program: Program, error: str, where: str) -> tuple[str, str] | None:
-    """Returns (tag, body) of the tool that a program calls; None if it calls none.
+    """Returns (tag, body) of the tool that a program calls; None if it calls no tool.
 
     Args:
         program: analysis of the program.
-        error: error of the step; a name that it reports as undefined is not a tool.
-        where: name of the step, for messages.
+        error: error of the step. A name that the error reports as undefined is not a tool.
+        where: name of the step, used in error messages.
 
     Raises:
         Malformed: the program uses something whose result cannot be separated from its output.
@@ -201,9 +202,9 @@ def _tool_call(program: Program, error: str, where: str) -> tuple[str, str] | No
 
 def _returned(observation: str, prints: bool) -> str:
     """Extracts the result of a program's only call from the formatted output of the step."""
-    # The result may itself contain the line that begins the last output. If the program prints, the
-    # last output is None, the value of `print`, and stands at the end. If the program only stores
-    # the result, there are no logs.
+    # The result may itself contain the line that announces the last output. If the program prints,
+    # the last output is None, the value of `print`, at the end of the text. If the program only
+    # stores the result, there are no logs.
     found = (_PRINTED if prints else _KEPT).fullmatch(observation)
     if found is None:
         return observation
@@ -217,7 +218,7 @@ def _works(node: ast.AST) -> bool:
 
 
 def _is_text(node: ast.AST) -> bool:
-    """Returns whether a sum concatenates strings, one of which is a literal."""
+    """Returns whether an addition concatenates strings, one of which is a literal."""
     if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)):
         return False
     return any(
@@ -268,7 +269,7 @@ def _read(nodes: Iterable[ast.AST]) -> frozenset[str]:
 
 
 def _root(function: ast.AST) -> str:
-    """Returns ``search`` for ``search(...)`` and ``search.run(...)``; "" if there is no name."""
+    """Returns the first name of a call: ``search`` for ``search.run(...)``; "" if there is none."""
     while isinstance(function, ast.Attribute):
         function = function.value
     return function.id if isinstance(function, ast.Name) else ""
@@ -311,7 +312,7 @@ def _task(call: ast.Call) -> str | None:
 
 
 def thought_of(output: str) -> str:
-    """Returns the text of a step before its program."""
+    """Returns the text before the program in the output of a step."""
     return _HEAD.sub("", _FENCE.sub("", output)).strip()
 
 
@@ -321,7 +322,7 @@ _FACT_HEAD = re.compile(r"^#+\s*(?:\d+\.?)*\s*(?:updated\s+)?facts survey[^\n]*\
 
 
 def unwrap(text: str) -> str:
-    """Removes preface, fence and end mark around a plan or a survey of facts."""
+    """Removes the preface, fence and end mark around a plan or a survey of facts."""
     text = text.strip()
     prefaces = list(_PREFACE.finditer(text))
     if prefaces and text.endswith("```"):
@@ -332,7 +333,10 @@ def unwrap(text: str) -> str:
 
 
 def split_plan(text: str) -> tuple[str, str]:
-    """Splits a planning step with two headings into (survey of facts or "", plan)."""
+    """Splits a planning step with two headings into (survey of facts, plan).
+
+    Without headings, the survey is "" and the whole text is the plan.
+    """
     text = unwrap(text)
     found = list(_PLAN_HEAD.finditer(text))
     if not found:

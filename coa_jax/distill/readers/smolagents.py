@@ -1,20 +1,22 @@
-"""Reads steps of smolagents, one run per file or per line.
+"""Reads the steps of smolagents agents, one run per file or per line.
 
-docs/data.md shows the three accepted forms. ``managed_runs`` are in the order in which they were
-made.
+docs/data.md shows the three accepted forms.
+
+``managed_runs`` lists the runs of managed agents in the order in which they were made.
 
 The format lacks:
 
-- runs of several questions with one memory (``agent.run(..., reset=False)``; rejected);
-- the steps of managed agents, unless ``managed_runs`` is present: a manager does not store them.
-  Such a record is rejected, because the source of the manager's knowledge would be missing. A
-  record is also rejected if a program uses tools, unless it is a single call with literal
-  arguments, or uses values that the run was given (``additional_args``);
-- separate results of a program that asks a managed agent and also computes: one observation
-  contains both (rejected);
-- separate results of parallel calls in one step: its ``observations`` mix them, so the step is
-  rejected (``max_tool_threads`` does not help; ask the model for one call at a time);
-- blanks around tool results: smolagents strips them;
+- runs of several questions with one memory, by ``agent.run(..., reset=False)`` (the record is
+  rejected);
+- the steps of managed agents, unless ``managed_runs`` is present, because a manager does not store
+  them. A record without them is rejected, because the source of the manager's knowledge would be
+  missing. For the same reason a record is rejected if a program uses values that the run was given
+  (``additional_args``), or uses tools in another way than by a single call with literal arguments;
+- separate results of a program that asks a managed agent and also computes, because one observation
+  contains both (the record is rejected);
+- separate results of parallel calls in one step, because ``observations`` mixes them (the record is
+  rejected; ``max_tool_threads`` does not help, so ask the model for one call at a time);
+- white space around tool results, which smolagents strips;
 - images.
 """
 
@@ -54,7 +56,7 @@ from coa_jax.distill.readers.programs import (
 
 
 def read_run(value: Any) -> Trace:
-    """Reads one run."""
+    """Converts the JSON value of one run to a trace."""
     record = {"steps": value} if isinstance(value, list) else mapping(value, "the record")
     steps = _steps(need(record, "steps"))
     managed = items(record.get("managed_runs") or [], "'managed_runs'")
@@ -86,7 +88,7 @@ def read_run(value: Any) -> Trace:
 
 
 def is_run(value: Sequence[Any]) -> bool:
-    """Returns whether a list is the steps of one run, rather than a list of runs."""
+    """Returns whether a list contains the steps of one run, and not several runs."""
     return not all(isinstance(v, list) or (isinstance(v, dict) and "steps" in v) for v in value)
 
 
@@ -100,10 +102,10 @@ def _write(
     runs: dict[int, list[dict[str, Any]]],
     agents: Collection[str],
 ) -> Any:
-    """Adds the steps of one agent and removes the runs that they asked for from `runs`.
+    """Adds the steps of one agent, and removes the managed runs that they asked for from `runs`.
 
     Returns:
-        The answer of the agent; None if it gave none.
+        The answer of the agent; None if the agent gave no answer.
     """
     if sum("task" in step for step in steps) > 1:  # agent.run(..., reset=False)
         raise Malformed("a second task in the same memory: give each run a record of its own")
@@ -138,7 +140,7 @@ def _calls(step: Mapping[str, Any], where: str) -> list[tuple[str, Any]]:
 
 
 def _source(calls: Sequence[tuple[str, Any]], where: str) -> str | None:
-    """Returns the program of a CodeAgent's step; a ToolCallingAgent passes the argument by name."""
+    """Returns the program of a CodeAgent's step; None for a step of a ToolCallingAgent."""
     if len(calls) != 1 or calls[0][0] != "python_interpreter" or isinstance(calls[0][1], dict):
         return None
     return text(calls[0][1], f"the program of {where}")
@@ -198,7 +200,7 @@ def _tools(
 
 
 def _delegations(talk: Conversation, thought: str, runs: Sequence[dict[str, Any]]) -> None:
-    if not runs:  # the step failed before it asked
+    if not runs:  # the step failed before it asked an agent
         talk.say(thought)
     words = thought
     for run in runs:

@@ -1,8 +1,8 @@
-"""Creates verified tasks from a corpus: atomic tasks first, then deeper and wider ones from those.
+"""Creates verified tasks from a corpus: first atomic tasks, then deeper and wider tasks from these.
 
-Every decision depends on the seed and on the replies of authors and solvers, never on time or
-concurrency. So a killed run repeats its steps with the recorded replies up to the point of the
-kill.
+Every decision depends only on the seed and on the replies of authors and solvers, not on time or
+concurrency. So a run that is started again after a kill repeats its steps with the recorded replies
+up to the point of the kill.
 """
 
 from __future__ import annotations
@@ -36,20 +36,20 @@ Solver = Callable[[Sequence[Task]], Awaitable[list[Verdict]]]
 
 @dataclasses.dataclass(frozen=True)
 class SynthesisConfig(Bounded):
-    """The tasks to create.
+    """Number and kinds of the tasks to create.
 
     Attributes:
         atomic: number of tasks with one hop.
-        depth: numbers of tasks with two, three, ... hops; each hop asks about the answer of the
-            previous hop.
-        width: number of tasks that join two atomic ones.
-        splits: splits that are written; a task belongs to the split of its documents.
+        depth: number of tasks with two hops, with three hops, and so on. Each hop asks about the
+            answer of the previous hop.
+        width: number of tasks that join two atomic tasks.
+        splits: splits whose tasks are written. A task belongs to the split of its documents.
         protocol: protocol of the tasks.
         seed: seed of the choice and order of documents.
         batch: number of drafts that are processed together.
-        candidates: number of documents that are tried for further hops of one draft; each may give
-            one.
-        text: rules for texts.
+        candidates: number of documents that are tried for the next hop of one draft; each document
+            may give a new draft.
+        text: rules for the texts of questions and answers.
     """
 
     atomic: Natural = 300
@@ -65,7 +65,7 @@ class SynthesisConfig(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A draft and its result: ``reason`` says why it was dropped; None means kept."""
+    """A checked draft; ``reason`` says why the draft was dropped, None that it was kept."""
 
     draft: Draft
     reason: str | None
@@ -74,8 +74,16 @@ class Item:
 
 @dataclasses.dataclass
 class Funnel:
-    """Counts of one stage. ``asked`` documents or drafts went in; ``failed`` of them gave no usable
-    reply and ``empty`` of them no draft. The ``drafted`` ones were then dropped or kept.
+    """Counts of one stage of the synthesis.
+
+    Attributes:
+        wanted: number of drafts to keep.
+        asked: number of documents or drafts from which the author was asked to write drafts.
+        failed: number of these for which the author gave no usable reply.
+        empty: number of these for which the author wrote no draft.
+        drafted: number of drafts that the author wrote.
+        kept: number of drafts that were kept.
+        dropped: number of drafts that were dropped, by reason.
     """
 
     wanted: int
@@ -87,20 +95,20 @@ class Funnel:
     dropped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the counts as JSON values."""
+        """Returns the counts as a JSON object."""
         return {**dataclasses.asdict(self), "dropped": dict(sorted(self.dropped.items()))}
 
 
 Job = Callable[[], Awaitable[list[Draft]]]
-"""Writes drafts; raises UnusableReplyError if the author gave no usable reply."""
+"""A function that writes drafts; raises UnusableReplyError if the author gives no usable reply."""
 
 
 class Synthesis:
-    """The synthesis of tasks from one corpus.
+    """Synthesises tasks from one corpus.
 
     Attributes:
-        items: every draft so far.
-        funnels: counts by stage.
+        items: all drafts so far, with the results of their checks.
+        funnels: counts of each stage, keyed by the name of the stage.
     """
 
     def __init__(
@@ -113,15 +121,16 @@ class Synthesis:
         source: str,
         on_kept: Callable[[str, int, int], None] | None = None,
     ) -> None:
-        """Stores the components.
+        """Prepares the synthesis.
 
         Args:
-            config: tasks to create.
+            config: number and kinds of the tasks to create.
             index: search index of the corpus.
-            author: writer of questions.
+            author: author of the questions.
             with_tools, without_tools: solvers that check the questions.
-            source: source of the tasks.
-            on_kept: called with (stage, number kept so far, number wanted) after each batch.
+            source: name of the task source, stored with each task.
+            on_kept: function that is called after each batch with the name of the stage, the number
+                of kept drafts and the number of wanted drafts.
         """
         self._config, self._index, self._author = config, index, author
         self._with_tools, self._without_tools = with_tools, without_tools
@@ -133,14 +142,15 @@ class Synthesis:
 
     @property
     def kept(self) -> list[Item]:
-        """Returns the drafts that passed every check."""
+        """The drafts that passed every check."""
         return [item for item in self.items if item.reason is None]
 
     async def run(self) -> None:
         """Creates all tasks.
 
         Raises:
-            UserError: a budget is spent or a model cannot be reached; run again to continue.
+            UserError: a budget is spent, or a model cannot be reached. The synthesis continues if
+                the command is started again.
         """
         config = self._config
         level = await self._stage("atomic", config.atomic, map(self._atomic, self._documents()))
@@ -150,7 +160,7 @@ class Synthesis:
         await self._stage("width", config.width, map(self._wider, self._pairs(atomic)))
 
     def task_rows(self) -> list[dict[str, Any]]:
-        """Returns the kept tasks as lines of a question file."""
+        """Returns the kept tasks as rows of ``questions.jsonl``."""
         return [
             {
                 "id": item.draft.id,
@@ -164,7 +174,7 @@ class Synthesis:
         ]
 
     def dropped_rows(self) -> list[dict[str, Any]]:
-        """Returns the dropped drafts with their reasons."""
+        """Returns the dropped drafts with their reasons, as rows of ``dropped.jsonl``."""
         return [
             {
                 "reason": item.reason,
@@ -189,7 +199,7 @@ class Synthesis:
         return lambda: self._author.atomic(document)
 
     def _deepenings(self, drafts: Sequence[Draft]) -> Iterator[Job]:
-        """Yields every draft with its first document about the answer, then with its second, ..."""
+        """Yields jobs that deepen each draft by its first document, then by its second, ..."""
         found = {draft.id: self._about_answer(draft) for draft in drafts}
         for round_ in range(self._config.candidates):
             for draft in drafts:
@@ -222,8 +232,8 @@ class Synthesis:
             speaks = told([answer], f"{document.title}\n{document.text}")
             if fits and speaks and self._author.reads(document):
                 found.append(document)
-        # Pages about the answer first. Among equals the seed decides; otherwise all drafts would
-        # ask for the same fact.
+        # Pages about the answer come first. The seed decides the order among equals, because
+        # otherwise all drafts would ask for the same fact.
         seed = self._config.seed
 
         def order(document: Document) -> tuple[bool, float]:
@@ -233,7 +243,7 @@ class Synthesis:
         return sorted(found, key=order)[: self._config.candidates]
 
     def _pairs(self, drafts: Sequence[Draft]) -> Iterator[tuple[Draft, Draft]]:
-        """Yields shuffled pairs of drafts with the same split and topic."""
+        """Yields pairs of drafts with the same split and topic, in random order."""
         groups = collections.defaultdict(list)
         for draft in drafts:
             if draft.topic is not None:
@@ -249,7 +259,7 @@ class Synthesis:
     # --- checks -----------------------------------------------------------------------------
 
     async def _stage(self, name: str, wanted: int, jobs: Iterable[Job]) -> list[Draft]:
-        """Runs jobs until enough drafts are kept; returns these."""
+        """Runs jobs until enough drafts are kept; returns the kept drafts."""
         funnel = self.funnels[name] = Funnel(wanted)
         kept: list[Draft] = []
         left = iter(jobs)
@@ -285,7 +295,7 @@ class Synthesis:
         return drafts
 
     async def _check(self, drafts: Sequence[Draft], room: int) -> list[Item]:
-        """Checks the text, then solves with tools, then without: cheap checks first."""
+        """Checks the texts, then solves the drafts with tools, then without tools."""
         faults = screen(drafts, self._config.text, self._duplicates)
         figures: list[dict[str, Any]] = [{} for _ in drafts]
         for solver in (self._with_tools, self._without_tools):

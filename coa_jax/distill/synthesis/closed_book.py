@@ -1,8 +1,9 @@
-"""Solvers without tools: a question that can be guessed or remembered needs no tools.
+"""Answers questions without tools, to find questions that can be guessed or remembered.
 
-The paper asks a model 32 times without tools and drops the question if more than 0.3 of the answers
-are right (§3.3.1). The solver here may be a model behind an endpoint, a policy on this machine, or,
-without any model, a prior that knows only how such questions are usually answered.
+The Chain-of-Agents paper asks a model 32 times without tools, and drops a question if more than 0.3
+of the answers are right (§3.3.1). In this module, the solver is a model behind an endpoint, a
+policy on this machine, or a prior: a solver without a model that only knows how questions of this
+kind are usually answered.
 """
 
 from __future__ import annotations
@@ -52,13 +53,13 @@ class ClosedBookConfig(Bounded):
     """Settings of the check without tools.
 
     Attributes:
-        who: the solver: ``prior``, ``endpoint`` or ``policy``.
+        who: which solver answers: ``prior``, ``endpoint`` or ``policy``.
         samples: number of answers per question.
-        max_rate: a question is dropped if a larger share of its answers is right.
-        policy: directory of the policy's model.
-        seed: seed of the guesses and of the policy's sampling.
+        max_rate: maximum share of right answers; a question with a larger share is dropped.
+        policy: directory of the policy; "" unless ``who`` is ``policy``.
+        seed: seed of the prior's guesses and of the policy's sampling.
         temperature: sampling temperature of the policy; an endpoint has its own setting.
-        engine, rollout: shapes and budgets of the policy.
+        engine, rollout: decoding shapes and budgets of the policy.
     """
 
     who: Literal["prior", "endpoint", "policy"] = "prior"
@@ -83,7 +84,7 @@ class ClosedBookConfig(Bounded):
 
 
 class ClosedBook(Protocol):
-    """Answers questions without tools."""
+    """A solver that answers questions without tools."""
 
     async def __call__(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
         """Returns ``samples`` answers for each task."""
@@ -91,15 +92,15 @@ class ClosedBook(Protocol):
 
 
 class Prior:
-    """Guesses, with knowledge of how questions about a relation are usually answered.
+    """Guesses answers, knowing only how questions about a relation are usually answered.
 
-    A guess is the value of that relation in a random document of the corpus; for a question about
-    an entity it is the entity of a random document. Questions that it does not understand get no
-    answer.
+    For a question about the value of a relation, the guess is the value of this relation in a
+    random document of the corpus. For a question about an entity, the guess is the entity of a
+    random document. The answer to a question that the prior does not understand is "".
     """
 
     def __init__(self, documents: Iterable[Document], seed: int) -> None:
-        """Reads the corpus once."""
+        """Collects the values and entities of all documents."""
         self._seed = seed
         self._values: dict[str, list[str]] = collections.defaultdict(list)
         self._entities: dict[str, list[str]] = collections.defaultdict(list)
@@ -110,7 +111,7 @@ class Prior:
                 self._entities[fact[0].key].append(fact[1])
 
     async def __call__(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
-        """See `ClosedBook`."""
+        """Returns ``samples`` answers for each task."""
         return [[self._guess(task, str(k)) for k in range(samples)] for task in tasks]
 
     def _guess(self, task: Task, draw: str) -> str:
@@ -138,15 +139,16 @@ class Prior:
 
 @dataclasses.dataclass(frozen=True)
 class Remembers:
-    """Asks a language model behind an endpoint, without tools."""
+    """A solver that asks a language model behind an endpoint, without tools."""
 
     endpoint: Endpoint
     concurrency: int = 16
 
     async def __call__(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
-        """See `ClosedBook`; a reply without the required form counts as an answer unchanged.
+        """Returns ``samples`` answers for each task.
 
-        A request that the endpoint rejects counts as an empty answer.
+        If a reply does not have the required form, the whole reply is the answer. If the endpoint
+        refuses a request, the answer is "".
         """
         turns = asyncio.Semaphore(self.concurrency)
 
@@ -167,9 +169,10 @@ class Remembers:
 
 
 def _answer_of(reply: str) -> str:
-    """Extracts the answer from a reply; numbers and lists become text, other text is unchanged.
+    """Extracts the answer from a reply; numbers and lists become text.
 
-    A strict parser would count known answers as unknown.
+    A reply of another form is the answer as it is, because a strict parser would miss answers that
+    the model knows.
     """
     try:
         answer = read_object(reply).get("answer")
@@ -182,13 +185,13 @@ def _answer_of(reply: str) -> str:
 
 
 class Policy:
-    """A policy on this machine; every tool call gets the answer that there is no tool."""
+    """A solver that samples a policy on this machine; the result of every tool call is an error."""
 
     def __init__(self, config: ClosedBookConfig) -> None:
-        """Loads the model.
+        """Loads the policy.
 
         Raises:
-            UserError: the model cannot be loaded.
+            UserError: the policy cannot be loaded.
         """
         self._config, self._asked = config, 0
         self._prompt = load_prompt(config.rollout.prompt_style, config.policy)
@@ -198,7 +201,7 @@ class Policy:
         self._engines: list[Engine] = make_engines(model.params, model.config, config.engine, stop)
 
     async def __call__(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
-        """See `ClosedBook`."""
+        """Returns ``samples`` answers for each task."""
         return await asyncio.to_thread(self._answers, tasks, samples)
 
     def _answers(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
@@ -214,7 +217,8 @@ class Policy:
             task=task,
             prompt=prompt_ids(self._tokenizer, task, self._prompt),
             seed=config.seed,
-            # Keyed by the question, so that answers do not depend on other questions.
+            # The random key depends on the question, so that answers do not depend on other
+            # questions.
             prompt_id=int(uniform(config.seed, task.id, "closed") * 2**31),
             samples=tuple(range(samples)),
             sampling=SamplingParams(config.temperature, 1.0, 0),
@@ -227,16 +231,17 @@ def closed_book(
     endpoint: Endpoint | None,
     concurrency: int,
 ) -> tuple[str, Any]:
-    """Returns the solver of a configuration, and a label that identifies its answers.
+    """Returns a label that identifies the answers of a solver, and the solver.
 
     Args:
         config: settings of the check.
-        documents: documents of the corpus.
-        endpoint: model for the solver ``endpoint``.
-        concurrency: number of concurrent requests.
+        documents: documents of the corpus, for the prior.
+        endpoint: model for the solver ``endpoint``; None if there is none.
+        concurrency: number of requests to the endpoint at the same time.
 
     Raises:
-        UserError: an endpoint is needed and none is given, or the policy cannot be loaded.
+        UserError: the solver ``endpoint`` is configured without an endpoint, or the policy cannot
+            be loaded.
     """
     if config.who == "prior":
         return f"prior/{config.seed}", Prior(documents, config.seed)

@@ -1,4 +1,4 @@
-"""Drafts of tasks, and the checks of their texts."""
+"""Defines drafts of tasks, and checks their texts."""
 
 from __future__ import annotations
 
@@ -27,19 +27,19 @@ _OF_THE_TEXT = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A passage of the corpus, as an author sees it."""
+    """A passage of the corpus, as authors see it."""
 
     title: str
     text: str
 
     @property
     def subject(self) -> str:
-        """Subject of the document: the title up to a colon, or the text if there is no title."""
+        """Subject of the document: its title up to a colon, or its text if it has no title."""
         return self.title.partition(": ")[0].strip() or self.text
 
     @property
     def split(self) -> str:
-        """Split of the questions about its subject, the same as in the factbook source."""
+        """Split of questions about the subject, the same as in the task source ``factbook``."""
         return split_of(self.subject)
 
 
@@ -50,16 +50,18 @@ def document_of(passage: Passage) -> Document:
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A question that an author has written, with all data about it.
+    """A question that an author has written, with the data about it.
 
     Attributes:
-        form: how it was made.
+        form: how the question was made: from one document (``atomic``), by adding a hop
+            (``depth``), or by joining two questions (``width``).
         question: the question.
         gold: accepted answers, as in `Task.gold`.
-        documents: documents from which it was written, in the order of the hops.
-        steps: (question, answer) of its atomic questions, in order.
+        documents: documents from which the question was written, in the order of the hops.
+        steps: pairs (question, answer) of the atomic questions that the question consists of.
         hidden: intermediate answers, which the question must not reveal.
-        topic: drafts of one topic may be joined to a wider question; None for never.
+        topic: name of a topic; only drafts of the same topic are joined. None to join the draft
+            with no other.
     """
 
     form: Form
@@ -72,12 +74,12 @@ class Draft:
 
     @property
     def split(self) -> str:
-        """Split of its documents."""
+        """Split of the documents of the draft."""
         return self.documents[0].split
 
     @property
     def id(self) -> str:
-        """Id, a hash of question and answers."""
+        """Id of the draft, which contains a hash of the question and the answers."""
         text = "\n".join((self.question, *self.gold))
         digest = hashlib.sha256(text.encode(errors="replace")).hexdigest()
         return f"synthetic-{self.form}-{digest[:16]}"
@@ -87,7 +89,7 @@ class Draft:
         return Task(self.id, self.question, protocol, self.gold, source, {"hops": len(self.steps)})
 
     def to_json(self) -> dict[str, Any]:
-        """Returns its further data as JSON, besides question and answers."""
+        """Returns the data besides question and answers, as a JSON object."""
         return {
             "kind": self.form,
             "hops": len(self.steps),
@@ -97,27 +99,33 @@ class Draft:
 
 
 class Author(Protocol):
-    """Writes questions; raises `llm.UnusableReplyError` if a reply could not be used."""
+    """The interface of authors, which write questions.
+
+    The async methods raise `llm.UnusableReplyError` if the author gives no usable reply.
+    """
 
     def reads(self, document: Document) -> bool:
-        """Returns whether it could write questions about a document at all; costs nothing."""
+        """Returns, without asking a model, whether the author can write about a document."""
         ...
 
     async def atomic(self, document: Document) -> list[Draft]:
-        """Returns questions that a single document answers."""
+        """Returns drafts of questions that the document alone answers."""
         ...
 
     async def deepen(self, draft: Draft, document: Document) -> Draft | None:
-        """Returns a question one hop longer, about the answer of `draft`, for `document`."""
+        """Returns a draft with one more hop, or None.
+
+        The new question asks what ``document`` says about the answer of ``draft``.
+        """
         ...
 
     async def widen(self, one: Draft, other: Draft) -> Draft | None:
-        """Returns a question that needs the answers of both drafts."""
+        """Returns a draft of a question that needs the answers of both drafts, or None."""
         ...
 
 
 def told(answers: Iterable[str], text: str) -> bool:
-    """Returns whether an answer, or a member of an answer set, occurs in a text as whole words."""
+    """Returns whether an answer, or a member of an answer set, occurs as whole words in a text."""
     haystack = f" {normalize_answer(text)} "
     parts = (normalize_answer(part) for answer in answers for part in answer.split("|"))
     return any(f" {part} " in haystack for part in parts if part)
@@ -132,10 +140,10 @@ class TextRules(Bounded):
     """Rules for the texts of drafts.
 
     Attributes:
-        min_words, max_words: number of words of a question.
+        min_words, max_words: minimum and maximum number of words of a question.
         max_answer_words: maximum number of words of each accepted answer.
-        near_duplicate: Jaccard similarity of the word bigrams of two questions with the same
-            answer, from which they count as duplicates.
+        near_duplicate: two questions with the same answer count as duplicates if their word bigrams
+            have at least this Jaccard similarity.
     """
 
     min_words: Natural = 4
@@ -145,7 +153,7 @@ class TextRules(Bounded):
 
 
 def fault_of(draft: Draft, rules: TextRules) -> str | None:
-    """Returns the name of a fault in the text of a draft; None for no fault."""
+    """Returns the name of the first rule that the text of a draft breaks; None for no rule."""
     words = len(draft.question.split())
     if not rules.min_words <= words <= rules.max_words:
         return "question_length"
@@ -167,7 +175,7 @@ def fault_of(draft: Draft, rules: TextRules) -> str | None:
 
 
 class Duplicates:
-    """The questions so far, to detect repetitions."""
+    """Remembers questions, to detect questions that repeat an earlier one."""
 
     def __init__(self, threshold: float) -> None:
         self._threshold = threshold
@@ -175,7 +183,7 @@ class Duplicates:
         self._by_answer: dict[str, list[frozenset[tuple[str, ...]]]] = {}
 
     def repeats(self, draft: Draft) -> bool:
-        """Returns whether the draft repeats an earlier question; if not, records it."""
+        """Returns whether a draft repeats an earlier question; if not, remembers its question."""
         question = normalize_answer(draft.question)
         runs = ngrams(draft.question, 2)
         same_answer = self._by_answer.setdefault(normalize_answer(draft.gold[0]), [])
@@ -189,12 +197,12 @@ class Duplicates:
 
 
 def screen(drafts: Sequence[Draft], rules: TextRules, duplicates: Duplicates) -> list[str | None]:
-    """Returns for each draft the fault of its text, or None; drafts without fault are recorded.
+    """Returns for each draft the name of the rule that its text breaks; None for no rule.
 
     Args:
         drafts: the drafts.
         rules: rules for texts.
-        duplicates: questions so far.
+        duplicates: earlier questions, to which the drafts without fault are added.
     """
     faults = []
     for draft in drafts:

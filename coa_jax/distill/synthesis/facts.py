@@ -1,7 +1,8 @@
-"""An author without a language model, which uses the plain sentences of the Factbook's pages.
+"""Implements an author without a language model, which reads the plain sentences of the Factbook.
 
-It parses passages with the wording of `factbook_relations` and writes questions with the grammar of
-the factbook tasks. All its facts come from the corpus. Any corpus with such sentences works.
+The author parses passages with the wordings of `factbook_relations`, and writes questions with the
+grammar of the Factbook tasks. All facts come from the corpus, so any corpus with such sentences
+works.
 """
 
 from __future__ import annotations
@@ -29,11 +30,11 @@ from coa_jax.tools import factbook_relations
 from coa_jax.tools.factbook_relations import RELATIONS, Relation
 
 Fact = tuple[Relation, str, str]
-"""(relation, entity, value) of a passage."""
+"""A fact that a passage states: (relation, entity, value)."""
 
 
 def fact_of(document: Document) -> Fact | None:
-    """Returns the fact of a passage if the passage is one plain sentence."""
+    """Returns the fact of a passage; None unless it is one sentence in a known wording."""
     for relation in RELATIONS.values():
         if document.title.endswith(f": {relation.title}"):
             found = factbook_relations.read(relation, document.text)
@@ -42,10 +43,10 @@ def fact_of(document: Document) -> Fact | None:
 
 
 class FactsAuthor:
-    """Writes questions about facts; see `Author`."""
+    """An `Author` that writes questions about facts, by rules."""
 
     def __init__(self, documents: Iterable[Document], seed: int) -> None:
-        """Reads the corpus once, to find values that belong to a single entity."""
+        """Reads all documents, to find values that belong to a single entity."""
         self._seed = seed
         self._owners: dict[tuple[str, str], set[str]] = collections.defaultdict(set)
         for document in documents:
@@ -55,7 +56,9 @@ class FactsAuthor:
                 self._owners[relation.key, value.casefold()].add(entity)
 
     def reads(self, document: Document) -> bool:
-        """Returns whether a document is one plain sentence with a value other than zero."""
+        """Returns whether a document states one fact in a known wording, with a value that is not
+        0.
+        """
         fact = fact_of(document)
         return fact is not None and fact[2] != "0"
 
@@ -72,7 +75,7 @@ class FactsAuthor:
         return drafts
 
     async def deepen(self, draft: Draft, document: Document) -> Draft | None:
-        """Asks for a fact about the entity that is the draft's answer."""
+        """Returns a question for a fact about the entity that is the answer of a draft, or None."""
         program, fact = understand(draft.question), fact_of(document)
         if program is None or fact is None or fact[2] == "0":
             return None
@@ -93,7 +96,7 @@ class FactsAuthor:
         )
 
     async def widen(self, one: Draft, other: Draft) -> Draft | None:
-        """Asks for the sum, difference or ratio of two numbers of the same kind."""
+        """Returns a question for the sum, difference or ratio of two numbers of the same kind."""
         if to_decimal(one.steps[-1][1]) < to_decimal(other.steps[-1][1]):
             one, other = other, one
         a, b = (understand(draft.question) for draft in (one, other))

@@ -1,7 +1,8 @@
-"""An author that uses a language model behind an endpoint.
+"""Implements an author by a language model behind an endpoint.
 
-Every reply is a JSON object of a required form; after an invalid reply the model is told the error
-and may try again. Documents and questions are shown as JSON strings, because they are data.
+Every reply of the model is a JSON object of a required form. After an invalid reply, the model
+receives the error and tries again. The prompts contain documents and questions as JSON strings,
+because they are data and not instructions.
 """
 
 from __future__ import annotations
@@ -56,13 +57,13 @@ def _text(value: dict[str, Any], name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class LanguageAuthor:
-    """Writes questions with a model; see `Author`.
+    """An `Author` that asks a language model to write questions.
 
     Attributes:
         endpoint: the model.
-        rules: rules for texts; a reply that breaks them is requested again.
+        rules: rules for texts. After a reply that breaks a rule, the model is asked again.
         per_document: maximum number of atomic questions per document.
-        attempts: maximum number of replies before a draft is abandoned.
+        attempts: maximum number of replies. After this many invalid replies the draft is abandoned.
     """
 
     endpoint: Endpoint
@@ -71,11 +72,14 @@ class LanguageAuthor:
     attempts: int = 3
 
     def reads(self, document: Document) -> bool:
-        """Returns True: a model may find a question in any document."""
+        """Returns True, because a model may find a question in any document."""
         return True
 
     async def atomic(self, document: Document) -> list[Draft]:
-        """Returns questions about a document; if some obey the rules, others may break them."""
+        """Returns drafts of questions about a document.
+
+        At least one of several drafts obeys the rules for texts; the others may break them.
+        """
 
         def read(reply: str) -> list[Draft]:
             rows = read_object(reply).get("tasks")
@@ -95,7 +99,7 @@ class LanguageAuthor:
         return await self._ask(prompt, document.title, "atomic", read)
 
     async def deepen(self, draft: Draft, document: Document) -> Draft | None:
-        """Returns a question about the answer of another question, which it does not name."""
+        """Returns a question about the answer of a draft, which it does not name, or None."""
         bridge = draft.steps[-1][1]
 
         def read(reply: str) -> Draft | None:
@@ -126,7 +130,7 @@ class LanguageAuthor:
         return await self._ask(prompt, draft.id, f"deepen/{document.title}", read)
 
     async def widen(self, one: Draft, other: Draft) -> Draft | None:
-        """Returns a question for the answers of both drafts."""
+        """Returns a question that asks for the answers of both drafts."""
 
         def read(reply: str) -> Draft:
             merged = Draft(
@@ -148,7 +152,7 @@ class LanguageAuthor:
         return await ask(self.endpoint, chat, episode, turn, read, self.attempts)
 
     def _check(self, merged: Draft, part: Draft) -> None:
-        """Raises ValueError if a merged question breaks a rule or leaves out a part."""
+        """Raises ValueError if a merged question breaks a rule or leaves out names of a part."""
         fault = fault_of(merged, self.rules)
         if fault is not None:
             raise ValueError(f"{merged.question!r}: {_EXPLAINED[fault]}")

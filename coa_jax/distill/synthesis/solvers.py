@@ -1,4 +1,4 @@
-"""Checks drafts with solvers: a draft must be solvable with tools, and not without."""
+"""Checks that a solver with tools can answer a draft, and that a solver without tools cannot."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from coa_jax.tasks.judge import Judge
 from coa_jax.tools.base import Tool
 
 Verdict = tuple[str | None, dict[str, Any]]
-"""(reason against a task, or None; statistics)."""
+"""(reason why the task is dropped, or None to keep it; statistics of the check)."""
 
 
 class WithTools:
-    """The team of `coa_jax.distill.team` with live tools; a journal stores its runs."""
+    """Checks that the team of `coa_jax.distill.team` can solve a task with live tools."""
 
     def __init__(
         self,
@@ -39,13 +39,14 @@ class WithTools:
         """Opens the journal.
 
         Args:
-            tools: tools by name.
-            minds: minds of the team.
-            team: concurrency and maximum length of a run.
-            attempts: number of runs on a task before it counts as unsolved.
-            journal: file of finished runs, which are not run again.
-            fingerprint: settings on which runs depend.
-            judge: judges answers that do not equal an accepted one literally.
+            tools: maps the name of each tool to the tool.
+            minds: a mind for each agent of the team.
+            team: settings of the team; the concurrency and the maximum length of a run are used.
+            attempts: number of runs of a task, after which the task counts as unsolved.
+            journal: file of finished runs, which are not repeated.
+            fingerprint: settings on which runs depend, as JSON values.
+            judge: decides about answers that do not literally equal an accepted answer; None for no
+                judge.
 
         Raises:
             UserError: the journal was written with other settings.
@@ -56,7 +57,7 @@ class WithTools:
         self.resumed = len(self._journal.done)
 
     async def __call__(self, tasks: Sequence[Task]) -> list[Verdict]:
-        """Returns a verdict on each task."""
+        """Returns a verdict for each task."""
         verdicts: dict[str, Verdict] = {}
         for attempt in range(self._attempts):
             left = [task for task in tasks if verdicts.get(task.id, ("",))[0] is not None]
@@ -94,7 +95,7 @@ class WithTools:
 
 
 class WithoutTools:
-    """The paper's filter: of many answers without tools, only few may be right."""
+    """Checks that few answers without tools are right, as the Chain-of-Agents paper demands."""
 
     def __init__(
         self, config: ClosedBookConfig, name: str, solver: ClosedBook, record: Path
@@ -102,9 +103,9 @@ class WithoutTools:
         """Opens the record of answers.
 
         Args:
-            config: number of samples, and maximum rate.
-            name: label that distinguishes the solver's answers from others.
-            solver: the solver.
+            config: settings of the check; the number of samples and the maximum rate are used.
+            name: label of the solver's answers in the record.
+            solver: the solver without tools.
             record: file of answers, which are not requested again.
 
         Raises:
@@ -124,7 +125,7 @@ class WithoutTools:
         return (row["solver"], row["id"]), answers
 
     async def __call__(self, tasks: Sequence[Task]) -> list[Verdict]:
-        """Returns a verdict on each task; ``closed_book`` is the share of right answers."""
+        """Returns a verdict for each task; its ``closed_book`` is the share of right answers."""
         new = [task for task in tasks if (self._name, task.id) not in self._known]
         answered = await self._solver(new, self._config.samples) if new else []
         rows = [
