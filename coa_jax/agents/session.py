@@ -92,6 +92,7 @@ class Session:
         ended_by: the budget for which a request was refused; None if no budget was used up.
         in_engine: completions that are still in the engines.
         asked: number of requests so far.
+        refused: reason for which the last refused request was refused.
         cancelled: whether the sample was cancelled.
         closed: whether the program has ended; further requests are refused.
     """
@@ -111,6 +112,7 @@ class Session:
         self.given = Outcome()
         self.ended_by: StopReason | None = None
         self.in_engine = self.asked = 0
+        self.refused = ""
         self.cancelled = self.closed = False
         self._tokenizer, self._version = tokenizer, version
         self._after: dict[Turn | None, list[Turn]] = {None: []}

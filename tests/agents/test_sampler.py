@@ -111,8 +111,7 @@ def test_a_reward_may_come_by_a_call():
     (found,) = solve(sampler("rewarded_by_call"), [one()])
     assert found.stop_reason == StopReason.ANSWER
     assert found.metadata["given_reward"] == 0.5
-    assert found.num_policy_tokens == 0
-    assert found.metadata["policy_versions"] == [[0, 0]]
+    assert 0 < found.num_policy_tokens <= 4
 
 
 def test_a_full_context_and_too_many_requests_are_the_policys_ends():
@@ -161,6 +160,31 @@ def test_a_function_that_fails_masks_its_sample_and_one_that_always_fails_ends_t
     assert found.metadata["fault"] == f"ValueError: no luck with {found.question}"
     with pytest.raises(UserError, match="failed 8 times and never succeeded: ValueError: no luck"):
         solve(sampler("broken"), [one(20)])
+
+
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("silent", "the endpoint refused its requests: model: is missing"),
+        ("elsewhere", "it sent no request to the policy"),
+    ],
+)
+def test_a_program_that_got_no_completion_is_masked_and_ends_the_run_if_all_do(function, reason):
+    (found,) = solve(sampler(function), [one()])
+    assert found.stop_reason == StopReason.FAULT
+    assert found.metadata["fault"].startswith(reason)
+    assert found.num_policy_tokens == 0
+    with pytest.raises(UserError, match=f"failed 8 times and never succeeded: {reason}"):
+        solve(sampler(function), [one(20)])
+
+
+def test_a_first_request_beyond_the_context_is_told_with_the_settings(caplog):
+    found = solve(sampler("verbose"), [one(9)])
+    assert {t.stop_reason for t in found} == {StopReason.LENGTH}
+    assert all(t.metadata["policy_versions"] == [[0, 0]] for t in found)
+    (told,) = [r.getMessage() for r in caplog.records if "without a completion" in r.getMessage()]
+    assert f"{LENGTH} tokens" in told
+    assert "rollout.max_tokens" in told and "(stop reason length)" in told
 
 
 def test_a_deadline_and_a_cancelled_request_leave_the_engine_free():
