@@ -12,6 +12,7 @@ import pytest
 from coa_jax.errors import UserError
 from coa_jax.model import tokenizer as tokenizer_module
 from coa_jax.model.api import logits
+from coa_jax.rollout import scheduler
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.serve import service
@@ -19,6 +20,7 @@ from coa_jax.trajectory import Author, StopReason, Trajectory
 from tests import tiny_policy
 from tests.agents.functions import LOOK
 from tests.agents.live import LENGTH, one, sampler, solve
+from tests.rollout.small_loop import engine
 
 
 def trainer_logps(trajectory: Trajectory) -> np.ndarray:
@@ -211,3 +213,18 @@ def test_a_deadline_and_a_cancelled_request_leave_the_engine_free():
 def test_a_wrong_setting_is_told_in_one_line(settings, message):
     with pytest.raises(UserError, match=message):
         sampler(**settings)
+
+
+def test_a_turn_prefills_only_what_is_new_and_no_bit_depends_on_that(monkeypatch):
+    found, computed = {}, {}
+    for reuse in (True, False):
+        if not reuse:
+            monkeypatch.setattr(scheduler, "source_of", lambda *_: (None, 0))
+        before = engine(max_length=LENGTH).extended_tokens
+        (found[reuse],) = solve(sampler("conversation"), [one(temperature=3.0)])
+        computed[reuse] = engine(max_length=LENGTH).extended_tokens - before
+    assert found[True].metadata["agent_turns"] == 10
+    np.testing.assert_array_equal(found[True].tokens, found[False].tokens)
+    np.testing.assert_array_equal(found[True].logp, found[False].logp)
+    # Programs compute blocks of 64 tokens: one for each later turn, against one to six.
+    assert computed[True] < computed[False] / 2
