@@ -40,7 +40,14 @@ from ml_collections.config_flags import config_path
 from coa_jax.errors import UserError
 from coa_jax.extensions import importable
 from coa_jax.installed import ROOT, config_files
-from coa_jax.overrides import check_key, join_new_keys, suggest, switches, wrong_value
+from coa_jax.overrides import (
+    check_key,
+    join_new_keys,
+    join_new_values,
+    suggest,
+    switches,
+    wrong_value,
+)
 from coa_jax.storage import shown
 from coa_jax.storage.given import check_places
 
@@ -309,7 +316,7 @@ def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_col
     # get_config itself rejects a wrong argument, with a UserError that lists the valid arguments.
     config = module.get_config(*([argument] if ":" in spec else []))
     config.lock()
-    for key, value in (overrides or {}).items():
+    for key, value in join_new_values(overrides or {}, config).items():
         check_key(config, key)
         try:
             config_path.set_value(key, config, value)

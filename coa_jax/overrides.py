@@ -8,7 +8,7 @@ import difflib
 import functools
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ml_collections
@@ -58,27 +58,52 @@ def join_new_keys(argv: list[str], config: ml_collections.ConfigDict) -> list[st
         if key is None:
             rest.append(argument)
             continue
-        group, name = key.group(1, 2)
         value = key[3] if key[3] is not None else next(given, None)
         if value is None or value.startswith("--"):
             raise UserError(f"{argument} needs a value: {argument}=VALUE")
-        if group not in groups:
-            check_key(config, group)
-            node = functools.reduce(operator.getitem, group.split("."), config)
-            groups[group] = node.to_dict()
         try:
             read = ast.literal_eval(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             read = value
-        *outer, last = name.split(".")
-        inner = groups[group]
-        for part in outer:
-            inner = inner.setdefault(part, {})
-            if not isinstance(inner, dict):
-                raise UserError(f"{argument}: {part} is a value, without settings")
-        inner[last] = read
+        _join(groups, config, key[1], key[2], read)
     joined = [f"--config.{group}={values!r}" for group, values in groups.items()]
     return [*rest[:2], *joined, *rest[2:], *argv[len(before) :]]
+
+
+def join_new_values(
+    overrides: Mapping[str, Any], config: ml_collections.ConfigDict
+) -> dict[str, Any]:
+    """Does the same as `join_new_keys` for overrides that are values: ``{"KEY": VALUE}``."""
+    groups: dict[str, dict[str, Any]] = {}
+    rest: dict[str, Any] = {}
+    for name, value in overrides.items():
+        key = _NEW_KEY.fullmatch(f"--config.{name}")
+        if key is None:
+            rest[name] = value
+        else:
+            _join(groups, config, key[1], key[2], value)
+    return rest | {name: ml_collections.ConfigDict(values) for name, values in groups.items()}
+
+
+def _join(
+    groups: dict[str, dict[str, Any]],
+    config: ml_collections.ConfigDict,
+    group: str,
+    name: str,
+    value: Any,
+) -> None:
+    """Sets a dotted key of a group, which begins with the settings of the config."""
+    if group not in groups:
+        check_key(config, group)
+        node = functools.reduce(operator.getitem, group.split("."), config)
+        groups[group] = node.to_dict()
+    *outer, last = name.split(".")
+    inner = groups[group]
+    for part in outer:
+        inner = inner.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"--config.{group}.{name}: {part} is a value, without settings")
+    inner[last] = value
 
 
 def check_key(config: Any, key: str) -> None:

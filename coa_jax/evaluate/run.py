@@ -41,6 +41,7 @@ from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Graders, GradersConfig, Task
 from coa_jax.tasks.base import with_level
+from coa_jax.tasks.checks import warn_of_tools
 from coa_jax.tasks.mixture import load_parts, parts_of
 from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
 from coa_jax.tasks.ready import check_ready, look
@@ -325,6 +326,7 @@ def evaluate_model(
         tool_settings: settings of the tools, on which the samples depend.
     """
     prompt = load_prompt(config.rollout.prompt_style, path)
+    warn_of_tools(tools, tasks)
     environments = Environments(config.environment, prompt) if config.environment else None
     policy = local_policy(
         lambda: load_model(path), config.engine, config.sampling, config.seed, config.rollout,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from coa_jax.environments.base import ANSWER, TURN
@@ -118,6 +118,31 @@ def prefills_of(
     ]
     forks = {first: others for first, *others in slots.values() if others}
     return prefills, forks, {first: len(prompt) for prompt, (first, *_) in slots.items()}
+
+
+def source_of(
+    request: Request, held: Mapping[int, Request], free: Collection[int]
+) -> tuple[int | None, int]:
+    """Returns the slot whose cache begins with the most tokens of a prompt, and their number.
+
+    A slot with the prompt of the same request may be in use. Otherwise this is a free slot with a
+    prompt that this prompt continues, as in the turns of a conversation. Only prefilled tokens are
+    reused, so the cache has the same bits as after a prefill of the whole prompt, whichever slots
+    are free.
+
+    Args:
+        request: request of a sample without a slot.
+        held: the request whose prompt is in a slot's cache, by slot.
+        free: slots without a sample.
+    """
+    prompt, common, source = request.prompt, 0, None
+    for slot, other in held.items():
+        size = len(other.prompt)
+        if other is request and size:
+            return slot, size
+        if common < size <= len(prompt) and slot in free and prompt[:size] == other.prompt:
+            source, common = slot, size
+    return source, common
 
 
 def recorded(

@@ -23,7 +23,7 @@ from coa_jax.rollout.episode import ToolRequest
 from coa_jax.rollout.episodes import Episodes
 from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig, described
-from coa_jax.rollout.running import Running, limit_now, prefills_of, recorded, used_up
+from coa_jax.rollout.running import Running, limit_now, prefills_of, recorded, source_of, used_up
 from coa_jax.tools.base import Observation, Tool
 from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
 
@@ -78,18 +78,20 @@ class Scheduler:
                 self.reader.waiting.popleft()
                 self.refused.append(self._refuse(request, sample, StopReason.LENGTH))
                 continue
-            source = next((s for s, held in self.held.items() if held is request and length), None)
+            source, common = source_of(request, self.held, self.free)
             slot = source if source is not None and source in self.free else self.free[0]
-            if not self._reserve(slot, limit, source, length):
+            if not self._reserve(slot, limit, source, common):
                 break
-            if source is not None and self.held.get(source) is not request:
-                source = None  # its pages were needed
+            if source is not None and source not in self.held:
+                source, common = None, 0  # its pages were needed
+            fresh = source is None or self.held[source] is not request
             self.reader.waiting.popleft()
             self.free.remove(slot)
             self.held[slot] = request
             placed.append((request, sample, slot))
-            if source is None and length:  # otherwise the environment's reset gives the prompt
-                prefills.append((slot, 0, request.prompt))
+            if fresh and length:  # otherwise the environment's reset gives the prompt
+                start = max(common - 1, 0)  # decoding has written the newest common token again
+                prefills.append((slot, start, request.prompt[start:]))
             elif source not in (None, slot):
                 forks.setdefault(source, []).append(slot)
         if prefills or forks:
@@ -155,8 +157,7 @@ class Scheduler:
 
     def _limit(self, request: Request) -> int:
         """Returns the maximum length of a whole trajectory, in tokens."""
-        wanted = request.max_tokens or self.config.max_tokens
-        return min(wanted, self.engine.config.max_length)
+        return min(request.max_tokens or self.config.max_tokens, self.engine.config.max_length)
 
     def _cancel(self) -> None:
         """Ends the samples of cancelled requests, also those that wait for a slot."""
@@ -419,8 +420,7 @@ class Scheduler:
         self.engine.set_active(run.slot, False)
         del self.running[run.slot]
         self.free.append(run.slot)
-        seconds = asyncio.get_running_loop().time() - run.began
-        shapes = self.engine.config
+        seconds, shapes = asyncio.get_running_loop().time() - run.began, self.engine.config
         metadata = described(run.request, self.config, shapes, seconds) | run.described()
         if run.environment.holds:
             closing = asyncio.create_task(run.environment.close())

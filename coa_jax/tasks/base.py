@@ -40,6 +40,12 @@ class Task:
     prompt: str = ""
     context: tuple[tuple[str, str], ...] = ()
 
+    def __post_init__(self) -> None:
+        if isinstance(self.gold, str):  # its letters would be the accepted answers
+            raise UserError(
+                f"task {self.id!r}: gold is a tuple of accepted answers; write ({self.gold!r},)"
+            )
+
     @property
     def is_program(self) -> bool:
         """Whether the answer is a program, and ``gold`` the tests that grade it."""

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from absl import logging
 
 from coa_jax import jsonl, reading
 from coa_jax.extensions import Kind
-from coa_jax.protocol import parse_boxed, split_level
+from coa_jax.protocol import TOOL_FORMS, get_protocol, parse_boxed, split_level
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.code_tests import Tests, read_tests
 from coa_jax.tasks.grading import parse_number
 from coa_jax.tasks.maths import is_expression
+from coa_jax.tools.base import Tool
 
 REWARDS = Kind(
     "reward",
@@ -75,6 +78,18 @@ def checked(task: Task) -> Task:
     if grader == "code" and not task.metadata.get("question_id"):
         tests_of(task.gold)
     return task
+
+
+def warn_of_tools(tools: Sequence[Tool], tasks: Iterable[Task]) -> None:
+    """Warns of tools, other than built-in ones, that the protocols of the tasks do not contain."""
+    protocols = sorted({task.protocol for task in tasks})
+    known = {*TOOL_FORMS, *(tag for name in protocols for tag in get_protocol(name).tools)}
+    if unreachable := [tool.name for tool in tools if tool.name not in known]:
+        logging.warning(
+            "the policy cannot call %s: the tasks have the protocol %s, which does not contain "
+            "this tool; set tools.protocol=NAME, and let the tasks name this protocol "
+            "(FILE.jsonl:protocol=NAME)", ", ".join(unreachable), ", ".join(protocols)
+        )  # fmt: skip
 
 
 def tests_of(gold: tuple[str, ...]) -> Tests:

@@ -21,6 +21,7 @@ import functools
 import inspect
 import itertools
 import math
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -231,9 +232,11 @@ class Graders:
         reason = f"{type(error).__name__}: {reading.reason(error)}"
         if kind not in self._warned:
             self._warned.add(kind)
+            place = traceback.extract_tb(error.__traceback__)[-1]
             logging.warning(
-                "the answer to task %s cannot be graded (%s): it is masked, and others for "
-                "which this happens are masked without a line", task.id, reason
+                "the answer to task %s cannot be graded (%s, at %s:%s): it is masked, and others "
+                "for which this happens are masked without a line",
+                task.id, reason, place.filename, place.lineno,
             )  # fmt: skip
         return Reward(None, {}, reason)
 

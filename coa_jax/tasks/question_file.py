@@ -23,10 +23,17 @@ from coa_jax.tasks.rows import draw, golds, split_source
 _ANSWER_KEYS = ("answer", "answers", "golden_answers", "gold")
 
 
-def _gold(row: dict[str, Any]) -> tuple[str, ...]:
+def _gold(row: dict[str, Any], protocol: str, metadata: dict[str, Any]) -> tuple[str, ...]:
     key = next((key for key in _ANSWER_KEYS if key in row), None)
-    if key is None:
-        raise ValueError("there is no field 'answer'")
+    if key is None or row[key] in ("", []):
+        # The reward of such a task may come from its environment alone.
+        if metadata.get("grader", "environment" if protocol == "turns" else "") == "environment":
+            return ()
+        raise ValueError(
+            ("there is no field 'answer'" if key is None else "the answer is empty")
+            + "; only a task of an environment needs none: the protocol 'turns', or "
+            '"metadata": {"grader": "environment"}'
+        )
     if isinstance(row[key], dict):  # the tests of a program
         return (json.dumps(row[key], ensure_ascii=False),)
     return golds(row[key])
@@ -59,7 +66,7 @@ def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
     if not isinstance(identity, str | int):
         raise ValueError("the field 'id' must be a string or a whole number")
     asked = read_messages(row["prompt"]) if row.get("prompt") else Messages("")
-    gold = _gold(row)
+    gold = _gold(row, name, metadata)
     task = Task(str(identity), question.strip(), name, gold, source, metadata, *asked[:2])
     return split, checked(task)
 

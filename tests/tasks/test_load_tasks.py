@@ -86,6 +86,16 @@ def test_malformed_lines_are_located(tmp_path, line):
         load_tasks(path, "train")
 
 
+def test_a_task_of_an_environment_needs_no_answer(tmp_path):
+    by_grader = {"question": "b", "answer": [], "metadata": {"grader": "environment"}}
+    path = write(tmp_path / "q.jsonl", {"question": "a", "protocol": "turns"}, by_grader)
+    assert [task.gold for task in load_tasks(str(path), "train")] == [(), ()]
+    judged = {"question": "a", "protocol": "turns", "metadata": {"grader": "judge"}}
+    path = write(tmp_path / "q.jsonl", judged)
+    with pytest.raises(UserError, match="only a task of an environment needs none: the protocol"):
+        load_tasks(str(path), "train")
+
+
 def test_files_without_use_are_refused(tmp_path):
     with pytest.raises(UserError, match="absent"):
         load_tasks(str(tmp_path / "absent.jsonl"), "train")
