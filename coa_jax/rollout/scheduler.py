@@ -23,7 +23,7 @@ from coa_jax.rollout.episode import ToolRequest
 from coa_jax.rollout.episodes import Episodes
 from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig, described
-from coa_jax.rollout.running import Running, limit_now, prefills_of, recorded, used_up
+from coa_jax.rollout.running import Running, limit_now, prefills_of, recorded, unstarted, used_up
 from coa_jax.tools.base import Observation, Tool
 from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
 
@@ -212,9 +212,9 @@ class Scheduler:
 
     def _refuse(self, request: Request, sample: int, reason: StopReason) -> Trajectory:
         """Returns the trajectory of a sample that does not start."""
-        episode = self.episodes.begin(request, sample)
         metadata = described(request, self.config, self.engine.config, 0.0)
-        return episode.finish(reason, request.task.gold, metadata)
+        metadata |= unstarted(request, self._limit(request), self.version)
+        return self.episodes.begin(request, sample).finish(reason, request.task.gold, metadata)
 
     def _start(self, request: Request, sample: int, slot: int) -> None:
         opened = request.environment

@@ -311,23 +311,35 @@ def _remove(scratch: Scratch) -> bool:
         return True  # the file system ends with the last process that sees it
     token = os.path.basename(directory)
     try:
-        names = os.listdir(directory)
+        names = _without_files(directory)
         while names:
             path = os.path.join(directory, names.pop())
-            if os.path.islink(path) or not os.path.isdir(path):
-                os.unlink(path)
+            with contextlib.suppress(OSError):
+                os.rmdir(path)  # most are empty, and a program may make very many
                 continue
             os.chmod(path, 0o700)
-            with os.scandir(path) as entries:
-                for entry in list(entries):
-                    if not entry.is_dir(follow_symlinks=False):
-                        os.unlink(entry.path)
-                        continue
-                    os.chmod(entry.path, 0o700)  # moving a directory needs write permission in it
-                    names.append(f"{token}.{len(names)}.{entry.inode()}")
-                    os.rename(entry.path, os.path.join(directory, names[-1]))
+            for name in _without_files(path):
+                inner = os.path.join(path, name)
+                with contextlib.suppress(OSError):
+                    os.rmdir(inner)
+                    continue
+                os.chmod(inner, 0o700)  # moving a directory needs write permission in it
+                names.append(f"{token}.{len(names)}.{os.stat(inner).st_ino}")
+                os.rename(inner, os.path.join(directory, names[-1]))
             os.rmdir(path)
         os.rmdir(directory)
     except OSError:
         return False
     return True
+
+
+def _without_files(directory: str) -> list[str]:
+    """Removes all files of a directory, and returns the names of its directories."""
+    names = []
+    with os.scandir(directory) as entries:
+        for entry in list(entries):
+            if entry.is_dir(follow_symlinks=False):
+                names.append(entry.name)
+            else:
+                os.unlink(entry.path)
+    return names
