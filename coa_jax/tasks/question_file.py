@@ -23,13 +23,14 @@ from coa_jax.tasks.rows import draw, golds, split_source
 _ANSWER_KEYS = ("answer", "answers", "golden_answers", "gold")
 
 
-def _gold(row: dict[str, Any]) -> tuple[str, ...]:
+def _gold(row: dict[str, Any]) -> tuple[tuple[str, ...], str]:
+    """Returns the accepted answers, and the grader that their form demands ("" for none)."""
     key = next((key for key in _ANSWER_KEYS if key in row), None)
     if key is None:
         raise ValueError("there is no field 'answer'")
     if isinstance(row[key], dict):  # the tests of a program
-        return (json.dumps(row[key], ensure_ascii=False),)
-    return golds(row[key])
+        return (json.dumps(row[key], ensure_ascii=False),), "code"
+    return golds(row[key]), ""
 
 
 def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
@@ -59,7 +60,9 @@ def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
     if not isinstance(identity, str | int):
         raise ValueError("the field 'id' must be a string or a whole number")
     asked = read_messages(row["prompt"]) if row.get("prompt") else Messages("")
-    gold = _gold(row)
+    gold, grader = _gold(row)
+    if grader and "scorer" not in metadata:
+        metadata = {"grader": grader, **metadata}
     task = Task(str(identity), question.strip(), name, gold, source, metadata, *asked[:2])
     return split, checked(task)
 

@@ -94,3 +94,19 @@ def test_release_rows_under_the_code_protocol_are_graded_as_what_they_are(tmp_pa
     (tmp_path / "a.json").write_text(json.dumps([{"question": "a?", "answer": "Oslo"}]))
     with pytest.raises(UserError, match=r"a\.json: row 1: the protocol 'code' answers with"):
         load_tasks(f"{tmp_path}/a.json:protocol=code", "test")
+
+
+def test_tests_of_a_program_are_run_under_every_protocol_and_errors_are_of_the_row(tmp_path):
+    path = tmp_path / "q.jsonl"
+    tests = {"inputs": ["1"], "outputs": ["2"]}
+    path.write_text(json.dumps({"question": "q", "answer": tests, "protocol": "generalist"}))
+    (task,) = load_tasks(str(path), "train")
+    assert task.metadata["grader"] == "code"
+    path.write_text(json.dumps({"question": "q", "answer": {"x": 1}, "protocol": "generalist"}))
+    with pytest.raises(UserError, match=r"q.jsonl:1: the tests cannot be read: [^()]*\([^()]*\)$"):
+        load_tasks(str(path), "train")  # the line is whole, so the message does not call it cut off
+    rows = tmp_path / "q.json"
+    rows.write_text(json.dumps([{"question": "q", "answer": "\\frac{1}{2}"}]))
+    for protocol in ("code", "code:paper"):
+        (task,) = load_tasks(f"{rows}:protocol={protocol}", "train")
+        assert task.metadata["grader"] == "math"
