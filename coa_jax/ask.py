@@ -18,7 +18,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import IO
+from typing import IO, Any
 
 from absl import flags
 from ml_collections import ConfigDict
@@ -103,8 +103,17 @@ def tools_of(config: ConfigDict, names: Sequence[str] | None, top_k: int | None)
         raise UserError("--config: the file has no group 'tools'; use configs/evaluate/web.py")
     tools = build(ToolsConfig, config.tools, "config.tools")
     if names is not None:
-        tools = dataclasses.replace(tools, names=tuple(names))
-    return tools if top_k is None else dataclasses.replace(tools, top_k=top_k)
+        tools = _with_flag(tools, names=tuple(names))
+    return tools if top_k is None else _with_flag(tools, top_k=top_k)
+
+
+def _with_flag(tools: ToolsConfig, **flag: Any) -> ToolsConfig:
+    """Returns tools with one other setting; an error names the command line's flag."""
+    try:
+        return dataclasses.replace(tools, **flag)
+    except UserError as error:
+        name = "tools" if "names" in flag else next(iter(flag))
+        raise UserError(f"--{name}: {error}") from None
 
 
 def main(argv: list[str]) -> None:

@@ -271,8 +271,8 @@ def shown(value: Any) -> str:
         return f"a whole number of {value.bit_length()} bits"
     try:
         text = repr(value)
-    except ValueError:  # it contains an integer with too many digits for Python to print
-        return f"a {type(value).__name__} with a number too long to show"
+    except (ValueError, RecursionError):  # a number with too many digits, or deep nesting
+        return f"a {type(value).__name__} that is too long or too deep to show"
     text = " ".join(text.split())
     return text if len(text) <= 120 else f"{text[:80]}... ({len(text)} characters)"
 

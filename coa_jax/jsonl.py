@@ -181,10 +181,12 @@ def read_lines(
     for number, line in reading.lines(path):
         if not line.strip() or (growing and not line.endswith(b"\n")):
             continue
+        torn = "" if line.endswith(b"\n") else " (the last line is cut off)"
         try:
-            yield decode(loads(line))
+            value = loads(line)
+            torn = ""
+            yield decode(value)
         except reading.MALFORMED as error:
-            torn = "" if line.endswith(b"\n") else " (the last line is cut off)"
             raise UserError(f"{path}:{number}: {reading.reason(error)}{torn}") from error
 
 

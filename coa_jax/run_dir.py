@@ -346,4 +346,10 @@ def differences(old: Any, new: Any, key: str = "") -> list[str]:
             for name in sorted({*old, *new})
             for line in differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
         ]
-    return [] if old == new else [f"{key}: {json.dumps(old)} -> {json.dumps(new)}"]
+    if old == new:
+        return []
+    return [f"{key}: " + " -> ".join(_shortened(json.dumps(value)) for value in (old, new))]
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:200]}... ({len(text)} characters)"

@@ -52,8 +52,9 @@ def check_fingerprint(path: Path, there: dict[str, Any], now: dict[str, Any]) ->
         UserError: the settings differ; the message names the differences.
     """
     if changed := differences(there, now):
+        more = [f"{len(changed) - 3} more"] if len(changed) > 3 else []
         raise UserError(
-            f"{path}: holds runs of another configuration ({'; '.join(changed)}); "
+            f"{path}: holds runs of another configuration ({'; '.join([*changed[:3], *more])}); "
             f"use a fresh --workdir, or delete {path.name} there and its runs with it"
         )
 

@@ -37,6 +37,7 @@ _ROLES: Mapping[str, str] = {
     **dict.fromkeys(("tool_response", "function_response"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), "call"),
 }
+_CLOSING = re.compile(r"</([a-z_]+)>\s*\Z")
 _QUESTION = re.compile(r"(?:\A|\n)[ \t]*(?:Question|Task)[ \t]*:[ \t]*\n?")
 
 
@@ -68,9 +69,10 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
         raise TypeError(f"expected an object, found {type(value).__name__}")
     if {"authors", "texts"} <= value.keys():
         return Made(_checked(from_tfds(value)))
-    conversation = next((key for key in _CONVERSATIONS if key in value), None)
+    conversation = _present(value, _CONVERSATIONS)
     asked, replied = _present(value, _USER), _present(value, _REPLY)
-    if conversation is not None:
+    pair = None not in (asked and value[asked], replied and value[replied])
+    if conversation is not None and (value[conversation] is not None or not pair):
         return _of_messages(value, value[conversation], name, protocol)
     if isinstance(value.get("prompt"), list) and replied is not None:
         said = value[replied]
@@ -161,17 +163,25 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
             "configs/distill/traces.py"
         )
     turns: list[tuple[str, str, Any]] = []
+    unlearned: list[bool] = []
     for number, turn in enumerate(listed, start=1):
         if not isinstance(turn, dict):
             raise TypeError(f"turn {number} cannot be {type(turn).__name__}")
         said = turn.get("role", turn.get("from"))
-        role = _ROLES.get(said) if isinstance(said, str) else None
+        role = _ROLES.get(said.lower()) if isinstance(said, str) else None
         if role is None:
             raise Unusable(f"turn {number} has the unknown role {str(said)[:40]!r}")
         content = turn["content"] if "content" in turn else turn.get("value")
-        turns.append((role, _content(content, number), turn.get("tool_calls")))
+        text = _content(content, number)
+        if role == "assistant":
+            text = _with_thought(turn, text)
+        elif role == "user" and turns and _calls(turns[-1]):
+            role = "tool"  # the reply to a call is what the tool returned, whoever hands it over
+        turns.append((role, text, turn.get("tool_calls")))
+        unlearned.append(role in ("assistant", "call") and _without_loss(turn))
     if value.get("system") and (not turns or turns[0][0] != "system"):
         turns.insert(0, ("system", _text(value, "system"), None))
+        unlearned.insert(0, False)
     # The trajectory begins after the last user message that is not a tagged observation.
     users = [role == "user" and not _shown(text) for role, text, _ in turns]
     if True not in users:
@@ -184,6 +194,8 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
         raise Unusable("the user speaks again after a tool: not the run of a single question")
     context = tuple((role, text) for role, text, _ in turns[:start] if text or role != "system")
     prompt = "\n".join(text for _, text, _ in turns[start:end])
+    if any(unlearned[end:]):
+        raise Unusable("a turn of the assistant inside of the trajectory is marked as not learned")
     if any(role == "system" for role, _, _ in turns[end:]):
         raise Unusable("a system message stands inside of the trajectory")
     named = _named(value, protocol)
@@ -196,6 +208,28 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
         for role, text, call in turns[end:]
     )
     return _assemble(value, context, prompt, reply, None, name, protocol)
+
+
+def _with_thought(turn: Mapping[str, Any], text: str) -> str:
+    """Returns an assistant's text after the reasoning that some servers give in its own field."""
+    for key in ("reasoning_content", "reasoning"):
+        thought = turn.get(key)
+        said = isinstance(thought, str) and thought.strip()
+        if said and not text.lstrip().startswith("<think>"):
+            return f"<think>{thought}</think>\n{text}".rstrip()
+    return text
+
+
+def _calls(turn: tuple[str, str, Any]) -> bool:
+    """Returns whether a turn ends with the tag of a call, whose reply is an observation."""
+    role, text, _ = turn
+    tag = _CLOSING.search(text) if role in ("assistant", "call") else None
+    return tag is not None and tag[1] in any_protocol().tools
+
+
+def _without_loss(turn: Mapping[str, Any]) -> bool:
+    """Returns whether a turn is marked as not learned, as by OpenAI (weight) and others (loss)."""
+    return any(turn.get(key) == 0 for key in ("weight", "loss", "loss_scale", "train"))
 
 
 def _shown(text: str) -> bool:

@@ -7,6 +7,8 @@ import dataclasses
 from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
+from absl import logging
+
 from coa_jax.environments.base import ANSWER, TURN
 from coa_jax.environments.session import ToolLoop
 from coa_jax.rollout.episode import Episode, ToolRequest
@@ -168,6 +170,25 @@ def recorded(
         reward=observation.reward,
         done=observation.done,
     )
+
+
+def unstarted(request: Request, limit: int, version: int | None) -> dict[str, Any]:
+    """Returns metadata of a sample that never starts; warns once if its prompt fills the limit.
+
+    Args:
+        request: request of the sample.
+        limit: maximum number of tokens of the whole trajectory.
+        version: current version of the policy; None if it does not change.
+    """
+    if len(request.prompt) >= limit:
+        logging.log_first_n(
+            logging.WARNING,
+            "task %s: the prompt has %d tokens, and %d are the limit of a trajectory (the smaller "
+            "one of rollout.max_tokens and engine.max_length), so the policy writes nothing; raise "
+            "the limit or choose a shorter prompt_style",
+            1, request.task.id, len(request.prompt), limit,
+        )  # fmt: skip
+    return {} if version is None else {"policy_versions": [[0, version]]}
 
 
 def limit_now(request: Request, limit: int, version: int | None) -> int:

@@ -19,11 +19,12 @@ from typing import Any
 from coa_jax.engine.engine import Engine
 from coa_jax.environments.base import ANSWER, RESET
 from coa_jax.environments.session import ToolLoop
+from coa_jax.rollout import running
 from coa_jax.rollout.episode import ToolRequest
 from coa_jax.rollout.episodes import Episodes
 from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig, described
-from coa_jax.rollout.running import Running, limit_now, prefills_of, recorded, source_of, used_up
+from coa_jax.rollout.running import Running, limit_now, prefills_of, recorded
 from coa_jax.tools.base import Observation, Tool
 from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
 
@@ -78,7 +79,7 @@ class Scheduler:
                 self.reader.waiting.popleft()
                 self.refused.append(self._refuse(request, sample, StopReason.LENGTH))
                 continue
-            source, common = source_of(request, self.held, self.free)
+            source, common = running.source_of(request, self.held, self.free)
             slot = source if source is not None and source in self.free else self.free[0]
             if not self._reserve(slot, limit, source, common):
                 break
@@ -118,9 +119,8 @@ class Scheduler:
     @property
     def waiting_for_weights(self) -> int:
         """Returns the number of samples that wait for a version not published yet."""
-        if self.reader.weights is not None:
-            return 0
-        return sum(run.must_pause(self.version) for run in self.running.values())
+        paused = sum(run.must_pause(self.version) for run in self.running.values())
+        return paused if self.reader.weights is None else 0
 
     def _count(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -213,9 +213,9 @@ class Scheduler:
 
     def _refuse(self, request: Request, sample: int, reason: StopReason) -> Trajectory:
         """Returns the trajectory of a sample that does not start."""
-        episode = self.episodes.begin(request, sample)
         metadata = described(request, self.config, self.engine.config, 0.0)
-        return episode.finish(reason, request.task.gold, metadata)
+        metadata |= running.unstarted(request, self._limit(request), self.version)
+        return self.episodes.begin(request, sample).finish(reason, request.task.gold, metadata)
 
     def _start(self, request: Request, sample: int, slot: int) -> None:
         opened = request.environment
@@ -414,7 +414,7 @@ class Scheduler:
 
     def _spent(self, run: Running) -> StopReason | None:
         """Returns the exhausted budget of the whole trajectory, if any."""
-        return used_up(run, self.config, self._limit(run.request))
+        return running.used_up(run, self.config, self._limit(run.request))
 
     def _finish(self, run: Running, reason: StopReason) -> Trajectory:
         self.engine.set_active(run.slot, False)

@@ -29,6 +29,8 @@ _NODES = 1_000_000
 """Maximum number of values in a pickle; LiveCodeBench has about a hundred tests, some of
 megabytes.
 """
+_TUPLES = 10_000
+"""Maximum number of tuples in a pickle: Python crashes when it hashes a tuple of greater depth."""
 _INFLATED = 1 << 30
 """Maximum size of packed tests in bytes, after decompression."""
 
@@ -56,9 +58,13 @@ def _unpickled(data: bytes) -> Any:
         ValueError: the pickle is damaged, or would take more memory than its own size justifies;
             damaged pickles raise other exceptions too.
     """
+    tuples = 0
     for count, (code, argument, place) in enumerate(pickletools.genops(data)):
         if count > _NODES:
             raise ValueError(f"the pickle has more than {_NODES:,} operations")
+        tuples += code.name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3")
+        if tuples > _TUPLES:
+            raise ValueError(f"the pickle has more than {_TUPLES:,} tuples")
         if "PUT" in code.name and int(argument or 0) > count:  # memo size = largest index
             raise ValueError(f"the pickle is damaged at byte {place:,}")
         if code.name in ("PERSID", "BINPERSID", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER"):

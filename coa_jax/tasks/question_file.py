@@ -23,20 +23,23 @@ from coa_jax.tasks.rows import draw, golds, split_source
 _ANSWER_KEYS = ("answer", "answers", "golden_answers", "gold")
 
 
-def _gold(row: dict[str, Any], protocol: str, metadata: dict[str, Any]) -> tuple[str, ...]:
+def _gold(
+    row: dict[str, Any], protocol: str, metadata: dict[str, Any]
+) -> tuple[tuple[str, ...], str]:
+    """Returns the accepted answers, and the grader that their type requires ("" for none)."""
     key = next((key for key in _ANSWER_KEYS if key in row), None)
     if key is None or row[key] in ("", []):
         # The reward of such a task may come from its environment alone.
         if metadata.get("grader", "environment" if protocol == "turns" else "") == "environment":
-            return ()
+            return (), ""
         raise ValueError(
             ("there is no field 'answer'" if key is None else "the answer is empty")
             + "; only a task of an environment needs none: the protocol 'turns', or "
             '"metadata": {"grader": "environment"}'
         )
     if isinstance(row[key], dict):  # the tests of a program
-        return (json.dumps(row[key], ensure_ascii=False),)
-    return golds(row[key])
+        return (json.dumps(row[key], ensure_ascii=False),), "code"
+    return golds(row[key]), ""
 
 
 def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
@@ -66,7 +69,9 @@ def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
     if not isinstance(identity, str | int):
         raise ValueError("the field 'id' must be a string or a whole number")
     asked = read_messages(row["prompt"]) if row.get("prompt") else Messages("")
-    gold = _gold(row, name, metadata)
+    gold, grader = _gold(row, name, metadata)
+    if grader and "scorer" not in metadata:
+        metadata = {"grader": grader, **metadata}
     task = Task(str(identity), question.strip(), name, gold, source, metadata, *asked[:2])
     return split, checked(task)
 

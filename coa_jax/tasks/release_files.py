@@ -22,7 +22,7 @@ from typing import Any
 
 from coa_jax import reading
 from coa_jax.errors import UserError
-from coa_jax.protocol import Messages
+from coa_jax.protocol import Messages, split_level
 from coa_jax.storage import local
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.checks import checked
@@ -94,7 +94,8 @@ def _task(row: Mapping[str, Any], number: int, protocol: str, source: str, defau
     gold, web = golds(row[key]), bool(_WEB_FIELDS & set(row))
     maths = "problem" in row or "Problem" in row
     name = protocol or ("code" if maths else "web" if web else default)
-    if maths or web or name != "code":  # otherwise `checked` determines the kind of answers
+    # Under the code protocol `checked` determines the kind of the answers.
+    if maths or web or split_level(name)[0] != "code":
         metadata["grader"] = "math" if maths else "judge" if web else "exact_match"
     identity = row.get("id", row.get("task_id", row.get("unique_id", number)))
     chat = row.get("prompt")  # a string with that name may be anything

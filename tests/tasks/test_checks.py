@@ -110,3 +110,19 @@ def test_a_tool_outside_of_the_protocols_of_the_tasks_is_told(caplog):
     warn_of_tools([Says("wiki_search", ""), Says("dice", "")], tasks)
     (record,) = caplog.records
     assert record.getMessage().startswith("the policy cannot call dice: the tasks")
+
+
+def test_tests_of_a_program_are_run_under_every_protocol_and_errors_are_of_the_row(tmp_path):
+    path = tmp_path / "q.jsonl"
+    tests = {"inputs": ["1"], "outputs": ["2"]}
+    path.write_text(json.dumps({"question": "q", "answer": tests, "protocol": "generalist"}))
+    (task,) = load_tasks(str(path), "train")
+    assert task.metadata["grader"] == "code"
+    path.write_text(json.dumps({"question": "q", "answer": {"x": 1}, "protocol": "generalist"}))
+    with pytest.raises(UserError, match=r"q.jsonl:1: the tests cannot be read: [^()]*\([^()]*\)$"):
+        load_tasks(str(path), "train")  # the line is whole, so the message does not call it cut off
+    rows = tmp_path / "q.json"
+    rows.write_text(json.dumps([{"question": "q", "answer": "\\frac{1}{2}"}]))
+    for protocol in ("code", "code:paper"):
+        (task,) = load_tasks(f"{rows}:protocol={protocol}", "train")
+        assert task.metadata["grader"] == "math"

@@ -323,7 +323,7 @@ def canaries(targets: Targets) -> tuple[Canary, ...]:
         Canary("endless loop", "while True: pass", ("exit", "wall"), ""),
         Canary("closes its output", _SILENT, ("exit",), ""),
         Canary("stops itself", "import os; os.kill(os.getpid(), 19)", ("wall",), ""),
-        Canary("deep directories", _DEEP, ("exit", "disk"), ""),
+        Canary("deep directories", _DEEP, ("exit", "disk", "wall"), ""),
         *(
             Canary(name, hoard.source, (hoard.kind,), "", hoard.kind)
             for name, hoard in hoards(targets.memory_mb, targets.disk_mb).items()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import json
+import math
 import os
 import resource
 import shutil
@@ -25,6 +26,8 @@ LOCKS = f"{'/run' if os.access('/run', os.W_OK) else '/tmp'}/coa_jax.sandbox.uid
 """Lock file whose byte N is locked while a program has the uid N; only root can open it."""
 
 _SWEEP_S = 5.0
+_REMOVAL_S = 2.0
+"""Seconds that a report waits for the removal of files; a program may make very many."""
 
 
 def supervise(job: Job, pipes: Pipes, home: cgroup.Home | None) -> None:
@@ -64,12 +67,17 @@ def supervise(job: Job, pipes: Pipes, home: cgroup.Home | None) -> None:
     except OSError as error:
         report["error"] = f"{type(error).__name__}: {error}"
     finally:
-        report["clean"] = _sweep(uid, group) and _remove(scratch) and report["clean"]
+        swept = _sweep(uid, group)
+        removed = _remove(scratch, _REMOVAL_S) if swept else False
+        report["clean"] = swept and removed is not False and report["clean"]
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         report["cpu_s"] = usage.ru_utime + usage.ru_stime
         if group is not None:
             group.remove()
         os.write(pipes.report, json.dumps(report).encode())
+        if removed is None:  # the answer does not wait for a slow file system
+            os.close(pipes.report)
+            _remove(scratch)
 
 
 def claim_uid() -> int | None:
@@ -301,33 +309,52 @@ def _mount_memory(size_mb: int) -> bool:
     return True
 
 
-def _remove(scratch: Scratch) -> bool:
-    """Removes a tree with any depth and modes; returns False if something is left.
+def _remove(scratch: Scratch, seconds: float = math.inf) -> bool | None:
+    """Removes a tree with any depth and modes.
 
     Directories are first moved to the top, so no path exceeds the system's maximum length.
+
+    Returns:
+        True if nothing is left, False if something cannot be removed, None if ``seconds`` have
+        passed; another call continues.
     """
+    end = time.monotonic() + seconds
     directory = scratch.path
     if scratch.bounded:
         return True  # the file system ends with the last process that sees it
     token = os.path.basename(directory)
     try:
-        names = os.listdir(directory)
+        names = _without_files(directory)
         while names:
+            if time.monotonic() > end:
+                return None
             path = os.path.join(directory, names.pop())
-            if os.path.islink(path) or not os.path.isdir(path):
-                os.unlink(path)
+            with contextlib.suppress(OSError):
+                os.rmdir(path)  # most are empty, and a program may make very many
                 continue
             os.chmod(path, 0o700)
-            with os.scandir(path) as entries:
-                for entry in list(entries):
-                    if not entry.is_dir(follow_symlinks=False):
-                        os.unlink(entry.path)
-                        continue
-                    os.chmod(entry.path, 0o700)  # moving a directory needs write permission in it
-                    names.append(f"{token}.{len(names)}.{entry.inode()}")
-                    os.rename(entry.path, os.path.join(directory, names[-1]))
+            for name in _without_files(path):
+                inner = os.path.join(path, name)
+                with contextlib.suppress(OSError):
+                    os.rmdir(inner)
+                    continue
+                os.chmod(inner, 0o700)  # moving a directory needs write permission in it
+                names.append(f"{token}.{len(names)}.{os.stat(inner).st_ino}")
+                os.rename(inner, os.path.join(directory, names[-1]))
             os.rmdir(path)
         os.rmdir(directory)
     except OSError:
         return False
     return True
+
+
+def _without_files(directory: str) -> list[str]:
+    """Removes all files of a directory, and returns the names of its directories."""
+    names = []
+    with os.scandir(directory) as entries:
+        for entry in list(entries):
+            if entry.is_dir(follow_symlinks=False):
+                names.append(entry.name)
+            else:
+                os.unlink(entry.path)
+    return names
