@@ -78,8 +78,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     ``spool/``, and then samples new groups. With ``max_staleness=0`` each sample is a function of
     (seed, task index, sample index, parameters), so the run is a function of its seed.
 
-    On SIGTERM the process abandons the rollouts in flight, saves a checkpoint and exits with code
-    0.
+    On SIGTERM the process abandons the rollouts in flight, saves a checkpoint, and exits with 0.
     """
     check_loss(config.chosen)
     parts, prompt, graders = questions(config)
