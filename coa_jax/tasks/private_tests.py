@@ -1,8 +1,10 @@
-"""Reads tests that are stored separately from the question file, one file per question.
+"""Reads private tests: tests that are stored outside the question file, in one file per question.
 
-``ID.json`` has the same content as a question file (see ``coa_jax.tasks.code_tests.read_tests``),
-or LiveCodeBench's own fields. ``ID.pkl`` is the output of the release's download script. Code in a
-pickle never runs: a plain record replaces every class that it names. Sizes are bounded.
+The file ``ID.json`` or ``ID.pkl`` contains the tests of the question ID. A JSON file contains the
+same object as a question file (see ``coa_jax.tasks.code_tests.read_tests``) or the fields of
+LiveCodeBench. Pickle files are written by the download script of the release. Reading a pickle
+never runs code from the file, because a simple record replaces each class that the file names. The
+size of the tests is bounded.
 """
 
 from __future__ import annotations
@@ -26,15 +28,13 @@ _DAMAGED = (*reading.MALFORMED, EOFError, ImportError, pickle.UnpicklingError, z
 
 
 _NODES = 1_000_000
-"""Maximum number of values in a pickle; LiveCodeBench has about a hundred tests, some of
-megabytes.
-"""
+"""Maximum number of values in a pickle. A question of LiveCodeBench has about a hundred tests."""
 _INFLATED = 1 << 30
 """Maximum size of packed tests in bytes, after decompression."""
 
 
 class _Record:
-    """Replaces objects of all classes."""
+    """Stands for an object of any class in a pickle."""
 
     def __init__(self, *arguments: Any, **fields: Any):
         self.__dict__.update(fields)
@@ -50,11 +50,11 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _unpickled(data: bytes) -> Any:
-    """Loads a pickle, with records in place of objects.
+    """Loads a pickle. Each object becomes the mapping of its fields.
 
     Raises:
-        ValueError: the pickle is damaged, or would take more memory than its own size justifies;
-            damaged pickles raise other exceptions too.
+        ValueError: the pickle is damaged, or loading it would take much more memory than its size.
+            A damaged pickle may also raise other exceptions.
     """
     for count, (code, argument, place) in enumerate(pickletools.genops(data)):
         if count > _NODES:
@@ -70,7 +70,7 @@ def _inflated(data: bytes) -> bytes:
     """Decompresses zlib data.
 
     Raises:
-        ValueError: the result is too large.
+        ValueError: the decompressed data is too large, or the compressed data is incomplete.
         zlib.error: the data is damaged.
     """
     limit = min(_INFLATED, reading.whole_limit())
@@ -84,7 +84,7 @@ def _inflated(data: bytes) -> bytes:
 
 
 def check_folder(folder: str) -> Path:
-    """Returns the folder of private tests.
+    """Returns the path of the folder with private tests.
 
     Raises:
         UserError: the folder does not exist.
@@ -96,7 +96,9 @@ def check_folder(folder: str) -> Path:
 
 
 def find_private_tests(folder: str, question_id: str) -> Path | None:
-    """Finds the file with the tests of a question; None if the folder has none for it.
+    """Returns the path of the file with the private tests of a question.
+
+    The result is None if the folder has no file for the question.
 
     Raises:
         UserError: the folder does not exist, or the id is not a valid file name.
@@ -109,7 +111,9 @@ def find_private_tests(folder: str, question_id: str) -> Path | None:
 
 
 def load_private_tests(folder: str, question_id: str) -> Tests | None:
-    """Reads the private tests of a question; None if the folder has none for it.
+    """Reads the private tests of a question.
+
+    The result is None if the folder has no file for the question.
 
     Raises:
         UserError: the folder does not exist, the id is not a valid file name, or the file is
@@ -137,8 +141,8 @@ def _load(path: Path) -> dict[str, Any]:
 def _plain(value: Any, seen: Iterator[int], depth: int = 0) -> Any:
     """Converts records to dicts, and enumeration members to their values.
 
-    The number of values is bounded: lists that contain another list twice, nested repeatedly, are
-    small only in the pickle.
+    The number of values is bounded, because a small pickle can stand for very many values: for
+    example, a list that contains another list twice, nested many times.
     """
     if next(seen) > _NODES or depth > reading.MAX_DEPTH:
         raise ValueError("the pickle holds too many values, or values nested too deeply")
@@ -159,10 +163,10 @@ def _is_livecodebench(value: dict[str, Any]) -> bool:
 
 
 def livecodebench_tests(row: dict[str, Any]) -> Tests:
-    """Reads the tests of a row of LiveCodeBench, public and private.
+    """Reads the public and private tests from a row of LiveCodeBench.
 
     Raises:
-        ValueError: a field does not have the form of the benchmark.
+        ValueError: a field does not have the format of the benchmark.
     """
     listed = _test_list(row["public_test_cases"]) + _test_list(row.get("private_test_cases") or [])
     metadata = row.get("metadata") or {}
@@ -180,7 +184,11 @@ def livecodebench_tests(row: dict[str, Any]) -> Tests:
 
 
 def _test_list(value: Any) -> list[dict[str, Any]]:
-    """Reads a list, as JSON or as packed private tests: base64, zlib, pickle, JSON."""
+    """Reads a list of tests.
+
+    The value is a list, JSON, or packed tests, which are JSON that is pickled, compressed and
+    base64-encoded.
+    """
     if isinstance(value, str):
         try:
             value = reading.parse_json(value)
