@@ -37,8 +37,8 @@ def in_format(
     """
     if protocol.format is None or tags.format is not None:
         raise UserError(
-            f"trajectories of {tags.name} cannot be written as {protocol.name}: only trajectories "
-            "in tags can be written in another format"
+            f"trajectories of {tags.name} cannot be written as {protocol.name}: only those in tags "
+            "can be written in another format"
         )
     steps: list[Step] = []
     thoughts: list[str] = []

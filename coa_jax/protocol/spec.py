@@ -150,7 +150,7 @@ def _verifying(name: str, tools: tuple[str, ...]) -> Protocol:
 
 
 def _mhqa() -> Protocol:
-    """Returns the protocol ``mhqa``, without verification and with free-text reflections (App D)."""
+    """Returns the protocol ``mhqa``: no verification, and reflections in free text (App D)."""
     tools = ("wiki_search",)
     next_actions = {
         START: ("plan", *tools),
