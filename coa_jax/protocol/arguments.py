@@ -36,7 +36,7 @@ _DOES = {
 
 
 def _named(protocol: Protocol, tool: str) -> dict[str, str]:
-    """Returns argument -> description, for a tool without a JSON schema."""
+    """Returns the arguments of a tool without a JSON schema, with their descriptions."""
     if tool not in TOOL_FORMS:
         return {"input": "What the tool is given."}
     return _FORMS[TOOL_FORMS[tool]]

@@ -145,10 +145,11 @@ class Format:
         return "The call could not be understood."
 
     def marks(self, protocol: Protocol, text: str) -> list[tuple[int, int]]:
-        """Returns (start, end) of each place where a text of the policy uses one of `tags`.
+        """Finds the places where a text of the policy uses one of `tags` as a mark.
 
-        The places are offsets in characters, in ascending order. A place where the text only quotes
-        one of `tags` is not included.
+        Returns:
+            (start, end) of each place, as offsets in characters, in ascending order. A place where
+            the text only quotes one of `tags` is not included.
         """
         return []
 

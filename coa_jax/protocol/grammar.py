@@ -110,7 +110,7 @@ def compile_protocol(protocol: Protocol) -> ByteAutomaton:
 
 
 def _segment_languages(protocol: Protocol) -> dict[str, list[tuple[Regex, str]]]:
-    """Returns role -> (language of whole segments, sample body) of each outcome (`outcomes`)."""
+    """Returns, for each role, the languages of whole segments with sample bodies (`outcomes`)."""
     tags = [f"<{slash}{role}>" for role in protocol.roles for slash in ("", "/")]
     languages = {}
     for role in protocol.roles:

@@ -111,7 +111,7 @@ TOOL_FORMS: Mapping[str, BodyForm] = types.MappingProxyType(
         "visual_inspector": "inspection",
     }
 )
-"""Tag of each built-in tool -> form of its arguments (Chain-of-Agents paper Tab 1, App D)."""
+"""Form of the arguments of each built-in tool, by its tag (Chain-of-Agents paper Tab 1, App D)."""
 
 
 def _frozen(table: Mapping[str, tuple[str, ...]]) -> Mapping[str, frozenset[str]]:

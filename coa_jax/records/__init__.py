@@ -231,7 +231,7 @@ class Counts:
     tags: dict[str, set[str]] = dataclasses.field(default_factory=lambda: defaultdict(set))
 
     def add(self, found: Read | LeftOut) -> None:
-        """Counts a row."""
+        """Counts a row, which was either converted to a record or left out."""
         if isinstance(found, LeftOut):
             self._leave_out(found.reason, 1, (found.where,))
         elif found.tags:
@@ -261,7 +261,7 @@ class Counts:
             raise UserError(f"{where[0]}: {reason}; none of the {number} rows can be learned")
 
     def lines(self) -> list[str]:
-        """Returns log messages: one for each inferred protocol, and one for each reason."""
+        """Returns a log message for each inferred protocol, and for each reason to omit rows."""
         lines = [
             f"records that name no protocol: {number}, by their tags {name} "
             f"({', '.join(sorted(self.tags[name]))}); set protocol if this is wrong"

@@ -1,8 +1,9 @@
 """Chooses which parts of a full context to keep.
 
-Whole steps are dropped, the oldest first. Plans and reflections are dropped last. All other parts
-stay in their order. The evaluator of the AFM release also keeps plans, reflections and the newest
-text, but moves plans and reflections to the front, and may cut in the middle of a tag.
+Steps are dropped, the oldest first, until the context is short enough. The plans and reflections of
+all steps are dropped only if this is not enough. The remaining parts keep their order. The
+evaluator of the AFM release also keeps plans, reflections and the newest text, but moves plans and
+reflections to the front, and may cut in the middle of a tag.
 """
 
 from __future__ import annotations

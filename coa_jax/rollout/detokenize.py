@@ -12,7 +12,7 @@ from coa_jax.model.tokenizer import check_byte_level
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """Returns printable character -> byte for which byte-level BPE writes this character."""
+    """Returns a mapping from the printable characters of byte-level BPE to their bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]

@@ -26,7 +26,7 @@ def observation_text(protocol: Protocol, text: str) -> str:
 
 
 def plain_frame(protocol: Protocol) -> tuple[str, str]:
-    """Returns (text before, text after) an observation that is part of the assistant message."""
+    """Returns the frame of an observation that is part of the assistant message."""
     if protocol.format is not None:
         return protocol.format.head, protocol.format.tail
     return f"\n<{protocol.observation}>\n", f"\n</{protocol.observation}>\n\n"

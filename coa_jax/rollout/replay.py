@@ -382,7 +382,7 @@ def define_flags() -> None:
 
 
 def given_shapes(values: Any) -> dict[str, Any]:
-    """Returns the engine shapes that the flags set: field of `EngineConfig` -> value.
+    """Returns the engine shapes that the flags set, as fields of `EngineConfig` with their values.
 
     Args:
         values: the parsed flags.

@@ -94,7 +94,7 @@ class Running:
         return self.tool is not None and self.tool_request is None and self.tool.done()
 
     def take_result(self) -> tuple[Observation, float]:
-        """Returns (result of the finished tool call or reset, its start time), and clears it."""
+        """Returns the result and the start time of the finished tool call or reset, once."""
         assert self.tool is not None
         result = self.tool.result()
         self.tool, self.tool_request = None, None

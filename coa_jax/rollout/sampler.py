@@ -60,7 +60,7 @@ class Sampler(Protocol):
         """
 
     def figures(self) -> dict[str, float]:
-        """Returns name -> time or count since the start, see `EngineSampler.figures`."""
+        """Returns times and counts since the start by their names, see `EngineSampler.figures`."""
 
 
 class EngineSampler:

@@ -70,10 +70,13 @@ class Columns:
                 raise UserError(f"{self.where}: columns.{part} is {column!r}; give a column")
 
     def resolved(self, there: Iterable[str]) -> dict[str, str]:
-        """Returns part of a task -> name of its column, after checking that each column exists.
+        """Returns the column of each part of a task, after checking that the columns exist.
 
         Args:
             there: names of the columns of the data set.
+
+        Returns:
+            A mapping from parts of a task to the names of their columns.
 
         Raises:
             UserError: a column of the mapping does not exist, or the questions or answers have no

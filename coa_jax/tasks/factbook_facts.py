@@ -49,7 +49,7 @@ def split_of(entity: str) -> str:
 
 @functools.cache
 def facts() -> dict[str, dict[str, str]]:
-    """Returns name of an entity -> key of a relation -> value.
+    """Returns all facts, as a mapping from the name of an entity to its relations and their values.
 
     Numbers have thousands separators. The items of a list are joined by "; ".
     """
@@ -58,7 +58,11 @@ def facts() -> dict[str, dict[str, str]]:
 
 @functools.cache
 def inverse_keys() -> dict[tuple[str, str], str]:
-    """Returns (key of a relation, value) -> name of the only entity that has this value."""
+    """Returns the values that identify an entity.
+
+    The keys of the mapping are (key of a relation, value). Each is mapped to the name of the only
+    entity that has this value.
+    """
     owners = collections.defaultdict(list)
     for entity in load_entities():
         for relation in INVERTIBLE:

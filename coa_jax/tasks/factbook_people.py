@@ -54,7 +54,8 @@ def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]
     are:
 
     * ``protocol``: protocol of the tasks.
-    * ``topics``: topics of the questions, joined by "/". The proportions of the topics stay.
+    * ``topics``: topics of the questions, joined by "/". The selected topics keep the ratio of
+      their default shares.
     * ``wording``: ``known`` for known templates only, ``new`` for held-out templates only.
 
     Args:

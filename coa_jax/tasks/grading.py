@@ -136,7 +136,7 @@ def parse_number(text: str) -> tuple[decimal.Decimal, str] | None:
     """Parses a text that contains only a number and, optionally, its unit.
 
     The number may have thousands separators and a word such as "million" after it. The unit is one
-    of the known units or up to three words of lower-case letters.
+    of the known units, or up to three words of letters for the counted things.
 
     Returns:
         (value, unit), with "" for no unit; None if the text is not a number, such as "5N" or

@@ -156,8 +156,9 @@ def stream_of(sources: Sources, tasks: Mapping[str, Sequence[Task]], seed: int) 
 def alternate(parts: Sequence[Sequence[Any]], weights: Sequence[float], seed: int) -> Any:
     """Mixes several sequences into an endless sequence.
 
-    An item comes from a sequence as often as its weight says. Each sequence is repeated, and
-    shuffled anew for each repetition. The item at an index depends only on the arguments.
+    The weight of a sequence says how often the next item is taken from this sequence. Each sequence
+    is repeated, and shuffled anew for each repetition. The item at an index depends only on the
+    arguments.
 
     Args:
         parts: the sequences. Each must contain at least one item.

@@ -12,11 +12,11 @@ value       content of the user message
 a path      the instructions in the file with this path, and the question
 ==========  =======================================================================================
 
-The file with instructions is either a text file, or a data file (parquet, JSON or JSON lines, such
-as a file of the release) whose rows all have the same instructions. In a text file, ``{question}``
-marks the place of the question. Without this mark, ``Question: `` and the question follow after a
-blank line. ``{libraries}`` marks the place of the sentence about the packages that programs can
-import.
+The file with instructions is a text file, an ``agent.json``, or a data file (parquet, JSON or JSON
+lines, such as a file of the release) whose rows all have the same instructions. In a text file,
+``{question}`` marks the place of the question. Without this mark, ``Question: `` and the question
+follow after a blank line. ``{libraries}`` marks the place of the sentence about the packages that
+programs can import.
 
 Training writes the file ``agent.json``, called the card, next to the weights. The card contains the
 protocol, the prompt and the system message with which the policy was trained.

@@ -81,7 +81,7 @@ def load_question_file(
 
     Raises:
         UserError: the file cannot be read, contains no task of the split, contains an id twice, or
-            contains a malformed line. The message then begins with ``path:line:``.
+            contains a malformed line. In the last case the message begins with ``path:line:``.
     """
     path, named = split_source(source)
     protocol = named or protocol or "generalist"

@@ -61,7 +61,7 @@ def load_release_file(
 
     Raises:
         UserError: the file cannot be read, contains no rows, or contains a row that cannot become a
-            task. The message then begins with ``path: row i:``.
+            task. In the last case the message begins with ``path: row i:``.
     """
     name, wanted = split_source(source)
     path = Path(local(name))

@@ -211,7 +211,7 @@ Tools: TypeAlias = ToolsConfig | Mapping[str, Any] | Sequence[str | Tool]
 
 
 def check_protocol(name: str, tools: ToolsConfig, where: str = "protocol") -> None:
-    """Raises UserError unless a protocol is registered or created by the settings of the tools.
+    """Raises UserError unless a protocol is registered, or the settings of the tools create it.
 
     Args:
         name: name of the protocol.
@@ -367,7 +367,7 @@ def make_crawl_page(config: ToolsConfig, search: WikiSearch) -> Tool:
 
 
 def make_visual_inspector(config: ToolsConfig) -> Tool:
-    """Creates ``visual_inspector``."""
+    """Creates ``visual_inspector`` with its settings."""
     return VisualInspector(config.visual_inspector)
 
 

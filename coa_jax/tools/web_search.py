@@ -291,7 +291,7 @@ class WebSearch:
         self.settings = json.dumps(asked, default=str)
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """Searches for the text between the tags."""
+        """Searches for the query that the policy wrote between the tags."""
         start = time.monotonic()
         query = " ".join(arguments.split())
         in_address = self.provider == "searxng"

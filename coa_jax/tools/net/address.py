@@ -72,7 +72,7 @@ class Guard:
         return host in self.allow or f"{host}:{port}" in self.allow
 
     def blocks(self, url: httpx2.URL) -> bool:
-        """Returns whether a URL is blocked."""
+        """Returns whether ``block`` contains the host of a URL, or a prefix of its path."""
         host, path = host_of(url), f"/{url.path.lower().lstrip('/')}"
         path = posixpath.normpath(path)  # removes dots and double slashes, as servers do
         for entry in self.block:

@@ -85,7 +85,8 @@ class FetchError(Exception):
 def speaks_of_account(answer: bytes) -> bool:
     """Returns whether the body of an error mentions an account, credits, a quota or an API key.
 
-    For example, serper.dev uses the status 400 both for invalid queries and for missing credits.
+    The status alone does not show this: serper.dev, for example, answers both invalid queries and
+    missing credits with the status 400.
     """
     return _ACCOUNT.search(answer) is not None
 

@@ -185,7 +185,7 @@ async def attempts(
 
     Raises:
         FetchError: the error of the last call, or an error of the kind ``timeout`` if the time
-            limit passes before a call has ended.
+            limit passes before any call has ended.
     """
     last: FetchError | None = None
 

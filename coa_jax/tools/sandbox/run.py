@@ -130,7 +130,7 @@ class _Feeder(asyncio.BaseProtocol):
 
 
 class Flood:
-    """Limits the bytes of output. At the limit, it tells the server to kill the program.
+    """Limits the output of a program. At the limit, the supervisor is told to kill the program.
 
     Output after the limit is dropped.
     """

@@ -100,8 +100,8 @@ def claim_uid() -> int | None:
     found = os.fstat(locks)
     if found.st_uid != 0 or stat.S_IMODE(found.st_mode) & 0o077 or not stat.S_ISREG(found.st_mode):
         raise OSError(f"{LOCKS} must be a file that only root can open; remove it")
-    # The search starts at different user ids, so that a program rarely gets the user id of the
-    # program before.
+    # The search starts at different user ids, so that the next program rarely gets the user id of
+    # an earlier program, which may have left something behind.
     first = os.getpid() % len(UIDS)
     for uid in (*UIDS[first:], *UIDS[:first]):
         try:
