@@ -189,7 +189,7 @@ def _made(name: str) -> Format:
     try:
         found: Any = find(FORMATS, name, "format")()
     except TypeError as error:
-        raise UserError(f"format: {name} cannot be made: {error}") from None
+        raise UserError(f"format: {name} cannot be created: {error}") from None
     own = ("reader", "write", "instructions")
     if not isinstance(found, Format) or any(
         getattr(type(found), method) is getattr(Format, method) for method in own

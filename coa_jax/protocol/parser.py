@@ -123,7 +123,7 @@ class Parser:
     def feed(self, chunk: str) -> list[Segment]:
         """Parses more text; returns the segments that this text completes, in order."""
         if self._finished:
-            raise ValueError("Parser.feed after Parser.finish; make a new Parser")
+            raise ValueError("Parser.feed was called after Parser.finish; create a new Parser")
         data = self._carry + chunk
         done: list[Segment] = []
         taken = 0  # number of characters of data that are in _pieces or in a segment

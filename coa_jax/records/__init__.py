@@ -258,7 +258,7 @@ class Counts:
         """
         for reason, (_, where) in self.left_out.items():
             number = sum(number for number, _ in self.left_out.values())
-            raise UserError(f"{where[0]}: {reason}; none of the {number} rows can be learned")
+            raise UserError(f"{where[0]}: {reason}; none of the {number} rows can be used")
 
     def lines(self) -> list[str]:
         """Returns a log message for each inferred protocol, and for each reason to omit rows."""

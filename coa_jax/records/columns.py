@@ -68,5 +68,5 @@ def _texts(info: Mapping[str, Any], key: str) -> Sequence[tuple[str, str]]:
     if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
         if found is None:
             return ()
-        raise UserError(f"dataset_info.json: {key!r} must be an object of texts")
+        raise UserError(f"dataset_info.json: {key!r} must be an object whose values are strings")
     return tuple(found.items())

@@ -90,7 +90,7 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
     if {"tokens", "author", "task_id"} <= value.keys():
         raise ValueError("a sampled trajectory, not a record; learn from it with coa_jax.rft")
     if "question" in value:
-        raise ValueError("a question without 'parts', which is a task and no record to learn")
+        raise ValueError("a question without 'parts', which is a task and not a record")
     raise ValueError(_unknown(value))
 
 
@@ -186,7 +186,7 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
     # The trajectory begins after the last user message that is not a tagged observation.
     users = [role == "user" and not _shown(text) for role, text, _ in turns]
     if True not in users:
-        raise Unusable("no message of the user")
+        raise Unusable("there is no user message")
     end = len(users) - users[::-1].index(True)
     start = end
     while start and users[start - 1]:  # consecutive user messages form one message
@@ -196,7 +196,7 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
     context = tuple((role, text) for role, text, _ in turns[:start] if text or role != "system")
     prompt = "\n".join(text for _, text, _ in turns[start:end])
     if any(role == "system" for role, _, _ in turns[end:]):
-        raise Unusable("a system message stands inside of the trajectory")
+        raise Unusable("a system message is in the middle of the trajectory")
     named = _named(value, protocol)
     rules = get_protocol(named) if named else any_protocol()
     reply = tuple(
@@ -224,7 +224,7 @@ def _written(rules: Protocol, role: str, text: str, calls: Any) -> str:
     if role != "assistant" or not calls:
         return text
     if not isinstance(calls, list) or len(calls) != 1 or not isinstance(calls[0], dict):
-        raise Unusable("a turn calls several tools at once, which no protocol can say")
+        raise Unusable("a turn calls several tools at once, which no protocol can express")
     return "\n".join(filter(None, (text, _tagged(rules, calls[0].get("function")))))
 
 

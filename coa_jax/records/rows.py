@@ -353,4 +353,4 @@ def _list_spans(path: Path, file: IO[bytes]) -> Iterator[tuple[int, int]]:
                 found = repr(mark) if mark else "the end of the file"
                 raise UserError(f"{where()}: not JSON: expected ',' or ']', found {found}")
     if skip_blanks():
-        raise UserError(f"{path}: text follows the list of rows; a file holds one list")
+        raise UserError(f"{path}: text follows the list of rows; a file must contain one list")

@@ -136,8 +136,8 @@ def _check(protocol: Protocol, segment: Segment, raw: str) -> None:
     whole = segment.closed and f"<{segment.role}>" not in segment.body
     if segment.role in protocol.verbatim and whole:
         return
-    where = f"inside <{segment.role}>" if segment.role else "outside of an observation"
-    raise Unusable(f"a tag of observations stands {where}")
+    where = f"inside <{segment.role}>" if segment.role else "outside an observation"
+    raise Unusable(f"an observation tag is {where}")
 
 
 # --- turns ---------------------------------------------------------------------------------

@@ -361,7 +361,7 @@ def summary(tokenizer: Any, producer: str, comparisons: Sequence[Comparison]) ->
         lines[-1] += f" ({name}, token {at})"
     if cut:
         reasons = ", ".join(sorted({str(t.stop_reason) for t in cut}))
-        lines.append(f"  {len(cut)} were ended by {reasons} and are compared up to there")
+        lines.append(f"  {len(cut)} were ended by {reasons} and are compared up to their end")
     lines += [describe_difference(tokenizer, comparison) for comparison in differing[:SHOWN]]
     if len(differing) > SHOWN:
         lines.append(f"and {len(differing) - SHOWN} more")

@@ -159,7 +159,9 @@ def _checked(found: Any, source: str, name: str, n: int | None) -> list[Task]:
     counts = collections.Counter(task.id for task in tasks)
     repeated = [id for id, count in counts.items() if count > 1]
     if repeated:
-        raise UserError(f"{where}: {name} returned {len(repeated)} ids twice, e.g. {repeated[0]!r}")
+        raise UserError(
+            f"{where}: {name} returned {len(repeated)} ids more than once, e.g. {repeated[0]!r}"
+        )
     return [dataclasses.replace(task, source=task.source or source) for task in tasks]
 
 
@@ -191,7 +193,9 @@ def load_splits(
     train = splits.get("train", [])
     splits = {**splits, "train": [task for task in train if task.id not in held_out]}
     if train and not splits["train"]:
-        raise UserError(f"{source}: every training task is a validation task too; use fewer")
+        raise UserError(
+            f"{source}: every training task is also a validation task; use fewer validation tasks"
+        )
     if len(splits["train"]) < len(train):
         logging.warning(
             "%s: %d tasks of the training split are used for validation; %d are left to train on",

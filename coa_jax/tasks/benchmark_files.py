@@ -77,7 +77,7 @@ def load_benchmark(source: str, n: int | None = None, seed: int = 0) -> list[Tas
                 raise UserError(f"{path}: row {number}: {reading.reason(error)}") from error
     kept = _filtered(tasks, options, source)
     if not kept:
-        raise UserError(f"{source}: it contains no question that the benchmark counts")
+        raise UserError(f"{source}: it contains no question that the benchmark scores")
     return draw(kept, n, seed, source)
 
 

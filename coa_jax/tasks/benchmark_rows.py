@@ -263,7 +263,7 @@ def maths(row: Row) -> Found:
     key = next((k for k in ("answer", "Answer", "expected_answer") if k in row), None)
     gold = _text(row, key) if key else parse_boxed(_text(row, "solution", "Solution"))
     if not gold:
-        raise ValueError("there is no answer, and no box in the solution")
+        raise ValueError("there is no answer, and the solution has no \\boxed{...}")
     metadata = _kept(row, level="level", topic="subject") | _kept(row, level="Level", topic="type")
     identity = _identity(row, "unique_id", "ID", "id", "problem_idx")
     return Found(identity, question, (gold,), metadata)

@@ -210,7 +210,7 @@ def read_tests(gold: Mapping[str, Any]) -> Tests:
         checks = gold["functional"]
         checks = [checks] if isinstance(checks, str) else list(checks)
         if not all(isinstance(check, str) for check in checks):
-            raise ValueError("'functional' must hold statements")
+            raise ValueError("'functional' must be a list of strings with statements")
         return Tests(tuple(Case("assert", check) for check in checks))
     for inputs, outputs in (
         ("stdin", "expected_output"),

@@ -106,9 +106,9 @@ def parse_options(text: str) -> Options:
 def _check(options: Options) -> None:
     shares = [options.weights.get(hops, 0.0) for hops in HOPS]
     if set(options.weights) - set(HOPS) or not all(0 <= s < float("inf") for s in shares):
-        raise UserError("factbook: hop weights go with 1, 2, 3 and 4 hops and are 0 or more")
+        raise UserError("factbook: weights must be 0 or more, one each for 1, 2, 3 and 4 hops")
     if sum(shares) <= 0:
-        raise UserError("factbook: all hop weights are 0; give at least one of them a share")
+        raise UserError("factbook: all weights are 0; give at least one weight above 0")
     if not 1 <= options.templates <= TEMPLATES:
         raise UserError(f"factbook: templates={options.templates}; give 1 to {TEMPLATES}")
     if not {"wiki_search", "web_search"} & set(get_protocol(options.protocol).tools):

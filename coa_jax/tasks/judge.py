@@ -173,7 +173,7 @@ class Judge:
                 return f"{self._config.chat.url}: {error.message}"
             if verdict is not None:
                 return verdict
-        return f"{self._config.chat.model} gave none in the form that was asked for"
+        return f"{self._config.chat.model} gave no verdict in the required format"
 
     async def _reply(self, messages: list[dict[str, str]]) -> str:
         """Returns the reply of the endpoint.
@@ -190,7 +190,7 @@ class Judge:
                     raise
                 if pause == _FIRST_PAUSE_S:
                     logging.warning(
-                        "the judge at %s does not answer: %s; asking again for up to %.0f s",
+                        "the judge at %s does not answer: %s; trying again for up to %.0f s",
                         self._config.chat.url, error.message, self._config.patience,
                     )  # fmt: skip
             await asyncio.sleep(min(pause, end - now()))

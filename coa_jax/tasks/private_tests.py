@@ -62,7 +62,7 @@ def _unpickled(data: bytes) -> Any:
         if "PUT" in code.name and int(argument or 0) > count:  # memo size = largest index
             raise ValueError(f"the pickle is damaged at byte {place:,}")
         if code.name in ("PERSID", "BINPERSID", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER"):
-            raise ValueError(f"the pickle asks for something outside of it ({code.name})")
+            raise ValueError(f"the pickle refers to data outside the file ({code.name})")
     return _plain(_Unpickler(io.BytesIO(data)).load(), itertools.count())
 
 
@@ -91,7 +91,7 @@ def check_folder(folder: str) -> Path:
     """
     root = Path(local(folder)).expanduser()
     if not root.is_dir():
-        raise UserError(f"{root}: the folder of private tests is not there")
+        raise UserError(f"{root}: the folder of private tests does not exist")
     return root
 
 
@@ -145,7 +145,7 @@ def _plain(value: Any, seen: Iterator[int], depth: int = 0) -> Any:
     example, a list that contains another list twice, nested many times.
     """
     if next(seen) > _NODES or depth > reading.MAX_DEPTH:
-        raise ValueError("the pickle holds too many values, or values nested too deeply")
+        raise ValueError("the pickle contains too many values, or values nested too deeply")
     if isinstance(value, _Record):
         fields = {k: v for k, v in vars(value).items() if k != "arguments"}
         if not fields and len(value.arguments) == 1:
@@ -179,7 +179,7 @@ def livecodebench_tests(row: dict[str, Any]) -> Tests:
         raise ValueError("there are no tests")
     entry = str(metadata.get("func_name") or "")
     if any(case.kind == "call" for case in cases) and not entry:
-        raise ValueError("the function of the tests is not named")
+        raise ValueError("the tests call a function, but the row does not name the function")
     return Tests(tuple(cases), entry)
 
 

@@ -78,7 +78,7 @@ def read_messages(value: Any) -> Messages:
     roles = [role for role, _ in turns]
     if roles[-1:] != ["user"] or not set(roles[1:]) <= {"user", "assistant"}:
         found = ", ".join(map(str, roles)) or "no message"
-        raise ValueError(f"the prompt has {found}; expected messages that end with the user's")
+        raise ValueError(f"the prompt has the messages {found}; the last must be of the user")
     if not all(isinstance(content, str) for _, content in turns) or not turns[-1][1].strip():
         raise ValueError("a message of the prompt has no text")
     return Messages(turns[-1][1], turns[:-1])
@@ -146,7 +146,7 @@ def _prompt_of_text(path: Path) -> Prompt:
     if not text:
         raise UserError(f"{path}: the file contains no instructions")
     if text.count(QUESTION) > 1:
-        raise UserError(f"{path}: {QUESTION} stands in the text more than once; leave one")
+        raise UserError(f"{path}: {QUESTION} occurs more than once; keep one")
     return Prompt(text if QUESTION in text else f"{text}\n\nQuestion: {QUESTION}")
 
 
@@ -166,7 +166,7 @@ def _prompt_of_rows(path: Path) -> Prompt:
             "write those of one kind into a text file, or use prompt_style=data"
         )
     if prompt is None:
-        raise UserError(f"{path}: its rows hold no instructions before the question")
+        raise UserError(f"{path}: its rows contain no instructions before the question")
     return prompt
 
 
@@ -336,7 +336,7 @@ def _prompt_of_model(model: str | Path | Mapping[str, Any]) -> Prompt:
     if not card.get("prompt_style"):
         if model and path.parent.exists():  # a missing directory is reported by loading the model
             logging.warning(
-                "%s has no %s that names its prompt: using prompt_style=full", path.parent, CARD
+                "%s has no %s with a prompt: prompt_style=full is used", path.parent, CARD
             )
         return Prompt("full")
     return _prompt_of_card(card, path)
@@ -376,8 +376,8 @@ def warn_of_prompts(
     notes = {note for name in wording.protocols for note in get_protocol(name).notes.values()}
     if notes - {""} and prompt.is_template and LIBRARIES not in prompt.style:
         logging.warning(
-            "%s: the prompt does not name the packages of code_libraries; write %s where the "
-            "sentence about them belongs", setting, LIBRARIES,
+            "%s: the prompt does not name the packages of code_libraries; write %s at the place "
+            "for the sentence about the packages", setting, LIBRARIES,
         )  # fmt: skip
     if prompt.style == "data" and wording.without:
         logging.warning(

@@ -108,7 +108,7 @@ def _table(path: Path) -> Iterator[Any]:
     rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
     for row in rows:
         if None in row or None in row.values():
-            raise ValueError(f"line {rows.line_num} has not as many fields as line 1")
+            raise ValueError(f"line {rows.line_num} does not have as many fields as line 1")
         yield row
 
 

@@ -164,8 +164,8 @@ def _directory(entry: str) -> str:
         raise UserError(f"tools.code_libraries: there is no directory {entry}")
     if not reachable(path):
         raise UserError(
-            f"tools.code_libraries: other users cannot read {path}, and programs run as one;"
-            " move it, or chmod o+rx it and the directories above it"
+            f"tools.code_libraries: other users cannot read {path}, and programs run as another"
+            " user; move it, or run chmod o+rx on it and on the directories above it"
         )
     return path
 
@@ -208,7 +208,7 @@ def _installed(requirements: list[str], interpreter: Interpreter) -> str:
     try:
         files.make_folder(target, fill)
     except OSError as error:
-        raise UserError(f"tools.code_libraries: {target} cannot be made: {error}") from error
+        raise UserError(f"tools.code_libraries: {target} cannot be created: {error}") from error
     logging.warning("code_libraries: installed after %.0f s", time.monotonic() - start)
     return str(target)
 

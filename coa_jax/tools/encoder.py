@@ -107,7 +107,7 @@ class Encoder:
             why = reading.reason(error)
             raise UserError(f"encoder: {folder} is not a usable model: {why}") from error
         if not np.isfinite(vector).all():
-            raise UserError(f"encoder: {folder} computes a vector that holds NaN; use another")
+            raise UserError(f"encoder: {folder} computes a vector with NaN; use another model")
 
     def _load(self, folder: Path, config: EncoderConfig) -> None:
         bert, pooling = read_bert_config(folder), _pooling(folder)
@@ -119,7 +119,7 @@ class Encoder:
         self._program = functools.partial(_embed, params, config=bert, pooling=pooling)
         self._tokenizer = _tokenizer(folder / "tokenizer.json", self._longest)
         if (ids := self._tokenizer.get_vocab_size()) > (rows := bert.vocab_size):
-            raise ValueError(f"its tokenizer has {ids:,} tokens, the model {rows:,} embeddings")
+            raise ValueError(f"its tokenizer has {ids:,} tokens, but only {rows:,} embeddings")
         files = [*checkpoint.files, folder / "config.json", folder / "tokenizer.json"]
         self.fingerprint = _fingerprint(files, config, self._longest, pooling)
 

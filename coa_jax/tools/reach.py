@@ -176,7 +176,7 @@ async def _wiki(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
         how += f" with {config.encoder.path}"
     if config.corpus:
         there = Path(local(config.corpus)).expanduser().is_file()
-        return there, f"{how} of {config.corpus}{'' if there else ', which is not there'}"
+        return there, f"{how} of {config.corpus}{'' if there else ', which does not exist'}"
     there = _factbook()
     return there, f"{how} of the World Factbook" + ("" if there else ", not installed")
 

@@ -272,8 +272,8 @@ class WebSearch:
         self.provider, self._search = choose(config), provider_of(config, index)
         if config.provider == "auto" and self.provider == "local":
             _log.warning(
-                "web_search searches the local index, because %s is not set; web_search.provider "
-                "names the one that is meant", config.key_env
+                "web_search searches the local index, because %s is not set; to choose another "
+                "provider, set web_search.provider", config.key_env
             )  # fmt: skip
         self._config, self._guard = config, Guard(block=config.blocked)
         self._blame = Blame()

@@ -255,7 +255,7 @@ def load_index(
     try:
         files.make_folder(folder, index.save)
     except OSError as error:
-        _log.warning("the search index cannot be kept in %s: %s", root, error)
+        _log.warning("the search index cannot be stored in %s: %s", root, error)
     return index
 
 

@@ -131,8 +131,9 @@ def trusting(url: str) -> Guard:
         raise UserError(f"{shown!r} is not the address of a service: {error.message}") from None
     if _KEY_IN_QUERY.search(url):
         raise UserError(
-            f"{_HIDDEN_PART.sub('', url)!r}: settings go into config.json, so an address must"
-            " not hold a key; put it into the environment and name the variable in key_env"
+            f"{_HIDDEN_PART.sub('', url)!r}: settings are written to config.json, so an address"
+            " must not contain a key; put the key into an environment variable, and name the"
+            " variable in key_env"
         )
     return Guard(allow=(f"{parsed.raw_host.decode().rstrip('.').lower()}:{port_of(parsed)}",))
 
