@@ -78,7 +78,7 @@ def read_messages(value: Any) -> Messages:
     roles = [role for role, _ in turns]
     if roles[-1:] != ["user"] or not set(roles[1:]) <= {"user", "assistant"}:
         found = ", ".join(map(str, roles)) or "no message"
-        raise ValueError(f"the prompt has the messages {found}; the last must be of the user")
+        raise ValueError(f"the prompt has {found}; the last message must be from the user")
     if not all(isinstance(content, str) for _, content in turns) or not turns[-1][1].strip():
         raise ValueError("a message of the prompt has no text")
     return Messages(turns[-1][1], turns[:-1])
@@ -336,7 +336,7 @@ def _prompt_of_model(model: str | Path | Mapping[str, Any]) -> Prompt:
     if not card.get("prompt_style"):
         if model and path.parent.exists():  # a missing directory is reported by loading the model
             logging.warning(
-                "%s has no %s with a prompt: prompt_style=full is used", path.parent, CARD
+                "%s has no %s with a prompt: using prompt_style=full", path.parent, CARD
             )
         return Prompt("full")
     return _prompt_of_card(card, path)
