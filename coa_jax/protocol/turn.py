@@ -29,7 +29,7 @@ class Pieces:
         return self.start + len(self.text)
 
     def interrupt(self) -> None:
-        """Notes that another text comes between, so that the next piece cannot complete a mark."""
+        """Notes that a tool has answered, so that the next piece cannot complete a mark."""
         self.text += self.carry
         self.carry = ""
 

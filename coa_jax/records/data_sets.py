@@ -56,9 +56,10 @@ def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> 
 
 
 def open_tfds(source: str, split: str, data_dir: str = "", setting: str = "") -> Sequence[Any]:
-    """Opens a data set of TFDS that is prepared as ArrayRecord files.
+    """Opens a data set of TFDS, which is stored as ArrayRecord files.
 
-    Reading such a data set does not need TensorFlow.
+    If the data set is not prepared yet, TFDS downloads and prepares it. Reading a prepared data set
+    does not need TensorFlow.
 
     Args:
         source: ``tfds:NAME:SPLIT``.

@@ -172,8 +172,8 @@ def load_rows(
 
     Data sets ``hf:NAME`` are downloaded into the cache of the ``datasets`` library. The environment
     variable ``HF_HOME`` sets the location of the cache, ``HF_HUB_OFFLINE=1`` forbids downloads, and
-    ``HF_TOKEN`` gives access to gated data sets. Data sets ``tfds:NAME`` must already be prepared
-    as ArrayRecord files; reading them does not need TensorFlow.
+    ``HF_TOKEN`` gives access to gated data sets. Data sets ``tfds:NAME`` are read as ArrayRecord
+    files, which does not need TensorFlow if they are already prepared.
 
     Args:
         source: a path, ``hf:NAME:CONFIG:SPLIT`` or ``tfds:NAME:SPLIT``.

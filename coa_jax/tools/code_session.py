@@ -197,7 +197,7 @@ def own_result(result: Result) -> Result:
 
 
 def remembered(outcome: Outcome, text: str, result: Result) -> tuple[Outcome, str]:
-    """Tells the policy if later calls will not run a program again.
+    """Adds a sentence to an observation if later calls will not run its program again.
 
     A program that was stopped at a limit is not run again. A program that a signal ended, for
     example after a stack overflow, is not run again either, because it would also end later calls.

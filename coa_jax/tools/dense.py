@@ -71,7 +71,7 @@ def nearest(vectors: np.ndarray, queries: np.ndarray, top_k: int) -> list[list[t
 
 
 class DenseIndex:
-    """A search index that ranks passages by the cosine between their vector and the query's."""
+    """A search index that ranks passages by the cosine of their vectors with the query vector."""
 
     def __init__(self, passages: Sequence[Passage], vectors: np.ndarray, encoder: Encoder):
         """Creates the index.

@@ -83,8 +83,8 @@ class StoreConfig(Bounded):
     Attributes:
         path: path of an SQLite file, which several processes may share; "" stores no answers.
         mode: ``cache``, ``record`` or ``replay``, see ``coa_jax.tools.recorded``.
-        tools: tools whose answers are stored. () stores the answers of all tools, except that the
-            mode ``cache`` stores only those of ``web_search`` and ``crawl_page``.
+        tools: tools whose answers are stored. () means all tools, or only ``web_search`` and
+            ``crawl_page`` in the mode ``cache``.
         max_age_s: age in seconds after which a cached answer is not used; 0 for no limit.
         max_entries: maximum number of stored answers, beyond which the oldest are deleted; 0 for no
             limit.

@@ -87,7 +87,7 @@ def redact_all(value: Any) -> Any:
 
 
 def redact_variables(value: Any, names: Iterable[str]) -> Any:
-    """Returns a text or JSON value in which the values of some variables are replaced.
+    """Returns a text or JSON value in which the values of variables are replaced by "[secret]".
 
     Args:
         value: the text or JSON value.
