@@ -1,7 +1,8 @@
-"""Converts a row of any known form to a `DistilledRecord`; docs/data.md shows the forms.
+"""Converts rows of all supported formats to `DistilledRecord`; docs/data.md shows the formats.
 
-The keys of a row determine its form. A value of a wrong type raises `TypeError` or `ValueError`:
-the file is damaged. `Unusable` means that only this row cannot be used for training.
+The keys of a row determine its format. A value with a wrong type raises `TypeError` or
+`ValueError`, because the file is then damaged. `Unusable` means that the file is intact, but that
+this row is not safe to train on.
 """
 
 from __future__ import annotations
@@ -43,9 +44,12 @@ _QUESTION = re.compile(r"(?:\A|\n)[ \t]*(?:Question|Task)[ \t]*:[ \t]*\n?")
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A record, and the tags from which its protocol was inferred.
+    """A record that was converted from a row.
 
-    The tags are empty if the row names the protocol.
+    Attributes:
+        record: the record.
+        tags: tags from which the protocol was inferred; () if the row or the setting names the
+            protocol.
     """
 
     record: DistilledRecord
@@ -57,12 +61,13 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
 
     Args:
         value: the JSON value of the row.
-        name: id of the record if the row has none.
-        protocol: protocol of rows that name none; "" to infer it from their tags.
+        name: id of the record if the row has no id.
+        protocol: protocol of the record if the row names no protocol; "" infers the protocol from
+            the tags of the row.
 
     Raises:
-        KeyError, TypeError, ValueError: the row has no known form, or is damaged.
-        Unusable: the row cannot be used safely for training.
+        KeyError, TypeError, ValueError: the row has an unknown format, or is damaged.
+        Unusable: the row is not safe to train on.
         UserError: the protocol is unknown.
     """
     if not isinstance(value, dict):
@@ -81,18 +86,21 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
     if asked is not None and replied is not None:
         return _of_alpaca(value, asked, replied, name, protocol)
     if "parts" in value:
-        optional = ("metadata", "prompt", "context")  # null where a table has no value
+        optional = ("metadata", "prompt", "context")  # tables have null for a missing value
         row = {k: v for k, v in value.items() if v is not None or k not in optional}
         return Made(_checked(DistilledRecord.from_json(row)))
     if {"tokens", "author", "task_id"} <= value.keys():
         raise ValueError("a sampled trajectory, not a record; learn from it with coa_jax.rft")
     if "question" in value:
-        raise ValueError("a question without 'parts', which is a task and no record to learn")
+        raise ValueError("a question without 'parts', which is a task and not a record")
     raise ValueError(_unknown(value))
 
 
 def _present(value: Mapping[str, Any], keys: Sequence[str]) -> str | None:
-    """Returns the first of some keys that has a value; else the first key that exists."""
+    """Returns the first of some keys whose value is not null, or else the first key that exists.
+
+    The result is None if the row has none of the keys.
+    """
     there = [key for key in keys if key in value]
     return next((key for key in there if value[key] is not None), next(iter(there), None))
 
@@ -112,7 +120,10 @@ def _checked(record: DistilledRecord) -> DistilledRecord:
 
 
 def from_tfds(example: Mapping[str, Any]) -> DistilledRecord:
-    """Converts an element of a TFDS data set to a record."""
+    """Converts an element of a TFDS data set to a record.
+
+    ``coa_jax.distill.export`` writes such data sets.
+    """
 
     def text(value: Any) -> str:
         return value.decode() if isinstance(value, bytes) else str(value)
@@ -135,7 +146,7 @@ def from_tfds(example: Mapping[str, Any]) -> DistilledRecord:
 
 
 def _of_alpaca(value: dict[str, Any], asked: str, replied: str, name: str, protocol: str) -> Made:
-    """Reads the alpaca form; ``instruction`` and ``input`` join to the user message."""
+    """Converts an alpaca row, whose ``instruction`` and ``input`` form the user message."""
     more = _text(value, "input") if asked == "instruction" else ""
     first = _text(value, asked)
     prompt = "\n".join(filter(None, (first, more)))
@@ -154,7 +165,7 @@ def _of_alpaca(value: dict[str, Any], asked: str, replied: str, name: str, proto
 
 
 def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -> Made:
-    """Reads the turns of a conversation: ShareGPT's ``from`` and ``value``, or OpenAI's roles."""
+    """Converts a row with messages, which have the keys of ShareGPT or of OpenAI."""
     if not isinstance(listed, list):
         raise TypeError(f"the conversation cannot be {type(listed).__name__}")
     if any(isinstance(turn, dict) and {"sender", "kind"} <= turn.keys() for turn in listed):
@@ -185,10 +196,10 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
     # The trajectory begins after the last user message that is not a tagged observation.
     users = [role == "user" and not _shown(text) for role, text, _ in turns]
     if True not in users:
-        raise Unusable("no message of the user")
+        raise Unusable("there is no user message")
     end = len(users) - users[::-1].index(True)
     start = end
-    while start and users[start - 1]:  # one message may span several turns
+    while start and users[start - 1]:  # consecutive user messages form one message
         start -= 1
     if any(role in ("tool", "call") for role, _, _ in turns[:start]):
         raise Unusable("the user speaks again after a tool: not the run of a single question")
@@ -197,7 +208,7 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
     if any(unlearned[end:]):
         raise Unusable("a turn of the assistant inside of the trajectory is marked as not learned")
     if any(role == "system" for role, _, _ in turns[end:]):
-        raise Unusable("a system message stands inside of the trajectory")
+        raise Unusable("a system message is in the middle of the trajectory")
     named = _named(value, protocol)
     rules = get_protocol(named) if named else any_protocol()
     reply = tuple(
@@ -238,7 +249,7 @@ def _shown(text: str) -> bool:
 
 
 def _written(rules: Protocol, role: str, text: str, calls: Any) -> str:
-    """Returns the text of a turn of the trajectory, with tool calls as tags."""
+    """Returns the text of a message of the trajectory. Tool calls are written as tags."""
     if role == "call" and text.lstrip().startswith("{"):
         try:
             return _tagged(rules, json.loads(text))
@@ -247,12 +258,12 @@ def _written(rules: Protocol, role: str, text: str, calls: Any) -> str:
     if role != "assistant" or not calls:
         return text
     if not isinstance(calls, list) or len(calls) != 1 or not isinstance(calls[0], dict):
-        raise Unusable("a turn calls several tools at once, which no protocol can say")
+        raise Unusable("a turn calls several tools at once, which no protocol can express")
     return "\n".join(filter(None, (text, _tagged(rules, calls[0].get("function")))))
 
 
 def _tagged(rules: Protocol, call: Any) -> str:
-    """Converts a call ``{"name", "arguments"}`` to the tag of the tool with its body."""
+    """Writes a call ``{"name": ..., "arguments": ...}`` as the tag of the tool with a body."""
     name = call.get("name") if isinstance(call, dict) else None
     arguments = call.get("arguments") if isinstance(call, dict) else None
     if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
@@ -277,7 +288,7 @@ def _tagged(rules: Protocol, call: Any) -> str:
 
 
 def _named(value: Mapping[str, Any], protocol: str) -> str:
-    """Returns the protocol that a row names, else the protocol of the setting."""
+    """Returns the protocol that a row names, or else the protocol of the setting."""
     named = value.get("protocol") or protocol
     if not isinstance(named, str):
         raise TypeError(f"the field 'protocol' cannot be {type(named).__name__}")
@@ -298,13 +309,15 @@ def _assemble(
 
     Args:
         value: the row.
-        context: turns before the user message.
+        context: (role, text) of each message before the user message.
         prompt: the user message.
-        turns: (author, text) of the turns after the user message.
-        exact: parts of the assistant's turn, if the row has them.
-        name: id if the row has none.
-        protocol: protocol if the row names none.
-        question: the question, if the user message has no mark before it.
+        turns: (author, text) of each message after the user message.
+        exact: (author, text) of each part of the trajectory, if the row contains the authors; else
+            None.
+        name: id of the record if the row has no id.
+        protocol: protocol of the record if the row names no protocol.
+        question: the question, used if the user message does not mark its question with
+            ``Question:`` or ``Task:``.
     """
     marked, begin = _question(prompt)
     if marked is None:
@@ -342,7 +355,11 @@ def _assemble(
 
 
 def _question(prompt: str) -> tuple[str | None, int]:
-    """Returns the question after its mark in a user message, and the offset of the mark."""
+    """Finds the question after ``Question:`` or ``Task:`` in a user message.
+
+    Returns:
+        (question, offset of the mark); (None, 0) if there is no mark.
+    """
     found = _QUESTION.search(prompt)
     if found is None or not prompt[found.end() :].strip():
         return None, 0
@@ -372,7 +389,7 @@ def _text(value: Mapping[str, Any], key: str) -> str:
 
 
 def _content(content: Any, number: int) -> str:
-    """Returns the text of a turn; OpenAI's clients may write it as a list of parts."""
+    """Returns the text of a message. The content may be a string or OpenAI's list of parts."""
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else None for part in content]
         if not all(isinstance(part, str) for part in parts):
@@ -394,7 +411,7 @@ def _pairs(value: Any, key: str) -> Parts:
 
 
 def _parts(value: Any) -> Parts:
-    """Reads ``[{"author", "text"}]`` or ``[[author, text]]``."""
+    """Reads the parts of a record from a list of ``{"author", "text"}`` or ``[author, text]``."""
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         value = [[part.get("author"), part.get("text")] for part in value]
     parts = _pairs(value, "parts")
@@ -404,7 +421,7 @@ def _parts(value: Any) -> Parts:
 
 
 def _spans(value: Any, output: str) -> Parts:
-    """Splits a text by the character spans [start, end) that the policy wrote."""
+    """Splits a text into parts, given the character ranges [start, end) that the policy wrote."""
     numbers = [n for span in value for n in span] if _is_spans(value) else [-1]
     if numbers != sorted(numbers) or any(not 0 <= n <= len(output) for n in numbers):
         raise ValueError("the field 'policy' must be a list of ascending [start, end] in 'output'")

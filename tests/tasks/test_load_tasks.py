@@ -34,7 +34,7 @@ def test_what_validates_is_not_trained_on(tmp_path, caplog):
     assert not {t.id for t in splits["train"]} & {t.id for t in splits["validation"]}
     assert "5 tasks of the training split are used for validation" in caplog.text
     assert splits["validation"] == load_tasks(path, "validation", 5, 3)
-    with pytest.raises(UserError, match="every training task is a validation task too"):
+    with pytest.raises(UserError, match="every training task is also a validation task"):
         load_splits(path, {"train": 5, "validation": None})
 
 
