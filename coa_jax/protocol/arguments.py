@@ -43,7 +43,7 @@ def _named(protocol: Protocol, tool: str) -> dict[str, str]:
 
 
 def describe(protocol: Protocol, tool: str) -> str:
-    """Returns the description of a tool that the policy reads in its prompt."""
+    """Returns the description of a tool, in the form in which the policy's prompt contains it."""
     said = protocol.described.get(tool) or _DOES[tool]
     if tool in protocol.schemas:  # the schema describes the body
         said = said.partition(" The body is ")[0]
@@ -76,9 +76,9 @@ def to_text(protocol: Protocol, tool: str, arguments: Mapping[str, Any]) -> str:
     """Converts the JSON arguments of a call to the text that the tool takes.
 
     Args:
-        protocol: protocol that has the tool.
+        protocol: protocol that contains the tool.
         tool: tag of the tool.
-        arguments: argument -> value.
+        arguments: name of an argument -> its value.
 
     Raises:
         ValueError: an argument is missing or is not a string. The message is written for the
@@ -115,16 +115,16 @@ def to_text(protocol: Protocol, tool: str, arguments: Mapping[str, Any]) -> str:
 def from_text(protocol: Protocol, tool: str, text: str) -> dict[str, Any]:
     """Converts the text that a tool takes to the JSON arguments of a call.
 
-    This is the inverse of `to_text`. A text without the form that the tool requires becomes the
-    first argument of the tool.
+    This is the inverse of `to_text`. If the text does not have the form that the tool requires, the
+    whole text becomes the value of the tool's first argument.
 
     Args:
-        protocol: protocol that has the tool.
+        protocol: protocol that contains the tool.
         tool: tag of the tool.
         text: text that the tool takes.
 
     Returns:
-        Argument -> value.
+        A mapping from the names of the arguments to their values.
     """
     text = text.strip()
     if tool in protocol.schemas:
@@ -154,8 +154,8 @@ def read_call(protocol: Protocol, text: str) -> tuple[str, str]:
         (tag of the tool, text that the tool takes).
 
     Raises:
-        ValueError: the text has another form, or the arguments are invalid. The message is written
-            for the policy, which gets it as an observation.
+        ValueError: the text does not have this form, or the arguments are invalid. The message is
+            written for the policy, which gets it as an observation.
     """
     form = '{"name": TOOL, "arguments": {...}}'
     try:

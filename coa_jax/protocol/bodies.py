@@ -33,7 +33,8 @@ _JSON_FENCE = re.compile(r"\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*", re.DOTALL)
 def without_thought(reply: str) -> str:
     """Removes the thought (``<think>...</think>``) at the beginning of a model's reply.
 
-    If the thought has no closing tag, the result is "", because the model has not begun its reply.
+    If the thought has no closing tag, the result is "", because the text then ends within the
+    thought.
     """
     return _THOUGHT.sub("", reply, count=1) if reply.lstrip().startswith("<think>") else reply
 
@@ -72,7 +73,9 @@ def parse_reflection(body: str) -> dict[str, str] | None:
 
 
 def format_reflection(grades: dict[str, str]) -> str:
-    """Writes the body of a reflection as the paper does; `parse_reflection` is the inverse.
+    """Writes grades as the body of a reflection; `parse_reflection` is the inverse.
+
+    The names of the grades are those of the Chain-of-Agents paper: Good, Fair and Poor.
 
     Args:
         grades: criterion -> ``good``, ``average`` or ``poor``.

@@ -58,18 +58,18 @@ MAY_SHOW_TAGS: frozenset[BodyForm] = frozenset({"text", "code", "solution"})
 
 
 def outcomes(form: BodyForm, pass_score: int) -> tuple[tuple[Regex, str], ...]:
-    """Splits the language of a form by the state of the protocol's automaton after the body.
+    """Groups all bodies of a form by the state in which they leave the protocol's automaton.
 
-    For example, a reflection with a poor grade leads to another state than a reflection without
-    one.
+    For example, the form of reflections has two groups: bodies with a poor grade and bodies without
+    a poor grade. After these, the policy must continue differently.
 
     Args:
         form: form of the body.
         pass_score: lowest score of a ``double_check`` after which ``answer`` may follow.
 
     Returns:
-        (language, sample body) for each state. All bodies of the language lead to the same state as
-        the sample body.
+        (language, sample body) for each group. The language contains the bodies of the group, and
+        the sample body is one of them.
     """
     if form == "grades":
         good = _grades(("good", "average", "fair"))

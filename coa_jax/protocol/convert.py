@@ -33,7 +33,7 @@ def in_format(
         The parts in the new format: (``"policy"`` or ``"environment"``, text) of each part.
 
     Raises:
-        UserError: the protocol of the record has another format than ``tags``.
+        UserError: the argument ``tags`` is a protocol in another format.
     """
     if protocol.format is None or tags.format is not None:
         raise UserError(

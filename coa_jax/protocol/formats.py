@@ -50,30 +50,34 @@ class Reader(typing.Protocol):
     None.
 
     Attributes:
-        violations: violated rules so far, in the order in which they were found.
+        violations: violations found so far, in the order in which they were found.
     """
 
     violations: list[Violation]
 
     @property
     def open_role(self) -> str | None:
-        """Role of the segment that has begun and not ended; None if its role is not known yet."""
+        """Role of the segment that is being read; None while the role is unknown."""
 
     @property
     def open_body(self) -> str:
-        """Beginning of the body of the segment that has begun; "" if its role is not known yet."""
+        """Body, as far as read, of the segment that is being read; "" while its role is unknown."""
 
     def feed(self, chunk: str) -> list[Segment]:
         """Parses more text; returns the segments that this text completes."""
 
     def end_turn(self) -> list[Segment]:
-        """Notes that the policy has ended its turn; returns the segments that this completes.
+        """Tells the parser that the policy has ended its turn; returns the segments that end here.
 
-        The token that ends a turn has no text.
+        The parser cannot see the end of a turn, because the token that ends a turn has no text.
         """
 
     def interrupt(self) -> None:
-        """Notes that a tool has answered, so that no mark can continue in the next text."""
+        """Tells the parser that a tool has answered, before the policy's next text is fed.
+
+        A mark that is incomplete at this point stays plain text. The policy's next text cannot
+        complete it.
+        """
 
     def finish(self) -> list[Segment]:
         """Ends the text in the middle of a turn; returns the remaining segments."""
@@ -100,8 +104,8 @@ class Format:
     """A conversation format. A subclass must define `reader`, `write` and `instructions`.
 
     Attributes:
-        turns: whether tools run when the policy ends its turn. If True, the chat template of the
-            model writes the results as a turn of their own. If False, a tool runs as soon as its
+        turns: whether tools run only when the policy ends its turn. If True, the model's chat
+            template writes the results as a separate turn. If False, a tool runs as soon as its
             call is complete, and its result follows in the same turn, between ``head`` and
             ``tail``.
         templated: whether the chat template describes the tools to the policy, as JSON schemas.
@@ -135,8 +139,8 @@ class Format:
 
         Args:
             protocol: protocol with the tools.
-            brief: whether the instructions are short, for policies that have learned the format by
-                training.
+            brief: whether to return short instructions, which suffice for a policy that was trained
+                on the format.
         """
         raise TypeError(f"{type(self).__name__} has no method 'instructions'")
 
@@ -154,7 +158,7 @@ class Format:
         return []
 
     def quote(self, text: str) -> str:
-        """Escapes the text of a tool, so that it cannot contain the mark that ends the result."""
+        """Escapes a tool's text, so that the text cannot contain the mark that ends a result."""
         return text
 
 

@@ -46,9 +46,9 @@ class ByteAutomaton:
     from every state.
 
     Attributes:
-        transitions: int32 of shape ``[S, 257]``, the next state for each byte value, and for
-            `OBSERVED`, the answer of the environment. The value `DEAD` stands for a byte that is
-            not allowed.
+        transitions: int32 of shape ``[S, 257]``, the next state for each byte value from 0 to 255,
+            and for the symbol `OBSERVED` (256), which stands for a whole observation. The value
+            `DEAD` means that the byte or symbol is not allowed.
         answered: bool of shape ``[S]``, True for the states after a closed answer.
     """
 

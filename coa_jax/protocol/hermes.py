@@ -117,10 +117,10 @@ class HermesReader(Pieces):
 
     @property
     def open_role(self) -> str | None:
-        """Role of the open segment, see `Reader`.
+        """Role of the segment that is being read, see `Reader.open_role`.
 
-        Text outside tags has no role before the turn ends: it is the answer only if the turn
-        contains no call.
+        Text outside tags has no role before the turn ends, because this text is the answer only if
+        the turn contains no call.
         """
         return THINK if self._open == THINK else None
 
@@ -186,7 +186,7 @@ class HermesReader(Pieces):
         return self.close()
 
     def end_turn(self) -> list[Segment]:
-        """Notes that the policy has ended its turn; returns the segments that this completes."""
+        """Tells the parser that the policy's turn has ended; returns the segments that end here."""
         self.interrupt()
         if self._open:
             self.broken("unclosed", f"<{self._open}> is never closed", self.start)

@@ -27,9 +27,9 @@ _AROUND = 3
 
 
 def write_protocols(folder: str | os.PathLike[str]) -> None:
-    """Writes the protocols that this process created for its tools to ``protocols.json``.
+    """Writes a file ``protocols.json`` with the protocols that this process has created.
 
-    Without such protocols, no file is written.
+    If the process has created no protocol, no file is written.
 
     Args:
         folder: folder in which the file is written.
@@ -52,10 +52,10 @@ def write_protocols(folder: str | os.PathLike[str]) -> None:
 def find_protocols(path: str | os.PathLike[str]) -> None:
     """Finds ``protocols.json`` for a file or folder, and registers its protocols.
 
-    The file is searched in the folder itself, in its parent folder, and in further parent folders
-    that contain ``config.json``, which is the mark of a run's work directory. The first file found
-    is used. A protocol whose name is already registered is skipped, so that the protocols of this
-    process take precedence.
+    The function looks for the file in the folder itself, in its parent folder, and in those folders
+    above that contain a ``config.json``, because this file marks the work directory of a run. The
+    first ``protocols.json`` found is used. A protocol whose name is already registered is skipped,
+    so that the protocols of this process take precedence.
 
     Args:
         path: path of trajectories or of a model.

@@ -13,12 +13,13 @@ from coa_jax.protocol.spec import Protocol
 class Monitor:
     """Watches the parser of the policy's text for violations.
 
-    A text that ends with its answer and never made ``broken`` true has no violation. In formats
-    other than ``tags``, the parser itself reports all violations.
+    If ``broken`` is still False after the answer, the whole text has no violation. In formats other
+    than ``tags``, the parser itself reports all violations.
 
     Attributes:
         protocol: the protocol.
-        broken: whether every continuation of the text so far has a violation.
+        broken: whether the text so far breaks a rule, so that no continuation can make the text
+            valid.
     """
 
     def __init__(self, protocol: Protocol):
@@ -48,10 +49,10 @@ class Monitor:
         return self.broken
 
     def observe(self, text: str) -> None:
-        """Notes that the environment has answered a call.
+        """Tells the monitor that the environment has answered a call.
 
         Args:
-            text: text of the answer.
+            text: text of the environment's answer.
         """
         if self.protocol.format is None:
             self._state = advance(self.protocol, self._state, self.protocol.observation, text)

@@ -41,7 +41,7 @@ class Segment:
         role: name of the tag; None for text outside tags.
         body: text between the opening and the closing tag, or the text outside tags.
         start: offset of the first character, including the opening tag.
-        end: offset after the last character, including the closing tag.
+        end: offset one past the last character, including the closing tag.
         closed: False if the text ended before the closing tag. Text outside tags is always closed.
     """
 
@@ -115,7 +115,8 @@ class Parser:
     def open_body(self) -> str:
         """Beginning of the body of the segment that is not complete yet.
 
-        An end of the text that may be the beginning of a tag is not included.
+        Characters at the end that may be the beginning of a tag, such as ``</ans``, are not
+        included.
         """
         text = "".join(self._pieces)
         return text if self._role is None else text[len(self._role) + 2 :]
@@ -158,12 +159,16 @@ class Parser:
         return done
 
     def interrupt(self) -> None:
-        """Notes that other text comes before the next chunk, so that no tag continues there."""
+        """Tells the parser that a tool has answered, before the next chunk of the policy's text.
+
+        An incomplete tag at the end of the previous chunk becomes plain text. The next chunk cannot
+        complete the tag.
+        """
         self._take(self._carry)
         self._carry = ""
 
     def end_turn(self) -> list[Segment]:
-        """Notes that the policy has ended its turn, which completes no segment in this format."""
+        """Returns [], because in this format the end of a turn completes no segment."""
         return []
 
     def finish(self) -> list[Segment]:
@@ -224,7 +229,7 @@ def parse(protocol: Protocol, text: str) -> Parse:
 
 
 def quote_tool_text(protocol: Protocol, text: str) -> str:
-    """Escapes the text of a tool, so that it cannot end the observation that contains it.
+    """Escapes a tool's text, so that the text cannot end the observation that contains the text.
 
     In the format ``tags``, the closing tag of an observation becomes ``&lt;/observation&gt;``, and
     all other text stays unchanged. Other formats escape their own marks.

@@ -136,9 +136,10 @@ class Messages(typing.NamedTuple):
 def messages_of(asked: Asked, prompt: Prompt) -> Messages:
     """Returns the messages that put the question of a task or a record to a policy.
 
-    The messages before the user message are kept, except that the system message of ``prompt``, if
-    any, replaces their system message. In formats other than ``tags``, the instructions and the
-    system message from the data set are left out, because they describe tags.
+    The messages that the data set has before the user message are kept, except that the system
+    message of ``prompt``, if any, replaces the data set's system message. In formats other than
+    ``tags``, the data set's instructions and system message are left out, because these describe
+    tags.
 
     Args:
         asked: the task or record.
@@ -164,8 +165,8 @@ def render_prompt(protocol: Protocol, question: str, style: str = "full") -> str
     """Returns the user message that puts a question to a policy.
 
     The message consists of the instructions, a blank line, ``Question: `` and the question. For the
-    protocol `TURNS`, which has no rules, the message is only the question. A template determines
-    the message by itself.
+    protocol `TURNS`, which has no rules, the message is only the question. If ``style`` is a
+    template, the message is the template with the question inserted.
 
     Args:
         protocol: protocol whose rules the instructions explain.
@@ -208,7 +209,7 @@ def _full(protocol: Protocol) -> str:
 
 
 def answer_rule(protocol: Protocol) -> str:
-    """Returns the sentences in a prompt that say which form an answer must have."""
+    """Returns the sentences of the instructions that say which form an answer must have."""
     form = protocol.form(protocol.answer)
     return _ANSWERS[form] + ("" if form == "solution" else " Join several answers by |.")
 

@@ -182,12 +182,12 @@ class ReactReader(Pieces):
         return done
 
     def interrupt(self) -> None:
-        """Notes that a tool has answered. The next text begins at the start of a line."""
+        """Tells the parser that a tool has answered. The policy's next text begins a new line."""
         super().interrupt()
         self._line_start = True
 
     def end_turn(self) -> list[Segment]:
-        """Notes that the policy has ended its turn; returns the segments that this completes."""
+        """Tells the parser that the policy's turn has ended; returns the segments that end here."""
         super().interrupt()
         if self._mark == "Final Answer:":
             done = self.answer(self.text[self._begins :].strip())

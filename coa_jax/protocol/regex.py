@@ -132,14 +132,14 @@ def optional(regex: Regex) -> Regex:
 
 
 def star(regex: Regex) -> Regex:
-    """Returns the Kleene star of a language: concatenations of any number of its strings."""
+    """Returns the Kleene star: the concatenations of any number of strings of a language."""
     if regex is ANY_BYTE:
         return ANYTHING
     return EMPTY_STRING if regex in (NOTHING, EMPTY_STRING) else _node("star", regex, True)
 
 
 def up_to(count: int, regex: Regex) -> Regex:
-    """Returns the language of concatenations of at most ``count`` strings of a language."""
+    """Returns the language of all concatenations of at most ``count`` strings of a language."""
     result = EMPTY_STRING
     for _ in range(count):
         result = optional(regex + result)
@@ -147,7 +147,7 @@ def up_to(count: int, regex: Regex) -> Regex:
 
 
 def containing(regex: Regex) -> Regex:
-    """Returns the language of all strings that contain a string of a language."""
+    """Returns the language of all strings that contain a string of the given language."""
     return ANYTHING + regex + ANYTHING
 
 
@@ -180,9 +180,9 @@ def matches(regex: Regex, text: bytes) -> bool:
 
 
 def byte_groups(regexes: Iterable[Regex]) -> list[list[int]]:
-    """Divides the 256 bytes into groups; all bytes of a group have the same derivatives.
+    """Divides the 256 byte values into groups that the given languages do not distinguish.
 
-    This holds for the derivative of each of the given languages.
+    Each of the languages has the same derivative by all bytes of a group, see `derivative`.
     """
     groups = [_ALL_BYTES]
     for mask in frozenset[int]().union(*map(_first_sets, regexes)):

@@ -69,7 +69,8 @@ class Protocol:
         notes: tag -> a sentence about the tool that prompts add, such as the packages that its
             programs can import.
         pass_score: lowest score of a ``double_check`` after which ``answer`` may follow.
-        must_end: whether ``answer`` must follow a ``double_check`` with at least this score.
+        must_end: whether ``answer`` must follow a ``double_check`` with at least the score
+            ``pass_score``.
         observation: name of the tag around text of the environment.
         answer: name of the tag that ends the episode.
         schemas: tag -> JSON schema of the arguments, for tools whose body is a JSON object.
@@ -323,15 +324,16 @@ def made_protocols() -> tuple[Protocol, ...]:
 
 
 def names_with_levels() -> tuple[str, ...]:
-    """Returns the names of all registered protocols that have tags, each at both levels."""
+    """Returns all names of the registered protocols that have tags.
+
+    Each protocol has two names: without a suffix (level ``lenient``) and with ``:paper``.
+    """
     names = protocol_names()
     return (*names, *(f"{name}:{LEVELS[1]}" for name in names))
 
 
 def get_protocol(name: str) -> Protocol:
-    """Returns the protocol with a given name.
-
-    These protocols are built in:
+    """Returns the protocol with a given name. These protocols are built in:
 
     * ``web``, ``mhqa`` and ``code``: the three agents of the Chain-of-Agents paper.
     * ``web_wiki``: the rules of the web agent, with the tool ``wiki_search``.
@@ -391,7 +393,8 @@ def add_note(tool: str, note: str) -> None:
 
     Args:
         tool: tag of the tool.
-        note: the sentence, which replaces an earlier note; "" removes an earlier note.
+        note: the sentence, which replaces an earlier note about the tool; "" only removes an
+            earlier note.
     """
     for name, protocol in _PROTOCOLS.items():
         if tool in protocol.tools and protocol.notes.get(tool, "") != note:

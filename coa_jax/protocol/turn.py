@@ -11,8 +11,8 @@ class Pieces:
     """The text that a parser has read since its last complete segment.
 
     Attributes:
-        violations: violated rules so far.
-        text: text since the last segment, without ``carry``.
+        violations: violations found so far.
+        text: text since the last complete segment, without ``carry``.
         carry: end of the text that may be the beginning of a mark, such as ``<tool_``.
     """
 
@@ -25,11 +25,14 @@ class Pieces:
 
     @property
     def end(self) -> int:
-        """Offset of the end of ``text`` in the policy's text, in characters."""
+        """Offset in the policy's whole text, in characters, at which ``text`` ends."""
         return self.start + len(self.text)
 
     def interrupt(self) -> None:
-        """Notes that a tool has answered, so that the next piece cannot complete a mark."""
+        """Moves ``carry`` to ``text``, because the text of a tool comes next.
+
+        Therefore the policy's next text cannot complete the mark that may have begun in ``carry``.
+        """
         self.text += self.carry
         self.carry = ""
 
@@ -71,7 +74,7 @@ class Pieces:
 
 
 def undecided(data: str, marks: tuple[str, ...]) -> int:
-    """Returns the length of the longest end of a text that is the beginning of a mark."""
+    """Returns the length of the longest suffix of a text with which a longer mark begins."""
     longest = max(map(len, marks))
     for size in range(min(longest - 1, len(data)), 0, -1):
         if any(mark.startswith(data[-size:]) for mark in marks):

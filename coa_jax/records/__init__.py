@@ -142,8 +142,8 @@ def _found(row: Row, info: Mapping[str, Any], protocol: str) -> Read | LeftOut:
 class Records:
     """A sequence of all rows of some files. A row is read when it is accessed.
 
-    Only the positions of the rows are in memory, with 16 bytes per row. Objects of this class can
-    be pickled.
+    Only the positions of the rows in the files are kept in memory, which takes 16 bytes per row.
+    Objects of this class can be pickled.
     """
 
     def __init__(self, source: str | os.PathLike[str], protocol: str = "") -> None:
@@ -192,8 +192,7 @@ def _short(reason: str) -> str:
 def read_records(source: str | os.PathLike[str], protocol: str = "") -> list[DistilledRecord]:
     """Reads all records of some files.
 
-    The function logs a warning with the number of rows that are left out, and a warning with the
-    protocols that were inferred.
+    The function logs how many rows are left out and why, and which protocols were inferred.
 
     Args:
         source: files to read, see `rows.find_files`.
@@ -222,7 +221,7 @@ class Counts:
 
     Attributes:
         left_out: reason -> (number of rows left out, file and row of the first two of these rows).
-        told: inferred protocol -> number of records with this protocol.
+        told: inferred protocol -> number of records for which this protocol was inferred.
         tags: inferred protocol -> tags from which the protocol was inferred.
     """
 

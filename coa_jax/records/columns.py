@@ -33,9 +33,9 @@ def renamed(row: Any, info: Mapping[str, Any]) -> Any:
 
     Args:
         row: a row of a data file.
-        info: entry of the data file in ``dataset_info.json``. Its ``columns`` map standard names of
-            columns to the names in the file. Its ``tags`` do the same for the keys and roles of
-            messages.
+        info: entry of the data file in ``dataset_info.json``. Its mapping ``columns`` gives the
+            name in the file for each standard column name. Its mapping ``tags`` does the same for
+            the keys and roles of messages.
     """
     if not isinstance(row, dict) or not info:
         return row

@@ -42,8 +42,8 @@ class Row(NamedTuple):
 
     Attributes:
         path: the file.
-        number: number of the line in a JSONL file, or number of the row in another file, counted
-            from 1.
+        number: line number of the row in a JSONL file, or row number in a file of another format,
+            counted from 1.
         where: file and row, as text for messages.
         value: JSON value of the row.
     """
@@ -64,7 +64,7 @@ class Rows:
         path: the file.
         size: number of rows.
         read: function that returns the JSON value of the row at an index.
-        lines: number of the line of each row in a JSONL file, counted from 1; None for other files.
+        lines: line number of each row of a JSONL file, counted from 1; None for other files.
     """
 
     path: Path
@@ -105,8 +105,8 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     * a pattern with ``*``, for all matching files,
     * a folder, for all its files with one of `SUFFIXES`,
     * ``FOLDER/SPLIT``, for a split of a TFDS data set that is prepared in the folder,
-    * ``hf:NAME:CONFIG:SPLIT`` or ``tfds:NAME:SPLIT``, a data set of `records.data_sets`. This text
-      is returned in place of a path.
+    * ``hf:NAME:CONFIG:SPLIT`` or ``tfds:NAME:SPLIT``, a data set of `records.data_sets`. For a data
+      set, the text itself is returned in place of a path.
 
     Raises:
         UserError: no file is named or matches, or a folder contains files of several formats.

@@ -31,7 +31,7 @@ class Unusable(ValueError):
 
 
 def frame(protocol: Protocol, body: str) -> str:
-    """Writes an observation as the rollout loop does: its text between tags, with line ends."""
+    """Returns a text between observation tags, with the line ends that the rollout loop writes."""
     return f"\n<{protocol.observation}>\n{body}\n</{protocol.observation}>\n\n"
 
 
@@ -42,7 +42,7 @@ def is_framed(protocol: Protocol, text: str) -> bool:
 
 
 def observation(protocol: Protocol, text: str) -> str:
-    """Writes the result of a tool as an observation, see `frame`.
+    """Returns the result of a tool between observation tags, see `frame`.
 
     Args:
         protocol: protocol with the observation tag.
@@ -155,7 +155,7 @@ def parts_of_turns(protocol: Protocol, turns: Parts) -> Parts:
 
     Raises:
         Unusable: a turn of the policy contains an observation tag, although the environment has
-            turns of its own, or the text is refused by `parts_of`.
+            turns of its own, or `parts_of` refuses the text.
     """
     runs = [
         (author, [text for _, text in run])
@@ -193,20 +193,22 @@ def any_protocol() -> Protocol:
 def infer_protocol(text: str, instructions: str) -> tuple[str, tuple[str, ...]]:
     """Infers the protocol of a trajectory from its tags.
 
-    The result is the protocol with the fewest tags among the protocols that have all used tags.
-    Tags that the instructions name count as used, unless no protocol has all of them. If the
-    instructions name the protocol, this protocol is the result.
+    If the instructions name a registered protocol, this protocol is the result. Otherwise the
+    result is the protocol with the fewest tags among those that contain every used tag.
+
+    Tags that the instructions name count as used at first. If this does not determine a protocol,
+    only the tags in the text count as used.
 
     Args:
         text: text of the policy.
         instructions: the system message, and the user message without the question.
 
     Returns:
-        (name of the protocol, the used tags, sorted).
+        (name of the protocol, the used tags in sorted order).
 
     Raises:
-        Unusable: no protocol has all used tags, or several protocols have the same smallest number
-            of tags.
+        Unusable: no protocol contains every used tag, or several such protocols have the same
+            smallest number of tags.
     """
     known = {name: get_protocol(name) for name in protocol_names()}
     named = _BRIEF.search(instructions)

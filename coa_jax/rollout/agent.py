@@ -125,7 +125,8 @@ class Agent:
 
         Args:
             question: question in plain text.
-            on_text: function that is called with each piece of text of the policy or of a tool.
+            on_text: function that is called whenever the policy or a tool has produced text, with
+                the new piece of text.
 
         Returns:
             The trajectory; its ``answer`` and ``text`` are the answer and the whole text.
@@ -139,7 +140,8 @@ class Agent:
 
         Args:
             question: question in plain text.
-            on_text: function that is called with each piece of text of the policy or of a tool.
+            on_text: function that is called whenever the policy or a tool has produced text, with
+                the new piece of text.
 
         Returns:
             The trajectory; its ``answer`` and ``text`` are the answer and the whole text.
@@ -162,7 +164,7 @@ class Agent:
                 return await anext(trajectories)
 
     async def stream(self, question: str) -> AsyncGenerator[Arrival, None]:
-        """Lets the policy answer a question, and yields its text while the text is produced.
+        """Lets the policy answer a question, and yields each piece of text as soon as it exists.
 
         Args:
             question: question in plain text.
@@ -189,12 +191,12 @@ class Agent:
 def protocol_of(tools: ToolsConfig, trained: str = "") -> tuple[str, ToolsConfig]:
     """Chooses a protocol for the given tools.
 
-    The first protocol of this list that exists is chosen:
+    The first protocol in this list whose condition holds is chosen:
 
-    1. the protocol that the settings of the tools name,
-    2. the protocol ``trained``, if it has a tag for one of the tools,
+    1. the protocol that the settings of the tools name, if they name one,
+    2. the protocol ``trained``, if it has a tag for at least one of the tools,
     3. ``generalist``, if it has a tag for each of the tools,
-    4. a registered protocol with exactly these tools,
+    4. a registered protocol with exactly these tools, if there is one,
     5. a new protocol with these tools, called ``asked``.
 
     Args:
@@ -202,8 +204,9 @@ def protocol_of(tools: ToolsConfig, trained: str = "") -> tuple[str, ToolsConfig
         trained: name of the protocol with which the policy was trained; "" if unknown.
 
     Returns:
-        (name of the protocol, settings of the tools). If the protocol is new, the settings name it,
-        so that creating the tools registers the protocol.
+        (name of the protocol, settings of the tools). If the protocol is new, the returned settings
+        name the protocol, so that `make_tools` creates and registers the protocol together with the
+        tools.
     """
     names = set(tools.names)
     if tools.protocol:

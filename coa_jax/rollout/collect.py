@@ -32,11 +32,11 @@ def collect(
         requests: the requests. No two requests may have the same prompt id.
         tools: tools that the policy can call.
         config: budgets of the trajectories.
-        on_finish: function that is called with each trajectory as soon as it ends.
+        on_finish: function that is called with each trajectory as soon as the trajectory ends.
 
     Returns:
-        One list per request, in the order of the requests. A list contains the trajectories in the
-        order of ``Request.samples``.
+        One list per request, in the order of the requests. Each list contains the request's
+        trajectories in the order of ``Request.samples``.
     """
     requests = list(requests)
     finished: dict[tuple[int, int], Trajectory] = {}

@@ -28,8 +28,8 @@ class Comparison:
         replayed: the replayed trajectory.
         same: number of leading tokens with equal ids and equal authors in both trajectories.
         identical: whether all tokens, the stop reason and the number of tool calls are equal. If a
-            clock or a fault ended the recorded trajectory, only its tokens must be equal: the
-            replay may be longer.
+            time limit or a fault ended the recorded trajectory, only its tokens must be equal, and
+            the replay may be longer.
     """
 
     recorded: Trajectory
@@ -38,9 +38,10 @@ class Comparison:
     identical: bool
 
     def logp_gaps(self) -> np.ndarray:
-        """Returns the absolute difference between the log-probabilities of each equal token.
+        """Returns the absolute differences between recorded and replayed log-probabilities.
 
-        The result is float32 of shape ``[same]``, with 0 for tokens that the policy did not sample.
+        The result is float32 of shape ``[same]``, with one difference for each of the leading equal
+        tokens, and 0 for tokens that the policy did not sample.
         """
         n = self.same
         return np.abs(self.recorded.logp[:n] - self.replayed.logp[:n])

@@ -43,11 +43,11 @@ def constraint_for(
 
 
 def plain_tokens(tokenizer: Any, vocab_size: int) -> list[bytes]:
-    """Returns the bytes of each token, with no bytes for control tokens.
+    """Returns the bytes of each token, with b"" for control tokens.
 
-    Constrained decoding never chooses a token without bytes. Control tokens must not be chosen,
-    because no text of a protocol contains a control token. This includes the end of a turn: an
-    episode ends with the closing tag of its answer, and an end of turn before this tag would leave
+    Constrained decoding never chooses a token without bytes. It must not choose control tokens,
+    because no text of a protocol contains a control token. The end-of-turn token is excluded too:
+    an episode must end with the closing tag of its answer, and a turn that ends earlier would leave
     the episode without an answer.
 
     Args:

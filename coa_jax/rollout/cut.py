@@ -19,7 +19,7 @@ KEPT = ("plan", "reflection")
 def kept_spans(
     spans: Sequence[SegmentSpan], lengths: Sequence[float], room: float
 ) -> list[SegmentSpan]:
-    """Returns the spans of a context to keep.
+    """Returns the newest spans of a context, which remain when the oldest steps are removed.
 
     A step consists of the spans up to and including an observation. The newest step is always kept,
     so the kept spans may have more than ``room`` tokens.

@@ -42,8 +42,8 @@ class Episode:
         tokens: ids of all tokens: prompt, policy and environment.
         context: ids of the tokens that the policy reads. These are all tokens, unless `cut` has
             removed some from the context.
-        versions: (position, policy version) for each position from which another version sampled
-            the tokens, see `computed_by`.
+        versions: (position, policy version) pairs. Each policy version sampled the tokens from its
+            position up to the position of the next pair, see `computed_by`.
         turn_over: whether the policy has ended a whole turn that an environment must answer.
     """
 
@@ -164,7 +164,7 @@ class Episode:
 
     @property
     def frame(self) -> tuple[str, str]:
-        """The text before the next observation, and the text after this observation."""
+        """(text before the next observation, text after the same observation), such as its tags."""
         if self.turn_over:
             return REPLY
         if self._frames is None:
@@ -200,7 +200,8 @@ class Episode:
         """Records which policy version computes the following forward passes.
 
         The record is an entry (position, version) in ``versions``. This version sampled the tokens
-        from ``position`` on, and computed the KV cache from the token before ``position`` on.
+        from ``position`` on. The forward pass that samples a token computes the keys and values of
+        the token before, so this version's keys and values begin at ``position - 1``.
         """
         position = len(self.tokens) if self.versions else 0
         if self.versions and self.versions[-1] == (position, self.versions[-1][1]):
@@ -259,13 +260,13 @@ class Episode:
             self._monitor.observe(text)
 
     def cut(self, most: int) -> int:
-        """Removes the oldest steps from the context. Must be called right after an observation.
+        """Removes the oldest steps from the context. Must be called directly after `observe`.
 
         Args:
             most: maximum number of tokens of the context, see `cut.kept_spans`.
 
         Returns:
-            The first position at which the token of the context has changed. The KV cache must be
+            The first position of the context that now contains another token. The KV cache must be
             computed again from this position on.
         """
         lengths = [span.end - span.start for span in self._spans]

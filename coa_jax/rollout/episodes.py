@@ -23,7 +23,7 @@ from coa_jax.rollout.request import Request
 
 
 class Episodes(typing.Protocol):
-    """An interface that says how episodes begin, and how the results of tools become tokens.
+    """An interface for creating episodes and for encoding the results of tools.
 
     The rollout loop does everything else, and is the same for all implementations.
     """
@@ -33,7 +33,7 @@ class Episodes(typing.Protocol):
 
         Args:
             request: request of the sample.
-            sample: number of the sample.
+            sample: number that identifies the sample within its request.
         """
         ...
 
@@ -74,7 +74,8 @@ class TextEpisodes:
         tokenizer: tokenizer of the policy.
         table: bytes of each token.
         end_tokens: ids of the tokens that end a turn.
-        max_observation_tokens: number of tokens to which the body of an observation is truncated.
+        max_observation_tokens: maximum number of tokens of the body of an observation. A longer
+            body is truncated.
         strict: whether an episode ends as soon as it violates a rule of its protocol.
     """
 
@@ -99,7 +100,7 @@ class TextEpisodes:
         )
 
     def frames(self, request: Request) -> Frames | None:
-        """Returns the text around tool results that the chat template writes.
+        """Returns the text that the chat template writes around the results of tools.
 
         The result is None for a format in which tool results are part of the assistant message.
         """

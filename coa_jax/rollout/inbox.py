@@ -85,7 +85,8 @@ class Inbox:
         """Delivers new parameters, which each engine loads before its next program call.
 
         Args:
-            parts: one copy of the parameters per group of devices, see `engine.layout.publish`.
+            parts: one copy of the parameters for each engine's group of devices, see
+                `engine.layout.publish`.
             version: policy version of the parameters.
             recompute: whether the engines recompute the KV caches of running samples with the new
                 parameters.
@@ -135,13 +136,13 @@ class Reader:
         self.waiting: deque[tuple[Request, int]] = deque()
 
     def sample(self) -> tuple[Request, int] | None:
-        """Returns the next sample for the engine, which stays in ``waiting``; None if none is left.
+        """Returns the engine's next sample, which stays in ``waiting``; None if no sample is left.
 
         The next sample is the first of the following:
 
         1. a sample in ``waiting``,
         2. the first sample of a request from the inbox, whose other samples also join ``waiting``,
-        3. a sample that waits at another reader, the one with the most waiting samples.
+        3. a sample in ``waiting`` of the reader with the most waiting samples.
         """
         while not self.waiting and (request := self._inbox.take()):
             self.waiting.extend((request, sample) for sample in request.samples)
@@ -157,7 +158,7 @@ class Reader:
     def take_cancelled(self) -> list[Request]:
         """Returns the requests that were cancelled since the last call of this method.
 
-        The samples of these requests may be at other readers.
+        Other readers may have taken some samples of these requests.
         """
         cancelled, self._cancelled = self._cancelled, []
         return cancelled
@@ -169,7 +170,7 @@ class Reader:
     async def changed(self) -> None:
         """Waits until the inbox has changed since the last call of this method.
 
-        The inbox changes by `Inbox.put`, `Inbox.cancel`, `Inbox.publish` and `Inbox.close`.
+        `Inbox.put`, `Inbox.cancel`, `Inbox.publish` and `Inbox.close` change the inbox.
         """
         await self._news.wait()
         self._news.clear()

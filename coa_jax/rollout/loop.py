@@ -35,7 +35,7 @@ def rollout(
 ) -> AsyncGenerator[Trajectory, None]:
     """Runs requests, and returns a generator of the trajectories in the order in which they end.
 
-    The text that the policy writes decides which tools are called.
+    The text of the policy is parsed to find tool calls.
 
     Args:
         engine, requests, tools, config, on_text, on_tokens, on_start: see `run_episodes`.
@@ -72,16 +72,18 @@ async def run_episodes(
             slots must be free. A request goes to an engine with free slots, and an idle engine also
             takes samples that wait for a slot of another engine. Trajectories do not depend on the
             engine that samples them.
-        episodes: says how samples begin, and how the results of tools become tokens.
+        episodes: creates the episodes of samples, and encodes the results of tools.
         requests: requests, or an `Inbox` to which requests are added at any time. An iterable is
             consumed lazily: the next request is taken when a slot is free.
         tools: tools that the policy can call. A call of any other tool gets the observation that
             the tool is unavailable.
         config: budgets of the trajectories.
-        on_text: function that is called with each piece of text of the policy or the environment.
-        on_tokens: function that is called after each decoded chunk with the number of tokens that
+        on_text: function that is called whenever the policy or the environment has produced text,
+            with the new piece of text.
+        on_tokens: function that is called after each decoded chunk, with the number of tokens that
             the policy wrote in the chunk.
-        on_start: function that is called once with the scheduler of each engine.
+        on_start: function that is called once per engine, with the engine's scheduler, before the
+            engine samples tokens.
 
     Yields:
         Trajectories without rewards, in the order in which they end.

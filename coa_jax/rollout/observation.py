@@ -20,20 +20,20 @@ from coa_jax.protocol import Protocol, quote_tool_text
 
 
 def observation_text(protocol: Protocol, text: str) -> str:
-    """Returns the text of a tool with the text that surrounds an observation."""
+    """Returns a tool's text with the text of the frame, such as observation tags, around it."""
     head, tail = plain_frame(protocol)
     return f"{head}{text}{tail}"
 
 
 def plain_frame(protocol: Protocol) -> tuple[str, str]:
-    """Returns the frame of an observation that is part of the assistant message."""
+    """Returns (text before, text after) of an observation inside an assistant message."""
     if protocol.format is not None:
         return protocol.format.head, protocol.format.tail
     return f"\n<{protocol.observation}>\n", f"\n</{protocol.observation}>\n\n"
 
 
 def frames_of(tokenizer: Any, protocol: Protocol) -> Frames:
-    """Returns the text around observations: before the first, between two, and after the last."""
+    """Returns the texts before the first observation, between two, and after the last."""
     if protocol.format is not None and protocol.format.turns:
         return result_frames(tokenizer)
     head, tail = plain_frame(protocol)
@@ -60,8 +60,9 @@ def encode_observation(
     The frame and the body are encoded separately, and the body is encoded as plain text. Therefore
     no tool can produce a control token, and SFT, which encodes the same parts, gets the same ids.
 
-    A long body is truncated between two characters, at a place where the remaining text encodes to
-    the remaining ids. Therefore the ids depend only on the returned body.
+    A body with more than ``max_tokens`` tokens is truncated between two characters, at a place
+    where the kept ids are also the encoding of the kept text. Therefore the ids depend only on the
+    returned body.
 
     Args:
         tokenizer: tokenizer of the policy.
@@ -100,7 +101,7 @@ def encode_reply(
 ) -> tuple[list[int], str]:
     """Encodes an environment's answer to a whole turn.
 
-    The answer becomes a user message, followed by the beginning of the next assistant message.
+    The answer becomes a user message. The beginning of the next assistant message follows.
 
     Args:
         tokenizer: tokenizer of the policy.
@@ -120,7 +121,7 @@ def encode_reply(
 
 
 def reply_length(tokenizer: Any) -> int:
-    """Returns the maximum number of tokens that surround the text of an answer to a whole turn."""
+    """Returns the maximum number of tokens that `encode_reply` adds to the text of an answer."""
     return sum(map(len, _reply_frame(tokenizer)))
 
 
@@ -167,7 +168,7 @@ def policy_ids(tokenizer: Any, protocol: Protocol, text: str) -> list[int]:
     """Encodes an assistant text that was not sampled, such as the text of a record for SFT.
 
     A mark of the protocol's format, such as ``<tool_call>``, becomes a single token if the
-    vocabulary has this token, as Qwen's vocabulary has.
+    vocabulary has such a token. Qwen's vocabulary has one.
 
     Args:
         tokenizer: tokenizer of the policy.

@@ -79,7 +79,8 @@ class Recording:
     Attributes:
         trajectory: the recorded trajectory.
         prompt: token ids of the prompt.
-        seed, prompt_id: the first two parts of the random key. The sample number is the third part.
+        seed, prompt_id: the first two parts of the trajectory's random key. The sample number is
+            the third part.
         sampling: sampling settings of the trajectory.
         rollout: budgets of the trajectory.
         engine: shapes of the engine that sampled the trajectory.
@@ -148,7 +149,7 @@ def recording(trajectory: Trajectory) -> Recording:
 
 
 def read_recordings(path: str, phase: str, step: int | None, limit: int) -> list[Recording]:
-    """Reads recorded trajectories that the same parameters have sampled.
+    """Reads recorded trajectories, and checks that all were sampled with the same parameters.
 
     Args:
         path: path or URL of the traces, see `iterate_trajectories`.
@@ -225,7 +226,7 @@ class RecordedTool:
 
 
 class RecordedSession(ToolLoop):
-    """An environment that gives the recorded answers, including the answers to its own tags."""
+    """An environment that returns recorded answers instead of computing them."""
 
     def __init__(self, begun: Mapping[str, Any], tools: Mapping[str, Tool]):
         """Creates the environment of a recorded trajectory.
@@ -242,13 +243,14 @@ class RecordedSession(ToolLoop):
     async def reset(self, context: ToolContext) -> Observation:
         """Returns the recorded result of a failed reset.
 
-        This method is not called if the reset succeeded, because the prompt is then recorded.
+        This method is called only if the recorded reset failed. After a successful reset, the
+        recording contains the prompt.
         """
         return await self.act(RESET, "", context)
 
 
 def recorded_session(begun: Mapping[str, Any]) -> Opener:
-    """Returns the function that creates the environment of a recorded trajectory.
+    """Returns a function that creates the environment for replaying a recorded trajectory.
 
     Args:
         begun: entry ``begun`` in the metadata of the trajectory; {} if the reset failed.
@@ -262,13 +264,13 @@ def replay(
     shapes: Mapping[str, Any] | None = None,
     on_finish: Callable[[], None] = lambda: None,
 ) -> list[Comparison]:
-    """Samples recorded trajectories again, and compares each with its record.
+    """Samples recorded trajectories again, and compares each new trajectory with the recorded one.
 
     Args:
         model: the policy that sampled the trajectories.
         recordings: recorded trajectories, in any order and with any settings.
         shapes: field of `EngineConfig` -> value that replaces the recorded value.
-        on_finish: function that is called when a trajectory ends.
+        on_finish: function that is called whenever a trajectory ends.
 
     Returns:
         One comparison per recorded trajectory, in the order of ``recordings``.
@@ -334,7 +336,7 @@ def _recorded_tools(recordings: Mapping[int, Recording]) -> list[RecordedTool]:
 
 
 def summary(tokenizer: Any, producer: str, comparisons: Sequence[Comparison]) -> str:
-    """Returns the text about the result of a replay that the command prints.
+    """Returns a text about the results of a replay, for the user of the replay command.
 
     Args:
         tokenizer: tokenizer of the policy.
@@ -382,7 +384,9 @@ def define_flags() -> None:
 
 
 def given_shapes(values: Any) -> dict[str, Any]:
-    """Returns the engine shapes that the flags set, as fields of `EngineConfig` with their values.
+    """Returns the engine shapes that the command's flags set.
+
+    The result maps names of fields of `EngineConfig` to values.
 
     Args:
         values: the parsed flags.

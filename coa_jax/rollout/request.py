@@ -26,25 +26,26 @@ class RolloutConfig(Bounded):
 
     Attributes:
         max_tokens: maximum number of tokens of a whole trajectory, including prompt and
-            observations (``length``). An observation is truncated to the number of tokens that are
-            left. A tool is not called if no token is left for its observation.
+            observations (``length``). An observation is truncated to the remaining number of
+            tokens. If no token remains for an observation, the tool is not called.
         max_turn_tokens: maximum number of tokens that the policy writes between two observations
             (``turn_length``); 0 for no limit.
         max_tool_calls: maximum number of tool calls. A further call ends the trajectory
             (``turns``).
-        max_observation_tokens: number of tokens to which the body of an observation is truncated.
+        max_observation_tokens: maximum number of tokens of the body of an observation. A longer
+            body is truncated.
         max_seconds: maximum duration of a trajectory in seconds (``deadline``); 0 for no limit.
         max_tool_seconds: maximum time in seconds that a trajectory waits for its tools in total
-            (``tool_time``); 0 for no limit. The deadline of a tool call is at most the time that is
-            left.
+            (``tool_time``); 0 for no limit. The time limit of a tool call is at most the remaining
+            time.
         prompt_style: how questions are put to the policy: ``full``, ``brief``, ``data``, ``model``
             or the path of a file, see `tasks.prompts`.
         level: how strict the rules of the protocol are, in instructions, format rewards and
             constraints: ``lenient`` or ``paper``; "" for the level that the protocol of each task
             names.
         strict: whether a trajectory ends as soon as it violates a rule of its protocol
-            (``violation``). If malformed trajectories get no reward in any case, this setting
-            changes no reward, and saves the tokens after the violation.
+            (``violation``). If malformed trajectories get no reward anyway, this setting changes no
+            reward, and saves the time to sample the tokens after the violation.
         constrain: whether decoding allows only tokens that the protocol permits, see
             `rollout.constrain`. The engine must have been created with the constraint.
         cut_context: whether the oldest steps are removed from the context when no room is left for
@@ -115,7 +116,8 @@ class Request:
         prompt: token ids of the prompt; () if the environment provides the prompt when it is reset.
         seed, prompt_id: the first two parts of the random key of each sample. The sample number is
             the third part.
-        samples: numbers of the samples. The prompt is prefilled once for all samples.
+        samples: the number of each sample, which distinguishes the samples of the request. The
+            prompt is prefilled once for all samples.
         sampling: sampling settings, such as the temperature.
         max_tokens: maximum number of tokens of a trajectory, including the prompt; 0 for the limit
             in `RolloutConfig`.
@@ -123,11 +125,12 @@ class Request:
             `RolloutConfig` apply. If False, the policy only continues the prompt, up to
             ``max_tokens``.
         metadata: values that are copied into the metadata of every trajectory.
-        plan: (position, policy version) pairs of a sample that is repeated exactly. At each
-            position, counted in tokens, the sample waits for the parameters of this policy version.
-            () for a new sample, which uses whatever parameters are published.
-        ends: (number of tokens, stop reason) at which a repeated sample ends, if a clock ended the
-            original sample; else None.
+        plan: (position, policy version) pairs, if the request repeats a recorded sample exactly. At
+            each position (in tokens), the sample waits until the parameters of the policy version
+            of the pair are published. () for a new sample, which always uses the newest published
+            parameters.
+        ends: (number of tokens, stop reason) with which a repeated sample ends, if a time limit
+            ended the recorded sample; else None.
         environment: function that creates the environment of a sample; None for the default
             environment, which only runs tools.
     """
@@ -159,7 +162,7 @@ class Arrival:
             environment.
         text: the text, which never contains a partial character. Tokens that were sampled after the
             closing tag of a call are not included.
-        call: the tool call to which this text is the answer; None for text of the policy.
+        call: the tool call that this text answers; None for text of the policy.
     """
 
     task_id: str
@@ -181,7 +184,7 @@ def tool_context(
 ) -> ToolContext:
     """Returns the context of the next tool call of a trajectory, including the call's deadline.
 
-    The deadline is the time that is left of ``max_seconds`` and ``max_tool_seconds``, whichever is
+    The deadline is the remaining time of ``max_seconds`` or of ``max_tool_seconds``, whichever is
     shorter.
 
     Args:
@@ -212,8 +215,8 @@ def described(
 ) -> dict[str, Any]:
     """Returns the metadata of a trajectory.
 
-    The metadata include the random key, the settings and the engine's shapes. A replay needs these
-    values in addition to the tokens and tool calls.
+    The metadata include the random key, the settings and the engine's shapes, because a replay
+    needs these values in addition to the tokens and tool calls.
 
     Args:
         request: request of the trajectory.

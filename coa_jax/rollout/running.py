@@ -27,8 +27,8 @@ class Running:
         slot: index of the slot in the engine.
         began: start time of the sample on the clock of the event loop, in seconds.
         environment: environment that answers the sample.
-        paused: whether the sample waits for the parameters of a later policy version, as the plan
-            of its request demands.
+        paused: whether the sample waits for the parameters of a later policy version, because
+            ``Request.plan`` requires this version.
         tool: task of the running tool call or reset; None if the sample waits for no tool.
         tool_request: the running tool call; None during a reset of the environment.
         tool_seconds: total duration of the tool calls so far, in seconds.
@@ -45,7 +45,7 @@ class Running:
     tool_seconds: float = 0.0
 
     def asked(self, event: ToolRequest | StopReason) -> ToolRequest | StopReason:
-        """Returns a call of the environment if the environment must answer an event.
+        """Converts an event to a call of the environment, if the environment must answer the event.
 
         Some environments answer the end of a turn, or the final answer. Any other event is returned
         unchanged.
@@ -74,7 +74,7 @@ class Running:
         )
 
     def described(self) -> dict[str, Any]:
-        """Returns the metadata of the trajectory that arise while the sample runs.
+        """Returns the part of the trajectory's metadata that is unknown before the sample runs.
 
         These are the policy versions, and the messages with which the environment began.
         """
@@ -96,17 +96,17 @@ class Running:
         return self.tool is not None and self.tool_request is None and self.tool.done()
 
     def take_result(self) -> tuple[Observation, float]:
-        """Returns the result and the start time of the finished tool call or reset, once."""
+        """Returns (result, start time) of the finished tool call or reset, and forgets both."""
         assert self.tool is not None
         result = self.tool.result()
         self.tool, self.tool_request = None, None
         return result
 
     def ended_by(self, request: ToolRequest, observation: Observation) -> StopReason | None:
-        """Returns the stop reason if an answer ends the trajectory, else None.
+        """Returns the stop reason if the answer to a call ends the trajectory, else None.
 
-        A failure of the environment ends the trajectory. A failure of a tool does not, because the
-        policy can continue without the tool.
+        A failure of the environment ends the trajectory. A failure of a tool does not end it,
+        because the policy can continue without the tool.
 
         Args:
             request: the call.
@@ -131,7 +131,7 @@ class Running:
 def prefills_of(
     prompts: Mapping[tuple[int, ...], Sequence[Running]],
 ) -> tuple[list[tuple[int, int, Sequence[int]]], dict[int, list[int]], dict[int, int]]:
-    """Plans the prefill of prompts, so that a prompt that several samples share is computed once.
+    """Plans the prefill of prompts. A prompt that several samples share is computed only once.
 
     Args:
         prompts: token ids of a prompt -> samples with this prompt.
@@ -154,14 +154,15 @@ def source_of(
 ) -> tuple[int | None, int]:
     """Returns the slot whose cache begins with the most tokens of a prompt, and their number.
 
-    A slot with the prompt of the same request may be in use. Otherwise this is a free slot with a
-    prompt that this prompt continues, as in the turns of a conversation. Only prefilled tokens are
-    reused, so the cache has the same bits as after a prefill of the whole prompt, whichever slots
-    are free.
+    If another sample of the same request has a slot, this slot is returned, even if it is in use.
+    Otherwise the slot must be free, and its whole prompt must be the beginning of this prompt, as
+    in the turns of a conversation. If there is no such slot, the result is (None, 0). Only
+    prefilled tokens are reused, so the cache has the same bits as after a prefill of the whole
+    prompt, whichever slots are free.
 
     Args:
         request: request of a sample without a slot.
-        held: the request whose prompt is in a slot's cache, by slot.
+        held: slot -> request whose prompt is in the slot's cache.
         free: slots without a sample.
     """
     prompt, common, source = request.prompt, 0, None
@@ -200,7 +201,9 @@ def recorded(
 
 
 def unstarted(request: Request, limit: int, version: int | None) -> dict[str, Any]:
-    """Returns metadata of a sample that never starts; warns once if its prompt fills the limit.
+    """Returns the metadata of a sample that ends before it gets a slot.
+
+    If the reason is that the prompt fills the limit, the function logs a warning, once per process.
 
     Args:
         request: request of the sample.
@@ -221,8 +224,8 @@ def unstarted(request: Request, limit: int, version: int | None) -> dict[str, An
 def limit_now(request: Request, limit: int, version: int | None) -> int:
     """Returns the number of tokens up to which a sample can decode with the present parameters.
 
-    This is ``limit``, unless the plan of the request demands a later policy version at an earlier
-    position, or the request says that the sample ends earlier.
+    This is ``limit``, unless ``Request.plan`` requires a later policy version from an earlier
+    position on, or ``Request.ends`` ends the sample earlier.
 
     Args:
         request: request of the sample.

@@ -31,8 +31,8 @@ class Sampler(Protocol):
     trajectory contain:
 
     * ``prompt_id``: the prompt id of the request.
-    * ``policy_versions``: a list of ``[position, version]``. This policy version sampled the tokens
-      from this position on. The first position is 0.
+    * ``policy_versions``: a list of pairs ``[position, version]``. Each version sampled the tokens
+      from its position up to the position of the next pair. The first position is 0.
     """
 
     def submit(self, request: Request) -> None:
@@ -45,8 +45,7 @@ class Sampler(Protocol):
         """Loads new weights. Running samples continue with the new weights.
 
         Args:
-            weights: the weights in the sampler's own layout, to which a function of the sampler
-                converts the weights of the trainer.
+            weights: the trainer's weights, converted to the layout that the sampler uses.
             version: policy version of the weights.
         """
 
@@ -60,7 +59,7 @@ class Sampler(Protocol):
         """
 
     def figures(self) -> dict[str, float]:
-        """Returns times and counts since the start by their names, see `EngineSampler.figures`."""
+        """Returns name -> time or count since the start, see `EngineSampler.figures`."""
 
 
 class EngineSampler:
@@ -111,7 +110,7 @@ class EngineSampler:
         self._inbox.cancel(request)
 
     def close(self) -> None:
-        """Declares that no request will be added; `finished` then ends after the last sample."""
+        """Declares that no request will be added, so that `finished` ends after the last sample."""
         self._inbox.close()
 
     def publish(self, weights: Sequence[DecodeParams] | None, version: int) -> None:
@@ -119,7 +118,8 @@ class EngineSampler:
 
         Args:
             weights: one copy of the weights per group of devices, see `engine.layout.publish`. None
-                means that the engines have the new weights already; no sample may then be running.
+                means that the engines have the new weights already. In this case, no sample may be
+                running.
             version: policy version of the weights.
         """
         if weights is None:

@@ -110,7 +110,7 @@ class Scheduler:
         return True
 
     def restart(self, version: int) -> None:
-        """Notes that the engine has new parameters; no sample may be running."""
+        """Tells the scheduler that the engine has new parameters. No sample may be running."""
         if self.running:
             raise RuntimeError("the parameters have changed under samples that are running")
         self.version = version
