@@ -260,7 +260,7 @@ class Counts:
             raise UserError(f"{where[0]}: {reason}; none of the {number} rows can be used")
 
     def lines(self) -> list[str]:
-        """Returns a log message for each inferred protocol, and for each reason to omit rows."""
+        """Returns one log message per inferred protocol, and one per reason to leave out rows."""
         lines = [
             f"records that name no protocol: {number}, by their tags {name} "
             f"({', '.join(sorted(self.tags[name]))}); set protocol if this is wrong"

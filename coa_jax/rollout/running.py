@@ -119,7 +119,7 @@ class Running:
         return StopReason.ENVIRONMENT if observation.done else None
 
     def must_pause(self, version: int | None) -> bool:
-        """Returns whether the plan demands a later policy version at the present position.
+        """Returns whether ``Request.plan`` requires a later policy version at this position.
 
         Args:
             version: policy version of the present parameters; None counts as 0.

@@ -22,8 +22,8 @@ class Task:
             same in every run.
         question: question for the policy, without instructions.
         protocol: name of the protocol in which the policy must answer.
-        gold: accepted answers. The policy must give one of them. An accepted answer of the form
-            "A|B" is a set, of which the policy must give all members.
+        gold: accepted answers, of which the policy must give at least one. An accepted answer of
+            the form "A|B" is a set, and the policy must give all its members.
         source: source from which the task was loaded, see `load_tasks`.
         metadata: further facts about the task, as JSON values. The key ``grader`` names the reward
             of the task. Generated tasks have the keys ``hops`` (number of searches that the answer
@@ -56,7 +56,7 @@ class Task:
     def without_tests(self) -> Task:
         """Returns the task without the tests of programs.
 
-        Trajectories store this form of the task, because tests can have megabytes.
+        Trajectories store this form of the task, because tests can take up several megabytes.
         """
         return dataclasses.replace(self, gold=()) if self.is_program else self
 
@@ -73,8 +73,8 @@ def with_level(asked: Sequence[Leveled], level: str, form: str = "") -> list[Lev
         form: new format of the protocols, such as ``hermes``; "" keeps the present format.
 
     Raises:
-        UserError: the level or the format is unknown, or the text of a record has a format other
-            than ``tags``, from which it cannot be rewritten.
+        UserError: the level or the format is unknown, or a new format is given for a record whose
+            text is not in the format ``tags``. Only texts in this format can be rewritten.
     """
     return [one_with_level(a, level, form) for a in asked]
 
@@ -88,8 +88,8 @@ def one_with_level(asked: Leveled, level: str, form: str = "") -> Leveled:
         form: new format of the protocol; "" keeps the present format.
 
     Raises:
-        UserError: the level or the format is unknown, or the text of the record has a format other
-            than ``tags``, from which it cannot be rewritten.
+        UserError: the level or the format is unknown, or a new format is given for a record whose
+            text is not in the format ``tags``. Only texts in this format can be rewritten.
     """
     name = at_level(asked.protocol, level, form)
     changed: dict[str, Any] = {"protocol": name}

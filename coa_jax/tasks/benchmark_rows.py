@@ -34,8 +34,8 @@ class Found:
     Attributes:
         id: id of the question in the benchmark; "" if the benchmark has no ids.
         question: text of the question.
-        gold: accepted answers. An accepted answer of the form "A|B" is a set, of which an answer
-            must contain all members.
+        gold: accepted answers. An accepted answer of the form "A|B" is a set, and a right answer
+            contains all its members.
         metadata: fields by which evaluations group their results, such as ``level``.
         attachment: name of the file that the question is about; "" if there is none.
     """
@@ -111,7 +111,7 @@ def _aliases(values: Any) -> tuple[str, ...]:
 
 
 def gaia(row: Row) -> Found:
-    """Parses a row of GAIA (arXiv 2311.12983), a line of its file metadata.jsonl.
+    """Parses a row of GAIA (arXiv 2311.12983), which is a line of the file metadata.jsonl.
 
     Raises:
         ValueError: the row belongs to the test split, whose answers are not public.
@@ -185,7 +185,7 @@ def webwalker(row: Row) -> Found:
 
 
 def open_question(row: Row) -> Found:
-    """Parses a row of NQ-open, Bamboogle, or another data set with the field names of FlashRAG."""
+    """Parses a row with the field names of FlashRAG, for example of NQ-open or Bamboogle."""
     key = next((k for k in ("golden_answers", "answers", "answer", "Answer") if k in row), None)
     if key is None:
         raise ValueError("there is no field 'answer'")
@@ -209,7 +209,7 @@ def triviaqa(row: Row) -> Found:
 
 
 def popqa(row: Row) -> Found:
-    """Parses a row of PopQA (arXiv 2212.10511), a table with the answers as JSON in a column."""
+    """Parses a row of PopQA (arXiv 2212.10511), whose answers are a JSON list in one column."""
     if "possible_answers" not in row:
         return open_question(row)
     answers = row["possible_answers"]

@@ -60,14 +60,15 @@ _FORMULA = re.compile(r"[0-9\\+*/^=<>|]|\A\W*[A-Za-z]\W*\Z")
 
 
 def checked(task: Task) -> Task:
-    """Checks that the answers to a task from a file can be graded.
+    """Checks that the accepted answers of a task from a file can be used for grading.
 
     Returns:
         The task. A task of the protocol ``code`` that names no reward gets the reward ``code`` or
         ``math`` in its metadata, depending on its accepted answers.
 
     Raises:
-        ValueError: the answers cannot be graded. The message says why, and how to correct the file.
+        ValueError: the accepted answers cannot be used. The message says why, and how to correct
+            the file.
     """
     task.id.encode(), task.question.encode(), [text.encode() for text in task.gold]
     try:
@@ -94,7 +95,7 @@ def checked(task: Task) -> Task:
 
 
 def warn_of_tools(tools: Sequence[Tool], tasks: Iterable[Task]) -> None:
-    """Warns of tools, other than built-in ones, that the protocols of the tasks do not contain."""
+    """Logs a warning if the protocols of the tasks lack a tag of a tool that is not built in."""
     protocols = sorted({task.protocol for task in tasks})
     known = {*TOOL_FORMS, *(tag for name in protocols for tag in get_protocol(name).tools)}
     if unreachable := [tool.name for tool in tools if tool.name not in known]:

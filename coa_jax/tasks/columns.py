@@ -54,7 +54,7 @@ class Columns:
         grader: name of the reward that grades the answers, see docs/grading.md; "" for the default
             of the protocol.
         protocol: protocol of rows that name no protocol.
-        where: the source, used in error messages and as the source of each task.
+        where: name of the file or data set, used in error messages and as ``Task.source``.
     """
 
     columns: Mapping[str, str]
@@ -79,8 +79,9 @@ class Columns:
             A mapping from parts of a task to the names of their columns.
 
         Raises:
-            UserError: a column of the mapping does not exist, or the questions or answers have no
-                column with a customary name.
+            UserError: the mapping names a column that does not exist. Or the mapping names no
+                column for the questions or answers, and no column has a customary name such as
+                ``question``.
         """
         there = list(there)
         for part, column in self.columns.items():
@@ -106,8 +107,7 @@ class Columns:
         """Converts rows to tasks, in the order of the rows.
 
         Raises:
-            UserError: a row cannot become a task, for the reason in the message, or there are no
-                rows.
+            UserError: a row cannot become a task (the message says why), or there are no rows.
         """
         tasks: list[Task] = []
         names: dict[str, str] = {}

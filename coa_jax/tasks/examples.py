@@ -61,7 +61,7 @@ def _rows(name: str) -> list[dict[str, Any]]:
 
 
 def write_examples(folder: Path) -> None:
-    """Writes the files that the module describes into a folder, and creates this folder."""
+    """Creates a folder with the example files that the docstring of this module describes."""
     (folder / "tests").mkdir(parents=True, exist_ok=True)
     for name in BENCHMARKS:
         jsonl.write_lines(folder / f"{name}.jsonl", _rows(name))

@@ -220,10 +220,10 @@ def _all_programs(split: str) -> Iterator[Program]:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A program from which questions are written, with its answer.
+    """A question program, from which questions are written, with its answer.
 
     Attributes:
-        program: the steps that lead to the answer.
+        program: the question program: the steps that lead to the answer.
         gold: accepted answers, as in `Task.gold`.
         entities: names of all entities on the way to the answer.
         kind: shape of the program, see `kind_of`.
@@ -255,7 +255,7 @@ _normal = functools.cache(normalize_answer)
 
 @functools.cache
 def items_of(split: str) -> tuple[Item, ...]:
-    """Returns the programs from which the questions of a split are written.
+    """Returns the question programs from which the questions of a split are written.
 
     A program is left out if its question contains the answer, if it visits an entity twice, or if
     an entity belongs to another split. In splits other than ``train``, a program is also left out
@@ -362,7 +362,7 @@ def shares(total: int, weights: Sequence[float], sizes: Sequence[int]) -> list[i
         total: number of items to divide.
         weights: weight of each kind.
         sizes: number of items that each kind has. If a kind has fewer items than its share, the
-            other kinds get the remaining number.
+            rest of the share goes to the other kinds.
 
     Returns:
         Number of items for each kind.

@@ -49,7 +49,7 @@ def split_of(entity: str) -> str:
 
 @functools.cache
 def facts() -> dict[str, dict[str, str]]:
-    """Returns all facts, as a mapping from the name of an entity to its relations and their values.
+    """Returns all facts, as a mapping: name of an entity -> (key of a relation -> value).
 
     Numbers have thousands separators. The items of a list are joined by "; ".
     """
@@ -60,8 +60,8 @@ def facts() -> dict[str, dict[str, str]]:
 def inverse_keys() -> dict[tuple[str, str], str]:
     """Returns the values that identify an entity.
 
-    The keys of the mapping are (key of a relation, value). Each is mapped to the name of the only
-    entity that has this value.
+    The result maps each pair (key of a relation, value) to the name of the only entity for which
+    the relation has this value.
     """
     owners = collections.defaultdict(list)
     for entity in load_entities():
@@ -157,7 +157,7 @@ def accepted_answers(program: Program, value: str) -> tuple[str, ...]:
 
     Args:
         program: the program.
-        value: result of its last step, as written in the Factbook.
+        value: result of the program's last step, as written in the Factbook.
     """
     last = program.steps[-1]
     if isinstance(last, Computed):

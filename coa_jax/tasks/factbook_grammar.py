@@ -44,7 +44,7 @@ OPERATIONS = ("sum", "difference", "ratio")
 
 @dataclasses.dataclass(frozen=True)
 class Ref:
-    """Refers to the answer of the step with this index, counted from 0."""
+    """A reference to the answer of an earlier step, by the step's index, counted from 0."""
 
     step: int
 
@@ -62,7 +62,7 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True)
 class Inverse:
-    """A step that finds the only entity with a value, such as the country with this capital."""
+    """A step that finds the only entity with a given value, such as a given capital."""
 
     relation: str
     value: str
@@ -86,7 +86,7 @@ class Arithmetic:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A step that finds the subject with the ``largest`` or ``smallest`` of several values."""
+    """A step that finds which of several subjects has the ``largest`` or ``smallest`` value."""
 
     operation: str
     values: tuple[Ref, ...]
@@ -235,7 +235,7 @@ def describe(step: Step) -> str:
 
 
 def kind_of(program: Program) -> str:
-    """Returns the kinds of a program's steps, such as ``inverse>neighbour>lookup``.
+    """Returns the kinds of a program's steps in order, such as ``inverse>neighbour>lookup``.
 
     A program that divides population by area ends with ``density``.
     """
@@ -254,7 +254,8 @@ def render(program: Program, template: int = 0) -> str:
     Args:
         program: a program with the order of steps that `understand` returns. Each step must
             contribute to the answer.
-        template: index of the paraphrase, 0 to `TEMPLATES` - 1, for the question and its phrases.
+        template: index of the paraphrase, from 0 to `TEMPLATES` - 1, that is used for the question
+            and for the phrases in the question.
 
     Raises:
         ValueError: the question cannot be expressed, for example because it compares values.

@@ -56,7 +56,8 @@ def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]
     * ``protocol``: protocol of the tasks.
     * ``topics``: topics of the questions, joined by "/". The selected topics keep the ratio of
       their default shares.
-    * ``wording``: ``known`` for known templates only, ``new`` for held-out templates only.
+    * ``wording``: ``known`` for templates that the split ``train`` uses, ``new`` for templates that
+      are held out from ``train``.
 
     Args:
         split: ``train``, ``validation`` or ``test``.
@@ -101,8 +102,8 @@ def load_people(
             programs, fewer questions are returned.
         seed: seed of the random choice, order and wording.
         topics: topics of the questions, from `TOPICS`.
-        words: ``known`` for questions with known templates only, ``new`` for questions with
-            held-out templates only, "" for both. The split ``train`` has only known templates.
+        words: ``known`` for questions with templates that the split ``train`` uses, ``new`` for
+            questions with templates that are held out from ``train``, "" for both.
         protocol: protocol of the tasks. If the protocol has no tool ``code``, no question needs a
             calculation.
         source: value of ``Task.source``.

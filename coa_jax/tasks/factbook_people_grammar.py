@@ -53,7 +53,8 @@ def render_people(program: Program, choose: Choose) -> str:
     Args:
         program: a lookup, a chain of lookups, arithmetic on two values, a comparison of two or
             three values of the same relation, or the number of border countries.
-        choose: selects the template of the question, and of each phrase in the question.
+        choose: function that chooses a template for the question, and for each phrase in the
+            question.
 
     Raises:
         KeyError: there is no template for the program.

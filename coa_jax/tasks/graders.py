@@ -61,10 +61,12 @@ TAKEN = ("mean", "std", "min", "max", "ungraded", "masked_frac", "stop", "overlo
 class RewardConfig(Extension):
     """The settings of one reward in the weighted sum ``rewards``.
 
-    ``path`` may be empty if its key in ``rewards`` is the short name of a reward, or ``grader``.
+    ``path`` may be empty if the key of this entry in ``rewards`` is ``grader`` or the short name of
+    a reward.
 
     Attributes:
-        weight: factor of the reward in the sum. With 0 the reward is only recorded.
+        weight: factor by which the reward is multiplied in the sum. With 0, the reward is recorded
+            but does not change the sum.
     """
 
     weight: Annotated[float, Between(-1e6, 1e6)] = 1.0
@@ -84,12 +86,14 @@ class GradersConfig(Bounded):
             only the reward that the task names counts.
         judge_all: whether the judge grades the text answers of all tasks. If False, the judge
             grades only the answers to tasks that name the reward ``judge``.
-        judge: language model that grades answers; without one, the reward ``answer`` grades them.
+        judge: language model that grades text answers. If no judge is configured, the reward
+            ``answer`` grades these answers.
         code: limits of programs that are graded.
         private_tests: folder with one file of tests per question, named by the question id; "" to
             use the tests in the question file.
-        programs: number of programs that are graded concurrently.
-        maths_s: seconds for comparing two expressions, after which the answer counts as wrong.
+        programs: maximum number of programs that are graded concurrently.
+        maths_s: time limit for comparing two mathematical expressions, in seconds. If the time is
+            exceeded, the answer counts as wrong.
     """
 
     answer: Annotated[str, Named(REWARDS)] = "exact_match"
@@ -114,10 +118,10 @@ class GradersConfig(Bounded):
                 raise UserError(f"rewards.{name} {why}; choose another name for {reward.path}")
 
     def check_judge(self) -> None:
-        """Checks that a judge is configured if the setting ``judge_all`` requires a judge.
+        """Checks that a judge is configured if the setting ``judge_all`` is True.
 
         Raises:
-            UserError: ``judge_all`` is set, and no judge is configured.
+            UserError: ``judge_all`` is True, and no judge is configured.
         """
         if self.judge_all and not self.judge:
             raise UserError(
@@ -201,7 +205,7 @@ class Graders:
         return self._found[name]
 
     async def grade(self, task: Task, trajectory: Trajectory) -> Reward:
-        """Grades a finished trajectory, without the rewards that need all samples of a task.
+        """Grades a finished trajectory by itself, without the rewards that compare samples.
 
         Returns:
             The reward. Its value is None, with a reason, if a component of the system failed. Its
@@ -308,17 +312,17 @@ class Graders:
         }
 
     async def grade_group(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Reward]:
-        """Grades all samples of a task like `grade`, and with rewards that need them together."""
+        """Grades all samples of a task, also with the rewards that compare samples."""
         graded = await asyncio.gather(*(self.grade_alone(task, t) for t in trajectories))
         return await self.grade_together(task, trajectories, graded)
 
     async def grade_together(
         self, task: Task, trajectories: Sequence[Trajectory], alone: Sequence[Reward]
     ) -> list[Reward]:
-        """Adds the rewards that need all samples of a task together.
+        """Adds the rewards that compare the samples of a task.
 
-        These reward functions get only the samples with a value. A sample whose value is None stays
-        masked.
+        The functions of these rewards get only the samples whose reward has a value so far. Samples
+        whose reward has the value None stay masked.
 
         Args:
             task: the task.

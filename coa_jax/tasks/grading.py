@@ -104,7 +104,7 @@ def normalize_answer(text: str) -> str:
     """Normalises a text so that texts that differ only in spelling details become equal.
 
     The result is in lower case, without accents, vowel points, punctuation, English articles and
-    double spaces. Punctuation means the characters of ASCII, and typographic quotes and dashes.
+    double spaces. Punctuation here means ASCII punctuation, and typographic quotes and dashes.
     """
     return _without_punctuation(_folded(text))
 
@@ -135,12 +135,12 @@ def _without_punctuation(folded: str) -> str:
 def parse_number(text: str) -> tuple[decimal.Decimal, str] | None:
     """Parses a text that contains only a number and, optionally, its unit.
 
-    The number may have thousands separators and a word such as "million" after it. The unit is one
-    of the known units, or up to three words of letters for the counted things.
+    The number may have thousands separators and a word such as "million" after it. The unit is a
+    unit of measurement, or up to three words that name the counted things, such as "people".
 
     Returns:
-        (value, unit), with "" for no unit; None if the text is not a number, such as "5N" or
-        "30 September 1966".
+        (value, unit), where the unit is "" if there is none; None if the text is not only a number
+        and a unit, for example "5N" or "30 September 1966".
     """
     found = _NUMBER.fullmatch(text.strip().rstrip("."))
     if not found:

@@ -61,14 +61,15 @@ class JudgeConfig(Bounded):
 
     Attributes:
         chat: chat endpoint of the model. If its url is empty, no judge is configured.
-        attempts: maximum number of requests per answer while the replies contain no valid verdict.
-        concurrency: number of concurrent requests.
+        attempts: maximum number of requests per answer. A request is repeated if the judge's reply
+            contains no valid verdict.
+        concurrency: maximum number of concurrent requests.
         answer_chars: maximum length of an answer in characters. A longer answer counts as wrong
             without a request.
         cache: path of an SQLite file that stores verdicts; "" stores no verdicts.
-        patience: seconds for which requests are repeated, with growing pauses, while the endpoint
-            fails or is overloaded. After this time the answer has no verdict. RL waits meanwhile,
-            because a step with masked samples would be wasted.
+        patience: if the endpoint is down or overloaded, maximum time in seconds for repeating a
+            request, with growing pauses. After this time the answer has no verdict, and RL masks
+            the sample. A large value lets RL wait for the judge instead of wasting samples.
     """
 
     chat: ChatConfig = dataclasses.field(
@@ -88,7 +89,7 @@ class Judge:
     """Requests verdicts on answers from a language model. Several event loops may share one judge.
 
     Attributes:
-        no_verdict: reason for a missing verdict -> number of answers without a verdict.
+        no_verdict: number of answers without a verdict, by reason.
     """
 
     def __init__(self, config: JudgeConfig):
@@ -128,9 +129,10 @@ class Judge:
 
         Args:
             system: system message of the request.
-            prompt: template of the user message. ``{mark}`` before and after the data stands for a
-                random mark, and ``{NAME}`` for the entry NAME of the data. The reply must have the
-                form that `parse_verdict` parses.
+            prompt: template of the user message. ``{NAME}`` is replaced by the entry NAME of
+                ``data``, and ``{mark}`` by a random string. Write ``{mark}`` before and after the
+                data, so that the data cannot imitate its end. The template must ask for a reply in
+                the form that `parse_verdict` parses.
             data: name -> JSON value. The judge sees each value encoded as JSON.
 
         Returns:

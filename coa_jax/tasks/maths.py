@@ -28,7 +28,7 @@ _FUNCTIONS = re.compile(r"sqrt|sin|cos|tan|log|exp|alpha|beta|gamma|delta|theta|
 
 
 class MathsUnsureError(Exception):
-    """Says that there is no verdict, because the comparison failed for a reason of the system."""
+    """Says that the comparison failed through no fault of the answer, so there is no verdict."""
 
 
 def _expression(text: str) -> str:
@@ -54,7 +54,7 @@ def _expression(text: str) -> str:
 
 
 def is_expression(gold: str) -> bool:
-    """Returns whether an accepted answer contains an expression to compare answers with.
+    """Returns whether an accepted answer contains a mathematical expression for comparisons.
 
     The expression must have between 1 and 2000 characters.
     """
@@ -130,8 +130,8 @@ def same_expression(answer: str | None, gold: str, timeout: float = 10.0) -> boo
             that the policy gave no answer, is wrong.
         gold: accepted answer, with or without ``\boxed`` and dollar signs.
         timeout: time limit of the comparison in seconds, after which the answer counts as wrong.
-            Before the comparison starts, the function waits up to six times as long for a free
-            process.
+            Before the comparison starts, the function waits for a free process, for up to six times
+            ``timeout``.
 
     Raises:
         UserError: math-verify is not installed.

@@ -41,7 +41,7 @@ class Part(Bounded):
 class Sources(Protocol):
     """Settings that name the task source of a run, or several sources.
 
-    Either ``tasks`` or ``mixture`` is set.
+    Exactly one of ``tasks`` and ``mixture`` must be set.
     """
 
     @property
@@ -58,7 +58,7 @@ class Sources(Protocol):
 
 
 def parts_of(sources: Sources) -> dict[str, Part]:
-    """Returns the settings of each source by its name. A single source has the name "".
+    """Returns name of a source -> settings. If the run has a single source, its name is "".
 
     Raises:
         UserError: neither ``tasks`` nor ``mixture`` is set, both are set, or a setting is invalid.
@@ -82,9 +82,9 @@ def load_parts(
 ) -> dict[str, list[Task]]:
     """Loads the tasks of each source of a run.
 
-    In a mixture, the name of a source replaces ``Task.source`` of its tasks and precedes their ids.
-    The metadata key ``source`` also contains the name, so that evaluations can group results by
-    source.
+    In a mixture, ``Task.source`` of each task becomes the name of its source, and ``Task.id`` gets
+    this name as a prefix. The metadata key ``source`` also contains the name, so that evaluations
+    can group results by source.
 
     Args:
         sources: the settings of the sources.
@@ -94,7 +94,7 @@ def load_parts(
         protocol: default protocol, see `load_tasks`.
 
     Returns:
-        Name of a source -> its tasks. A single source has the name "".
+        Name of a source -> its tasks. If the run has a single source, its name is "".
 
     Raises:
         UserError: for the reasons that `parts_of` and `load_tasks` list.

@@ -89,8 +89,10 @@ def split_message(message: str, question: str = "") -> tuple[str, str]:
 
     Args:
         message: content of the user message.
-        question: the question, if the caller knows it. If "", the question is the text after the
-            first line start ``Task:``, or else ``Question:``, or else the whole message.
+        question: the question, if the caller knows it; else "". In the latter case, the question is
+            the text after the first ``Task:`` at the start of a line. Without ``Task:``, it is the
+            text after the first ``Question:`` at the start of a line. Without both, it is the whole
+            message.
 
     Returns:
         (text before the question, question). The first text is "" if the message is only the
@@ -225,16 +227,17 @@ def _common(kinds: Iterable[_Kind]) -> Prompt | None:
 
 @dataclasses.dataclass(frozen=True)
 class Wording:
-    """A summary of the prompts of many tasks or records, for the card and for warnings.
+    """A summary of the prompts of many tasks or records, for `make_card` and `warn_of_prompts`.
 
     Attributes:
         number: number of tasks or records.
         protocols: names of their protocols, sorted.
         without: number of tasks or records for which the data set has no user message.
         own: number of tasks or records for which the data set has instructions.
-        replaced: whether the prompt of the run replaces the instructions that the data set has. The
-            first task or record with instructions decides.
-        kinds: different instructions in the prompts of the style ``data``. At most two are kept.
+        replaced: whether the prompt of the run replaces the instructions that the data set has, in
+            the first task or record for which the data set has instructions.
+        kinds: the first two different instructions that occur in the data set's prompts, if the
+            style is ``data``.
     """
 
     number: int = 0

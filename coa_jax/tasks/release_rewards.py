@@ -158,7 +158,7 @@ def verify_format_simple(text: str) -> bool:
 
 
 def verify_format_repetition(text: str) -> bool:
-    """Returns whether all tags have different bodies, even tags with different names.
+    """Returns whether no two tags have the same body, whether or not their names differ.
 
     The tags ``answer`` and ``suggested_answer`` are ignored.
     """
@@ -171,7 +171,7 @@ def validate_format(text: str) -> bool:
 
     * All tags are known, closed and not nested.
     * No body is empty.
-    * No tag follows a tag with the same name.
+    * No tag directly follows a tag with the same name.
     * There is exactly one ``answer``, at the end.
     """
     names: list[str] = []

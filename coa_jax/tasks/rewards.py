@@ -129,7 +129,7 @@ def generator(task: Task, trajectory: Trajectory) -> float:
 
 
 def opened(task: Task, answer: str | None) -> str | None:
-    r"""Returns the text of an answer that graders compare with accepted answers.
+    r"""Returns the part of an answer that graders compare with the accepted answers.
 
     In the protocol ``code`` this is the content of ``\boxed``. If there is no box, and in other
     protocols, this is the whole answer.

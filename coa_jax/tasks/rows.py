@@ -146,7 +146,7 @@ def plain(value: Any) -> Any:
 
 
 def golds(value: Any) -> tuple[str, ...]:
-    """Converts the answer of a row to a tuple of accepted answers.
+    """Converts the value of a row's answer field to a tuple of accepted answers.
 
     Args:
         value: a string, a number, or a list of strings and numbers.

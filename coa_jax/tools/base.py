@@ -35,7 +35,7 @@ class ToolContext:
         trajectory_id: id of the trajectory, unique in a run.
         call_index: number of earlier tool calls in the trajectory.
         deadline: time limit of this call in seconds; None for the time limit of the tool.
-        history: (tool, arguments) of each earlier call, the oldest first.
+        history: (tool, arguments) of each earlier call, oldest first.
         outcomes: outcome of each earlier call. If the outcomes of the latest calls are unknown,
             this tuple is shorter than ``history``.
         question: question of the task.
@@ -61,9 +61,9 @@ class Observation:
         ok: whether the call succeeded.
         outcome: how the call ended.
         seconds: wall time of the call in seconds.
-        detail: JSON values for logs and traces, such as an exit code or scores. The key
-            ``incomplete`` with the value True means that a part of the call failed and may succeed
-            next time; caches do not store such an answer.
+        detail: JSON values for logs and traces, such as an exit code or scores. If the key
+            ``incomplete`` has the value True, a part of the call failed and may succeed next time.
+            Caches do not store such observations.
         reward: reward that an environment gives for the turn that ends with the call; None for no
             reward.
         done: whether the call ends the episode.
@@ -116,7 +116,7 @@ def is_repeat(name: str, arguments: str, context: ToolContext) -> bool:
 
 
 def refused_query(name: str, arguments: str, context: ToolContext) -> Observation | None:
-    """Returns the observation for an empty or repeated query, which is not searched.
+    """Returns the observation that rejects an empty or repeated query without a search.
 
     Args:
         name: tag of the search tool.
@@ -138,7 +138,7 @@ def refused_query(name: str, arguments: str, context: ToolContext) -> Observatio
 def own_calls(name: str, context: ToolContext) -> list[tuple[str, str]]:
     """Returns (arguments, outcome) of each earlier call of a tool in the trajectory.
 
-    An unknown outcome is returned as "ok".
+    If the outcome of a call is unknown, "ok" is returned in its place.
 
     Args:
         name: tag of the tool.
@@ -196,7 +196,7 @@ async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
     """Calls a tool, and converts failures of the tool to observations.
 
     * If the deadline passes, the outcome is ``timeout``, even if the tool ignores its cancellation.
-    * If the tool raises any exception, returns an invalid observation, or awaits something that is
+    * If the tool raises an exception, returns an invalid observation, or awaits a task that is
       cancelled, the outcome is ``fault``.
     * Two exceptions are passed on to the caller: the cancellation of the caller itself, and
       `BudgetSpentError`, which ends the run.

@@ -15,11 +15,12 @@ _NO_TOKENS = {"prompt_tokens": 0, "completion_tokens": 0}
 
 
 class Budgeted:
-    """A wrapper around a tool that counts the calls, and delays calls that come too fast.
+    """A wrapper that counts the calls of a tool, and delays calls that come too fast.
 
     Attributes:
         name: name of the tool.
-        deadline: deadline of the tool plus the maximum time that a call waits for its turn.
+        deadline: time limit of a call in seconds: the deadline of the tool plus the maximum time
+            that a call is delayed.
     """
 
     def __init__(self, tool: Tool, budget: CallBudget):

@@ -39,8 +39,8 @@ class CodeTool:
 
     Attributes:
         name: "code".
-        deadline: time limit of a call in seconds, including waiting and cleaning up. It is longer
-            than all limits of the tool together.
+        deadline: time limit of a call in seconds, including waiting and cleaning up. The deadline
+            is longer than the sum of the tool's other time limits.
         isolation: isolation in which programs run.
         libraries: packages that programs may import in addition to the standard library.
         settings: settings on which the result of a program depends.
@@ -192,8 +192,8 @@ def describe(result: Result, limits: Limits, max_output_chars: int) -> tuple[Out
     """Converts the result of a program to an outcome and the text of an observation.
 
     The text begins with ``[EXECUTED]``, or with ``[FAILED]`` and the reason. The output of the
-    program follows, with the labels STDOUT and STDERR. A successful program that wrote nothing to
-    stderr has no labels.
+    program follows, with the labels STDOUT and STDERR. If the program succeeded and wrote nothing
+    to stderr, there are no labels.
 
     Args:
         result: result of the program.

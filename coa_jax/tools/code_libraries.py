@@ -99,7 +99,7 @@ def find_libraries(wanted: Sequence[str], interpreter: Interpreter | None = None
 
     Args:
         wanted: names ("numpy"), requirements ("numpy>=2"), and directories with installed packages.
-            A package that one of the directories contains is not installed.
+            A requested package that one of the directories contains already is not installed again.
         interpreter: Python that will import the packages; None for the Python of the sandbox.
 
     Raises:
@@ -140,7 +140,7 @@ async def try_imports(
         libraries: packages to import.
 
     Returns:
-        (whether the import succeeded, message) for each package.
+        (whether the import succeeded, message about the import) for each package.
 
     Raises:
         SandboxError: the sandbox failed for a reason other than the program.

@@ -135,12 +135,12 @@ def run(programs, cpu_s, wall_s):
 
 @dataclasses.dataclass(frozen=True)
 class Continued:
-    """A program with the earlier programs of its session.
+    """A new program combined with the earlier programs of its session.
 
     Attributes:
         source: Python source that runs all programs.
         limits: limits for all programs together.
-        remembered: number of earlier programs that run again.
+        remembered: number of earlier programs that run again before the new program.
     """
 
     source: str
@@ -175,7 +175,7 @@ def continued(source: str, name: str, context: ToolContext, limits: Limits) -> C
 
 
 def longest_s(wall_s: float) -> float:
-    """Returns the time limit of a call with all earlier programs, in wall seconds.
+    """Returns the longest time limit of a call that also runs earlier programs, in wall seconds.
 
     Args:
         wall_s: time limit of a single program in wall seconds.
@@ -184,9 +184,10 @@ def longest_s(wall_s: float) -> float:
 
 
 def own_result(result: Result) -> Result:
-    """Returns the result of the new program.
+    """Converts the result of running all programs to the result of the new program.
 
-    If the timer of the new program stopped it, the reason of the result becomes "wall".
+    If the new program exceeded its own time limit, ``reason`` becomes "wall". Otherwise the result
+    is unchanged.
 
     Args:
         result: result of running all programs.
@@ -197,7 +198,7 @@ def own_result(result: Result) -> Result:
 
 
 def remembered(outcome: Outcome, text: str, result: Result) -> tuple[Outcome, str]:
-    """Adds a sentence to an observation if later calls will not run its program again.
+    """Adds a sentence to an observation if later calls will not run the call's program again.
 
     A program that was stopped at a limit is not run again. A program that a signal ended, for
     example after a stack overflow, is not run again either, because it would also end later calls.

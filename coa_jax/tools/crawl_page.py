@@ -48,7 +48,7 @@ class CrawlConfig(Bounded):
     """The settings of ``crawl_page``.
 
     Attributes:
-        max_pages: maximum number of pages per call. Further addresses are not opened; the
+        max_pages: maximum number of pages per call. Further pages are not opened, and the
             observation says how many there are.
         page_chars: maximum number of characters of a page in an observation. The summariser reads
             up to eight times as many characters of the page.
@@ -56,10 +56,10 @@ class CrawlConfig(Bounded):
         page_timeout_s: time limit for fetching one page with all attempts, in seconds.
         max_bytes: maximum size of a page in bytes, after decompression.
         attempts: maximum number of attempts per page.
-        robots: whether pages that the robots.txt of their site forbids are left out.
+        robots: whether to leave out pages that the robots.txt of their site forbids to read.
         allow_hosts: hosts and networks that may be opened although they are not public, see
             `Guard.allow`.
-        blocked: hosts and path prefixes that are not opened, see `Guard.block`.
+        blocked: hosts and path prefixes whose pages are not opened, see `Guard.block`.
         concurrency: maximum number of pages that all calls together read concurrently.
         summarizer: model that writes the summaries. Without a model, the observation contains the
             beginning of the page's text.
@@ -85,8 +85,8 @@ class CrawlPage:
         name: "crawl_page".
         deadline: time limit of a call in seconds.
         settings: settings on which the answer to a call depends.
-        tailored: whether answers also depend on texts of the trajectory, see `depends_on`. This is
-            the case if a model writes summaries.
+        tailored: whether the answer to a call depends on the trajectory's earlier text too, see
+            `depends_on`. This is the case if a model writes summaries.
     """
 
     name = "crawl_page"
@@ -266,7 +266,7 @@ class _Call:
     async def shorten(self, text: str) -> str:
         """Returns the summary of a text.
 
-        Without a summariser, or if it fails, the result is the beginning of the text.
+        If there is no summariser, or the summariser fails, the result is the beginning of the text.
         """
         config = self.tool._config
         if not config.summarizer:
@@ -284,9 +284,9 @@ class _Call:
             return f"[No summary: {why}. The page begins:]\n{clip(text, config.page_chars)}"
 
     async def aim(self) -> str:
-        """Returns the click intent, which is computed once per call.
+        """Returns what the policy hopes to find (the click intent), computed once per call.
 
-        If the model fails, the question of the task replaces the click intent.
+        If the model that infers the intent fails, the question of the task replaces the intent.
         """
         if self.intent is None:
             config = self.tool._config.summarizer

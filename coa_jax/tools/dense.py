@@ -57,8 +57,8 @@ def nearest(vectors: np.ndarray, queries: np.ndarray, top_k: int) -> list[list[t
         top_k: maximum number of vectors per query.
 
     Returns:
-        For each query a list of (index of a vector, inner product), the largest product first. Of
-        equal products, the lower index comes first.
+        For each query a list of (index of a vector, inner product), the largest product first.
+        Among equal products, the lower index comes first.
     """
     best: list[list[tuple[int, float]]] = [[] for _ in queries]
     for start in range(0, len(vectors), _ROWS):
@@ -71,7 +71,7 @@ def nearest(vectors: np.ndarray, queries: np.ndarray, top_k: int) -> list[list[t
 
 
 class DenseIndex:
-    """A search index that ranks passages by the cosine of their vectors with the query vector."""
+    """A search index that ranks passages by the cosine between passage vector and query vector."""
 
     def __init__(self, passages: Sequence[Passage], vectors: np.ndarray, encoder: Encoder):
         """Creates the index.
@@ -117,7 +117,8 @@ class HybridIndex:
     def rank(self, query: str, top_k: int) -> list[tuple[int, float]]:
         """Returns (index of a passage, score) of the best passages, see `Index.rank`.
 
-        The score is the sum of 1 / (60 + rank) over the indexes that found the passage.
+        The score of a passage is the sum of 1 / (60 + rank) over the indexes that found the
+        passage, where rank is the passage's position in the index's result, counted from 1.
         """
         depth = max(FUSION_DEPTH, top_k)
         return fuse([index.rank(query, depth) for index in self._indexes])[:top_k]
@@ -134,8 +135,8 @@ def fuse(rankings: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, flo
         rankings: several lists of (index of a passage, score), each with the best passage first.
 
     Returns:
-        (index of a passage, combined score), the best first. Of equal scores, the lower index comes
-        first.
+        (index of a passage, combined score), the best first. Among equal scores, the lower index
+        comes first.
     """
     scores: dict[int, float] = {}
     for ranking in rankings:

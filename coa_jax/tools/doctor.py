@@ -33,7 +33,7 @@ _TIMED_CALLS = 15
 
 
 async def overhead(job: Job) -> tuple[float, str]:
-    """Measures the time of running an empty program.
+    """Measures how long it takes to run an empty program in the sandbox.
 
     Returns:
         (median time of several runs after a warm-up in milliseconds, name of the mechanism that

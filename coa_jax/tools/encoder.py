@@ -42,11 +42,11 @@ class EncoderConfig(Bounded):
     Attributes:
         path: Hugging Face directory of a BERT or XLM-RoBERTa model, with ``config.json``,
             safetensors and ``tokenizer.json``; "" for no encoder.
-        query_prefix: text before each query. The default is that of E5; give "" for a model that
-            was trained without prefixes.
+        query_prefix: text before each query. The default is the prefix of the E5 models. For a
+            model that was trained without prefixes, set "".
         passage_prefix: text before each passage.
-        max_tokens: number of tokens to which texts are truncated. The maximum of the model also
-            applies.
+        max_tokens: maximum number of tokens of a text. Longer texts are truncated. If the model has
+            a smaller maximum, the model's maximum is used.
         batch_size: maximum number of texts in a batch.
         device: JAX backend that runs the encoder. The default "cpu" leaves the accelerator to the
             policy; "" means the default backend of JAX.

@@ -152,7 +152,7 @@ def load_entities() -> tuple[Entity, ...]:
 def passages(limit: int = 300) -> Iterator[Passage]:
     """Yields all passages of the World Factbook, without duplicates.
 
-    The passages of an entity follow each other, with the facts first.
+    The passages of an entity are consecutive. Its facts come first.
 
     Args:
         limit: maximum length of a passage in characters. A longer sentence is split at a space.
@@ -182,8 +182,8 @@ def fold(text: str) -> str:
     """Simplifies a text.
 
     HTML tags, double spaces and accents are removed. HTML entities and typographic characters are
-    replaced by simple characters. All combining marks of Latin and Greek letters are accents. In
-    other scripts, a mark that forms another letter, as in the Cyrillic й, is kept.
+    replaced by simple characters. All combining marks of Latin and Greek letters count as accents.
+    In other scripts, a mark that forms another letter is kept, for example in the Cyrillic й.
     """
     if "<" in text:
         text = re.sub(r"<\s*(br|/?p|/?li|/?ul)\b[^>]*>", " ", text, flags=re.IGNORECASE)
@@ -282,7 +282,8 @@ def facts_of(page: dict[str, Any], names: frozenset[str]) -> dict[str, str]:
 
     Args:
         page: JSON value of the page of an entity.
-        names: names of all entities. A list of border countries with any other name is left out.
+        names: names of all entities. A list of border countries is left out if it contains any
+            other name.
 
     Returns:
         Key of a relation -> value.

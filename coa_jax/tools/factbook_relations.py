@@ -22,9 +22,9 @@ class Relation:
         sentence: template of the sentence that states a fact, with the slots ``{entity}`` and
             ``{value}``.
         preposition: word between the noun and the entity in questions.
-        unit: unit of the number in the sentence; "" for no unit.
+        unit: unit that follows the number in the sentence; "" for no unit.
         number: whether the value is a number.
-        invertible: whether a question may identify an entity by its value.
+        invertible: whether a question may identify an entity by the value of this relation.
     """
 
     key: str
@@ -116,7 +116,7 @@ def read(relation: Relation, text: str) -> tuple[str, str] | None:
     """Parses a sentence that `state` has written; returns (entity, value).
 
     The result is None for any other text. The name of an entity must not contain the verb of the
-    sentence; no name in the World Factbook does.
+    sentence. No name in the World Factbook contains such a verb.
     """
     found = _pattern(relation).fullmatch(text.strip())
     return (found["entity"], found["value"]) if found else None

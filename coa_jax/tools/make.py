@@ -83,8 +83,8 @@ class StoreConfig(Bounded):
     Attributes:
         path: path of an SQLite file, which several processes may share; "" stores no answers.
         mode: ``cache``, ``record`` or ``replay``, see ``coa_jax.tools.recorded``.
-        tools: tools whose answers are stored. () means all tools, or only ``web_search`` and
-            ``crawl_page`` in the mode ``cache``.
+        tools: tools whose answers are stored. () means all tools, but in the mode ``cache`` only
+            ``web_search`` and ``crawl_page``.
         max_age_s: age in seconds after which a cached answer is not used; 0 for no limit.
         max_entries: maximum number of stored answers, beyond which the oldest are deleted; 0 for no
             limit.
@@ -118,20 +118,21 @@ class ToolsConfig(Bounded):
         retrieval: how ``wiki_search`` and the local ``web_search`` find passages: ``bm25`` (by
             words), ``dense`` (by vectors of ``encoder``) or ``hybrid`` (both combined).
         encoder: model that computes the vectors for dense and hybrid retrieval.
-        wiki_url: URL of the ``/retrieve`` of a server, which ``wiki_search`` calls; "" searches the
-            local index.
+        wiki_url: URL of a server's endpoint ``/retrieve``, which ``wiki_search`` calls; "" searches
+            the local index.
         passage_chars: maximum length of a passage of the Factbook, in characters.
         code_timeout_s: time limit of a program, in wall seconds.
         code_cpu_s: limit on the processor time of each process of a program, in seconds.
         code_memory_mb: memory limit of a program, in MiB.
         code_output_chars: maximum number of characters of a program's output that the policy reads.
         code_session: whether a program can use the variables of earlier programs in the same
-            trajectory. If False, each program runs by itself, as in the paper.
+            trajectory. If False, each program runs by itself, as in the Chain-of-Agents paper.
         code_libraries: packages that programs may import: names (``numpy``), requirements, or
             directories with installed packages, see `coa_jax.tools.code_libraries`. Prompts name
-            these packages. With ``code_url``, name the packages that the server offers.
-        code_url: URL of the ``/run_code`` of a server that runs programs; "" runs programs here.
-        remote_key_env: environment variable with the bearer token of these two servers.
+            these packages. With ``code_url``, list the packages that the server has installed.
+        code_url: URL of a server's endpoint ``/run_code``, which runs programs; "" runs them here.
+        remote_key_env: environment variable with the bearer token for ``wiki_url`` and
+            ``code_url``.
         code_unsafe: whether programs run without isolation. The environment variable
             ``COA_JAX_ALLOW_UNSAFE_CODE=1`` must be set too.
         web_search: search service of ``web_search``.
@@ -140,8 +141,8 @@ class ToolsConfig(Bounded):
         mcp: tag -> settings of a tool of a Model Context Protocol server, see `McpConfig`.
         own: tag -> ``path`` and ``options`` of a custom tool (docs/extending.md), see `Extension`.
         budgets: tag -> price of a call, and limits on the calls of the tool in all processes of a
-            run, see `CallBudget`. A call counts once, even if the tool makes several requests. An
-            answer from ``store`` does not count.
+            run, see `CallBudget`. A call counts once, however many requests the tool makes, and not
+            at all if ``store`` answers the call.
         store: settings for storing answers of tools.
     """
 
@@ -211,7 +212,7 @@ Tools: TypeAlias = ToolsConfig | Mapping[str, Any] | Sequence[str | Tool]
 
 
 def check_protocol(name: str, tools: ToolsConfig, where: str = "protocol") -> None:
-    """Raises UserError unless a protocol is registered, or the settings of the tools create it.
+    """Raises UserError unless a protocol is registered, or will be created with the tools.
 
     Args:
         name: name of the protocol.
@@ -330,7 +331,7 @@ def _description(tool: Tool) -> str:
 def tools_for(
     protocol: str, config: ToolsConfig, described: Mapping[str, str] | None = None
 ) -> list[Tool]:
-    """Creates the tools of a run for which a protocol has a tag.
+    """Creates those tools of a run for which a protocol has a tag.
 
     Args:
         protocol: name of the protocol, with or without a level.
@@ -349,7 +350,7 @@ def tools_for(
 
 
 def make_wiki_search(config: ToolsConfig, search: WikiSearch) -> Tool:
-    """Creates ``wiki_search``, which uses a server or the local index of the run."""
+    """Creates ``wiki_search``, which calls the server at ``wiki_url`` or searches locally."""
     if config.wiki_url:
         return RemoteSearch(config.wiki_url, config.top_k, key_env=config.remote_key_env)
     search.warm_up()
@@ -357,12 +358,12 @@ def make_wiki_search(config: ToolsConfig, search: WikiSearch) -> Tool:
 
 
 def make_web_search(config: ToolsConfig, search: WikiSearch) -> Tool:
-    """Creates ``web_search``, whose provider ``local`` is the local index of the run."""
+    """Creates ``web_search``. Its provider ``local`` searches the local index of the run."""
     return WebSearch(config.web_search, search.warm_up)
 
 
 def make_crawl_page(config: ToolsConfig, search: WikiSearch) -> Tool:
-    """Creates ``crawl_page``, which also opens links into the local index of the run."""
+    """Creates ``crawl_page``, which opens web pages and pages of the run's local index."""
     return CrawlPage(config.crawl_page, search.warm_up)
 
 
@@ -372,7 +373,7 @@ def make_visual_inspector(config: ToolsConfig) -> Tool:
 
 
 def make_code(config: ToolsConfig) -> Tool:
-    """Creates ``code``, which uses a server or the sandbox of this machine."""
+    """Creates ``code``, which calls a server if ``code_url`` is set, else the local sandbox."""
     if config.code_url:
         return RemoteCode(
             config.code_url,

@@ -42,16 +42,17 @@ _STDERR_BYTES, _STDERR_LINES, _STDERR_CHARS = 8192, 3, 600
 
 @dataclasses.dataclass(frozen=True)
 class McpConfig(Bounded):
-    """The settings of a tool of an MCP server. Either ``command`` or ``url`` must be set.
+    """The settings of a tool of an MCP server. Exactly one of ``command`` and ``url`` must be set.
 
     Attributes:
         command: program and arguments that start a server on this machine (stdio transport).
         url: URL of a server (HTTP transport).
-        tool: name of the tool on the server; "" if the name is the tag of the tool.
+        tool: name of the tool on the server; "" if this name equals the tag of the tool.
         description: description of the tool for the policy; "" for the server's description.
         schema: JSON schema of the arguments, as text; "" for the server's schema.
         env: names of environment variables that the program of the server gets in addition to PATH
-            and HOME. Their values are removed from everything that the server returns.
+            and HOME. The values of these variables are removed from everything that the server
+            returns.
         key_env: environment variable with the bearer token for ``url``; "" for no token.
         timeout_s: time limit of a call in seconds, including the start of the server if necessary.
         max_chars: maximum number of characters of an observation.
@@ -275,7 +276,7 @@ class McpTool:
         self.settings = json.dumps([config.command, config.url, self._remote])
 
     def begin(self) -> McpTool:
-        """Returns a tool for one trajectory, with a session of its own unless ``shared`` is set."""
+        """Returns a tool for one trajectory, with its own session unless ``shared`` is True."""
         if self._config.shared:
             return self
         own = copy.copy(self)
@@ -383,7 +384,7 @@ def parse_arguments(body: str, schema: Mapping[str, Any]) -> dict[str, Any] | No
     """Parses the arguments of a call.
 
     The body must be a JSON object with all required keys, optionally in a Markdown code block. If
-    the tool has only one argument, which is a string, the body may be this string.
+    the tool has a single argument and this argument is a string, the body may be the string itself.
 
     Args:
         body: text that the policy wrote between the tags.
@@ -437,8 +438,8 @@ def result_text(parts: Iterable[tuple[str, str | None]], structured: Any) -> str
     """Returns the result of a tool as text.
 
     Args:
-        parts: (type, text) of each part of the result. The text is None for a part that is not
-            text, such as an image; its type is then shown.
+        parts: (type, text) of each part of the result. For a part that is not text, such as an
+            image, the text is None, and the type is shown in place of the part.
         structured: structured content of the result as a JSON value, which is shown if there are no
             parts; None for no structured content.
     """

@@ -43,7 +43,7 @@ def extract(body: bytes, headers: dict[str, str], url: str, max_chars: int) -> d
     Args:
         body: body of the HTTP response, after decompression.
         headers: headers of the HTTP response, with names in lower case.
-        url: URL of the page, with which relative links are completed.
+        url: URL of the page, which is the base of relative links.
         max_chars: maximum number of characters of the text.
 
     Returns:

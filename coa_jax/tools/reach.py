@@ -60,12 +60,12 @@ async def findings(
     Args:
         config: settings of the tools.
         seconds: time limit for the answer of a server; 0 for `SECONDS`.
-        made: whether the tools exist already. If True, only tools that call a server are checked. A
-            tool whose answers are replayed from a recording calls no server.
+        made: whether the tools were created already. If True, only tools that call a server are
+            checked. Tools whose answers are replayed from a recording call no server.
 
     Returns:
-        One finding per checked tool, in the order of the settings. Unless ``made`` is True, a
-        finding for the store of answers follows if there is one.
+        One finding per checked tool, in the order of the settings. If there is a store of answers
+        and ``made`` is False, the finding for the store is the last.
     """
     checks: dict[str, _Check] = {
         "wiki_search": _wiki,

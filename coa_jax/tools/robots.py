@@ -32,7 +32,7 @@ class Robots:
 
         If robots.txt cannot be read because of a server error (5xx), no page may be read. If the
         site has no robots.txt (4xx), all pages may be read. If the connection fails, the result is
-        None, because the request of the page will fail too.
+        None, because the request for the page itself will fail too.
         """
         site = str(url.copy_with(path="/", query=None)).rstrip("/")
         known = self._rules.get(site)

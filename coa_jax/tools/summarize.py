@@ -42,7 +42,7 @@ Leave out what the page does not say. If nothing on it serves the aim, write onl
 async def click_intent(config: ChatConfig, context: ToolContext, seconds: float) -> str:
     """Returns the click intent: what the policy hopes to find, inferred from its last thought.
 
-    Without a thought, the result is the question of the task.
+    If the policy wrote no thought, the result is the question of the task.
 
     Args:
         config: language model that infers the intent.

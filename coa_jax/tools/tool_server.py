@@ -56,7 +56,7 @@ class BadRequestError(Exception):
 
 
 async def retrieve(index: Index, body: Any, threads: ThreadPoolExecutor) -> bytes:
-    """Answers a request of ``/retrieve``.
+    """Answers a request to the endpoint ``/retrieve``, which searches an index.
 
     Args:
         index: search index.
@@ -99,7 +99,9 @@ async def retrieve(index: Index, body: Any, threads: ThreadPoolExecutor) -> byte
 
 
 async def run_code(isolation: Isolation, body: Any, libraries: tuple[str, ...] = ()) -> bytes:
-    """Answers a request of ``/run_code``. If this coroutine is cancelled, the program is killed.
+    """Answers a request to the endpoint ``/run_code``, which runs a program.
+
+    If this coroutine is cancelled, the program is killed.
 
     Args:
         isolation: isolation in which the program runs.
@@ -168,8 +170,9 @@ def make_app(
 
     Args:
         index: search index for ``/retrieve``.
-        isolation: isolation of the programs of ``/run_code``; None serves no ``/run_code``.
-        key: bearer token that clients must send; None serves all clients.
+        isolation: isolation of the programs that ``/run_code`` runs. If None, the server has no
+            ``/run_code``.
+        key: bearer token that clients must send; None if clients need no token.
         local: whether the server accepts only connections from this machine.
         limits: limits on the connections.
         log: log of rejected requests.

@@ -55,7 +55,7 @@ class VisualConfig(Bounded):
         folder: folder whose image files may be opened; "" allows no files.
         allow_hosts: hosts and networks that may be opened although they are not public, see
             `Guard.allow`.
-        max_bytes: maximum size of an image in bytes.
+        max_bytes: maximum size of an image file in bytes.
         max_chars: maximum number of characters of an observation.
     """
 

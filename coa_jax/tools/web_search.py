@@ -68,7 +68,7 @@ _FIELD_CHARS, _LINK_CHARS = 300, 2000
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A search result. Fields that are "" are left out of the observation."""
+    """A search result. The observation omits fields with the value ""."""
 
     title: str
     link: str
@@ -96,8 +96,8 @@ class WebSearchConfig(Bounded):
             ``local``.
         options: option name -> value for a custom provider.
         url: URL of the service.
-        key_env: environment variable with the API key of serper. Its value is removed from the
-            results of every provider.
+        key_env: environment variable with the API key of serper. The value of this variable is
+            removed from the results of every provider.
         top_k: number of results in an observation, at most 20. The AFM release uses 10.
         snippet_chars: maximum length of a snippet in characters.
         timeout_s: time limit of a call with all its attempts, in seconds.
@@ -231,7 +231,8 @@ def provider_of(config: WebSearchConfig, index: Callable[[], Index]) -> Provider
         index: function that returns the local index.
 
     Raises:
-        UserError: the provider is unknown, or one of its settings or its API key is missing.
+        UserError: the provider is unknown, or a setting or API key that the provider needs is
+            missing.
     """
     found = bind(PROVIDERS, choose(config), config.options, "web_search.provider")
     if "query" not in found.asks:

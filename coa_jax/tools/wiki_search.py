@@ -97,8 +97,8 @@ def tokenize(text: str) -> list[str]:
     """Splits a text into the words that the index contains.
 
     The words are in lower case and without accents. Stop words are left out. A number such as
-    "1,234" is one word. An internet country code keeps its dot (".is"), to distinguish the code
-    from a word. `words.WORD` defines words.
+    "1,234" is one word. An internet country code such as ".is" keeps its dot, so that it differs
+    from the word "is". `words.WORD` defines words.
     """
     text = re.sub(r"(?<=\d),(?=\d{3})", "", fold(text).lower())
     return [word for word in _WORD.findall(text) if word not in _STOP_WORDS]
@@ -121,7 +121,7 @@ class WikiIndex:
 
     @classmethod
     def build(cls, passages: Sequence[Passage]) -> WikiIndex:
-        """Builds an index. Each word of a title counts `TITLE_WEIGHT` times.
+        """Builds an index. A word in a title counts as much as `TITLE_WEIGHT` words in a text.
 
         Raises:
             UserError: no passage contains a word.
@@ -182,7 +182,7 @@ class WikiIndex:
 def best_rows(scores: np.ndarray, top_k: int) -> list[int]:
     """Returns the indices of the largest scores, the largest first.
 
-    Of equal scores, the lower index comes first.
+    Among equal scores, the lower index comes first.
 
     Args:
         scores: float array of shape ``[N]``.
@@ -263,8 +263,8 @@ class WikiSearch:
     """The tool that answers a query with the best passages of a corpus.
 
     Calls run in threads, so that a search does not block the event loop. Any number of calls may
-    run concurrently. If a trajectory repeats a query, the observation says so and contains no
-    passages.
+    run concurrently. If a trajectory repeats a query, the observation only says that the query was
+    repeated.
     """
 
     name = "wiki_search"
@@ -334,7 +334,8 @@ class WikiSearch:
 def format_hits(hits: Sequence[Hit]) -> str:
     """Writes search results as the text of an observation.
 
-    Each result is a line "Doc k (Title: t)" and the passage. A blank line separates two results.
+    Each result is a line "Doc k (Title: t)", followed by the text of the passage. A blank line
+    separates two results.
     """
     documents = (
         f"Doc {k} (Title: {hit.passage.title})\n{hit.passage.text}" for k, hit in enumerate(hits, 1)

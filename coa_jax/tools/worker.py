@@ -72,8 +72,8 @@ class Workers:
         Args:
             arguments: arguments of the function.
             timeout: time limit of the call in seconds.
-            wait: time limit for waiting until a process is free, in seconds. With None, ``timeout``
-                limits waiting and the call together.
+            wait: maximum time in seconds to wait for a free process. If None, ``timeout`` limits
+                the total time of waiting and of the call.
 
         Raises:
             WorkerBusyError: no process was free in time, or no process can be started.

@@ -46,10 +46,10 @@ class Guard:
 
     Attributes:
         allow: host names (``search.lab``), host names with the only allowed port
-            (``localhost:8000``), and networks (``10.1.0.0/16``). These are allowed even if they are
-            not public.
+            (``localhost:8000``), and networks (``10.1.0.0/16``). These hosts and networks are
+            allowed even if their addresses are not public.
         block: host names, which include their subdomains, and path prefixes on hosts
-            (``huggingface.co/datasets``). These are not opened.
+            (``huggingface.co/datasets``). These hosts and paths are never opened.
     """
 
     allow: tuple[str, ...] = ()
@@ -68,7 +68,7 @@ class Guard:
         return [ipaddress.ip_network(entry) for entry in self.allow if "/" in entry]
 
     def trusts(self, host: str, port: int) -> bool:
-        """Returns whether ``allow`` contains a host by its name, so that any address is allowed."""
+        """Returns whether ``allow`` contains a host's name; all its addresses are then allowed."""
         return host in self.allow or f"{host}:{port}" in self.allow
 
     def blocks(self, url: httpx2.URL) -> bool:
@@ -120,7 +120,10 @@ def port_of(url: httpx2.URL) -> int:
 
 
 def is_public(address: Address) -> bool:
-    """Returns whether an address is public. An IPv4 address inside an IPv6 address must be too."""
+    """Returns whether an address is public.
+
+    An IPv6 address that contains an IPv4 address is public if the IPv4 address is public.
+    """
     if isinstance(address, ipaddress.IPv6Address):
         inner = _embedded(address)
         if any(not is_public(each) for each in inner):
@@ -169,7 +172,7 @@ def _check(host: str, port: int, addresses: Iterable[str], guard: Guard) -> list
 
 
 async def resolve(host: str, port: int, guard: Guard) -> list[str]:
-    """Returns all addresses of a host, after checking that connections to them are allowed.
+    """Returns all addresses of a host, after checking that each of them may be connected to.
 
     Args:
         host: host name or address.
@@ -206,7 +209,7 @@ class GuardedBackend(httpcore2.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
-        """Connects to the first address that answers. ``timeout`` limits all addresses together."""
+        """Connects to the host's first address that answers, within ``timeout`` seconds."""
         deadline = asyncio.get_running_loop().time() + (timeout or 3600.0)
         try:
             addresses = await asyncio.wait_for(

@@ -35,7 +35,7 @@ class Budget(Bounded):
         prices: (name of a model, money per million prompt tokens, money per million completion
             tokens) of each model. Any currency may be used.
         max_calls: maximum number of calls; 0 for no limit.
-        max_total_tokens: maximum number of prompt tokens and completion tokens together; 0 for no
+        max_total_tokens: maximum total number of prompt tokens and completion tokens; 0 for no
             limit. The server must report the number of tokens.
         max_money: maximum cost, in the currency of ``prices``; 0 for no limit. The server must
             report the number of tokens.
@@ -106,7 +106,8 @@ class Spent:
         """Adds the cost of a call.
 
         Args:
-            row: number of ``prompt`` tokens and number of ``completion`` tokens, see `counts_of`.
+            row: number of ``prompt`` tokens and number of ``completion`` tokens of the call, see
+                `counts_of`.
             price: (money per million prompt tokens, money per million completion tokens); None if
                 the price is unknown.
         """
@@ -145,7 +146,7 @@ class CallBudget(Bounded):
 
     @property
     def as_budget(self) -> Budget:
-        """The same limits as a `Budget`. The price converts ``max_money`` to a number of calls."""
+        """The same limits as a `Budget`, with ``max_money`` converted to a number of calls."""
         most = [self.max_calls] if self.max_calls else []
         most += [int(self.max_money / self.price)] if self.max_money else []
         if 0 in most:
@@ -176,7 +177,8 @@ class _Run:
     def share(self, left: float) -> float:
         """Returns the share of this process in the remaining budget of the run.
 
-        The share of an integer is an integer, and the shares of all processes add up to ``left``.
+        If ``left`` is an integer, each share is an integer. The shares of all processes add up to
+        ``left``.
         """
         if isinstance(left, int):
             return left // self.processes + (self.process < left % self.processes)
@@ -209,8 +211,8 @@ _lock = threading.RLock()
 def spending(folder: Path, process: int = 0, processes: int = 1) -> Iterator[None]:
     """Charges the cost of calls in this process to a run, as a context manager.
 
-    Each process reads the earlier cost of all processes when it enters. Therefore all processes
-    must have entered before any process makes a call.
+    A process reads the earlier cost of all processes when it enters the context. Therefore no
+    process may make a call before all processes have entered.
 
     Args:
         folder: folder in which the processes of the run store their cost.
@@ -273,7 +275,8 @@ class Purse:
     Several threads may use the same purse.
 
     Attributes:
-        spent: cost of the calls so far. A caller may add the cost of other processes.
+        spent: cost of the calls so far. Code outside this class may add the cost of other
+            processes.
         price: (money per million prompt tokens, money per million completion tokens); None if the
             price is unknown.
     """
@@ -350,7 +353,7 @@ class Purse:
             await asyncio.sleep(at - now)
 
     def begin(self) -> None:
-        """Notes that a request begins. Must be called before each request.
+        """Records that a request begins. Must be called before each request.
 
         Raises:
             BudgetSpentError: a limit is reached.
@@ -364,7 +367,7 @@ class Purse:
                 self._write(int(min(max(self.spent.calls, 1), max(share // 100, 1), 100)))
 
     def end(self, usage: Any = None, answered: bool = False) -> None:
-        """Notes that a request has ended. Must be called after each request.
+        """Records that a request has ended, and its cost. Must be called after each request.
 
         Args:
             usage: field ``usage`` of the answer; None if there is none.
@@ -399,10 +402,11 @@ class Purse:
 
 
 def counts_of(usage: Any) -> dict[str, int | None]:
-    """Returns the number of ``prompt`` tokens and of ``completion`` tokens of an answer.
+    """Returns the number of ``prompt`` tokens and of ``completion`` tokens of a request.
 
     Args:
-        usage: field ``usage`` of the answer. A number that it does not contain becomes None.
+        usage: field ``usage`` of the server's answer. A number that is missing from the field
+            becomes None.
     """
     told = usage if isinstance(usage, Mapping) else {}
     named = {"prompt": told.get("prompt_tokens"), "completion": told.get("completion_tokens")}

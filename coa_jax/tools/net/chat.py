@@ -52,9 +52,9 @@ class ServedModel(Budget):
         url: base URL of the endpoint, such as ``http://localhost:8000/v1``; "" for no endpoint.
         model: name of the model at the endpoint.
         key_env: environment variable with the API key; "" for an endpoint that needs no key.
-        timeout_s: time limit of an attempt in seconds.
-        attempts: maximum number of attempts. Another attempt follows only a failure that may be
-            temporary (no connection, an answer that is not JSON, status 429 or 5xx).
+        timeout_s: time limit of each attempt in seconds.
+        attempts: maximum number of attempts. Another attempt is made only after a failure that may
+            be temporary (no connection, an answer that is not JSON, status 429 or 5xx).
         backoff_s: maximum wait before the second attempt, in seconds. The maximum doubles with each
             further attempt, up to a minute.
     """
@@ -80,7 +80,7 @@ class ServedModel(Budget):
 
     @property
     def price(self) -> tuple[float, float] | None:
-        """(money per million prompt tokens, money per million completion tokens), or None."""
+        """(money per million prompt tokens, per million completion tokens); None if unknown."""
         return self.price_of(self.model)
 
     def __bool__(self) -> bool:
@@ -93,11 +93,11 @@ class ChatConfig(ServedModel):
 
     Attributes:
         temperature: sampling temperature.
-        max_tokens: maximum number of tokens of an answer.
+        max_tokens: maximum number of tokens of a reply, without the prompt.
         max_tokens_name: name of the request field for ``max_tokens``. OpenAI's reasoning models
             need ``max_completion_tokens``, and a temperature of 1.
-        json_mode: whether requests demand an answer that is a JSON object. Some servers do not
-            support such requests.
+        json_mode: whether requests ask the server to return only JSON objects
+            (``response_format``). Some servers do not support such requests.
     """
 
     temperature: Temperature = 0.0
@@ -215,7 +215,7 @@ class Client:
             go_on: function that returns whether another attempt may follow after a failure.
 
         Raises:
-            FetchError: there is no answer, or no answer that can be used.
+            FetchError: there is no answer, or ``read`` cannot use the answer.
             BudgetSpentError: a limit of the budget is reached.
         """
         limits = Limits(
@@ -331,7 +331,7 @@ def _text(answer: dict[str, Any]) -> str:
 
 
 async def reach(config: ChatConfig, seconds: float) -> str:
-    """Sends a short request to an endpoint, to detect an invalid URL, key or model before a run.
+    """Checks an endpoint with a short request, to find an invalid URL, key or model before a run.
 
     Args:
         config: the model and its endpoint.
@@ -353,7 +353,7 @@ async def reach(config: ChatConfig, seconds: float) -> str:
 
 
 def refusal(status: int | None, key_env: str) -> str:
-    """Returns the probable cause of an error status, as the end of an error message.
+    """Returns the end of an error message, which names the probable cause of an error status.
 
     Args:
         status: the HTTP status; None if there is none.

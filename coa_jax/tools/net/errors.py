@@ -49,8 +49,10 @@ class FetchError(Exception):
         kind: why there is no usable answer.
         message: clause for observations, without private addresses and secrets.
         status: HTTP status; None if there is none.
-        retry_after: seconds for which the server asked to wait; None if it did not ask.
-        account: whether the error of the server concerns the account of the user.
+        retry_after: seconds that the server asked the client to wait; None if the server did not
+            ask.
+        account: whether the server's error message concerns the user's account, such as its
+            credits.
         said: text of the server without the API key, for messages to the user. The text may contain
             private addresses, so it is not part of observations.
     """
@@ -85,8 +87,8 @@ class FetchError(Exception):
 def speaks_of_account(answer: bytes) -> bool:
     """Returns whether the body of an error mentions an account, credits, a quota or an API key.
 
-    The status alone does not show this: serper.dev, for example, answers both invalid queries and
-    missing credits with the status 400.
+    The status alone does not show the cause. For example, serper.dev returns the status 400 both
+    for invalid queries and for missing credits.
     """
     return _ACCOUNT.search(answer) is not None
 
@@ -95,8 +97,8 @@ class Blame:
     """Decides whether a failed call is a mistake of the policy or a fault of the service.
 
     The status 400 or 422 may mean an invalid query. It may also mean an account without credits or
-    an unsupported setting, which make every request fail. Such a status is therefore a mistake of
-    the policy only under these conditions, and otherwise a fault:
+    an unsupported setting, which make every request fail. Such a status therefore counts as a
+    mistake of the policy only if all of these conditions hold, and otherwise as a fault:
 
     * The service has answered an earlier query.
     * The error does not concern the account.
@@ -110,7 +112,7 @@ class Blame:
         self._believed = 0
 
     def answered(self) -> None:
-        """Notes that the service has answered. Must be called after each successful request."""
+        """Records that the service has answered. Must be called after each successful request."""
         self._believed = _BELIEVED
 
     def outcome(self, error: FetchError) -> Literal["timeout", "error", "fault"]:

@@ -45,7 +45,8 @@ class Limits:
         total_s: time limit of the request in seconds.
         connect_s: time limit for resolving the host name and opening a connection, in seconds.
         read_s: maximum time in seconds without receiving a byte.
-        attempts: maximum number of attempts. Another attempt is made only if it may succeed.
+        attempts: maximum number of attempts. Another attempt is made only after a failure that may
+            be temporary.
         backoff_s: maximum wait before the second attempt, in seconds. The maximum doubles for each
             further attempt, up to a minute. The wait is random, between half the maximum and the
             maximum.
@@ -67,7 +68,10 @@ class Limits:
                 raise UserError(f"{name} must be positive, not {getattr(self, name)}")
 
     def within(self, seconds: float | None) -> Limits:
-        """Returns these limits with a ``total_s`` of at most ``seconds``; None changes nothing."""
+        """Returns these limits, with ``total_s`` reduced to ``seconds`` if it is larger.
+
+        If ``seconds`` is None, the limits are returned unchanged.
+        """
         if seconds is None or seconds >= self.total_s:
             return self
         return dataclasses.replace(self, total_s=max(seconds, 0.001))
@@ -127,9 +131,9 @@ class Response:
 
 
 def media_type(headers: Mapping[str, str]) -> str:
-    """Returns the media type in HTTP headers, in lower case and without parameters.
+    """Returns the media type that HTTP headers name, in lower case and without parameters.
 
-    The result is "" if there is none.
+    The result is "" if the headers name no media type.
     """
     return headers.get("content-type", "").partition(";")[0].strip().lower()
 

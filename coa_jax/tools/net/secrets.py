@@ -29,7 +29,7 @@ _SPEAKING = re.compile(
 
 
 def quieten(*libraries: str) -> None:
-    """Silences the loggers of libraries that log requests and answers with their keys."""
+    """Silences the loggers of libraries that log requests, because requests contain API keys."""
     for name in libraries:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
@@ -87,7 +87,7 @@ def redact_all(value: Any) -> Any:
 
 
 def redact_variables(value: Any, names: Iterable[str]) -> Any:
-    """Returns a text or JSON value in which the values of variables are replaced by "[secret]".
+    """Replaces the values of environment variables in a text or JSON value by "[secret]".
 
     Args:
         value: the text or JSON value.

@@ -31,8 +31,8 @@ def key_of(*parts: object) -> str:
 class Store:
     """A mapping from keys to observations in a file.
 
-    Each operation opens and closes the file. Threads therefore share no connection, and SQLite can
-    repair the file after a process was killed.
+    Each operation opens and closes the file. Therefore threads share no connection, and SQLite
+    repairs the file at the next operation if a process was killed.
     """
 
     def __init__(self, path: str | Path, max_entries: int = 0, wait_s: float = 10.0):
@@ -76,7 +76,7 @@ class Store:
             return int(connection.execute("SELECT count(*) FROM observations").fetchone()[0])
 
     def get(self, key: str, max_age_s: float | None = None) -> Observation | None:
-        """Returns the observation with a key; None if there is none or it is too old.
+        """Returns the observation with a key; None if there is none, or only one that is too old.
 
         Args:
             key: key of the observation, see `key_of`.

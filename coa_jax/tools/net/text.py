@@ -22,8 +22,8 @@ _PAGE_CODECS = ("utf-", "iso8859", "latin", "cp", "koi8", "gb", "big5", "euc", "
 def decode(body: bytes, headers: Mapping[str, str]) -> str:
     """Decodes the text of a page.
 
-    A byte order mark determines the encoding. Without a byte order mark, the encodings of this list
-    are tried in order, until the bytes are valid:
+    If the page begins with a byte order mark, the mark determines the encoding. Otherwise these
+    encodings are tried in order, until the bytes are valid:
 
     1. the encoding in the HTTP header,
     2. the encoding that the page declares,
@@ -65,7 +65,7 @@ def _codec(name: str) -> str | None:
 
 
 def clip(text: str, room: int) -> str:
-    """Truncates a text to ``room`` characters. A truncated text ends with a notice."""
+    """Truncates a text to ``room`` characters, and then appends a notice that text is missing."""
     if len(text) <= room:
         return text
     return f"{text[:room].rstrip()}\n[... {len(text) - room} characters left out ...]"

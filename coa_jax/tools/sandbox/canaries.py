@@ -236,11 +236,11 @@ class Canary:
     Attributes:
         name: what the program tries.
         source: Python source of the program.
-        endings: reasons for which the program may end, see `Result.reason`.
+        endings: values of `Result.reason` with which a contained program may end.
         says: text with which the output must begin if the program ends by itself; "" for any text.
-        hoards: "memory" or "disk" if the program tries to exceed this limit and reports how much it
-            uses, see ``coa_jax.tools.sandbox.hoards``; else "". A program that stays within the
-            limit may end for any reason.
+        hoards: "memory" or "disk" if the program tries to exceed the limit on memory or disk space,
+            and reports how much it uses, see ``coa_jax.tools.sandbox.hoards``; else "". A program
+            that stays within the limit may end for any reason.
     """
 
     name: str
@@ -267,7 +267,8 @@ class Targets:
         disk_mb: size of the programs' scratch space in MiB.
         caller: process id of the caller.
         variable: bytes that occur in the environment variables of the caller.
-        marker: argument of ``sleep`` by which processes that survive are recognised.
+        marker: argument of the command ``sleep`` that programs start, by which the caller
+            recognises processes that outlive a program.
     """
 
     secrets: tuple[str, ...]

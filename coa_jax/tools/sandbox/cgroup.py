@@ -81,7 +81,7 @@ def find() -> Home | None:
     The function tests each candidate with a child process, so this process must have no threads.
 
     Returns:
-        The nearest such control group; None if there is none.
+        The first candidate in which this works; None if there is none.
     """
     for home in _candidates():
         try:

@@ -33,7 +33,7 @@ def become_program(
         pipes: file descriptors of the job.
         uid: unprivileged user id and group id for the program; None to keep the current ids.
         scratch: directory in which the program may write.
-        count: maximum number of processes of the user id.
+        count: maximum number of processes that the user id may have.
         started: file descriptor on which bubblewrap reports that the program has started.
         shared_memory: whether the program may use anonymous shared memory. This is allowed only if
             the kernel counts such memory.

@@ -157,7 +157,7 @@ class Hoard:
 
 
 def hoards(memory_mb: int, disk_mb: int) -> dict[str, Hoard]:
-    """Returns programs that try to use several times the limits.
+    """Returns programs that try to use several times as much memory or disk as the limits allow.
 
     Args:
         memory_mb: memory limit in MiB.
@@ -190,7 +190,7 @@ def hoards(memory_mb: int, disk_mb: int) -> dict[str, Hoard]:
 
 
 def measure(said: str, limit: float, ended: float) -> tuple[float, float]:
-    """Evaluates the output of a program of `hoards`.
+    """Measures, from the output of a program of `hoards`, how far the program exceeded its limit.
 
     Args:
         said: standard output of the program.

@@ -187,7 +187,7 @@ def number(name: str) -> int:
 def compile_filter(
     metadata: bool, signals: bool, shared_memory: bool, machine: str | None = None
 ) -> bytes:
-    """Assembles the filter.
+    """Assembles a filter that makes the kernel refuse the system calls in ``FORBIDDEN``.
 
     Args:
         metadata: whether to forbid changes of the modes, owners, times and attributes of files too.

@@ -90,7 +90,7 @@ def supervise(job: Job, pipes: Pipes, home: cgroup.Home | None) -> None:
 
 
 def claim_uid() -> int | None:
-    """Reserves a user id that no other program has, and returns it.
+    """Reserves and returns a user id that no other program uses.
 
     The kernel counts the processes of a user id separately, and a program cannot access the
     processes of another user id. The kernel releases the reservation when this process ends.

@@ -99,7 +99,7 @@ def _remains(uid: int, marker: str) -> list[str]:
 
 @contextlib.contextmanager
 def scene() -> Iterator[Scene]:
-    """Creates a scene, as a context manager that removes the scene at the end."""
+    """Creates a `Scene`, as a context manager that removes the scene at the end."""
     with contextlib.ExitStack() as stack:
         directories = []
         for parent in (Path.home(), Path(tempfile.gettempdir())):
@@ -133,8 +133,9 @@ class Attempt:
 
     Attributes:
         wrong: descriptions of what the program achieved; () if the program was contained.
-        seconds: time in seconds until the program had ended.
-        over_mb: MiB by which the program exceeded its limit; 0 if it does not measure this.
+        seconds: time in seconds from the start of the program to its end.
+        over_mb: MiB by which the program exceeded its limit; 0 if the program does not report how
+            much it uses.
         over_s: time in seconds for which the program continued after it had exceeded its limit.
     """
 
