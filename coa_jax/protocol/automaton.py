@@ -46,7 +46,8 @@ class State:
         thinking: whether a ``think`` was closed after the last action.
         waiting: whether the last action is a tool call that has no observation yet.
         must_plan: whether the next action must be a plan.
-        may_answer: False only right after a double check that did not pass.
+        may_answer: False directly after a double check that has no score or a score below
+            ``pass_score``, else True.
     """
 
     action: str = START

@@ -29,7 +29,8 @@ _AROUND = 3
 def write_protocols(folder: str | os.PathLike[str]) -> None:
     """Writes a file ``protocols.json`` with the protocols that this process has created.
 
-    If the process has created no protocol, no file is written.
+    These are the protocols for tools that no built-in protocol fits. If there are none, no file is
+    written.
 
     Args:
         folder: folder in which the file is written.

@@ -378,7 +378,7 @@ def add_protocol(protocol: Protocol) -> None:
 def known_protocols() -> tuple[Protocol, ...]:
     """Returns all protocols that are registered in this process.
 
-    Another process registers the same protocols with `restore_protocols`.
+    With this result, `restore_protocols` registers the same protocols in another process.
     """
     return tuple(_PROTOCOLS.values())
 

@@ -68,8 +68,8 @@ def parse_options(text: str) -> Options:
       proportions.
     * ``weights=60/30/10/0``: sets the shares of questions with 1, 2, 3 and 4 hops.
     * ``arithmetic=0``: draws no questions that need arithmetic.
-    * ``templates=1``: number of paraphrases of each kind of question.
-    * ``protocol=mhqa``: protocol of the tasks.
+    * ``templates=1``: sets the number of paraphrases that are used for each kind of question.
+    * ``protocol=mhqa``: sets the protocol of the tasks.
 
     Raises:
         UserError: an option or the protocol is unknown, or a value is out of range.

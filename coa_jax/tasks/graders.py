@@ -208,8 +208,9 @@ class Graders:
         """Grades a finished trajectory by itself, without the rewards that compare samples.
 
         Returns:
-            The reward. Its value is None, with a reason, if a component of the system failed. Its
-            parts are a mapping, which is empty if a reward function raised an exception:
+            The reward. ``value`` is None, with a reason, if a component of the system failed.
+            ``parts`` is empty if a reward function raised an exception. Otherwise it has these
+            keys:
 
             * ``exact_match``: 1.0 if the answer equals an accepted answer, else 0.0. Always 0.0 for
               a task whose answer is a program.
@@ -360,7 +361,7 @@ class Graders:
         """Grades many trajectories concurrently.
 
         Adjacent trajectories of the same task and the same prompt form a group for `grade_group`.
-        The rewards have the order of the pairs.
+        The rewards are returned in the order of the pairs.
         """
 
         def group_of(pair: tuple[Task, Trajectory]) -> tuple[int, Any]:

@@ -67,9 +67,9 @@ class JudgeConfig(Bounded):
         answer_chars: maximum length of an answer in characters. A longer answer counts as wrong
             without a request.
         cache: path of an SQLite file that stores verdicts; "" stores no verdicts.
-        patience: if the endpoint is down or overloaded, maximum time in seconds for repeating a
-            request, with growing pauses. After this time the answer has no verdict, and RL masks
-            the sample. A large value lets RL wait for the judge instead of wasting samples.
+        patience: maximum time in seconds for which a request is repeated, with growing pauses, if
+            the endpoint is down or overloaded. After this time, the answer has no verdict, and RL
+            masks its sample. RL waits for the judge meanwhile, so that fewer samples are masked.
     """
 
     chat: ChatConfig = dataclasses.field(

@@ -56,7 +56,8 @@ class CrawlConfig(Bounded):
         page_timeout_s: time limit for fetching one page with all attempts, in seconds.
         max_bytes: maximum size of a page in bytes, after decompression.
         attempts: maximum number of attempts per page.
-        robots: whether to leave out pages that the robots.txt of their site forbids to read.
+        robots: whether to leave out pages that the robots.txt of their site forbids crawlers to
+            read.
         allow_hosts: hosts and networks that may be opened although they are not public, see
             `Guard.allow`.
         blocked: hosts and path prefixes whose pages are not opened, see `Guard.block`.

@@ -131,8 +131,7 @@ class ToolsConfig(Bounded):
             directories with installed packages, see `coa_jax.tools.code_libraries`. Prompts name
             these packages. With ``code_url``, list the packages that the server has installed.
         code_url: URL of a server's endpoint ``/run_code``, which runs programs; "" runs them here.
-        remote_key_env: environment variable with the bearer token for ``wiki_url`` and
-            ``code_url``.
+        remote_key_env: environment variable with the bearer token of ``wiki_url`` and ``code_url``.
         code_unsafe: whether programs run without isolation. The environment variable
             ``COA_JAX_ALLOW_UNSAFE_CODE=1`` must be set too.
         web_search: search service of ``web_search``.

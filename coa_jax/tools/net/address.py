@@ -172,7 +172,7 @@ def _check(host: str, port: int, addresses: Iterable[str], guard: Guard) -> list
 
 
 async def resolve(host: str, port: int, guard: Guard) -> list[str]:
-    """Returns all addresses of a host, after checking that each of them may be connected to.
+    """Returns all addresses of a host, after checking that connections to them are allowed.
 
     Args:
         host: host name or address.

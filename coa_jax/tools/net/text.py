@@ -65,7 +65,7 @@ def _codec(name: str) -> str | None:
 
 
 def clip(text: str, room: int) -> str:
-    """Truncates a text to ``room`` characters, and then appends a notice that text is missing."""
+    """Truncates a text that has more than ``room`` characters, and appends a notice."""
     if len(text) <= room:
         return text
     return f"{text[:room].rstrip()}\n[... {len(text) - room} characters left out ...]"
