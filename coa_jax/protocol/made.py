@@ -29,7 +29,7 @@ _AROUND = 3
 def write_protocols(folder: str | os.PathLike[str]) -> None:
     """Writes a file ``protocols.json`` with the protocols that this process has created.
 
-    These are the protocols for tools that no built-in protocol fits. If there are none, no file is
+    Only protocols that `protocol_with_tools` created are written. If there are none, no file is
     written.
 
     Args:

@@ -69,8 +69,8 @@ class Protocol:
         notes: tag -> a sentence about the tool that prompts add, such as the packages that its
             programs can import.
         pass_score: lowest score of a ``double_check`` after which ``answer`` may follow.
-        must_end: whether ``answer`` must follow a ``double_check`` with at least the score
-            ``pass_score``.
+        must_end: whether the next action after a ``double_check`` with at least the score
+            ``pass_score`` must be ``answer``.
         observation: name of the tag around text of the environment.
         answer: name of the tag that ends the episode.
         schemas: tag -> JSON schema of the arguments, for tools whose body is a JSON object.

@@ -74,7 +74,7 @@ class Pieces:
 
 
 def undecided(data: str, marks: tuple[str, ...]) -> int:
-    """Returns the length of the longest suffix of a text with which a longer mark begins."""
+    """Returns the length of a text's longest suffix that is the beginning of a longer mark."""
     longest = max(map(len, marks))
     for size in range(min(longest - 1, len(data)), 0, -1):
         if any(mark.startswith(data[-size:]) for mark in marks):

@@ -63,7 +63,7 @@ class LeftOut(NamedTuple):
 
     Attributes:
         path: file that contains the row.
-        number: number of the row in the file, see `Row`.
+        number: line number or row number in the file, see `Row`.
         where: file and row, as text for messages.
         reason: why the row is left out.
     """

@@ -129,7 +129,7 @@ class Agent:
                 the new piece of text.
 
         Returns:
-            The trajectory; its ``answer`` and ``text`` are the answer and the whole text.
+            The trajectory, with the answer in ``answer`` and the whole text in ``text``.
         """
         return run_blocking(self.ask_async(question, on_text))
 
@@ -144,7 +144,7 @@ class Agent:
                 the new piece of text.
 
         Returns:
-            The trajectory; its ``answer`` and ``text`` are the answer and the whole text.
+            The trajectory, with the answer in ``answer`` and the whole text in ``text``.
 
         Raises:
             UserError: the prompt has ``max_tokens`` tokens or more, so no answer is possible.

@@ -157,7 +157,7 @@ class Arrival:
 
     Attributes:
         task_id: id of the task.
-        sample_id: number of the sample.
+        sample_id: number that identifies the sample within its request.
         author: who wrote the text: the policy, whose text arrives token by token, or the
             environment.
         text: the text, which never contains a partial character. Tokens that were sampled after the

@@ -194,12 +194,12 @@ def read_tests(gold: Mapping[str, Any]) -> Tests:
     """Reads the tests of a question from its accepted answer.
 
     Args:
-        gold: accepted answer, a JSON object with one of these sets of keys: ``stdin`` and
-            ``expected_output``, ``inputs`` and ``outputs``, ``input`` and ``output``,
-            ``functional``, or ``import_prefix``, ``test_code`` and ``entry_point``.
+        gold: accepted answer, a JSON object. It must have all keys of one of these formats:
+            (``stdin``, ``expected_output``), (``inputs``, ``outputs``), (``input``, ``output``),
+            (``functional``), or (``import_prefix``, ``test_code``, ``entry_point``).
 
     Raises:
-        ValueError: the object has none of these sets of keys, or a value is malformed.
+        ValueError: the object has the keys of none of these formats, or a value is malformed.
     """
     if "import_prefix" in gold:
         checks = _checks(_text(gold, "test_code"))

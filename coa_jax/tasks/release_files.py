@@ -180,8 +180,8 @@ def contest_task(
 
     Args:
         row: the row.
-        number: number of the row in its file, which becomes the id of a CodeContests row that has
-            no name.
+        number: row number in the file. A CodeContests row without a name gets this number as its
+            id.
         protocol: protocol of the task; "" for ``code``.
         source: source of the task.
         metadata: metadata of the task. The function adds ``grader`` and ``question_id``.

@@ -171,7 +171,7 @@ def distinct(identity: str, number: int, seen: set[str]) -> str:
 
     Args:
         identity: id of the row in its file.
-        number: number of the row in its file.
+        number: row number in the file, which makes a repeated id unique.
         seen: ids of all earlier rows; the function changes this set.
     """
     found, copies = identity, 1
