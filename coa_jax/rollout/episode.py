@@ -164,7 +164,7 @@ class Episode:
 
     @property
     def frame(self) -> tuple[str, str]:
-        """(text before the next observation, text after the same observation), such as its tags."""
+        """(text before, text after) of the next observation, such as the observation's tags."""
         if self.turn_over:
             return REPLY
         if self._frames is None:

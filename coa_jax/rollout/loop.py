@@ -68,10 +68,10 @@ async def run_episodes(
     """Runs requests, and yields each trajectory as soon as it ends.
 
     Args:
-        engine: an engine, or several engines with the same stop tokens that run concurrently. All
-            slots must be free. A request goes to an engine with free slots, and an idle engine also
-            takes samples that wait for a slot of another engine. Trajectories do not depend on the
-            engine that samples them.
+        engine: an engine, or several engines that run concurrently and have the same stop tokens.
+            All slots must be free. A request goes to an engine with free slots, and an idle engine
+            also takes samples that wait for a slot of another engine. Trajectories do not depend on
+            the engine that samples them.
         episodes: creates the episodes of samples, and encodes the results of tools.
         requests: requests, or an `Inbox` to which requests are added at any time. An iterable is
             consumed lazily: the next request is taken when a slot is free.

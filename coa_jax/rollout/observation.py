@@ -20,7 +20,7 @@ from coa_jax.protocol import Protocol, quote_tool_text
 
 
 def observation_text(protocol: Protocol, text: str) -> str:
-    """Returns a tool's text with the text of the frame, such as observation tags, around it."""
+    """Returns a tool's text inside the frame of an observation, such as observation tags."""
     head, tail = plain_frame(protocol)
     return f"{head}{text}{tail}"
 

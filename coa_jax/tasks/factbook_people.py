@@ -61,7 +61,7 @@ def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]
 
     Args:
         split: ``train``, ``validation`` or ``test``.
-        n: number of questions; None uses each program once.
+        n: number of questions; None uses each question program once.
         seed: seed of the random choice, order and wording.
         source: the source with its options.
 
@@ -98,8 +98,8 @@ def load_people(
 
     Args:
         split: ``train``, ``validation`` or ``test``.
-        n: number of questions; None uses each program once. If ``n`` is larger than the number of
-            programs, fewer questions are returned.
+        n: number of questions; None uses each question program once. If ``n`` is larger than the
+            number of programs, fewer questions are returned.
         seed: seed of the random choice, order and wording.
         topics: topics of the questions, from `TOPICS`.
         words: ``known`` for questions with templates that the split ``train`` uses, ``new`` for

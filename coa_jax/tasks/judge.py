@@ -69,7 +69,7 @@ class JudgeConfig(Bounded):
         cache: path of an SQLite file that stores verdicts; "" stores no verdicts.
         patience: maximum time in seconds for which a request is repeated, with growing pauses, if
             the endpoint is down or overloaded. After this time, the answer has no verdict, and RL
-            masks its sample. RL waits for the judge meanwhile, so that fewer samples are masked.
+            masks the sample. RL waits for the judge meanwhile, so that fewer samples are masked.
     """
 
     chat: ChatConfig = dataclasses.field(

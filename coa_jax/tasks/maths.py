@@ -78,7 +78,7 @@ def _balanced(text: str) -> bool:
 def verify(gold: str, answer: str) -> bool:
     """Returns whether math-verify considers two expressions equal.
 
-    This function runs in a worker process, because it may take an unlimited time.
+    This function must run in a worker process, which can be killed, because it may never return.
 
     Args:
         gold: accepted expression in LaTeX.
