@@ -215,8 +215,7 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
 
 
 def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Lets the teacher solve tasks, and distils its runs; returns the content of
-    ``summary.json``."""
+    """Creates a data set from new runs of the teacher; returns the content of ``summary.json``."""
     command = build(Command, config)
     teacher, wanted, settings = command.teacher, command.tasks, config.tools.to_dict()
     assert wanted and command.tools

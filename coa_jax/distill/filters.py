@@ -52,8 +52,7 @@ class Filter:
 
 @dataclasses.dataclass(frozen=True)
 class SetFilter:
-    """A named filter that compares runs; ``drops`` returns for each of them whether to drop the
-    run."""
+    """A named filter that compares runs; ``drops`` returns for each run whether to drop it."""
 
     name: str
     drops: Callable[[Sequence[Run]], list[bool]]

@@ -50,10 +50,10 @@ class AgentView:
     """Everything that a mind knows when it decides.
 
     Attributes:
-        role: name of the agent that acts.
+        role: name of the agent for which the mind decides.
         question: the question of the user.
         protocol: name of the protocol that the manager follows.
-        episode: identity of the run; scripted minds use it only as a seed of random choices.
+        episode: id of the run, from which scripted minds derive their random choices.
         messages: all messages of the run so far, oldest first.
         tools: names of the tools that this agent may call.
     """
@@ -77,7 +77,7 @@ class AgentView:
 
 @dataclasses.dataclass(frozen=True)
 class Action:
-    """The decision of a mind: the message that its agent sends next; fields as in `Message`."""
+    """The message that a mind decides to send next as its agent, with the fields of `Message`."""
 
     recipient: str
     kind: Kind

@@ -63,7 +63,9 @@ _GZIP = b"\x1f\x8b"
 def read_traces(
     path: str | os.PathLike[str], form: str, options: Mapping[str, Any] | None = None
 ) -> tuple[list[Trace], ReadReport]:
-    """Reads a file of logs of another system; damaged records are reported, not raised as errors.
+    """Reads a file of logs of another system.
+
+    Damaged records raise no error; they are listed in the report.
 
     Args:
         path: a file with one JSON value per line. If its name ends in ``.json``, the file may also
@@ -72,7 +74,8 @@ def read_traces(
         options: options of the function that reads the format; None for none.
 
     Returns:
-        The traces in the order of the file, each with a unique name, and a report on all records.
+        The traces in the order of the file, each with a unique name, and a report on all records of
+        the file.
 
     Raises:
         UserError: the file cannot be read or is compressed, or the format is unknown.
