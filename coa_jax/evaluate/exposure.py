@@ -62,6 +62,5 @@ class Exposure:
 
 
 def exposure_of(tasks: Sequence[Task], blocked: Sequence[str]) -> Exposure:
-    """Returns a check for text of the questions of ``tasks``, and for the addresses in
-    ``blocked``."""
+    """Returns a check for the questions of ``tasks``, and for the addresses in ``blocked``."""
     return Exposure(Guard(block=tuple(blocked)), contamination(tasks, entity_share=0.0))

@@ -218,8 +218,10 @@ class Journal:
         return sample
 
     def grade(self, key: Key, reward: Reward) -> None:
-        """Stores the grade of a sample; a reward without a value is not stored, so it is asked
-        again."""
+        """Stores the grade of a sample, unless the reward has no value.
+
+        A sample without a grade is graded again when the evaluation is repeated.
+        """
         self.samples[key] = self.samples[key].graded(reward)
         if reward.reason:
             self._ungraded[key] = reward.reason

@@ -44,8 +44,7 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def student_t(n: int) -> float:
-    """Returns the two-sided 95 % quantile of Student's t-distribution with n - 1 degrees of
-    freedom."""
+    """Returns the two-sided 95 % quantile of Student's t with ``n - 1`` degrees of freedom."""
     return float(special.stdtrit(n - 1, 0.975))
 
 

@@ -59,8 +59,11 @@ class Sample:
     attempts: int = 1
 
     def wanted(self, attempts: int) -> bool:
-        """Returns whether the sample must run again, because it has no answer and attempts are
-        left."""
+        """Returns whether the sample must run again.
+
+        A sample runs again if it has no answer, no fault ended it, and it was run fewer than
+        ``attempts`` times.
+        """
         return self.answer is None and not self.broken and self.attempts < attempts
 
     @property
@@ -79,8 +82,7 @@ class Sample:
         return dataclasses.replace(self, value=value)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the data of the sample for the result file, without the answer or any other
-        text."""
+        """Returns the sample's data for the result file, without the answer or any other text."""
         return {
             "value": self.value,
             "stop": self.stop,

@@ -262,8 +262,7 @@ def vote_name(group: Measured) -> str:
 
 
 def pick_name(group: Measured, n: int) -> str:
-    """Returns the name under which the journal stores the model's choice from the first n
-    samples."""
+    """Returns the name under which the journal stores the model's choice for best-of-n."""
     return f"pick/{group.task.id}/{_numbers(group.samples[:n])}"
 
 

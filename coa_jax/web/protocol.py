@@ -45,7 +45,8 @@ class Connections:
         return GuardedProtocol(self, **options)
 
     def wants_turn(self, connection: GuardedProtocol) -> None:
-        """Lets a connection parse its received data, now or after other connections."""
+        """Lets a connection parse its received data, at once or after the turns of other
+        connections."""
         queue = self._headers if connection.awaits_request else self._bodies
         queue.append(connection)
         if not self._scheduled:

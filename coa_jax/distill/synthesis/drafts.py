@@ -120,8 +120,10 @@ class Author(Protocol):
         ...
 
     async def widen(self, one: Draft, other: Draft) -> Draft | None:
-        """Returns a draft of a question that needs the answers of both drafts; None if
-        impossible."""
+        """Returns a draft of a question that needs the answers of both drafts.
+
+        The result is None if the author writes no such draft.
+        """
         ...
 
 
