@@ -24,7 +24,8 @@ def copy_configs(target: Path) -> int:
     """Copies all config files; returns the number of files.
 
     Args:
-        target: directory to copy to; each stage has a folder in it, such as ``target/sft``.
+        target: directory to copy to. The configs of each stage are copied to its folder, such as
+            ``target/sft``.
 
     Raises:
         UserError: a file exists with other content. In this case nothing is copied.

@@ -65,7 +65,7 @@ def check_length(tokenizer: Any, texts: Sequence[str], room: int, param: str) ->
         param: name of the request's field with the prompt, used in the error message.
 
     Raises:
-        Refused: the prompt has more than about twice ``room`` tokens, or more than ``room`` parts.
+        Refused: the prompt has more than ``room`` tokens.
     """
     if sum(map(len, texts)) <= max(_PIECE, 2 * room) and len(texts) <= room:
         return

@@ -89,8 +89,7 @@ def join(content: str, calls: Iterable[Call]) -> str:
 
 
 def same_turn(left: str, right: str) -> bool:
-    """Returns whether two turns have the same content and the same calls; JSON is compared
-    parsed."""
+    """Returns whether two turns have the same content and the same calls, parsed from JSON."""
 
     def parsed(text: str) -> tuple[str, list[tuple[str, Any]]]:
         content, calls = split(text)
@@ -124,8 +123,8 @@ def further_ids(tokenizer: Any, last: int, messages: Sequence[Message]) -> list[
 
     Args:
         tokenizer: tokenizer of the policy.
-        last: id of the last token of the policy's turn. If it is not the token that ends a turn,
-            the ids begin with that token.
+        last: id of the last token of the policy's turn. If the turn was cut off before its end
+            token, the returned ids begin with the end token.
         messages: messages that follow this turn.
 
     Raises:

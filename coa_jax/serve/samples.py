@@ -137,8 +137,7 @@ class Completion(Episode):
 
 
 class Agent(Episode):
-    """A sample whose tags call tools; each part of it is sent to the client as soon as it is
-    written."""
+    """A sample whose tags call tools; its parts are sent to the client while they are written."""
 
     def __init__(self, visit: Visit, episode_options: dict[str, Any]):
         super().__init__(**episode_options)

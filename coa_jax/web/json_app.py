@@ -22,8 +22,7 @@ from coa_jax.web.refusals import RefusalLog
 
 
 class Room:
-    """Limits the numbers of running and of waiting requests of a route; refuses further
-    requests."""
+    """Limits how many requests of a route run, and how many wait; refuses further requests."""
 
     def __init__(self, running: int, waiting: int):
         """Creates an empty room.

@@ -23,8 +23,7 @@ TASKS = "factbook:protocol=web,weights=100/0/0/0,templates=1"
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """Returns the settings of configs/quickstart/mhqa.py, with tools that search the web and open
-    pages."""
+    """Returns the settings of configs/quickstart/mhqa.py, with tools for the web."""
     config = load_config(
         "configs/quickstart/mhqa.py",
         {
