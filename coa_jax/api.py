@@ -150,7 +150,7 @@ def train_sft(
         records: training records; None to read the files that ``config.data`` names.
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
             none.
-        changes: settings that replace settings of ``config``. A group of settings is replaced as a
+        changes: settings that override those of ``config``. A group of settings is replaced as a
             whole.
 
     Raises:
@@ -189,12 +189,12 @@ def train_rl(
         workdir: directory of the run. The trained policy is written to the subdirectory ``model``.
         tasks: training tasks; None for those that ``config.tasks`` names.
         rewards: reward functions; None for those of ``config.graders.rewards``.
-        tools: tools of the policy, as a complete group of settings or only as the tools to call;
-            None for ``config.tools``.
+        tools: tools of the policy, given as a list of tools to call, or as settings that override
+            those in ``config.tools``; None for ``config.tools``.
         environment: environment class (docs/environments.md); None to use ``config.environment``.
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
             none.
-        changes: settings that replace settings of ``config``. A group of settings is replaced as a
+        changes: settings that override those of ``config``. A group of settings is replaced as a
             whole.
 
     Raises:
@@ -328,8 +328,8 @@ def evaluate_policy(
         policy: directory of the policy; None for ``config.model``.
         tasks: tasks to answer; None for those that ``config.tasks`` names.
         rewards: reward functions; None for those of ``config.graders.rewards``.
-        tools: tools of the policy, as a complete group of settings or only as the tools to call;
-            None for ``config.tools``.
+        tools: tools of the policy, given as a list of tools to call, or as settings that override
+            those in ``config.tools``; None for ``config.tools``.
         environment: environment class (docs/environments.md); None to use ``config.environment``.
         fresh: whether to delete the existing samples of this stage first.
         changes: settings that override those of ``config``, for example ``stage``, the name of the

@@ -37,10 +37,10 @@ from coa_jax.tools.make import ToolsConfig
 
 
 def questions(arguments: Sequence[str], stream: IO[str]) -> Iterator[tuple[str, bool]]:
-    """Yields the user's questions, each with whether the user typed it at a prompt.
+    """Yields pairs (question, whether the user typed the question at a prompt).
 
-    The questions come from the command line; without arguments, they come from the lines of
-    ``stream``, or from a prompt if ``stream`` is a terminal.
+    The question is taken from ``arguments``. If there are none, each line of ``stream`` is a
+    question, or each line that the user types at a prompt if ``stream`` is a terminal.
 
     Raises:
         UserError: the question on the command line is blank.

@@ -73,7 +73,7 @@ Line = tuple[str, bool, str]
 
 
 def check(command: str) -> int:
-    """Checks whether everything is present that a command needs with the given flags.
+    """Checks whether everything that a command needs with the given flags is available.
 
     Args:
         command: name of the command, a key of `SETTINGS`.

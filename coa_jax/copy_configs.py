@@ -28,7 +28,8 @@ def copy_configs(target: Path) -> int:
             ``target/sft``.
 
     Raises:
-        UserError: a file exists with other content. In this case nothing is copied.
+        UserError: ``target`` already has one of the files, with other content. Then no file is
+            copied.
     """
     pairs = [(ROOT / path, target / path.relative_to("configs")) for path in config_files()]
     for source, copy in pairs:

@@ -110,7 +110,7 @@ class Tasks(Bounded):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command(Bounded):
-    """The settings of the comparison.
+    """The settings of the comparison of the team's tokens with the policy's tokens.
 
     Attributes:
         traces: path of the ``traces.jsonl`` of an evaluation.

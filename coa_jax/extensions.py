@@ -188,7 +188,7 @@ def is_path(name: str) -> bool:
 
 
 def importable(folder: Path) -> None:
-    """Makes the modules of a folder importable, except those named like installed modules."""
+    """Makes the modules of a folder importable, unless installed modules have the same names."""
     place = str(folder.resolve())
     if place not in sys.path:
         sys.path.append(place)

@@ -114,7 +114,7 @@ def _is_enum(kind: type) -> bool:
 
 
 def fields(cls: type, value: Any) -> dict[str, Any]:
-    """Reads the fields of a dataclass that a JSON object contains; other fields are left out.
+    """Reads the fields of a dataclass from a JSON object; fields that it lacks are left out.
 
     The values of tuple and array fields remain lists.
 

@@ -73,7 +73,7 @@ def join_new_keys(argv: list[str], config: ml_collections.ConfigDict) -> list[st
 def join_new_values(
     overrides: Mapping[str, Any], config: ml_collections.ConfigDict
 ) -> dict[str, Any]:
-    """Like `join_new_keys`, but takes a mapping of keys to values instead of arguments."""
+    """Like `join_new_keys`, but takes a mapping instead of command-line arguments."""
     groups: dict[str, dict[str, Any]] = {}
     rest: dict[str, Any] = {}
     for name, value in overrides.items():

@@ -22,7 +22,7 @@ _REDRAW = 0.25
 
 
 class Bar:
-    """Counts the finished units of work and shows their number; created by `progress`.
+    """A progress bar, which counts the finished units of work; created by `progress`.
 
     Attributes:
         done: number of finished units, including those that the run finished before it was resumed.

@@ -154,7 +154,9 @@ class RunDir:
         return changes
 
     def keep_config(self, config: Any) -> None:
-        """Writes the config, for commands that must not resume a run with another config.
+        """Writes the config, unless the directory holds a run with another config.
+
+        Commands that must not resume a run with another config use this method.
 
         Raises:
             UserError: the directory holds a run with another config.

@@ -177,8 +177,8 @@ class Trajectory:
         protocol: name of the protocol.
         tokens: int32[T], token ids of the prompt and of everything after it.
         author: uint8[T], author of each token, as values of ``Author``.
-        logp: float32[T], log-probability with which each token of the policy was sampled; 0 for
-            tokens of other authors.
+        logp: float32[T], log-probability with which each token that the policy wrote was sampled; 0
+            for tokens of other authors.
         text: all text after the prompt.
         segments: contiguous spans of ``text``.
         tool_calls: tool calls in the order in which they were made.

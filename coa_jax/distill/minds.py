@@ -47,7 +47,7 @@ DUTIES: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class AgentView:
-    """Everything that a mind knows when it decides.
+    """Everything that a mind knows when it decides what its agent does next.
 
     Attributes:
         role: name of the agent for which the mind decides.
@@ -88,7 +88,10 @@ class Action:
 
 @runtime_checkable
 class Mind(Protocol):
-    """Decides for one agent. A mind has no state, so many runs can share it."""
+    """Decides which message one agent sends next.
+
+    A mind has no state, so many runs can share a mind.
+    """
 
     async def act(self, view: AgentView) -> Action:
         """Returns the next message of the agent ``view.role``."""

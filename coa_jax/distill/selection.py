@@ -66,13 +66,13 @@ class SelectionConfig(Bounded):
         max_tokens: maximum number of tokens of a trajectory, including the environment's text.
         max_answer_words: maximum number of words of an answer. If this filter is enabled, it also
             drops runs with an evasive answer, unless the answer equals an accepted answer.
-        min_tool_calls: minimum number of tool calls of a run. The paper asks for 5 interactions of
+        min_tool_calls: minimum number of tool calls in a run. The paper asks for 5 interactions of
             agents with tools (§3.2.1); most questions of the Factbook need fewer.
         evaluation: names of task sources (see ``load_tasks``). Runs that reveal a question of their
             split ``test`` are dropped.
-        evaluation_size: number of tasks that are read from each of these sources.
-        ngram, ngram_share, entity_share: thresholds above which a run reveals an evaluation
-            question, see `coa_jax.distill.contamination`.
+        evaluation_size: number of tasks that are read from each source in ``evaluation``.
+        ngram, ngram_share, entity_share: settings that determine whether a run reveals an
+            evaluation question, see `coa_jax.distill.contamination`.
         blocked: hosts, or hosts with the beginning of a path, that no URL in a call may contain;
             ``mirrors`` stands for the known copies of benchmarks.
         near_duplicate: a run is dropped if the Jaccard similarity of its word trigrams and the word
@@ -202,11 +202,11 @@ def _own(config: SelectionConfig) -> list[Filter | SetFilter]:
 def query_terms(query: str) -> frozenset[tuple[str, str]]:
     """Returns the terms of a search query; each is a word with the last direction word before it.
 
-    A term is the pair (direction word, word). Queries that differ only in the order of words, or in
-    case, width or composition of characters, have the same terms unless a direction word ("from",
-    "to") comes before another word. So "capital Peru" equals "Peru capital", but "flight from Paris
-    to London" differs from "flight from London to Paris". Only English direction words are known.
-    Signs are parts of words, so C++ differs from C#, and -5 differs from 5.
+    A term is the pair (direction word, word). The order of words and the case, width and
+    composition of characters do not matter, so "capital Peru" has the same terms as "Peru capital".
+    Only direction words, such as "from" and "to", distinguish orders: the terms of "flight from
+    Paris to London" differ from those of "flight from London to Paris". Only English direction
+    words are known. Signs are parts of words, so C++ differs from C#, and -5 differs from 5.
     """
     text = unicodedata.normalize("NFKC", query).casefold().replace("\u2212", "-")
     terms, direction = set(), ""

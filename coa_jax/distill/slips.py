@@ -59,7 +59,7 @@ class Slips:
     def wrong_query(
         self, episode: str, decision: str, steps: Sequence[AnyStep], step: AnyStep
     ) -> str:
-        """Returns a wrong query, which asks for no relation or for one that the question lacks.
+        """Returns a wrong query, which names no relation or one that is not in the question.
 
         Args:
             episode: identity of the run.

@@ -25,7 +25,7 @@ from coa_jax.tools.net.secrets import redact_all
 
 @dataclasses.dataclass(frozen=True)
 class SmolConfig(Bounded):
-    """Settings of the two smolagents agents.
+    """Settings of the two smolagents agents, a manager and a search agent.
 
     Attributes:
         max_steps: maximum number of steps of each agent.

@@ -79,8 +79,9 @@ class Chain:
     def cut(self, room: float) -> None:
         """Removes the oldest steps of the message from the text that the policy reads.
 
-        A step ends with an observation, and is removed as a whole unless it contains tags that are
-        kept.
+        A step is the text up to the end of an observation. The newest step is never removed. Plans
+        and reflections are removed only if the text is still too long without the other parts of
+        the older steps.
 
         Args:
             room: maximum share of the text's characters that is kept, see `cut.kept_spans`.

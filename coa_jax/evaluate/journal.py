@@ -32,10 +32,10 @@ def digest(value: Any) -> str:
 
 
 class Journal:
-    """The finished samples of one stage, which is an evaluation, and the verdicts about them.
+    """The finished samples of one evaluation, and the verdicts about these samples.
 
     Attributes:
-        folder: folder of the stage, ``evaluate/STAGE``.
+        folder: folder of the evaluation, ``evaluate/STAGE``.
         samples: maps the key of each finished sample to the sample. A sample has its grade if a
             verdict about it exists.
         verdicts: maps the name of each verdict to its value.
@@ -182,13 +182,13 @@ class Journal:
     # --- new samples
 
     def wanted(self, task_id: str, samples: int, attempts: int, attempt: int) -> tuple[int, ...]:
-        """Returns the numbers of the samples of a task that must run in a given attempt.
+        """Returns the indices of the samples of a task that must run in a given attempt.
 
         Args:
             task_id: id of the task.
             samples: number of samples per task.
-            attempts: maximum number of attempts per sample. A sample without an answer runs again
-                until it has an answer or this number of attempts.
+            attempts: maximum number of attempts per sample. A sample runs again until it has an
+                answer or has run this many times.
             attempt: index of the attempt, from 0.
         """
         found = [(number, self.samples.get((task_id, number))) for number in range(samples)]

@@ -148,7 +148,7 @@ def failure_of(trajectory: Trajectory) -> str:
 
 
 def show(*trajectories: Trajectory) -> Html:
-    """Renders trajectories side by side; the policy's text is marked by role."""
+    """Renders trajectories side by side, and marks the role of each part of the policy's text."""
     share = 100 // max(1, len(trajectories))
     columns = "".join(
         f'<div style="flex:1 1 {share - 4}%;min-width:260px">{_chain(one)}</div>'

@@ -14,7 +14,7 @@ from coa_jax.report.traces import escape
 
 
 def whole_page(name: str, sections: Sequence[str], *, style: str = "", script: str = SCRIPT) -> str:
-    """Renders a whole page, which loads no other file.
+    """Renders a whole HTML page, which needs no other file.
 
     Args:
         name: title of the page.

@@ -80,7 +80,7 @@ class Row:
             metrics.
         runs: number of runs.
         measured: number of evaluated runs.
-        pass_at_1: mean pass@1.
+        pass_at_1: mean pass@1 over the evaluated runs.
         low: lowest pass@1 of any run.
         high: highest pass@1 of any run.
         deviation: standard deviation of pass@1 over the runs; None for fewer than two evaluated
@@ -88,8 +88,9 @@ class Row:
         tasks: number of tasks in each evaluation.
         tokens_per_task: mean number of tokens per task.
         format_valid: mean share of samples that obey the protocol.
-        reward: mean reward over the last quarter of the steps; None if there are no rewards.
-        steps: smallest number of steps of the phase that a run of the setting has finished.
+        reward: mean reward over the last quarter of the training steps; None if there are no
+            rewards.
+        steps: number of steps of ``phase`` that every run of the setting has finished.
         gap: largest difference between log-probabilities of sampler and trainer in any step; None
             if the metric is missing.
     """

@@ -139,7 +139,7 @@ class Paragraph:
         self._line_ends = 1  # before the first word
 
     def write(self, text: str) -> None:
-        """Adds text; the last word is held back until it is complete."""
+        """Writes text, but holds the last word back until the word is complete."""
         for character in text:
             if character == "\n":
                 self._flush()
@@ -263,7 +263,7 @@ class Show:
             self._observation(arrival.call)
 
     def finish(self, trajectory: Trajectory, seconds: float) -> None:
-        """Shows the remaining text of the trajectory, and statistics; it took ``seconds``."""
+        """Shows the trajectory's remaining text, and its statistics with its time in seconds."""
         ended = trajectory.stop_reason in (StopReason.ANSWER, StopReason.EOS)
         self._show(self._roles.finish(ended))
         for line, name in footer(trajectory, seconds):

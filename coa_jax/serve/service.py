@@ -99,7 +99,7 @@ class Service:
 
     @property
     def loop(self) -> asyncio.Task[None]:
-        """The task of the rollout loop; if it ends before the server, it ended by an exception."""
+        """The task of the rollout loop, which ends before the server does only if it fails."""
         assert self._loop is not None
         return self._loop
 

@@ -58,7 +58,7 @@ class NamePieces:
     """The pieces that new names consist of: all tokens of a tokenizer that contain only letters.
 
     The policy never learns to write a token that does not occur in training. Therefore the pieces
-    of new names are drawn uniformly from all these tokens.
+    of new names are drawn uniformly, so that all these tokens occur.
 
     Attributes:
         first: capitalised pieces, with which names begin.

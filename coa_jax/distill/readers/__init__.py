@@ -71,7 +71,7 @@ def read_traces(
         path: a file with one JSON value per line. If its name ends in ``.json``, the file may also
             be a single JSON document: a record or a list of records.
         form: name of the log format: a short name of `READERS`, or a path ``package.module:name``.
-        options: options of the function that reads the format; None for none.
+        options: options of the function that reads the format; None if no options are set.
 
     Returns:
         The traces in the order of the file, each with a unique name, and a report on all records of

@@ -132,7 +132,7 @@ def decode_lines(data: bytes) -> Iterator[Line]:
 
 
 def decode_document(data: bytes) -> Iterator[Line]:
-    """Yields the value of a single JSON document as one line, or why it is invalid."""
+    """Yields a single line, which holds a whole JSON document or the reason why it is invalid."""
     if data.strip():
         yield _decode(data, 1)
 

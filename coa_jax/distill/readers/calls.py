@@ -89,7 +89,7 @@ def tag_of(name: str) -> str:
 
 
 def is_tool(name: str) -> bool:
-    """Returns whether a name is a tool name of another framework for which a tag is known."""
+    """Returns whether a name is the name, in another framework, of a tool whose tag is known."""
     return _squash(name) in _SQUASHED
 
 

@@ -40,7 +40,7 @@ class SynthesisConfig(Bounded):
 
     Attributes:
         atomic: number of tasks with one hop.
-        depth: number of tasks with two hops, with three hops, and so on. Each hop asks about the
+        depth: numbers of tasks with two hops, with three hops, and so on. Each hop asks about the
             answer of the previous hop.
         width: number of tasks that join two atomic tasks.
         splits: names of the splits for which tasks are written. A task belongs to the split of its
