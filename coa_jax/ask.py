@@ -39,6 +39,9 @@ from coa_jax.tools.make import ToolsConfig
 def questions(arguments: Sequence[str], stream: IO[str]) -> Iterator[tuple[str, bool]]:
     """Yields pairs (question, whether the user typed the question at a prompt).
 
+    The question is taken from ``arguments``. If there are none, each line of ``stream`` is a
+    question, or each line that the user types at a prompt if ``stream`` is a terminal.
+
     Raises:
         UserError: the question on the command line is blank.
     """
@@ -88,12 +91,12 @@ def define_flags() -> None:
 
 
 def tools_of(config: ConfigDict, names: Sequence[str] | None, top_k: int | None) -> ToolsConfig:
-    """Returns the settings of the tools in a config, with the replacements that the flags ask for.
+    """Returns the tool settings of a config, with the overrides that the flags give.
 
     Args:
         config: a config with a group ``tools``.
-        names: names of the tools to use instead; None to keep those of the config.
-        top_k: number of passages in an observation of ``wiki_search``; None to keep the number of
+        names: names of the tools to use instead of the tools in the config; None to use the latter.
+        top_k: number of passages in an observation of ``wiki_search``; None to use the number in
             the config.
 
     Raises:

@@ -27,8 +27,8 @@ _NEW_KEY = re.compile(
 def suggest(word: str, known: Iterable[str]) -> str:
     """Returns a hint for an error message about an unknown word.
 
-    The hint is "; did you mean X?" with the most similar known word, or a list of all known words
-    if none is similar, or "" if the list would have more than 16 words.
+    If a known word is similar, the hint is "; did you mean 'X'?" with the most similar word X. If
+    no known word is similar, the hint lists all known words, or is "" if there are more than 16.
     """
     known = sorted(known)
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
@@ -38,14 +38,14 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def switches(arguments: list[str]) -> list[str]:
-    """Returns the arguments before a lone `--`; absl reads no flags after it."""
+    """Returns the arguments before a lone `--`, after which absl reads no flags."""
     return arguments[: arguments.index("--")] if "--" in arguments else arguments
 
 
 def join_new_keys(argv: list[str], config: ml_collections.ConfigDict) -> list[str]:
-    """Replaces overrides of settings that the config lacks by one override of their whole group.
+    """Converts overrides of settings that the config lacks to overrides of whole groups.
 
-    This is necessary because ml_collections overrides only existing settings. For example
+    The conversion is necessary because ml_collections overrides only existing settings. For example
     ``--config.tools.mcp.tide.url=U`` becomes ``--config.tools.mcp={'tide': {'url': 'U'}}``. The new
     value of the group also contains the entries that the config already has.
     """
@@ -73,7 +73,7 @@ def join_new_keys(argv: list[str], config: ml_collections.ConfigDict) -> list[st
 def join_new_values(
     overrides: Mapping[str, Any], config: ml_collections.ConfigDict
 ) -> dict[str, Any]:
-    """Does the same as `join_new_keys` for overrides that are values: ``{"KEY": VALUE}``."""
+    """Like `join_new_keys`, but takes a mapping instead of command-line arguments."""
     groups: dict[str, dict[str, Any]] = {}
     rest: dict[str, Any] = {}
     for name, value in overrides.items():

@@ -29,8 +29,8 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
 
     Args:
         cls: a dataclass whose fields define the keys.
-        values: a ConfigDict or a mapping. A tuple of strings or numbers may also be given as one
-            string with commas.
+        values: a ConfigDict or a mapping. The value of a field that is a tuple of strings or
+            numbers may also be one string, with commas between the items.
         where: name of the config, used in error messages.
 
     Raises:
@@ -128,9 +128,10 @@ def _literal(text: str) -> tuple[Any, ...] | None:
 
 
 def complete(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:
-    """Returns a config that contains every field of a dataclass, also those with default values.
+    """Returns a config that contains every field of a dataclass, including unset fields.
 
-    A command line can only override settings that the config contains.
+    All fields are necessary because a command line can override only settings that the config
+    contains.
 
     Args:
         cls: a dataclass.
