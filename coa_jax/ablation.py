@@ -60,7 +60,7 @@ class Tasks(Bounded):
     """The tasks that the teacher solves.
 
     Attributes:
-        tasks: source of the tasks, in the form that `tasks.load_tasks` takes.
+        tasks: task source, see `tasks.load_tasks`.
         train: number of tasks that are taken from the training split.
     """
 
@@ -75,15 +75,15 @@ class Command(Bounded):
     Attributes:
         seeds: seeds, each given once. A seed determines the tasks, the initial policy and the order
             of the training records.
-        references: names of arms. The report compares every other arm with each of them.
-        arms: maps the name of each arm to the filter settings in which it differs from ``teacher``.
-        prompt_style: instructions of the prompt, as in the quickstart.
+        references: names of the arms with which the report compares every other arm.
+        arms: maps the name of each arm to its filter settings, which override those of ``teacher``.
+        prompt_style: prompt style of the policies, see `load_prompt`.
         tools: tools of the teacher and of the policies.
         distill: tasks that the teacher solves.
         teacher: settings of the teacher and the default settings of the filters.
         policy: sizes of the untrained policy from which every arm starts.
         sft: settings of SFT, except the paths of its model and data, which the command sets.
-        evaluate: settings of the evaluation on the held-out tasks.
+        evaluate: settings of the evaluation of each trained policy on the held-out tasks.
     """
 
     seeds: Annotated[tuple[Seed, ...], Items(1, 1000)]
@@ -139,7 +139,7 @@ class Command(Bounded):
 
 
 class Ablation:
-    """The stages of an ablation; all of them write to one work directory."""
+    """The stages of an ablation, which all write to the same work directory."""
 
     def __init__(self, config: ml_collections.ConfigDict, workdir: Path):
         """Reads the settings and creates the tools.
@@ -159,8 +159,8 @@ class Ablation:
         """Distils the tasks for one seed and writes the training records of every arm.
 
         Returns:
-            For each arm the statistics of its training set, and under ``dropped`` the number of
-            runs that each filter dropped.
+            Maps the name of each arm to the statistics of its training set. The entry ``dropped``
+            of the statistics is the number of runs that each filter dropped.
         """
         folder, source = self.workdir / f"seed{seed}", self.command.distill
         teacher = dataclasses.replace(self.teacher, seed=seed)
@@ -264,7 +264,7 @@ def _grades(outcome: Mapping[str, Any]) -> list[float | None]:
 
 
 def mean_over_seeds(values: Sequence[float]) -> dict[str, Any]:
-    """Returns the mean over seeds and its 95 % confidence interval by Student's t distribution.
+    """Returns the mean over seeds, and its 95 % confidence interval by Student's t-distribution.
 
     Args:
         values: one value for each seed.
@@ -287,10 +287,10 @@ def paired_difference(one: np.ndarray, other: np.ndarray) -> dict[str, Any]:
         one, other: float[seeds, tasks], grades from 0 to 1; NaN for a task without a grade.
 
     Returns:
-        The result of `mean_over_seeds` for the mean difference of each seed, with two more entries.
-        ``ci95_tasks`` is a 95 % confidence interval over tasks, by the normal approximation; it
-        uses the difference of each task, averaged over the seeds. ``tasks`` is the number of these
-        tasks.
+        The result of `mean_over_seeds` for the mean differences of the seeds, with two more
+        entries. ``ci95_tasks`` is a 95 % confidence interval over tasks: the normal approximation
+        for the differences of the tasks, each averaged over the seeds. ``tasks`` is the number of
+        tasks with a grade in both arms.
     """
     difference = one - other
     by_task = np.nanmean(difference, axis=0)
@@ -302,7 +302,7 @@ def paired_difference(one: np.ndarray, other: np.ndarray) -> dict[str, Any]:
 
 
 def results(grades: Mapping[str, np.ndarray], references: Sequence[str]) -> dict[str, Any]:
-    """Returns pass@1 of every arm, and the difference of each arm to each reference arm.
+    """Returns pass@1 of every arm, and the differences between each arm and the reference arms.
 
     Args:
         grades: maps the name of each arm to float[seeds, tasks], grades from 0 to 1.
@@ -372,7 +372,7 @@ def _with(mean: float, interval: Sequence[float] | None, sign: str) -> str:
 
 
 def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs every arm of every seed that is not finished yet; returns the summary."""
+    """Runs every arm for every seed, unless it is finished; returns the summary."""
     with RunDir(workdir) as run:
         run.keep_config(config)
         work = Ablation(config, workdir)

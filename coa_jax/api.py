@@ -91,10 +91,10 @@ def create_policy(
         sizes: fields of `small.scratch.ScratchConfig`, such as ``num_layers=2``.
 
     Returns:
-        The directory, which can be the setting ``model`` of `train_sft`.
+        The directory; `train_sft` accepts it as the setting ``model``.
 
     Raises:
-        UserError: a size is wrong, or the parameters do not fit into the free memory.
+        UserError: a size is invalid, or the free memory is too small for the parameters.
     """
     config = build(ScratchConfig, sizes)
     apart(lambda: write_policy(config, records, load_prompt(prompt_style), Path(path)))
@@ -115,7 +115,7 @@ class Trained:
 
     @property
     def model(self) -> Path:
-        """Directory of the trained policy; `load_policy` and the setting ``model`` accept it."""
+        """Directory of the trained policy, for `load_policy` or for the setting ``model``."""
         return self.path / "model"
 
 
@@ -150,7 +150,7 @@ def train_sft(
         records: training records; None to read the files that ``config.data`` names.
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
             none.
-        changes: settings that replace settings of ``config``. A group of settings is replaced as a
+        changes: settings that override those of ``config``. A group of settings is replaced as a
             whole.
 
     Raises:
@@ -189,12 +189,12 @@ def train_rl(
         workdir: directory of the run. The trained policy is written to the subdirectory ``model``.
         tasks: training tasks; None for those that ``config.tasks`` names.
         rewards: reward functions; None for those of ``config.graders.rewards``.
-        tools: tools of the policy, as a complete group of settings or only as the tools to call;
-            None for ``config.tools``.
+        tools: tools of the policy, given as a list of tools to call, or as settings that override
+            those in ``config.tools``; None for ``config.tools``.
         environment: environment class (docs/environments.md); None to use ``config.environment``.
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
             none.
-        changes: settings that replace settings of ``config``. A group of settings is replaced as a
+        changes: settings that override those of ``config``. A group of settings is replaced as a
             whole.
 
     Raises:
@@ -244,7 +244,7 @@ class EvaluateRun(EvaluateConfig):
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """The result of an evaluation; ``str(evaluation)`` is a table of the figures.
+    """The result of an evaluation; ``str`` converts it to a table of its figures.
 
     Attributes:
         path: directory of the run.
@@ -274,7 +274,7 @@ class Evaluation:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """One row per sample, with its task, number, grade, stop reason, tokens and tool calls."""
+        """Rows of the samples, with task, number, grade, stop reason, tokens and tool calls."""
         return [
             {
                 **{key: value for key, value in task.items() if key != "samples"},
@@ -328,15 +328,16 @@ def evaluate_policy(
         policy: directory of the policy; None for ``config.model``.
         tasks: tasks to answer; None for those that ``config.tasks`` names.
         rewards: reward functions; None for those of ``config.graders.rewards``.
-        tools: tools of the policy, as a complete group of settings or only as the tools to call;
-            None for ``config.tools``.
+        tools: tools of the policy, given as a list of tools to call, or as settings that override
+            those in ``config.tools``; None for ``config.tools``.
         environment: environment class (docs/environments.md); None to use ``config.environment``.
         fresh: whether to delete the existing samples of this stage first.
-        changes: settings that replace settings of ``config``, for example ``stage``, the name of
-            the evaluation. A group of settings is replaced as a whole.
+        changes: settings that override those of ``config``, for example ``stage``, the name of the
+            evaluation. A group of settings is replaced as a whole.
 
     Raises:
-        UserError: an error that the caller can correct. Samples that are finished by then are kept.
+        UserError: an error that the caller can correct. Samples that have finished before the error
+            are kept.
     """
     values = {
         "stage": "policy",

@@ -18,7 +18,7 @@ import dataclasses
 import sys
 import time
 from collections.abc import Iterator, Sequence
-from typing import IO
+from typing import IO, Any
 
 from absl import flags
 from ml_collections import ConfigDict
@@ -38,6 +38,9 @@ from coa_jax.tools.make import ToolsConfig
 
 def questions(arguments: Sequence[str], stream: IO[str]) -> Iterator[tuple[str, bool]]:
     """Yields pairs (question, whether the user typed the question at a prompt).
+
+    The question is taken from ``arguments``. If there are none, each line of ``stream`` is a
+    question, or each line that the user types at a prompt if ``stream`` is a terminal.
 
     Raises:
         UserError: the question on the command line is blank.
@@ -88,12 +91,12 @@ def define_flags() -> None:
 
 
 def tools_of(config: ConfigDict, names: Sequence[str] | None, top_k: int | None) -> ToolsConfig:
-    """Returns the settings of the tools in a config, with the replacements that the flags ask for.
+    """Returns the tool settings of a config, with the overrides that the flags give.
 
     Args:
         config: a config with a group ``tools``.
-        names: names of the tools to use instead; None to keep those of the config.
-        top_k: number of passages in an observation of ``wiki_search``; None to keep the number of
+        names: names of the tools to use instead of the tools in the config; None to use the latter.
+        top_k: number of passages in an observation of ``wiki_search``; None to use the number in
             the config.
 
     Raises:
@@ -103,8 +106,17 @@ def tools_of(config: ConfigDict, names: Sequence[str] | None, top_k: int | None)
         raise UserError("--config: the file has no group 'tools'; use configs/evaluate/web.py")
     tools = build(ToolsConfig, config.tools, "config.tools")
     if names is not None:
-        tools = dataclasses.replace(tools, names=tuple(names))
-    return tools if top_k is None else dataclasses.replace(tools, top_k=top_k)
+        tools = _with_flag(tools, names=tuple(names))
+    return tools if top_k is None else _with_flag(tools, top_k=top_k)
+
+
+def _with_flag(tools: ToolsConfig, **flag: Any) -> ToolsConfig:
+    """Returns tools with one other setting; an error names the command line's flag."""
+    try:
+        return dataclasses.replace(tools, **flag)
+    except UserError as error:
+        name = "tools" if "names" in flag else next(iter(flag))
+        raise UserError(f"--{name}: {error}") from None
 
 
 def main(argv: list[str]) -> None:

@@ -35,13 +35,14 @@ MAX_INT = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Between:
-    """Allows numbers from ``low`` to ``high``, never NaN, and infinity only as an included bound.
+    """Allows numbers from ``low`` to ``high``; infinity is allowed only as a bound, NaN never.
 
     Attributes:
         low, high: lower and upper bound.
         above: whether ``low`` itself is excluded.
         below: whether ``high`` itself is excluded.
-        also: allowed values outside the bounds, for example a 0 that means "no limit".
+        also: further allowed values, which lie outside the bounds; for example a 0 that means "no
+            limit".
     """
 
     low: float
@@ -74,10 +75,10 @@ class Between:
 
 @dataclasses.dataclass(frozen=True, init=False)
 class OneOf:
-    """Allows the names of a set.
+    """Allows only the names in a given set.
 
     Attributes:
-        known: the allowed names, or a function that is called for them at each check.
+        known: the allowed names, or functions that are called at each check and return them.
     """
 
     known: tuple[str, ...] | Callable[[], Iterable[str]]
@@ -102,7 +103,9 @@ class OneOf:
 
 @dataclasses.dataclass(frozen=True)
 class Text:
-    """Allows strings without NUL that UTF-8 can encode, as paths and HTTP requests demand.
+    """Allows strings that can be a path or a part of an HTTP request.
+
+    The strings must not contain NUL, and must be encodable as UTF-8.
 
     Attributes:
         longest: maximum length in characters.
@@ -207,7 +210,7 @@ def declared(cls: type[Any]) -> dict[str, Any]:
 
 
 def present(annotation: Any) -> Any:
-    """Returns ``X`` for an annotation ``X | None``, and every other annotation unchanged."""
+    """Returns ``X`` for the annotation ``X | None``, and any other annotation unchanged."""
     if not isinstance(annotation, types.UnionType):
         return annotation
     (kind,) = (part for part in typing.get_args(annotation) if part is not types.NoneType)
@@ -260,7 +263,7 @@ def parts(annotation: Any) -> tuple[type[Any], tuple[Bound, ...]]:
 
 
 def annotation_of(annotation: Any) -> Any:
-    """Removes the bounds from an annotation, except for the bounds of a tuple's items."""
+    """Removes the bounds from an annotation; bounds on the items of a tuple are kept."""
     annotated = typing.get_origin(annotation) is Annotated
     return typing.get_args(annotation)[0] if annotated else annotation
 
@@ -271,8 +274,8 @@ def shown(value: Any) -> str:
         return f"a whole number of {value.bit_length()} bits"
     try:
         text = repr(value)
-    except ValueError:  # it contains an integer with too many digits for Python to print
-        return f"a {type(value).__name__} with a number too long to show"
+    except (ValueError, RecursionError):  # a number with too many digits, or deep nesting
+        return f"a {type(value).__name__} that is too long or too deep to show"
     text = " ".join(text.split())
     return text if len(text) <= 120 else f"{text[:80]}... ({len(text)} characters)"
 

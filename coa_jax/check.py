@@ -73,7 +73,7 @@ Line = tuple[str, bool, str]
 
 
 def check(command: str) -> int:
-    """Checks everything that a command needs with the flags of the command line.
+    """Checks whether everything that a command needs with the given flags is available.
 
     Args:
         command: name of the command, a key of `SETTINGS`.

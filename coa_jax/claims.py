@@ -42,11 +42,11 @@ class Figure:
     """A measured value.
 
     Attributes:
-        value: value over all seeds.
+        value: value that combines all seeds.
         interval: low and high end of the 95 % confidence interval; None if no interval is computed.
-        n: number of tasks, or of the other things counted, over all seeds; 0 if the runs have
-            nothing to count, for example calls of a tool that the policy never called.
-        seeds: values of the single seeds, without seeds that have nothing to count.
+        n: number of tasks, calls or samples over which the value is computed, in all seeds; 0 if
+            there are none, for example if the policy never called the tool in question.
+        seeds: values of the single seeds; seeds in which ``n`` would be 0 are left out.
         signed: whether the value is a difference and is shown with its sign.
     """
 
@@ -59,7 +59,7 @@ class Figure:
 
 @dataclasses.dataclass(frozen=True)
 class Folders:
-    """The run folders that a table compares, one folder for each seed.
+    """The run folders from which a table is computed, one folder for each seed.
 
     Attributes:
         runs: folders of runs whose policy writes chains of agents.
@@ -109,7 +109,7 @@ class Claim:
         topic: subject of the claim, for the first column.
         paper: figure that the paper reports, and where in the paper.
         what: description of what is measured here.
-        figure: function that computes the figure from the run folders; returns None if files are
+        figure: function that computes the figure from the run folders. It returns None if files are
             missing.
         command: command that creates the result files.
     """
@@ -178,8 +178,8 @@ def difference(
 ) -> Callable[[Folders], Figure | None]:
     """Returns a function that computes pass@1 of a stage minus pass@1 of the stage ``other``.
 
-    Only tasks that both stages answered are compared. ``plain`` says whether to read ``other`` from
-    the folders of plain tool calling; ``where`` selects tasks as in `rate`.
+    The function compares only tasks with graded samples in both stages. If ``plain`` is True,
+    ``other`` is read from the folders of plain tool calling. ``where`` selects tasks as in `rate`.
     """
 
     def figure(folders: Folders) -> Figure | None:
@@ -216,7 +216,7 @@ def at_k(stage: str, k: int) -> Callable[[Folders], Figure | None]:
 
 
 def scaled(stage: str, prefix: str) -> Callable[[Folders], Figure | None]:
-    """Returns a function for pass@1 of the choice, such as ``majority``, that a prefix names."""
+    """Returns a function for pass@1 of the samples chosen by ``prefix``, such as ``majority``."""
 
     def figure(folders: Folders) -> Figure | None:
         entries = [
@@ -236,7 +236,7 @@ def scaled(stage: str, prefix: str) -> Callable[[Folders], Figure | None]:
 
 
 def well_formed(stage: str, *tools: str) -> Callable[[Folders], Figure | None]:
-    """Returns a function for the share of calls of the given tools whose outcome is ``ok``."""
+    """Returns a function that computes the share of calls of ``tools`` whose outcome is ``ok``."""
 
     def figure(folders: Folders) -> Figure | None:
         seeds = [list(_calls(outcome, tools)) for outcome in folders.outcomes(stage)]
@@ -254,7 +254,7 @@ def _calls(outcome: Mapping[str, Any], tools: Sequence[str]) -> Iterator[bool]:
 
 
 def helped(stage: str, *tools: str) -> Callable[[Folders], Figure | None]:
-    """Returns a function for the share of samples that are right and called one of the tools."""
+    """Returns a function for the share of samples that are right and called one of ``tools``."""
 
     def figure(folders: Folders) -> Figure | None:
         seeds = [
@@ -271,9 +271,9 @@ def helped(stage: str, *tools: str) -> Callable[[Folders], Figure | None]:
 
 
 def saved(key: str) -> Callable[[Folders], Figure | None]:
-    """Returns a function for the share of the teacher's tokens that the policy saves.
+    """Returns a function that computes the share of the teacher's tokens that the policy saves.
 
-    ``key`` says which tokens are compared, for example ``both_solved``, see `distill.economy`.
+    ``key`` names the tokens to compare, for example ``both_solved``, see `distill.economy`.
     """
 
     def figure(folders: Folders) -> Figure | None:
@@ -288,7 +288,7 @@ def saved(key: str) -> Callable[[Folders], Figure | None]:
 
 
 def calls_per_solved(stage: str) -> Callable[[Folders], Figure | None]:
-    """Returns a function for the tool calls of all samples, per solved sample."""
+    """Returns a function that computes the tool calls of all samples per solved sample."""
 
     def figure(folders: Folders) -> Figure | None:
         costs = [outcome["figures"]["costs"] for outcome in folders.outcomes(stage)]

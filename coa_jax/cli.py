@@ -40,7 +40,14 @@ from ml_collections.config_flags import config_path
 from coa_jax.errors import UserError
 from coa_jax.extensions import importable
 from coa_jax.installed import ROOT, config_files
-from coa_jax.overrides import check_key, join_new_keys, suggest, switches, wrong_value
+from coa_jax.overrides import (
+    check_key,
+    join_new_keys,
+    join_new_values,
+    suggest,
+    switches,
+    wrong_value,
+)
 from coa_jax.storage import shown
 from coa_jax.storage.given import check_places
 
@@ -74,13 +81,13 @@ def run_main(
     """Parses the command line, runs `main` and exits the process.
 
     Args:
-        main: function of the command, called with `[program, *positional arguments]`. Its return
-            value is the exit code.
+        main: function that runs the command. It is called with `[program, *positional arguments]`,
+            and its return value is the exit code (None for 0).
         define_flags: function that defines the flags of the command, including `config_flag`; None
             for a command without flags.
         positional: whether the command takes positional arguments.
-        opens_places: whether the command opens the files and buckets that its flags name. If so,
-            the stores are asked at the start whether the buckets exist.
+        opens_places: whether the command opens the files and buckets that its flags name. If True,
+            the function first checks with a request whether each bucket exists.
     """
 
     def parse(argv: list[str]) -> list[str]:
@@ -133,7 +140,7 @@ def run_main(
 
 
 def explain(error: BaseException) -> str | None:
-    """Returns the message for an error that the user can correct, or None for a bug of coa_jax."""
+    """Returns the message for an error that the user can correct; None for a bug in coa_jax."""
     if isinstance(error, UserError | flags.Error | app.UsageError):
         return _one_line(shown(str(error)))
     for cause in _chain(error):
@@ -234,7 +241,7 @@ def config_flag(default: str) -> None:
     Overrides may come before or after `--config`.
 
     Args:
-        default: config file that is used without `--config`; the path is resolved as in
+        default: config file to use if the user does not give `--config`; the path is resolved as in
             `load_config`.
     """
     global _config_default
@@ -252,7 +259,7 @@ def workdir_flag(what: str, default: str | None = None, *, required: bool = True
 
     Args:
         what: description of the directory for `--help`.
-        default: default directory; None for no default.
+        default: default directory; None if there is no default.
         required: whether the user must give the flag if there is no default.
     """
     flags.DEFINE_string("workdir", default, what, required=required and default is None)
@@ -309,7 +316,7 @@ def load_config(spec: str, overrides: Mapping[str, Any] | None = None) -> ml_col
     # get_config itself rejects a wrong argument, with a UserError that lists the valid arguments.
     config = module.get_config(*([argument] if ":" in spec else []))
     config.lock()
-    for key, value in (overrides or {}).items():
+    for key, value in join_new_values(overrides or {}, config).items():
         check_key(config, key)
         try:
             config_path.set_value(key, config, value)

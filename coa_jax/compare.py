@@ -34,7 +34,7 @@ Outcome = Mapping[str, Any]
 
 
 def outcomes(run: Path) -> dict[str, Outcome]:
-    """Reads the evaluations of a run, keyed by the name of the stage, in the order of the pipeline.
+    """Reads the evaluations of a run by stage, in the order in which the stages run.
 
     Raises:
         UserError: a result file is damaged.
@@ -54,10 +54,11 @@ def paired(a: Mapping[str, Outcome], b: Mapping[str, Outcome]) -> list[tuple[Out
 
 
 def compared(a: Mapping[str, Outcome], b: Mapping[str, Outcome]) -> list[tuple[str, Result]]:
-    """Compares the evaluations of two runs, and prints why a pair cannot be compared.
+    """Compares the evaluations of two runs; prints the reason if a pair cannot be compared.
 
     Returns:
-        For each pair of evaluations the text of the comparison and its result.
+        For each pair of evaluations that could be compared, the text of the comparison and its
+        result.
     """
     found = []
     for first, second in paired(a, b):
@@ -75,7 +76,8 @@ def compared(a: Mapping[str, Outcome], b: Mapping[str, Outcome]) -> list[tuple[s
 def both_runs(a: str, b: str) -> Iterator[tuple[Side, Side]]:
     """Reads two run directories and yields them to a ``with`` block.
 
-    If the second directory is in a bucket, files that are written into it are uploaded at the end.
+    If the second directory is in a bucket, files that the block writes to it are uploaded at the
+    end of the block.
     """
     with visited(a) as first, visited(b) as second:
         sides = read_side(first), read_side(second)
@@ -123,8 +125,8 @@ def run(places: Sequence[str], out: str = "", page: str = "") -> None:
     Args:
         places: two run directories or two result files.
         out: file to which the comparison is written as JSON; "" for no file.
-        page: file for the page that compares two runs; "" for ``report/compare.html`` in the
-            second.
+        page: file for the page that compares two runs; "" for ``report/compare.html`` in the second
+            run directory.
 
     Raises:
         UserError: an argument is wrong, or a file is malformed.

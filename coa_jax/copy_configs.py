@@ -24,10 +24,12 @@ def copy_configs(target: Path) -> int:
     """Copies all config files; returns the number of files.
 
     Args:
-        target: directory to copy to; each stage has a folder in it, such as ``target/sft``.
+        target: directory to copy to. The configs of each stage are copied to its folder, such as
+            ``target/sft``.
 
     Raises:
-        UserError: a file exists with other content. In this case nothing is copied.
+        UserError: ``target`` already has one of the files, with other content. Then no file is
+            copied.
     """
     pairs = [(ROOT / path, target / path.relative_to("configs")) for path in config_files()]
     for source, copy in pairs:

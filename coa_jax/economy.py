@@ -61,7 +61,7 @@ def read_traces(path: str, phase: str) -> list[Trajectory]:
 def check_tokens(tokenizer: Any, traces: Sequence[Trajectory], model: str) -> None:
     """Checks that the trajectories were sampled by a policy with the given tokenizer.
 
-    Decoding the tokens of most trajectories must give their stored texts.
+    The check fails unless decoding the tokens of most trajectories gives their stored texts.
 
     Args:
         tokenizer: tokenizer of the policy.
@@ -69,7 +69,8 @@ def check_tokens(tokenizer: Any, traces: Sequence[Trajectory], model: str) -> No
         model: name of the model, used in the error message.
 
     Raises:
-        UserError: the trajectories have no tokens, or most of their texts differ.
+        UserError: the trajectories have no tokens, or most stored texts differ from the decoded
+            tokens.
     """
     served = [trace for trace in traces if not trace.tokens.size]
     if served:
@@ -92,7 +93,7 @@ def _written_with(tokenizer: Any, trace: Trajectory) -> bool:
 
 @dataclasses.dataclass(frozen=True)
 class Tasks(Bounded):
-    """The tasks that the evaluation loaded; the settings must equal those of the evaluation.
+    """The tasks that the evaluation used; these settings must equal the evaluation's settings.
 
     Attributes:
         source: source of the tasks, see `tasks.load_tasks`.
@@ -109,13 +110,13 @@ class Tasks(Bounded):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command(Bounded):
-    """The settings of the comparison.
+    """The settings of the comparison of the team's tokens with the policy's tokens.
 
     Attributes:
         traces: path of the ``traces.jsonl`` of an evaluation.
         phase: phase whose trajectories are compared, for example ``evaluate-rl``.
         model: directory of the policy, whose tokenizer counts the tokens.
-        number: number of tasks that the team solves; the first tasks of the evaluation are taken.
+        number: number of tasks that the team solves, from the beginning of the evaluation's tasks.
         tasks: settings with which the evaluation loaded its tasks.
         teacher: settings of the team.
         tools: tools of the team.
@@ -136,7 +137,7 @@ def tasks_of(config: Tasks, traces: list[Trajectory]) -> list[Task]:
     """Returns the tasks of the trajectories of an evaluation, in the order of the trajectories.
 
     Raises:
-        UserError: a trajectory belongs to a task that the settings do not load.
+        UserError: a trajectory belongs to a task that is not loaded with these settings.
     """
     loaded = load_tasks(config.source, config.split, config.num_tasks or None, config.seed)
     by_id = {task.id: task for task in loaded}

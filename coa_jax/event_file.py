@@ -43,7 +43,7 @@ def crc32c(data: bytes) -> int:
 
 
 def frame(message: bytes) -> bytes:
-    """Frames a message as a TFRecord: its length, a checksum, the message, another checksum."""
+    """Returns a message as a TFRecord: its length, a checksum, the message, another checksum."""
     length = struct.pack("<Q", len(message))
     return length + _masked(length) + message + _masked(message)
 

@@ -68,12 +68,12 @@ def export(
 
     Args:
         workdir: directory of a training run.
-        output: directory to create. If the export fails, nothing is left at this path.
+        output: directory to create. If the export fails, the directory is not created.
         phase: one of `PHASES`; "" if the run has only one phase.
         step: step of the checkpoint; None for the newest checkpoint.
         dtype: dtype of the saved tensors.
-        best: whether to export the best checkpoint, by the metric of ``keep_best``, instead of the
-            newest.
+        best: whether to export the checkpoint that is best by the metric in the setting
+            ``keep_best``, instead of the newest checkpoint.
 
     Returns:
         The phase and the step of the exported checkpoint.

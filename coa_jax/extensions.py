@@ -59,12 +59,12 @@ class Kind:
             "coa_jax.tools".
         built_in: maps each built-in short name to a function or class, or to its path
             ``package.module:name``.
-        offers: names of the arguments that a function receives if it has parameters with these
-            names.
-        needs: names of arguments of which a function must accept at least one; empty for no such
-            rule.
-        given: maps short names to functions or classes that exist only in this process, see
-            `name_of`.
+        offers: names of the arguments that coa_jax offers to a function of the kind. The function
+            receives an argument if it has a parameter of the same name.
+        needs: names of offered arguments; a function must accept at least one of them. If empty, a
+            function need not accept any argument.
+        given: maps short names to functions or classes that exist only in this process and cannot
+            be imported, see `name_of`.
     """
 
     noun: str
@@ -96,9 +96,9 @@ class Kind:
             short: short name that the caller proposes.
 
         Returns:
-            ``package.module:name`` if importing this path gives the function. Otherwise, for
-            example for a lambda or a nested function, ``given.SHORT``, which only this process can
-            look up.
+            ``package.module:name`` if this path can be imported and gives the function. For other
+            functions, such as a lambda or a nested function, the result is ``given.SHORT``, which
+            only this process can look up.
         """
         name = getattr(found, "__qualname__", type(found).__qualname__)
         inside: Any = sys.modules.get(getattr(found, "__module__", None) or "")
@@ -130,7 +130,7 @@ class Kind:
 
 
 class Named(OneOf):
-    """Allows the short names of a kind, given further names, and paths ``package.module:name``."""
+    """Allows the short names of a kind, some further names, and paths ``package.module:name``."""
 
     def __init__(self, kind: Kind, *further: str):
         """Takes the kind, and further names that the setting allows."""
@@ -152,8 +152,8 @@ class Extension(Bounded):
     """A reference to code in a config, with the options of the code.
 
     Attributes:
-        path: a path ``package.module:name`` or a short name. It may be "" in a group of settings
-            whose own key is a short name: this key then names the code.
+        path: a path ``package.module:name`` or a short name. ``path`` may be "" if the key of the
+            config under which the reference stands is itself a short name.
         options: values of the function's options, keyed by the name of the parameter.
     """
 
@@ -167,8 +167,9 @@ class Bound:
 
     Attributes:
         found: the function or class.
-        asks: names of its parameters that receive the arguments its kind offers.
-        options: values of its other parameters, without those that keep their defaults.
+        asks: names of the function's parameters that receive arguments which its kind offers.
+        options: maps the names of the function's other parameters to values; parameters that keep
+            their defaults are left out.
     """
 
     found: Callable[..., Any]
@@ -229,7 +230,7 @@ def parameters_of(
 
     Args:
         found: the function or class.
-        name: its name, used in error messages.
+        name: name of the function or class, used in error messages.
         where: name of the setting, used in error messages.
 
     Raises:
@@ -272,12 +273,13 @@ def _reason(error: Exception) -> str:
 
 
 def tried(call: Bound, name: str, where: str, advice: str = "", **offered: Any) -> Any:
-    """Calls a user-defined function, and turns its exceptions into a `UserError`.
+    """Calls a user-defined function; if it raises an exception, raises a `UserError` instead.
 
     Args:
         call: the function with its options.
         name, where: name of the function and name of the setting, used in error messages.
-        advice: what functions of this kind must do; it ends the error message. "" for no advice.
+        advice: requirements on functions of this kind, with which the error message ends; "" for no
+            advice.
         offered: arguments that the function may receive.
 
     Raises:
@@ -314,9 +316,9 @@ def bind(
             parameters.
 
     Raises:
-        UserError: `find` raises this error, an option is unknown, missing or of a wrong type, or
-            the function has a required parameter that is neither offered by the kind nor set as an
-            option.
+        UserError: `find` raises the error; an option is unknown, missing or of a wrong type; or the
+            function has a required parameter that the kind does not offer and the options do not
+            set.
     """
     found = find(kind, name, where)
     parameters = parameters_of(found, name, where)

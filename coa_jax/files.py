@@ -40,7 +40,7 @@ def _without_waiting(path: str, flags: int) -> int:
 
 
 def replace(path: Path, data: bytes) -> None:
-    """Replaces a file atomically: readers see the old or the new content, also after a crash.
+    """Replaces a file atomically: readers see the old or the new content, even after a crash.
 
     Raises:
         OSError: the data cannot be written. The error contains the name of the file, whose old
@@ -73,7 +73,9 @@ def replace_with(path: Path, write: Callable[[IO[bytes]], None]) -> None:
 
 
 def replace_folder(new: Path, path: Path) -> None:
-    """Moves a complete folder to a path, and removes an older folder at this path after the move.
+    """Moves a complete folder to a path, where it replaces an older folder.
+
+    The older folder is removed after the move.
 
     Args:
         new: the complete folder, in the same file system as ``path``.
@@ -99,8 +101,8 @@ def replace_folder(new: Path, path: Path) -> None:
 def make_folder(path: Path, fill: Callable[[Path], None]) -> None:
     """Creates a folder with its content atomically: readers see the complete folder or none.
 
-    Several processes may create the same folder at the same time. The first one wins, and the
-    others keep its folder.
+    If several processes create the same folder at the same time, the folder of the process that
+    finishes first is kept.
 
     Args:
         path: path of the folder.
@@ -175,8 +177,9 @@ def drop_last_rows(path: Path, goes: Callable[[dict[str, Any]], bool | None]) ->
 
     Args:
         path: a file of complete rows; nothing happens if it does not exist.
-        goes: called with each row, from the last row backwards. It returns True to remove the row,
-            False to keep the row, and None to keep this row and all rows before it.
+        goes: function that is called with each row, from the last row backwards. It must return
+            True to remove the row, False to keep the row, or None to keep this row and all rows
+            before it.
 
     Raises:
         UserError: a row is not a JSON object, or ``goes`` cannot process it.
@@ -246,7 +249,10 @@ def _copy(source: IO[bytes], target: IO[bytes], count: int) -> None:
 
 
 def cut_torn_line(path: Path) -> None:
-    """Removes an incomplete last row: the text after the last newline, left by a killed process."""
+    """Removes an incomplete last row, that is, text after the last newline.
+
+    A process that is killed while it writes leaves such text.
+    """
     if not path.exists():
         return
     reading.open_file(path).close()

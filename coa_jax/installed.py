@@ -23,10 +23,10 @@ _EXTRA = re.compile(r"""(?P<requirement>[^;]+?)\s*;\s*extra\s*==\s*["'](?P<extra
 
 
 def requirements_of(extra: str) -> list[str]:
-    """Returns the requirements of an extra as setup.py lists them, e.g.
+    """Returns the requirements of an extra as setup.py lists them.
 
-    ``["gguf>=0.19"]``. The list is empty if setup.py has no such extra, or if pip did not install
-    ``coa_jax``.
+    An example is ``["gguf>=0.19"]``. The list is empty if setup.py has no such extra, or if pip did
+    not install ``coa_jax``.
     """
     import importlib.metadata  # imported here: it would double the time of `coa-jax --help`
 
@@ -41,8 +41,9 @@ def requirements_of(extra: str) -> list[str]:
 def install_hint(extra: str) -> str:
     """Returns the shell command that installs the packages of an extra, for error messages.
 
-    In the ``.venv`` of a checkout, this is the setup script. In any other environment, it is pip
-    with the names of the required packages, because ``coa_jax`` is not on a package index.
+    In the ``.venv`` of a checkout, the command is the setup script. In any other environment, the
+    command is pip with the names of the required packages, because ``coa_jax`` is not on a package
+    index.
 
     Args:
         extra: name of an extra in setup.py.
@@ -66,7 +67,7 @@ def missing(what: str, package: str, extra: str) -> UserError:
     """Returns the error for a feature whose package is not installed.
 
     Args:
-        what: name of the feature; the message says that it "needs" the package.
+        what: name of the feature, with which the message begins; "needs" and the package follow.
         package: name of the missing package, or several names.
         extra: name of the extra in setup.py that contains the package.
     """
@@ -76,8 +77,8 @@ def missing(what: str, package: str, extra: str) -> UserError:
 def tested_versions() -> list[tuple[str, str, Path]]:
     """Returns the tested combinations of versions, the oldest first.
 
-    Each is a triple (Python, JAX, constraint file), for example ``("3.11", "0.10.2",
-    Path(".../constraints/jax-0.10.txt"))``.
+    Each combination is a triple (version of Python, version of JAX, constraint file), for example
+    ``("3.11", "0.10.2", Path(".../constraints/jax-0.10.txt"))``.
     """
     found = []
     for path in CONSTRAINTS.glob("*.txt"):
@@ -91,7 +92,7 @@ def tested_versions() -> list[tuple[str, str, Path]]:
 
 
 def untested() -> str:
-    """Returns a warning if the version of Python or JAX is outside the tested range, else "".
+    """Returns a warning if the version of Python or JAX is outside the tested range; else "".
 
     The range goes from the oldest to the newest tested minor version, such as 3.12 and 0.11.
     Versions within the range count as tested.

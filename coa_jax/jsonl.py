@@ -33,7 +33,7 @@ _LARGEST = int(sys.float_info.max)
 
 
 def dumps(value: Any) -> str:
-    """Converts a value to one line of strict JSON; NumPy scalars become numbers, arrays lists.
+    """Converts a value to one line of strict JSON; NumPy arrays become lists, scalars numbers.
 
     Raises:
         TypeError: ``value`` contains an object that JSON cannot represent.
@@ -50,8 +50,8 @@ def loads(text: str | bytes) -> Any:
     """Parses a JSON value; restores NaN and infinities that ``dumps`` wrote.
 
     Raises:
-        ValueError, RecursionError: the text is not JSON, or exceeds the bounds of
-            `coa_jax.reading`, for example on nesting.
+        ValueError, RecursionError: the text is not JSON, or exceeds a bound of `coa_jax.reading`,
+            for example the maximum depth of nesting.
     """
     return reading.parse_json(text, object_hook=_restore, parse_constant=_reject)
 
@@ -114,7 +114,7 @@ def _is_enum(kind: type) -> bool:
 
 
 def fields(cls: type, value: Any) -> dict[str, Any]:
-    """Reads the fields of a dataclass from a JSON object, without those that the object leaves out.
+    """Reads the fields of a dataclass from a JSON object; fields that it lacks are left out.
 
     The values of tuple and array fields remain lists.
 
@@ -137,11 +137,11 @@ def fields(cls: type, value: Any) -> dict[str, Any]:
 
 
 def encode_float32(values: np.ndarray) -> list[float | str]:
-    """Encodes an array float32 ``[T]`` for JSON without loss, in few digits.
+    """Encodes a float32 array ``[T]`` for JSON without loss, in few digits.
 
     Returns:
-        For each finite value, a short number whose nearest float32 is the value. For NaN and
-        infinities, the bits as a string such as ``"0x7fc00000"``.
+        For each finite value, a number with few digits whose nearest float32 is the value. For NaN
+        and infinities, a string with the bits, such as ``"0x7fc00000"``.
     """
     bits = values.view(np.uint32)
     encoded: list[float | str] = [float(text) for text in values.astype(str)]
@@ -170,9 +170,8 @@ def read_lines(
         path: the file.
         decode: function that converts a JSON value to an object. If it raises an exception of
             `reading.MALFORMED`, the line counts as malformed.
-        growing: whether another process may be writing to the file. If so, a last line without a
-            newline is skipped, because it may be incomplete. Otherwise the last line needs no
-            newline.
+        growing: whether another process may be writing to the file. If True, a last line without a
+            newline is skipped, because it may be incomplete. If False, such a line is decoded, too.
 
     Raises:
         UserError: the file cannot be read, or a line is malformed. The message for a malformed line
@@ -181,10 +180,12 @@ def read_lines(
     for number, line in reading.lines(path):
         if not line.strip() or (growing and not line.endswith(b"\n")):
             continue
+        torn = "" if line.endswith(b"\n") else " (the last line is cut off)"
         try:
-            yield decode(loads(line))
+            value = loads(line)
+            torn = ""
+            yield decode(value)
         except reading.MALFORMED as error:
-            torn = "" if line.endswith(b"\n") else " (the last line is cut off)"
             raise UserError(f"{path}:{number}: {reading.reason(error)}{torn}") from error
 
 
@@ -219,8 +220,8 @@ def write_lines(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
 def append_lines(path: str | os.PathLike[str], values: Iterable[Any]) -> None:
     """Appends values to a file, one per line; only one process may write to the file.
 
-    If a killed process left an incomplete last line, the function removes this line first. After
-    the function returns, the new lines survive a kill of this process.
+    If a killed process left an incomplete last line, the function first removes this line. When the
+    function has returned, the new lines are kept even if this process is killed.
 
     Raises:
         OSError: the file cannot be written, for example because the disk is full. No line was

@@ -37,11 +37,12 @@ class Needs:
     """What a command needs with a given config.
 
     Attributes:
-        extras: names of extras of setup.py, without the extra of the accelerator.
+        extras: names of the extras in setup.py that the command needs, without the extra for the
+            accelerator.
         variables: names of environment variables that must hold API keys.
         servers: maps the name of a setting to the URL of the server that the setting names.
         paths: maps the name of a setting to the file or folder that the run reads.
-        cost: maximum number of calls and maximum cost of the run, in words.
+        cost: text with the maximum number of calls and the maximum cost of the run.
     """
 
     extras: tuple[str, ...]
@@ -152,9 +153,9 @@ _OWN_CHARS = 3000
 def worst_case(config: Mapping[str, Any]) -> str:
     """Describes the maximum number of tool calls and judge verdicts, and the maximum cost of a run.
 
-    The estimate assumes that each sample makes the maximum number of calls, each to the most
-    expensive tool whose budget is not used up. The number of tokens of a prompt is estimated from
-    its maximum number of characters.
+    The estimate assumes that each sample makes the maximum number of calls, and that each call goes
+    to the most expensive tool that has a budget left. The number of tokens in a prompt is estimated
+    from the maximum number of characters of the prompt.
     """
     samples, how = _most_samples(config)
     if not samples:

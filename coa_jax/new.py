@@ -51,7 +51,8 @@ def write_new(kind: str, name: str) -> list[Path]:
 
     Args:
         kind: kind of the extension, one of `kinds`.
-        name: name of the folder, of the module, and of the function or class in the module.
+        name: name of the folder, of the module in the folder, and of the function or class in the
+            module.
 
     Raises:
         UserError: the kind is unknown, the name is not a valid module name, or the folder exists.

@@ -8,7 +8,7 @@ import difflib
 import functools
 import operator
 import re
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import ml_collections
@@ -27,8 +27,8 @@ _NEW_KEY = re.compile(
 def suggest(word: str, known: Iterable[str]) -> str:
     """Returns a hint for an error message about an unknown word.
 
-    The hint is "; did you mean X?" with the most similar known word, or a list of all known words
-    if none is similar, or "" if the list would have more than 16 words.
+    If a known word is similar, the hint is "; did you mean 'X'?" with the most similar word X. If
+    no known word is similar, the hint lists all known words, or is "" if there are more than 16.
     """
     known = sorted(known)
     near = difflib.get_close_matches(word, known, n=1, cutoff=0.6)
@@ -38,14 +38,14 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def switches(arguments: list[str]) -> list[str]:
-    """Returns the arguments before a lone `--`; absl reads no flags after it."""
+    """Returns the arguments before a lone `--`, after which absl reads no flags."""
     return arguments[: arguments.index("--")] if "--" in arguments else arguments
 
 
 def join_new_keys(argv: list[str], config: ml_collections.ConfigDict) -> list[str]:
-    """Replaces overrides of settings that the config lacks by one override of their whole group.
+    """Converts overrides of settings that the config lacks to overrides of whole groups.
 
-    This is necessary because ml_collections overrides only existing settings. For example
+    The conversion is necessary because ml_collections overrides only existing settings. For example
     ``--config.tools.mcp.tide.url=U`` becomes ``--config.tools.mcp={'tide': {'url': 'U'}}``. The new
     value of the group also contains the entries that the config already has.
     """
@@ -58,27 +58,52 @@ def join_new_keys(argv: list[str], config: ml_collections.ConfigDict) -> list[st
         if key is None:
             rest.append(argument)
             continue
-        group, name = key.group(1, 2)
         value = key[3] if key[3] is not None else next(given, None)
         if value is None or value.startswith("--"):
             raise UserError(f"{argument} needs a value: {argument}=VALUE")
-        if group not in groups:
-            check_key(config, group)
-            node = functools.reduce(operator.getitem, group.split("."), config)
-            groups[group] = node.to_dict()
         try:
             read = ast.literal_eval(value)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             read = value
-        *outer, last = name.split(".")
-        inner = groups[group]
-        for part in outer:
-            inner = inner.setdefault(part, {})
-            if not isinstance(inner, dict):
-                raise UserError(f"{argument}: {part} is a value, without settings")
-        inner[last] = read
+        _join(groups, config, key[1], key[2], read)
     joined = [f"--config.{group}={values!r}" for group, values in groups.items()]
     return [*rest[:2], *joined, *rest[2:], *argv[len(before) :]]
+
+
+def join_new_values(
+    overrides: Mapping[str, Any], config: ml_collections.ConfigDict
+) -> dict[str, Any]:
+    """Like `join_new_keys`, but takes a mapping instead of command-line arguments."""
+    groups: dict[str, dict[str, Any]] = {}
+    rest: dict[str, Any] = {}
+    for name, value in overrides.items():
+        key = _NEW_KEY.fullmatch(f"--config.{name}")
+        if key is None:
+            rest[name] = value
+        else:
+            _join(groups, config, key[1], key[2], value)
+    return rest | {name: ml_collections.ConfigDict(values) for name, values in groups.items()}
+
+
+def _join(
+    groups: dict[str, dict[str, Any]],
+    config: ml_collections.ConfigDict,
+    group: str,
+    name: str,
+    value: Any,
+) -> None:
+    """Sets a dotted key of a group, which begins with the settings of the config."""
+    if group not in groups:
+        check_key(config, group)
+        node = functools.reduce(operator.getitem, group.split("."), config)
+        groups[group] = node.to_dict()
+    *outer, last = name.split(".")
+    inner = groups[group]
+    for part in outer:
+        inner = inner.setdefault(part, {})
+        if not isinstance(inner, dict):
+            raise UserError(f"--config.{group}.{name}: {part} is a value, without settings")
+    inner[last] = value
 
 
 def check_key(config: Any, key: str) -> None:

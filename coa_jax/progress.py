@@ -22,12 +22,12 @@ _REDRAW = 0.25
 
 
 class Bar:
-    """Counts the finished units of work and shows their number; created by `progress`.
+    """A progress bar, which counts the finished units of work; created by `progress`.
 
     Attributes:
         done: number of finished units, including those that the run finished before it was resumed.
-        counts: other quantities by name, such as tokens, which also grow while a unit is in
-            progress.
+        counts: amounts of other quantities by name, such as tokens. They also grow while a unit is
+            in progress.
         stats: latest values of numbers to show, by name.
     """
 
@@ -62,7 +62,7 @@ class Bar:
         self._start = self._shown = clock()
 
     def update(self, n: int = 1, **stats: Any) -> None:
-        """Adds `n` finished units, and stores values to show: numbers, scalar arrays or text."""
+        """Adds `n` finished units, and stores values to show (numbers, scalar arrays or text)."""
         self.done += n
         self.stats.update(stats)
         self._show_when_due()
@@ -120,8 +120,8 @@ def progress(
     Args:
         label: name of the stage.
         total: number of units of work; None if unknown.
-        initial: number of units that were finished before the run was resumed; the rate ignores
-            them.
+        initial: number of units that were finished before the run was resumed. They do not count
+            for the rate.
         stream: output stream; None for stderr.
         interval: seconds between two lines if the stream is not a terminal.
         enabled: whether anything is shown; False for all processes of a run except the first.

@@ -64,8 +64,8 @@ class Tasks(Bounded):
         train: number of tasks that are taken from the training split.
         validation: number of tasks that are taken from the validation split.
         seed: seed of the random choice of tasks.
-        level: how strict the protocols' rules are, ``lenient`` or ``paper``; "" for the level that
-            each task has.
+        level: strictness of the protocols' rules, ``lenient`` or ``paper``, for all tasks; "" keeps
+            the level that each task has.
         task_options: options of the task source ``tasks``.
         mixture: maps names to task sources, see `tasks.mixture.Part`. The number of tasks from each
             source is in proportion to its weight.
@@ -92,9 +92,9 @@ class Measure(Bounded):
     """The settings of an additional evaluation after the training stages.
 
     Attributes:
-        policy: name of the policy's directory in ``models``, such as ``rl``.
-        evaluate: settings of this evaluation that replace those of the other evaluations.
-        tools: settings of the tools that replace those of the run.
+        policy: name of the evaluated policy's directory in ``models``, such as ``rl``.
+        evaluate: overrides, for this evaluation only, of the shared settings ``evaluate``.
+        tools: overrides, for this evaluation only, of the run's settings of the tools.
     """
 
     policy: Name
@@ -118,14 +118,14 @@ class Command(Bounded):
         rl: settings of reinforcement learning as in the command ``rl``, except the path of the
             model.
         evaluate: settings of the evaluations.
-        base: settings that replace those of ``evaluate`` for the base model.
-        sft_more: whether to train a control for RL: more SFT for as long as RL took.
-        rft: settings of another control for RL, `learn.rejection` on RL's trajectories, without the
-            paths; {} for no such control.
-        economy: whether to count the tokens that RL's policy saves compared with the teacher.
+        base: settings that override those of ``evaluate`` for the base model.
+        sft_more: whether to train a comparison for RL, by more SFT for as long as RL took.
+        rft: settings of `learn.rejection`, without the paths, with which another policy for
+            comparison is trained on RL's right trajectories; {} to train no such policy.
+        economy: whether to count how many tokens the policy of RL saves compared with the teacher.
         measures: maps names to additional evaluations, see `Measure`.
         release: whether to write ``release/``, see `coa_jax.release`; needs training with adapters.
-        minutes: maps stages to expected minutes on 2 CPU cores, to estimate the remaining time.
+        minutes: expected minutes of each stage on 2 CPU cores, to estimate the remaining time.
     """
 
     prompt_style: Place
@@ -181,7 +181,7 @@ class Command(Bounded):
 
 
 class Pipeline:
-    """The stages of the pipeline; all of them write to one work directory."""
+    """The stages of the pipeline, which all write to the same work directory."""
 
     def __init__(self, config: ml_collections.ConfigDict, run: RunDir):
         """Checks the settings of all stages.
@@ -248,7 +248,7 @@ class Pipeline:
         write_policy(self.config.policy, records, prompt, self.models / "base")
 
     def evaluate_teacher(self) -> None:
-        """Evaluates the teacher on the held-out tasks; all of its runs count, without filters."""
+        """Evaluates the teacher on the held-out tasks, over all its runs before any filter."""
         tokenizer = load_model(self.models / "base").tokenizer
         named = {tool.name: tool for tool in self.tools}
         tasks = self.held_out
@@ -270,7 +270,7 @@ class Pipeline:
         rl.train(self.rl_config, self.run, self.models / "rl", self.tools)
 
     def sft_more(self) -> None:
-        """Fine-tunes the policy of SFT further, for as long as RL took: a control for RL."""
+        """Fine-tunes the SFT policy further, for as long as RL took, as a comparison for RL."""
         config = self.sft_config
         # The timing of a resumed stage lacks the time before the kill, so step times are summed.
         took = {
@@ -288,7 +288,7 @@ class Pipeline:
             sft.train(config, run, output, renaming(config.rename_share), self.tools)
 
     def rft(self) -> None:
-        """Fine-tunes the policy of SFT on RL's right trajectories: a control for RL."""
+        """Fine-tunes the SFT policy on RL's right trajectories, as a comparison for RL."""
         assert self.rft_config is not None
         with RunDir(self.run.path / "controls" / "rft") as run:
             rejection.train(self.rft_config, run, self.models / "rft")
@@ -377,7 +377,8 @@ def left_minutes(
 
     Args:
         expected: maps the name of a stage to its expected minutes.
-        timings: maps the name of each complete stage to the seconds it took, which show the speed.
+        timings: seconds that each complete stage took, from which the speed of this machine is
+            estimated.
         stages: names of all stages.
     """
     known = [name for name in timings if name in expected]

@@ -121,8 +121,8 @@ def read_json(path: str | os.PathLike[str], limit: int | None = SMALL) -> Any:
     """Reads the JSON value of a file.
 
     Raises:
-        UserError: the file cannot be read, is larger than ``limit`` bytes, is not JSON, or is
-            nested too deeply or has too long numbers (see `parse_json`).
+        UserError: the file cannot be read, is larger than ``limit`` bytes, is not JSON, is nested
+            too deeply, or contains a number with too many digits (see `parse_json`).
     """
     data = read_bytes(path, limit)
     try:
@@ -187,7 +187,7 @@ def _is_deep(value: Any) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Explains an exception of `parse_json`, or of code that processed a parsed value."""
+    """Explains in one line an exception of `parse_json`, or of code that used the parsed value."""
     if isinstance(error, KeyError):
         return f"the field {error} is missing"
     if isinstance(error, json.JSONDecodeError):
@@ -205,7 +205,7 @@ def reason(error: BaseException) -> str:
 
 
 def lines(path: str | os.PathLike[str]) -> Iterator[tuple[int, bytes]]:
-    """Yields the number, from 1, and the bytes of each line of a file.
+    """Yields a pair for each line of a file: the line number, from 1, and the bytes of the line.
 
     A file ``*.gz`` is decompressed. A file ``*.array_record`` is read as ArrayRecord, and each of
     its records counts as a line.

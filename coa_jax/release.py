@@ -37,7 +37,7 @@ _COPIED = ("config.json", "summary.json", "metrics.jsonl")
 
 
 def release(run: Path, output: Path) -> int:
-    """Writes the publishable directory; returns its size in bytes.
+    """Writes a directory for publication with the results of a run; returns its size in bytes.
 
     Args:
         run: directory of a finished pipeline (`coa_jax.quickstart`) that trained adapters.
@@ -138,7 +138,7 @@ def _write_data(run: Path, output: Path) -> None:
 
 
 def release_to(workdir: str, place: str) -> int:
-    """Writes the publishable directory like `release`, also from or to a bucket.
+    """Writes the directory for publication like `release`; run and directory may be in a bucket.
 
     Args:
         workdir: directory of the run, a local path or the URL of a folder in a bucket.

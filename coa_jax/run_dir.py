@@ -53,7 +53,7 @@ class RunDir:
     Attributes:
         path: path of the directory; for a URL, the path of the local mirror.
         active: whether this process writes. In a run of several processes only the first process is
-            active, and calls in the other processes do nothing.
+            active, and the methods that write do nothing in the other processes.
     """
 
     def __init__(
@@ -127,15 +127,15 @@ class RunDir:
             self._mirror.close()
 
     def config_changes(self, config: Any) -> list[str]:
-        """Returns how a config differs from that in `config.json`, as lines `key: old -> new`."""
+        """Returns the differences of a config from `config.json`, as lines `key: old -> new`."""
         path = self.path / "config.json"
         return differences(files.read_json_object(path), _plain(config)) if path.exists() else []
 
     def write_config(self, config: Any) -> list[str]:
         """Writes the resolved config to `config.json`, and logs differences from an earlier config.
 
-        A resumed run may have another config. The warnings say so, because the run continues from a
-        state that the earlier config produced.
+        A resumed run may have another config than before. The method logs each difference as a
+        warning, because the run continues from a state that the earlier config produced.
 
         Args:
             config: a ConfigDict, a dataclass or a mapping.
@@ -154,7 +154,9 @@ class RunDir:
         return changes
 
     def keep_config(self, config: Any) -> None:
-        """Writes the config of a run that must not be resumed with another config.
+        """Writes the config, unless the directory holds a run with another config.
+
+        Commands that must not resume a run with another config use this method.
 
         Raises:
             UserError: the directory holds a run with another config.
@@ -177,8 +179,8 @@ class RunDir:
         Args:
             step: step of the phase that the row describes.
             phase: name of the phase, such as `sft` or `rl`.
-            **scalars: metrics by name, each a number or an array of one element. `metrics.jsonl`
-                has null in place of NaN and infinity, which JSON lacks.
+            **scalars: metrics by name, each a number or an array of one element. NaN and infinity,
+                which JSON lacks, are written to `metrics.jsonl` as null.
         """
         if not self.active:
             return
@@ -234,11 +236,12 @@ class RunDir:
             shards.write(self.path / "traces", form, phase, int(step), lines())
 
     def rewind(self, phase: str, step: int) -> None:
-        """Removes the metrics and traces of `phase` after `step`, from which the run resumes.
+        """Removes the metrics and traces of `phase` that were written after `step`.
 
-        A killed run may have written rows after its last checkpoint, and the resumed run writes the
-        rows of these steps again. Traces may have many gigabytes. The steps of a phase ascend, so
-        the rows are read from the end of the file, only up to the first row that stays.
+        A killed run may have written rows after its last checkpoint. The run resumes from the step
+        of this checkpoint, and writes the rows of the later steps again. Traces may have many
+        gigabytes. Therefore rows are read from the end of the file, and only up to the first row
+        that stays; this is possible because the steps of a phase ascend.
 
         Args:
             phase: phase of the rows.
@@ -259,14 +262,14 @@ class RunDir:
         self._purge_from[phase] = step + 1
 
     def summary(self, blocks: Mapping[str, Any], *, anew: bool = False) -> None:
-        """Merges blocks into `summary.json`, which is replaced atomically.
+        """Merges blocks (top-level entries) into `summary.json`, and replaces the file atomically.
 
         If a block is a mapping, its entries are added to the existing block of the same name, so
         that each stage can add its own entries. Any other value replaces the existing block.
 
         Args:
             blocks: JSON values by name.
-            anew: whether mappings replace the existing blocks as a whole, too.
+            anew: whether a block that is a mapping replaces the existing block as a whole, too.
         """
         if not self.active:
             return
@@ -346,4 +349,10 @@ def differences(old: Any, new: Any, key: str = "") -> list[str]:
             for name in sorted({*old, *new})
             for line in differences(old.get(name), new.get(name), f"{key}.{name}".lstrip("."))
         ]
-    return [] if old == new else [f"{key}: {json.dumps(old)} -> {json.dumps(new)}"]
+    if old == new:
+        return []
+    return [f"{key}: " + " -> ".join(_shortened(json.dumps(value)) for value in (old, new))]
+
+
+def _shortened(text: str) -> str:
+    return text if len(text) <= 300 else f"{text[:200]}... ({len(text)} characters)"

@@ -34,8 +34,8 @@ class Command(Bounded):
         data: JSONL file of distilled records, on whose text the tokenizer is trained.
         prompt_style: prompt style in which the policy sees the questions, as in SFT.
         policy: sizes of the policy.
-        format: conversation format into which SFT will write the records; "" for the format of each
-            record.
+        format: conversation format to which SFT will convert the records; "" if SFT keeps the
+            format of each record.
     """
 
     data: Place

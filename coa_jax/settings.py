@@ -29,8 +29,8 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
 
     Args:
         cls: a dataclass whose fields define the keys.
-        values: a ConfigDict or a mapping. A tuple of strings or numbers may also be given as one
-            string with commas.
+        values: a ConfigDict or a mapping. The value of a field that is a tuple of strings or
+            numbers may also be one string, with commas between the items.
         where: name of the config, used in error messages.
 
     Raises:
@@ -43,7 +43,8 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
         raise UserError(f"{where} is {shown(values)}; it is a group of settings: {inner}")
     for name in values:
         if name not in known:
-            told = name if str(name).isidentifier() and len(name) <= 100 else shown(name)
+            plain = isinstance(name, str) and name.isidentifier() and len(name) <= 100
+            told = name if plain else shown(name)
             raise UserError(f"{where}.{told} is not a setting; known are {', '.join(known)}")
     arguments = {}
     for name, field in known.items():
@@ -63,7 +64,10 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
         elif isinstance(value, str) and typing.get_origin(types[name]) is tuple:
             value = (_literal(value.strip()) or value) if value else ()
         else:
-            value = _frozen(value.to_dict() if isinstance(value, ConfigDict) else value)
+            try:
+                value = _frozen(value.to_dict() if isinstance(value, ConfigDict) else value)
+            except RecursionError:
+                raise UserError(f"{where}.{name} is nested too deeply; give a flat value") from None
         arguments[name] = value
     try:
         return cls(**arguments)
@@ -117,15 +121,17 @@ def _literal(text: str) -> tuple[Any, ...] | None:
         return None
     try:
         value = ast.literal_eval(text)
-    except (ValueError, SyntaxError):
-        return None  # for example "[::1]", the address of a host
+    except (ValueError, SyntaxError, RecursionError, MemoryError):
+        # For example "[::1]", the address of a host, or nesting too deep for the parser.
+        return None
     return _frozen(value) if isinstance(value, tuple | list) else None
 
 
 def complete(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:
-    """Returns a config that contains every field of a dataclass, also those with default values.
+    """Returns a config that contains every field of a dataclass, including unset fields.
 
-    A command line can only override settings that the config contains.
+    All fields are necessary because a command line can override only settings that the config
+    contains.
 
     Args:
         cls: a dataclass.

@@ -31,7 +31,7 @@ _LEVEL = 3  # gzip level: higher levels take several times as long and save a fe
 
 
 def write(folder: Path, form: str, phase: str, step: int, rows: Iterable[bytes]) -> None:
-    """Writes a shard, unless there are no rows; only one process may write to a folder.
+    """Writes a shard, or nothing if there are no rows; only one process may write to a folder.
 
     Args:
         folder: folder of the shards; it is created if necessary.
@@ -75,7 +75,7 @@ def _array_record(file: IO[bytes], rows: Iterable[bytes]) -> None:
 
 
 def rewind(folder: Path, phase: str, step: int) -> None:
-    """Removes the shards of a phase after a step, and the partial files of a killed process.
+    """Removes the shards that a phase wrote after a step, and partial files of a killed process.
 
     Args:
         folder: folder of the shards.

@@ -53,7 +53,8 @@ class Team(Bounded):
     """The settings of the multi-agent team that answers drafts with tools.
 
     Attributes:
-        attempts: number of runs per question; the question is solvable if at least one is right.
+        attempts: maximum number of runs per question. The question counts as solvable if at least
+            one run is right.
         concurrency: number of questions that are answered at the same time.
         max_messages: number of messages after which a run is abandoned.
     """
@@ -71,11 +72,12 @@ class Command(Bounded):
         tools: tools of the team, and the corpus that the questions are about.
         synthesis: number and kinds of the questions to create.
         with_tools, without_tools: settings of the two solvers. A question is kept only if the
-            solver with tools answers it and the solver without tools does not.
-        judge: model that decides whether an answer in words is right.
-        endpoint: model that writes questions; None to write questions about facts of the Factbook
-            without a model.
-        solver: model that answers without tools; None for ``endpoint``.
+            solver with tools answers it right, and the solver without tools rarely does.
+        judge: model that decides whether an answer is right if it does not equal the accepted
+            answer.
+        endpoint: model that writes questions. If None, questions about facts of the Factbook are
+            written without a model.
+        solver: model that answers without tools; None to use ``endpoint`` for this, too.
     """
 
     tools: ToolsConfig

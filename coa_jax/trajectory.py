@@ -53,7 +53,8 @@ class StopReason(enum.StrEnum):
     - ``deadline``: the time limit of the episode passed.
     - ``tool_time``: the time limit for waiting for tools passed.
     - ``cancelled``: the request was cancelled.
-    - ``fault``: a component of the system failed. The policy causes neither this nor ``cancelled``.
+    - ``fault``: a tool, environment or machine failed. The policy causes neither ``fault`` nor
+      ``cancelled``.
     """
 
     ANSWER = "answer"
@@ -82,8 +83,8 @@ class ToolCall:
         start: seconds from the beginning of the episode to the call.
         end: seconds from the beginning of the episode to the result of the call.
         detail: further data from the tool, as JSON values by name.
-        reward: reward that an environment gave for the turn that ends with the call; None for no
-            reward.
+        reward: reward that an environment gave for the turn that ends with the call; None if it
+            gave none.
         done: whether the environment ended the episode with this call.
     """
 
@@ -110,11 +111,11 @@ class Reward:
     """The grade of an episode.
 
     Attributes:
-        value: the reward; None if the grader could not judge. An episode without a value is masked:
-            the policy is not trained on it.
-        parts: values of the single reward functions that ``value`` combines, by name.
-        reason: why the grader could not judge; "" if there is a value, or if there is none because
-            the episode itself failed.
+        value: the reward; None if the grader could not judge. The policy is not trained on an
+            episode without a value.
+        parts: maps the name of each reward function to its value; ``value`` combines these values.
+        reason: why the grader could not judge; "" if there is a value, or if the episode itself
+            failed and therefore was not graded.
     """
 
     value: float | None
@@ -131,10 +132,10 @@ class SegmentSpan:
         author: author of the span.
         text: all characters of the span, including tags. The texts of all spans, joined, are the
             ``text`` of the trajectory.
-        start: index of the span's first token in ``tokens``.
-        end: index after the span's last token in ``tokens``.
-        content: body of the span in conversation formats without tags; None in the format ``tags``,
-            and for spans without a role.
+        start: index of the span's first token in the trajectory's ``tokens``.
+        end: one past the index of the span's last token in ``tokens``.
+        content: body of the span. It is set only in conversation formats, which use no tags; None
+            in the format ``tags``, and for spans without a role.
     """
 
     role: str | None
@@ -146,9 +147,10 @@ class SegmentSpan:
 
     @property
     def body(self) -> str | None:
-        """Text between the tags; None if the span has no role or no closing tag.
+        """Body of the segment; None if the span has no role or no closing tag.
 
-        White space around the tags is ignored, because the rollout inserts newlines there.
+        In the format ``tags``, the body is the text between the tags. White space outside the tags
+        is ignored, because the rollout inserts newlines there.
         """
         if self.content is not None:
             return self.content
@@ -175,8 +177,8 @@ class Trajectory:
         protocol: name of the protocol.
         tokens: int32[T], token ids of the prompt and of everything after it.
         author: uint8[T], author of each token, as values of ``Author``.
-        logp: float32[T], log-probability with which each token of the policy was sampled; 0 for
-            tokens of other authors.
+        logp: float32[T], log-probability with which each token that the policy wrote was sampled; 0
+            for tokens of other authors.
         text: all text after the prompt.
         segments: contiguous spans of ``text``.
         tool_calls: tool calls in the order in which they were made.
@@ -184,8 +186,9 @@ class Trajectory:
         reward: grade of the episode; None until the episode is graded.
         gold: accepted answers of the task.
         metadata: further data, as JSON values by name.
-        branches: further token sequences of the same sample, which share its reward. An external
-            agent program (see `coa_jax.agents`) produces them if it holds several conversations.
+        branches: further trajectories of the same sample, which share its reward. They exist only
+            if an external agent program (see `coa_jax.agents`) held several conversations with the
+            policy.
     """
 
     task_id: str
@@ -273,7 +276,7 @@ class Trajectory:
 
     @property
     def answer(self) -> str | None:
-        """Body of the policy's answer; None if the policy wrote no answer or left its tag open."""
+        """Body of the policy's answer; None if the policy wrote no complete answer."""
         for span in self.segments:
             if span.role == "answer" and span.author == Author.POLICY and span.body is not None:
                 return span.body
@@ -295,13 +298,14 @@ class DistilledRecord:
         protocol: name of the protocol.
         gold: accepted answers.
         parts: pairs (author, text) in order, with the author ``"policy"`` or ``"environment"``. The
-            joined texts are the assistant message. Each part is tokenised separately, so no token
-            spans two parts.
-        answer: answer of the episode.
+            assistant message is the texts of all parts, joined. Each part is tokenised separately,
+            so no token spans two parts.
+        answer: answer that the teacher gave.
         metadata: further data as JSON values by name, such as ``hops``, ``source`` and
             ``mistakes``.
-        prompt: whole user message (instructions and question) as the source of the record has it;
-            "" if the source has no such message. The prompt style ``data`` uses this message.
+        prompt: user message (instructions and question), copied from the file or data set from
+            which the record was read; "" if there was no user message. The prompt style ``data``
+            uses this message.
         context: pairs (role, text) of the messages before the user message, with the role
             ``"system"``, ``"user"`` or ``"assistant"``. The policy is never trained on these
             messages.
@@ -360,10 +364,10 @@ def _pairs(fields: dict[str, Any], name: str) -> tuple[tuple[Any, Any], ...]:
 
 
 def trajectory_violations(trajectory: Trajectory) -> list[Violation]:
-    """Returns each rule of the protocol that the policy broke, with the offset in the text.
+    """Returns each violation of the protocol by the policy, with its offset in the text.
 
-    The check uses the authors and texts of the spans, but not their roles. For a trajectory without
-    spans it uses the text alone.
+    The check uses the authors and texts of the spans, but not their roles. If the trajectory has no
+    spans, the check uses its text alone.
 
     Raises:
         UserError: the protocol of the trajectory is unknown.

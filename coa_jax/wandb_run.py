@@ -62,8 +62,8 @@ class WandbRun:
     def scalars(self, phase: str, step: int, values: Mapping[str, float]) -> None:
         """Logs metrics as ``PHASE/NAME``, with a separate step axis for each phase.
 
-        W&B's own step cannot serve as the axis: it only grows, but a resumed run repeats the steps
-        after its last checkpoint.
+        W&B's own step cannot serve as the axis, because it must not decrease, but a resumed run
+        repeats the steps after its last checkpoint.
 
         Args:
             phase: phase of the run.
@@ -78,5 +78,5 @@ class WandbRun:
         self._run.log({**named, f"{phase}/step": step})
 
     def close(self) -> None:
-        """Closes the connection; a resumed run can continue the W&B run later."""
+        """Closes the connection; if the run is resumed later, it continues the same W&B run."""
         self._run.finish()

@@ -222,6 +222,8 @@ def test_the_tools_are_those_of_a_config_or_of_the_command_line():
     assert chosen.web_search.provider == "serper"  # the other settings stay
     with pytest.raises(UserError, match="no group 'tools'"):
         tools_of(load_config("configs/dpo/factbook.py"), None, None)
+    with pytest.raises(UserError, match=r"^--tools: .*'nonsense'"):
+        tools_of(config, ["nonsense"], None)
 
 
 @pytest.mark.parametrize(

@@ -305,6 +305,19 @@ def test_load_config_refuses_unknown_keys_and_wrong_types(command, overrides):
         cli.load_config(f"{command.home}/conf.py", overrides)
 
 
+def test_load_config_sets_keys_that_the_user_chooses():
+    changes = {
+        "tools.own.dice.path": "mine:Dice",
+        "tools.own.dice.options.sides": 8,
+        "graders.rewards.brief.weight": 0.5,
+    }
+    config = cli.load_config("configs/rl/tiny.py", changes)
+    assert config.tools.own.to_dict() == {"dice": {"path": "mine:Dice", "options": {"sides": 8}}}
+    assert config.graders.rewards.to_dict() == {"brief": {"weight": 0.5}}
+    with pytest.raises(UserError, match=r"own\.dice\.path: dice is a value"):
+        cli.load_config("configs/rl/tiny.py", {"tools.own.dice": 8, "tools.own.dice.path": "x"})
+
+
 def test_explain_finds_a_full_disk_behind_the_error_that_it_caused():
     error = RuntimeError("could not save")
     error.__cause__ = OSError(errno.EDQUOT, "Disk quota exceeded", "/data/x")

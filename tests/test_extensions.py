@@ -282,7 +282,10 @@ def test_what_is_no_reward_is_refused(folder):
         ("return 3", r"gave 3 \(int\); a task source gives a list"),
         ("return ['a']", r"gave 'a' \(str\); a task source gives a list"),
         ("return []", "returned no tasks"),
-        ("return [Task('1', 'q', 'web', ('a',), '')] * 2", "returned 1 ids twice, e.g. '1'"),
+        (
+            "return [Task('1', 'q', 'web', ('a',), '')] * 2",
+            "returned 1 ids more than once, e.g. '1'",
+        ),
         ("return [Task('1', 'q', 'wbe', ('a',), '')]", "protocol 'wbe' is unknown"),
     ],
 )

@@ -21,6 +21,7 @@ import pytest
 from coa_jax.bounds import Between, Bounded, OneOf, Text, declared, parts, present
 from coa_jax.cli import load_config
 from coa_jax.errors import UserError
+from coa_jax.settings import build
 from coa_jax.tools.mcp_tool import McpConfig
 from tests.test_configs import COMMANDS, SPECS, build_all, leaves
 
@@ -33,6 +34,13 @@ LONG = ("x" * 200_000, "1" * 5000, tuple(range(2000)), "[" * 5000)
 TUPLES = ((), (1,), ("a", "b"), (math.nan,), (1.5, -1), ("",), ((1, 2), 3), [], ["a"], [[]])
 OTHERS = (None, True, False, 1j, b"x", {}, {"a": 1}, {"a": {"b": 2}}, {1: 2}, ..., int, range(3))
 NONSENSE = (*NUMBERS, *FLOATS, *TEXTS, *QUOTED, *LONG, *TUPLES, *OTHERS)
+
+
+@dataclasses.dataclass(frozen=True)
+class Words(Bounded):
+    """Words that a command line gives."""
+
+    words: tuple[str, ...] = ()
 
 
 def dataclasses_of(kind: Any) -> Iterator[type[Any]]:
@@ -136,6 +144,19 @@ def overrides(number: int, seed: int) -> Iterator[tuple[str, str, Any]]:
         if chance.random() < 0.1:
             value = chance.choice([(value,), [value], {"a": value}, (value, value)])
         yield spec, chance.choice(keys[spec]), value
+
+
+def test_values_that_no_command_line_can_give_are_refused_in_one_line_too():
+    loop: list[Any] = []
+    loop.append(loop)
+    sft = values_of("configs/sft/tiny.py")
+    dense = {**sft, "optimizer": {**sft["optimizer"], None: 1, ("a",): 2}}
+    values = [dense, *(replaced(sft, key, loop) for key in ("mesh", "rows", "model", "graders"))]
+    long = [{"words": f"({text},)"} for text in ("-" * 50_000 + "1", "1+" * 5000 + "1j")]
+    for kind, each in [*((COMMANDS["sft"], v) for v in values), *((Words, v) for v in long)]:
+        with pytest.raises(UserError) as refused:
+            build(kind, each)
+        assert str(refused.value) == " ".join(str(refused.value).split())
 
 
 def test_ten_thousand_overrides_are_within_their_bounds_or_refused_in_one_line():

@@ -43,8 +43,8 @@ def test_a_reader_can_follow_the_pages(tmp_path, pages):
     folder = tmp_path / "empty"
     folder.mkdir()
     said = ""
-    text = "".join((REPOSITORY / f"docs/{page}.md").read_text() for page in pages)
-    for kind, text in BLOCK.findall(text):
+    pages_text = "".join((REPOSITORY / f"docs/{page}.md").read_text() for page in pages)
+    for kind, text in BLOCK.findall(pages_text):
         if kind == "python":
             file = re.match(r"# (\w+\.py)\n", text)
             assert file, f"the block has no file name: {text}"

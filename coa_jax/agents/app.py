@@ -184,7 +184,12 @@ def make_app(service: Sessions, log: RefusalLog) -> FastAPI:
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
         session = session_of(request)
-        return await chat_completion(service, request, functools.partial(service.prepare, session))
+        prepare = functools.partial(service.prepare, session)
+        try:
+            return await chat_completion(service, request, prepare)
+        except Refused as refusal:
+            session.refused = str(refusal)
+            raise
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:

@@ -79,6 +79,7 @@ class AgentSampler:
         self._refused: list[Trajectory] = []
         self._news = asyncio.Event()
         self._failures: int | None = 0  # number of failures; None once a program has succeeded
+        self._warned = False
 
     def submit(self, request: Request) -> None:
         """Implements `Sampler`."""
@@ -188,6 +189,8 @@ class AgentSampler:
             reason, fault = StopReason.FAULT, "the policy's log-probabilities are not finite"
         outcome = outcome.over(session.given)
         said = outcome.answer is not None or outcome.reward is not None
+        if not session.turns and reason is StopReason.EOS:  # the outcome is not the policy's
+            reason, fault = StopReason.FAULT, _unanswered(session)
         if reason is StopReason.EOS and said:
             reason = StopReason.ANSWER
         if reason is not StopReason.CANCELLED:
@@ -210,11 +213,14 @@ class AgentSampler:
     def _count(self, session: Session, reason: StopReason, fault: str) -> None:
         """Logs the first failure, and stops the run if the first programs all fail.
 
+        A program without a completion of the policy does not count as a success.
+
         Raises:
             UserError: the first `_HOPELESS` programs have failed.
         """
         if reason is not StopReason.FAULT:
-            self._failures = None
+            self._warn_without_turns(session, reason)
+            self._failures = None if session.turns else self._failures
         elif self._failures is not None:
             self._failures += 1
             if self._failures == 1:
@@ -226,6 +232,16 @@ class AgentSampler:
                 raise UserError(
                     f"the agent's program failed {_HOPELESS} times and never succeeded: {fault}"
                 )
+
+    def _warn_without_turns(self, session: Session, reason: StopReason) -> None:
+        if session.turns or self._warned:
+            return
+        self._warned = True
+        logging.warning(
+            "the agent's program ended on task %s (stop reason %s) without a completion of the "
+            "policy, so the sample has nothing to learn: %s; further such samples get no warning",
+            session.request.task.id, reason, _unanswered(session)
+        )  # fmt: skip
 
     def _finished(
         self,
@@ -249,3 +265,14 @@ class AgentSampler:
                 **about,
             },
         )
+
+
+def _unanswered(session: Session) -> str:
+    """Reason for which a program received no completion."""
+    if session.refused:
+        limits = session.ended_by is StopReason.LENGTH
+        more = " (the smaller of rollout.max_tokens and engine.max_length)" if limits else ""
+        return f"the endpoint refused its requests: {session.refused}{more}"
+    if session.asked:
+        return "it ended before its requests were answered"
+    return "it sent no request to the policy (OPENAI_BASE_URL with OPENAI_API_KEY)"

@@ -94,6 +94,7 @@ class Session:
             used up; None if there was none.
         in_engine: number of completions that are still in the engines.
         asked: number of requests so far.
+        refused: reason for which the last refused request was refused.
         cancelled: whether the sample was cancelled.
         closed: whether the program has ended. Further requests of the session are refused.
     """
@@ -113,6 +114,7 @@ class Session:
         self.given = Outcome()
         self.ended_by: StopReason | None = None
         self.in_engine = self.asked = 0
+        self.refused = ""
         self.cancelled = self.closed = False
         self._tokenizer, self._version = tokenizer, version
         self._after: dict[Turn | None, list[Turn]] = {None: []}

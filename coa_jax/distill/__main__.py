@@ -53,10 +53,10 @@ class Tasks(Bounded):
 
     Attributes:
         source: source of the tasks, see `tasks.load_tasks`.
-        train, validation: number of tasks that are taken from each split.
+        train, validation: number of tasks to take from the split of this name.
         seed: seed of the random choice of tasks.
-        level: how strict the protocols' rules are, ``lenient`` or ``paper``; "" for the level that
-            each task has.
+        level: strictness of the protocols' rules, ``lenient`` or ``paper``, for all tasks; "" keeps
+            the level that each task has.
     """
 
     source: Place
@@ -68,17 +68,18 @@ class Tasks(Bounded):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command(Bounded):
-    """The settings of a distillation; the optional groups that are given determine its kind.
+    """The settings of a distillation; the optional fields that are set determine its teacher.
 
     Attributes:
         teacher: settings of the team of agents and of the filters.
         tokenizer: folder of a tokenizer, with which tokens are counted; "" to count no tokens.
-        tasks, tools: tasks that the team solves, and its tools.
-        endpoint: model that decides for the agents; None for scripted rules.
-        smolagents: settings of two smolagents agents that take the place of the team; None for the
-            team.
-        traces: logs of another system to read; with ``smolagents``, how to read the logs of its
-            agents.
+        tasks, tools: tasks that the teacher solves, and the tools of its agents. Both are required
+            unless the teacher's runs are read from logs.
+        endpoint: language model that decides for the agents; None if scripted rules decide.
+        smolagents: settings of two smolagents agents that solve the tasks in place of the team;
+            None if the team solves them. ``smolagents`` requires ``endpoint`` and ``traces``.
+        traces: logs of another system, which are read instead of solving tasks. With
+            ``smolagents``, these settings say how to read the logs of the smolagents agents.
     """
 
     teacher: DistillConfig
@@ -214,7 +215,7 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
 
 
 def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs the teacher and distils its runs; returns the content of ``summary.json``."""
+    """Creates a data set from new runs of the teacher; returns the content of ``summary.json``."""
     command = build(Command, config)
     teacher, wanted, settings = command.teacher, command.tasks, config.tools.to_dict()
     assert wanted and command.tools

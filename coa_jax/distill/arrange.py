@@ -57,20 +57,21 @@ class Unconvertible(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Completion(Bounded):
-    """Which tags may be added if a run took a step without writing its tag.
+    """Says which tags may be added to a run of another system, which wrote no tags for these steps.
 
     Attributes:
-        plan: whether the first thought of a run without a plan becomes the plan.
-        verification: whether an unverified answer is written as a suggested answer that is verified
-            with the best score. This is justified because the agent that gives an answer accepts
-            it, and because the correctness filter drops wrong answers.
+        plan: whether, in a run without a plan, the first thought becomes the plan.
+        verification: whether an answer that the run did not verify is written as a suggested answer
+            that is verified with the best score. The best score is justified because the agent that
+            gives an answer accepts the answer, and because the correctness filter drops wrong
+            answers.
         review: whether the first sentence after an unreviewed result becomes the review, if the
             protocol reviews every result. If this sentence has fewer than three words, the next
             sentences are added to it. The remaining text is the thought before the next call.
         good_from, average_from: lowest scores of a process judge, from 0 to 10, that count as good
-            and as average; a lower score counts as poor. All three criteria of a review have the
-            same grade. A poor grade requires a new plan. If the run has no new plan, the grade
-            becomes average.
+            and as average; a lower score counts as poor. All three criteria of a review get the
+            same grade. The protocol requires a new plan after the grade poor; if the run has no new
+            plan there, the grade becomes average.
     """
 
     plan: bool = True

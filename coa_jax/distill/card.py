@@ -27,7 +27,7 @@ def tags_of(record: DistilledRecord) -> Counter[str]:
 def card(
     name: str, records: Sequence[DistilledRecord], funnel: Mapping[str, Any] | None = None
 ) -> str:
-    """Returns the card of a data set as Markdown.
+    """Returns the data card, which describes a data set, as Markdown.
 
     Args:
         name: name of the data set.

@@ -10,7 +10,7 @@ def uniform(seed: int, episode: str, decision: str) -> float:
 
     Args:
         seed: seed of the run.
-        episode: identity of the task.
+        episode: id of the task.
         decision: name of the decision for which the number is drawn, e.g. ``"query/2"``.
     """
     key = f"{seed}\0{episode}\0{decision}".encode()

@@ -103,17 +103,18 @@ class _Indexed:
 
 @dataclasses.dataclass(frozen=True)
 class Contamination:
-    """An index of evaluation questions, which detects texts that reveal them.
+    """An index of evaluation questions, which detects training data that reveals one of them.
 
     Attributes:
         ngram: number of words of the n-grams that are compared.
         share: a text reveals a question if it contains at least this share of the question's
             n-grams.
-        entity_share: another question with the same answer counts as the same question if it
-            contains at least this share of the question's entities. If the question has fewer than
-            two entities, the other question must contain all of them and this share of the
-            question's `content_words`. 0 disables this comparison.
-        shown: maps each n-gram to the indices of the questions that contain it.
+        entity_share: a training question reveals an evaluation question if both have the same
+            answer, and the training question contains at least this share of the evaluation
+            question's entities. If the evaluation question has fewer than two entities, the
+            training question must contain all of its entities and this share of its
+            `content_words`. 0 disables this comparison.
+        shown: maps each n-gram to the indices of the evaluation questions that contain the n-gram.
         questions: the evaluation questions.
     """
 
@@ -134,7 +135,7 @@ class Contamination:
         return any(count >= self.share * self.questions[q].runs for q, count in found.items())
 
     def same_question(self, question: str, gold: Iterable[str]) -> bool:
-        """Returns whether a question has the same entities and answer as an evaluation question."""
+        """Returns whether a question has the answer and most entities of an evaluation question."""
         if not self.entity_share:
             return False
         named, said = entities(question), content_words(question)
@@ -190,9 +191,10 @@ def contamination(
 def opens_blocked(run: Run, blocked: Sequence[str]) -> bool:
     """Returns whether a tool call of a run contains the URL of a blocked page.
 
-    The URL of an archive or a proxy may contain the URL of a blocked page in its path or query,
-    with or without ``https://``. Therefore blocked hosts and paths are searched at every position
-    of a URL. A URL that only mentions a blocked page in this form counts, too.
+    The URL of an archive or a proxy contains the URL of the archived page in its path or query,
+    with or without ``https://``. Therefore the function searches for blocked hosts and paths at
+    every position of a URL. It also returns True for a URL that mentions a blocked page without
+    opening it.
 
     Args:
         run: the run.

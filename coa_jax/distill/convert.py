@@ -95,12 +95,12 @@ class _Writer:
 
 
 def verdict_score(content: str) -> int | None:
-    """Parses the score of a verdict in free text, an integer from 1 to 4.
+    """Parses the score of a verdict, an integer from 1 to 4, from free text.
 
-    The function accepts the body of a double check in the form of the protocol, a text with ``3 of
-    4`` or ``3/4``, and a text whose only number is at its beginning or end.
+    The function finds the score in the body of a double check that has the form of the protocol, in
+    a text with ``3 of 4`` or ``3/4``, and in a text that begins or ends with its only number.
 
-    In all other cases the result is None, because no number is clearly the score.
+    In all other texts no number is clearly the score, so the result is None.
     """
     score = parse_double_check(content)
     if score is not None:
@@ -187,7 +187,10 @@ def _write(writer: _Writer, message: Message) -> None:
 
 
 def corrected_itself(log: MessageLog, protocol: str) -> bool:
-    """Returns whether a run replaced an answer after a low score (paper §3.2.1, fourth stage)."""
+    """Returns whether a run replaced a suggested answer whose verification gave a low score.
+
+    The fourth stage of the paper's filtering (§3.2.1) uses this property.
+    """
     pass_score, suggested, low = get_protocol(protocol).pass_score, "", []
     for message in log.messages:
         if message.kind is Kind.SUGGESTION:
@@ -221,14 +224,14 @@ def convert(
 
     Args:
         log: messages of the run. If the run ended without an answer, the trajectory has no answer.
-        protocol: name of the protocol of the trajectory. Messages of roles that the protocol lacks
-            become thoughts.
+        protocol: name of the protocol of the trajectory. Messages whose role has no tag in the
+            protocol become thoughts.
         gold: accepted answers of the task, stored for graders.
-        metadata: metadata to store; statistics of the run are added to it.
+        metadata: metadata to store in the record, in addition to statistics of the run.
 
     Returns:
-        The record, whose joined parts are the text after the prompt. Halves of surrogate pairs,
-        which a model may write, are replaced as tokenizers replace them.
+        The record. Its parts, joined, are the text after the prompt. Unpaired surrogates, which a
+        model may write, are replaced in the same way as tokenizers replace them.
 
     Raises:
         UserError: the protocol is unknown.

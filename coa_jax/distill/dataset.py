@@ -36,7 +36,8 @@ class Split:
         runs: graded runs of the teacher, in the order of the tasks.
         records: records of the runs that passed the filters, in the order of the tasks.
         report: statistics of the filters.
-        resumed: number of runs that an earlier process had finished.
+        resumed: number of ``runs`` that an earlier process finished, and this process read from
+            disk.
     """
 
     runs: list[Run]
@@ -60,7 +61,7 @@ def distill_split(
 ) -> Split:
     """Lets the teacher solve the tasks of a split, filters the runs, and writes the records.
 
-    If an earlier process was killed, its finished runs are not repeated.
+    Runs that an earlier, interrupted process finished are read from the journal in ``workdir``.
 
     Args:
         name: name of the split, and of its files.
@@ -68,13 +69,14 @@ def distill_split(
         tools: maps the name of each tool to the tool.
         config: settings of the teacher and the filters.
         workdir: work directory to which all files are written.
-        tool_settings: settings on which the results of the tools depend, as JSON values. A journal
-            with other settings is refused.
-        on_log: function that is called after each run with the number of finished runs.
-        minds: a mind for each agent; None for scripted minds.
+        tool_settings: settings on which the results of the tools depend, as JSON values. If the
+            journal in ``workdir`` was written with other settings, the function raises UserError.
+        on_log: function to call whenever a run ends, with the number of finished runs.
+        minds: a mind, which decides what an agent does next, for each agent; None for scripted
+            minds.
         count_tokens: function that counts the tokens of a text; needed for
             ``selection.max_tokens``.
-        teacher: label of ``minds`` in the journal, e.g. the name of their model.
+        teacher: label of ``minds`` in the journal, for example the name of the language model.
         endpoint: model that ``minds`` use; its connection is closed when all tasks are done.
 
     Raises:
@@ -118,7 +120,7 @@ def policy_chars(record: DistilledRecord) -> int:
 
 
 def statistics_of(records: Sequence[DistilledRecord]) -> dict[str, Any]:
-    """Returns the size of a data set, lengths by number of hops, and shares of its runs."""
+    """Returns statistics of a data set, such as its size and mean lengths by number of hops."""
     by_hops: dict[str, list[DistilledRecord]] = collections.defaultdict(list)
     for record in records:
         by_hops[str(record.metadata.get("hops", "?"))].append(record)

@@ -19,13 +19,16 @@ def similarity(a: frozenset[Any], b: frozenset[Any]) -> float:
 
 
 def policy_shingles(run: Run) -> frozenset[tuple[str, ...]]:
-    """Returns the word trigrams of the question and of the policy's text of a run."""
+    """Returns the word trigrams of a run's question and of the text that the policy will learn."""
     said = " ".join(text for author, text in run.record.parts if author == "policy")
     return ngrams(f"{run.task.question} {said}", _SHINGLE)
 
 
 def repeats_another(runs: Sequence[Run], threshold: float, seed: int) -> list[bool]:
-    """Returns for each run whether its similarity to an earlier kept run is at least `threshold`.
+    """Returns for each run whether the run is similar to an earlier run that is kept.
+
+    A run is kept if the result for it is False. Two runs are similar if the Jaccard similarity of
+    their word trigrams is at least ``threshold``.
 
     MinHash with locality-sensitive hashing (Broder 1997) finds candidate pairs, so a pair close to
     the threshold may be missed. Each candidate pair is then compared exactly, so no dissimilar run

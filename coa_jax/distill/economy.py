@@ -29,9 +29,10 @@ CountTokens = Callable[[str], int]
 def team_tokens(log: MessageLog, tools: Sequence[str], count: CountTokens) -> tuple[int, int]:
     """Returns the number of prompt tokens and the number of reply tokens of a run of the team.
 
-    Every message of an agent is one call of a model. The prompt of this call is `chat_of` at this
-    point of the run, and the reply contains the message. A real run costs more, because tokens of
-    chat templates and repeated requests after invalid replies are not counted.
+    The function assumes that a language model wrote every message of an agent in one call. The
+    prompt of the call is `chat_of` at this point of the run, and the reply contains the message. An
+    actual run costs more, because the function counts neither the tokens of chat templates nor
+    requests that are repeated after invalid replies.
 
     Args:
         log: messages of the run.
@@ -61,7 +62,7 @@ def team_tokens(log: MessageLog, tools: Sequence[str], count: CountTokens) -> tu
 def economy(
     runs: Iterable[Run], tools: Sequence[str], count: CountTokens, prompt: Callable[[Run], str]
 ) -> dict[str, Any]:
-    """Computes the mean tokens per solved question, of the team and of the distilled trajectory.
+    """Compares the tokens that the team and the distilled trajectories take per solved question.
 
     Args:
         runs: runs of the team. Runs with a wrong answer are left out.
@@ -72,8 +73,9 @@ def economy(
     Returns:
         ``questions``, the number of solved questions; ``team_prompt`` and ``team_completion``, the
         mean numbers of prompt and reply tokens of the team; ``trajectory``, the mean number of
-        tokens of the trajectory with its prompt and observations; ``trajectory_written``, those
-        that the policy writes; ``saved``, the share of the team's tokens that the trajectory saves.
+        tokens of the trajectory with its prompt and observations; ``trajectory_written``, the mean
+        number of tokens that the policy writes in the trajectory; ``saved``, the share of the
+        team's tokens that the trajectory saves.
     """
     rows = []
     for run in filter(is_correct, runs):
@@ -92,8 +94,8 @@ def economy(
 def resent_tokens(trajectory: Trajectory) -> int:
     """Returns how many tokens a trajectory costs if each turn is a separate call of the model.
 
-    The prompt of a call is all text before the turn. A turn is a run of consecutive tokens that the
-    policy wrote.
+    A turn is a sequence of consecutive tokens that the policy wrote. Each call costs the tokens of
+    its prompt, which are all tokens before the turn, and the tokens of the turn.
     """
     policy = trajectory.author == Author.POLICY
     ends = np.flatnonzero(policy & ~np.append(policy[1:], False)) + 1
@@ -110,8 +112,9 @@ def policy_economy(
 
     Args:
         runs: maps the id of each task to the run of the team.
-        trajectories: graded trajectories of the policy, any number per task. A trajectory is left
-            out and counted as such if it has no grade, or if the team's run of its task has none.
+        trajectories: trajectories of the policy, any number per task. A trajectory is left out of
+            the comparison if it has no grade, or if the team's run of the same task has no grade.
+            The result contains the number of trajectories that were left out.
         tools: names of the tools of the team.
         count: function that counts the tokens of a text, with the tokenizer of the trajectories.
 

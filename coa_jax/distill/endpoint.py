@@ -42,7 +42,7 @@ It contains the word JSON because servers in JSON mode demand this.
 
 @dataclasses.dataclass(frozen=True)
 class EndpointConfig(ChatConfig):
-    """The settings of a model whose budget also counts the calls of earlier processes.
+    """The settings of a model endpoint; its budget also covers the calls of earlier processes.
 
     Attributes:
         key_env: name of the environment variable with the API key. If the variable is not set, no
@@ -61,13 +61,14 @@ class EndpointConfig(ChatConfig):
         """Does nothing: `check` validates instead, because it knows the name of the settings."""
 
     def check(self, where: str = "config.endpoint") -> None:
-        """Checks that the settings suffice to call a model and to keep the budget.
+        """Checks that the settings suffice to call a model and to stay within the budget.
 
         Args:
             where: name of the settings in error messages.
 
         Raises:
-            UserError: the address, the model or the price that ``max_money`` needs is missing.
+            UserError: the URL or the name of the model is missing, or ``max_money`` is set without
+                a price.
         """
         if not self.url or not self.model:
             raise UserError(f"give {where}.url and {where}.model")
@@ -75,7 +76,7 @@ class EndpointConfig(ChatConfig):
 
     @property
     def label(self) -> str:
-        """Name of the model with the settings on which its replies depend."""
+        """Text with the name of the model and the settings on which its replies depend."""
         return f"{self.model}, temperature {self.temperature:g}, max_tokens {self.max_tokens}"
 
 
@@ -139,13 +140,13 @@ class Endpoint:
             self._account(row)
 
     async def complete(self, chat: Chat, episode: str, turn: str) -> str:
-        """Returns the model's reply to a chat, from the record if it is there.
+        """Returns the model's reply to a chat; a recorded reply is returned without a new request.
 
         Args:
             chat: messages of the chat.
-            episode: identity of the run that asks.
-            turn: name of this call within the run. Equal chats of different runs or turns have
-                separate replies.
+            episode: id of the run to which the call belongs.
+            turn: name of this call within the run. The model is asked again if an equal chat
+                belongs to another run or another call.
 
         Raises:
             RequestRefusedError: the endpoint refuses this request but answers others.
@@ -229,7 +230,7 @@ class Endpoint:
         await self._client.close()
 
     async def closing(self, work: Coroutine[Any, Any, T]) -> T:
-        """Awaits ``work`` and returns its result; closes the connection in the same event loop."""
+        """Awaits ``work``, closes the connection in the same event loop, and returns the result."""
         try:
             return await work
         finally:

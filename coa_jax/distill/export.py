@@ -80,10 +80,10 @@ def _about(record: DistilledRecord, turns: Parts | None) -> dict[str, Any]:
 
 
 def alpaca(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
-    """Converts a record to a row of LLaMA-Factory's alpaca form, which allows additional columns.
+    """Converts a record to a row of LLaMA-Factory's alpaca form.
 
-    The additional column ``policy`` holds the character range [start, end) in ``output`` of each
-    part that the policy wrote.
+    The additional column ``policy`` lists the parts that the policy wrote, each as its character
+    range [start, end) in the column ``output``.
     """
     spans, end = [], 0
     for author, text in record.parts:
@@ -129,15 +129,16 @@ def fits_alpaca(record: DistilledRecord) -> bool:
 def masked_by_markers(record: DistilledRecord) -> bool:
     """Returns whether the paper's fork of LLaMA-Factory masks exactly the environment's text.
 
-    The rule of the fork for ``output`` masks the tokens from ``<observation`` to ``observation>``
-    and an empty line. Observations that contain one of these marks mislead the rule. The fork also
-    skips records with different numbers of opening and closing tags.
+    The fork masks the tokens of ``output`` from each ``<observation`` to the next ``observation>``
+    that is followed by an empty line. It masks the wrong text if an observation contains one of
+    these marks. The fork also skips records in which the numbers of opening and closing tags
+    differ.
 
-    The newline before ``<observation`` is outside the mask. It is necessary: without it the two
-    brackets of ``><`` would become one token, and the rule would find no beginning. Tokenizers such
-    as Qwen's have one token for ``>`` and a newline. With these tokenizers the newline belongs to
-    the token that closes the policy's call, and all tokens of the environment are masked. If a
-    newline is a token of its own, as with the tokenizers of GPT-2 and SmolLM2, the policy is
+    The newline before ``<observation`` is not masked. It is necessary, because without it the two
+    brackets of ``><`` would become one token, and the fork would not find the beginning. Tokenizers
+    such as Qwen's have one token for ``>`` and a newline. With these tokenizers the newline belongs
+    to the token that closes the policy's call, and all other tokens of the environment are masked.
+    If a newline is a token of its own, as with the tokenizers of GPT-2 and SmolLM2, the policy is
     trained on one token of each observation.
     """
     wanted, end = [], 0
@@ -151,11 +152,11 @@ def masked_by_markers(record: DistilledRecord) -> bool:
 
 
 def sharegpt(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
-    """Converts a record to a row of LLaMA-Factory's sharegpt form; each tool result is a turn.
+    """Converts a record to a row of LLaMA-Factory's sharegpt form, with each tool result as a turn.
 
     Raises:
-        UserError: the first or the last part is not written by the policy, which this form
-            requires.
+        UserError: the policy did not write the first or the last part, although this form requires
+            that.
     """
     names = {"system": "system", "user": "human", "assistant": "gpt", "policy": "gpt"}
     turns = [*record.context, ("user", prompt_of(record, style))]
@@ -201,13 +202,14 @@ def export(
     style: Prompt = FULL,
     funnel: Mapping[str, Any] | None = None,
 ) -> list[str]:
-    """Writes records in the forms of other trainers, and a card that describes the data set.
+    """Writes records in the data formats of other trainers, and a card that describes the data set.
 
     Args:
         records: the records, in the order of storage.
         out: folder of the files. Existing files of the same data set and forms are replaced; all
             other files are kept.
-        name: name of the data set. It is part of the file names, and the name of the split in TFDS.
+        name: name of the data set. The names of the files contain it, and in TFDS it is the name of
+            the split.
         forms: names of the forms to write, from `FORMS`.
         style: prompt style of the user messages.
         funnel: statistics of the filters, for the card; None if unknown.
@@ -260,8 +262,8 @@ def _write(path: Path, value: Any) -> None:
 def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> Path:
     """Builds a TFDS data set of ArrayRecord files, without TensorFlow.
 
-    TFDS cannot extend an existing data set. Therefore a new one is built beside it, with all
-    splits, and then replaces it.
+    TFDS cannot add a split to an existing data set. Therefore the function builds a new data set
+    with all splits, and then replaces the existing data set.
 
     Args:
         records: the records, in the order of storage.

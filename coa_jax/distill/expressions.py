@@ -15,9 +15,9 @@ class Expression:
     """A Python expression that computes the answer to a question.
 
     Attributes:
-        what: the calculation in words, for plans.
+        what: description of the calculation in words, which plans contain.
         source: the expression.
-        setup: a line of Python that must precede the expression; "" for none.
+        setup: a line of Python that must precede the expression; "" if none is necessary.
     """
 
     what: str
@@ -78,7 +78,11 @@ _READERS: tuple[tuple[re.Pattern[str], Callable[[re.Match[str]], Expression]], .
 
 
 def read_expression(question: str) -> Expression | None:
-    """Returns the expression that computes the answer; None if the question has another wording."""
+    """Returns the expression that computes the answer to an arithmetic question.
+
+    The result is None unless the question is worded like those of the reasoning-gym generators in
+    the task source ``arithmetic``.
+    """
     for pattern, build in _READERS:
         match = pattern.search(question.strip())
         if match:

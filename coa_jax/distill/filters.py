@@ -30,8 +30,8 @@ class Run:
         reward: reward of the task's grader, which also grades policies. ``parts["format"]`` is 1 if
             the trajectory obeys the protocol.
         correct: whether the answer is right; None if neither the grader nor a judge could decide.
-        obeys: whether the run followed the instructions, according to a judge; None if the judge
-            gave no verdict.
+        obeys: whether the run followed its instructions, according to a judge; None if no judge was
+            asked or the judge gave no verdict.
     """
 
     task: Task
@@ -44,7 +44,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Filter:
-    """A named condition that each single run must satisfy to be kept."""
+    """A named condition on a single run; a run that does not satisfy the condition is dropped."""
 
     name: str
     keeps: Callable[[Run], bool]
@@ -52,7 +52,7 @@ class Filter:
 
 @dataclasses.dataclass(frozen=True)
 class SetFilter:
-    """A named condition on all runs together; ``drops`` returns for each run whether to drop it."""
+    """A named filter that compares runs; ``drops`` returns for each run whether to drop it."""
 
     name: str
     drops: Callable[[Sequence[Run]], list[bool]]
@@ -86,7 +86,7 @@ def has_gold(task: Task) -> bool:
 def grade_of(task: Task, reward: Reward) -> bool | None:
     """Returns whether the grader of a task found an answer right; None if it could not decide.
 
-    Without an accepted answer the result is None, unless the task has a program that scores
+    A grader cannot decide if the task has neither an accepted answer nor a program that scores
     answers.
     """
     if not has_gold(task):
@@ -117,9 +117,9 @@ def has_no_fault(run: Run) -> bool:
 def repeats_no_call(run: Run) -> bool:
     """Returns whether a run never called a tool twice with the same arguments.
 
-    Differences in white space are ignored. In model-written programs only white space at the ends
-    of the program and of its lines is ignored, because a program with corrected indentation is
-    another call.
+    Arguments that differ only in white space count as the same. Model-written programs count as the
+    same only if they differ in white space at the ends of the program or of its lines, because a
+    program with corrected indentation is another call.
     """
     calls = [(tool, _without_blanks(tool, arguments)) for tool, arguments in run.log.calls]
     return len(set(calls)) == len(calls)
@@ -134,9 +134,9 @@ def _without_blanks(tool: str, arguments: str) -> str:
 def notices_mistakes(run: Run) -> bool:
     """Returns whether a reflection followed every deliberately wrong call of a run.
 
-    A wrong query may find the answer by luck. Such a run would teach the policy the mistake without
-    its correction. Only scripted minds make deliberate mistakes and record them, so this filter
-    drops no run of a model or of another system.
+    A wrong query may find the answer by luck. Then the run may contain no reflection, and would
+    teach the policy the mistake without its correction. Only scripted minds make deliberate
+    mistakes and record them, so this filter drops no run of a model or of another system.
     """
     messages = run.log.messages
     for message in messages:
@@ -181,7 +181,7 @@ def quality_filters(
 def plain_share(fraction: float, seed: int) -> Filter:
     """Returns a filter that keeps a random share of the runs without reflection.
 
-    This is the third stage of the paper's filtering (§3.2.1).
+    All runs with a reflection are kept. This is the third stage of the paper's filtering (§3.2.1).
     """
 
     def keeps(run: Run) -> bool:
@@ -203,7 +203,7 @@ def failures_of(
     """Returns for each run the name of the first filter that it fails; None if it passes all.
 
     Args:
-        runs: the runs. If runs are similar, the first one is kept.
+        runs: the runs. The first of several similar runs is kept.
         filters: conditions on single runs.
         set_filters: conditions on all runs that pass ``filters``, applied one after the other.
     """
@@ -245,10 +245,10 @@ def report_of(
 
 
 def copies(run: Run, corrected_copies: int) -> list[DistilledRecord]:
-    """Returns the training records of a kept run, several if the run corrected itself.
+    """Returns the training records of a kept run, several if the run corrected its answer.
 
-    A run that corrected itself is repeated ``corrected_copies`` times. The copies after the first
-    have the ids ``<id>#2``, ``<id>#3``, ...
+    If a run corrected its answer, the result is ``corrected_copies`` records. The copies after the
+    first one have the ids ``<id>#2``, ``<id>#3``, ...
     """
     number = corrected_copies if run.record.metadata["corrected"] else 1
     ids = [run.record.id, *(f"{run.record.id}#{k}" for k in range(2, number + 1))]

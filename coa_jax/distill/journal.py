@@ -19,11 +19,12 @@ from coa_jax.run_dir import differences
 
 @dataclasses.dataclass(frozen=True)
 class Journal:
-    """The journal of runs of the teacher with the same settings.
+    """A journal of the teacher's finished runs, all of which have the same settings.
 
     Attributes:
         path: the JSONL file.
-        done: runs that the file contained when it was opened, by the id of the task.
+        done: maps the id of a task to its run, for all runs in the file when the journal was
+            opened.
     """
 
     path: Path
@@ -45,15 +46,16 @@ def check_fingerprint(path: Path, there: dict[str, Any], now: dict[str, Any]) ->
 
     Args:
         path: the file, used in the error message.
-        there: settings that the file holds.
+        there: settings that are stored in the file.
         now: present settings.
 
     Raises:
         UserError: the settings differ; the message names the differences.
     """
     if changed := differences(there, now):
+        more = [f"{len(changed) - 3} more"] if len(changed) > 3 else []
         raise UserError(
-            f"{path}: holds runs of another configuration ({'; '.join(changed)}); "
+            f"{path}: holds runs of another configuration ({'; '.join([*changed[:3], *more])}); "
             f"use a fresh --workdir, or delete {path.name} there and its runs with it"
         )
 

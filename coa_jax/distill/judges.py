@@ -44,10 +44,10 @@ class JudgesConfig(Bounded):
     """Settings of the models that judge runs; a judge without ``chat.url`` is not used.
 
     Attributes:
-        answer: judge of answers that do not literally equal an accepted answer, or about which the
-            grader of the task cannot decide.
-        instruction: judge of whether a run followed its instructions. It is asked about runs that
-            pass all other filters of single runs.
+        answer: model that judges answers. It is asked about answers that do not literally equal an
+            accepted answer, and about answers that the grader of the task cannot grade.
+        instruction: model that judges whether a run followed its instructions. It is asked about
+            runs that pass all other filters of single runs.
     """
 
     answer: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
@@ -68,7 +68,7 @@ def _undecided(run: Run) -> bool:
 
 
 async def judge_answers(runs: Sequence[Run], config: JudgeConfig) -> list[Run]:
-    """Returns the runs with the judge's verdicts on answers about which rules cannot decide.
+    """Asks the judge about answers that rules cannot grade; returns all runs, with its verdicts.
 
     Raises:
         UserError: the API key or the cache of the judge cannot be used.
@@ -87,7 +87,7 @@ async def judge_answers(runs: Sequence[Run], config: JudgeConfig) -> list[Run]:
 async def judge_instructions(
     runs: Sequence[Run], filters: Sequence[Filter], config: JudgeConfig
 ) -> list[Run]:
-    """Returns the runs with the judge's verdicts on whether they followed their instructions.
+    """Asks the judge whether runs followed their instructions; returns all runs, with its verdicts.
 
     Args:
         runs: the runs.

@@ -35,7 +35,7 @@ _FORMS = {
 
 
 def moves_of(view: AgentView) -> list[tuple[str, Kind]]:
-    """Returns the pair (recipient, kind) of every message that the agent may send now."""
+    """Returns a pair (recipient, kind) for each kind of message that the agent may send next."""
     return [
         (to, kind)
         for name, kind in MOVES[view.role]
@@ -44,7 +44,11 @@ def moves_of(view: AgentView) -> list[tuple[str, Kind]]:
 
 
 def chat_of(view: AgentView) -> list[dict[str, str]]:
-    """Returns the prompt of the model: role of the agent, form of a reply, messages so far."""
+    """Returns the chat that asks a model for the next message of the agent.
+
+    The chat describes the role of the agent and the required form of the reply, and contains the
+    messages of the run so far.
+    """
     moves = moves_of(view)
     forms = [f'content of kind "{k}": {_FORMS[k]}' for _, k in moves if k in _FORMS]
     if any(to == "code" and kind is Kind.CALL for to, kind in moves):
@@ -66,10 +70,11 @@ def chat_of(view: AgentView) -> list[dict[str, str]]:
 
 
 def read_object(reply: str) -> dict[str, Any]:
-    """Returns the last JSON object in a reply; text around the object is ignored.
+    """Returns the last JSON object in a reply; other text of the reply is ignored.
 
     Raises:
-        ValueError: the reply contains no JSON object. The model receives the message.
+        ValueError: the reply contains no JSON object. The message of the error is written for the
+            model.
     """
     text = without_thought(reply)
     found: dict[str, Any] | None = None
@@ -93,7 +98,7 @@ def read_action(reply: str, view: AgentView) -> Action:
 
     Raises:
         ValueError: the reply has no JSON object of the required form, or the agent may not send
-            this message. The model receives the error message.
+            this message now. The message of the error is written for the model.
     """
     value = read_object(reply)
     for name in ("to", "kind", "content"):
@@ -149,14 +154,14 @@ async def ask(
     read: Callable[[str], T],
     attempts: int = 3,
 ) -> T:
-    """Sends a chat and parses the reply; after an invalid reply the model sees the error.
+    """Sends a chat and parses the reply; after an invalid reply, the model is asked to correct it.
 
     Args:
         endpoint: the model.
         chat: messages of the chat.
         episode, turn: names of the run and of the call, see `Endpoint.complete`.
-        read: function that parses a reply. If it raises ValueError, the model receives the message
-            and replies again.
+        read: function that parses a reply. If the function raises ValueError, the model receives
+            the message of the error and must reply again.
         attempts: maximum number of replies.
 
     Raises:
@@ -181,7 +186,7 @@ async def ask(
 
 @dataclasses.dataclass(frozen=True)
 class LanguageMind:
-    """A mind that asks a language model.
+    """A mind that asks a language model what its agent does next.
 
     Attributes:
         endpoint: the model.
@@ -204,5 +209,5 @@ class LanguageMind:
 
 
 def language_minds(endpoint: Endpoint, attempts: int = 3) -> Minds:
-    """Returns minds with which one model decides for every agent of the team."""
+    """Returns a mind for each agent of the team; all minds ask the same language model."""
     return dict.fromkeys(AGENTS, LanguageMind(endpoint, attempts))

@@ -60,8 +60,8 @@ class Message:
         content: text of the message: query or program of a call, text of an observation, steps of a
             plan, grades of a reflection, score of a verdict, or the answer.
         thought: reasoning of the sender before the message.
-        outcome: how the call ended (``coa_jax.tools.base.Outcome``) if the message is an
-            observation; None otherwise.
+        outcome: how the tool call ended (``coa_jax.tools.base.Outcome``) if the message is an
+            observation; None for other messages.
         slip: name of the deliberate mistake that a scripted mind made with the message; None for no
             mistake.
     """
@@ -81,7 +81,7 @@ class MessageLog:
     """The messages of a finished run of the teacher on one question.
 
     Attributes:
-        episode: identity of the run, which is the id of its task.
+        episode: id of the run, which is the id of its task.
         question: the question.
         protocol: name of the protocol that the manager follows.
         messages: all messages in order.

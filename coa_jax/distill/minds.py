@@ -47,13 +47,13 @@ DUTIES: Mapping[str, str] = {
 
 @dataclasses.dataclass(frozen=True)
 class AgentView:
-    """Everything that a mind knows when it decides.
+    """Everything that a mind knows when it decides what its agent does next.
 
     Attributes:
-        role: name of the agent that acts.
+        role: name of the agent for which the mind decides.
         question: the question of the user.
         protocol: name of the protocol that the manager follows.
-        episode: identity of the run; scripted minds use it only as a seed of random choices.
+        episode: id of the run, from which scripted minds derive their random choices.
         messages: all messages of the run so far, oldest first.
         tools: names of the tools that this agent may call.
     """
@@ -77,7 +77,7 @@ class AgentView:
 
 @dataclasses.dataclass(frozen=True)
 class Action:
-    """The decision of a mind: the message that its agent sends next; fields as in `Message`."""
+    """The message that a mind decides to send next as its agent, with the fields of `Message`."""
 
     recipient: str
     kind: Kind
@@ -88,7 +88,10 @@ class Action:
 
 @runtime_checkable
 class Mind(Protocol):
-    """Decides for one agent. A mind has no state, so many runs can share it."""
+    """Decides which message one agent sends next.
+
+    A mind has no state, so many runs can share a mind.
+    """
 
     async def act(self, view: AgentView) -> Action:
         """Returns the next message of the agent ``view.role``."""

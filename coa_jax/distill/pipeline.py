@@ -50,19 +50,22 @@ class DistillConfig(Bounded):
 
     Attributes:
         mistake_rate: probability that a scripted mind makes a deliberate mistake when it decides.
-        unrecovered_rate: probability that a deliberate mistake is never noticed. The correctness
-            filter drops runs with such a mistake.
-        seed: seed of the mistakes and of random selection.
+        unrecovered_rate: probability that a scripted mind does not notice a wrong suggested answer.
+            The correctness filter drops the runs that end with this answer.
+        seed: seed of the deliberate mistakes and of the random selection of runs.
         concurrency: number of tasks that the teacher solves at the same time.
         max_messages: number of messages after which a run is abandoned.
         max_chars: maximum number of characters of a kept trajectory.
         min_interactions: minimum number of messages, of any kind, of a kept run.
         keep_without_gold: whether to keep runs of tasks without an accepted answer, which cannot be
             graded. If False, the filter ``no_accepted_answer`` drops them.
-        plain_fraction: share of the runs without reflection or correction that are kept.
-        corrected_copies: number of records that a run that corrected its answer becomes.
+        plain_fraction: share that is kept of the runs without reflection; runs with a reflection
+            are not affected.
+        corrected_copies: number of equal records that are written for a run that corrected its
+            answer.
         selection: thresholds of further filters.
-        judges: models that judge runs if rules cannot decide.
+        judges: models that judge the answers that rules cannot grade, and whether runs followed
+            their instructions.
     """
 
     mistake_rate: Share = 0.1
@@ -115,16 +118,16 @@ async def run_teacher(
         tools: maps the name of each tool to the tool.
         config: settings of the teacher.
         minds: a mind for each agent; None for scripted minds.
-        done: finished runs by task id, which are not repeated; None for none.
-        on_log: function that is called with the task and the messages of every new run when the run
-            ends.
+        done: maps the id of a task to its finished run, which is returned without solving the task
+            again; None if there are no finished runs.
+        on_log: function to call whenever a new run ends, with the task and the messages of the run.
 
     Returns:
         The messages of each run, in the order of ``tasks``.
 
     Raises:
         UserError: tasks or minds are invalid, or a mind cannot continue because its budget is
-            spent. ``on_log`` has already received the finished runs.
+            spent. Then ``on_log`` has already received all runs that had ended.
     """
     minds = config.minds() if minds is None else minds
     missing = [name for name in AGENTS if name not in minds]
@@ -158,9 +161,9 @@ def as_run(task: Task, log: MessageLog, record: DistilledRecord | None = None) -
     """Converts a run to a trajectory under the protocol of its task, and grades it.
 
     Args:
-        task: the task. Without an accepted answer the run has no grade.
+        task: the task. If the task has no accepted answer, the run gets no grade.
         log: messages of the run.
-        record: trajectory of the run; None to convert ``log``.
+        record: trajectory of the run; None if the function should convert ``log``.
     """
     if record is None:
         metadata = {key: value for key, value in task.metadata.items() if key in _KEPT}
@@ -176,16 +179,16 @@ def graded_runs(
     judges: JudgesConfig,
     records: Sequence[DistilledRecord] | None = None,
 ) -> list[Run]:
-    """Converts and grades runs; a judge, if configured, decides if graders cannot.
+    """Converts and grades runs; a judge, if configured, grades the answers that graders cannot.
 
-    Each run should be graded only once: a judge without a cache costs again, and may decide
-    differently.
+    Each run should be graded only once, because a judge without a cache is asked again, which costs
+    money and may give another verdict.
 
     Args:
         tasks: task of each run.
         logs: messages of each run.
         judges: settings of the judges.
-        records: trajectory of each run; None to convert the logs.
+        records: trajectory of each run; None if the function should convert the logs.
 
     Raises:
         UserError: the API key or the cache of the judge cannot be used.
@@ -203,15 +206,15 @@ def select(
 ) -> tuple[list[DistilledRecord], FilterReport]:
     """Selects the graded runs that become training data.
 
-    The result depends only on the runs, the settings, and the verdicts of the judge of
-    instructions.
+    The result depends only on the runs, on the settings, and on the verdicts of the judge that
+    decides whether runs followed their instructions.
 
     Args:
         runs: runs from `graded_runs`.
         config: settings of the filters.
         count_tokens: function that counts the tokens of a text; needed for
             ``selection.max_tokens``.
-        on_example: function that is called with a few runs that each filter dropped, see
+        on_example: function to call with examples of the runs that each filter dropped, see
             `examples_of`.
 
     Returns:
@@ -255,14 +258,14 @@ def teacher_block(
 ) -> dict[str, Any]:
     """Returns the block "teacher" of ``summary.json``: statistics of unfiltered runs.
 
-    Runs with a fault of a tool or without a grade are neither right nor wrong. They are left out of
-    the rates, and counted separately.
+    Runs in which a tool had a fault and runs without a grade count neither as right nor as wrong.
+    They are left out of the rates, and counted separately.
 
     Args:
         runs: runs from `graded_runs`.
-        count_tokens: function that counts the tokens of a text, for ``tokens_per_task``: the tokens
-            of everything that agents write to each other and to tools. If None, this figure is
-            None.
+        count_tokens: function that counts the tokens of a text. It is used for ``tokens_per_task``,
+            the mean number of tokens that the agents of a run write to each other and to tools. If
+            ``count_tokens`` is None, ``tokens_per_task`` is None.
     """
     graded = [run for run in runs if has_no_fault(run) and run.correct is not None]
     n = len(graded)
@@ -295,7 +298,7 @@ def evaluate_teacher(
     count_tokens: Callable[[str], int] | None = None,
     minds: Minds | None = None,
 ) -> dict[str, Any]:
-    """Lets the teacher solve tasks, and computes statistics of all of its runs, without filters.
+    """Lets the teacher solve tasks, and computes statistics of all its runs before any filter.
 
     Args:
         tasks: tasks to solve.

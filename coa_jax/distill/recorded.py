@@ -24,9 +24,9 @@ _ROLES = {
 
 
 def log_of(record: DistilledRecord) -> MessageLog:
-    """Returns messages from which `convert` would write the tags of a record.
+    """Returns the messages of a run from which `convert` would create the same tags as in a record.
 
-    Thoughts and text outside tags become the thought of the next message.
+    Thoughts in the record, and text outside tags, become the thought of the next message.
     """
     rules = get_protocol(record.protocol)
     messages = [Message(0, "user", "manager", Kind.QUESTION, record.question)]
@@ -66,7 +66,10 @@ def _agent(tool: str) -> str:
 
 
 def with_figures(record: DistilledRecord, log: MessageLog) -> DistilledRecord:
-    """Returns the record with the statistics of its run, which filters and summaries need."""
+    """Returns the record with the statistics of its run, such as the number of tool calls.
+
+    The statistics are added to the record's metadata, where filters and summaries look for them.
+    """
     known = record.metadata
     figures = figures_of(log, record.protocol)
     mistakes = known.get("mistakes")

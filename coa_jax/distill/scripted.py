@@ -121,8 +121,9 @@ def _after_reflection(slips: Slips, view: AgentView, state: Progress) -> Action:
 def manage(slips: Slips, view: AgentView) -> Action:
     """Returns the next message of the manager.
 
-    The manager asks for a plan, then for each step in order, then suggests an answer, and finally
-    gives it. It asks for a reflection if the result of a step is not as expected.
+    The manager first asks for a plan, then for each step in order. It then suggests an answer, has
+    the answer verified, and finally gives it. If the result of a step is not as expected, the
+    manager asks for a reflection.
     """
     state = progress(view.question, view.messages)
     if state is None:
@@ -152,7 +153,7 @@ def manage(slips: Slips, view: AgentView) -> Action:
 
 
 def plan(slips: Slips, view: AgentView) -> Action:
-    """Returns the plan: the remaining steps, one per line; #k stands for the answer of step k."""
+    """Returns the plan: the remaining steps, one per line; "#k" stands for the answer of step k."""
     state = _state(view)
     if state.complete:
         count = len(state.steps)
@@ -203,8 +204,8 @@ def code(slips: Slips, view: AgentView) -> Action:
 def reflect(slips: Slips, view: AgentView) -> Action:
     """Returns the reflection, which grades the last call by its result.
 
-    The grade is Poor, which requires a new plan, if the call asked for something else than the
-    step. The grade is Fair if the call was vague, failed or found nothing, and otherwise Good.
+    The grade is Poor, which requires a new plan, if the call did not ask what the step asks. The
+    grade is Fair if the call was vague, failed or found nothing. In all other cases it is Good.
     """
     state = _state(view)
     if not state.problem:
@@ -238,7 +239,7 @@ def _is_vague(query: str, state: Progress) -> bool:
 
 
 def verify(slips: Slips, view: AgentView) -> Action:
-    """Returns the verdict, which compares the suggested answer with the results of the steps."""
+    """Returns the verdict on whether the suggested answer agrees with the results of the steps."""
     state, suggested = _state(view), view.last.content
     right = state.answers[-1]
     verb = "printed" if tool_for(state.steps[-1]) == "code" else "states"
@@ -263,8 +264,9 @@ def scripted_minds(
     """Returns a scripted mind for every agent.
 
     Args:
-        mistake_rate, unrecovered_rate, seed: probabilities and seed of deliberate mistakes, see
-            `Slips`.
+        mistake_rate: probability that a mind makes a deliberate mistake when it decides.
+        unrecovered_rate: probability that a wrong suggested answer passes the double check.
+        seed: seed of these random choices.
     """
     slips = Slips(mistake_rate, unrecovered_rate, seed)
     rules: dict[str, Decide] = {

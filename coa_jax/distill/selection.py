@@ -60,23 +60,23 @@ class SelectionConfig(Bounded):
     """Thresholds of the optional filters; 0 or an empty tuple disables a filter.
 
     Attributes:
-        near_query: a run is dropped if the terms (see `query_terms`) of two of its searches with
-            the same tool have at least this Jaccard similarity. Programs and URLs are not compared
-            in this way, because a single character changes their meaning.
+        near_query: a run is dropped if it contains two searches with the same tool whose terms (see
+            `query_terms`) have at least this Jaccard similarity. The filter does not compare
+            programs and URLs, because a single character changes their meaning.
         max_tokens: maximum number of tokens of a trajectory, including the environment's text.
-        max_answer_words: maximum number of words of an answer. An evasive answer is dropped, too,
-            unless it equals an accepted answer.
-        min_tool_calls: minimum number of tool calls of a run. The paper asks for 5 interactions of
+        max_answer_words: maximum number of words of an answer. If this filter is enabled, it also
+            drops runs with an evasive answer, unless the answer equals an accepted answer.
+        min_tool_calls: minimum number of tool calls in a run. The paper asks for 5 interactions of
             agents with tools (§3.2.1); most questions of the Factbook need fewer.
-        evaluation: names of task sources (see ``load_tasks``) whose split ``test`` runs must not
-            reveal.
-        evaluation_size: number of tasks that are read from each of these sources.
-        ngram, ngram_share, entity_share: thresholds that decide whether a run reveals a question,
-            see `coa_jax.distill.contamination`.
+        evaluation: names of task sources (see ``load_tasks``). Runs that reveal a question of their
+            split ``test`` are dropped.
+        evaluation_size: number of tasks that are read from each source in ``evaluation``.
+        ngram, ngram_share, entity_share: settings that determine whether a run reveals an
+            evaluation question, see `coa_jax.distill.contamination`.
         blocked: hosts, or hosts with the beginning of a path, that no URL in a call may contain;
             ``mirrors`` stands for the known copies of benchmarks.
-        near_duplicate: a run is dropped if its word trigrams and those of an earlier run have at
-            least this Jaccard similarity.
+        near_duplicate: a run is dropped if the Jaccard similarity of its word trigrams and the word
+            trigrams of an earlier run is at least this number.
         own: maps a name to the ``path`` and the ``options`` of a custom filter, see `FILTERS`.
     """
 
@@ -146,7 +146,7 @@ def further_filters(
 
 
 def set_filters(config: SelectionConfig, seed: int) -> tuple[SetFilter, ...]:
-    """Returns the filters that the settings enable and that compare runs with each other."""
+    """Returns those enabled filters that compare runs with each other."""
     filters: list[SetFilter] = []
     if config.near_duplicate:
         threshold = config.near_duplicate
@@ -200,12 +200,13 @@ def _own(config: SelectionConfig) -> list[Filter | SetFilter]:
 
 
 def query_terms(query: str) -> frozenset[tuple[str, str]]:
-    """Returns the terms of a search query, each a pair (last direction word before it, word).
+    """Returns the terms of a search query; each is a word with the last direction word before it.
 
-    Apart from direction words, the order of words does not matter, and neither do case, width and
-    composition of characters. So "capital Peru" equals "Peru capital", but "flight from Paris to
-    London" differs from "flight from London to Paris". Only English direction words are known.
-    Signs belong to words, so C++ differs from C#, and -5 from 5.
+    A term is the pair (direction word, word). The order of words and the case, width and
+    composition of characters do not matter, so "capital Peru" has the same terms as "Peru capital".
+    Only direction words, such as "from" and "to", distinguish orders: the terms of "flight from
+    Paris to London" differ from those of "flight from London to Paris". Only English direction
+    words are known. Signs are parts of words, so C++ differs from C#, and -5 differs from 5.
     """
     text = unicodedata.normalize("NFKC", query).casefold().replace("\u2212", "-")
     terms, direction = set(), ""

@@ -26,10 +26,10 @@ from coa_jax.tools.factbook_relations import RELATIONS
 
 @dataclasses.dataclass(frozen=True)
 class Slips:
-    """Decides which decisions of scripted minds go wrong, and how.
+    """Decides when scripted minds make a deliberate mistake, and which mistake.
 
     Attributes:
-        rate: probability that a decision goes wrong.
+        rate: probability that a decision is a deliberate mistake.
         unrecovered_rate: probability that a wrong suggested answer passes the double check.
         seed: seed of these random choices.
     """
@@ -59,7 +59,7 @@ class Slips:
     def wrong_query(
         self, episode: str, decision: str, steps: Sequence[AnyStep], step: AnyStep
     ) -> str:
-        """Returns a wrong query: for a relation not in the question, or for no relation.
+        """Returns a wrong query, which names no relation or one that is not in the question.
 
         Args:
             episode: identity of the run.
@@ -84,7 +84,7 @@ class Slips:
     def wrong_program(
         self, episode: str, decision: str, step: AnyStep, answers: Sequence[str]
     ) -> str:
-        """Returns a wrong program: it fails, or its output shows that it is wrong.
+        """Returns a wrong program, which fails or has an output that shows the mistake.
 
         Args:
             episode: identity of the run.
@@ -116,7 +116,8 @@ def _is_long(value: float) -> bool:
 def wrong_value(step: AnyStep, answers: Sequence[str]) -> str:
     """Returns a wrong answer that the results of the steps contradict.
 
-    This is the answer of an earlier step, the right number with a misread digit, or the subject.
+    The wrong answer is the answer of an earlier step, the right number with a misread digit, or the
+    subject of the question.
 
     Args:
         step: the last step, in which references are replaced by earlier answers.

@@ -53,7 +53,7 @@ def as_smolagents_tool(tool: Tool, episode: str) -> Any:
 
     Args:
         tool: the tool.
-        episode: identity of the run, which the context of a call contains.
+        episode: id of the run, which the tool receives in the context of each call.
 
     Raises:
         UserError: smolagents is not installed, or this module has no description of the tool.
@@ -99,13 +99,15 @@ def solve_with_smolagents(
         manager_model, search_model: model objects of smolagents, for example
             ``smolagents.OpenAIModel(...)`` for an endpoint.
         max_steps: maximum number of steps of each agent.
-        planning_interval: number of steps after which the manager plans again; None for no plans.
+        planning_interval: number of steps after which the manager makes a new plan; None if it
+            makes no plans.
 
     Returns:
-        The run as a JSON object: the task, the answer, the steps of the manager, and the runs of
-        the search agent, each with the number of the manager's step that asked for it. If the
-        endpoint refused a request, for example because the context was too long, the run has the
-        state ``request_refused``, no answer, and the endpoint's message in ``error``.
+        The run as a JSON object with the task, the answer, the steps of the manager, and the runs
+        of the search agent. Each run of the search agent has the number of the manager's step that
+        started it. If the endpoint refused a request, for example because the context was too long,
+        the run has the state ``request_refused``, no answer, and the endpoint's message in
+        ``error``.
 
     Raises:
         UserError: smolagents is not installed.

@@ -25,11 +25,12 @@ from coa_jax.tools.net.secrets import redact_all
 
 @dataclasses.dataclass(frozen=True)
 class SmolConfig(Bounded):
-    """Settings of the two smolagents agents.
+    """Settings of the two smolagents agents, a manager and a search agent.
 
     Attributes:
         max_steps: maximum number of steps of each agent.
-        planning_interval: number of steps after which the manager plans again; 0 for no plans.
+        planning_interval: number of steps after which the manager makes a new plan; 0 if it makes
+            no plans.
         concurrency: number of tasks that are solved at the same time.
     """
 
@@ -96,11 +97,11 @@ def run_smolagents(
     on_done: Callable[[int], None] | None = None,
     beside: Sequence[Path] = (),
 ) -> Spent:
-    """Solves the tasks that a file of runs does not contain yet, and appends each finished run.
+    """Solves the tasks that a file of runs does not contain yet, and appends each run to the file.
 
     If the endpoint refuses a request of a run, the run ends without an answer. If this happens
     before any run of this process has finished normally, a setting may be wrong. In this case the
-    agents first take a step on a plain question, whose cost is included in the result.
+    agents first take one step on a plain question. The cost of this step is included in the result.
 
     Args:
         tasks: the tasks.
@@ -109,14 +110,15 @@ def run_smolagents(
             ``"search"``.
         path: file of runs, one per line, in the form that the reader ``smolagents`` reads.
         config: settings of the agents.
-        limits: budget. It is checked before each task, so concurrent tasks can exceed it.
-        on_done: function that is called with the number of finished tasks.
+        limits: budget of tokens and money. It is checked before each task, so concurrent tasks can
+            exceed it.
+        on_done: function to call whenever a task is finished, with the number of finished tasks.
         beside: files of other runs, which need not exist. Their costs count against the same
             budget.
 
     Returns:
-        The cost of all runs in the file, by the counts that they contain. Each step of an agent
-        counts as a call.
+        The cost of all runs in the file, computed from the token counts in the file. Each step of
+        an agent counts as one call.
 
     Raises:
         UserError: the budget is spent, or the endpoint cannot be used or refuses the plain

@@ -44,7 +44,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 @functools.lru_cache(maxsize=4096)
 def steps_of(question: str) -> tuple[AnyStep, ...] | None:
-    """Returns the steps of a question; None if the question is not understood."""
+    """Returns the steps that lead to the answer of a question; None if its wording is not known."""
     program = understand(question) or understand_people(question)
     if program is not None:
         return program.steps
@@ -59,9 +59,9 @@ class Progress:
     Attributes:
         steps: all steps of the question.
         answers: answers of the completed steps, as text.
-        failures: number of calls for the current step that did not give its answer.
-        problem: what was wrong with the last of these calls; "" if there is none.
-        link: URL of the search result to open next; "" for none.
+        failures: number of calls for the current step that did not give the answer of the step.
+        problem: what was wrong with the last of these failed calls; "" if no call failed.
+        link: URL of the search result to open next; "" if no search result should be opened.
         evidence: source of the last answer, e.g. ``The document Botswana: Capital``.
     """
 
@@ -99,7 +99,7 @@ def wording(step: AnyStep) -> str:
 
 
 def operands(step: Computed, answers: Sequence[str]) -> str:
-    """Describes a computed step with its operands, written as in the documents."""
+    """Describes a computed step with its operands, for example ``1,200 + 300``."""
     if isinstance(step, Count):
         return f"count {answers[step.items.step]}"
     if isinstance(step, Comparison):
@@ -116,7 +116,7 @@ def tool_for(step: AnyStep) -> str:
 
 
 def queries(step: AnyStep) -> tuple[str, ...]:
-    """Returns search queries for a step without references, the best query first."""
+    """Returns search queries for a step without references to other steps, the best query first."""
     assert isinstance(step, Lookup | Inverse | Neighbour)
     if isinstance(step, Inverse):
         noun = RELATIONS[step.relation].noun
@@ -144,7 +144,7 @@ def number_of(text: str) -> float | None:
 
 
 def printed(observation: str) -> str | None:
-    """Returns the line that a program printed; None if it did not print exactly one line."""
+    """Returns the only line that a program printed; None unless it printed exactly one line."""
     lines = observation.removeprefix("[EXECUTED]").strip().split("\n")
     return lines[0].strip() if len(lines) == 1 else None
 
@@ -193,14 +193,14 @@ def _read_program(
 
 
 def progress(question: str, messages: Sequence[Message]) -> Progress | None:
-    """Replays the messages of a run.
+    """Computes how far a run has come, from its messages.
 
     Args:
         question: the question.
         messages: messages of the run so far.
 
     Returns:
-        The progress of the run; None if the question is not understood.
+        The progress of the run; None if the wording of the question is not known.
     """
     steps = steps_of(question)
     if steps is None:

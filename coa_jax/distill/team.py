@@ -42,17 +42,17 @@ async def solve(
     Args:
         question: the question. The team knows nothing else about the task.
         protocol: name of the protocol that the manager follows.
-        episode: identity of the run, which seeds the random choices of minds.
+        episode: id of the run, from which scripted minds derive their random choices.
         minds: a mind for each agent.
         tools: maps the name of each tool to the tool.
         max_messages: number of messages after which the run ends without an answer.
 
     Returns:
-        The messages of the run. If a mind raises an exception or sends a message that its agent may
-        not send, only this run ends.
+        The messages of the run. The run ends early if a mind raises an exception other than
+        UserError, or sends a message that its agent may not send.
 
     Raises:
-        UserError: a mind raised this error. The run is then unfinished.
+        UserError: a mind raised UserError, so the run is unfinished.
     """
     messages = [Message(0, "user", "manager", Kind.QUESTION, question)]
 

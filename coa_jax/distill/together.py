@@ -20,14 +20,14 @@ def _leaves(error: BaseException) -> Iterator[BaseException]:
 
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
-    """Runs coroutines concurrently; returns their results in order.
+    """Runs coroutines concurrently; returns their results in the order of the coroutines.
 
-    If a coroutine fails, the others are cancelled and awaited.
+    If a coroutine raises an exception, the other coroutines are cancelled and awaited.
 
     Raises:
         UserError: at least one coroutine raised UserError. Only one such error is raised, because
             several usually have the same cause, such as a spent budget.
-        ExceptionGroup: coroutines raised only other exceptions.
+        ExceptionGroup: a coroutine raised another exception, and none raised UserError.
     """
     try:
         async with asyncio.TaskGroup() as group:

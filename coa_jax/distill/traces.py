@@ -32,17 +32,17 @@ RECORDS = "records"
 
 @dataclasses.dataclass(frozen=True)
 class TracesConfig(Bounded):
-    """The files to read, and how to convert them.
+    """Settings that say which log files to read, and how to convert them.
 
     Attributes:
         files: paths of the files. For the format ``records``, folders and glob patterns are
             allowed, too.
-        format: ``records`` for trajectories in any form that `coa_jax.records` reads, which are
-            filtered but not converted; otherwise a log format, see
-            `coa_jax.distill.readers.READERS`.
-        protocol: protocol of the trajectories. It may be "" only for records, which name their
-            protocol or show it by their tags.
-        completion: which tags may be added if a run took a step without writing its tag.
+        format: name of a log format, see `coa_jax.distill.readers.READERS`; or ``records`` if the
+            files contain trajectories in any format that `coa_jax.records` reads. Trajectories are
+            filtered, but not converted.
+        protocol: protocol of the trajectories. "" is allowed only with the format ``records``,
+            because records name their protocol or show it by their tags.
+        completion: says which tags may be added if a run took a step but wrote no tag for the step.
         options: options of a custom reader.
     """
 
@@ -60,14 +60,16 @@ class TracesConfig(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class Converted:
-    """The runs that were read from files.
+    """The runs that were read from files and converted.
 
     Attributes:
         tasks, logs: the task and the reordered messages of each run that could be converted.
-        usage: maps the id of a task to the number of tokens of its run, if the file states it.
+        usage: maps the id of a task to the numbers of tokens of its run, if the file states these
+            numbers.
         reading: statistics of the records of each file.
         refused: maps each reason to the number of runs that could not be converted for this reason.
-        records: trajectory of each run if the files contain trajectories; None otherwise.
+        records: trajectory of each run if the files contain trajectories; None if they contain
+            logs.
     """
 
     tasks: list[Task]
@@ -87,10 +89,10 @@ def convert_files(
 
     Args:
         config: the files, and how to convert them.
-        on_refusal: function that is called with ``{path, line, reason}`` for every record that
-            could not be read or converted; None to ignore these records.
-        tasks: known tasks by id. Runs keep the data of these tasks, and runs of other tasks are
-            left out. None to take the tasks from the files.
+        on_refusal: function to call with ``{path, line, reason}`` for every record that could not
+            be read or converted; None if these records should be ignored.
+        tasks: maps ids to known tasks. A run gets the task with its id, and runs of other tasks are
+            left out. If ``tasks`` is None, the tasks are taken from the files.
 
     Raises:
         UserError: a file cannot be read, or the format or the protocol is unknown.
@@ -197,8 +199,8 @@ def distill_traces(
 ) -> tuple[list[DistilledRecord], dict[str, Any]]:
     """Creates a data set from logs of another system.
 
-    It writes ``NAME.jsonl``, ``dropped/NAME.jsonl`` (runs that filters dropped) and
-    ``refused/NAME.jsonl`` (records that could not be read or converted).
+    The function writes ``NAME.jsonl`` (the data set), ``dropped/NAME.jsonl`` (runs that filters
+    dropped) and ``refused/NAME.jsonl`` (records that could not be read or converted).
 
     Args:
         config: the files, and how to convert them.

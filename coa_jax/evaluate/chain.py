@@ -14,14 +14,14 @@ from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajec
 
 
 class Chain:
-    """The assistant message: text of the policy and observations, each with its author.
+    """The assistant message of a sample: the policy's text and the observations, in order.
 
-    Only the policy's text is parsed. So the text of a tool can neither open nor close a tag, and
-    cannot answer the question. Token ids are unknown, so every span begins and ends at token
+    Only the policy's text is parsed. Therefore the text of a tool can neither open nor close a tag,
+    and cannot count as the answer. Token ids are unknown, so every span begins and ends at token
     position 0.
 
     Attributes:
-        text: the message so far, as the policy reads it, without the parts that `cut` removed.
+        text: the message so far, as the policy reads it; parts that `cut` removed are left out.
         calls: tool calls so far.
     """
 
@@ -37,7 +37,7 @@ class Chain:
     def missing_stop(self, text: str) -> str | None:
         """Returns the closing tag that a text of the policy lacks.
 
-        The result is None unless the text ends inside a tool call or the answer.
+        The result is None if the text ends outside the tags of tool calls and of the answer.
         """
         trial = Parser(self.protocol)
         trial.feed(self._written + text)
@@ -77,10 +77,14 @@ class Chain:
         self._spans.append(SegmentSpan(role, Author.ENVIRONMENT, text, 0, 0))
 
     def cut(self, room: float) -> None:
-        """Removes the oldest steps from the text; what stays begins after an observation.
+        """Removes the oldest steps of the message from the text that the policy reads.
+
+        A step is the text up to the end of an observation. The newest step is never removed. Plans
+        and reflections are removed only if the text is still too long without the other parts of
+        the older steps.
 
         Args:
-            room: share of the text's characters that may stay, see `cut.kept_spans`.
+            room: maximum share of the text's characters that is kept, see `cut.kept_spans`.
         """
         lengths = [len(span.text) for span in self._spans]
         stays = kept_spans(self._spans, lengths, room * len(self.text))

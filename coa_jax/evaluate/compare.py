@@ -39,7 +39,7 @@ _SETTINGS = (
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The difference between two evaluations, A and B.
+    """The statistics of a comparison of two evaluations, A and B.
 
     Attributes:
         tasks: number of tasks with graded samples in both evaluations.
@@ -47,12 +47,12 @@ class Comparison:
         rate_a, rate_b: pass@1 of A and of B over the common tasks.
         difference: ``rate_b - rate_a``.
         se: standard error of the difference, paired by task; None for fewer than two tasks.
-        ci95: low and high end of the 95 % bootstrap interval of the difference; None if the
-            interval would not be informative.
+        ci95: low and high end of the 95 % bootstrap interval of the difference; None if there are
+            fewer than 10 common tasks or all tasks have the same difference.
         better, worse, same: number of tasks whose rate in B is higher than, lower than and equal to
             the rate in A.
-        p: two-sided p-value of the paired permutation test.
-        test: name of the test.
+        p: two-sided p-value of the permutation test, which is paired by task.
+        test: name of the test, see `permutation_test`.
     """
 
     tasks: int
@@ -112,14 +112,16 @@ def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
 
 
 def permutation_test(differences: Sequence[fractions.Fraction]) -> tuple[float, str]:
-    """Returns the two-sided p-value of paired differences by a permutation of their signs.
+    """Returns the two-sided p-value of a permutation test of paired differences.
 
-    The distribution of the sum over all ``2^n`` choices of signs is computed by convolution, after
-    a common denominator makes the differences integers. If this would take too much memory, signs
-    are sampled at random with seed 0.
+    The test permutes the signs of the differences. The function multiplies the differences by their
+    common denominator, and then computes the distribution of their sum over all ``2^n`` choices of
+    signs by convolution. If the convolution would take too much memory, it samples signs at random
+    with seed 0 instead.
 
     Returns:
-        The p-value, and the name of the test: McNemar's test if every difference is -1, 0 or 1.
+        The p-value, and the name of the test. The test is McNemar's if every difference is -1, 0 or
+        1.
     """
     kept = [d for d in differences if d != 0]
     if not kept:

@@ -54,11 +54,12 @@ class PolicyEndpoint(ServedModel):
 
     Attributes:
         concurrency: number of samples that run at the same time.
-        opening: text with which each turn of the policy begins. The AFM release uses ``<think>``.
-            This suits protocols that think before every action (web, mhqa), but not the code
-            agent's protocol.
-        observation_chars: number of characters to which an observation is truncated. It replaces
-            ``rollout.max_observation_tokens``, because only the server can count tokens.
+        opening: text with which each turn of the policy begins; "" for none. The AFM release uses
+            ``<think>``, which suits the protocols in which the policy thinks before every action
+            (web, mhqa), but not the protocol of the code agent.
+        observation_chars: maximum number of characters of an observation; longer observations are
+            truncated. This setting takes the place of ``rollout.max_observation_tokens``, because
+            only the server can count tokens.
     """
 
     timeout_s: Seconds = 600.0
@@ -69,7 +70,7 @@ class PolicyEndpoint(ServedModel):
 
     @property
     def chat(self) -> ChatConfig:
-        """The settings as a `ChatConfig`, by which a check can ask whether the server answers."""
+        """The endpoint as a `ChatConfig`, for a check whether its server answers."""
         return ChatConfig(self.url, self.model, self.key_env)
 
 
@@ -88,15 +89,15 @@ def endpoint_policy(
     config: RolloutConfig,
     tools: Sequence[Tool],
 ) -> Policy:
-    """Returns a policy that is asked over the network, for many samples at the same time.
+    """Returns a policy behind an endpoint, which runs many samples at the same time.
 
     Args:
         endpoint: the endpoint of the policy.
         sampling: how tokens are sampled.
         seed: seed of the evaluation. The seed of each request is derived from this seed, the sample
             and the turn.
-        config: budgets of a trajectory. The server's count of tokens is compared with
-            ``max_tokens``.
+        config: budgets of a trajectory. The number of tokens that the server counts is compared
+            with ``max_tokens``.
         tools: live tools.
 
     Raises:

@@ -29,7 +29,7 @@ _OWN_WORDS = frozenset({"code"})
 
 @dataclasses.dataclass(frozen=True)
 class Exposure:
-    """The addresses and texts that samples of a benchmark should not see.
+    """A check for addresses and texts that samples of a benchmark should not see.
 
     Attributes:
         guard: decides which addresses are blocked.
@@ -62,5 +62,5 @@ class Exposure:
 
 
 def exposure_of(tasks: Sequence[Task], blocked: Sequence[str]) -> Exposure:
-    """Returns the check for the questions of ``tasks`` and the addresses in ``blocked``."""
+    """Returns a check for the questions of ``tasks``, and for the addresses in ``blocked``."""
     return Exposure(Guard(block=tuple(blocked)), contamination(tasks, entity_share=0.0))

@@ -73,8 +73,9 @@ def costs(samples: Sequence[Sample]) -> dict[str, Any]:
     """Returns the numbers of tokens and tool calls, per sample and per solved sample.
 
     ``tokens_per_solved`` is the number of tokens of all samples, including unsolved samples,
-    divided by the number of solved samples; ``calls_per_solved`` likewise. Values per sample are
-    None if there is no sample, and values per solved sample if no sample is solved.
+    divided by the number of solved samples; ``calls_per_solved`` is computed in the same way.
+    Values per sample are None if there are no samples. Values per solved sample are None if no
+    sample is solved.
     """
     solved = sum(sample.solved for sample in samples)
     tokens = sum(sample.tokens for sample in samples)
@@ -125,7 +126,8 @@ def result(
         groups: the tasks with their finished samples.
         numbers: number of samples per task that the evaluation wants.
         scaling: results of majority vote and best-of-n, see `scaling.scaling`.
-        unjudged: maps each reason for which the judge gave no verdict to the number of answers.
+        unjudged: number of answers without a verdict of the judge, by reason; None if there is no
+            judge.
     """
     measured = {**figures(groups, numbers), "scaling": dict(scaling)}
     return {
@@ -146,9 +148,10 @@ def result(
 
 
 def not_plain(settings: Mapping[str, Any]) -> list[str]:
-    """Returns the active settings under which the measured rate is not a plain pass@1.
+    """Returns the names of the enabled settings that make the measured rate differ from pass@1.
 
-    These settings reproduce behaviours of the AFM release, for example more ``attempts``.
+    Such settings reproduce the AFM release. An example is ``attempts`` above 1, which runs a sample
+    again until it has an answer.
     """
     names = {
         "last_suggestion": (settings.get("grading") or {}).get("last_suggestion"),
@@ -159,7 +162,7 @@ def not_plain(settings: Mapping[str, Any]) -> list[str]:
 
 
 def blocks(outcome: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the blocks that a result file adds to ``summary.json`` and to the run's report."""
+    """Returns the entries of ``summary.json`` and of the run's report for a result file."""
     stage, found = outcome["stage"], outcome["figures"]
     by, cost = found["by"], found["costs"]
     return {
@@ -242,7 +245,7 @@ def _headline(stage: str, found: Mapping[str, Any]) -> str:
 
 
 def shown_rate(value: float | None) -> str:
-    """Formats a rate for people; None, the rate without graded samples, becomes "not graded"."""
+    """Formats a rate for people; None, the rate if no sample is graded, becomes "not graded"."""
     return "not graded" if value is None else f"{value:.3f}"
 
 

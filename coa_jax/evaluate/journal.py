@@ -32,11 +32,12 @@ def digest(value: Any) -> str:
 
 
 class Journal:
-    """The finished samples of one evaluation (stage), and the verdicts about them.
+    """The finished samples of one evaluation, and the verdicts about these samples.
 
     Attributes:
-        folder: folder of the stage, ``evaluate/STAGE``.
-        samples: finished samples by key, with their grades where verdicts exist.
+        folder: folder of the evaluation, ``evaluate/STAGE``.
+        samples: maps the key of each finished sample to the sample. A sample has its grade if a
+            verdict about it exists.
         verdicts: maps the name of each verdict to its value.
     """
 
@@ -88,12 +89,12 @@ class Journal:
         Args:
             tasks: tasks of the evaluation, in the order of their indices.
             exposure: check for copies of the benchmark, see `sample_of`.
-            fresh: whether to delete existing samples instead.
-            retry_faults: whether to discard samples that failed because of a system fault, so that
-                they run again.
+            fresh: whether to delete the stored samples instead of reading them.
+            retry_faults: whether to discard samples that were ended by a fault of a tool or of the
+                machine, so that they run again.
 
         Raises:
-            UserError: the existing samples are of another policy, or have other settings or
+            UserError: the stored samples belong to another policy, other settings or other
                 questions.
         """
         known = self.folder / "settings.json"
@@ -181,13 +182,13 @@ class Journal:
     # --- new samples
 
     def wanted(self, task_id: str, samples: int, attempts: int, attempt: int) -> tuple[int, ...]:
-        """Returns the numbers of the samples of a task that must run in a given attempt.
+        """Returns the indices of the samples of a task that must run in a given attempt.
 
         Args:
             task_id: id of the task.
             samples: number of samples per task.
-            attempts: maximum number of attempts per sample; a sample is repeated until it has an
-                answer.
+            attempts: maximum number of attempts per sample. A sample runs again until it has an
+                answer or has run this many times.
             attempt: index of the attempt, from 0.
         """
         found = [(number, self.samples.get((task_id, number))) for number in range(samples)]
@@ -217,7 +218,10 @@ class Journal:
         return sample
 
     def grade(self, key: Key, reward: Reward) -> None:
-        """Stores the grade of a sample; a grade without a value is requested again later."""
+        """Stores the grade of a sample, unless the reward has no value.
+
+        A sample without a grade is graded again when the evaluation is repeated.
+        """
         self.samples[key] = self.samples[key].graded(reward)
         if reward.reason:
             self._ungraded[key] = reward.reason
@@ -226,14 +230,18 @@ class Journal:
             self.say(_grade(key), value, gold=self._golds.get(key[0], ""))
 
     def say(self, name: str, value: Any, **more: str) -> None:
-        """Stores a verdict; ``more`` are additional fields of its row in the file."""
+        """Stores a verdict; ``more`` gives additional fields of the verdict's row in the file."""
         self.verdicts[name] = value
         row = {"name": name, "grading": self._grading, "value": value, **more}
         files.append(self._verdicts_file, (jsonl.dumps(row) + "\n").encode())
         self._changed = True
 
     def trajectory(self, key: Key) -> Trajectory:
-        """Reads the trajectory of a finished sample, with the answer that counts."""
+        """Reads the trajectory of a finished sample.
+
+        If the journal was opened with ``last_suggestion``, the last suggested answer takes the
+        place of a missing answer.
+        """
         offset, length = self._places[key]
         with open(self._traces, "rb") as file:
             file.seek(offset)

@@ -24,8 +24,9 @@ from coa_jax.intervals import wilson_interval
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Returns pass@k: the probability that at least one of k samples is correct.
 
-    The estimate is ``1 - C(n-c, k) / C(n, k)``, which is unbiased: it draws k of the n samples
-    without replacement (Chen et al. 2021, arXiv 2107.03374).
+    The function computes the unbiased estimate ``1 - C(n-c, k) / C(n, k)`` (Chen et al. 2021, arXiv
+    2107.03374). It is the probability that k samples, drawn without replacement from the n samples,
+    include a correct one.
 
     Args:
         samples: number n of samples of the task.
@@ -43,17 +44,18 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def student_t(n: int) -> float:
-    """Returns the two-sided 95 % quantile of Student's t, with n - 1 degrees of freedom."""
+    """Returns the two-sided 95 % quantile of Student's t with ``n - 1`` degrees of freedom."""
     return float(special.stdtrit(n - 1, 0.975))
 
 
 def mean_interval(groups: Sequence[Sequence[bool]]) -> tuple[float, float]:
-    """Returns the 95 % confidence interval of a rate: the mean over tasks of the rate of each task.
+    """Returns the 95 % confidence interval of pass@1, the mean over tasks of the rate of each task.
 
-    The interval uses Student's t over the rates of the tasks, because only tasks are independent,
-    not the samples of a task. If there are few tasks, their rates may be equal by chance. The
-    interval is therefore never narrower than Wilson's interval for independent samples. With one
-    sample per task it is Wilson's interval.
+    The interval is Student's t interval over the rates of the tasks, because tasks are independent,
+    but samples of the same task are not. The rates of a few tasks may be equal by chance, which
+    would make the interval too narrow. Therefore the function widens the interval to contain
+    Wilson's interval for independent samples. With one sample per task, the result is Wilson's
+    interval.
 
     Args:
         groups: for each task, a list that says whether each graded sample is right. Tasks without
@@ -93,7 +95,7 @@ def rate(groups: Sequence[Sequence[bool]]) -> dict[str, Any]:
     Returns:
         ``pass_at_1``, the mean over tasks of the share of right samples; ``se``, its standard
         error; ``ci95``, the 95 % interval; ``n``, the number of tasks with graded samples. If no
-        sample is graded, ``pass_at_1`` is None and the interval is 0 to 1.
+        sample is graded, ``pass_at_1`` is None and the interval is [0, 1].
     """
     rates = [sum(group) / len(group) for group in groups if group]
     return {
@@ -107,8 +109,8 @@ def rate(groups: Sequence[Sequence[bool]]) -> dict[str, Any]:
 def at_k(groups: Sequence[Sequence[bool]]) -> dict[str, dict[str, Any]]:
     """Returns pass@k for k = 3, for powers of two, and for the maximum number of samples per task.
 
-    For each k the mean is over tasks with at least k graded samples; ``n`` is the number of these
-    tasks.
+    The value for each k is the mean over the tasks with at least k graded samples; ``n`` is the
+    number of these tasks.
     """
     most = max(map(len, groups), default=0)
     result = {}

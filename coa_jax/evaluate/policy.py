@@ -39,9 +39,10 @@ class Wanted:
         index: index of the task among all tasks of the evaluation; the samples' random keys depend
             on it.
         task: the task.
-        numbers: numbers of the samples to run.
+        numbers: indices, among the task's samples, of the samples to run.
         messages: messages of the prompt.
-        attempt: index of the attempt, from 0. Later attempts repeat samples without an answer.
+        attempt: index of the attempt, from 0. Attempts after the first repeat samples that gave no
+            answer.
     """
 
     index: int
@@ -52,7 +53,7 @@ class Wanted:
 
 
 def attempt_seed(seed: int, attempt: int) -> int:
-    """Returns the seed of an attempt; the seed of the first attempt is that of the evaluation."""
+    """Returns the seed of an attempt; the first attempt (0) has ``seed``, the evaluation's seed."""
     if not attempt:
         return seed
     named = hashlib.blake2b(f"{seed}/{attempt}".encode(), digest_size=4)
@@ -82,17 +83,18 @@ def local_policy(
     environments: Environments | None = None,
     agent: AgentConfig | None = None,
 ) -> Policy:
-    """Returns a policy that decodes on this machine, with a sample in each slot of the engine.
+    """Returns a policy that decodes on this machine and runs one sample in each slot of the engine.
 
     Args:
         load: function that loads the model; called only if there are samples to run.
-        shapes: maximum shapes of decoding, see `engine.memory.fitted`.
+        shapes: upper bounds of the engine's shapes, which are reduced to what the samples need and
+            the memory holds, see `engine.memory.fitted`.
         sampling: how tokens are sampled.
         seed: seed of the samples.
         config: budgets of a trajectory.
         tools: live tools.
-        tasks, samples: all tasks of the evaluation, and the number of samples per task. They
-            determine the shapes, so that a resumed evaluation has the same shapes.
+        tasks, samples: all tasks of the evaluation, and the number of samples per task. The shapes
+            are derived from all of them, so that a resumed evaluation has the same shapes.
         environments: creates the environment of each sample; None for the default loop of tools.
         agent: external agent program that solves the tasks; None for the default loop of tools.
     """
@@ -173,10 +175,10 @@ async def _by_program(
 
 
 def weights_name(path: str) -> str:
-    """Returns a hash of the sizes of a model's files and of a sample of their bytes.
+    """Returns a hash that identifies a model by its files, wherever the model is stored.
 
-    A model that was trained again at the same path has another hash. A copy of a model has the same
-    hash.
+    The hash depends on the sizes of the files and on some of their bytes. A copy of a model has the
+    same hash; a model that was trained again at the same path has another hash.
 
     Raises:
         UserError: the model does not exist.

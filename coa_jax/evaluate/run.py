@@ -41,6 +41,7 @@ from coa_jax.rollout.request import RolloutConfig
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Graders, GradersConfig, Task
 from coa_jax.tasks.base import with_level
+from coa_jax.tasks.checks import warn_of_tools
 from coa_jax.tasks.mixture import load_parts, parts_of
 from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
 from coa_jax.tasks.ready import check_ready, look
@@ -54,31 +55,36 @@ class EvaluateConfig(Bounded):
     """Settings of an evaluation.
 
     Attributes:
-        tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` names several.
+        tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` names the sources.
         task_options: options of the task source.
         mixture: maps names to task sources, see `tasks.mixture.Part`; weights have no effect.
         split: split of the task source, ``validation`` or ``test``.
-        num_tasks: number of tasks from each source; 0 for all of them, in order.
-        samples: number of samples per task. pass@1 is the mean over them; pass@k needs at least k.
-        protocol: protocol of all tasks, which questions without a protocol get; a task with another
-            protocol is an error. "" to use the protocol of each task.
+        num_tasks: number of tasks from each source; 0 for all tasks, in the order of the source.
+        samples: number of samples per task. pass@1 is the mean over all samples; pass@k is computed
+            if there are at least k samples per task.
+        protocol: protocol of all tasks. Questions without a protocol get this protocol, and a task
+            with another protocol is an error. "" uses the protocol of each task.
         seed: seed of the random choice of tasks, and of the samples.
         temperature, top_p, top_k: sampling settings; temperature 0 is greedy decoding.
         engine: shapes of decoding on this machine.
         rollout: budgets of a trajectory.
         agent: external agent program that solves the tasks instead of the default loop of tools.
         graders: how answers are graded.
-        environment: environment that answers the policy besides the tools, see
+        environment: environment in which the policy acts, in addition to the tools; see
             docs/environments.md.
-        endpoint: endpoint of the policy, if the policy does not decode on this machine.
-        best_of: settings of best-of-n.
-        blocked: addresses that no sample should open. Calls that try are counted; the tools
-            themselves reject the addresses that are in their own settings.
+        endpoint: endpoint of the policy; if its ``url`` is "", the policy decodes on this machine.
+        best_of: settings of best-of-n, in which a model chooses one of a task's samples.
+        blocked: addresses that no sample should open. Tool calls that contain one of these
+            addresses are counted, but not prevented. To prevent them, block the addresses in the
+            settings of the tools.
         last_suggestion: whether the last ``suggested_answer`` of a sample takes the place of a
-            missing answer, as the AFM release intends. The output says that the result is not a
-            plain pass@1 with this setting, ``attempts`` above 1 or ``rollout.cut_context``.
-        attempts: maximum number of times that a sample is run until it has an answer (release: 3).
-        retry_faults: whether to repeat samples that failed because of a system fault.
+            missing answer, as the AFM release intends. With this setting, with ``attempts`` above
+            1, or with ``rollout.cut_context``, the output says that the result is not a plain
+            pass@1.
+        attempts: maximum number of times that a sample is run. A sample without an answer is run
+            again until it has an answer. The AFM release uses 3.
+        retry_faults: whether to repeat samples that were ended by a fault of a tool or of the
+            machine.
         probe_s: seconds within which each required server (policy, judge, picker, tools) must
             answer before the first sample; 0 skips this check.
     """
@@ -240,8 +246,9 @@ def evaluate(
     """Runs and grades the samples that are not finished yet, and writes the result file.
 
     The function first checks that every required server answers. It writes the samples to
-    ``traces.jsonl``, and the results to ``evaluate/STAGE/results.json``. This file is the same,
-    byte for byte, if the process was killed and restarted.
+    ``traces.jsonl``, and the results to ``evaluate/STAGE/results.json``. The result file of an
+    evaluation that was killed and restarted is, byte for byte, the same as without the
+    interruption.
 
     Args:
         policy: the policy.
@@ -251,7 +258,7 @@ def evaluate(
         stage: name of the evaluation.
         about: settings on which the samples depend, from `settings`.
         prompt: instructions of the prompt; None for those that the config names.
-        servers: settings of the tools whose servers are checked, too; None for no tools.
+        servers: settings of the tools, whose servers are checked, too; None if there are no tools.
         fresh: whether to delete the results that earlier processes stored for this stage.
 
     Returns:
@@ -325,6 +332,7 @@ def evaluate_model(
         tool_settings: settings of the tools, on which the samples depend.
     """
     prompt = load_prompt(config.rollout.prompt_style, path)
+    warn_of_tools(tools, tasks)
     environments = Environments(config.environment, prompt) if config.environment else None
     policy = local_policy(
         lambda: load_model(path), config.engine, config.sampling, config.seed, config.rollout,

@@ -31,14 +31,14 @@ class Sample:
         number: index of the sample among the samples of the task, from 0.
         answer: answer of the policy; None if the policy gave no answer.
         stop: stop reason, see `StopReason`.
-        broken: whether a fault of the system ended the sample. Such a sample does not measure the
-            policy and is not graded.
+        broken: whether a tool or the machine had a fault, or the sample was cancelled. Such a
+            sample does not measure the policy and is not graded.
         format_valid: whether the policy obeyed its protocol.
         tokens: number of tokens that the policy wrote.
         length: number of tokens of the trajectory, including prompt and observations.
         calls: pairs (tool, outcome), one for each tool call.
         blocked: number of calls that contained a blocked address.
-        shown: number of observations that contained a question of the benchmark.
+        shown: number of observations that contained at least half of a question of the benchmark.
         value: grade; None if the sample is not graded.
         attempts: number of times that the sample was run. ``tokens``, ``length``, ``calls``,
             ``blocked`` and ``shown`` are sums over all attempts.
@@ -59,7 +59,11 @@ class Sample:
     attempts: int = 1
 
     def wanted(self, attempts: int) -> bool:
-        """Returns whether the sample must run again, given the maximum number of attempts."""
+        """Returns whether the sample must run again.
+
+        A sample runs again if it has no answer, no fault ended it, and it was run fewer than
+        ``attempts`` times.
+        """
         return self.answer is None and not self.broken and self.attempts < attempts
 
     @property
@@ -78,7 +82,7 @@ class Sample:
         return dataclasses.replace(self, value=value)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields that a result file holds, without the answer or any other text."""
+        """Returns the sample's data for the result file, without the answer or any other text."""
         return {
             "value": self.value,
             "stop": self.stop,
@@ -134,7 +138,8 @@ def sample_of(trajectory: Trajectory, exposure: Exposure | None = None) -> Sampl
 
     Args:
         trajectory: the trajectory, with or without a reward.
-        exposure: counts the contacts with copies of the benchmark; None to count none.
+        exposure: check that counts blocked addresses and observations with questions of the
+            benchmark; None if both counts should be 0.
     """
     # A policy behind an endpoint has no token ids and stores the usage instead. The test of the
     # tokens prevents that metadata of a task counts as usage.
@@ -158,7 +163,7 @@ def sample_of(trajectory: Trajectory, exposure: Exposure | None = None) -> Sampl
 
 
 def by_last_suggestion(trajectory: Trajectory) -> Trajectory:
-    """Returns the trajectory, in which the last suggested answer replaces a missing answer.
+    """Returns the trajectory with its last suggested answer as the answer if it has no answer.
 
     The code of the AFM release contains this rule but never applies it, because its requests do not
     stop at a suggested answer.
@@ -185,7 +190,7 @@ def measured(tasks: Sequence[Task], samples: dict[Key, Sample], numbers: int) ->
     Args:
         tasks: the tasks.
         samples: finished samples by key.
-        numbers: number of samples per task. Samples whose number is not below it are ignored.
+        numbers: number of samples per task. Samples whose index is ``numbers`` or more are ignored.
     """
     return [
         Measured(

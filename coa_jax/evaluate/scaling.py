@@ -53,14 +53,15 @@ class PickConfig(Bounded):
     """Settings of best-of-n.
 
     Attributes:
-        n: number of samples among which the model chooses: the first n samples of a task. 0 for no
-            best-of-n.
-        chat: model that chooses.
-        attempt_chars: maximum number of characters of a sample that the model reads. Of a longer
-            sample the model reads the beginning (a third of the characters) and the end (two
-            thirds).
+        n: number of samples from which the model chooses, which are the first n samples of a task;
+            0 disables best-of-n.
+        chat: chat endpoint of the model that chooses.
+        attempt_chars: maximum number of characters of each sample's text that the model reads. If
+            the text is longer, the model reads its beginning (a third of this number) and its end
+            (two thirds).
         observation_chars: number of characters to which each observation is truncated.
-        attempts: maximum number of requests for one choice if replies are invalid.
+        attempts: maximum number of requests for one choice; the request is repeated while the
+            replies are invalid.
         concurrency: number of choices that are requested at the same time.
     """
 
@@ -80,7 +81,7 @@ class PickConfig(Bounded):
 
 
 class UnsureError(Exception):
-    """Raised if a vote or a choice is not possible at present; the message says why."""
+    """Raised if no vote or choice can be made now, but perhaps later; the message says why."""
 
 
 # --- best of n -----------------------------------------------------------------------------
@@ -89,8 +90,8 @@ class UnsureError(Exception):
 async def pick(config: PickConfig, trajectories: Sequence[Trajectory]) -> int:
     """Returns the index of the sample that a model chooses.
 
-    The model sees the samples in an order that depends on the task, so that no sample number is
-    favoured. If all answers are equal, the first answer is chosen without the model.
+    The model sees the samples of each task in another order, so that no sample number is favoured.
+    If all answers are equal, the first answer is chosen without the model.
 
     Raises:
         UnsureError: the model made no valid choice, or did not answer.
@@ -140,9 +141,10 @@ def _cut(text: str, length: int) -> str:
 
 
 def parse_choice(text: str, n: int) -> int | None:
-    """Parses the choice from a reply of the model; None if the reply has another form.
+    """Parses the choice of the model, an integer from 1 to ``n``, from its reply.
 
-    The reply must be the JSON object that the prompt asks for, alone or in a code fence.
+    The reply must be the JSON object that the prompt asks for, alone or in a code fence. For any
+    other reply the result is None.
     """
     choice = (parse_object(text, {"rationale", "choice"}) or {}).get("choice")
     if not isinstance(choice, int) or isinstance(choice, bool):
@@ -158,9 +160,9 @@ async def vote(graders: Graders, task: Task, samples: Sequence[Sample]) -> int |
 
     The result is None if no sample has an answer.
 
-    Two answers are equal if the grader of the task accepts one of them with the other as gold
-    answer. So mathematical answers are compared by value, and judged answers by the judge. Of
-    equally frequent answers, the answer of the earliest sample wins.
+    Two answers count as equal if the grader of the task accepts one of them when the other is the
+    accepted answer. For example, mathematical answers are compared by value. If several answers are
+    the most frequent, the answer of the earliest sample wins.
 
     Args:
         graders: graders that compare the answers.
@@ -231,7 +233,7 @@ def scaling(
     verdicts: Mapping[str, Any],
     reasons: Mapping[str, str],
 ) -> dict[str, Any]:
-    """Returns pass@1 of the chosen samples, for majority vote and for best-of-n.
+    """Returns pass@1 of the samples that majority vote chose, and of those that best-of-n chose.
 
     If no sample of a task was chosen, or the chosen sample has no grade, the task counts as
     ungraded.
@@ -260,7 +262,7 @@ def vote_name(group: Measured) -> str:
 
 
 def pick_name(group: Measured, n: int) -> str:
-    """Returns the name under which the journal stores the choice among the first n samples."""
+    """Returns the name under which the journal stores the model's choice for best-of-n."""
     return f"pick/{group.task.id}/{_numbers(group.samples[:n])}"
 
 
@@ -300,7 +302,7 @@ async def choose(
     read: Callable[[Sample], Trajectory],
     say: Callable[[str, Any], None],
 ) -> dict[str, str]:
-    """Makes the votes and choices that are still missing.
+    """Makes the majority votes and the model's choices that are still missing.
 
     Args:
         config: settings of best-of-n.
@@ -311,10 +313,10 @@ async def choose(
         verdicts: existing verdicts by name.
         read: function that returns the trajectory of a sample.
         say: function that stores a verdict ``{"sample": number}`` under a name. The number is None
-            if no sample has an answer. Nothing is stored if no verdict was possible.
+            if no sample has an answer. The function is not called if no verdict was possible.
 
     Returns:
-        For each vote or choice that was not possible, by its name, the reason.
+        Maps the name of each vote or choice that was not possible to the reason.
     """
     turns = asyncio.Semaphore(config.concurrency)
     reasons: dict[str, str] = {}

@@ -61,6 +61,7 @@ from coa_jax.protocol import Prompt
 from coa_jax.rollout.request import Request
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Graders, Task
+from coa_jax.tasks.checks import warn_of_tools
 from coa_jax.tasks.mixture import stream_of
 from coa_jax.tasks.prompts import make_card
 from coa_jax.tools.base import Tool
@@ -77,12 +78,12 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     ``spool/``, and then samples new groups. With ``max_staleness=0`` each sample is a function of
     (seed, task index, sample index, parameters), so the run is a function of its seed.
 
-    On SIGTERM the process abandons the rollouts in flight, saves a checkpoint and exits with code
-    0.
+    On SIGTERM the process abandons the rollouts in flight, saves a checkpoint, and exits with 0.
     """
     check_loss(config.chosen)
     parts, prompt, graders = questions(config)
     tasks = [task for part in parts.values() for task in part]
+    warn_of_tools(tools, tasks)
     environments = Environments(config.environment, prompt) if config.environment else None
     if config.budgets != config.rollout:
         logging.info("max_staleness is 0: rollout.max_seconds and max_tool_seconds are ignored")

@@ -1,4 +1,4 @@
-"""Roles, tags, parser, transition automaton and prompts of the chain-of-agents protocols."""
+"""Defines the chain-of-agents protocols: roles, tags, parser, transition automaton and prompts."""
 
 from coa_jax.protocol.automaton import (
     AuthorName,

@@ -1,8 +1,8 @@
-"""Converts the arguments of a tool call between JSON objects and the plain text that tools take.
+"""Converts the arguments of a tool call between a JSON object and the text that the tool takes.
 
-A built-in tool takes one string, its argument. In JSON this argument has a name, ``query`` for a
-search; the tool ``code`` has a second one for the standard input of the program. A tool with a JSON
-schema (an MCP tool) takes the JSON object itself, written as text.
+A built-in tool takes one string. As a JSON object, the call has named arguments: a search has the
+argument ``query``, and the tool ``code`` has the arguments ``code`` and ``stdin``. A tool with a
+JSON schema, such as an MCP tool, takes the JSON object itself, written as text.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ _DOES = {
 
 
 def _named(protocol: Protocol, tool: str) -> dict[str, str]:
-    """Returns the names of the arguments of a tool without a schema, with a description of each."""
+    """Returns the arguments of a tool without a JSON schema, with their descriptions."""
     if tool not in TOOL_FORMS:
         return {"input": "What the tool is given."}
     return _FORMS[TOOL_FORMS[tool]]
 
 
 def describe(protocol: Protocol, tool: str) -> str:
-    """Describes in a sentence or more what a tool does, for the policy."""
+    """Returns the description of a tool, in the form in which the policy's prompt contains it."""
     said = protocol.described.get(tool) or _DOES[tool]
     if tool in protocol.schemas:  # the schema describes the body
         said = said.partition(" The body is ")[0]
@@ -51,7 +51,7 @@ def describe(protocol: Protocol, tool: str) -> str:
 
 
 def schemas(protocol: Protocol) -> list[dict[str, Any]]:
-    """Returns the JSON schemas of a protocol's tools, in OpenAI's form."""
+    """Returns the JSON schemas of a protocol's tools, in the format of OpenAI's API."""
     found = []
     for tool in protocol.tools:
         if tool in protocol.schemas:
@@ -76,12 +76,13 @@ def to_text(protocol: Protocol, tool: str, arguments: Mapping[str, Any]) -> str:
     """Converts the JSON arguments of a call to the text that the tool takes.
 
     Args:
-        protocol: protocol that has the tool.
+        protocol: protocol that contains the tool.
         tool: tag of the tool.
-        arguments: JSON object with the arguments, by name.
+        arguments: name of an argument -> its value.
 
     Raises:
-        ValueError: an argument is missing or is not a string. The policy reads the message.
+        ValueError: an argument is missing or is not a string. The message is written for the
+            policy, which gets it as an observation.
     """
     if tool in protocol.schemas:
         required = protocol.schemas[tool].get("required") or ()
@@ -112,14 +113,18 @@ def to_text(protocol: Protocol, tool: str, arguments: Mapping[str, Any]) -> str:
 
 
 def from_text(protocol: Protocol, tool: str, text: str) -> dict[str, Any]:
-    """Converts a tool's text to the JSON arguments of a call, the inverse of `to_text`.
+    """Converts the text that a tool takes to the JSON arguments of a call.
 
-    A text that does not have the form of the tool becomes the tool's first argument as it is.
+    This is the inverse of `to_text`. If the text does not have the form that the tool requires, the
+    whole text becomes the value of the tool's first argument.
 
     Args:
-        protocol: protocol that has the tool.
+        protocol: protocol that contains the tool.
         tool: tag of the tool.
         text: text that the tool takes.
+
+    Returns:
+        A mapping from the names of the arguments to their values.
     """
     text = text.strip()
     if tool in protocol.schemas:
@@ -143,13 +148,14 @@ def from_text(protocol: Protocol, tool: str, text: str) -> dict[str, Any]:
 
 
 def read_call(protocol: Protocol, text: str) -> tuple[str, str]:
-    """Parses a JSON call ``{"name": ..., "arguments": {...}}``.
+    """Parses a tool call of the form ``{"name": ..., "arguments": {...}}``.
 
     Returns:
         (tag of the tool, text that the tool takes).
 
     Raises:
-        ValueError: the text is not such a call. The policy reads the message.
+        ValueError: the text does not have this form, or the arguments are invalid. The message is
+            written for the policy, which gets it as an observation.
     """
     form = '{"name": TOOL, "arguments": {...}}'
     try:

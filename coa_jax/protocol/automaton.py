@@ -1,24 +1,27 @@
-"""The transition automaton of a protocol (paper §3.1, eq 4 and the rules of App D).
+"""Implements the transition automaton of a protocol.
 
-One state machine has three uses. ``check`` reports every broken rule of a text: the format reward
-and the validation of distilled data need it. ``allowed_next`` returns the tags that may come next,
-for constrained decoding and for the rollout loop. ``advance`` is the transition function of both.
+The Chain-of-Agents paper defines the automaton in §3.1, eq 4, and its rules in App D. The automaton
+has three functions. ``advance`` is the transition function, which the other two use. ``check``
+reports every violation in a text, for the format reward and for the validation of distilled data.
+``allowed_next`` returns the tags that may come next, for constrained decoding and the rollout loop.
 
-Kinds of violation reported here:
+The automaton reports these kinds of violations:
 
-=====================  =====================================================================
-``transition``         this role may not follow the previous one
-``missing_think``      a ``think`` must stand right before this role
-``misplaced_think``    a ``think`` at a forbidden place (twice in a row, before a code reflection)
-``missing_replan``     a poor grade or a low score must be followed by a plan
-``answer_unverified``  an answer although the double check did not pass
+=====================  ==========================================================================
+kind                   meaning
+=====================  ==========================================================================
+``transition``         the role may not follow the preceding role
+``missing_think``      a ``think`` must stand right before the role, and does not
+``misplaced_think``    a ``think`` stands at a forbidden place, for example after another ``think``
+``missing_replan``     a poor grade or a low score is not followed by a plan
+``answer_unverified``  an answer follows a double check that did not pass
 ``forged_observation`` the policy wrote an observation
-``stray_text``         the policy wrote text, other than blanks, between segments
-``empty_body``         a segment of the policy with an empty body
-``bad_body``           a body without the form that its role requires
+``stray_text``         the policy wrote text other than spaces and line ends between segments
+``empty_body``         the policy wrote a segment with an empty body
+``bad_body``           the body does not have the form that its role requires
 ``after_answer``       the policy wrote more text after the answer
 ``missing_answer``     the text ends without a closed answer
-=====================  =====================================================================
+=====================  ==========================================================================
 """
 
 from __future__ import annotations
@@ -39,11 +42,12 @@ class State:
     """The position of a trajectory in the automaton.
 
     Attributes:
-        action: the last action, or ``START``.
-        thinking: whether a ``think`` was closed after that action.
-        waiting: whether the action is a tool call that has no observation yet.
+        action: the last action, or ``START`` if there was none.
+        thinking: whether a ``think`` was closed after the last action.
+        waiting: whether the last action is a tool call that has no observation yet.
         must_plan: whether the next action must be a plan.
-        may_answer: whether the last double check passed; always true if the protocol has none.
+        may_answer: False directly after a double check that has no score or a score below
+            ``pass_score``, else True.
     """
 
     action: str = START
@@ -64,7 +68,7 @@ _READERS: dict[BodyForm, Callable[[str], object]] = {
 
 
 def _candidates(protocol: Protocol, state: State) -> frozenset[str]:
-    """Returns the actions that may come next, with or without a ``think`` before them."""
+    """Returns the actions that may come next, whether or not a ``think`` must come before."""
     actions = protocol.next_actions[state.action]
     if state.must_plan:
         return actions & {"plan"}
@@ -75,7 +79,7 @@ def _candidates(protocol: Protocol, state: State) -> frozenset[str]:
 
 
 def allowed_after(protocol: Protocol, state: State) -> frozenset[str]:
-    """Returns the roles that may come next in a state; the set is empty after the answer."""
+    """Returns the roles that may come next in a state. After the answer, the set is empty."""
     if state.waiting:
         return frozenset({protocol.observation})
     candidates = _candidates(protocol, state)
@@ -87,14 +91,18 @@ def allowed_after(protocol: Protocol, state: State) -> frozenset[str]:
 
 
 def advance(protocol: Protocol, state: State, role: str, body: str) -> State:
-    """Returns the state after a closed segment.
+    """Returns the state after a segment.
 
-    The function is total: it never raises. A misplaced ``think`` leaves the state as it is. If an
-    observation is missing, the automaton stops waiting for it. After any other illegal role it
-    continues from that role. So each mistake is reported once.
+    An illegal segment raises no error. The state after such a segment is chosen so that ``check``
+    reports each mistake only once:
+
+    * A misplaced ``think`` leaves the state unchanged.
+    * If another segment comes in place of an observation, the automaton no longer waits for the
+      observation.
+    * After any other illegal segment, the automaton continues as if the segment were legal.
 
     Args:
-        protocol: the rules.
+        protocol: the protocol.
         state: state before the segment.
         role: tag of the segment.
         body: text between the tags of the segment.
@@ -116,7 +124,14 @@ def advance(protocol: Protocol, state: State, role: str, body: str) -> State:
 
 
 def allowed_next(protocol: Protocol, segments: Iterable[Segment]) -> frozenset[str]:
-    """Returns the roles that may follow ``segments``; empty if the last segment is still open."""
+    """Returns the roles that may come after a list of segments.
+
+    The set is empty if the last segment is not closed, or is the answer.
+
+    Args:
+        protocol: the protocol.
+        segments: all segments from the beginning of the text.
+    """
     state = State()
     for segment in segments:
         if not segment.closed:
@@ -132,18 +147,20 @@ def check(
     authors: Sequence[AuthorName] | None = None,
     complete: bool = True,
 ) -> list[Violation]:
-    """Reports every broken rule about the order and the bodies of segments.
+    """Returns all violations of the rules about the order and the bodies of segments.
+
+    Violations that the parser reports, such as nested tags, are not included.
 
     Args:
-        protocol: the rules.
-        segments: segments from ``parse``. Its lexical violations are not repeated here.
-        authors: author of each segment. None attributes observations to the environment and all
-            other segments to the policy. Of the environment's segments only observations are
-            checked.
+        protocol: the protocol.
+        segments: all segments of the text, as ``parse`` returns them.
+        authors: author of each segment. With None, the environment is the author of all
+            observations, and the policy of all other segments. Segments of the environment that are
+            not observations are ignored.
         complete: whether the text is finished, so that a missing answer is a violation.
 
     Returns:
-        Violations in the order of their positions.
+        The violations in the order of their positions.
     """
     if authors is not None and len(authors) != len(segments):
         raise ValueError(f"{len(authors)} authors for {len(segments)} segments")
@@ -202,13 +219,18 @@ def _transition_violations(protocol: Protocol, state: State, segment: Segment) -
 
 
 def body_violations(protocol: Protocol, segment: Segment) -> list[Violation]:
-    """Checks the body of a closed segment with a role; the place of the segment does not matter."""
+    """Returns the violations in the body of a segment, regardless of the segment's position.
+
+    Args:
+        protocol: the protocol.
+        segment: a closed segment that has a role.
+    """
     assert segment.role is not None
     if not segment.body.strip():
         message = f"<{segment.role}> is empty"
         return [Violation("empty_body", segment.start, message)]
     form = protocol.form(segment.role)
-    # A parser reports failure with None or with an empty tuple.
+    # A parser of bodies returns None or an empty tuple if the body does not have the form.
     if form == "text" or _READERS[form](segment.body) not in (None, ()):
         return []
     message = f"the body of <{segment.role}> does not have the form '{form}'"
@@ -216,13 +238,14 @@ def body_violations(protocol: Protocol, segment: Segment) -> list[Violation]:
 
 
 def violations(protocol: Protocol, text: str, complete: bool = True) -> list[Violation]:
-    """Returns every broken rule of a text, lexical ones included, in the order of their positions.
+    """Returns all violations of a protocol in a text, in the order of their positions.
 
-    The authors are guessed as in ``check`` with ``authors=None``, so a forged observation is not
-    detected here. Use ``coa_jax.trajectory.trajectory_violations`` where the authors are known.
+    The violations that the parser finds, such as nested tags, are included. The function assumes
+    that the environment wrote all observations, so it does not detect an observation that the
+    policy wrote. If the authors are known, use ``coa_jax.trajectory.trajectory_violations``.
 
     Args:
-        protocol: the rules.
+        protocol: the protocol.
         text: the trajectory as text.
         complete: whether the text is finished, so that a missing answer is a violation.
     """

@@ -1,7 +1,8 @@
-"""Parsers and writers of segment bodies (paper §3.1, App C, App D).
+"""Parses and writes the bodies of segments (Chain-of-Agents paper §3.1, App C, App D).
 
-Each parser is total: it returns the content, or None (an empty tuple for lists) if the body does
-not have the required form. The time of every parser is linear in the length of the body.
+No parser raises an error. If the body does not have the required form, the result is None, or an
+empty tuple if the parser returns a list. The time of each parser is linear in the length of the
+body.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import json
 import re
 
 CRITERIA = ("information_conflict", "tool_effectiveness", "trajectory_monitoring")
-"""The criteria that a reflection grades, in the order in which it is written."""
+"""The criteria that a reflection grades, in the order in which `format_reflection` writes them."""
 
 GRADES = ("good", "average", "poor")
 
@@ -30,26 +31,33 @@ _JSON_FENCE = re.compile(r"\s*```(?:json)?\s*\n(.*?)\n?\s*```\s*", re.DOTALL)
 
 
 def without_thought(reply: str) -> str:
-    """Removes the initial ``<think>`` block of a reasoning model.
+    """Removes the thought (``<think>...</think>``) at the beginning of a model's reply.
 
-    The result is empty if the block never ends. The content of the block is a draft, not a reply.
+    If the thought has no closing tag, the result is "", because the text then ends within the
+    thought.
     """
     return _THOUGHT.sub("", reply, count=1) if reply.lstrip().startswith("<think>") else reply
 
 
 def without_fence(text: str) -> str:
-    """Returns the content of a JSON code fence around a whole text; any other text as it is."""
+    """Removes the Markdown fence around a text, if the whole text is one code block.
+
+    The label of the code block must be empty or ``json``. Any other text is returned unchanged.
+    """
     fenced = _JSON_FENCE.fullmatch(text)
     return fenced[1] if fenced else text
 
 
 def parse_reflection(body: str) -> dict[str, str] | None:
-    """Parses the grades of a reflection into ``{criterion: "good" | "average" | "poor"}``.
+    """Parses the grades of a reflection.
 
-    The body has one ``criterion: grade`` pair for each of ``CRITERIA``, in any order, separated by
-    line ends, commas or semicolons. Case does not matter. ``fair`` is read as ``average``: the
-    paper uses both names for the middle grade. The result is None if a pair is missing, repeated or
-    unknown.
+    The body must contain one ``criterion: grade`` pair for each criterion of ``CRITERIA``, in any
+    order. Line ends, commas or semicolons separate the pairs. Case does not matter. The grade
+    ``fair`` means ``average``, because the paper uses both names for the middle grade.
+
+    Returns:
+        Criterion -> ``good``, ``average`` or ``poor``; None if a criterion is missing, occurs
+        twice, or is unknown, or if a grade is unknown.
     """
     grades: dict[str, str] = {}
     for pair in _PAIR_END.split(body):
@@ -65,18 +73,27 @@ def parse_reflection(body: str) -> dict[str, str] | None:
 
 
 def format_reflection(grades: dict[str, str]) -> str:
-    """Writes the body that ``parse_reflection`` reads, in the surface form of the paper."""
+    """Writes grades as the body of a reflection; `parse_reflection` is the inverse.
+
+    The names of the grades are those of the Chain-of-Agents paper: Good, Fair and Poor.
+
+    Args:
+        grades: criterion -> ``good``, ``average`` or ``poor``.
+    """
     names = {"good": "Good", "average": "Fair", "poor": "Poor"}
     return "\n".join(f"{key}: {names[grades[key]]}" for key in CRITERIA)
 
 
 def parse_double_check(body: str) -> int | None:
-    """Parses the score, from 1 to 4, of a double check.
+    """Parses the score of a double check, an integer from 1 to 4.
 
-    The body is either the number alone (``3``, ``3/4``) or a sentence in which the number follows
-    the word score, grade or rating. The scale itself (``1-4``, ``out of 4``) is not read as a
-    score. The result is None if there is no score, a number outside the scale, or two different
-    scores.
+    The body is either only the number (``3``, ``3/4``), or a sentence in which the number follows
+    the word "score", "grade" or "rating". A mention of the scale (``1-4``, ``out of 4``) is not a
+    score.
+
+    Returns:
+        The score; None if the body contains no score, a number outside the scale, or two different
+        scores.
     """
     body = _SCALE.sub(" ", body)
     bare = _BARE_SCORE.fullmatch(body)
@@ -88,20 +105,22 @@ def parse_double_check(body: str) -> int | None:
 
 
 def format_double_check(score: int) -> str:
-    """Writes the sentence that ``parse_double_check`` reads."""
+    """Writes the body of a double check; `parse_double_check` is the inverse."""
     return f"The score of the suggested answer is {score}."
 
 
 def parse_code(body: str) -> tuple[str, str | None] | None:
-    """Parses a code call into its program and its standard input.
+    """Parses the body of a ``code`` call into the program and its standard input.
 
-    The body is a block fenced by ```` ```py ```` or ```` ```python ````, then at most one block
-    fenced by ```` ```sh ```` or ```` ```bash ````, whose text is the standard input. Only blanks
-    may surround the blocks. A block ends at the first line that consists of the fence alone.
+    The body consists of a Markdown code block with the label ``py`` or ``python``, and optionally a
+    second block with the label ``sh`` or ``bash``, which contains the standard input. Outside the
+    blocks, only spaces and line ends are allowed. A block ends at the first line that contains only
+    the closing fence.
 
     Returns:
-        (source without its last line end, standard input with its last line end or None), or None
-        if the body does not have this form.
+        (source of the program without its last line end, standard input with its last line end).
+        The second value is None if there is no second block. The result is None if the body has
+        another form.
     """
     blocks = _fenced_blocks(body)
     if blocks is None or not 1 <= len(blocks) <= 2 or blocks[0][0] not in _CODE_FENCES:
@@ -117,7 +136,12 @@ def parse_code(body: str) -> tuple[str, str | None] | None:
 
 
 def format_code(source: str, stdin: str | None = None) -> str:
-    """Writes the body that ``parse_code`` reads."""
+    """Writes the body of a ``code`` call; `parse_code` is the inverse.
+
+    Args:
+        source: source of the program.
+        stdin: standard input of the program; None for no standard input.
+    """
     body = f"```py\n{source}\n```"
     if stdin is None:
         return body
@@ -125,7 +149,10 @@ def format_code(source: str, stdin: str | None = None) -> str:
 
 
 def _fenced_blocks(body: str) -> list[tuple[str, list[str]]] | None:
-    """Returns (opening fence, lines) of each block; None for text outside or an open block."""
+    """Returns (opening fence, lines) of each Markdown code block.
+
+    The result is None if there is text outside the blocks, or if a block is not closed.
+    """
     blocks: list[tuple[str, list[str]]] = []
     lines: list[str] | None = None
     for line in body.split("\n"):
@@ -145,14 +172,15 @@ def _fenced_blocks(body: str) -> list[tuple[str, list[str]]] | None:
 
 
 def split_answers(body: str) -> tuple[str, ...]:
-    """Splits answers joined by ``|``, strips blanks, and drops blank answers."""
+    """Splits the body of an answer at ``|``, and drops parts that contain only spaces."""
     return tuple(part.strip() for part in body.split("|") if part.strip())
 
 
 def parse_boxed(body: str) -> str | None:
-    r"""Returns the content of the last ``\boxed{...}`` with balanced braces.
+    r"""Returns the content of the last ``\boxed{...}`` in a text.
 
-    Escaped braces, ``\{`` and ``\}``, do not count.
+    The content ends at the matching closing brace. Escaped braces, ``\{`` and ``\}``, are ignored.
+    The result is None if there is no ``\boxed``, or if its closing brace is missing.
     """
     start = body.rfind("\\boxed{")
     if start < 0:
@@ -166,7 +194,11 @@ def parse_boxed(body: str) -> str | None:
 
 
 def parse_solution(body: str) -> str | None:
-    r"""Parses the final answer of the code protocol: ``\boxed{...}``, or one fenced program."""
+    r"""Parses the final answer in the protocol ``code``.
+
+    The result is the content of ``\boxed{...}``, or the program if the answer is one Markdown code
+    block. The result is None for any other answer.
+    """
     boxed = parse_boxed(body)
     if boxed is not None:
         return boxed or None
@@ -175,7 +207,10 @@ def parse_solution(body: str) -> str | None:
 
 
 def parse_urls(body: str) -> tuple[str, ...]:
-    """Splits URLs joined by ``|``, plain or as Markdown links; drops parts that are not URLs."""
+    """Splits a list of URLs at ``|``, and drops parts that are not URLs.
+
+    A part may be a URL or a Markdown link with a URL.
+    """
     parts = [part.strip() for part in body.split("|")]
     links = [_MARKDOWN_LINK.fullmatch(part) for part in parts]
     urls = [link[1] if link else part for link, part in zip(links, parts, strict=True)]
@@ -183,10 +218,14 @@ def parse_urls(body: str) -> tuple[str, ...]:
 
 
 def parse_inspection(body: str) -> tuple[str, str | None] | None:
-    """Parses a call of the visual inspector: a JSON object, fenced or bare.
+    """Parses the body of a ``visual_inspector`` call.
+
+    The body is a JSON object with the key ``file_path`` and optionally ``question``. It may stand
+    in a Markdown code block with the label ``json``.
 
     Returns:
-        (file path, question or None), or None if the body does not have this form.
+        (file path, question). The question is None if the object has none. The result is None if
+        the body has another form.
     """
     blocks = _fenced_blocks(body)
     if blocks and len(blocks) == 1 and blocks[0][0] == "```json":

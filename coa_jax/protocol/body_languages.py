@@ -1,23 +1,24 @@
-r"""The bodies that the parsers of `bodies` accept, as regular languages of UTF-8 bytes.
+r"""Defines the bodies of segments as regular languages of UTF-8 bytes, for constrained decoding.
 
-Where the language of a parser is not regular, or would need many states, the language here is a
-subset: the parser accepts every string of the language, but not always the reverse. The languages
-leave out
+The parsers in `bodies` accept every string of these languages. The reverse is not always true: if
+the set of strings that a parser accepts is not regular, or would need many states, the language is
+a subset. The following table lists the strings that a parser accepts and the language leaves out:
 
 ==============  =================================================================================
-optional        more than a few blanks in a row, and blanks that are not ASCII
-blanks
+form of body    left out
+==============  =================================================================================
+all forms       more than a few spaces or line ends in a row, and spaces that are not ASCII
 ``grades``      several empty pairs between two grades
-``score``       ``<``; digits other than the score and ``out of 4`` or ``/4`` behind the score;
-                a score further than 48 bytes behind its word, or right behind ``of``
-``urls``        ``<`` and parts that are not URLs
-``inspection``  ``<``; keys other than ``file_path`` and, after it, ``question``; a path whose
-                first character is an escape or not ASCII
-``solution``    braces deeper than three levels; programs that contain ``\boxed{``
+``score``       ``<``; digits other than the score and a following ``out of 4`` or ``/4``; a
+                score more than 48 bytes after the word that announces it, or right after ``of``
+``urls``        ``<``; parts that are not URLs
+``inspection``  ``<``; keys other than ``file_path`` and, after this key, ``question``; a path
+                whose first character is an escape sequence or not ASCII
+``solution``    braces nested more than three levels deep; programs that contain ``\boxed{``
 ==============  =================================================================================
 
 Bytes that are not valid UTF-8 become U+FFFD when the text is decoded. This character is not a
-blank, so the languages hold for such strings too.
+space, so the parsers accept such strings too.
 """
 
 from __future__ import annotations
@@ -46,21 +47,29 @@ _GAP, _SPACES = up_to(4, _BLANK), up_to(2, _SPACE)
 _NEWLINE, _FENCE = literal("\n"), literal("```")
 
 BLANKS_BETWEEN = _GAP
-"""Text allowed between segments. Without a bound, an untrained policy would write blanks
-forever.
+"""Text that is allowed between segments: a few spaces and line ends.
+
+The number is bounded, because an untrained policy might write spaces endlessly.
 """
 
 
 MAY_SHOW_TAGS: frozenset[BodyForm] = frozenset({"text", "code", "solution"})
-"""Forms with a ``<`` in some of their bodies."""
+"""Forms of bodies that may contain ``<``, and therefore tags."""
 
 
 def outcomes(form: BodyForm, pass_score: int) -> tuple[tuple[Regex, str], ...]:
-    """Splits the language of a body form by outcome.
+    """Groups all bodies of a form by the state in which they leave the protocol's automaton.
+
+    For example, the form of reflections has two groups: bodies with a poor grade and bodies without
+    a poor grade. After these, the policy must continue differently.
+
+    Args:
+        form: form of the body.
+        pass_score: lowest score of a ``double_check`` after which ``answer`` may follow.
 
     Returns:
-        Pairs of a language and a sample body. Every body of the language leads to the same state of
-        the automaton as the sample body.
+        (language, sample body) for each group. The language contains the bodies of the group, and
+        the sample body is one of them.
     """
     if form == "grades":
         good = _grades(("good", "average", "fair"))
@@ -76,7 +85,7 @@ def outcomes(form: BodyForm, pass_score: int) -> tuple[tuple[Regex, str], ...]:
 
 # --- text ----------------------------------------------------------------------------------
 
-# The characters that str.strip removes; none has a code point above the ideographic space.
+# The characters that str.strip removes. The last of these characters is U+3000.
 _UNICODE_BLANK = union(literal(c) for c in map(chr, range(0x3001)) if c.isspace())
 _NOT_BLANK = ~star(_UNICODE_BLANK)
 
@@ -84,7 +93,7 @@ _NOT_BLANK = ~star(_UNICODE_BLANK)
 
 
 def _grades(grades: tuple[str, ...]) -> Regex:
-    """Returns the language with one ``criterion: grade`` pair for each criterion, in any order."""
+    """Returns the language of reflections: one ``criterion: grade`` pair per criterion."""
     grade = union(literal(name, ignore_case=True) for name in grades) + optional(literal("."))
 
     def pair(name: str) -> Regex:
@@ -110,14 +119,14 @@ _EDGE = none_of(_WORD + b"<")
 
 
 def _score(scores: Sequence[int]) -> Regex:
-    """Returns the language of given scores, alone or after the first word that announces one."""
+    """Returns the language of sentences that name one of the scores, or contain only a score."""
     words = (literal(word, ignore_case=True) for word in ("score", "grade", "rating"))
     word = union(words) + optional(one_of(b"sdSD"))
-    # The text up to the first such word, and the character that ends the word.
+    # The text up to the first word that announces a score, and the character after this word.
     announced = optional(star(_NO_DIGIT) + _EDGE) + word + (_EDGE & none_of(b"/\n"))
     announced &= ~(announced + _NO_DIGIT + star(_NO_DIGIT))
     between = up_to(48, none_of(_DIGITS + b"\n</"))
-    # "out of 4" would name the scale.
+    # A digit after "of" is excluded, because "out of 4" names the scale and not the score.
     between &= ~(ANYTHING + literal("of", ignore_case=True) + _BLANK + star(_BLANK))
     space = literal(" ")
     slash = optional(space) + literal("/") + optional(space)
@@ -192,7 +201,7 @@ def _balanced(depth: int) -> Regex:
     return star(piece)
 
 
-# The parser reads the last box.
+# The parser reads only the last box, so no box may follow.
 _BOXED = ANYTHING + _BOX + (_balanced(3) & _NO_BOX & _NOT_BLANK) + literal("}") + _NO_BOX
 _SOLUTION = _BOXED | (_PROGRAM + _TAIL & _NO_BOX)
 

@@ -1,8 +1,9 @@
-"""Converts chains of agents to another conversation format, so that one teacher serves all formats.
+"""Converts records of chains of agents to another conversation format.
 
-The converted record has the parts of a tool-integrated agent: thoughts, plans, calls, results and
-the answer. Plans become thoughts. The other agents of a chain (reflection, suggested answer, double
-check) are left out, with the thought before each: baselines in other formats do not have them.
+With this conversion, the data of one teacher can be used for every format. A converted record
+contains thoughts, tool calls, their results and the answer. The text of a plan becomes a thought.
+Reflections, suggested answers and double checks are dropped together with the thought before each,
+because agents in other formats do not have these roles.
 """
 
 from __future__ import annotations
@@ -21,18 +22,18 @@ _THOUGHTS = (THINK, "plan")
 def in_format(
     tags: Protocol, protocol: Protocol, parts: Iterable[tuple[str, str]]
 ) -> tuple[tuple[str, str], ...]:
-    """Converts the parts of a record to the format of another protocol.
+    """Converts the parts of a record from the format ``tags`` to another format.
 
     Args:
-        tags: protocol of the parts, in tags.
-        protocol: the same protocol in the other format.
-        parts: (``"policy"`` or ``"environment"``, text) in order.
+        tags: protocol of the record, in the format ``tags``.
+        protocol: the same protocol in the new format.
+        parts: (``"policy"`` or ``"environment"``, text) of each part, in order.
 
     Returns:
-        Parts in the new format, as ``parts``.
+        The parts in the new format: (``"policy"`` or ``"environment"``, text) of each part.
 
     Raises:
-        UserError: the parts are not written in tags.
+        UserError: the argument ``tags`` is a protocol in another format.
     """
     if protocol.format is None or tags.format is not None:
         raise UserError(
@@ -72,7 +73,7 @@ def in_format(
 
 
 def _body(tags: Protocol, text: str) -> str:
-    """Returns the text of a tool's result without the tags around it."""
+    """Returns the result of a tool without the observation tags around the result."""
     name = tags.observation
     inner = text.strip().removeprefix(f"<{name}>").removesuffix(f"</{name}>")
     return inner.removeprefix("\n").removesuffix("\n")

@@ -1,8 +1,9 @@
-"""Conversation formats: how thoughts, tool calls, results and the answer are written.
+"""Defines conversation formats: how thoughts, tool calls, tool results and the answer are written.
 
-A chain of agents uses the format ``tags``. Two other formats are the baselines of the paper:
-``hermes`` writes calls as JSON in the turns of a chat (Hermes and Qwen), ``react`` is ReAct (Yao et
-al., arXiv 2210.03629). A policy trained on either has the same tools but no further agents.
+A chain of agents uses the format ``tags``. Two other formats are baselines in the Chain-of-Agents
+paper: ``hermes`` writes tool calls as JSON in the turns of a chat, as Hermes and Qwen do, and
+``react`` is ReAct (Yao et al., arXiv 2210.03629). In these two formats the policy can call the same
+tools, but the other agents of a chain do not exist.
 
 A format parses only the text of the policy. The results of tools are never parsed.
 """
@@ -30,58 +31,67 @@ FORMATS = Kind(
         "react": "coa_jax.protocol.react:React",
     },
 )
-"""The setting ``format``: a subclass of `Format`, constructed without arguments."""
+"""The setting ``format``, which names a subclass of `Format`. It is constructed without arguments.
+"""
 
 TAGS = "tags"
-"""The format of a chain of agents."""
+"""Name of the format of a chain of agents."""
 
 BAD_CALL = "tool_call"
-"""Role of an invalid call: no JSON, an unknown tool, or wrong arguments."""
+"""Role of an invalid call, which is not JSON, names an unknown tool, or has wrong arguments."""
 
 
 class Reader(typing.Protocol):
-    """Parses the policy's text as it arrives, like `coa_jax.protocol.parser.Parser`.
+    """An interface for parsers of the policy's text, which arrives in pieces.
 
-    The segments that all methods return are contiguous and together cover the text. A segment has a
-    role only if it is complete: ``think``, a tool (its body is the text that the tool takes),
-    `BAD_CALL`, or the protocol's ``answer``.
+    The segments that the methods return are contiguous, and together cover the whole text. A
+    complete segment has one of these roles: ``think``, the tag of a tool (the body is then the text
+    that the tool takes), `BAD_CALL`, or the protocol's ``answer``. All other segments have the role
+    None.
+
+    Attributes:
+        violations: violations found so far, in the order in which they were found.
     """
 
     violations: list[Violation]
 
     @property
     def open_role(self) -> str | None:
-        """The role of the open segment; None where the role is not known yet."""
+        """Role of the segment that is being read; None while the role is unknown."""
 
     @property
     def open_body(self) -> str:
-        """The body of the open segment so far, a prefix of the final body.
-
-        The result is "" if the role is unknown.
-        """
+        """Body, as far as read, of the segment that is being read; "" while its role is unknown."""
 
     def feed(self, chunk: str) -> list[Segment]:
-        """Reads more text; returns the segments that this text completed."""
+        """Parses more text; returns the segments that this text completes."""
 
     def end_turn(self) -> list[Segment]:
-        """Notes that the policy ended its turn, with a token that has no text."""
+        """Tells the parser that the policy has ended its turn; returns the segments that end here.
+
+        The parser cannot see the end of a turn, because the token that ends a turn has no text.
+        """
 
     def interrupt(self) -> None:
-        """Notes that a tool answered: the next text does not continue the text before."""
+        """Tells the parser that a tool has answered, before the policy's next text is fed.
+
+        A mark that is incomplete at this point stays plain text. The policy's next text cannot
+        complete it.
+        """
 
     def finish(self) -> list[Segment]:
-        """Ends a text whose turn the policy did not end; returns the remaining segments."""
+        """Ends the text in the middle of a turn; returns the remaining segments."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step of an episode, for `Format.write`.
+    """One step of an episode, which `Format.write` converts to text.
 
     Attributes:
-        thoughts: thoughts of the policy before the call or the answer.
-        tool: tag of the called tool; "" in the last step.
-        text: argument of the call, or the answer ("" for none).
-        observation: result of the tool.
+        thoughts: thoughts of the policy before the tool call or the answer.
+        tool: tag of the called tool; "" in the last step, which has no tool call.
+        text: argument of the tool call. In the last step, the answer, or "" if there is none.
+        observation: result of the tool; "" in the last step.
     """
 
     thoughts: tuple[str, ...]
@@ -91,15 +101,18 @@ class Step:
 
 
 class Format:
-    """A conversation format. A subclass defines at least `reader`, `write` and `instructions`.
+    """A conversation format. A subclass must define `reader`, `write` and `instructions`.
 
     Attributes:
-        turns: whether calls run when the policy ends its turn. Then the results form a turn of
-            their own, written by the model's chat template. Otherwise a result follows within the
-            policy's turn, between ``head`` and ``tail``.
+        turns: whether tools run only when the policy ends its turn. If True, the model's chat
+            template writes the results as a separate turn. If False, a tool runs as soon as its
+            call is complete, and its result follows in the same turn, between ``head`` and
+            ``tail``.
         templated: whether the chat template describes the tools to the policy, as JSON schemas.
-        tags: marks of the format that are single tokens where the vocabulary has them.
-        head, tail: text before and after a result, where no chat template writes it.
+        tags: texts of the format, such as ``<tool_call>``, that are encoded as single tokens if the
+            vocabulary has these tokens.
+        head: text before the result of a tool, if the chat template does not write the result.
+        tail: text after the result of a tool, if the chat template does not write the result.
     """
 
     turns: bool = False
@@ -109,33 +122,43 @@ class Format:
     tail: str = "\n"
 
     def reader(self, protocol: Protocol) -> Reader:
-        """Returns a new reader for the policy's text."""
+        """Returns a new parser of the policy's text."""
         raise TypeError(f"{type(self).__name__} has no method 'reader'")
 
     def write(self, protocol: Protocol, steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
-        """Writes an episode as parts of a `DistilledRecord`.
+        """Writes the steps of an episode as text.
 
-        Results stand between `head` and `tail`.
+        Returns:
+            The parts of a `DistilledRecord`: (``"policy"`` or ``"environment"``, text) in order.
+            The result of a tool stands between `head` and `tail`.
         """
         raise TypeError(f"{type(self).__name__} has no method 'write'")
 
     def instructions(self, protocol: Protocol, brief: bool) -> str:
-        """Returns the instructions before the question.
+        """Returns the instructions that precede the question in a prompt.
 
-        If ``brief``, the instructions are short, for policies that learn the format from data.
+        Args:
+            protocol: protocol with the tools.
+            brief: whether to return short instructions, which suffice for a policy that was trained
+                on the format.
         """
         raise TypeError(f"{type(self).__name__} has no method 'instructions'")
 
     def error(self, protocol: Protocol, segment: Segment) -> str:
-        """Returns the message that answers a segment with the role `BAD_CALL`."""
+        """Returns the observation for an invalid call, a segment with the role `BAD_CALL`."""
         return "The call could not be understood."
 
     def marks(self, protocol: Protocol, text: str) -> list[tuple[int, int]]:
-        """Finds where a text of the policy uses `tags` as marks: (start, end) offsets, in order."""
+        """Finds the places where a text of the policy uses one of `tags` as a mark.
+
+        Returns:
+            (start, end) of each place, as offsets in characters, in ascending order. A place where
+            the text only quotes one of `tags` is not included.
+        """
         return []
 
     def quote(self, text: str) -> str:
-        """Escapes the text of a tool, so that it cannot contain the end of the result."""
+        """Escapes a tool's text, so that the text cannot contain the mark that ends a result."""
         return text
 
 
@@ -143,16 +166,18 @@ _named: set[str] = set()  # import paths that settings of this process have name
 
 
 def find_format(name: str, by_setting: bool = False) -> Format:
-    """Looks up a format: built in, of an installed package, or ``package.module:name``.
+    """Returns the format with a given name.
 
     Args:
-        name: name or import path of the format.
-        by_setting: whether a setting gives the name. An import path that comes from a data file or
-            a model card is imported only if a setting has named it too.
+        name: name of a format that is built in or comes with an installed package, or the import
+            path ``package.module:name`` of a format.
+        by_setting: whether a setting contains the name. If False, the name comes from a data file
+            or a model card, and an import path is refused unless a setting has named it earlier in
+            this process. Therefore a data file cannot make a process import code.
 
     Raises:
-        UserError: there is no such format, the object is not a `Format`, or no setting names its
-            path.
+        UserError: the format does not exist, the object is not a `Format`, or the import path is
+            refused.
     """
     if by_setting:
         _named.add(name)
@@ -168,7 +193,7 @@ def _made(name: str) -> Format:
     try:
         found: Any = find(FORMATS, name, "format")()
     except TypeError as error:
-        raise UserError(f"format: {name} cannot be made: {error}") from None
+        raise UserError(f"format: {name} cannot be created: {error}") from None
     own = ("reader", "write", "instructions")
     if not isinstance(found, Format) or any(
         getattr(type(found), method) is getattr(Format, method) for method in own

@@ -1,11 +1,12 @@
-"""The texts that obey a protocol, as a finite automaton over bytes (paper §3.1).
+"""Compiles a protocol to a finite automaton over bytes, for constrained decoding.
 
-A policy that writes only bytes that the automaton allows never breaks a rule of its protocol: any
-allowed text can be continued to a trajectory without violations. The transitions come from
-`automaton.advance` and `automaton.allowed_after`, the bodies from `body_languages`.
+The automaton accepts texts that obey the protocol. A policy that writes only the bytes that the
+automaton allows never violates a rule, because every allowed text can be continued to a complete
+trajectory without violations. The order of segments comes from `automaton.advance` and
+`automaton.allowed_after`, and the bodies of segments come from `body_languages`.
 
-After a call the policy may write nothing until the environment has answered, and after the answer
-nothing at all. Between segments at most a few blanks are allowed.
+After a tool call no byte is allowed until the environment has answered. After the answer no byte is
+allowed at all. Between segments a few spaces and line ends are allowed.
 """
 
 from __future__ import annotations
@@ -31,20 +32,24 @@ from coa_jax.protocol.regex import (
 from coa_jax.protocol.spec import Protocol
 
 DEAD = -1
-"""No state: the byte is not allowed."""
+"""Entry of the transition table that means that the byte is not allowed."""
 
 OBSERVED = 256
-"""The symbol that stands for an observation, beside the bytes 0 to 255."""
+"""The symbol that stands for an observation, in addition to the bytes 0 to 255."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class ByteAutomaton:
-    """A deterministic automaton. Every state is reachable and leads to an answer.
+    """A deterministic finite automaton over bytes with S states.
+
+    State 0 is the start. Every state can be reached from the start, and an answer can be reached
+    from every state.
 
     Attributes:
-        transitions: int32 ``[S, 257]``, next state for each byte value, and for `OBSERVED` (the
-            environment has answered); `DEAD` where the byte is not allowed. State 0 is the start.
-        answered: bool ``[S]``, true for the states after a closed answer.
+        transitions: int32 of shape ``[S, 257]``, the next state for each byte value from 0 to 255,
+            and for the symbol `OBSERVED` (256), which stands for a whole observation. The value
+            `DEAD` means that the byte or symbol is not allowed.
+        answered: bool of shape ``[S]``, True for the states after a closed answer.
     """
 
     transitions: np.ndarray
@@ -52,13 +57,17 @@ class ByteAutomaton:
 
 
 class _Open(NamedTuple):
-    """The policy is writing: segments it may be in, each with the state after the segment."""
+    """A node in which the policy is writing.
+
+    Attributes:
+        segments: (rest of a segment that may follow, state of the protocol after the segment).
+    """
 
     segments: tuple[tuple[Regex, State], ...]
 
 
 class _Closed(NamedTuple):
-    """The policy waits for the environment, or has answered."""
+    """A node in which the policy waits for the environment, or has answered."""
 
     state: State
 
@@ -67,7 +76,7 @@ _Node = _Open | _Closed
 
 
 def compile_protocol(protocol: Protocol) -> ByteAutomaton:
-    """Builds the byte automaton of a protocol; takes about a second."""
+    """Builds the byte automaton of a protocol, which takes about a second."""
     languages = _segment_languages(protocol)
 
     def start(state: State) -> _Node:
@@ -88,20 +97,20 @@ def compile_protocol(protocol: Protocol) -> ByteAutomaton:
             return
         for group in byte_groups(regex for regex, _ in node.segments):
             after = [(derivative(regex, group[0]), target) for regex, target in node.segments]
-            # A segment ends with its closing tag, and its body does not contain that tag.
+            # A segment ends at the first closing tag, because its body cannot contain this tag.
             closed = next((target for regex, target in after if regex.nullable), None)
             live = tuple(pair for pair in after if pair[0] is not NOTHING)
             if closed is not None or live:
                 yield group, _Open(live) if closed is None else start(closed)
 
     nodes, transitions = _explore(start(State()), follow)
-    derivative.cache_clear()  # these derivatives are not needed again
+    derivative.cache_clear()  # frees memory, because the derivatives are not needed again
     closed = np.array([isinstance(n, _Closed) and not n.state.waiting for n in nodes])
     return ByteAutomaton(*_minimise(*_trim(transitions, closed)))
 
 
 def _segment_languages(protocol: Protocol) -> dict[str, list[tuple[Regex, str]]]:
-    """Returns by role the languages of whole segments, each with a sample body (`outcomes`)."""
+    """Returns, for each role, the languages of whole segments with sample bodies (`outcomes`)."""
     tags = [f"<{slash}{role}>" for role in protocol.roles for slash in ("", "/")]
     languages = {}
     for role in protocol.roles:
@@ -119,7 +128,7 @@ def _segment_languages(protocol: Protocol) -> dict[str, list[tuple[Regex, str]]]
 def _explore(
     start: _Node, follow: Callable[[_Node], Iterable[tuple[list[int], _Node]]]
 ) -> tuple[list[_Node], np.ndarray]:
-    """Returns every reachable node, and the transitions as int32 ``[S, 257]``."""
+    """Returns (all nodes that can be reached, transitions as int32 of shape ``[S, 257]``)."""
     nodes, number = [start], {start: 0}
     rows = []
     for node in nodes:  # the loop appends to nodes
@@ -134,7 +143,7 @@ def _explore(
 
 
 def _trim(transitions: np.ndarray, answered: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Removes states from which no answer is reachable."""
+    """Removes the states from which no answer can be reached."""
     live = answered
     while True:
         # Row -1 belongs to the dead state, which is never live.
@@ -147,9 +156,9 @@ def _trim(transitions: np.ndarray, answered: np.ndarray) -> tuple[np.ndarray, np
 
 
 def _minimise(transitions: np.ndarray, answered: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Merges states that allow the same continuations (Moore 1956); the start remains state 0."""
+    """Merges states with the same continuations (Moore 1956). The start remains state 0."""
     block, count = answered.astype(np.intp), 0
-    columns = np.unique(transitions, axis=1)  # many bytes have equal columns
+    columns = np.unique(transitions, axis=1)  # saves time, because many bytes have equal columns
     while True:
         after = np.append(block, DEAD)[columns]
         rows = np.column_stack([block, after])
@@ -157,7 +166,7 @@ def _minimise(transitions: np.ndarray, answered: np.ndarray) -> tuple[np.ndarray
         if len(first) == count:
             break
         count = len(first)
-    # Blocks are numbered by their first state, so that the start is 0.
+    # Merged states are numbered in the order of their first state, so that the start is 0.
     order = np.argsort(first)
     number = np.empty(count, np.int32)
     number[order] = np.arange(count, dtype=np.int32)

@@ -1,4 +1,4 @@
-r"""The format ``hermes``: calls as JSON in the turns of a chat, as Hermes and Qwen write them.
+r"""Implements the format ``hermes``: tool calls as JSON in a chat, as Hermes and Qwen write them.
 
     <think>
     I search for the river.
@@ -8,9 +8,9 @@ r"""The format ``hermes``: calls as JSON in the turns of a chat, as Hermes and Q
     {"name": "wiki_search", "arguments": {"query": "longest river of Lesotho"}}
     </tool_call>
 
-When the policy ends its turn, all its calls run. The results follow as ``<tool_response>`` in the
-next turn, which the model's chat template writes. Thoughts are optional. A turn without a call is
-the answer.
+When the policy ends its turn, all tool calls of the turn run. Their results follow as
+``<tool_response>`` in the next turn, which the model's chat template writes. Thoughts are optional.
+A turn without a tool call is the answer.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ _TAG = re.compile("|".join(_TAGS))
 
 
 class Hermes(Format):
-    """The format ``hermes``; the module docstring describes it."""
+    """The conversation format ``hermes``, which the module docstring describes."""
 
     turns = True
     templated = True
@@ -40,11 +40,14 @@ class Hermes(Format):
     head, tail = "\n<tool_response>\n", "\n</tool_response>\n"
 
     def reader(self, protocol: Protocol) -> HermesReader:
-        """See `Format`."""
+        """Returns a new parser of the policy's text."""
         return HermesReader(protocol)
 
     def write(self, protocol: Protocol, steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
-        """See `Format`; the thoughts of a step form one block."""
+        """Writes the steps of an episode as text, see `Format.write`.
+
+        All thoughts of a step are written into one ``<think>``.
+        """
         parts = []
         for step in steps:
             thoughts = "\n".join(_quoted(thought.strip()) for thought in step.thoughts)
@@ -52,7 +55,7 @@ class Hermes(Format):
             if step.tool:
                 arguments = from_text(protocol, step.tool, step.text)
                 call = json.dumps({"name": step.tool, "arguments": arguments}, ensure_ascii=False)
-                # JSON can escape a mark that would end the call.
+                # A mark in the arguments would end the call, so its first character is escaped.
                 call = _TAG.sub(lambda found: f"\\u003c{found[0][1:]}", call)
                 text += f"<tool_call>\n{call}\n</tool_call>"
                 result = f"{self.head}{step.observation}{self.tail}"
@@ -62,7 +65,10 @@ class Hermes(Format):
         return tuple(parts)
 
     def instructions(self, protocol: Protocol, brief: bool) -> str:
-        """See `Format`; the chat template explains how to call tools."""
+        """Returns the instructions that precede the question, see `Format.instructions`.
+
+        The instructions do not explain how to call tools, because the chat template does.
+        """
         if brief:
             return f"Call tools: {', '.join(protocol.tools)}."
         return (
@@ -72,7 +78,7 @@ class Hermes(Format):
         )
 
     def error(self, protocol: Protocol, segment: Segment) -> str:
-        """See `Format`."""
+        """Returns the observation for an invalid call, see `Format.error`."""
         try:
             read_call(protocol, segment.body)
         except ValueError as error:
@@ -80,7 +86,7 @@ class Hermes(Format):
         return super().error(protocol, segment)
 
     def marks(self, protocol: Protocol, text: str) -> list[tuple[int, int]]:
-        """See `Format`."""
+        """Returns (start, end) of each mark in a text of the policy, see `Format.marks`."""
         reader, found = HermesReader(protocol), []
         for segment in reader.feed(text):
             if segment.role is None:
@@ -93,7 +99,7 @@ class Hermes(Format):
         return found
 
     def quote(self, text: str) -> str:
-        """See `Format`."""
+        """Escapes ``</tool_response>`` in the text of a tool, see `Format.quote`."""
         return text.replace("</tool_response>", "&lt;/tool_response&gt;")
 
 
@@ -102,25 +108,29 @@ def _quoted(text: str) -> str:
 
 
 class HermesReader(Pieces):
-    """See `coa_jax.protocol.formats.Reader`."""
+    """Parser of the format ``hermes``, see `coa_jax.protocol.formats.Reader`."""
 
     def __init__(self, protocol: Protocol):
         super().__init__(protocol)
-        self._open = ""  # the open tag: think or tool_call
-        self._calls = self._segments = 0  # numbers in this turn
+        self._open = ""  # name of the open tag: think, tool_call, or "" for none
+        self._calls = self._segments = 0  # number of calls and of tagged segments in this turn
 
     @property
     def open_role(self) -> str | None:
-        """See `Reader`; text outside of tags is an answer only if no call follows in the turn."""
+        """Role of the segment that is being read, see `Reader.open_role`.
+
+        Text outside tags has no role before the turn ends, because this text is the answer only if
+        the turn contains no call.
+        """
         return THINK if self._open == THINK else None
 
     @property
     def open_body(self) -> str:
-        """See `Reader`."""
+        """Beginning of the body of the open segment, see `Reader`."""
         return self.text[len("<think>") :].lstrip("\n") if self._open == THINK else ""
 
     def feed(self, chunk: str) -> list[Segment]:
-        """See `Reader`."""
+        """Parses more text; returns the segments that this text completes."""
         data, taken, done = self.carry + chunk, 0, list[Segment]()
         for match in _TAG.finditer(data):
             tag = match[0]
@@ -136,7 +146,7 @@ class HermesReader(Pieces):
             elif name == "tool_response":
                 self.broken("forged_observation", "a result that no tool gave", here)
             elif closes and name == THINK and not self._segments:
-                # The chat templates of some models write the opening <think> themselves.
+                # Some chat templates write the opening <think> as the end of the prompt.
                 self.text += before + tag
                 taken = match.end()
                 done += self._closed(name)
@@ -176,7 +186,7 @@ class HermesReader(Pieces):
         return self.close()
 
     def end_turn(self) -> list[Segment]:
-        """See `Reader`."""
+        """Tells the parser that the policy's turn has ended; returns the segments that end here."""
         self.interrupt()
         if self._open:
             self.broken("unclosed", f"<{self._open}> is never closed", self.start)
@@ -189,7 +199,7 @@ class HermesReader(Pieces):
         return done
 
     def finish(self) -> list[Segment]:
-        """See `Reader`."""
+        """Ends the text in the middle of a turn; returns the remaining segments."""
         self.interrupt()
         if self._open:
             self.broken("unclosed", f"<{self._open}> is never closed", self.start)

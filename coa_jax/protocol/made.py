@@ -1,8 +1,8 @@
-"""Stores protocols made from tools next to the data that was written with them.
+"""Stores protocols that were created for a set of tools, next to the data that uses them.
 
-`protocol_with_tools` makes a protocol in the process that has the tools. A run that writes
-trajectories under such a protocol also writes ``protocols.json``. Readers of a trajectory file or
-of a model look for ``protocols.json`` there, so later commands do not need the tools.
+`protocol_with_tools` creates such a protocol in a process that has the tools. A run that writes
+trajectories with the protocol also writes the file ``protocols.json``. Later commands find the file
+next to the trajectories or the model, and therefore do not need the tools.
 """
 
 from __future__ import annotations
@@ -23,13 +23,17 @@ from coa_jax.protocol.spec import (
 
 FILE = "protocols.json"
 _AROUND = 3
-"""Parent folders of a file that are searched for its run."""
+"""Number of parent folders of a file in which ``protocols.json`` is searched."""
 
 
 def write_protocols(folder: str | os.PathLike[str]) -> None:
-    """Writes the protocols that `protocol_with_tools` made in this process to ``protocols.json``.
+    """Writes a file ``protocols.json`` with the protocols that this process has created.
 
-    No file is written if there are none.
+    Only protocols that `protocol_with_tools` created are written. If there are none, no file is
+    written.
+
+    Args:
+        folder: folder in which the file is written.
     """
     path = Path(folder) / FILE
     made = {}
@@ -47,14 +51,18 @@ def write_protocols(folder: str | os.PathLike[str]) -> None:
 
 
 def find_protocols(path: str | os.PathLike[str]) -> None:
-    """Registers the protocols of the ``protocols.json`` in a folder, beside it, or in its run.
+    """Finds ``protocols.json`` for a file or folder, and registers its protocols.
 
-    The folder of a run contains ``config.json``. The search stops there: files further up do not
-    belong to the run. A name that is already registered keeps its protocol, so the tools of this
-    process take precedence.
+    The function looks for the file in the folder itself, in its parent folder, and in those folders
+    above that contain a ``config.json``, because this file marks the work directory of a run. The
+    first ``protocols.json`` found is used. A protocol whose name is already registered is skipped,
+    so that the protocols of this process take precedence.
+
+    Args:
+        path: path of trajectories or of a model.
 
     Raises:
-        UserError: the file is damaged.
+        UserError: the file ``protocols.json`` is damaged.
     """
     place = Path(path).expanduser().absolute()
     runs = [

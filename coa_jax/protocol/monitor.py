@@ -1,4 +1,4 @@
-"""Detects in a growing text the first point after which the text cannot obey its protocol."""
+"""Detects, while a text grows, that no continuation of the text can obey its protocol."""
 
 from __future__ import annotations
 
@@ -11,11 +11,15 @@ from coa_jax.protocol.spec import Protocol
 
 
 class Monitor:
-    """Follows a parser that reads the policy's text alone.
+    """Watches the parser of the policy's text for violations.
 
-    ``broken`` becomes true at the first text after which every continuation has a violation in
-    ``check`` or in the parser. A text that ends with its answer and was never ``broken`` has no
-    violation. The readers of other formats report all violations themselves.
+    If ``broken`` is still False after the answer, the whole text has no violation. In formats other
+    than ``tags``, the parser itself reports all violations.
+
+    Attributes:
+        protocol: the protocol.
+        broken: whether the text so far breaks a rule, so that no continuation can make the text
+            valid.
     """
 
     def __init__(self, protocol: Protocol):
@@ -24,7 +28,12 @@ class Monitor:
         self._state = State()
 
     def update(self, parser: Reader, closed: Iterable[Segment]) -> bool:
-        """Reads the segments that the parser closed and its open segment; returns ``broken``."""
+        """Updates and returns ``broken``.
+
+        Args:
+            parser: the parser, with its open segment and its violations.
+            closed: segments that the parser has completed since the last call.
+        """
         if self.protocol.format is not None:
             self.broken = bool(parser.violations)
             return self.broken
@@ -40,7 +49,11 @@ class Monitor:
         return self.broken
 
     def observe(self, text: str) -> None:
-        """Reads the environment's answer to a call."""
+        """Tells the monitor that the environment has answered a call.
+
+        Args:
+            text: text of the environment's answer.
+        """
         if self.protocol.format is None:
             self._state = advance(self.protocol, self._state, self.protocol.observation, text)
 

@@ -1,18 +1,22 @@
-"""Incremental, total and exact parser of tagged text.
+"""Parses text with the tags of a protocol into segments, while the text arrives.
 
-Total: any string yields segments and a list of violations, never an exception. Exact: the segments
-are contiguous, and joined they give the input. Incremental: text may arrive in any chunks. The
-result does not depend on the chunks, and the time is linear in the text.
+The parser has these properties:
 
-The grammar is flat. A tag is exactly ``<role>`` or ``</role>`` with a role of the protocol. Outside
-a segment, an opening tag starts a segment. Inside a segment, only the matching closing tag is
-special. Every other tag there belongs to the body; a tag of the protocol is then a ``nested``
-violation, except in bodies that quote foreign text (``Protocol.verbatim``). So a segment that is
-never closed extends to the end of the text: the parser does not guess, and a streaming parser knows
-when a segment is over.
+* It accepts any string: the result is a list of segments and a list of violations, never an
+  exception.
+* The segments are contiguous, and their texts, joined, are the input.
+* The result does not depend on the chunks in which the text arrives. The time is linear in the
+  length of the text.
 
-The parser knows no authors. Tool text with ``</observation>`` would end an observation early, so
-callers must pass tool text through ``quote_tool_text`` before they put it between tags.
+Tags do not nest. A tag is exactly ``<role>`` or ``</role>``, with a role of the protocol. Outside a
+segment, an opening tag begins a segment. Inside a segment, only the closing tag with the same name
+ends the segment, and all other tags belong to its body. A tag of the protocol in a body is a
+``nested`` violation, except in bodies that quote programs or the text of the environment
+(``Protocol.verbatim``). A segment without a closing tag extends to the end of the text.
+
+The parser does not know who wrote a text. The text ``</observation>`` in the result of a tool would
+end an observation early. Callers must therefore pass the results of tools through
+``quote_tool_text`` before they write these results between tags.
 """
 
 from __future__ import annotations
@@ -31,14 +35,14 @@ _MAX_PARTIAL = _MAX_NAME + 2
 
 @dataclasses.dataclass(frozen=True)
 class Segment:
-    """A piece of the text: one tagged segment, or the plain text between two.
+    """A piece of a text: the text of one tag, or text between two tags.
 
     Attributes:
-        role: the tag, or None for plain text.
-        body: text between the tags; for plain text, the text itself.
-        start: character offset of the first character, tags included.
-        end: character offset after the last character, tags included.
-        closed: False where the text ended before the closing tag; plain text is always closed.
+        role: name of the tag; None for text outside tags.
+        body: text between the opening and the closing tag, or the text outside tags.
+        start: offset of the first character, including the opening tag.
+        end: offset one past the last character, including the closing tag.
+        closed: False if the text ended before the closing tag. Text outside tags is always closed.
     """
 
     role: str | None
@@ -50,13 +54,13 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Violation:
-    """A broken rule.
+    """A violation of a rule of the protocol.
 
     Attributes:
-        position: character offset where the rule was broken.
-        kind: one word. From the parser: ``nested``, ``unexpected_close``, ``unknown_tag``,
-            ``unclosed``. From the automaton: see ``coa_jax.protocol.automaton``.
-        message: explanation in a sentence.
+        kind: kind of the violation. The parser reports ``nested``, ``unexpected_close``,
+            ``unknown_tag`` and ``unclosed``. ``coa_jax.protocol.automaton`` lists all other kinds.
+        position: offset of the violation in the text, in characters.
+        message: sentence that explains the violation.
     """
 
     kind: str
@@ -66,7 +70,12 @@ class Violation:
 
 @dataclasses.dataclass(frozen=True)
 class Parse:
-    """Result of ``parse``: contiguous segments that cover the text, and the lexical violations."""
+    """The result of ``parse``.
+
+    Attributes:
+        segments: contiguous segments, which together cover the text.
+        violations: violations that the parser found, such as nested tags.
+    """
 
     segments: tuple[Segment, ...]
     violations: tuple[Violation, ...]
@@ -75,12 +84,18 @@ class Parse:
 class Parser:
     """Parses text that arrives in chunks.
 
-    ``feed`` returns the segments, plain text included, that the chunk completed; ``finish`` returns
-    the rest.  Together they are the segments of ``parse``.
+    `feed` returns the segments that a chunk completes, including text outside tags. `finish`
+    returns the remaining segment. Together these are the segments that `parse` returns for the
+    whole text.
     """
 
     def __init__(self, protocol: Protocol, start: int = 0):
-        """Starts a parser whose first character has the offset ``start``."""
+        """Creates a parser.
+
+        Args:
+            protocol: protocol whose tags are parsed.
+            start: offset of the first character, from which the offsets of segments are counted.
+        """
         self.protocol = protocol
         self.violations: list[Violation] = []
         self._roles = frozenset(protocol.roles)
@@ -93,25 +108,26 @@ class Parser:
 
     @property
     def open_role(self) -> str | None:
-        """The role of the open segment; None between segments."""
+        """Name of the tag that is open; None outside tags."""
         return self._role
 
     @property
     def open_body(self) -> str:
-        """The body of the open segment so far, without a suffix that may be the beginning of a tag.
+        """Beginning of the body of the segment that is not complete yet.
 
-        It is a prefix of the body that ``feed`` or ``finish`` will return for the segment.
+        Characters at the end that may be the beginning of a tag, such as ``</ans``, are not
+        included.
         """
         text = "".join(self._pieces)
         return text if self._role is None else text[len(self._role) + 2 :]
 
     def feed(self, chunk: str) -> list[Segment]:
-        """Reads more text; returns the segments that it completed, in order."""
+        """Parses more text; returns the segments that this text completes, in order."""
         if self._finished:
-            raise ValueError("Parser.feed after Parser.finish; make a new Parser")
+            raise ValueError("Parser.feed was called after Parser.finish; create a new Parser")
         data = self._carry + chunk
         done: list[Segment] = []
-        taken = 0  # characters of data already in _pieces or in a segment
+        taken = 0  # number of characters of data that are in _pieces or in a segment
         for match in _TAG.finditer(data):
             closing, name = bool(match[1]), match[2]
             position = self._end + match.start() - taken
@@ -143,16 +159,23 @@ class Parser:
         return done
 
     def interrupt(self) -> None:
-        """Notes that other text comes before the next chunk, so that no tag spans both."""
+        """Tells the parser that a tool has answered, before the next chunk of the policy's text.
+
+        An incomplete tag at the end of the previous chunk becomes plain text. The next chunk cannot
+        complete the tag.
+        """
         self._take(self._carry)
         self._carry = ""
 
     def end_turn(self) -> list[Segment]:
-        """Notes that the policy ended its turn; in tags this completes no segment."""
+        """Returns [], because in this format the end of a turn completes no segment."""
         return []
 
     def finish(self) -> list[Segment]:
-        """Ends the text; returns the last segment, if any text is left. May be called twice."""
+        """Ends the text; returns the last segment in a list, or [] if no text is left.
+
+        A second call returns [].
+        """
         self._finished = True
         self.interrupt()
         if not self._pieces:
@@ -180,7 +203,7 @@ class Parser:
 
 
 def _undecided(data: str, taken: int) -> int:
-    """Returns the length of the suffix of ``data[taken:]`` that more text could turn into a tag."""
+    """Returns the length of the end of ``data[taken:]`` that may be the beginning of a tag."""
     start = data.rfind("<", max(taken, len(data) - _MAX_PARTIAL))
     if start < 0 or not _PARTIAL_TAG.fullmatch(data, start):
         return 0
@@ -188,17 +211,17 @@ def _undecided(data: str, taken: int) -> int:
 
 
 def make_parser(protocol: Protocol) -> Reader:
-    """Returns a new parser for the conversation format of a protocol."""
+    """Returns a new parser of the policy's text, for the protocol's conversation format."""
     return Parser(protocol) if protocol.format is None else protocol.format.reader(protocol)
 
 
 def parse(protocol: Protocol, text: str) -> Parse:
-    """Parses a whole text; in formats other than tags, the text of a whole turn.
+    """Parses a whole text. In formats other than ``tags``, the text must be one turn.
 
     Returns:
-        Segments with ``"".join(text[s.start:s.end] for s in segments) == text``, and the lexical
-        violations in the order in which they were found. ``check`` tests the rules about the order
-        and the bodies of segments.
+        The segments, which together cover the text, and the violations that the parser found, such
+        as nested tags. The parser does not check the order and the bodies of segments; `check`
+        does.
     """
     parser = make_parser(protocol)
     segments = (*parser.feed(text), *parser.end_turn(), *parser.finish())
@@ -206,10 +229,10 @@ def parse(protocol: Protocol, text: str) -> Parse:
 
 
 def quote_tool_text(protocol: Protocol, text: str) -> str:
-    """Escapes tool text for observation tags: the closing tag becomes ``&lt;/...&gt;``.
+    """Escapes a tool's text, so that the text cannot end the observation that contains the text.
 
-    Everything else is unchanged, since the parser takes the body of an observation verbatim.
-    Formats other than tags escape the text in their own way.
+    In the format ``tags``, the closing tag of an observation becomes ``&lt;/observation&gt;``, and
+    all other text stays unchanged. Other formats escape their own marks.
     """
     if protocol.format is not None:
         return protocol.format.quote(text)

@@ -1,4 +1,4 @@
-"""Finds broken rules in a text whose authors are known."""
+"""Finds violations of a protocol in a text whose parts have known authors."""
 
 from __future__ import annotations
 
@@ -14,17 +14,17 @@ from coa_jax.protocol.spec import Protocol, get_protocol
 def part_violations(
     protocol: str, parts: Iterable[tuple[str, str]], ended: bool = True
 ) -> list[Violation]:
-    """Returns the broken rules of a text with known authors, in the order of their positions.
+    """Returns the violations of a protocol in a text, in the order of their positions.
 
-    Consecutive parts of the policy are parsed together. Each part of the environment is one
-    segment, whatever it contains. So tool text cannot break a rule, and an observation that the
-    policy wrote is a violation.
+    Consecutive parts of the policy are parsed together. Each part of the environment is an
+    observation, whatever text it contains. Therefore the text of a tool cannot violate a rule, and
+    an observation that the policy wrote is a violation.
 
     Args:
         protocol: name of the protocol.
-        parts: (``"policy"`` or ``"environment"``, text) in order.
-        ended: whether the policy ended its last turn. In formats other than tags, the end of the
-            turn makes its text an answer.
+        parts: (``"policy"`` or ``"environment"``, text) of each part, in order.
+        ended: whether the policy has ended its last turn. In formats other than ``tags``, a turn
+            can become the answer only when it has ended.
     """
     rules = get_protocol(protocol)
     if not rules.roles:
@@ -50,7 +50,7 @@ def part_violations(
             offset += sum(map(len, texts))
             continue
         for text in texts:
-            if text.strip():  # blank text only separates segments
+            if text.strip():  # blank text is no observation
                 end = offset + len(text)
                 segments.append(Segment(rules.observation, text, offset, end, True))
                 authors.append("environment")
@@ -62,10 +62,14 @@ def part_violations(
 def _format_violations(
     rules: Protocol, parts: Iterable[tuple[str, str]], ended: bool
 ) -> list[Violation]:
-    """`part_violations` for formats other than tags; the environment's text is not checked."""
+    """Returns the violations of a text in a format other than ``tags``.
+
+    The text of the environment is not checked.
+    """
     assert rules.format is not None
     reader, offset, answered = make_parser(rules), 0, False
-    shifts: list[tuple[int, int]] = []  # (policy's offset, shift)
+    # (offset in the policy's text, number of characters of the environment before it)
+    shifts: list[tuple[int, int]] = []
 
     def read(segments: list[Segment]) -> None:
         nonlocal answered

@@ -1,10 +1,11 @@
-"""The messages that ask a policy a question.
+"""Builds the messages that put a question to a policy.
 
-The instructions of the styles ``full`` and ``brief`` are generated from the protocol's tables. The
-wording is ours; functions, tags and formats are those of the paper (App D). ``full`` explains every
-rule to a pretrained model. ``brief`` only names the protocol, for small policies that learn the
-rules from data and pay for every prompt token. The paper's own instructions are part of its data:
-use the style ``data``, or a template (see `coa_jax.tasks.prompts`).
+The instructions of the styles ``full`` and ``brief`` are generated from the protocol. They describe
+the functions, tags and formats of the Chain-of-Agents paper (App D) in other words. The style
+``full`` explains every rule, for pretrained models. The style ``brief`` only names the protocol,
+for small policies that learn the rules by training, because every prompt token costs time. The
+instructions of the paper itself are part of its data sets. To use them, choose the style ``data``
+or a template (see `coa_jax.tasks.prompts`).
 """
 
 from __future__ import annotations
@@ -62,22 +63,23 @@ _ANSWERS = {
 
 PROMPT_STYLES = ("full", "brief", "data")
 QUESTION = "{question}"
-"""Placeholder of the question in a template."""
+"""Placeholder in a template for the question."""
 LIBRARIES = "{libraries}"
-"""Placeholder, in a template, of the sentence about the packages that programs can import."""
+"""Placeholder in a template for the sentence about the packages that programs can import."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """How a policy is asked a question.
+    """Says how questions are put to a policy.
 
     Attributes:
         style: ``full`` explains every rule of the protocol. ``brief`` only names the protocol.
-            ``data`` uses the messages of the question's source, and ``full`` where the source has
-            none. Any other value is a template: a user message with ``{question}`` in place of the
-            question.
-        system: system message. "" means none; None means the message of the question's source or,
-            if the source has none, of the tokenizer's chat template.
+            ``data`` uses the user message that the data set has for the question, or ``full`` if
+            there is none. Any other value is a template: a user message with ``{question}`` in
+            place of the question.
+        system: system message; "" for no system message. None uses the system message that the data
+            set has for the question, or, if there is none, the default of the tokenizer's chat
+            template.
     """
 
     style: str = "full"
@@ -93,12 +95,12 @@ class Prompt:
 
     @property
     def is_template(self) -> bool:
-        """Whether ``style`` is a template."""
+        """Whether ``style`` is a template and not the name of a style."""
         return self.style not in PROMPT_STYLES
 
 
 class Asked(typing.Protocol):
-    """A task or a distilled record, which document these attributes."""
+    """A `Task` or a `DistilledRecord`, whose docstrings describe these attributes."""
 
     @property
     def question(self) -> str: ...
@@ -111,13 +113,14 @@ class Asked(typing.Protocol):
 
 
 class Messages(typing.NamedTuple):
-    """The messages before the assistant's turn.
+    """The messages before the assistant message that the policy writes.
 
     Attributes:
-        user: content of the user message.
-        context: (role, text) of the turns before the user message. If the first is not a system
-            turn, the chat template adds its own system message; an empty system turn means none.
-        tools: JSON list of the tools that the chat template describes; "" for none.
+        user: text of the user message.
+        context: (role, text) of each message before the user message. If the first of these is not
+            a system message, the chat template adds its default system message. A system message
+            with empty text stands for no system message.
+        tools: JSON list of the tools that the chat template describes to the policy; "" for none.
     """
 
     user: str
@@ -126,16 +129,21 @@ class Messages(typing.NamedTuple):
 
     @property
     def turns(self) -> list[tuple[str, str]]:
-        """Returns (role, text) of all turns."""
+        """(role, text) of all messages, in order."""
         return [*self.context, ("user", self.user)]
 
 
 def messages_of(asked: Asked, prompt: Prompt) -> Messages:
-    """Returns the messages that ask a policy the question of a task or a record.
+    """Returns the messages that put the question of a task or a record to a policy.
 
-    All styles keep the turns before the user message. The system message of ``prompt`` replaces
-    that of the source. Instructions of the source about tags are left out in formats other than
+    The messages that the data set has before the user message are kept, except that the system
+    message of ``prompt``, if any, replaces the data set's system message. In formats other than
+    ``tags``, the data set's instructions and system message are left out, because these describe
     tags.
+
+    Args:
+        asked: the task or record.
+        prompt: style and system message.
 
     Raises:
         UserError: the protocol is unknown.
@@ -154,17 +162,19 @@ def messages_of(asked: Asked, prompt: Prompt) -> Messages:
 
 
 def render_prompt(protocol: Protocol, question: str, style: str = "full") -> str:
-    """Returns a user message: instructions, a blank line, ``Question: ``, and the question.
+    """Returns the user message that puts a question to a policy.
 
-    The protocol `TURNS` without tags has no instructions: the message is the question.
+    The message consists of the instructions, a blank line, ``Question: `` and the question. For the
+    protocol `TURNS`, which has no rules, the message is only the question. If ``style`` is a
+    template, the message is the template with the question inserted.
 
     Args:
         protocol: protocol whose rules the instructions explain.
         question: question of the task.
-        style: see `Prompt`.
+        style: ``full``, ``brief`` or a template. The style ``data`` gives the same as ``full``.
 
     Raises:
-        UserError: ``style`` is neither a style nor a template.
+        UserError: ``style`` is neither the name of a style nor a template.
     """
     if Prompt(style).is_template:
         told = " ".join(filter(None, protocol.notes.values()))
@@ -180,7 +190,7 @@ def render_prompt(protocol: Protocol, question: str, style: str = "full") -> str
 
 
 def _brief(protocol: Protocol) -> str:
-    # A level is not a separate protocol: policies that learned the name know it at both levels.
+    # The prompt names the protocol without its level, so that both levels have the same prompt.
     return f"Follow the {split_level(protocol.name)[0]} protocol."
 
 
@@ -199,7 +209,7 @@ def _full(protocol: Protocol) -> str:
 
 
 def answer_rule(protocol: Protocol) -> str:
-    """Returns a sentence about the form of an answer."""
+    """Returns the sentences of the instructions that say which form an answer must have."""
     form = protocol.form(protocol.answer)
     return _ANSWERS[form] + ("" if form == "solution" else " Join several answers by |.")
 

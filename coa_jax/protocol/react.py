@@ -1,4 +1,6 @@
-r"""The format ``react`` (ReAct, Yao et al., arXiv 2210.03629): each line begins with its kind.
+r"""Implements the format ``react`` (ReAct, Yao et al., arXiv 2210.03629).
+
+Each line begins with a mark that names the kind of the line:
 
     Thought: I search for the river.
     Action: wiki_search
@@ -7,8 +9,8 @@ r"""The format ``react`` (ReAct, Yao et al., arXiv 2210.03629): each line begins
     Thought: The passage names it.
     Final Answer: Orange River
 
-The call runs when the policy writes ``Observation:``; the result follows in the same turn. The
-answer is the text from ``Final Answer:`` to the end of the turn.
+The tool runs when the policy has written ``Observation:``, and its result follows in the same turn.
+The answer is the text from ``Final Answer:`` to the end of the turn.
 """
 
 from __future__ import annotations
@@ -41,20 +43,23 @@ _INPUTS = {
 
 
 class React(Format):
-    """The format ``react``; the module docstring describes it."""
+    """The conversation format ``react``, which the module docstring describes."""
 
     head, tail = " ", "\n"
 
     def reader(self, protocol: Protocol) -> ReactReader:
-        """See `Format`."""
+        """Returns a new parser of the policy's text."""
         return ReactReader(protocol)
 
     def write(self, protocol: Protocol, steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
-        """See `Format`; the thoughts of a step form one ``Thought``."""
+        """Writes the steps of an episode as text, see `Format.write`.
+
+        All thoughts of a step are written into one ``Thought``.
+        """
         parts = []
         for step in steps:
             thoughts = "\n".join(thought.strip() for thought in step.thoughts if thought.strip())
-            # No line of a thought may look like the start of the next part.
+            # A mark at the start of a line would end the thought, so the mark is escaped.
             text = f"Thought: {_MARK.sub(' ' + chr(92) + '1', thoughts)}\n" if thoughts else ""
             if step.tool:
                 text += f"Action: {step.tool}\nAction Input: {step.text.strip()}\nObservation:"
@@ -67,7 +72,7 @@ class React(Format):
         return tuple(parts)
 
     def instructions(self, protocol: Protocol, brief: bool) -> str:
-        """See `Format`."""
+        """Returns the instructions that precede the question, see `Format.instructions`."""
         if brief:
             return f"Answer by ReAct with {', '.join(protocol.tools)}."
         tools = []
@@ -95,36 +100,37 @@ class React(Format):
         )
 
     def error(self, protocol: Protocol, segment: Segment) -> str:
-        """See `Format`."""
+        """Returns the observation for an invalid call, see `Format.error`."""
         known = ", ".join(protocol.tools)
         return f"There is no tool {segment.body[:100]!r}; there are {known}."
 
 
 class ReactReader(Pieces):
-    """See `coa_jax.protocol.formats.Reader`."""
+    """Parser of the format ``react``, see `coa_jax.protocol.formats.Reader`."""
 
     def __init__(self, protocol: Protocol):
         super().__init__(protocol)
         self._mark = ""  # the mark before the current text
-        self._begins = 0  # length of the text up to the end of that mark
+        self._begins = 0  # length of the text up to the end of this mark
         self._tool = ""
         self._line_start = True
 
     @property
     def open_role(self) -> str | None:
-        """See `Reader`."""
+        """Role of the open segment, see `Reader`."""
         return {"Thought:": THINK, "Final Answer:": self.protocol.answer}.get(self._mark)
 
     @property
     def open_body(self) -> str:
-        """See `Reader`."""
+        """Beginning of the body of the open segment, see `Reader`."""
         return self.text[self._begins :].lstrip() if self.open_role else ""
 
     def feed(self, chunk: str) -> list[Segment]:
-        """See `Reader`."""
+        """Parses more text; returns the segments that this text completes."""
         data, taken, done = self.carry + chunk, 0, list[Segment]()
         self.carry = ""
-        # A mark is found only at the start of a line; the text must begin there too.
+        # A mark counts only at the start of a line. If the data does not begin at the start of a
+        # line, a character before the data keeps the pattern from matching there.
         searched = ("" if self._line_start else "\0") + data
         added = len(searched) - len(data)
         for match in _MARK.finditer(searched):
@@ -146,7 +152,7 @@ class ReactReader(Pieces):
         return done
 
     def _marked(self, mark: str) -> list[Segment]:
-        """Ends the part before a mark; returns the segments that this completes."""
+        """Ends the text before a mark; returns the segments that this completes."""
         last, done = self._mark, list[Segment]()
         body = self.text[self._begins :].strip()
         if mark not in _NEXT[last]:
@@ -176,12 +182,12 @@ class ReactReader(Pieces):
         return done
 
     def interrupt(self) -> None:
-        """See `Reader`; a result ends with a line end."""
+        """Tells the parser that a tool has answered. The policy's next text begins a new line."""
         super().interrupt()
         self._line_start = True
 
     def end_turn(self) -> list[Segment]:
-        """See `Reader`."""
+        """Tells the parser that the policy's turn has ended; returns the segments that end here."""
         super().interrupt()
         if self._mark == "Final Answer:":
             done = self.answer(self.text[self._begins :].strip())
@@ -190,7 +196,7 @@ class ReactReader(Pieces):
         return self.finish()
 
     def finish(self) -> list[Segment]:
-        """See `Reader`."""
+        """Ends the text in the middle of a turn; returns the remaining segments."""
         super().interrupt()
         if self._mark:
             self.broken("unclosed", f"{self._mark} is never ended", self.start)

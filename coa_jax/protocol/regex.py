@@ -1,10 +1,11 @@
-"""Regular languages of byte strings, and their automata by derivatives.
+"""Defines regular languages of byte strings, from which derivatives construct automata.
 
-The derivative of a language by a byte is the set of strings that may follow that byte (Brzozowski
-1964). Derivatives exist for intersections and complements too, so a rule such as "no tag inside a
-body" can be written directly. Equal expressions are the same object: a language has finitely many
-derivatives, and exploring them ends. Owens, Reppy and Turon 2009, "Regular-expression derivatives
-re-examined", describe this and the grouping of bytes.
+The derivative of a language by a byte is the set of strings that may follow this byte at the
+beginning of a string (Brzozowski 1964). Derivatives also exist for intersections and complements,
+so that a rule such as "no tag inside a body" can be written directly. Equal expressions are the
+same object. A language therefore has a finite number of derivatives, which are the states of its
+automaton. Owens, Reppy and Turon 2009, "Regular-expression derivatives re-examined", describe this
+method and the grouping of bytes.
 """
 
 from __future__ import annotations
@@ -21,11 +22,15 @@ _ALL_BYTES = (1 << 256) - 1
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Regex:
-    """A regular language. ``a + b`` concatenates; ``|``, ``&`` and ``~`` are the set operations.
+    """A regular language.
+
+    ``a + b`` is the concatenation, ``a | b`` the union and ``a & b`` the intersection of two
+    languages, and ``~a`` is the complement of a language.
 
     Attributes:
-        kind: the operation.
-        parts: operands of the operation; for ``bytes``, a mask of 256 bits.
+        kind: operation that forms the language.
+        parts: operands of the operation. For the kind ``bytes``, a mask with one bit for each of
+            the 256 bytes.
         nullable: whether the empty string belongs to the language.
     """
 
@@ -74,7 +79,7 @@ def _bytes(mask: int) -> Regex:
 
 
 def _operands(kind: Kind, *regexes: Regex) -> set[Regex]:
-    """Returns the flat set of operands of an associative, commutative and idempotent operation."""
+    """Returns the operands of a union or intersection, without nested operations of its kind."""
     return {part for r in regexes for part in (r.parts if r.kind == kind else (r,))}
 
 
@@ -92,17 +97,22 @@ ANY_BYTE = _bytes(_ALL_BYTES)
 
 
 def one_of(values: Iterable[int]) -> Regex:
-    """Returns the language of single bytes from a set, e.g. ``one_of(b"ab")``."""
+    """Returns the language whose strings are the single bytes of a set, such as ``b"ab"``."""
     return _bytes(functools.reduce(lambda mask, byte: mask | 1 << byte, values, 0))
 
 
 def none_of(values: Iterable[int]) -> Regex:
-    """Returns the language of single bytes outside a set."""
+    """Returns the language whose strings are the single bytes that are not in a set."""
     return _bytes(_ALL_BYTES & ~one_of(values).parts)
 
 
 def literal(text: str, ignore_case: bool = False) -> Regex:
-    """Returns the language of one text; ``ignore_case`` accepts ASCII letters in either case."""
+    """Returns the language that contains only one text, encoded as UTF-8.
+
+    Args:
+        text: the text.
+        ignore_case: whether each ASCII letter may be upper or lower case.
+    """
     result = EMPTY_STRING
     for byte in text.encode():
         character = bytes([byte])
@@ -117,19 +127,19 @@ def union(regexes: Iterable[Regex]) -> Regex:
 
 
 def optional(regex: Regex) -> Regex:
-    """Returns a language with the empty string added."""
+    """Returns the union of a language and the empty string."""
     return regex | EMPTY_STRING
 
 
 def star(regex: Regex) -> Regex:
-    """Returns the Kleene star of a language: any number of its strings in a row."""
+    """Returns the Kleene star: the concatenations of any number of strings of a language."""
     if regex is ANY_BYTE:
         return ANYTHING
     return EMPTY_STRING if regex in (NOTHING, EMPTY_STRING) else _node("star", regex, True)
 
 
 def up_to(count: int, regex: Regex) -> Regex:
-    """Returns the language of at most ``count`` strings of ``regex`` in a row."""
+    """Returns the language of all concatenations of at most ``count`` strings of a language."""
     result = EMPTY_STRING
     for _ in range(count):
         result = optional(regex + result)
@@ -137,13 +147,13 @@ def up_to(count: int, regex: Regex) -> Regex:
 
 
 def containing(regex: Regex) -> Regex:
-    """Returns the language of strings that contain a string of ``regex``."""
+    """Returns the language of all strings that contain a string of the given language."""
     return ANYTHING + regex + ANYTHING
 
 
 @functools.cache
 def derivative(regex: Regex, byte: int) -> Regex:
-    """Returns the strings that may follow ``byte`` in strings of ``regex``."""
+    """Returns the language of the strings s for which ``byte`` followed by s is in ``regex``."""
     parts = regex.parts
     match regex.kind:
         case "bytes":
@@ -170,7 +180,10 @@ def matches(regex: Regex, text: bytes) -> bool:
 
 
 def byte_groups(regexes: Iterable[Regex]) -> list[list[int]]:
-    """Groups the bytes for which the derivatives of all expressions are equal."""
+    """Divides the 256 byte values into groups that the given languages do not distinguish.
+
+    Each of the languages has the same derivative by all bytes of a group, see `derivative`.
+    """
     groups = [_ALL_BYTES]
     for mask in frozenset[int]().union(*map(_first_sets, regexes)):
         groups = [part for group in groups for part in (group & mask, group & ~mask) if part]
@@ -179,7 +192,7 @@ def byte_groups(regexes: Iterable[Regex]) -> list[list[int]]:
 
 @functools.cache
 def _first_sets(regex: Regex) -> frozenset[int]:
-    """Returns the byte sets that the derivative of ``regex`` distinguishes."""
+    """Returns sets of bytes, as masks, that determine the derivative of a language by a byte."""
     match regex.kind:
         case "bytes":
             return frozenset({regex.parts})

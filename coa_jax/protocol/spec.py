@@ -1,15 +1,17 @@
-"""The chain-of-agents protocols as data (paper §3.1, Tab 1, App D).
+"""Defines the chain-of-agents protocols as data (Chain-of-Agents paper §3.1, Tab 1, App D).
 
-A protocol says which tags exist, which of them call tools, which action may follow which, where a
-``think`` must stand, and which form the body of each tag has. Parser, automaton, prompts and the
-rollout loop read these tables and contain no rules of their own. A new agent is a new tag.
+A protocol says which tags exist, which tags call tools, which action may follow which action, where
+a ``think`` must stand, and which form the body of each tag must have. Parser, automaton, prompts
+and rollout loop read these tables and contain no rules of their own. Therefore a new tag is enough
+to add a new agent.
 
-Each protocol has two levels. ``lenient``, the default, has no suffix: ``code``. The level ``paper``
-requires everything that the instructions of the paper require: ``code:paper``. ``lenient`` accepts
-every text that ``paper`` accepts. docs/protocol.md compares both with the paper's text.
+Each protocol exists at two levels of strictness. The level ``lenient`` is the default and has no
+suffix, as in ``code``. The level ``paper`` has a suffix, as in ``code:paper``; it requires
+everything that the instructions in the paper require. The level ``lenient`` accepts every text that
+the level ``paper`` accepts. docs/protocol.md compares both levels with the paper.
 
-In place of a level, the suffix can be another conversation format: ``code:hermes`` has the tools of
-``code``, called in the style of Hermes and Qwen; see `coa_jax.protocol.formats`.
+A suffix may also be a conversation format instead of a level. For example, ``code:hermes`` has the
+tools of ``code``, which are called in the style of Hermes and Qwen; see `coa_jax.protocol.formats`.
 
 This module does not depend on tokens, models, tools or tasks.
 """
@@ -27,43 +29,52 @@ from coa_jax.extensions import Named
 from coa_jax.protocol.formats import FORMATS, TAGS, Format, find_format
 
 START = "start"
-"""The state before the first tag."""
+"""Name of the state before the first tag."""
 
 THINK = "think"
 
 ThinkRule = Literal["required", "optional", "forbidden"]
 BodyForm = Literal["text", "grades", "score", "code", "urls", "inspection", "solution"]
-"""What the body of a tag must be.
+"""The form that the body of a tag must have.
 
-``text`` anything that is not blank; ``grades`` three ``criterion: grade`` pairs; ``score`` a
-sentence with one whole number from 1 to 4; ``code`` a fenced program with optional standard input;
-``urls`` addresses joined by ``|``; ``inspection`` a JSON object with ``file_path``; ``solution``
-``\\boxed{...}`` or one fenced program.
+* ``text``: any text that is not blank.
+* ``grades``: three ``criterion: grade`` pairs.
+* ``score``: a sentence with one integer from 1 to 4.
+* ``code``: a program in a Markdown code block, and optionally its standard input in another block.
+* ``urls``: URLs joined by ``|``.
+* ``inspection``: a JSON object with the key ``file_path``.
+* ``solution``: ``\\boxed{...}``, or one program in a Markdown code block.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Protocol:
-    """A set of tags and the rules for their order and bodies.
+    """A set of tags, with the rules for the order and the bodies of the tags.
 
     Attributes:
-        name: name of the protocol, as in `get_protocol`.
-        roles: every tag: ``think`` first, then in the order in which prompts explain them.
-        tools: the tags that call a tool; an observation follows each.
-        next_actions: action (or ``START``) -> the actions that may follow it. ``think`` and the
-            observation are not actions: their places follow from ``think_rule`` and ``tools``.
-        think_rule: action -> whether a ``think`` must, may or must not stand right before it.
-        body_form: tag -> form of its body; a missing tag has the form ``text``.
-        verbatim: tags whose bodies may contain other tags without breaking a rule: text of the
-            environment, and programs.
-        described: tag -> description for the policy, for tools that the prompts do not know.
-        notes: tag -> a sentence that the prompt adds about a tool, such as its packages.
-        pass_score: lowest ``double_check`` score after which ``answer`` may come.
-        must_end: whether only ``answer`` may follow a ``double_check`` that passed.
-        observation: tag of the environment's text.
-        answer: tag that ends the episode.
-        schemas: tag -> JSON schema of the arguments, for a tool whose body is a JSON object.
-        format: conversation format; None for tags.
+        name: name of the protocol, with which `get_protocol` finds it.
+        roles: names of all tags. ``think`` comes first, and the others follow in the order in which
+            prompts explain them.
+        tools: names of the tags that call a tool. An observation follows each of these tags.
+        next_actions: action -> the actions that may follow. The key ``START`` stands for the
+            beginning of the text. ``think`` and the observation are not actions, because
+            ``think_rule`` and ``tools`` determine where they stand.
+        think_rule: action -> whether a ``think`` right before the action is ``required``,
+            ``optional`` or ``forbidden``.
+        body_form: tag -> form of its body. A tag without an entry has the form ``text``.
+        verbatim: tags whose bodies may contain other tags, because these bodies quote programs or
+            the text of the environment.
+        described: tag -> description for the policy. Only tools that are not built in need a
+            description.
+        notes: tag -> a sentence about the tool that prompts add, such as the packages that its
+            programs can import.
+        pass_score: lowest score of a ``double_check`` after which ``answer`` may follow.
+        must_end: whether the next action after a ``double_check`` with at least the score
+            ``pass_score`` must be ``answer``.
+        observation: name of the tag around text of the environment.
+        answer: name of the tag that ends the episode.
+        schemas: tag -> JSON schema of the arguments, for tools whose body is a JSON object.
+        format: conversation format; None for the format ``tags``.
     """
 
     name: str
@@ -88,7 +99,7 @@ class Protocol:
         return tuple(f"</{role}>" for role in (*self.tools, self.answer))
 
     def form(self, role: str) -> BodyForm:
-        """Returns the form of the body of ``role``."""
+        """Returns the form that the body of a tag must have."""
         return self.body_form.get(role, "text")
 
 
@@ -101,7 +112,7 @@ TOOL_FORMS: Mapping[str, BodyForm] = types.MappingProxyType(
         "visual_inspector": "inspection",
     }
 )
-"""Every tool tag that a protocol can have, with the form of its arguments (paper Tab 1, App D)."""
+"""Form of the arguments of each built-in tool, by its tag (Chain-of-Agents paper Tab 1, App D)."""
 
 
 def _frozen(table: Mapping[str, tuple[str, ...]]) -> Mapping[str, frozenset[str]]:
@@ -109,10 +120,10 @@ def _frozen(table: Mapping[str, tuple[str, ...]]) -> Mapping[str, frozenset[str]
 
 
 def _verifying(name: str, tools: tuple[str, ...]) -> Protocol:
-    """Returns the web agent's automaton with any tools (paper §3.1, App D.1).
+    """Returns a protocol with given tools and the rules of the web agent (paper §3.1, App D.1).
 
-    An answer is reached only through ``suggested_answer`` and a ``double_check`` that passes. The
-    ``answer`` may follow the double check directly, as in the paper's own trajectories.
+    An ``answer`` requires a ``suggested_answer`` and then a ``double_check`` that passes. The
+    ``answer`` may follow the ``double_check`` directly, as in the trajectories of the paper.
     """
     next_actions = {
         START: ("plan",),
@@ -140,7 +151,7 @@ def _verifying(name: str, tools: tuple[str, ...]) -> Protocol:
 
 
 def _mhqa() -> Protocol:
-    """Six functions, no verification agent, reflection in free text (paper App D)."""
+    """Returns the protocol ``mhqa``: no verification, and reflections in free text (App D)."""
     tools = ("wiki_search",)
     next_actions = {
         START: ("plan", *tools),
@@ -168,9 +179,11 @@ def _mhqa() -> Protocol:
 
 
 def _code() -> Protocol:
-    """plan, (think, code, observation, reflection) repeated, think, answer (paper App D.2-D.3).
+    """Returns the protocol ``code`` (paper App D.2-D.3).
 
-    Zero rounds are legal: a correct answer that needed no program is not a format error.
+    A plan comes first. Then follow any number of rounds of think, code, observation and reflection,
+    and finally think and answer. An answer without any round is legal, because a question may need
+    no program.
     """
     next_actions = {
         START: ("plan",),
@@ -198,23 +211,22 @@ def _code() -> Protocol:
 
 
 LEVELS = ("lenient", "paper")
-"""Levels of strictness of a protocol, see the module docstring."""
+"""Levels of strictness of a protocol, from the less strict to the stricter level."""
 
 Level = Annotated[str, OneOf("", *LEVELS)]
-"""Type of a setting for the level; "" keeps the level in the name of the protocol."""
+"""Type of a setting for the level. The value "" keeps the level in the name of the protocol."""
 
 FormatName = Annotated[str, Named(FORMATS, "", TAGS)]
-"""Type of a setting for the format; "" keeps the format in the name of the protocol."""
+"""Type of a setting for the format. The value "" keeps the format in the name of the protocol."""
 
 
 def _as_the_paper_demands(protocol: Protocol) -> Protocol:
-    """Returns the level ``paper`` of a protocol, which accepts a subset of the lenient texts.
+    """Returns a protocol at the level ``paper``, which has these additional rules:
 
-    - A trajectory begins with a plan.
-    - Every program is reviewed: ``reflection`` follows ``code`` (App D.2-D.3).
-    - A ``double_check`` that passes ends the task: only the answer may follow it (App D.1).
-    - In protocols without a verification agent, a plan is carried out: a tool, not the answer,
-      follows the plan.
+    * A trajectory must begin with a plan.
+    * A ``reflection`` must follow each ``code`` (App D.2-D.3).
+    * The answer must follow a ``double_check`` that passes (App D.1).
+    * In protocols without ``double_check``, a tool must follow a plan.
     """
     demanded = {START: {"plan"}, "code": {"reflection"}}
     if "double_check" not in protocol.roles:
@@ -232,7 +244,9 @@ def _as_the_paper_demands(protocol: Protocol) -> Protocol:
 
 
 def split_level(name: str) -> tuple[str, str]:
-    """Splits a protocol name into the name without a suffix, and its level or format.
+    """Splits the name of a protocol into (name without suffix, level or format).
+
+    The second part of a name without a suffix is ``lenient``.
 
     Raises:
         UserError: the suffix is neither a level nor a format.
@@ -250,16 +264,17 @@ def split_level(name: str) -> tuple[str, str]:
 
 
 def at_level(name: str, level: str, form: str = "") -> str:
-    """Returns the name of a protocol at another level, or in another format.
+    """Returns the name of a protocol with another level or another format.
 
     Args:
         name: name of the protocol, with or without a suffix.
-        level: new level; "" keeps the level of the name.
-        form: new format; "" keeps the format of the name, ``tags`` is the chain of agents.
+        level: new level; "" keeps the present level.
+        form: new format, such as ``hermes``, or ``tags`` for a chain of agents; "" keeps the
+            present format.
 
     Raises:
-        UserError: the level or the format is unknown, or a format other than tags would get the
-            level ``paper``.
+        UserError: the level or the format is unknown, or the level is ``paper`` and the format is
+            not ``tags``. Only protocols in the format ``tags`` have the level ``paper``.
     """
     if level not in ("", *LEVELS):
         raise UserError(f"protocol level {level!r} is unknown; use one of: {', '.join(LEVELS)}")
@@ -292,40 +307,44 @@ TURNS = Protocol(
     body_form=types.MappingProxyType({}),
     verbatim=frozenset(),
 )
-"""A protocol without tags and rules: whole turns of a conversation, which an environment
-answers.
-"""
+"""A protocol without tags and rules. An environment answers each whole turn of the policy."""
 
 _PROTOCOLS: dict[str, Protocol] = {protocol.name: protocol for protocol in (*_BUILT_IN, TURNS)}
 
 
 def protocol_names() -> tuple[str, ...]:
-    """Returns the names that `get_protocol` accepts, without suffixes and without `TURNS`."""
+    """Returns the names of all registered protocols that have tags, without suffixes."""
     return tuple(name for name, protocol in _PROTOCOLS.items() if protocol.roles)
 
 
 def made_protocols() -> tuple[Protocol, ...]:
-    """Returns the protocols that are not built in."""
+    """Returns the protocols that were registered with `add_protocol`."""
     built_in = {protocol.name for protocol in (*_BUILT_IN, TURNS)}
     return tuple(made for name, made in _PROTOCOLS.items() if name not in built_in)
 
 
 def names_with_levels() -> tuple[str, ...]:
-    """Returns the names that `get_protocol` accepts, each at both levels, without `TURNS`."""
+    """Returns all names of the registered protocols that have tags.
+
+    Each protocol has two names: without a suffix (level ``lenient``) and with ``:paper``.
+    """
     names = protocol_names()
     return (*names, *(f"{name}:{LEVELS[1]}" for name in names))
 
 
 def get_protocol(name: str) -> Protocol:
-    """Returns the protocol of a name.
+    """Returns the protocol with a given name. These protocols are built in:
 
-    ``web``, ``mhqa`` and ``code`` are the paper's three agents. ``web_wiki`` is the web agent over
-    an encyclopaedia. ``generalist`` is the web agent's automaton over ``wiki_search`` and ``code``.
-    ``universal`` has all tools of the web and code agents and the visual inspector. ``turns`` has
-    no tags, see `TURNS`.
+    * ``web``, ``mhqa`` and ``code``: the three agents of the Chain-of-Agents paper.
+    * ``web_wiki``: the rules of the web agent, with the tool ``wiki_search``.
+    * ``generalist``: the rules of the web agent, with the tools ``wiki_search`` and ``code``.
+    * ``universal``: the rules of the web agent, with the tools ``web_search``, ``crawl_page``,
+      ``code`` and ``visual_inspector``.
+    * ``turns``: no tags, see `TURNS`.
 
     Args:
-        name: a name, optionally followed by ``:paper`` for that level, or by a colon and a format.
+        name: name of the protocol. The suffix ``:paper`` selects the level ``paper``, and a suffix
+            such as ``:hermes`` selects a format.
 
     Raises:
         UserError: the protocol, level or format is unknown.
@@ -335,7 +354,7 @@ def get_protocol(name: str) -> Protocol:
         known = ", ".join(_PROTOCOLS)
         raise UserError(
             f"protocol {family!r} is unknown; use one of: {known}, or one of your tools "
-            "(tools.protocol; its protocols.json stands beside the data of the run)"
+            "(tools.protocol; its protocols.json is in the directory of the data or the run)"
         )
     protocol = _PROTOCOLS[family]
     if level in LEVELS:
@@ -344,7 +363,7 @@ def get_protocol(name: str) -> Protocol:
 
 
 def add_protocol(protocol: Protocol) -> None:
-    """Registers a protocol under its name, so that tasks can use it.
+    """Registers a protocol under its name, so that `get_protocol` finds it and tasks can use it.
 
     Raises:
         UserError: the name belongs to a built-in protocol, or contains a colon.
@@ -357,21 +376,25 @@ def add_protocol(protocol: Protocol) -> None:
 
 
 def known_protocols() -> tuple[Protocol, ...]:
-    """All protocols of this process as they are now, for `restore_protocols` in another one."""
+    """Returns all protocols that are registered in this process.
+
+    With this result, `restore_protocols` registers the same protocols in another process.
+    """
     return tuple(_PROTOCOLS.values())
 
 
 def restore_protocols(protocols: Iterable[Protocol]) -> None:
-    """Enters what `known_protocols` returned in the process that sent it."""
+    """Registers the protocols that `known_protocols` returned in another process."""
     _PROTOCOLS.update({protocol.name: protocol for protocol in protocols})
 
 
 def add_note(tool: str, note: str) -> None:
-    """Adds a sentence about a tool to the prompts of all protocols of this process.
+    """Adds a sentence about a tool to the prompts of all protocols that have the tool.
 
     Args:
         tool: tag of the tool.
-        note: the sentence, which replaces an earlier note; "" for none.
+        note: the sentence, which replaces an earlier note about the tool; "" only removes an
+            earlier note.
     """
     for name, protocol in _PROTOCOLS.items():
         if tool in protocol.tools and protocol.notes.get(tool, "") != note:
@@ -384,18 +407,20 @@ def protocol_with_tools(
     described: Mapping[str, str] | None = None,
     schemas: Mapping[str, Mapping[str, object]] | None = None,
 ) -> Protocol:
-    """Returns the web agent's automaton with other tools, e.g. a tool not seen in training.
+    """Returns a new protocol with the rules of the web agent and the given tools.
+
+    The new protocol is not registered; `add_protocol` registers it.
 
     Args:
-        name: name of the new protocol; `add_protocol` registers it.
-        tools: tags from ``TOOL_FORMS`` or ``described``, without repetition; empty for a policy
-            that answers from memory.
-        described: tag -> description for the policy, of tools that the prompts do not know. Their
-            bodies may be any text.
-        schemas: tag -> JSON schema of the arguments, see `Protocol`.
+        name: name of the new protocol.
+        tools: tags of the tools, each from ``TOOL_FORMS`` or ``described``. Without tools, the
+            policy answers from memory.
+        described: tag -> description for the policy, for tools that are not in ``TOOL_FORMS``. The
+            body of such a tag may be any text.
+        schemas: tag -> JSON schema of the arguments, for tools whose body is a JSON object.
 
     Raises:
-        UserError: ``tools`` repeats a tag, or has an unknown tag.
+        UserError: ``tools`` contains a tag twice, or an unknown tag.
     """
     described = described or {}
     unknown = [tool for tool in tools if tool not in TOOL_FORMS and tool not in described]

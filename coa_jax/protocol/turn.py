@@ -1,4 +1,4 @@
-"""Buffer shared by the readers of conversation formats: text arrives in pieces, segments leave."""
+"""Provides the text buffer that the parsers of conversation formats share."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ from coa_jax.protocol.spec import Protocol
 
 
 class Pieces:
-    """The text that a reader has read since its last segment.
+    """The text that a parser has read since its last complete segment.
 
     Attributes:
-        violations: broken rules so far.
-        text: text since the last segment, without a suffix that may be the beginning of a mark.
-        carry: that suffix.
+        violations: violations found so far.
+        text: text since the last complete segment, without ``carry``.
+        carry: end of the text that may be the beginning of a mark, such as ``<tool_``.
     """
 
     def __init__(self, protocol: Protocol):
@@ -25,16 +25,24 @@ class Pieces:
 
     @property
     def end(self) -> int:
-        """Character offset after the text."""
+        """Offset in the policy's whole text, in characters, at which ``text`` ends."""
         return self.start + len(self.text)
 
     def interrupt(self) -> None:
-        """Notes that other text follows: a mark that has begun cannot go on in the next piece."""
+        """Moves ``carry`` to ``text``, because the text of a tool comes next.
+
+        Therefore the policy's next text cannot complete the mark that may have begun in ``carry``.
+        """
         self.text += self.carry
         self.carry = ""
 
     def close(self, role: str | None = None, body: str | None = None) -> list[Segment]:
-        """Returns the text so far as a segment; no segment if the text is empty."""
+        """Ends a segment; returns it in a list, or an empty list if the segment has no text.
+
+        Args:
+            role: role of the segment; None for text without a role.
+            body: body of the segment; None for its whole text.
+        """
         if not self.text:
             return []
         body = self.text if body is None else body
@@ -43,26 +51,30 @@ class Pieces:
         return [segment]
 
     def answer(self, body: str) -> list[Segment]:
-        """Returns the text so far as the answer, and checks its body."""
+        """Ends a segment as the answer, and checks whether its body has the required form.
+
+        Args:
+            body: body of the answer.
+        """
         segments = self.close(self.protocol.answer, body)
         for segment in segments:
             self.violations += body_violations(self.protocol, segment)
         return segments
 
     def broken(self, kind: str, message: str, position: int | None = None) -> None:
-        """Records a broken rule.
+        """Records the violation of a rule.
 
         Args:
             kind: kind of the violation, see `Violation`.
-            message: explanation in a sentence.
-            position: character offset; None for the end of the text.
+            message: sentence that explains the violation.
+            position: offset of the violation in characters; None for the end of the text.
         """
         at = self.end if position is None else position
         self.violations.append(Violation(kind, at, message))
 
 
 def undecided(data: str, marks: tuple[str, ...]) -> int:
-    """Returns the length of the suffix of a text that more text could turn into a mark."""
+    """Returns the length of a text's longest suffix that is the beginning of a longer mark."""
     longest = max(map(len, marks))
     for size in range(min(longest - 1, len(data)), 0, -1):
         if any(mark.startswith(data[-size:]) for mark in marks):

@@ -1,10 +1,11 @@
-"""Reads trajectories for training, in the forms in which they are published and exchanged.
+"""Reads trajectories for training from data sets in all common formats.
 
-The forms are this project's JSONL, LLaMA-Factory's alpaca and ShareGPT, OpenAI ``messages``, and
-everything that ``coa_jax.distill.export`` writes.  The containers are JSON, JSONL, parquet,
-ArrayRecord, TFDS and the Hugging Face Hub.  docs/data.md shows each form.
+A row may be a record of this project, an alpaca or ShareGPT row of LLaMA-Factory, a list of OpenAI
+``messages``, or anything that ``coa_jax.distill.export`` writes. The rows may come from JSON,
+JSONL, parquet and ArrayRecord files, from TFDS, or from the Hugging Face Hub. docs/data.md shows
+each format.
 
-A damaged file is refused.  A row that cannot be learned safely, such as a row with an observation
+A damaged file is refused. A row that is not safe to train on, such as a row with an observation
 that is never closed, is left out and counted.
 """
 
@@ -51,17 +52,20 @@ def _protocols() -> tuple[str, ...]:
 
 
 ProtocolName = Annotated[str, OneOf(_protocols)]
-"""Setting: the protocol of records that name none; "" infers the protocol from their tags."""
+"""Type of a setting for the protocol of records that name no protocol.
+
+The value "" infers the protocol of such a record from its tags.
+"""
 
 
 class LeftOut(NamedTuple):
-    """A row that is left out.
+    """A row that is left out because it is not safe to train on.
 
     Attributes:
-        path: the file.
-        number: number of the row, see `Row`.
-        where: position of the row for messages.
-        reason: reason for which the row cannot be learned.
+        path: file that contains the row.
+        number: line number or row number in the file, see `Row`.
+        where: file and row, as text for messages.
+        reason: why the row is left out.
     """
 
     path: Path
@@ -71,14 +75,15 @@ class LeftOut(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A record with its source.
+    """A record with the row from which it was read.
 
     Attributes:
         record: the record.
-        row: row of the record.
-        tags: tags from which the protocol was inferred; () if the row or the setting names it.
-        dropped: name of the filter that dropped the record, in the ``dropped/`` files of
-            ``coa_jax.distill``; "" elsewhere.
+        row: the row.
+        tags: tags from which the protocol was inferred; () if the row or the setting names the
+            protocol.
+        dropped: name of the filter that dropped the record, if the row comes from a ``dropped/``
+            file of ``coa_jax.distill``; else "".
     """
 
     record: DistilledRecord
@@ -88,14 +93,19 @@ class Read(NamedTuple):
 
 
 def iterate_records(source: str | os.PathLike[str], protocol: str = "") -> Iterator[Read | LeftOut]:
-    """Yields the record of each row, or why the row is left out; one row is in memory at a time.
+    """Reads records one by one, so that only one row is in memory at a time.
 
     Args:
-        source: files, as for `rows.find_files`.
-        protocol: protocol of rows that name none; "" infers the protocol from their tags.
+        source: files to read, see `rows.find_files`.
+        protocol: protocol of rows that name no protocol; "" infers the protocol from the tags of
+            each row.
+
+    Yields:
+        For each row a `Read` with the record, or a `LeftOut` with the reason.
 
     Raises:
-        UserError: a file cannot be read, or a row is damaged; the message names file and row.
+        UserError: a file cannot be read, or a row is damaged. The message names the file and the
+            row.
     """
     for path in _opened(source, protocol):
         info = columns_of(path)
@@ -104,7 +114,7 @@ def iterate_records(source: str | os.PathLike[str], protocol: str = "") -> Itera
 
 
 def _opened(source: str | os.PathLike[str], protocol: str) -> list[Path]:
-    """Returns the files of a source, and registers the protocols next to them."""
+    """Returns the files of a source, and registers the protocols in ``protocols.json`` nearby."""
     paths = find_files(source)
     for path in paths:
         find_protocols(path)
@@ -130,17 +140,19 @@ def _found(row: Row, info: Mapping[str, Any], protocol: str) -> Read | LeftOut:
 
 
 class Records:
-    """The rows of files, read on access.
+    """A sequence of all rows of some files. A row is read when it is accessed.
 
-    Only the positions of the rows are in memory, 16 bytes per row.  An instance can be pickled.
+    Only the positions of the rows in the files are kept in memory, which takes 16 bytes per row.
+    Objects of this class can be pickled.
     """
 
     def __init__(self, source: str | os.PathLike[str], protocol: str = "") -> None:
-        """Opens the files.
+        """Opens the files and finds the positions of their rows.
 
         Args:
-            source: files, as for `rows.find_files`.
-            protocol: protocol of rows that name none; "" infers the protocol from their tags.
+            source: files to read, see `rows.find_files`.
+            protocol: protocol of rows that name no protocol; "" infers the protocol from the tags
+                of each row.
 
         Raises:
             UserError: a file cannot be read, or is so damaged that its rows cannot be separated.
@@ -155,10 +167,10 @@ class Records:
         return self._ends[-1]
 
     def __getitem__(self, index: int) -> Read | LeftOut:
-        """Reads a row.
+        """Reads a row; returns a `Read` with the record, or a `LeftOut` with the reason.
 
         Raises:
-            UserError: the row is damaged; the message names file and row.
+            UserError: the row is damaged. The message names the file and the row.
         """
         if not 0 <= index < len(self):
             raise IndexError(index)
@@ -168,7 +180,7 @@ class Records:
         return _found(row, self._columns[file], self.protocol)
 
     def stamps(self) -> list[str]:
-        """Returns a text for each file that changes when the file is rewritten."""
+        """Returns one text per file. The text changes when the file is rewritten."""
         return [f"{rows.path.absolute()} {len(rows)} {stamp(rows.path)}" for rows in self._files]
 
 
@@ -178,14 +190,17 @@ def _short(reason: str) -> str:
 
 
 def read_records(source: str | os.PathLike[str], protocol: str = "") -> list[DistilledRecord]:
-    """Reads all records of some files; logs how many rows are left out, and inferred protocols.
+    """Reads all records of some files.
+
+    The function logs how many rows are left out and why, and which protocols were inferred.
 
     Args:
-        source: files, as for `rows.find_files`.
-        protocol: protocol of rows that name none; "" infers the protocol from their tags.
+        source: files to read, see `rows.find_files`.
+        protocol: protocol of rows that name no protocol; "" infers the protocol from the tags of
+            each row.
 
     Raises:
-        UserError: a file cannot be read, a row is damaged, or no row can be learned.
+        UserError: a file cannot be read, a row is damaged, or all rows are left out.
     """
     records: list[DistilledRecord] = []
     counts = Counts()
@@ -202,12 +217,12 @@ def read_records(source: str | os.PathLike[str], protocol: str = "") -> list[Dis
 
 @dataclasses.dataclass(frozen=True)
 class Counts:
-    """Counts of left-out rows and inferred protocols, which are logged for the user.
+    """Counts rows that are left out and records whose protocol was inferred, for log messages.
 
     Attributes:
-        left_out: reason -> number of left-out rows, and positions of the first two.
-        told: inferred protocol -> number of records.
-        tags: inferred protocol -> tags from which it was inferred.
+        left_out: reason -> (number of rows left out, file and row of the first two of these rows).
+        told: inferred protocol -> number of records for which this protocol was inferred.
+        tags: inferred protocol -> tags from which the protocol was inferred.
     """
 
     left_out: dict[str, tuple[int, tuple[str, ...]]] = dataclasses.field(default_factory=dict)
@@ -215,7 +230,7 @@ class Counts:
     tags: dict[str, set[str]] = dataclasses.field(default_factory=lambda: defaultdict(set))
 
     def add(self, found: Read | LeftOut) -> None:
-        """Counts a row."""
+        """Counts a row, which was either converted to a record or left out."""
         if isinstance(found, LeftOut):
             self._leave_out(found.reason, 1, (found.where,))
         elif found.tags:
@@ -235,13 +250,17 @@ class Counts:
         self.left_out[reason] = before + number, (*first, *where)[:2]
 
     def check_some(self) -> None:
-        """Raises `UserError` if rows are left out; call it if there is no record."""
+        """Reports why there is no record. Must be called only if no row has become a record.
+
+        Raises:
+            UserError: rows were left out. The message contains the first reason.
+        """
         for reason, (_, where) in self.left_out.items():
             number = sum(number for number, _ in self.left_out.values())
-            raise UserError(f"{where[0]}: {reason}; none of the {number} rows can be learned")
+            raise UserError(f"{where[0]}: {reason}; none of the {number} rows can be used")
 
     def lines(self) -> list[str]:
-        """Returns a line for each inferred protocol, and for each reason to leave rows out."""
+        """Returns one log message per inferred protocol, and one per reason to leave out rows."""
         lines = [
             f"records that name no protocol: {number}, by their tags {name} "
             f"({', '.join(sorted(self.tags[name]))}); set protocol if this is wrong"

@@ -1,4 +1,4 @@
-"""Renamed columns, keys and roles, described by LLaMA-Factory's ``dataset_info.json``."""
+"""Renames the columns, keys and roles of rows as LLaMA-Factory's ``dataset_info.json`` says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,9 @@ from coa_jax.errors import UserError
 
 
 def columns_of(path: Path) -> dict[str, Any]:
-    """Returns the entry of a file in the ``dataset_info.json`` next to it; {} if there is none.
+    """Returns the entry of a data file in the ``dataset_info.json`` of the same folder.
+
+    The result is {} if the folder has no such file, or the file has no such entry.
 
     Raises:
         UserError: the ``dataset_info.json`` cannot be read.
@@ -27,12 +29,13 @@ def columns_of(path: Path) -> dict[str, Any]:
 
 
 def renamed(row: Any, info: Mapping[str, Any]) -> Any:
-    """Returns a row with LLaMA-Factory's standard column names.
+    """Returns a row with the standard column names of LLaMA-Factory.
 
     Args:
-        row: a row.
-        info: entry of the file in ``dataset_info.json``. Its ``columns`` and ``tags`` map standard
-            names to this file's names of columns, keys and roles.
+        row: a row of a data file.
+        info: entry of the data file in ``dataset_info.json``. Its mapping ``columns`` gives the
+            name in the file for each standard column name. Its mapping ``tags`` does the same for
+            the keys and roles of messages.
     """
     if not isinstance(row, dict) or not info:
         return row
@@ -65,5 +68,5 @@ def _texts(info: Mapping[str, Any], key: str) -> Sequence[tuple[str, str]]:
     if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
         if found is None:
             return ()
-        raise UserError(f"dataset_info.json: {key!r} must be an object of texts")
+        raise UserError(f"dataset_info.json: {key!r} must be an object whose values are strings")
     return tuple(found.items())

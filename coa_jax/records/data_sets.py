@@ -3,8 +3,9 @@
     hf:NAME:CONFIG:SPLIT       hf:openai/gsm8k:main:train, hf:/data/my_set
     tfds:NAME:SPLIT            tfds:gsm8k:train, tfds:/data/tfds/my_set/1.0.0:test
 
-CONFIG may be omitted if the data set has a single one.  SPLIT may be omitted if the caller has a
-default.  NAME may be a path: of a local folder with data files, or of a prepared TFDS folder.
+CONFIG may be omitted if the data set has a single configuration. SPLIT may be omitted if the caller
+has a default split. NAME may be the path of a local folder with data files, or of a folder that
+TFDS has prepared.
 """
 
 from __future__ import annotations
@@ -21,21 +22,22 @@ from coa_jax.storage import local
 def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> Any:
     """Opens a data set of the Hugging Face Hub with the ``datasets`` library.
 
-    The library caches downloads in ``$HF_HOME``.  ``HF_HUB_OFFLINE=1`` reads only the cache;
-    ``HF_TOKEN`` gives access to gated data sets.
+    The library stores downloads in the folder that the environment variable ``HF_HOME`` names.
+    ``HF_HUB_OFFLINE=1`` forbids downloads, and ``HF_TOKEN`` gives access to gated data sets.
 
     Args:
         source: ``hf:NAME:CONFIG:SPLIT``.
         split: split to read if the source names none.
-        revision: branch, tag or commit of the data set; "" for the newest.
-        setting: name of the setting, for errors; "" for none.
+        revision: branch, tag or commit of the data set; "" for the newest commit.
+        setting: name of the setting that contains the source, used in error messages; "" if there
+            is none.
 
     Returns:
-        A ``datasets.Dataset``, which reads its rows from files on access.
+        A ``datasets.Dataset``, which reads a row from files when the row is accessed.
 
     Raises:
-        UserError: the library is not installed, the hub cannot be reached, or there is no such
-            data set, configuration or split.
+        UserError: the library is not installed, the hub cannot be reached, or the data set, its
+            configuration or its split does not exist.
     """
     where = f"{setting}={source}" if setting else source
     name, config, part = [*source.split(":", 3)[1:], "", "", ""][:3]
@@ -49,24 +51,29 @@ def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> 
         return datasets.load_dataset(
             name, config or None, split=part or split, revision=revision or None
         )
-    except Exception as error:  # of the library, its file systems and the readers of its formats
+    except Exception as error:  # the library and its readers raise many kinds of errors
         raise _refused(where, error) from error
 
 
 def open_tfds(source: str, split: str, data_dir: str = "", setting: str = "") -> Sequence[Any]:
-    """Opens a data set of TFDS, prepared as ArrayRecord, without TensorFlow.
+    """Opens a data set of TFDS, which is stored as ArrayRecord files.
+
+    If the data set is not prepared yet, TFDS downloads and prepares it. Reading a prepared data set
+    does not need TensorFlow.
 
     Args:
         source: ``tfds:NAME:SPLIT``.
         split: split to read if the source names none.
-        data_dir: folder of prepared data sets; "" for ``$TFDS_DATA_DIR`` or the library's default.
-        setting: name of the setting, for errors; "" for none.
+        data_dir: folder of the prepared data sets; "" for the folder in the environment variable
+            ``TFDS_DATA_DIR``, or else the library's default folder.
+        setting: name of the setting that contains the source, used in error messages; "" if there
+            is none.
 
     Returns:
-        A sequence that reads its rows from files on access.
+        A sequence that reads a row from files when the row is accessed.
 
     Raises:
-        UserError: the library is not installed, or there is no such data set or split.
+        UserError: the library is not installed, or the data set or its split does not exist.
     """
     where = f"{setting}={source}" if setting else source
     name, part = source.partition(":")[2], ""

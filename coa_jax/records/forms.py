@@ -1,7 +1,8 @@
-"""Converts a row of any known form to a `DistilledRecord`; docs/data.md shows the forms.
+"""Converts rows of all supported formats to `DistilledRecord`; docs/data.md shows the formats.
 
-The keys of a row determine its form. A value of a wrong type raises `TypeError` or `ValueError`:
-the file is damaged. `Unusable` means that only this row cannot be used for training.
+The keys of a row determine its format. A value with a wrong type raises `TypeError` or
+`ValueError`, because the file is then damaged. `Unusable` means that the file is intact, but that
+this row is not safe to train on.
 """
 
 from __future__ import annotations
@@ -37,14 +38,18 @@ _ROLES: Mapping[str, str] = {
     **dict.fromkeys(("tool_response", "function_response"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), "call"),
 }
+_CLOSING = re.compile(r"</([a-z_]+)>\s*\Z")
 _QUESTION = re.compile(r"(?:\A|\n)[ \t]*(?:Question|Task)[ \t]*:[ \t]*\n?")
 
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """A record, and the tags from which its protocol was inferred.
+    """A record that was converted from a row.
 
-    The tags are empty if the row names the protocol.
+    Attributes:
+        record: the record.
+        tags: tags from which the protocol was inferred; () if the row or the setting names the
+            protocol.
     """
 
     record: DistilledRecord
@@ -56,21 +61,23 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
 
     Args:
         value: the JSON value of the row.
-        name: id of the record if the row has none.
-        protocol: protocol of rows that name none; "" to infer it from their tags.
+        name: id of the record if the row has no id.
+        protocol: protocol of the record if the row names no protocol; "" infers the protocol from
+            the tags of the row.
 
     Raises:
-        KeyError, TypeError, ValueError: the row has no known form, or is damaged.
-        Unusable: the row cannot be used safely for training.
+        KeyError, TypeError, ValueError: the row has an unknown format, or is damaged.
+        Unusable: the row is not safe to train on.
         UserError: the protocol is unknown.
     """
     if not isinstance(value, dict):
         raise TypeError(f"expected an object, found {type(value).__name__}")
     if {"authors", "texts"} <= value.keys():
         return Made(_checked(from_tfds(value)))
-    conversation = next((key for key in _CONVERSATIONS if key in value), None)
+    conversation = _present(value, _CONVERSATIONS)
     asked, replied = _present(value, _USER), _present(value, _REPLY)
-    if conversation is not None:
+    pair = None not in (asked and value[asked], replied and value[replied])
+    if conversation is not None and (value[conversation] is not None or not pair):
         return _of_messages(value, value[conversation], name, protocol)
     if isinstance(value.get("prompt"), list) and replied is not None:
         said = value[replied]
@@ -79,18 +86,21 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
     if asked is not None and replied is not None:
         return _of_alpaca(value, asked, replied, name, protocol)
     if "parts" in value:
-        optional = ("metadata", "prompt", "context")  # null where a table has no value
+        optional = ("metadata", "prompt", "context")  # tables have null for a missing value
         row = {k: v for k, v in value.items() if v is not None or k not in optional}
         return Made(_checked(DistilledRecord.from_json(row)))
     if {"tokens", "author", "task_id"} <= value.keys():
         raise ValueError("a sampled trajectory, not a record; learn from it with coa_jax.rft")
     if "question" in value:
-        raise ValueError("a question without 'parts', which is a task and no record to learn")
+        raise ValueError("a question without 'parts', which is a task and not a record")
     raise ValueError(_unknown(value))
 
 
 def _present(value: Mapping[str, Any], keys: Sequence[str]) -> str | None:
-    """Returns the first of some keys that has a value; else the first key that exists."""
+    """Returns the first of some keys whose value is not null, or else the first key that exists.
+
+    The result is None if the row has none of the keys.
+    """
     there = [key for key in keys if key in value]
     return next((key for key in there if value[key] is not None), next(iter(there), None))
 
@@ -110,7 +120,10 @@ def _checked(record: DistilledRecord) -> DistilledRecord:
 
 
 def from_tfds(example: Mapping[str, Any]) -> DistilledRecord:
-    """Converts an element of a TFDS data set to a record."""
+    """Converts an element of a TFDS data set to a record.
+
+    ``coa_jax.distill.export`` writes such data sets.
+    """
 
     def text(value: Any) -> str:
         return value.decode() if isinstance(value, bytes) else str(value)
@@ -133,7 +146,7 @@ def from_tfds(example: Mapping[str, Any]) -> DistilledRecord:
 
 
 def _of_alpaca(value: dict[str, Any], asked: str, replied: str, name: str, protocol: str) -> Made:
-    """Reads the alpaca form; ``instruction`` and ``input`` join to the user message."""
+    """Converts an alpaca row, whose ``instruction`` and ``input`` form the user message."""
     more = _text(value, "input") if asked == "instruction" else ""
     first = _text(value, asked)
     prompt = "\n".join(filter(None, (first, more)))
@@ -152,7 +165,7 @@ def _of_alpaca(value: dict[str, Any], asked: str, replied: str, name: str, proto
 
 
 def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -> Made:
-    """Reads the turns of a conversation: ShareGPT's ``from`` and ``value``, or OpenAI's roles."""
+    """Converts a row with messages, which have the keys of ShareGPT or of OpenAI."""
     if not isinstance(listed, list):
         raise TypeError(f"the conversation cannot be {type(listed).__name__}")
     if any(isinstance(turn, dict) and {"sender", "kind"} <= turn.keys() for turn in listed):
@@ -161,31 +174,41 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
             "configs/distill/traces.py"
         )
     turns: list[tuple[str, str, Any]] = []
+    unlearned: list[bool] = []
     for number, turn in enumerate(listed, start=1):
         if not isinstance(turn, dict):
             raise TypeError(f"turn {number} cannot be {type(turn).__name__}")
         said = turn.get("role", turn.get("from"))
-        role = _ROLES.get(said) if isinstance(said, str) else None
+        role = _ROLES.get(said.lower()) if isinstance(said, str) else None
         if role is None:
             raise Unusable(f"turn {number} has the unknown role {str(said)[:40]!r}")
         content = turn["content"] if "content" in turn else turn.get("value")
-        turns.append((role, _content(content, number), turn.get("tool_calls")))
+        text = _content(content, number)
+        if role == "assistant":
+            text = _with_thought(turn, text)
+        elif role == "user" and turns and _calls(turns[-1]):
+            role = "tool"  # the reply to a call is what the tool returned, whoever hands it over
+        turns.append((role, text, turn.get("tool_calls")))
+        unlearned.append(role in ("assistant", "call") and _without_loss(turn))
     if value.get("system") and (not turns or turns[0][0] != "system"):
         turns.insert(0, ("system", _text(value, "system"), None))
+        unlearned.insert(0, False)
     # The trajectory begins after the last user message that is not a tagged observation.
     users = [role == "user" and not _shown(text) for role, text, _ in turns]
     if True not in users:
-        raise Unusable("no message of the user")
+        raise Unusable("there is no user message")
     end = len(users) - users[::-1].index(True)
     start = end
-    while start and users[start - 1]:  # one message may span several turns
+    while start and users[start - 1]:  # consecutive user messages form one message
         start -= 1
     if any(role in ("tool", "call") for role, _, _ in turns[:start]):
         raise Unusable("the user speaks again after a tool: not the run of a single question")
     context = tuple((role, text) for role, text, _ in turns[:start] if text or role != "system")
     prompt = "\n".join(text for _, text, _ in turns[start:end])
+    if any(unlearned[end:]):
+        raise Unusable("a turn of the assistant inside of the trajectory is marked as not learned")
     if any(role == "system" for role, _, _ in turns[end:]):
-        raise Unusable("a system message stands inside of the trajectory")
+        raise Unusable("a system message is in the middle of the trajectory")
     named = _named(value, protocol)
     rules = get_protocol(named) if named else any_protocol()
     reply = tuple(
@@ -198,13 +221,35 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
     return _assemble(value, context, prompt, reply, None, name, protocol)
 
 
+def _with_thought(turn: Mapping[str, Any], text: str) -> str:
+    """Returns an assistant's text after the reasoning that some servers give in its own field."""
+    for key in ("reasoning_content", "reasoning"):
+        thought = turn.get(key)
+        said = isinstance(thought, str) and thought.strip()
+        if said and not text.lstrip().startswith("<think>"):
+            return f"<think>{thought}</think>\n{text}".rstrip()
+    return text
+
+
+def _calls(turn: tuple[str, str, Any]) -> bool:
+    """Returns whether a turn ends with the tag of a call, whose reply is an observation."""
+    role, text, _ = turn
+    tag = _CLOSING.search(text) if role in ("assistant", "call") else None
+    return tag is not None and tag[1] in any_protocol().tools
+
+
+def _without_loss(turn: Mapping[str, Any]) -> bool:
+    """Returns whether a turn is marked as not learned, as by OpenAI (weight) and others (loss)."""
+    return any(turn.get(key) == 0 for key in ("weight", "loss", "loss_scale", "train"))
+
+
 def _shown(text: str) -> bool:
     """Returns whether a user message is a tagged observation."""
     return text.lstrip().startswith("<observation>") and text.rstrip().endswith("</observation>")
 
 
 def _written(rules: Protocol, role: str, text: str, calls: Any) -> str:
-    """Returns the text of a turn of the trajectory, with tool calls as tags."""
+    """Returns the text of a message of the trajectory. Tool calls are written as tags."""
     if role == "call" and text.lstrip().startswith("{"):
         try:
             return _tagged(rules, json.loads(text))
@@ -213,12 +258,12 @@ def _written(rules: Protocol, role: str, text: str, calls: Any) -> str:
     if role != "assistant" or not calls:
         return text
     if not isinstance(calls, list) or len(calls) != 1 or not isinstance(calls[0], dict):
-        raise Unusable("a turn calls several tools at once, which no protocol can say")
+        raise Unusable("a turn calls several tools at once, which no protocol can express")
     return "\n".join(filter(None, (text, _tagged(rules, calls[0].get("function")))))
 
 
 def _tagged(rules: Protocol, call: Any) -> str:
-    """Converts a call ``{"name", "arguments"}`` to the tag of the tool with its body."""
+    """Writes a call ``{"name": ..., "arguments": ...}`` as the tag of the tool with a body."""
     name = call.get("name") if isinstance(call, dict) else None
     arguments = call.get("arguments") if isinstance(call, dict) else None
     if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
@@ -243,7 +288,7 @@ def _tagged(rules: Protocol, call: Any) -> str:
 
 
 def _named(value: Mapping[str, Any], protocol: str) -> str:
-    """Returns the protocol that a row names, else the protocol of the setting."""
+    """Returns the protocol that a row names, or else the protocol of the setting."""
     named = value.get("protocol") or protocol
     if not isinstance(named, str):
         raise TypeError(f"the field 'protocol' cannot be {type(named).__name__}")
@@ -264,13 +309,15 @@ def _assemble(
 
     Args:
         value: the row.
-        context: turns before the user message.
+        context: (role, text) of each message before the user message.
         prompt: the user message.
-        turns: (author, text) of the turns after the user message.
-        exact: parts of the assistant's turn, if the row has them.
-        name: id if the row has none.
-        protocol: protocol if the row names none.
-        question: the question, if the user message has no mark before it.
+        turns: (author, text) of each message after the user message.
+        exact: (author, text) of each part of the trajectory, if the row contains the authors; else
+            None.
+        name: id of the record if the row has no id.
+        protocol: protocol of the record if the row names no protocol.
+        question: the question, used if the user message does not mark its question with
+            ``Question:`` or ``Task:``.
     """
     marked, begin = _question(prompt)
     if marked is None:
@@ -308,7 +355,11 @@ def _assemble(
 
 
 def _question(prompt: str) -> tuple[str | None, int]:
-    """Returns the question after its mark in a user message, and the offset of the mark."""
+    """Finds the question after ``Question:`` or ``Task:`` in a user message.
+
+    Returns:
+        (question, offset of the mark); (None, 0) if there is no mark.
+    """
     found = _QUESTION.search(prompt)
     if found is None or not prompt[found.end() :].strip():
         return None, 0
@@ -338,7 +389,7 @@ def _text(value: Mapping[str, Any], key: str) -> str:
 
 
 def _content(content: Any, number: int) -> str:
-    """Returns the text of a turn; OpenAI's clients may write it as a list of parts."""
+    """Returns the text of a message. The content may be a string or OpenAI's list of parts."""
     if isinstance(content, list):
         parts = [part.get("text") if isinstance(part, dict) else None for part in content]
         if not all(isinstance(part, str) for part in parts):
@@ -360,7 +411,7 @@ def _pairs(value: Any, key: str) -> Parts:
 
 
 def _parts(value: Any) -> Parts:
-    """Reads ``[{"author", "text"}]`` or ``[[author, text]]``."""
+    """Reads the parts of a record from a list of ``{"author", "text"}`` or ``[author, text]``."""
     if isinstance(value, list) and all(isinstance(part, dict) for part in value):
         value = [[part.get("author"), part.get("text")] for part in value]
     parts = _pairs(value, "parts")
@@ -370,7 +421,7 @@ def _parts(value: Any) -> Parts:
 
 
 def _spans(value: Any, output: str) -> Parts:
-    """Splits a text by the character spans [start, end) that the policy wrote."""
+    """Splits a text into parts, given the character ranges [start, end) that the policy wrote."""
     numbers = [n for span in value for n in span] if _is_spans(value) else [-1]
     if numbers != sorted(numbers) or any(not 0 <= n <= len(output) for n in numbers):
         raise ValueError("the field 'policy' must be a list of ascending [start, end] in 'output'")

@@ -1,8 +1,8 @@
-"""Finds the files that a setting names, and reads the JSON value of a row by its number.
+"""Finds the files that a setting names, and reads single rows of these files.
 
-The first bytes of a file decide its kind, not its name: parquet, a JSON list, or one JSON object
-per line.  Rows are read on access: `open_rows` stores only the position of each row, 16 bytes per
-row.  A row larger than `LONGEST` is refused before it is decoded.
+The first bytes of a file determine its format (parquet, a JSON list, or one JSON object per line),
+and not its name. Rows are read when they are accessed: `open_rows` keeps only the position of each
+row in memory, with 16 bytes per row. A row larger than `LONGEST` is refused before it is decoded.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from coa_jax.records import tables
 from coa_jax.storage import local
 
 LONGEST = 16 << 20
-"""Maximum size of a row in bytes; a trajectory of 32,768 tokens has about 150 kB."""
+"""Maximum size of a row in bytes. A trajectory of 32,768 tokens has only about 150 kB."""
 
 SUFFIXES = (".json", ".jsonl", ".parquet", ".array_record")
-_LISTS = ("data", "rows", "records")  # keys under which a JSON object may hold its list of rows
+_LISTS = ("data", "rows", "records")  # keys of the list of rows, if a file is a JSON object
 _COMPRESSED = {b"\x1f\x8b": "gunzip", b"\x28\xb5\x2f\xfd": "unzstd", b"PK\x03\x04": "unzip"}
 _CHUNK = 1 << 20
 _BLANKS = re.compile(r"[ \t\r\n]*")
@@ -42,8 +42,9 @@ class Row(NamedTuple):
 
     Attributes:
         path: the file.
-        number: line in a JSONL file; index in the list or table of another file; from 1.
-        where: position of the row for messages.
+        number: line number of the row in a JSONL file, or row number in a file of another format,
+            counted from 1.
+        where: file and row, as text for messages.
         value: JSON value of the row.
     """
 
@@ -55,13 +56,15 @@ class Row(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Rows:
-    """The rows of a file, read on access; pickling copies no row.
+    """A sequence of the rows of a file. A row is read when it is accessed.
+
+    Pickling an object of this class does not copy the rows.
 
     Attributes:
         path: the file.
         size: number of rows.
-        read: returns the JSON value of the row at an index.
-        lines: line of each row in a JSONL file, from 1; None for other files.
+        read: function that returns the JSON value of the row at an index.
+        lines: line number of each row of a JSONL file, counted from 1; None for other files.
     """
 
     path: Path
@@ -76,7 +79,8 @@ class Rows:
         """Reads a row.
 
         Raises:
-            UserError: the row cannot be read, or is not JSON; the message names file and row.
+            UserError: the row cannot be read, or is not JSON. The message names the file and the
+                row.
         """
         if not 0 <= index < self.size:
             raise IndexError(index)
@@ -95,13 +99,17 @@ class Rows:
 def find_files(source: str | os.PathLike[str]) -> list[Path]:
     """Returns the files that a setting names.
 
-    Args:
-        source: a path or a URL; several of them with commas between; a pattern with ``*``; a
-            folder, for all its files with one of `SUFFIXES`; ``FOLDER/SPLIT`` of a TFDS data set;
-            or a data set of `records.data_sets`, whose name is returned as if it were a path.
+    A source is one of the following, or several of them joined by commas:
+
+    * the path or URL of a file,
+    * a pattern with ``*``, for all matching files,
+    * a folder, for all its files with one of `SUFFIXES`,
+    * ``FOLDER/SPLIT``, for a split of a TFDS data set that is prepared in the folder,
+    * ``hf:NAME:CONFIG:SPLIT`` or ``tfds:NAME:SPLIT``, a data set of `records.data_sets`. For a data
+      set, the text itself is returned in place of a path.
 
     Raises:
-        UserError: a file is missing, or a folder has files of several kinds.
+        UserError: no file is named or matches, or a folder contains files of several formats.
     """
     text = os.fspath(source)
     names = [text] if os.path.exists(text) else [name.strip() for name in text.split(",")]
@@ -141,23 +149,23 @@ def _in_folder(folder: Path) -> list[Path]:
 
 
 def is_data_set(path: Path) -> bool:
-    """Whether a path is the name of a data set of `records.data_sets`."""
+    """Returns whether a path is the name of a data set, such as ``hf:openai/gsm8k``."""
     return str(path).startswith(("hf:", "tfds:"))
 
 
 def is_tfds(folder: Path) -> bool:
-    """Whether a folder is a data set that TFDS has prepared."""
+    """Returns whether a folder contains a data set that TFDS has prepared."""
     return (folder / "features.json").is_file() and (folder / "dataset_info.json").is_file()
 
 
 def read_rows(path: Path) -> Iterator[Row]:
-    """Yields the rows of a file; see `open_rows`."""
+    """Yields the rows of a file or data set, see `open_rows`."""
     rows = open_rows(path)
     return (rows[index] for index in range(len(rows)))
 
 
 def open_rows(path: Path) -> Rows:
-    """Opens a file of rows.
+    """Opens a file or data set for random access to its rows.
 
     Raises:
         UserError: the file cannot be read, or is so damaged that its rows cannot be separated.
@@ -184,7 +192,7 @@ def open_rows(path: Path) -> Rows:
 
 
 def _first_character(file: IO[bytes]) -> bytes:
-    """Returns the first byte that is not white space, and seeks to the beginning."""
+    """Returns the first byte that is not white space, and moves to the beginning of the file."""
     found = b""
     while not found:
         chunk = file.read(_CHUNK)
@@ -229,9 +237,10 @@ def _line(path: Path, starts: np.ndarray, index: int) -> Any:
 
 
 def _document(file: IO[bytes], line: bytes) -> list[Any] | None:
-    """Returns the rows of a file that is a single JSON object, possibly on several lines.
+    """Returns the rows of a file that is a single JSON object, which may have several lines.
 
-    The result is None if the first line is a row.  The position in the file is then unchanged.
+    The result is None if each line of the file is a row. The position in the file then stays
+    unchanged.
     """
     try:
         return _wrapped(jsonl.loads(line.removeprefix(codecs.BOM_UTF8).decode()))
@@ -251,7 +260,7 @@ def _document(file: IO[bytes], line: bytes) -> list[Any] | None:
 
 
 def _wrapped(value: Any) -> list[Any] | None:
-    """Returns the list of rows in an object with only this list; None for another value."""
+    """Returns the list of rows in an object that contains only this list; None otherwise."""
     if isinstance(value, dict) and len(value) == 1:
         ((key, rows),) = value.items()
         if key in _LISTS and isinstance(rows, list):
@@ -274,12 +283,15 @@ def _span(path: Path, spans: np.ndarray, index: int) -> Any:
 
 
 def _list_spans(path: Path, file: IO[bytes]) -> Iterator[tuple[int, int]]:
-    """Yields the byte range [start, end) of each item of a JSON list, without reading it whole."""
+    """Yields the byte range [start, end) of each item of a JSON list.
+
+    Only a part of the file is in memory at a time.
+    """
     bom = len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
     file.seek(bom)
     reader = io.TextIOWrapper(file, encoding="utf-8", newline="")
     text, at, number, ended = "", 0, 0, False
-    counted, byte = 0, bom  # the character up to which bytes are counted, and their number
+    counted, byte = 0, bom  # number of counted characters of the text; number of bytes before
 
     def where() -> str:
         return f"{path}: row {number + 1}"
@@ -300,7 +312,7 @@ def _list_spans(path: Path, file: IO[bytes]) -> Iterator[tuple[int, int]]:
         text, at, ended, counted = text[at:] + chunk, 0, not chunk, 0
 
     def skip_blanks() -> str:
-        """Returns the next character that is not white space, "" at the end of the file."""
+        """Returns the next character that is not white space; "" at the end of the file."""
         nonlocal at
         while True:
             at = _BLANKS.match(text, at).end()  # type: ignore[union-attr] # matches any text
@@ -341,4 +353,4 @@ def _list_spans(path: Path, file: IO[bytes]) -> Iterator[tuple[int, int]]:
                 found = repr(mark) if mark else "the end of the file"
                 raise UserError(f"{where()}: not JSON: expected ',' or ']', found {found}")
     if skip_blanks():
-        raise UserError(f"{path}: text follows the list of rows; a file holds one list")
+        raise UserError(f"{path}: text follows the list of rows; a file must contain one list")

@@ -1,12 +1,12 @@
-"""Determines the author of each part of a trajectory, given as one text or as turns.
+"""Determines the author of each part of a trajectory, which is given as one text or as turns.
 
-The parser of the protocol finds the observations. An observation and the white space around it
-belong to the environment and get the form in which the rollout loop inserts observations (`frame`).
-So training sees the tokens of a rollout, whatever white space the file has there. All other text
-belongs to the policy and is unchanged.
+The parser of the protocol finds the observations. The environment is the author of the observations
+and of the white space around them. This white space is replaced by the white space that the rollout
+loop writes around observations (`frame`), so that training sees the same tokens as a rollout. The
+policy is the author of all other text, which stays unchanged.
 
-If the author of some words cannot be determined, the text is rejected as `Unusable`: training must
-not learn text of a tool.
+If the author of a part cannot be determined, the text is rejected as `Unusable`, because training
+must not use the text of a tool as text of the policy.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import re
 from coa_jax.protocol import Protocol, Segment, get_protocol, parse, protocol_names, quote_tool_text
 
 Parts = tuple[tuple[str, str], ...]
-"""(``"policy"`` or ``"environment"``, text) in order, as in `DistilledRecord.parts`."""
+"""(``"policy"`` or ``"environment"``, text) of each part, as in `DistilledRecord.parts`."""
 
 POLICY, ENVIRONMENT = "policy", "environment"
 
@@ -27,22 +27,27 @@ _BRIEF = re.compile(r"Follow the (\w+) protocol\.")
 
 
 class Unusable(ValueError):
-    """A record that cannot be used safely for training; the message is the reason."""
+    """Says that a row is not safe to train on. The message is the reason."""
 
 
 def frame(protocol: Protocol, body: str) -> str:
-    """Returns an observation in the form in which the rollout loop inserts it."""
+    """Returns a text between observation tags, with the line ends that the rollout loop writes."""
     return f"\n<{protocol.observation}>\n{body}\n</{protocol.observation}>\n\n"
 
 
 def is_framed(protocol: Protocol, text: str) -> bool:
-    """Returns whether a text has the form of `frame`."""
+    """Returns whether a text is an observation as `frame` writes it."""
     head, tail = frame(protocol, "\0").split("\0")
     return len(text) >= len(head) + len(tail) and text.startswith(head) and text.endswith(tail)
 
 
 def observation(protocol: Protocol, text: str) -> str:
-    """Returns a tool's result, given with or without its tags, in the form of `frame`."""
+    """Returns the result of a tool between observation tags, see `frame`.
+
+    Args:
+        protocol: protocol with the observation tag.
+        text: the result, with or without observation tags around it.
+    """
     inner, name = text.strip(), protocol.observation
     opening, closing = f"<{name}>", f"</{name}>"
     if is_framed(protocol, text):
@@ -53,9 +58,9 @@ def observation(protocol: Protocol, text: str) -> str:
 
 
 def _body(inner: str) -> str:
-    """Returns the text between observation tags without one line end at each side.
+    """Removes the white space that separates the text of an observation from its tags.
 
-    On a side without a line end, the white space is only a separator and is removed.
+    On each side this is one line end or, if there is no line end, all white space.
     """
     if len(inner) > 3 and inner.startswith("\r\n") and inner.endswith("\r\n"):
         return inner[2:-2]
@@ -69,19 +74,19 @@ def _body(inner: str) -> str:
 
 
 def parts_of(protocol: Protocol, text: str) -> Parts:
-    """Splits an assistant's turn into the parts of the policy and of the environment.
+    """Splits an assistant message into the parts of the policy and of the environment.
 
     Args:
-        protocol: protocol of the tags.
-        text: the whole turn; white space at its ends is ignored.
+        protocol: protocol whose tags the text contains.
+        text: the whole message. White space at both ends is ignored.
 
     Raises:
-        Unusable: an observation is not closed, or does not follow a call; or an observation tag
-            occurs anywhere else; or untagged text follows a call.
+        Unusable: an observation is not closed or does not follow a call, an observation tag occurs
+            at another place, or text without tags follows a call.
     """
     text = text.strip()
     parts: list[tuple[str, str]] = []
-    said, call = "", ""  # the policy's text so far, and the tool whose call ends it
+    said, call = "", ""  # text of the policy so far; tool that was called at its end, or ""
     for segment in parse(protocol, text).segments:
         raw = text[segment.start : segment.end]
         if segment.role == protocol.observation:
@@ -105,10 +110,10 @@ def parts_of(protocol: Protocol, text: str) -> Parts:
 
 
 def check_policy(protocol: Protocol, text: str) -> None:
-    """Rejects text of the policy that contains an observation tag.
+    """Checks that a text of the policy contains no observation tag.
 
     Raises:
-        Unusable: the text contains one.
+        Unusable: the text contains an observation tag.
     """
     for segment in parse(protocol, text).segments:
         if segment.role == protocol.observation:
@@ -117,34 +122,40 @@ def check_policy(protocol: Protocol, text: str) -> None:
 
 
 def _check(protocol: Protocol, segment: Segment, raw: str) -> None:
-    """Rejects an observation tag, even a damaged one, in a segment of the policy.
+    """Checks that a segment of the policy contains no observation tag, even if damaged.
 
-    A program may print such a tag. But if the tag of a program or an answer is never closed, or is
-    opened again inside, its body may contain a real observation.
+    Observation tags are allowed in programs and other bodies that may quote tags. They are refused
+    there if the segment is not closed, or contains its own opening tag again, because such a body
+    may contain a real observation.
+
+    Raises:
+        Unusable: the segment contains an observation tag that is not allowed.
     """
     if not re.search(rf"<\s*/?\s*{protocol.observation}\b", raw, re.IGNORECASE):
         return
     whole = segment.closed and f"<{segment.role}>" not in segment.body
     if segment.role in protocol.verbatim and whole:
         return
-    where = f"inside <{segment.role}>" if segment.role else "outside of an observation"
-    raise Unusable(f"a tag of observations stands {where}")
+    where = f"inside <{segment.role}>" if segment.role else "outside an observation"
+    raise Unusable(f"an observation tag is {where}")
 
 
 # --- turns ---------------------------------------------------------------------------------
 
 
 def parts_of_turns(protocol: Protocol, turns: Parts) -> Parts:
-    """Converts the turns of a conversation to the form of `DistilledRecord.parts`.
+    """Converts the turns of a conversation to `DistilledRecord.parts`.
 
-    The turns state their authors; white space around an observation is normalised here as well.
+    If no turn belongs to the environment, the text of the policy may contain observations, which
+    `parts_of` finds.
 
     Args:
         protocol: protocol of the record.
-        turns: (author, text) in order.
+        turns: (author, text) of each turn, in order.
 
     Raises:
-        Unusable: see `check_policy`; see `parts_of` if no turn belongs to the environment.
+        Unusable: a turn of the policy contains an observation tag, although the environment has
+            turns of its own, or `parts_of` refuses the text.
     """
     runs = [
         (author, [text for _, text in run])
@@ -168,7 +179,7 @@ def parts_of_turns(protocol: Protocol, turns: Parts) -> Parts:
 
 
 def any_protocol() -> Protocol:
-    """Returns a protocol with the tags of all known ones, to parse text of unknown protocol."""
+    """Returns a protocol with the tags of all protocols, to parse text of an unknown protocol."""
     known = [get_protocol(name) for name in protocol_names()]
     return dataclasses.replace(
         get_protocol("universal"),
@@ -180,20 +191,24 @@ def any_protocol() -> Protocol:
 
 
 def infer_protocol(text: str, instructions: str) -> tuple[str, tuple[str, ...]]:
-    """Infers the protocol of a trajectory: the smallest one that includes all used tags.
+    """Infers the protocol of a trajectory from its tags.
 
-    Used tags are those of the policy's segments and, if a protocol has them as well, the tags that
-    the instructions name.
+    If the instructions name a registered protocol, this protocol is the result. Otherwise the
+    result is the protocol with the fewest tags among those that contain every used tag.
+
+    Tags that the instructions name count as used at first. If this does not determine a protocol,
+    only the tags in the text count as used.
 
     Args:
-        text: the assistant's turn.
-        instructions: system message, and user message without the question.
+        text: text of the policy.
+        instructions: the system message, and the user message without the question.
 
     Returns:
-        Name of the protocol, and the tags that decided, sorted.
+        (name of the protocol, the used tags in sorted order).
 
     Raises:
-        Unusable: no protocol has these tags, or several of the same size do.
+        Unusable: no protocol contains every used tag, or several such protocols have the same
+            smallest number of tags.
     """
     known = {name: get_protocol(name) for name in protocol_names()}
     named = _BRIEF.search(instructions)

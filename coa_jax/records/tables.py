@@ -1,8 +1,9 @@
-"""Random access to rows of parquet, ArrayRecord, TFDS and the Hugging Face Hub.
+"""Gives random access to rows of parquet, ArrayRecord, TFDS and the Hugging Face Hub.
 
-Each function opens one kind of file or data set, and returns the number of rows and a function that
-reads the row at an index.  This function can be pickled; another process opens the file again.
-Open files are cached by path and `stamp`, so a rewritten file is opened again.
+Each function opens one kind of file or data set. It returns the number of rows, and a function that
+reads the row at an index. The returned function can be pickled; a process that unpickles the
+function opens the file again. Open files are cached by path and `stamp`, so that a rewritten file
+is opened again.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ from coa_jax.installed import missing
 from coa_jax.records.data_sets import open_hub, open_tfds
 
 Opened = tuple[int, Callable[[int], Any]]
-"""Number of rows, and a function that reads the row at an index."""
+"""(number of rows, function that reads the row at an index)."""
 
-_HELD = 1 << 30  # maximum bytes of decoded parquet in memory
+_HELD = 1 << 30  # maximum number of bytes of decoded parquet in memory
 
 
 def stamp(path: Path) -> str:
-    """Returns a text that changes when the file or data set that the path names is rewritten."""
+    """Returns a text that changes whenever the file or data set at a path is rewritten."""
     if str(path).startswith("hf:"):
         return str(_hub(path)._fingerprint)
     if str(path).startswith("tfds:"):
@@ -43,7 +44,7 @@ def array_record(path: Path) -> Opened:
     """Opens an ArrayRecord file whose records are JSON.
 
     Raises:
-        UserError: the file is not an ArrayRecord file.
+        UserError: the file is not an ArrayRecord file, or its end is missing.
     """
     seen = stamp(path)
     try:
@@ -74,8 +75,8 @@ def _array_record_row(path: Path, seen: str, index: int) -> Any:
 def parquet(path: Path) -> Opened:
     """Opens a parquet file.
 
-    Parquet is decoded one row group at a time.  If the decoded file has more than 1 GiB, only some
-    row groups stay in memory, and reading rows in random order is slow.
+    A parquet file is decoded one row group at a time. If the decoded file has more than 1 GiB, only
+    some row groups stay in memory, so that reading rows in random order is slow.
 
     Raises:
         UserError: pyarrow is not installed, or the file is damaged.
@@ -105,7 +106,10 @@ def _parquet_row(path: Path, seen: str, ends: np.ndarray, held: int, index: int)
 
 @functools.lru_cache(maxsize=64)
 def _row_groups(path: Path, seen: str, held: int) -> Callable[[int], Any]:
-    """Returns a function that reads row groups as Arrow tables, and caches ``held`` of them."""
+    """Returns a function that reads a row group as an Arrow table.
+
+    The function keeps the last ``held`` row groups in memory.
+    """
     import pyarrow.parquet
 
     @functools.lru_cache(maxsize=held)
@@ -120,10 +124,15 @@ def _row_groups(path: Path, seen: str, held: int) -> Callable[[int], Any]:
 
 
 def data_set(path: Path) -> Opened:
-    """Opens ``hf:NAME:CONFIG:SPLIT``, ``tfds:NAME:SPLIT`` or ``FOLDER/SPLIT`` of TFDS.
+    """Opens a data set of the Hugging Face Hub or of TFDS.
+
+    Args:
+        path: ``hf:NAME:CONFIG:SPLIT``, ``tfds:NAME:SPLIT``, or ``FOLDER/SPLIT`` with the folder of
+            a prepared TFDS data set.
 
     Raises:
-        UserError: a library is not installed, or there is no such data set, configuration or split.
+        UserError: a library is not installed, or the data set, its configuration or its split does
+            not exist.
     """
     if str(path).startswith("hf:"):
         return len(_hub(path)), functools.partial(_hub_row, path)

@@ -16,11 +16,11 @@ _NONE = "\u2013"
 
 
 def breakdown(summary: Mapping[str, Any], stages: Sequence[str], titles: Mapping[str, str]) -> str:
-    """Renders the table of the stages that have details; returns "" if no stage has details.
+    """Renders a table with the details of each evaluated stage; "" if no stage has details.
 
     Args:
         summary: content of summary.json.
-        stages: names of the stages, in the order of the columns.
+        stages: names of the stages, in the order of the table's columns.
         titles: titles of stages by name; a stage without a title is shown under its name.
     """
     found = {stage: summary.get(f"{stage}_details") for stage in stages}

@@ -90,7 +90,7 @@ def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_ST
     """Writes the HTML page of a run to ``report/index.html`` in its directory.
 
     Args:
-        run_dir: directory of the run, which has at least one of config.json, metrics.jsonl,
+        run_dir: directory of the run. It must contain at least one of config.json, metrics.jsonl,
             traces.jsonl, traces/ and summary.json.
         per_stage: maximum number of traces that the page shows per stage.
 
@@ -98,7 +98,8 @@ def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_ST
         Path of the page.
 
     Raises:
-        UserError: the directory does not exist, has none of these files, or a file is malformed.
+        UserError: the directory does not exist or contains none of these files, or a file is
+            malformed.
     """
     root = Path(run_dir)
     if not root.is_dir():

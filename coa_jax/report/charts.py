@@ -21,11 +21,11 @@ _SMOOTH_FROM = 30
 
 @dataclasses.dataclass(frozen=True)
 class Series:
-    """A line of a chart.
+    """A line in a chart.
 
     Attributes:
         name: name of the line in the legend.
-        x: steps.
+        x: steps, one for each value in ``y``.
         y: value at each step; None at a step without a value.
     """
 
@@ -39,7 +39,7 @@ class Interval:
     """A measured share with its confidence interval.
 
     Attributes:
-        name: name of the share, which screen readers read.
+        name: name of the share, which is read aloud by screen readers.
         value: the share, from 0 to 1.
         low: lower end of the interval.
         high: upper end of the interval.
@@ -52,11 +52,11 @@ class Interval:
 
 
 def line_chart(title: str, series: Sequence[Series]) -> str:
-    """Renders a chart with axes and a line for each series; returns "" if there is no value.
+    """Renders a chart with axes and a line for each series; returns "" if no series has a value.
 
-    The chart has a legend if there are several series. If there are at most two series, a noisy one
-    is drawn faintly under its moving average. A long series is reduced to at most ``MAX_POINTS``
-    points, which include its extremes.
+    The chart has a legend if there are several series. If there are at most two series, a noisy
+    series is drawn faintly, with its moving average on top. A series with more than ``MAX_POINTS``
+    points is reduced to this number, and keeps its extremes.
     """
     series = [_thin(s) for s in series]
     values = [y for s in series for y in s.y if y is not None]

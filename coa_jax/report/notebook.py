@@ -58,7 +58,7 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Html:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The contents of a run's files; files that do not exist yet count as empty.
+    """The contents of a run's files; a file that does not exist yet is treated as empty.
 
     Attributes:
         path: directory of the run.
@@ -74,7 +74,7 @@ class Run:
 
     @property
     def results(self) -> dict[str, Mapping[str, Any]]:
-        """Results of the evaluations, keyed by stage, in the order of the pipeline."""
+        """Results of the evaluations by stage, in the order in which the stages run."""
         found = {k: v for k, v in self.summary.items() if isinstance(v, dict) and v.get("ci95")}
         known = [stage for stage in STAGES if stage in found]
         return {stage: found[stage] for stage in [*known, *(s for s in found if s not in known)]}
@@ -85,7 +85,7 @@ class Run:
         return read_trajectories(self.path) if shards.of_run(self.path) else []
 
     def of_stage(self, stage: str) -> list[Trajectory]:
-        """Returns the trajectories of a stage, such as the evaluation ``sft``, or ``rl-train``."""
+        """Returns the trajectories of a stage, such as ``sft`` (evaluation) or ``rl-train``."""
         return [one for one in self.trajectories if stage_of(one) == stage]
 
     def curve(self, phase: str, metric: str) -> tuple[list[float], list[float]]:
@@ -119,9 +119,10 @@ def read_run(path: str | Path) -> Run:
 
 
 def failure_of(trajectory: Trajectory) -> str:
-    """Returns why a trajectory is wrong, in a few words; "" for a right or ungraded trajectory.
+    """Returns why the answer of a trajectory is wrong, in a few words.
 
-    The function returns the first of these reasons that applies:
+    The result is "" if the answer is right or not graded. Otherwise it is the first of these
+    reasons that applies:
 
     - The trajectory stopped without an answer.
     - The policy called no tool.
@@ -147,7 +148,7 @@ def failure_of(trajectory: Trajectory) -> str:
 
 
 def show(*trajectories: Trajectory) -> Html:
-    """Renders trajectories side by side, with the policy's text by role, and the observations."""
+    """Renders trajectories side by side, and marks the role of each part of the policy's text."""
     share = 100 // max(1, len(trajectories))
     columns = "".join(
         f'<div style="flex:1 1 {share - 4}%;min-width:260px">{_chain(one)}</div>'
@@ -182,17 +183,18 @@ def _chain(trajectory: Trajectory) -> str:
 
 
 def show_tokens(one: Any, tokenizer: Any, trained: Sequence[float] = ()) -> Html:
-    """Renders every token of a trajectory; a tooltip shows author, id and log-probability.
+    """Renders every token of a trajectory with a tooltip of its author, id and log-probability.
 
-    Blue tokens were sampled by the policy; the darker the blue, the less probable the token. Brown
-    tokens belong to observations, and tokens without a colour to the prompt.
+    Blue tokens were sampled by the policy; a darker blue means a less probable token. Brown tokens
+    belong to observations, and tokens without a colour belong to the prompt.
 
     Args:
         one: a `Trajectory`, or a `learn.batch.Example`. An example has no authors, so its tokens
             have no colours.
         tokenizer: tokenizer of the policy, such as ``policy.tokenizer``.
         trained: for each token, whether it is a target of the loss, for example ``mask`` of an
-            example. These tokens are underlined. Empty to underline none.
+            example. Targets of the loss are underlined. If the sequence is empty, no token is
+            underlined.
     """
     spans = []
     tokens = one.tokens.tolist()

@@ -14,7 +14,7 @@ from coa_jax.report.traces import escape
 
 
 def whole_page(name: str, sections: Sequence[str], *, style: str = "", script: str = SCRIPT) -> str:
-    """Renders a whole page, which loads no other file.
+    """Renders a whole HTML page, which needs no other file.
 
     Args:
         name: title of the page.
@@ -46,7 +46,7 @@ def table(
     """Renders a table that can scroll sideways in a narrow window.
 
     Args:
-        name: name of the table, which screen readers read.
+        name: name of the table, which is read aloud by screen readers.
         head: titles of the columns, as text; "" for a column without a title.
         rows: HTML of the cells of each row.
         kind: CSS classes of the table.

@@ -50,12 +50,12 @@ class Side:
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """Two evaluations of the same tasks, with their comparison.
+    """The evaluations of the same tasks in two runs, with their comparison.
 
     Attributes:
         a, b: contents of the two result files.
         comparison: the fields of `evaluate.compare.Comparison`, by name.
-        notes: names of settings, other than the policy, in which the evaluations differ.
+        notes: names of the settings, other than the policy, in which the evaluations differ.
     """
 
     a: Mapping[str, Any]

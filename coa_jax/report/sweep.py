@@ -53,10 +53,11 @@ class Run:
     Attributes:
         name: NAME in the name ``NAME-SEED`` of the run's directory.
         seed: SEED in the name of the directory; "" if the name does not end with a number.
-        rows: rows of metrics.jsonl that belong to ``phase``, by step.
-        result: block of the last evaluated stage in summary.json; None if the run was not
+        rows: rows of metrics.jsonl that belong to ``phase``, sorted by step.
+        result: entry of the last evaluated stage in summary.json; None if the run was not
             evaluated.
-        phase: last phase that any run of this name has begun; "" if there are no metrics.
+        phase: last training phase that any run with the same ``name`` has begun; "" if there are no
+            metrics.
     """
 
     name: str
@@ -68,9 +69,10 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """Statistics over the runs of one setting.
+    """Statistics over the runs of one setting, that is, over the runs with the same name.
 
-    Statistics of evaluations are over the evaluated runs, and None if no run was evaluated.
+    Statistics of evaluations are computed over the evaluated runs; they are None if no run was
+    evaluated.
 
     Attributes:
         name: name of the setting.
@@ -78,16 +80,17 @@ class Row:
             metrics.
         runs: number of runs.
         measured: number of evaluated runs.
-        pass_at_1: mean pass@1.
-        low: lowest pass@1 of a run.
-        high: highest pass@1 of a run.
+        pass_at_1: mean pass@1 over the evaluated runs.
+        low: lowest pass@1 of any run.
+        high: highest pass@1 of any run.
         deviation: standard deviation of pass@1 over the runs; None for fewer than two evaluated
             runs.
-        tasks: number of tasks of an evaluation.
+        tasks: number of tasks in each evaluation.
         tokens_per_task: mean number of tokens per task.
         format_valid: mean share of samples that obey the protocol.
-        reward: mean reward over the last quarter of the steps; None if there are no rewards.
-        steps: smallest number of steps of the phase that a run of the setting has finished.
+        reward: mean reward over the last quarter of the training steps; None if there are no
+            rewards.
+        steps: number of steps of ``phase`` that every run of the setting has finished.
         gap: largest difference between log-probabilities of sampler and trainer in any step; None
             if the metric is missing.
     """
@@ -160,7 +163,7 @@ def _read(path: Path) -> Run | None:
 
 
 def summarize(runs: Sequence[Run]) -> list[Row]:
-    """Returns the statistics of each setting, the best setting first, unevaluated settings last."""
+    """Returns the statistics of each setting, from the best to the worst; unevaluated ones last."""
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         groups[run.name].append(run)
@@ -193,7 +196,7 @@ def _row(name: str, runs: Sequence[Run]) -> Row:
 
 
 def curves(runs: Sequence[Run], metric: str) -> list[Series]:
-    """Returns for each setting the mean of a metric at each step, over the runs with this step."""
+    """Returns for each setting a metric by step, averaged over the runs that have the step."""
     lines = []
     for name in dict.fromkeys(run.name for run in runs):
         points: dict[float, list[float]] = defaultdict(list)

@@ -65,12 +65,12 @@ def clean(text: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Piece:
-    """A piece of the text of a segment.
+    """A part of the text of a segment, which arrives piece by piece.
 
     Attributes:
         role: role of the segment; None for text outside tags.
         text: text of the piece.
-        last: whether the segment ends with this piece.
+        last: whether this piece is the last one of its segment.
     """
 
     role: str | None
@@ -79,7 +79,7 @@ class Piece:
 
 
 class RoleStream:
-    """Splits the policy's text by role while it arrives; incomplete tags are held back."""
+    """Splits the policy's text by role while it arrives; holds incomplete tags back."""
 
     def __init__(self, protocol: Protocol):
         self._protocol, self._parser = protocol, make_parser(protocol)
@@ -123,7 +123,7 @@ class RoleStream:
 
 
 class Paragraph:
-    """Writes text with a gutter, wrapped between words, without blank lines around it."""
+    """Writes a paragraph with a gutter, wraps it between words, and omits blank lines around it."""
 
     def __init__(self, put: Callable[[str, bool], None], width: int | None):
         """Starts a paragraph.
@@ -139,7 +139,7 @@ class Paragraph:
         self._line_ends = 1  # before the first word
 
     def write(self, text: str) -> None:
-        """Adds text; the last word is held back until it is complete."""
+        """Writes text, but holds the last word back until the word is complete."""
         for character in text:
             if character == "\n":
                 self._flush()
@@ -255,7 +255,7 @@ class Show:
         self._waiting = ""  # white space outside tags, which is shown only if other text follows
 
     def arrive(self, arrival: Arrival) -> None:
-        """Shows text of the policy or of a tool; `rollout` takes this method as ``on_text``."""
+        """Shows text of the policy or of a tool; it is passed to the rollout as ``on_text``."""
         if arrival.author == Author.POLICY:
             self._show(self._roles.feed(arrival.text))
         elif arrival.call is not None:
@@ -263,7 +263,7 @@ class Show:
             self._observation(arrival.call)
 
     def finish(self, trajectory: Trajectory, seconds: float) -> None:
-        """Shows the remaining text, and statistics of a trajectory that took ``seconds``."""
+        """Shows the trajectory's remaining text, and its statistics with its time in seconds."""
         ended = trajectory.stop_reason in (StopReason.ANSWER, StopReason.EOS)
         self._show(self._roles.finish(ended))
         for line, name in footer(trajectory, seconds):
@@ -296,7 +296,7 @@ class Show:
 
 
 def footer(trajectory: Trajectory, seconds: float) -> list[tuple[str, str]]:
-    """Returns lines with the statistics of a trajectory and the protocol rules that it broke.
+    """Returns lines with the statistics of a trajectory, and with the protocol rules it broke.
 
     Args:
         trajectory: a finished trajectory.

@@ -22,7 +22,7 @@ _BOUNDS = (0.9, 0.5, 0.2, 0.05)  # probabilities at which the shade of a token c
 
 
 def spelling(run: Path, config: Mapping[str, Any] | None) -> Spell | None:
-    """Finds a tokenizer of a run, next to a model of the run or to the model in its config.
+    """Finds the tokenizer of a run, in a model that the run wrote or that its config names.
 
     Args:
         run: directory of the run.

@@ -42,7 +42,8 @@ class Sample:
     Attributes:
         shown: maps the name of each stage to its selected trajectories, in the order of their
             tasks.
-        counts: maps the name of each stage to the number of all its trajectories with each verdict.
+        counts: maps the name of each stage to the number of its trajectories by verdict;
+            trajectories that are not shown are counted, too.
     """
 
     shown: dict[str, list[Trajectory]]
@@ -55,7 +56,7 @@ def escape(text: str) -> str:
 
 
 def stage_of(trajectory: Trajectory) -> str:
-    """Returns the stage in which a trajectory was sampled: ``metadata["stage"]`` or the phase."""
+    """Returns the stage in which a trajectory was sampled, according to its metadata."""
     metadata = trajectory.metadata
     return str(metadata.get("stage") or metadata.get("phase") or "run")
 
@@ -72,9 +73,10 @@ def verdict_of(trajectory: Trajectory) -> str:
 def sample_traces(path: str | os.PathLike[str], per_stage: int) -> Sample:
     """Selects at most ``per_stage`` trajectories of each stage, in one pass with constant memory.
 
-    Of evaluations, the first samples of the tasks with the smallest hashes are selected. So the
-    same tasks are shown for every stage, and can be compared. Of training, the selection is
-    pseudo-random and depends only on the trajectories.
+    In an evaluation, the function selects the first sample of each task, and of these samples the
+    ones whose tasks have the smallest hashes. Therefore the same tasks are shown for every
+    evaluation, and can be compared. In training, the selection is pseudo-random and depends only on
+    the trajectories.
 
     Args:
         path: directory of the run.

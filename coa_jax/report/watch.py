@@ -61,8 +61,8 @@ class Tail:
 
     Attributes:
         path: a file with one JSON object per line.
-        rows: the objects that were read so far. If a resumed run has truncated the file, the file
-            is read again from its beginning.
+        rows: the objects that were read so far. If a resumed run has truncated the file, the list
+            is emptied and the file is read again from its beginning.
     """
 
     path: Path
@@ -93,10 +93,10 @@ class Tail:
 
 
 def newest_trajectories(run: Path, count: int) -> list[Trajectory]:
-    """Returns the trajectories of a run that finished last, the newest first.
+    """Returns the ``count`` trajectories that a run finished last, the newest first.
 
-    A run writes a graded trajectory to ``spool/`` as soon as it finishes, and later to
-    ``traces.jsonl``. Compressed shards in ``traces/`` are not read.
+    A run writes a graded trajectory to ``spool/`` as soon as the trajectory finishes, and later to
+    ``traces.jsonl``. The function reads both, but not the compressed shards in ``traces/``.
     """
     plain = [*(run / "spool").glob("*.jsonl"), run / "traces.jsonl"]
     stamped = sorted(((_modified(p), p) for p in plain), reverse=True)
@@ -161,7 +161,7 @@ class Picture:
         self._tail = Tail(run / "metrics.jsonl")
 
     def draw(self) -> RenderableType:
-        """Reads new rows and trajectories, and draws the state.
+        """Reads new rows and trajectories, and draws the state of the run.
 
         Raises:
             UserError: a file cannot be read.
@@ -248,7 +248,7 @@ def _trajectories(found: Sequence[Trajectory]) -> Table:
 
 
 def fetched(place: str) -> Path:
-    """Returns the local folder of a run; for a URL, a present copy without trajectories.
+    """Returns the local folder of a run; for a URL, a new copy of it without trajectories.
 
     Raises:
         UserError: the bucket cannot be read, or has no such folder.

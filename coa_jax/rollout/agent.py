@@ -1,4 +1,4 @@
-"""A policy with its tools, ready to answer questions."""
+"""Combines a policy with tools into an agent that answers questions."""
 
 from __future__ import annotations
 
@@ -29,15 +29,16 @@ from coa_jax.trajectory import Trajectory
 
 
 def load_policy(path: str | Path, dtype: str = "float32") -> Model:
-    """Loads a policy.
+    """Loads the model of a policy.
 
     Args:
-        path: Hugging Face directory, GGUF file, or directory of a finished training run, each a
-            local path or a URL; or a Hub id.
+        path: local path or URL of a Hugging Face model directory, of a GGUF file, or of the work
+            directory of a finished training run. A Hub id, such as ``Qwen/Qwen3-0.6B``, is accepted
+            too.
         dtype: dtype of the parameters, ``float32`` or ``bfloat16``.
 
     Raises:
-        UserError: there is no policy at the path, or its files cannot be used.
+        UserError: there is no model at the path, or the model is not supported.
     """
     if storage.is_url(path):
         trained: str | Path = storage.join(str(path), "model")
@@ -52,9 +53,9 @@ class Agent:
     """A policy with tools that answers questions, one at a time.
 
     Attributes:
-        model: the policy.
-        protocol: rules that its text obeys.
-        tools: tools that it can call.
+        model: model of the policy, with its tokenizer.
+        protocol: protocol in which the policy writes.
+        tools: tools that the policy can call.
     """
 
     def __init__(
@@ -71,20 +72,24 @@ class Agent:
         """Loads the policy and compiles its programs, so that no question waits for compilation.
 
         Args:
-            policy: the policy, or its path (see `load_policy`).
-            tools: its tools; tools without a tag in the protocol are left out.
-            protocol: name of the protocol. "" means the protocol of the policy's training if it has
-                one of the tools, else a protocol with all of them.
-            sampling: how tokens are sampled; greedily by default.
-            seed: seed of the samples.
-            rollout: budgets and prompt; by default those of `RolloutConfig`, and the prompt of the
-                training.
-            environment: environment that answers the policy, besides the tools. If no protocol is
-                named, that of the tools or of the training is used, or the protocol without tags.
+            policy: model of the policy, or its path (see `load_policy`).
+            tools: tools that the policy can call. A tool for which the protocol has no tag is left
+                out.
+            protocol: name of the protocol. "" chooses the protocol with which the policy was
+                trained if one of the tools has a tag in this protocol, and else a protocol with
+                tags for all tools.
+            sampling: sampling settings; None for greedy decoding.
+            seed: seed of the random key.
+            rollout: budgets and prompt style; None for the default budgets and the prompt with
+                which the policy was trained.
+            environment: environment that answers the policy in addition to the tools; None for
+                tools only. With an environment and without a name in ``protocol``, the protocol is
+                the one that the tools configure, else that of the policy's training, else the
+                protocol without tags.
 
         Raises:
-            UserError: the protocol or the prompt is unknown, the policy cannot be loaded, or a tool
-                cannot be created.
+            UserError: the protocol or the prompt style is unknown, the policy cannot be loaded, or
+                a tool cannot be created.
         """
         config = build(ToolsConfig, named_tools(tools), "tools")
         self._config = rollout or RolloutConfig(prompt_style="model")
@@ -96,7 +101,7 @@ class Agent:
             protocol = config.protocol or protocol_of_model(source) or TURNS.name
         if not protocol:
             protocol, config = protocol_of(config, protocol_of_model(source))
-        # Before the lookup of the protocol, which the tools may register.
+        # Creating the tools may register a protocol, which is looked up below.
         self.tools = tools_for(protocol, config, tags_of(environment))
         self._environments = Environments(environment, self._prompt) if environment else None
         self.protocol = get_protocol(at_level(protocol, self._config.level, self._config.format))
@@ -116,20 +121,33 @@ class Agent:
         self._turns = Turns(1)
 
     def ask(self, question: str, on_text: Callable[[Arrival], None] | None = None) -> Trajectory:
-        """`ask_async` for synchronous code."""
+        """Lets the policy answer a question. This is `ask_async` for synchronous code.
+
+        Args:
+            question: question in plain text.
+            on_text: function that is called whenever the policy or a tool has produced text, with
+                the new piece of text.
+
+        Returns:
+            The trajectory, with the answer in ``answer`` and the whole text in ``text``.
+        """
         return run_blocking(self.ask_async(question, on_text))
 
     async def ask_async(
         self, question: str, on_text: Callable[[Arrival], None] | None = None
     ) -> Trajectory:
-        """Lets the policy answer a question; the trajectory has the ``answer`` and the ``text``.
+        """Lets the policy answer a question.
 
         Args:
             question: question in plain text.
-            on_text: called with text of the policy and of the tools as it arrives.
+            on_text: function that is called whenever the policy or a tool has produced text, with
+                the new piece of text.
+
+        Returns:
+            The trajectory, with the answer in ``answer`` and the whole text in ``text``.
 
         Raises:
-            UserError: the question leaves no room for an answer.
+            UserError: the prompt has ``max_tokens`` tokens or more, so no answer is possible.
         """
         tokenizer, budget = self.model.tokenizer, self._config.max_tokens
         task = Task("ask", question, self.protocol.name, (), "ask")
@@ -146,16 +164,17 @@ class Agent:
                 return await anext(trajectories)
 
     async def stream(self, question: str) -> AsyncGenerator[Arrival, None]:
-        """Yields the text of the policy and of the tools as it arrives.
+        """Lets the policy answer a question, and yields each piece of text as soon as it exists.
 
         Args:
             question: question in plain text.
 
         Yields:
-            Pieces whose ``text``, joined, is the text of the trajectory.
+            Pieces of text of the policy and of the tools. All pieces, joined, are the text of the
+            trajectory.
 
         Raises:
-            UserError: see `ask_async`.
+            UserError: the prompt has ``max_tokens`` tokens or more, so no answer is possible.
         """
         arrived: asyncio.Queue[Arrival | None] = asyncio.Queue()
         answer = asyncio.create_task(self.ask_async(question, arrived.put_nowait))
@@ -170,16 +189,24 @@ class Agent:
 
 
 def protocol_of(tools: ToolsConfig, trained: str = "") -> tuple[str, ToolsConfig]:
-    """Chooses a protocol in which all given tools can be called.
+    """Chooses a protocol for the given tools.
+
+    The first protocol in this list whose condition holds is chosen:
+
+    1. the protocol that the settings of the tools name, if they name one,
+    2. the protocol ``trained``, if it has a tag for at least one of the tools,
+    3. ``generalist``, if it has a tag for each of the tools,
+    4. a registered protocol with exactly these tools, if there is one,
+    5. a new protocol with these tools, called ``asked``.
 
     Args:
         tools: settings of the tools.
-        trained: protocol of the policy's training; "" if unknown.
+        trained: name of the protocol with which the policy was trained; "" if unknown.
 
     Returns:
-        The protocol that the settings name; else ``trained`` if it has a tag for one of the tools;
-        else a built-in protocol (``generalist``, or one with exactly these tools); else a new
-        protocol with these tools. Also the settings, which then name the protocol.
+        (name of the protocol, settings of the tools). If the protocol is new, the returned settings
+        name the protocol, so that `make_tools` creates and registers the protocol together with the
+        tools.
     """
     names = set(tools.names)
     if tools.protocol:

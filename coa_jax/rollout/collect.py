@@ -1,4 +1,4 @@
-"""Collects whole batches of trajectories, in an order that does not depend on timing."""
+"""Runs a batch of requests, and returns the trajectories in an order independent of timing."""
 
 from __future__ import annotations
 
@@ -23,23 +23,27 @@ def collect(
     config: RolloutConfig,
     on_finish: Callable[[Trajectory], None] | None = None,
 ) -> list[list[Trajectory]]:
-    """Runs all requests to completion.
+    """Runs all requests and waits until all trajectories have ended.
 
     Args:
-        runner: event loop; the same for all calls with the same tools.
-        engine, tokenizer, tools, config: see `rollout`.
-        requests: requests with distinct prompt ids.
-        on_finish: called with each trajectory as it ends.
+        runner: runner of the event loop. All calls with the same tools must use the same runner.
+        engine: engine that decodes, or several engines that share the requests.
+        tokenizer: tokenizer of the policy.
+        requests: the requests. No two requests may have the same prompt id.
+        tools: tools that the policy can call.
+        config: budgets of the trajectories.
+        on_finish: function that is called with each trajectory as soon as the trajectory ends.
 
     Returns:
-        For each request its trajectories, ordered by sample number.
+        One list per request, in the order of the requests. Each list contains the request's
+        trajectories in the order of ``Request.samples``.
     """
     requests = list(requests)
     finished: dict[tuple[int, int], Trajectory] = {}
 
     async def run() -> None:
         stream = rollout(engine, tokenizer, requests, tools, config)
-        # Closed here at once: the engine must be free when this function raises an error.
+        # The stream is closed at once, so that the engine is free when this function raises.
         async with contextlib.aclosing(stream):
             async for trajectory in stream:
                 finished[trajectory.metadata["prompt_id"], trajectory.sample_id] = trajectory

@@ -1,4 +1,4 @@
-"""Finds where two records of one rollout differ."""
+"""Compares a recorded trajectory with its replay, and finds the first difference."""
 
 from __future__ import annotations
 
@@ -10,23 +10,26 @@ import numpy as np
 from coa_jax.model.tokenizer import decode_ids
 from coa_jax.trajectory import Author, StopReason, Trajectory
 
-# A clock or a fault, not the tokens, causes these stop reasons: a replay may continue beyond them.
+# A clock or a fault causes these stop reasons, not the tokens. A replay may therefore continue
+# where the recorded trajectory ended.
 STOPPED_FROM_OUTSIDE = frozenset(
     {StopReason.DEADLINE, StopReason.TOOL_TIME, StopReason.FAULT, StopReason.CANCELLED}
 )
 
-_BEFORE, _AFTER = 16, 8  # tokens shown around a difference
+_BEFORE, _AFTER = 16, 8  # number of tokens shown before and after a difference
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Comparison:
-    """A recorded trajectory and its replay.
+    """The result of comparing a recorded trajectory with its replay.
 
     Attributes:
-        recorded, replayed: the two trajectories.
-        same: n, number of leading tokens that are equal and have equal authors.
-        identical: whether all tokens, the stop reason and the number of tool calls are equal. For a
-            trajectory that was stopped from outside, equal recorded tokens are enough.
+        recorded: the recorded trajectory.
+        replayed: the replayed trajectory.
+        same: number of leading tokens with equal ids and equal authors in both trajectories.
+        identical: whether all tokens, the stop reason and the number of tool calls are equal. If a
+            time limit or a fault ended the recorded trajectory, only its tokens must be equal, and
+            the replay may be longer.
     """
 
     recorded: Trajectory
@@ -35,13 +38,17 @@ class Comparison:
     identical: bool
 
     def logp_gaps(self) -> np.ndarray:
-        """Absolute differences of log-probabilities, float32 ``[n]``; 0 for other authors."""
+        """Returns the absolute differences between recorded and replayed log-probabilities.
+
+        The result is float32 of shape ``[same]``, with one difference for each of the leading equal
+        tokens, and 0 for tokens that the policy did not sample.
+        """
         n = self.same
         return np.abs(self.recorded.logp[:n] - self.replayed.logp[:n])
 
 
 def compare(recorded: Trajectory, replayed: Trajectory) -> Comparison:
-    """Compares a recorded trajectory with its replay."""
+    """Compares a recorded trajectory with its replay, token by token."""
     size = min(len(recorded.tokens), len(replayed.tokens))
     differs = recorded.tokens[:size] != replayed.tokens[:size]
     differs |= recorded.author[:size] != replayed.author[:size]
@@ -53,11 +60,11 @@ def compare(recorded: Trajectory, replayed: Trajectory) -> Comparison:
 
 
 def describe_difference(tokenizer: Any, comparison: Comparison) -> str:
-    """Describes the first difference of a comparison that is not identical, in several lines.
+    """Describes the first difference between two trajectories, in several lines of text.
 
     Args:
         tokenizer: tokenizer of the policy.
-        comparison: the two trajectories.
+        comparison: result of a comparison whose ``identical`` is False.
     """
     recorded, replayed, at = comparison.recorded, comparison.replayed, comparison.same
     name = f"{recorded.task_id}, sample {recorded.sample_id}"
@@ -89,7 +96,10 @@ def _side(tokenizer: Any, trajectory: Trajectory, at: int) -> str:
 
 
 def _call_difference(comparison: Comparison) -> list[str]:
-    """Returns a line if the difference lies in an observation because another call was made."""
+    """Describes the tool call if the first difference lies in an observation.
+
+    The result is a list with one line, or an empty list for a difference elsewhere.
+    """
     recorded, replayed, at = comparison.recorded, comparison.replayed, comparison.same
     if at >= len(replayed.tokens) or replayed.author[at] != Author.ENVIRONMENT:
         return []

@@ -1,4 +1,4 @@
-"""The constraint of a run: its protocols over the vocabulary of its policy."""
+"""Builds the constraint of a run, which allows only tokens that the protocols permit."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from coa_jax.rollout.request import RolloutConfig
 def constraint_for(
     config: RolloutConfig, tokenizer: Any, vocab_size: int, protocols: Iterable[str]
 ) -> Constraint | None:
-    """Builds the constraint of an engine for rollouts of some protocols; takes a few seconds.
+    """Builds the constraint of an engine for the protocols of a run. This takes a few seconds.
 
     Args:
-        config: settings of the rollouts; no constraint is built if ``constrain`` is false.
+        config: settings of the rollouts.
         tokenizer: tokenizer of the policy.
-        vocab_size: number of logits.
-        protocols: names of protocols, in any order, possibly repeated.
+        vocab_size: number of logits of the model.
+        protocols: names of the protocols of the tasks. A name may occur more than once.
 
     Returns:
-        The constraint, or None if none is needed.
+        The constraint; None if ``config.constrain`` is False.
 
     Raises:
-        UserError: the vocabulary cannot spell a required text of a protocol, or a protocol has
-            another format than tags, or no tags.
+        UserError: the vocabulary has no tokens for a text that a protocol requires, or a protocol
+            has no tags.
     """
     if not config.constrain:
         return None
@@ -43,10 +43,16 @@ def constraint_for(
 
 
 def plain_tokens(tokenizer: Any, vocab_size: int) -> list[bytes]:
-    """Returns the bytes of each token that is ordinary text, empty for the other tokens.
+    """Returns the bytes of each token, with b"" for control tokens.
 
-    No text of a protocol contains a control token. An episode ends with its answer, and an end of
-    turn before the answer would leave the episode without one.
+    Constrained decoding never chooses a token without bytes. It must not choose control tokens,
+    because no text of a protocol contains a control token. The end-of-turn token is excluded too:
+    an episode must end with the closing tag of its answer, and a turn that ends earlier would leave
+    the episode without an answer.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        vocab_size: number of logits of the model.
     """
     table = token_table(tokenizer)
     control = {*tokenizer.added_tokens_decoder, *tokenizer.all_special_ids, *eos_ids(tokenizer)}

@@ -1,8 +1,9 @@
-"""Chooses which parts of a full context to keep, similarly to the release's evaluator.
+"""Chooses which parts of a full context to keep.
 
-The release keeps the plans, the reflections and the newest text, and drops the rest. Here whole
-steps are dropped, the oldest first, and the kept steps stay in order. (The release moves plans and
-reflections to the front and cuts in the middle of a tag.)
+Steps are dropped, the oldest first, until the context is short enough. The plans and reflections of
+all steps are dropped only if this is not enough. The remaining parts keep their order. The
+evaluator of the AFM release also keeps plans, reflections and the newest text, but moves plans and
+reflections to the front, and may cut in the middle of a tag.
 """
 
 from __future__ import annotations
@@ -12,20 +13,21 @@ from collections.abc import Sequence
 from coa_jax.trajectory import Author, SegmentSpan
 
 KEPT = ("plan", "reflection")
-"""Roles that are dropped only if dropping all other parts of older steps is not enough."""
+"""Roles that are dropped only if the context is still too long without the other parts."""
 
 
 def kept_spans(
     spans: Sequence[SegmentSpan], lengths: Sequence[float], room: float
 ) -> list[SegmentSpan]:
-    """Returns the spans to keep, with at most ``room`` tokens if possible.
+    """Returns the newest spans of a context, which remain when the oldest steps are removed.
 
-    A step ends with an observation. The newest step is kept whole.
+    A step consists of the spans up to and including an observation. The newest step is always kept,
+    so the kept spans may have more than ``room`` tokens.
 
     Args:
-        spans: spans of the context after the prompt; the last is an observation.
-        lengths: tokens of each span.
-        room: maximum number of tokens of all kept spans.
+        spans: spans of the context after the prompt. The last span must be an observation.
+        lengths: number of tokens of each span.
+        room: maximum number of tokens of all kept spans together.
     """
     ends = [index for index, span in enumerate(spans) if span.author == Author.ENVIRONMENT]
     begins = [0, *(end + 1 for end in ends)]

@@ -1,4 +1,4 @@
-"""Decodes a stream of tokens to text, token by token, for byte-level tokenizers."""
+"""Converts token ids to text, one token at a time, for byte-level tokenizers."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from coa_jax.model.tokenizer import check_byte_level
 
 @functools.cache
 def _byte_of_character() -> dict[str, int]:
-    """Returns the map from byte-level BPE's printable characters to the bytes they stand for."""
+    """Returns a mapping from the printable characters of byte-level BPE to their bytes."""
     printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
     table = {chr(byte): byte for byte in printable}
     others = [byte for byte in range(256) if byte not in set(printable)]
@@ -36,7 +36,7 @@ class TokenTable:
         }
         stand_ins = _byte_of_character()
         self._bytes: list[bytes] = []
-        # The largest id, not the number of tokens, since a vocabulary may have gaps.
+        # The table ends at the largest id, because a vocabulary may have gaps.
         size = max(tokenizer.get_vocab().values()) + 1
         for token_id, token in enumerate(tokenizer.convert_ids_to_tokens(range(size))):
             if token_id in added:
@@ -49,7 +49,10 @@ class TokenTable:
                 )
 
     def __getitem__(self, token_id: int) -> bytes:
-        """Returns the bytes of a token; ids beyond the vocabulary (padded heads) have none."""
+        """Returns the bytes of a token.
+
+        An id beyond the vocabulary, which exists if the output head is padded, has no bytes.
+        """
         return self._bytes[token_id] if token_id < len(self._bytes) else b""
 
 
@@ -57,7 +60,10 @@ _tables: weakref.WeakKeyDictionary[Any, TokenTable] = weakref.WeakKeyDictionary(
 
 
 def token_table(tokenizer: Any) -> TokenTable:
-    """Returns the token table of a tokenizer, cached, since rollouts begin frequently."""
+    """Returns the token table of a tokenizer.
+
+    The table is cached per tokenizer, because every rollout needs the table.
+    """
     table = _tables.get(tokenizer)
     if table is None:
         table = _tables[tokenizer] = TokenTable(tokenizer)
@@ -65,18 +71,21 @@ def token_table(tokenizer: Any) -> TokenTable:
 
 
 class TextStream:
-    """Converts tokens to text as they arrive; bytes of an incomplete character are held back."""
+    """Converts tokens to text as they arrive.
+
+    The bytes of an incomplete character are kept until another token completes the character.
+    """
 
     def __init__(self, table: TokenTable):
         self._table = table
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
 
     def feed(self, token_id: int) -> str:
-        """Returns the text that the token completes, possibly empty."""
+        """Adds a token; returns the characters that this token completes, which may be ""."""
         return self._decoder.decode(self._table[token_id])
 
     def flush(self) -> str:
-        """Ends the text; bytes of an incomplete character become replacement characters."""
+        """Ends the text; returns a replacement character for an incomplete character, else ""."""
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text

@@ -1,4 +1,4 @@
-"""A growing trajectory: tokens sampled by the policy, and answers of the environment."""
+"""Builds a trajectory from the sampled tokens and the answers of the environment."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajec
 
 @dataclasses.dataclass(frozen=True)
 class ToolRequest:
-    """A request to run a tool: the policy has closed the tool's tag and waits for the observation.
+    """A tool call that the policy has written. The policy now waits for the observation.
 
     Attributes:
-        tool, arguments: the call.
-        error: observation to return at once, if the call is invalid.
+        tool: tag of the tool.
+        arguments: arguments of the call, as the policy wrote them.
+        error: text of the observation for an invalid call, which is not run; "" for a valid call.
     """
 
     tool: str
@@ -31,16 +32,19 @@ class ToolRequest:
 
 
 class Episode:
-    """Host-side record of one sample: append-only token ids with their authors.
+    """The record of a running sample on the host: token ids with their authors.
 
-    The parser reads the policy's text alone. Results of tools are appended as environment tokens
-    and never parsed, so no tool text can open or close a tag, or answer the question.
+    Tokens are only appended, never changed. The parser reads only the text of the policy. Results
+    of tools are appended as environment tokens and never parsed, so that the text of a tool cannot
+    open or close a tag, or answer the question.
 
     Attributes:
-        tokens: the whole record.
-        context: the tokens that the policy reads: all of them, until `cut` removes some.
-        versions: (position, policy version) wherever the version changes, see `computed_by`.
-        turn_over: whether an environment must answer the whole turn that has just ended.
+        tokens: ids of all tokens: prompt, policy and environment.
+        context: ids of the tokens that the policy reads. These are all tokens, unless `cut` has
+            removed some from the context.
+        versions: (position, policy version) pairs. Each policy version sampled the tokens from its
+            position up to the position of the next pair, see `computed_by`.
+        turn_over: whether the policy has ended a whole turn that an environment must answer.
     """
 
     def __init__(
@@ -66,8 +70,9 @@ class Episode:
             prompt: token ids of the prompt.
             table: bytes of each token.
             end_tokens: ids of the tokens that end a turn.
-            strict: whether the first broken rule of the protocol ends the episode.
-            frames: text around tool results in a format of turns; None otherwise.
+            strict: whether the episode ends as soon as it violates a rule of its protocol.
+            frames: text around tool results that the chat template writes; None for a format in
+                which tool results are part of the assistant message.
         """
         self.task_id, self.sample_id, self.question = task_id, sample_id, question
         self.protocol = protocol
@@ -78,7 +83,7 @@ class Episode:
         self._author: list[int] = [Author.PROMPT] * len(prompt)
         self._logp: list[float] = [0.0] * len(prompt)
         self.turn_over = False
-        self._turn_text = 0  # policy characters before the current turn
+        self._turn_text = 0  # number of policy characters before the current turn
         self._parser = make_parser(protocol)
         self._frames = frames
         self._asked: list[ToolRequest] = []  # calls of this turn without an observation
@@ -87,18 +92,23 @@ class Episode:
         self.versions: list[tuple[int, int]] = []
         self._monitor = Monitor(protocol) if strict and protocol.roles else None
         self._policy_text = ""
-        self._ends: list[tuple[int, int]] = []  # (policy characters so far, token index after)
+        # After each token with text: (number of policy characters, number of tokens).
+        self._ends: list[tuple[int, int]] = []
         self._spans: list[SegmentSpan] = []
-        self._emitted = 0  # policy characters that are in spans
-        self._turn = 0  # policy tokens since the prompt or last observation
-        self._taken = 0  # policy characters that take_text returned
+        self._emitted = 0  # number of policy characters that are in spans
+        self._turn = 0  # number of policy tokens since the prompt or the last observation
+        self._taken = 0  # number of policy characters that take_text has returned
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
-        """Appends one sampled token.
+        """Appends a sampled token.
+
+        Args:
+            token: id of the token.
+            logp: log-probability with which the token was sampled.
 
         Returns:
-            A request once a tool's tag is closed, a stop reason once the episode is over, else
-            None.
+            A `ToolRequest` if the token completes a tool call, a stop reason if the token ends the
+            episode, else None.
         """
         self.tokens.append(token)
         if self.context is not self.tokens:
@@ -114,7 +124,7 @@ class Episode:
         return self._take(self._parser.feed(text))
 
     def _take(self, segments: Sequence[Segment]) -> ToolRequest | StopReason | None:
-        """Processes completed segments; returns the same as `feed`."""
+        """Adds completed segments to the record, and returns the event that `feed` returns."""
         broken = self._monitor is not None and self._monitor.update(self._parser, segments)
         for segment in segments:
             self._add_span(segment)
@@ -124,7 +134,7 @@ class Episode:
                 request = self._request(segment)
                 if self.protocol.format is None or not self.protocol.format.turns:
                     return request
-                self._asked.append(request)  # until the turn has ended
+                self._asked.append(request)  # in this format the turn must end first
             if segment.role == self.protocol.answer:
                 return StopReason.ANSWER
         return StopReason.VIOLATION if broken else None
@@ -140,20 +150,21 @@ class Episode:
         self._end_text()
         event = self._take(self._parser.end_turn())
         if self._spans and self._spans[-1].author == Author.POLICY:
-            # The token that ends a turn has no text; it belongs to the text before it.
+            # The token that ends a turn has no text, so it is added to the preceding span.
             self._spans[-1] = dataclasses.replace(self._spans[-1], end=len(self.tokens))
         return event or self.next_call() or StopReason.EOS
 
     def next_call(self) -> ToolRequest | None:
-        """Returns the next call of the turn that has ended.
+        """Returns the next tool call of the turn that has ended; None if none is left.
 
-        Results are appended one after another.
+        A turn may contain several calls. They run one after another, because the result of each is
+        appended before the next call begins.
         """
         return self._asked.pop(0) if self._asked else None
 
     @property
     def frame(self) -> tuple[str, str]:
-        """Returns the text before and after the next observation."""
+        """(text before, text after) of the next observation, such as the observation's tags."""
         if self.turn_over:
             return REPLY
         if self._frames is None:
@@ -163,11 +174,11 @@ class Episode:
         return head if first else "", between if self._asked else tail
 
     def begin(self, prompt: Sequence[int], question: str) -> None:
-        """Sets the prompt of an episode that was created without one; the record must be empty.
+        """Sets the prompt of an episode that was created without a prompt.
 
         Args:
             prompt: token ids of the prompt.
-            question: question of the prompt; "" keeps the known question.
+            question: question in the prompt; "" keeps the question of the task.
         """
         self.tokens.extend(prompt)
         self._prompt_length = len(prompt)
@@ -178,39 +189,42 @@ class Episode:
     def end_turn(self) -> str:
         """Ends a whole turn, which the environment will answer.
 
-        Returns the policy's text of the turn.
+        Returns:
+            The text that the policy wrote in this turn.
         """
         self._end_text()
         self.turn_over = True
         return self._policy_text[self._turn_text :]
 
     def computed_by(self, version: int) -> None:
-        """Records the policy version of the forward passes from here on.
+        """Records which policy version computes the following forward passes.
 
-        An entry (position, version) means that this version computed the cache from the token
-        before ``position`` on, and sampled the tokens from ``position`` on.
+        The record is an entry (position, version) in ``versions``. This version sampled the tokens
+        from ``position`` on. The forward pass that samples a token computes the keys and values of
+        the token before, so this version's keys and values begin at ``position - 1``.
         """
         position = len(self.tokens) if self.versions else 0
         if self.versions and self.versions[-1] == (position, self.versions[-1][1]):
-            self.versions.pop()  # that version sampled nothing
+            self.versions.pop()  # the earlier version at this position has sampled no token
         if not self.versions or self.versions[-1][1] != version:
             self.versions.append((position, version))
 
     def take_text(self) -> str:
-        """Returns the text that the policy wrote since the last call, for streaming."""
+        """Returns the text that the policy wrote since the last call of this method."""
         text = self._policy_text[self._taken :]
         self._taken = len(self._policy_text)
         return text
 
     def observe(self, tokens: Sequence[int], text: str, call: ToolCall) -> None:
-        """Appends the result of a tool, with its `frame`, as environment tokens.
+        """Appends the result of a tool as environment tokens.
 
-        Text that the policy began after the tag of its call (a partial character or tag) ends here;
-        at the end of a whole turn, a segment ends too.
+        A partial character or tag that the policy began after its call ends here as plain text. At
+        the end of a whole turn, an open segment ends too.
 
         Args:
-            tokens: ids of the result and its frame; if empty, the policy reads nothing.
-            text: text of the result.
+            tokens: token ids of the result, including the `frame` around the result. If empty, the
+                policy gets no observation.
+            text: text of the result, including the frame.
             call: record of the call.
         """
         self._end_text()
@@ -220,7 +234,7 @@ class Episode:
         if self.turn_over:
             for segment in self._parser.finish():
                 self._add_span(segment)
-            if self.protocol.format is None:  # other formats track turns themselves
+            if self.protocol.format is None:  # the parsers of other formats know turns
                 self._parser = Parser(self.protocol, len(self._policy_text))
             self.turn_over = False
         self._parser.interrupt()
@@ -246,13 +260,14 @@ class Episode:
             self._monitor.observe(text)
 
     def cut(self, most: int) -> int:
-        """Removes the oldest steps from the context, right after an observation.
+        """Removes the oldest steps from the context. Must be called directly after `observe`.
 
         Args:
-            most: maximum number of tokens of the context; see `cut.kept_spans`.
+            most: maximum number of tokens of the context, see `cut.kept_spans`.
 
         Returns:
-            The first position at which the context has a different token than before.
+            The first position of the context that now contains another token. The KV cache must be
+            computed again from this position on.
         """
         lengths = [span.end - span.start for span in self._spans]
         stays = kept_spans(self._spans, lengths, most - self._prompt_length)
@@ -271,12 +286,12 @@ class Episode:
 
     @property
     def last_think(self) -> str:
-        """Body of the last closed ``think``, or ""."""
+        """Body of the last closed segment ``think``; "" if there is none."""
         return self._last_body(THINK)
 
     @property
     def last_answer(self) -> str:
-        """Body of the closed answer, or ""."""
+        """Body of the closed answer; "" if there is none."""
         return self._last_body(self.protocol.answer)
 
     def _last_body(self, role: str) -> str:
@@ -286,12 +301,12 @@ class Episode:
     def finish(
         self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
     ) -> Trajectory:
-        """Returns the finished trajectory.
+        """Ends the episode and returns its trajectory, without a reward.
 
         Args:
             stop_reason: why the episode ended.
-            gold: accepted answers.
-            metadata: JSON values.
+            gold: accepted answers of the task.
+            metadata: metadata of the trajectory, as JSON values.
         """
         self._end_text()
         for segment in self._parser.finish():
@@ -315,7 +330,7 @@ class Episode:
         )
 
     def _end_text(self) -> None:
-        """Ends the text; bytes of an incomplete character become replacement characters."""
+        """Ends the text of the policy. An incomplete character becomes a replacement character."""
         tail = self._stream.flush()
         if tail:
             self._policy_text += tail
@@ -324,9 +339,9 @@ class Episode:
                 self._add_span(segment)
 
     def _add_span(self, segment: Segment) -> None:
-        """Adds the part of a segment that no span has yet.
+        """Adds a span for the part of a segment that no span contains yet.
 
-        A tool result may split a segment's text.
+        If the result of a tool splits a segment, an earlier span contains the first part.
         """
         start = max(segment.start, self._emitted)
         if start < segment.end:
@@ -335,7 +350,7 @@ class Episode:
             self._append_policy(segment.role if whole else None, start, segment.end, content)
 
     def _add_rest(self) -> None:
-        """Adds policy text outside of closed segments, such as a line end after a tag."""
+        """Adds a span for policy text outside closed segments, such as a line end after a tag."""
         if self._emitted < len(self._policy_text):
             self._append_policy(None, self._emitted, len(self._policy_text))
 
@@ -355,7 +370,11 @@ class Episode:
         self._emitted = end
 
     def _token_of(self, character: int) -> int:
-        """Returns the index of the token that completes a character of the policy's text."""
+        """Returns the index of the token that completes a character of the policy's text.
+
+        Args:
+            character: index of the character.
+        """
         low, high = 0, len(self._ends) - 1
         while low < high:
             middle = (low + high) // 2

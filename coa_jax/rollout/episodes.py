@@ -1,4 +1,4 @@
-"""The kinds of episodes that the rollout loop can run."""
+"""Defines how the rollout loop begins episodes and encodes the results of tools."""
 
 from __future__ import annotations
 
@@ -23,46 +23,60 @@ from coa_jax.rollout.request import Request
 
 
 class Episodes(typing.Protocol):
-    """How an episode begins, and how the text of a tool is encoded.
+    """An interface for creating episodes and for encoding the results of tools.
 
-    The rollout loop does the rest.
+    The rollout loop does everything else, and is the same for all implementations.
     """
 
     def begin(self, request: Request, sample: int) -> Episode:
-        """Creates the episode of a sample, which holds only its prompt."""
+        """Creates the episode of a sample. At first the episode contains only the prompt.
+
+        Args:
+            request: request of the sample.
+            sample: number that identifies the sample within its request.
+        """
         ...
 
     def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
-        """Encodes the result of a tool, truncated to fit.
+        """Encodes the result of a tool, truncated to a maximum length.
 
         Args:
             episode: the episode.
             text: result of the tool.
-            room: maximum number of ids for the text; the ids of the `frame` come on top.
+            room: maximum number of token ids for the text, without the ids of the `frame`.
 
         Returns:
-            Ids to append, and the text that they contain.
+            (token ids to append, including the frame; the text after truncation).
         """
         ...
 
     def frame(self, episode: Episode) -> int:
-        """Returns the number of ids that every observation has besides its text."""
+        """Returns the number of token ids that surround the text of the next observation."""
         ...
 
     def prompt(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
-        """Returns the prompt ids of the messages with which an environment begins."""
+        """Returns the token ids of the prompt that an environment provides as messages.
+
+        Args:
+            messages: (role, text) of each message.
+
+        Raises:
+            ValueError: these episodes do not support environments.
+        """
         raise ValueError("these episodes have no environment")
 
 
 @dataclasses.dataclass(frozen=True)
 class TextEpisodes:
-    """Episodes in which the policy's text decides which tools are called and when the episode ends.
+    """Episodes whose text is parsed to find tool calls and the end of the episode.
 
     Attributes:
         tokenizer: tokenizer of the policy.
         table: bytes of each token.
-        end_tokens: tokens that end an episode.
-        max_observation_tokens, strict: see `RolloutConfig`.
+        end_tokens: ids of the tokens that end a turn.
+        max_observation_tokens: maximum number of tokens of the body of an observation. A longer
+            body is truncated.
+        strict: whether an episode ends as soon as it violates a rule of its protocol.
     """
 
     tokenizer: Any
@@ -72,7 +86,7 @@ class TextEpisodes:
     strict: bool
 
     def begin(self, request: Request, sample: int) -> Episode:
-        """See `Episodes`."""
+        """Creates the episode of a sample, see `Episodes.begin`."""
         return Episode(
             task_id=request.task.id,
             sample_id=sample,
@@ -86,24 +100,31 @@ class TextEpisodes:
         )
 
     def frames(self, request: Request) -> Frames | None:
-        """Returns the frames of tool results for formats with turns; None for other formats."""
+        """Returns the text that the chat template writes around the results of tools.
+
+        The result is None for a format in which tool results are part of the assistant message.
+        """
         protocol = get_protocol(request.task.protocol)
         turns = protocol.format is not None and protocol.format.turns
         return frames_of(self.tokenizer, protocol) if turns and request.agent else None
 
     def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
-        """See `Episodes`."""
+        """Encodes the result of a tool, see `Episodes.encode`."""
         most = max(min(room, self.max_observation_tokens), 0)
         if episode.turn_over:
             return encode_reply(self.tokenizer, episode.tokens[-1], text, most)
         return encode_observation(self.tokenizer, episode.protocol, text, most, episode.frame)
 
     def frame(self, episode: Episode) -> int:
-        """See `Episodes`."""
+        """Returns the number of token ids around an observation, see `Episodes.frame`."""
         if episode.turn_over:
             return reply_length(self.tokenizer)
         return frame_length(self.tokenizer, episode.protocol)
 
     def prompt(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
-        """Returns the ids of (role, text) messages and of the opening of the policy's turn."""
+        """Returns the token ids of messages and of the beginning of the assistant message.
+
+        Args:
+            messages: (role, text) of each message.
+        """
         return tuple(conversation_ids(self.tokenizer, messages))

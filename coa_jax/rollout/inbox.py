@@ -1,6 +1,7 @@
-"""The queue of rollout requests: known from the start, or added and cancelled while rollouts run.
+"""Queues rollout requests, which can be added and cancelled while rollouts run.
 
-New weights are delivered in the same way: an engine loads them between two of its programs.
+The queue also delivers new weights to the engines. An engine loads new weights between two program
+calls.
 """
 
 from __future__ import annotations
@@ -14,10 +15,10 @@ from coa_jax.rollout.request import Request
 
 
 class Inbox:
-    """The queue from which the rollout loop takes requests; a server adds each when it arrives.
+    """The queue from which the rollout loops of the engines take requests.
 
-    All callers must be tasks of one event loop. Several readers share the requests. A rollout ends
-    when the inbox is closed and its requests have finished.
+    All callers must be tasks of one event loop. Each engine has a reader, and all readers share the
+    requests. A rollout ends when the inbox is closed and all requests have finished.
     """
 
     def __init__(
@@ -30,26 +31,27 @@ class Inbox:
         """Creates an inbox with initial requests.
 
         Args:
-            requests: initial requests, consumed lazily, before requests from `put`.
-            closed: whether no further requests can be added.
-            version: policy version of the engines; None if trajectories do not record a version.
+            requests: initial requests. They are consumed lazily, and before requests from `put`.
+            closed: whether the inbox is closed from the start, so that no request can be added.
+            version: policy version of the engines' weights; None if trajectories do not record
+                policy versions.
         """
         self.version = version
         self._source = iter(requests)
         self._queue: deque[Request] = deque()
         self.readers: list[Reader] = []
-        self._cancelled: list[Request] = []  # cancelled before there was a reader
+        self._cancelled: list[Request] = []  # requests cancelled while there was no reader
         self.closed = closed
 
     def reader(self) -> Reader:
-        """Registers a reader, which takes requests until `leave`."""
+        """Creates and registers a reader, which takes requests until `leave` is called."""
         reader = Reader(self, self._cancelled)
         self._cancelled = []
         self.readers.append(reader)
         return reader
 
     def leave(self, reader: Reader) -> None:
-        """Unregisters a reader, which takes no more requests."""
+        """Unregisters a reader, so that it takes no more requests."""
         self.readers.remove(reader)
 
     def _tell(self) -> None:
@@ -68,7 +70,11 @@ class Inbox:
         self._tell()
 
     def cancel(self, request: Request) -> None:
-        """Ends the samples of a request (the same object); finished samples are unaffected."""
+        """Ends all samples of a request that have not finished.
+
+        Args:
+            request: the request; the same object as in `put`, not an equal one.
+        """
         for reader in self.readers:
             reader.cancel(request)
         if not self.readers:
@@ -76,12 +82,14 @@ class Inbox:
         self._tell()
 
     def publish(self, parts: Sequence[DecodeParams], version: int, recompute: bool = False) -> None:
-        """Delivers new parameters; each engine loads them before its next program.
+        """Delivers new parameters, which each engine loads before its next program call.
 
         Args:
-            parts: one copy per device group, from `engine.layout.publish`.
+            parts: one copy of the parameters for each engine's group of devices, see
+                `engine.layout.publish`.
             version: policy version of the parameters.
-            recompute: whether the caches of running samples are recomputed with the new parameters.
+            recompute: whether the engines recompute the KV caches of running samples with the new
+                parameters.
         """
         self.version = version
         count = len(self.readers) // len(parts)
@@ -95,38 +103,46 @@ class Inbox:
         self._tell()
 
     def take(self) -> Request | None:
-        """Takes the next request; None if the queue is empty."""
+        """Removes the next request from the queue and returns it; None if the queue is empty."""
         request = next(self._source, None)
         return request or (self._queue.popleft() if self._queue else None)
 
     def drop(self, request: Request) -> bool:
-        """Removes a request that no reader has taken yet; returns whether it was in the queue."""
+        """Removes a request from the queue; returns False if a reader has already taken it."""
         left = deque(other for other in self._queue if other is not request)
         found, self._queue = len(left) < len(self._queue), left
         return found
 
 
 class Reader:
-    """Takes requests from an inbox and distributes their samples.
+    """Takes requests from an inbox for one engine.
 
     Attributes:
-        waiting: samples that this reader took and that have no slot yet.
-        weights: arguments of the last `Inbox.publish` that the engine has not loaded yet.
+        waiting: (request, sample number) of each sample that waits for a slot of this engine.
+        weights: (parameters, policy version, whether to recompute KV caches) of the last
+            `Inbox.publish`; None if the engine has already loaded these parameters.
     """
 
     def __init__(self, inbox: Inbox, cancelled: list[Request]):
-        """Creates a reader that knows the requests cancelled before."""
+        """Creates a reader.
+
+        Args:
+            inbox: the inbox.
+            cancelled: requests that were cancelled before the reader existed.
+        """
         self.weights: tuple[DecodeParams, int, bool] | None = None
         self._inbox, self._cancelled = inbox, cancelled
         self._news = asyncio.Event()
         self.waiting: deque[tuple[Request, int]] = deque()
 
     def sample(self) -> tuple[Request, int] | None:
-        """Takes the next sample; None if there is none.
+        """Returns the engine's next sample, which stays in ``waiting``; None if no sample is left.
 
-        The reader's own waiting samples come first. Then the reader takes a new request, whose
-        prompt is prefilled once. If the queue is empty, it takes a sample from the reader with the
-        most waiting.
+        The next sample is the first of the following:
+
+        1. a sample in ``waiting``,
+        2. the first sample of a request from the inbox, whose other samples also join ``waiting``,
+        3. a sample in ``waiting`` of the reader with the most waiting samples.
         """
         while not self.waiting and (request := self._inbox.take()):
             self.waiting.extend((request, sample) for sample in request.samples)
@@ -136,22 +152,25 @@ class Reader:
         return self.waiting[0] if self.waiting else None
 
     def cancel(self, request: Request) -> None:
-        """Notes that a request was cancelled."""
+        """Stores a cancelled request until `take_cancelled` is called."""
         self._cancelled.append(request)
 
     def take_cancelled(self) -> list[Request]:
-        """Returns the requests cancelled since the last call.
+        """Returns the requests that were cancelled since the last call of this method.
 
-        Another reader may have their samples.
+        Other readers may have taken some samples of these requests.
         """
         cancelled, self._cancelled = self._cancelled, []
         return cancelled
 
     def wake(self) -> None:
-        """Wakes up a task that waits in `changed`."""
+        """Wakes the task that waits in `changed`."""
         self._news.set()
 
     async def changed(self) -> None:
-        """Waits for the next event since the last return: `put`, `cancel` or `publish`."""
+        """Waits until the inbox has changed since the last call of this method.
+
+        `Inbox.put`, `Inbox.cancel`, `Inbox.publish` and `Inbox.close` change the inbox.
+        """
         await self._news.wait()
         self._news.clear()

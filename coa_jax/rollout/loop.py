@@ -1,7 +1,7 @@
-"""The rollout loop: compiled decoding interleaved with tools that run concurrently.
+"""Runs the rollout loop, which interleaves compiled decoding with tools that run concurrently.
 
-`Scheduler` runs the loop of one engine. Several engines run one loop each and take their requests
-from the same inbox; their trajectories come out of one stream.
+`Scheduler` runs the loop of one engine. With several engines, each engine has its own loop. All
+loops take requests from the same inbox, and their trajectories are merged into one stream.
 """
 
 from __future__ import annotations
@@ -33,14 +33,16 @@ def rollout(
     on_tokens: Callable[[int], None] | None = None,
     on_start: Callable[[Scheduler], None] | None = None,
 ) -> AsyncGenerator[Trajectory, None]:
-    """Runs requests to completion; the policy's text decides which tools are called.
+    """Runs requests, and returns a generator of the trajectories in the order in which they end.
+
+    The text of the policy is parsed to find tool calls.
 
     Args:
         engine, requests, tools, config, on_text, on_tokens, on_start: see `run_episodes`.
         tokenizer: tokenizer of the policy.
 
     Returns:
-        A generator of trajectories, see `run_episodes`.
+        An asynchronous generator of trajectories without rewards, see `run_episodes`.
     """
     engines = _all(engine)
     episodes = TextEpisodes(
@@ -63,23 +65,28 @@ async def run_episodes(
     on_tokens: Callable[[int], None] | None = None,
     on_start: Callable[[Scheduler], None] | None = None,
 ) -> AsyncGenerator[Trajectory, None]:
-    """Runs requests to completion and yields trajectories as they finish.
+    """Runs requests, and yields each trajectory as soon as it ends.
 
     Args:
-        engine: one engine, or several that run concurrently with the same stop tokens; all slots
-            must be free. A request goes to an engine with free slots; an idle engine takes over
-            samples that wait at another engine. The choice does not change a trajectory.
-        episodes: how samples begin and continue.
-        requests: consumed lazily, so a generator can keep the slots busy indefinitely; or an inbox,
-            where requests arrive at any time.
-        tools: tools, found by name. A call of a missing tool is answered with "unavailable".
-        config: budgets.
-        on_text: called with the text of policy and environment as it arrives.
-        on_tokens: called with the number of tokens that the policy has written since the last call.
-        on_start: called with the scheduler of each engine.
+        engine: an engine, or several engines that run concurrently and have the same stop tokens.
+            All slots must be free. A request goes to an engine with free slots, and an idle engine
+            also takes samples that wait for a slot of another engine. Trajectories do not depend on
+            the engine that samples them.
+        episodes: creates the episodes of samples, and encodes the results of tools.
+        requests: requests, or an `Inbox` to which requests are added at any time. An iterable is
+            consumed lazily: the next request is taken when a slot is free.
+        tools: tools that the policy can call. A call of any other tool gets the observation that
+            the tool is unavailable.
+        config: budgets of the trajectories.
+        on_text: function that is called whenever the policy or the environment has produced text,
+            with the new piece of text.
+        on_tokens: function that is called after each decoded chunk, with the number of tokens that
+            the policy wrote in the chunk.
+        on_start: function that is called once per engine, with the engine's scheduler, before the
+            engine samples tokens.
 
     Yields:
-        Ungraded trajectories, in the order in which they finish.
+        Trajectories without rewards, in the order in which they end.
     """
     inbox = requests if isinstance(requests, Inbox) else Inbox(requests, closed=True)
     schedulers: list[Scheduler] = []
@@ -92,7 +99,7 @@ async def run_episodes(
             async for trajectory in stream:
                 yield trajectory
     finally:
-        # Not inside one of the loops, where the end of another loop would cancel it.
+        # Schedulers are closed here, because one loop's end cancels the code inside other loops.
         await asyncio.gather(*(scheduler.close() for scheduler in schedulers))
 
 
@@ -107,9 +114,9 @@ async def _run(scheduler: Scheduler) -> AsyncGenerator[Trajectory, None]:
 
 
 async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[T, None]:
-    """Merges several streams: yields items as they arrive, and closes the streams at the end.
+    """Merges several streams: yields each item when it arrives, and closes all streams at the end.
 
-    The first error of a stream ends all streams.
+    An error in one stream ends all streams.
     """
     coming = {asyncio.ensure_future(anext(stream)): stream for stream in streams}
     try:
@@ -122,7 +129,7 @@ async def _merged(streams: Sequence[AsyncGenerator[T, None]]) -> AsyncGenerator[
                 except StopAsyncIteration:
                     continue
                 yield value
-                # Not earlier: a slow consumer must not be flooded.
+                # The next item is requested only after `yield`, so a slow consumer slows the loop.
                 coming[asyncio.ensure_future(anext(stream))] = stream
     finally:
         for future in coming:

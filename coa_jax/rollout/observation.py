@@ -1,4 +1,7 @@
-"""How the policy sees the environment's text: its frame, its token ids, its length."""
+"""Encodes the text of tools and environments as the policy reads it.
+
+The text before and after an observation is called its frame.
+"""
 
 from __future__ import annotations
 
@@ -17,20 +20,20 @@ from coa_jax.protocol import Protocol, quote_tool_text
 
 
 def observation_text(protocol: Protocol, text: str) -> str:
-    """Returns the environment's text in the form in which it follows a call."""
+    """Returns a tool's text inside the frame of an observation, such as observation tags."""
     head, tail = plain_frame(protocol)
     return f"{head}{text}{tail}"
 
 
 def plain_frame(protocol: Protocol) -> tuple[str, str]:
-    """Returns the text around an observation where no chat template writes it."""
+    """Returns (text before, text after) of an observation inside an assistant message."""
     if protocol.format is not None:
         return protocol.format.head, protocol.format.tail
     return f"\n<{protocol.observation}>\n", f"\n</{protocol.observation}>\n\n"
 
 
 def frames_of(tokenizer: Any, protocol: Protocol) -> Frames:
-    """Returns the frames of the observations that a policy reads."""
+    """Returns the texts before the first observation, between two, and after the last."""
     if protocol.format is not None and protocol.format.turns:
         return result_frames(tokenizer)
     head, tail = plain_frame(protocol)
@@ -38,11 +41,11 @@ def frames_of(tokenizer: Any, protocol: Protocol) -> Frames:
 
 
 REPLY = (f"\n{IM_START}user\n", f"{IM_END}\n{IM_START}assistant\n")
-"""Text around an environment's answer to a whole turn; its control tokens are real."""
+"""Text before and after an environment's answer to a whole turn, with real control tokens."""
 
 
 _LONG = 32
-"""Upper bound for the characters of a token when a text is truncated; averages are far lower."""
+"""Assumed maximum number of characters per token when a text is truncated."""
 
 
 def encode_observation(
@@ -52,12 +55,14 @@ def encode_observation(
     max_tokens: int,
     frame: tuple[str, str] | None = None,
 ) -> tuple[list[int], str]:
-    """Returns ids and body of an observation whose body has at most ``max_tokens`` tokens.
+    """Encodes the result of a tool as an observation.
 
-    Head, body and tail are encoded separately, the body as plain text. So no tool can produce a
-    control token, and SFT, which encodes the same parts, sees the same ids. The ids are a function
-    of the returned body: the text is cut where the text before the cut encodes to the same ids
-    again, and never within a character.
+    The frame and the body are encoded separately, and the body is encoded as plain text. Therefore
+    no tool can produce a control token, and SFT, which encodes the same parts, gets the same ids.
+
+    A body with more than ``max_tokens`` tokens is truncated between two characters, at a place
+    where the kept ids are also the encoding of the kept text. Therefore the ids depend only on the
+    returned body.
 
     Args:
         tokenizer: tokenizer of the policy.
@@ -65,6 +70,9 @@ def encode_observation(
         text: text of the tool.
         max_tokens: maximum number of tokens of the body.
         frame: text before and after the body; None for the frame of a single observation.
+
+    Returns:
+        (token ids of frame and body, text of the body after truncation).
     """
     head, tail = frame_tokens(tokenizer, protocol, frame)
     body, text = _cut(tokenizer, quote_tool_text(protocol, text), max_tokens)
@@ -72,9 +80,9 @@ def encode_observation(
 
 
 def _cut(tokenizer: Any, text: str, max_tokens: int) -> tuple[list[int], str]:
-    """Returns the ids of the longest prefix of at most ``max_tokens`` tokens, and the prefix."""
-    # Only a bounded prefix is encoded, since little of a long text is kept; tokens rarely have this
-    # many characters.
+    """Truncates a text to at most ``max_tokens`` tokens; returns (token ids, truncated text)."""
+    # Only the beginning of a long text is encoded, because the rest would be dropped. If this
+    # beginning has too few tokens, the whole text is encoded.
     beginning = text[: _LONG * (max_tokens + _LONG)]
     body = encode_plain(tokenizer, beginning)
     if len(beginning) < len(text) and len(body) <= max_tokens + _LONG:
@@ -91,14 +99,19 @@ def _cut(tokenizer: Any, text: str, max_tokens: int) -> tuple[list[int], str]:
 def encode_reply(
     tokenizer: Any, last_token: int, text: str, max_tokens: int
 ) -> tuple[list[int], str]:
-    """Returns ids and body of the user message after a whole turn, with the next turn's opening.
+    """Encodes an environment's answer to a whole turn.
+
+    The answer becomes a user message. The beginning of the next assistant message follows.
 
     Args:
         tokenizer: tokenizer of the policy.
-        last_token: last token of the policy; if it does not end the turn, an end of turn comes
-            first.
-        text: plain text, which cannot produce a control token.
-        max_tokens: maximum number of tokens of the body.
+        last_token: id of the last token of the policy. If this token does not end the turn, the
+            result begins with an end-of-turn token.
+        text: text of the answer. It is encoded as plain text and cannot produce control tokens.
+        max_tokens: maximum number of tokens of the text.
+
+    Returns:
+        (token ids to append, text after truncation).
     """
     head, tail = _reply_frame(tokenizer)
     if last_token == head[0]:
@@ -108,7 +121,7 @@ def encode_reply(
 
 
 def reply_length(tokenizer: Any) -> int:
-    """Returns an upper bound of the tokens that frame the body of a reply."""
+    """Returns the maximum number of tokens that `encode_reply` adds to the text of an answer."""
     return sum(map(len, _reply_frame(tokenizer)))
 
 
@@ -120,7 +133,7 @@ def _reply_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def frame_length(tokenizer: Any, protocol: Protocol) -> int:
-    """Returns the maximum number of tokens of an observation besides its body."""
+    """Returns the maximum number of tokens that surround the body of an observation."""
     head, between, tail = frames_of(tokenizer, protocol)
     lengths = [len(_frame_ids(tokenizer, protocol, part)) for part in (head, between, tail)]
     turns = protocol.format is not None and protocol.format.turns
@@ -135,10 +148,11 @@ def frame_tokens(
     Args:
         tokenizer: tokenizer of the policy.
         protocol: protocol of the episode.
-        frame: (text before the body, text after the body); None for the protocol's own.
+        frame: (text before the body, text after the body); None for the texts that the protocol
+            prescribes around a single observation.
 
     Returns:
-        Token ids before and after the body.
+        (token ids before the body, token ids after the body).
     """
     head, tail = frame or frames_of(tokenizer, protocol)[::2]
     return _frame_ids(tokenizer, protocol, head), _frame_ids(tokenizer, protocol, tail)
@@ -151,14 +165,15 @@ def _frame_ids(tokenizer: Any, protocol: Protocol, text: str) -> list[int]:
 
 
 def policy_ids(tokenizer: Any, protocol: Protocol, text: str) -> list[int]:
-    """Encodes a text of the policy that the policy did not sample.
+    """Encodes an assistant text that was not sampled, such as the text of a record for SFT.
 
-    Marks of the format become single tokens if the vocabulary has them, as Qwen's does.
+    A mark of the protocol's format, such as ``<tool_call>``, becomes a single token if the
+    vocabulary has such a token. Qwen's vocabulary has one.
 
     Args:
         tokenizer: tokenizer of the policy.
         protocol: protocol of the conversation.
-        text: text of the policy.
+        text: the text.
     """
     added = tokenizer.get_added_vocab()
     if protocol.format is None or not set(protocol.format.tags) & set(added):

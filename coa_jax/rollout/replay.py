@@ -3,23 +3,25 @@
     python -m coa_jax.rollout.replay runs/quickstart/traces.jsonl --phase=evaluate-sft \
         --model=runs/quickstart/models/sft
 
-A trajectory is a function of the parameters, its prompt, its random key, its budgets, and the
-results of the tools. The record holds all of these except the parameters. Tools do not run: each
-call gets the recorded result, in the recorded order and only for the recorded arguments. The engine
-has the recorded shapes; then even log-probabilities are equal bit by bit on the same machine. In
-float32 on one CPU device, they are also equal with other numbers of slots (from 2 on) and other
-prefill shapes. In all other cases rounding differs: log-probabilities differ by about 1e-5, and a
-draw at the exact boundary between two tokens may select the other token.
+A trajectory is determined by the parameters, the prompt, the random key, the budgets and the
+results of the tools. A recorded trajectory contains all of these except the parameters, which the
+flag --model provides. Tools do not run. Each tool call gets the recorded result, if the call has
+the recorded position and arguments.
 
-A phase is replayed with the model that produced it. Each step of RL samples with its own
-parameters. Step 1 uses the model that RL began with (--phase=rl --step=1); no model directory holds
-the parameters of later steps.
+By default the engine has the recorded shapes. On the same machine, even the log-probabilities are
+then equal to the last bit. In float32 on one CPU device, they are also equal with another number of
+slots (at least 2) and other prefill shapes. In all other cases rounding errors change
+log-probabilities by about 1e-5, and may therefore change a sampled token in rare cases.
 
-If the clock (stop reasons deadline and tool_time) or a fault ended a trajectory, the replay runs
-without a clock and is compared up to that end.
+The model must be the one that sampled the trajectories. In RL, each step samples with other
+parameters. Step 1 can be replayed with the model from which RL started (--phase=rl --step=1). Later
+steps cannot be replayed, because no model directory contains their parameters.
 
-Exit code 0: all are identical. 1: some differ; the first differences are shown. 2: the command is
-wrong, or a file lacks data that a replay needs.
+If a clock (stop reasons deadline and tool_time) or a fault ended the recorded trajectory, the
+replay has no time limit, and the two are compared up to the recorded end.
+
+The exit code is 0 if all trajectories are identical, and 1 if some differ (the first differences
+are shown). It is 2 if the command line is invalid, or if a file lacks data that a replay needs.
 """
 
 from __future__ import annotations
@@ -59,12 +61,12 @@ from coa_jax.tools.base import Observation, Outcome, Tool, ToolContext
 from coa_jax.trajectory import Author, ToolCall, Trajectory, iterate_trajectories
 
 SHOWN = 3
-"""Number of differing trajectories whose differences are shown."""
+"""Maximum number of trajectories whose differences are shown."""
 
 _SHAPES = {
-    "slots": "sequences decoded at a time",
-    "chunk": "tokens decoded between two visits of the host",
-    "pages": "pages of the cache that the slots share; 0 for pages of their own",
+    "slots": "number of sequences that are decoded at a time",
+    "chunk": "number of tokens per slot that one program call decodes",
+    "pages": "number of KV cache pages that the slots share; 0 if each slot has its own pages",
 }
 
 # --- the record ----------------------------------------------------------------------------
@@ -72,13 +74,16 @@ _SHAPES = {
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Recording:
-    """A trajectory with everything that its replay needs besides the parameters.
+    """A recorded trajectory with the settings that a replay needs.
 
     Attributes:
         trajectory: the recorded trajectory.
-        prompt: token ids of its prompt.
-        seed, prompt_id: its random key, together with the sample number.
-        sampling, rollout, engine: the settings under which it was sampled.
+        prompt: token ids of the prompt.
+        seed, prompt_id: the first two parts of the trajectory's random key. The sample number is
+            the third part.
+        sampling: sampling settings of the trajectory.
+        rollout: budgets of the trajectory.
+        engine: shapes of the engine that sampled the trajectory.
     """
 
     trajectory: Trajectory
@@ -91,37 +96,39 @@ class Recording:
 
     @property
     def producer(self) -> str:
-        """The part of a run whose parameters sampled the trajectory, e.g. ``phase rl, step 3``."""
+        """Phase and step of the run that sampled the trajectory, such as ``phase rl, step 3``."""
         metadata = self.trajectory.metadata
         return f"phase {metadata.get('phase', '(none)')}, step {metadata.get('step', '(none)')}"
 
 
 def recording(trajectory: Trajectory) -> Recording:
-    """Reads from a trajectory's metadata how it was sampled.
+    """Reads the settings of a recorded trajectory from its metadata.
 
     Raises:
-        KeyError, TypeError, ValueError: the metadata is incomplete or invalid.
+        KeyError, TypeError, ValueError: the metadata is incomplete or invalid, or the trajectory
+            contains no tokens.
     """
     if not trajectory.tokens.size:
         raise ValueError(
             "the trajectory holds no tokens, because its policy ran behind an endpoint; only "
-            "trajectories decoded on this machine can be replayed"
+            "trajectories of coa_jax's own engine can be replayed"
         )
     metadata = trajectory.metadata
     missing = [k for k in ("prompt_id", "sampling", "rollout", "engine") if k not in metadata]
     if missing:
         raise ValueError(
-            f"the metadata lacks {', '.join(missing)}, which a replay needs: an earlier "
-            "version wrote this trace, run its phase again"
+            f"the metadata lacks {', '.join(missing)}, which a replay needs: an earlier version of "
+            "coa_jax wrote this trace; run its phase again"
         )
     other = np.flatnonzero(trajectory.author != Author.PROMPT)
     prompt = trajectory.tokens[: other[0] if other.size else None]
     if not prompt.size:
         raise ValueError("the trajectory has no prompt")
     shapes = jsonl.fields(EngineConfig, metadata["engine"])
-    # Old traces, from before constraints and formats existed, do not have these fields.
+    # Traces of earlier versions do not have the fields of constraints and formats.
     budgets = {"constrain": False, "format": "", **metadata["rollout"]}
-    for field in dataclasses.fields(RolloutConfig):  # today's defaults may differ
+    # Every budget must be recorded, because the present defaults may differ from the earlier ones.
+    for field in dataclasses.fields(RolloutConfig):
         budgets[field.name]
     jnp.dtype(shapes["dtype"])  # raises TypeError for an unknown name
     try:
@@ -142,17 +149,18 @@ def recording(trajectory: Trajectory) -> Recording:
 
 
 def read_recordings(path: str, phase: str, step: int | None, limit: int) -> list[Recording]:
-    """Reads the first recordings of a file that a single model can have produced.
+    """Reads recorded trajectories, and checks that all were sampled with the same parameters.
 
     Args:
-        path: see `iterate_trajectories`.
-        phase: keeps recordings of this phase; "" keeps all.
-        step: keeps recordings of this step; None keeps all.
-        limit: reading stops after this many recordings; 0 for all.
+        path: path or URL of the traces, see `iterate_trajectories`.
+        phase: phase of the trajectories to read; "" for all phases.
+        step: step of the trajectories to read; None for all steps.
+        limit: maximum number of trajectories to read; 0 for all.
 
     Raises:
         UserError: the file cannot be read, a line is malformed or lacks data that a replay needs,
-            no trajectory is kept, or the kept ones were sampled with different parameters.
+            the file has no trajectory of the phase and step, or the trajectories were sampled with
+            different parameters.
     """
     seen: dict[str, None] = {}
 
@@ -163,7 +171,7 @@ def read_recordings(path: str, phase: str, step: int | None, limit: int) -> list
         if (phase and its_phase != phase) or (step is not None and its_step != step):
             return None
         if [call.tool for call in trajectory.tool_calls] == [RESET]:
-            return None  # its environment failed to start: nothing was sampled
+            return None  # the environment could not be reset, so no token was sampled
         return recording(trajectory)
 
     kept: list[Recording] = []
@@ -190,12 +198,12 @@ def read_recordings(path: str, phase: str, step: int | None, limit: int) -> list
 
 @dataclasses.dataclass
 class RecordedTool:
-    """A tool that returns the recorded results.
+    """A tool that returns recorded results instead of running.
 
     Attributes:
         name: tag of the tool.
-        calls: trajectory id -> its recorded calls, of all tools, in order.
-        deadline: seconds; never reached.
+        calls: trajectory id -> recorded calls of all tools in this trajectory, in order.
+        deadline: time limit of a call in seconds, which a recorded result never reaches.
     """
 
     name: str
@@ -203,7 +211,10 @@ class RecordedTool:
     deadline: float = 60.0
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """Returns the recorded result, or a fault if the record has another call or none."""
+        """Returns the recorded result of a call.
+
+        The outcome is a fault if the record has no call at this position, or a different call.
+        """
         for kept in self.calls[context.trajectory_id][context.call_index :][:1]:
             if (kept.tool, kept.arguments) == (self.name, arguments):
                 outcome = cast(Outcome, kept.outcome)
@@ -215,25 +226,35 @@ class RecordedTool:
 
 
 class RecordedSession(ToolLoop):
-    """An environment that gives the recorded answers; its own tags are `RecordedTool`s too."""
+    """An environment that returns recorded answers instead of computing them."""
 
     def __init__(self, begun: Mapping[str, Any], tools: Mapping[str, Tool]):
-        """Takes the entry ``begun`` of a trajectory's metadata; {} if the reset failed."""
+        """Creates the environment of a recorded trajectory.
+
+        Args:
+            begun: entry ``begun`` in the metadata of the trajectory; {} if the reset failed.
+            tools: tools that give the recorded results.
+        """
         super().__init__(tools)
         self.whole_turns = begun.get("whole_turns", False)
         self.own = frozenset(begun.get("own", ()))
         self.begun = tuple((role, text) for role, text in begun.get("messages", ()))
 
     async def reset(self, context: ToolContext) -> Observation:
-        """Returns the recorded failure of the reset.
+        """Returns the recorded result of a failed reset.
 
-        If the reset succeeded, the prompt is recorded.
+        This method is called only if the recorded reset failed. After a successful reset, the
+        recording contains the prompt.
         """
         return await self.act(RESET, "", context)
 
 
 def recorded_session(begun: Mapping[str, Any]) -> Opener:
-    """Returns the opener of a recorded trajectory's environment."""
+    """Returns a function that creates the environment for replaying a recorded trajectory.
+
+    Args:
+        begun: entry ``begun`` in the metadata of the trajectory; {} if the reset failed.
+    """
     return lambda sample, tools: RecordedSession(begun, tools)
 
 
@@ -243,16 +264,16 @@ def replay(
     shapes: Mapping[str, Any] | None = None,
     on_finish: Callable[[], None] = lambda: None,
 ) -> list[Comparison]:
-    """Samples trajectories again and compares each with its record.
+    """Samples recorded trajectories again, and compares each new trajectory with the recorded one.
 
     Args:
-        model: the policy that sampled them.
-        recordings: recordings, in any order and with any settings.
-        shapes: fields of `EngineConfig` whose recorded values are replaced.
-        on_finish: called for each trajectory as it ends.
+        model: the policy that sampled the trajectories.
+        recordings: recorded trajectories, in any order and with any settings.
+        shapes: field of `EngineConfig` -> value that replaces the recorded value.
+        on_finish: function that is called whenever a trajectory ends.
 
     Returns:
-        A comparison for each recording, in their order.
+        One comparison per recorded trajectory, in the order of ``recordings``.
 
     Raises:
         UserError: the recordings contain tokens outside the model's vocabulary.
@@ -288,7 +309,7 @@ def replay(
 
 
 def _request(index: int, recorded: Recording) -> Request:
-    """Returns the request of a recording; the index replaces the task id, which may occur twice."""
+    """Returns the request for a replay. Its task id is the index, because task ids may repeat."""
     trajectory = recorded.trajectory
     begun = trajectory.metadata.get("begun")
     return Request(
@@ -315,12 +336,12 @@ def _recorded_tools(recordings: Mapping[int, Recording]) -> list[RecordedTool]:
 
 
 def summary(tokenizer: Any, producer: str, comparisons: Sequence[Comparison]) -> str:
-    """Describes the result of a replay, for a terminal.
+    """Returns a text about the results of a replay, for the user of the replay command.
 
     Args:
         tokenizer: tokenizer of the policy.
-        producer: source of the trajectories.
-        comparisons: at least one comparison.
+        producer: phase and step that sampled the trajectories, see `Recording.producer`.
+        comparisons: results of the comparisons, at least one.
     """
     recorded = [comparison.recorded for comparison in comparisons]
     differing = [comparison for comparison in comparisons if not comparison.identical]
@@ -342,7 +363,7 @@ def summary(tokenizer: Any, producer: str, comparisons: Sequence[Comparison]) ->
         lines[-1] += f" ({name}, token {at})"
     if cut:
         reasons = ", ".join(sorted({str(t.stop_reason) for t in cut}))
-        lines.append(f"  {len(cut)} were ended by {reasons} and are compared up to there")
+        lines.append(f"  {len(cut)} were ended by {reasons} and are compared up to their end")
     lines += [describe_difference(tokenizer, comparison) for comparison in differing[:SHOWN]]
     if len(differing) > SHOWN:
         lines.append(f"and {len(differing) - SHOWN} more")
@@ -350,12 +371,12 @@ def summary(tokenizer: Any, producer: str, comparisons: Sequence[Comparison]) ->
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the flags of ``python -m coa_jax.rollout.replay``."""
     flags.DEFINE_string("model", None, "the model that produced the traces", required=True)
     flags.DEFINE_string("phase", "", "phase of the run to replay, e.g. evaluate-sft or rl")
     flags.DEFINE_integer("step", None, "step of the phase; required if the phase has several")
     flags.DEFINE_string("format", "", "package.module:name of a custom format that the traces use")
-    flags.DEFINE_integer("limit", 200, "trajectories to replay, 0 for all", lower_bound=0)
+    flags.DEFINE_integer("limit", 200, "maximum number of traces to replay; 0: all", lower_bound=0)
     for name, text in _SHAPES.items():
         least = 0 if name == "pages" else 1
         flags.DEFINE_integer(name, None, f"{text}; default: as recorded", lower_bound=least)
@@ -363,10 +384,15 @@ def define_flags() -> None:
 
 
 def given_shapes(values: Any) -> dict[str, Any]:
-    """Returns the engine shapes that the flags set.
+    """Returns the engine shapes that the command's flags set.
+
+    The result maps names of fields of `EngineConfig` to values.
+
+    Args:
+        values: the parsed flags.
 
     Raises:
-        UserError: the buckets are not whole numbers in ascending order.
+        UserError: ``--extend_buckets`` is not a list of positive integers in ascending order.
     """
     shapes = {name: getattr(values, name) for name in _SHAPES if getattr(values, name) is not None}
     if values.extend_buckets is not None:
@@ -381,7 +407,7 @@ def given_shapes(values: Any) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Entry point; returns the exit code."""
+    """Runs the command and returns its exit code."""
     values = flags.FLAGS
     if len(argv) != 2:
         raise UserError("give one file: python -m coa_jax.rollout.replay TRACES --model=DIR")

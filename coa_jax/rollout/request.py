@@ -1,4 +1,4 @@
-"""Input of the rollout loop, and the output of a sample before it is finished."""
+"""Defines the input of the rollout loop, and the text that a sample produces before it ends."""
 
 from __future__ import annotations
 
@@ -20,34 +20,40 @@ from coa_jax.trajectory import Author, StopReason, ToolCall
 
 @dataclasses.dataclass(frozen=True)
 class RolloutConfig(Bounded):
-    """Budgets of a trajectory, each with the `StopReason` of an exhausted budget in parentheses.
+    """The budgets of a trajectory, and the settings for its prompt and protocol.
+
+    If a budget is exhausted, the trajectory ends with the stop reason in parentheses.
 
     Attributes:
-        max_tokens: tokens of a whole trajectory, including prompt and observations (``length``). An
-            observation is truncated to the remaining tokens; a call whose observation would get no
-            token is not run.
-        max_turn_tokens: tokens that the policy may write in a row (``turn_length``); 0 for no
-            limit.
-        max_tool_calls: number of calls; a further call ends the trajectory (``turns``).
-        max_observation_tokens: length to which the body of an observation is truncated, in tokens.
-        max_seconds: wall time of a trajectory (``deadline``); 0 for no limit.
-        max_tool_seconds: wall time that a trajectory may wait for all its tool calls together
-            (``tool_time``); 0 for no limit. The deadline of a call is at most the remaining time.
-        prompt_style: how questions are put to the policy, see `tasks.prompts`.
-        level: level of the protocols' rules, ``lenient`` or ``paper``, for instructions, format
-            rewards and constraints; "" for the level of each task.
-        strict: whether the first broken rule of the protocol ends a trajectory (``violation``). If
-            only well-formed trajectories are rewarded, this changes no reward and saves useless
-            tokens.
-        constrain: whether the policy can only write text that its protocol allows, see
-            `rollout.constrain`; the engine needs the constraint.
-        cut_context: whether the oldest steps are removed from a context that has no room for
-            another turn, see `rollout.cut`. ``max_tokens`` is then the length of the context, and
-            the trajectory may be longer. Only for evaluation: training does not support cut
-            contexts.
-        format: how the policy writes calls and its answer: ``tags`` for a chain of agents,
-            ``hermes``, ``react``, or a custom format (docs/formats.md); "" for the format of each
-            task.
+        max_tokens: maximum number of tokens of a whole trajectory, including prompt and
+            observations (``length``). An observation is truncated to the remaining number of
+            tokens. If no token remains for an observation, the tool is not called.
+        max_turn_tokens: maximum number of tokens that the policy writes between two observations
+            (``turn_length``); 0 for no limit.
+        max_tool_calls: maximum number of tool calls. A further call ends the trajectory
+            (``turns``).
+        max_observation_tokens: maximum number of tokens of the body of an observation. A longer
+            body is truncated.
+        max_seconds: maximum duration of a trajectory in seconds (``deadline``); 0 for no limit.
+        max_tool_seconds: maximum time in seconds that a trajectory waits for its tools in total
+            (``tool_time``); 0 for no limit. The time limit of a tool call is at most the remaining
+            time.
+        prompt_style: how questions are put to the policy: ``full``, ``brief``, ``data``, ``model``
+            or the path of a file, see `tasks.prompts`.
+        level: how strict the rules of the protocol are, in instructions, format rewards and
+            constraints: ``lenient`` or ``paper``; "" for the level that the protocol of each task
+            names.
+        strict: whether a trajectory ends as soon as it violates a rule of its protocol
+            (``violation``). If malformed trajectories get no reward anyway, this setting changes no
+            reward, and saves the time to sample the tokens after the violation.
+        constrain: whether decoding allows only tokens that the protocol permits, see
+            `rollout.constrain`. The engine must have been created with the constraint.
+        cut_context: whether the oldest steps are removed from the context when no room is left for
+            another turn, see `rollout.cut`. ``max_tokens`` then limits the context, not the
+            trajectory. This setting is for evaluation; training refuses it.
+        format: how the policy writes tool calls and its answer: ``tags`` (a chain of agents),
+            ``hermes``, ``react``, or a custom format (docs/formats.md); "" for the format that the
+            protocol of each task names.
     """
 
     max_tokens: Size = 1024
@@ -76,18 +82,26 @@ class RolloutConfig(Bounded):
 
 
 def prompt_ids(tokenizer: Any, asked: Asked, prompt: Prompt) -> tuple[int, ...]:
-    """Returns token ids of a prompt: its messages, and the opening of the assistant's turn.
+    """Returns the token ids of a prompt.
+
+    A prompt consists of the messages in the chat template of the tokenizer, and the beginning of
+    the assistant message that the policy continues.
 
     Args:
         tokenizer: tokenizer of the policy.
-        asked: a task or a record.
+        asked: the task or record with the question.
         prompt: how the question is put to the policy.
     """
     return message_ids(tokenizer, messages_of(asked, prompt))
 
 
 def message_ids(tokenizer: Any, messages: Messages) -> tuple[int, ...]:
-    """Returns token ids of messages and their tools, see `prompt_ids`."""
+    """Returns the token ids of chat messages and of the beginning of the assistant message.
+
+    Args:
+        tokenizer: tokenizer of the policy.
+        messages: the messages, and the tools that the chat template describes to the policy.
+    """
     if messages.tools:
         return tuple(tool_conversation_ids(tokenizer, messages.turns, messages.tools))
     return tuple(conversation_ids(tokenizer, messages.turns))
@@ -95,23 +109,30 @@ def message_ids(tokenizer: Any, messages: Messages) -> tuple[int, ...]:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A request for samples of one task.
+    """A request to sample one or more trajectories of a task.
 
     Attributes:
         task: the task.
-        prompt: token ids of its prompt; () if the environment's reset provides the prompt.
-        seed, prompt_id: the random key, together with the sample number.
-        samples: sample numbers; the samples share one prefill.
-        sampling: how tokens are sampled.
-        max_tokens: length of a whole trajectory in tokens; 0 for the limit of `RolloutConfig`.
-        agent: whether the budgets of `RolloutConfig` and its ``constrain`` apply. If false, the
-            samples are plain continuations of up to ``max_tokens``.
-        metadata: copied into every trajectory.
-        plan: (position, policy version) pairs, from position 0 on, of a replay, which waits at each
-            position for the parameters of that version. () for a sample that continues with any
-            parameters that are published.
-        ends: (tokens, reason) of a replayed sample that the clock ended; None for others.
-        environment: creates the environment of a sample; None for the default loop of tools.
+        prompt: token ids of the prompt; () if the environment provides the prompt when it is reset.
+        seed, prompt_id: the first two parts of the random key of each sample. The sample number is
+            the third part.
+        samples: the number of each sample, which distinguishes the samples of the request. The
+            prompt is prefilled once for all samples.
+        sampling: sampling settings, such as the temperature.
+        max_tokens: maximum number of tokens of a trajectory, including the prompt; 0 for the limit
+            in `RolloutConfig`.
+        agent: whether the samples call tools, so that the budgets and the constraint of
+            `RolloutConfig` apply. If False, the policy only continues the prompt, up to
+            ``max_tokens``.
+        metadata: values that are copied into the metadata of every trajectory.
+        plan: (position, policy version) pairs, if the request repeats a recorded sample exactly. At
+            each position (in tokens), the sample waits until the parameters of the policy version
+            of the pair are published. () for a new sample, which always uses the newest published
+            parameters.
+        ends: (number of tokens, stop reason) with which a repeated sample ends, if a time limit
+            ended the recorded sample; else None.
+        environment: function that creates the environment of a sample; None for the default
+            environment, which only runs tools.
     """
 
     task: Task
@@ -130,13 +151,18 @@ class Request:
 
 @dataclasses.dataclass(frozen=True)
 class Arrival:
-    """New text of a sample; the texts of a sample join to `Trajectory.text`.
+    """A piece of text that a running sample has produced.
+
+    All pieces of a sample, joined, are `Trajectory.text`.
 
     Attributes:
-        task_id, sample_id: the sample.
-        author: the policy, whose text arrives token by token, or the environment.
-        text: whole characters; tokens sampled beyond a closing tag are never included.
-        call: the call that the environment answers; None for text of the policy.
+        task_id: id of the task.
+        sample_id: number that identifies the sample within its request.
+        author: who wrote the text: the policy, whose text arrives token by token, or the
+            environment.
+        text: the text, which never contains a partial character. Tokens that were sampled after the
+            closing tag of a call are not included.
+        call: the tool call that this text answers; None for text of the policy.
     """
 
     task_id: str
@@ -156,14 +182,17 @@ def tool_context(
     seconds: float,
     tool_seconds: float,
 ) -> ToolContext:
-    """Returns the context of a trajectory's next call, with its deadline.
+    """Returns the context of the next tool call of a trajectory, including the call's deadline.
+
+    The deadline is the remaining time of ``max_seconds`` or of ``max_tool_seconds``, whichever is
+    shorter.
 
     Args:
-        config: budgets.
+        config: budgets of the trajectory.
         trajectory_id, question, think: see `ToolContext`.
         calls: earlier calls of the trajectory.
-        seconds: time since the trajectory began.
-        tool_seconds: total time of its calls so far.
+        seconds: time since the trajectory began, in seconds.
+        tool_seconds: total duration of the earlier calls, in seconds.
     """
     left = []
     if config.max_seconds:
@@ -184,13 +213,16 @@ def tool_context(
 def described(
     request: Request, config: RolloutConfig, shapes: EngineConfig, seconds: float
 ) -> dict[str, Any]:
-    """Returns a trajectory's metadata, including what a replay needs besides tokens and calls.
+    """Returns the metadata of a trajectory.
+
+    The metadata include the random key, the settings and the engine's shapes, because a replay
+    needs these values in addition to the tokens and tool calls.
 
     Args:
         request: request of the trajectory.
-        config: budgets.
+        config: budgets of the trajectory.
         shapes: shapes of the engine.
-        seconds: duration of the trajectory.
+        seconds: duration of the trajectory in seconds.
     """
     return {
         **request.task.metadata,

@@ -1,11 +1,13 @@
-"""A sample in a slot, and how far its plan allows it to continue with the published parameters."""
+"""Holds the state of a running sample, and computes where the sample must stop or pause."""
 
 from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
+
+from absl import logging
 
 from coa_jax.environments.base import ANSWER, TURN
 from coa_jax.environments.session import ToolLoop
@@ -17,16 +19,19 @@ from coa_jax.trajectory import StopReason, ToolCall
 
 @dataclasses.dataclass
 class Running:
-    """A sample in a slot.
+    """The state of a sample that occupies a slot.
 
     Attributes:
-        request, episode, slot: the sample.
-        began: start time, on the clock of the event loop.
+        request: request to which the sample belongs.
+        episode: tokens of the sample.
+        slot: index of the slot in the engine.
+        began: start time of the sample on the clock of the event loop, in seconds.
         environment: environment that answers the sample.
-        paused: whether its plan makes it wait for the parameters of a later version.
-        tool: the running call, and its start time.
-        tool_request: request of the running call; None while the environment is being reset.
-        tool_seconds: total time of its calls so far, in seconds.
+        paused: whether the sample waits for the parameters of a later policy version, because
+            ``Request.plan`` requires this version.
+        tool: task of the running tool call or reset; None if the sample waits for no tool.
+        tool_request: the running tool call; None during a reset of the environment.
+        tool_seconds: total duration of the tool calls so far, in seconds.
     """
 
     request: Request
@@ -40,7 +45,11 @@ class Running:
     tool_seconds: float = 0.0
 
     def asked(self, event: ToolRequest | StopReason) -> ToolRequest | StopReason:
-        """Returns the event, or a request if the environment must answer the end of a turn."""
+        """Converts an event to a call of the environment, if the environment must answer the event.
+
+        Some environments answer the end of a turn, or the final answer. Any other event is returned
+        unchanged.
+        """
         if event is StopReason.EOS and self.environment.whole_turns:
             return ToolRequest(TURN, self.episode.end_turn())
         if event is StopReason.ANSWER and ANSWER in self.environment.own:
@@ -48,7 +57,12 @@ class Running:
         return event
 
     def context(self, config: RolloutConfig, now: float) -> ToolContext:
-        """Returns the context of its next call; see `tool_context`."""
+        """Returns the context of the next tool call, see `tool_context`.
+
+        Args:
+            config: budgets of the trajectory.
+            now: present time on the clock of the event loop, in seconds.
+        """
         return tool_context(
             config,
             f"{self.request.task.id}/{self.episode.sample_id}",
@@ -60,7 +74,10 @@ class Running:
         )
 
     def described(self) -> dict[str, Any]:
-        """Returns the metadata of its trajectory that do not follow from its request."""
+        """Returns the part of the trajectory's metadata that is unknown before the sample runs.
+
+        These are the policy versions, and the messages with which the environment began.
+        """
         found: dict[str, Any] = {}
         if self.episode.versions:
             found["policy_versions"] = [list(pair) for pair in self.episode.versions]
@@ -75,21 +92,25 @@ class Running:
 
     @property
     def is_reset(self) -> bool:
-        """Whether its environment has been reset, and its prompt is not prefilled yet."""
+        """Whether the environment has been reset, but the prompt has not been prefilled yet."""
         return self.tool is not None and self.tool_request is None and self.tool.done()
 
     def take_result(self) -> tuple[Observation, float]:
-        """Takes the result of the finished call, and the call's start time."""
+        """Returns (result, start time) of the finished tool call or reset, and forgets both."""
         assert self.tool is not None
         result = self.tool.result()
         self.tool, self.tool_request = None, None
         return result
 
     def ended_by(self, request: ToolRequest, observation: Observation) -> StopReason | None:
-        """Returns why the environment's answer ends the trajectory; None if it does not.
+        """Returns the stop reason if the answer to a call ends the trajectory, else None.
 
-        A failed environment ends the trajectory, while the policy can continue without a failed
-        tool.
+        A failure of the environment ends the trajectory. A failure of a tool does not end it,
+        because the policy can continue without the tool.
+
+        Args:
+            request: the call.
+            observation: answer to the call.
         """
         if observation.outcome == "fault" and request.tool in self.environment.own:
             return StopReason.FAULT
@@ -98,7 +119,11 @@ class Running:
         return StopReason.ENVIRONMENT if observation.done else None
 
     def must_pause(self, version: int | None) -> bool:
-        """Returns whether its plan needs parameters later than a version."""
+        """Returns whether ``Request.plan`` requires a later policy version at this position.
+
+        Args:
+            version: policy version of the present parameters; None counts as 0.
+        """
         tokens = len(self.episode.tokens)
         return any(at <= tokens and later > (version or 0) for at, later in self.request.plan)
 
@@ -106,11 +131,15 @@ class Running:
 def prefills_of(
     prompts: Mapping[tuple[int, ...], Sequence[Running]],
 ) -> tuple[list[tuple[int, int, Sequence[int]]], dict[int, list[int]], dict[int, int]]:
-    """Plans the prefill: each prompt is computed once, for all samples that share it.
+    """Plans the prefill of prompts. A prompt that several samples share is computed only once.
+
+    Args:
+        prompts: token ids of a prompt -> samples with this prompt.
 
     Returns:
-        Feeds for `Engine.extend`; the slots that copy a prompt, by the slot that computes it; and
-        the lengths of the prompts by slot.
+        Three values: the arguments of `Engine.extend` as (slot, start position, token ids); slot
+        that computes a prompt -> slots that copy it; slot that computes a prompt -> number of
+        tokens of the prompt.
     """
     slots = {prompt: [run.slot for run in runs] for prompt, runs in prompts.items()}
     prefills: list[tuple[int, int, Sequence[int]]] = [
@@ -120,16 +149,42 @@ def prefills_of(
     return prefills, forks, {first: len(prompt) for prompt, (first, *_) in slots.items()}
 
 
+def source_of(
+    request: Request, held: Mapping[int, Request], free: Collection[int]
+) -> tuple[int | None, int]:
+    """Returns the slot whose cache begins with the most tokens of a prompt, and their number.
+
+    If another sample of the same request has a slot, this slot is returned, even if it is in use.
+    Otherwise the slot must be free, and its whole prompt must be the beginning of this prompt, as
+    in the turns of a conversation. If there is no such slot, the result is (None, 0). Only
+    prefilled tokens are reused, so the cache has the same bits as after a prefill of the whole
+    prompt, whichever slots are free.
+
+    Args:
+        request: request of a sample without a slot.
+        held: slot -> request whose prompt is in the slot's cache.
+        free: slots without a sample.
+    """
+    prompt, common, source = request.prompt, 0, None
+    for slot, other in held.items():
+        size = len(other.prompt)
+        if other is request and size:
+            return slot, size
+        if common < size <= len(prompt) and slot in free and prompt[:size] == other.prompt:
+            source, common = slot, size
+    return source, common
+
+
 def recorded(
     run: Running, request: ToolRequest, observation: Observation, start: float
 ) -> ToolCall:
-    """Returns the record of a finished call.
+    """Returns the record of a finished tool call.
 
     Args:
-        run: sample of the call.
+        run: sample that made the call.
         request: the call.
-        observation: its result.
-        start: its start time, on the clock of the event loop.
+        observation: result of the call.
+        start: start time of the call on the clock of the event loop, in seconds.
     """
     return ToolCall(
         tool=request.tool,
@@ -145,13 +200,37 @@ def recorded(
     )
 
 
-def limit_now(request: Request, limit: int, version: int | None) -> int:
-    """Returns the length up to which a sample can decode before its plan needs a later version.
+def unstarted(request: Request, limit: int, version: int | None) -> dict[str, Any]:
+    """Returns the metadata of a sample that ends before it gets a slot.
+
+    If the reason is that the prompt fills the limit, the function logs a warning, once per process.
 
     Args:
-        request: request of the sample, with its plan and its end.
-        limit: maximum length of the whole trajectory in tokens.
-        version: policy version that samples now.
+        request: request of the sample.
+        limit: maximum number of tokens of the whole trajectory.
+        version: current version of the policy; None if it does not change.
+    """
+    if len(request.prompt) >= limit:
+        logging.log_first_n(
+            logging.WARNING,
+            "task %s: the prompt has %d tokens, and %d are the limit of a trajectory (the smaller "
+            "one of rollout.max_tokens and engine.max_length), so the policy writes nothing; raise "
+            "the limit or choose a shorter prompt_style",
+            1, request.task.id, len(request.prompt), limit,
+        )  # fmt: skip
+    return {} if version is None else {"policy_versions": [[0, version]]}
+
+
+def limit_now(request: Request, limit: int, version: int | None) -> int:
+    """Returns the number of tokens up to which a sample can decode with the present parameters.
+
+    This is ``limit``, unless ``Request.plan`` requires a later policy version from an earlier
+    position on, or ``Request.ends`` ends the sample earlier.
+
+    Args:
+        request: request of the sample.
+        limit: maximum number of tokens of the trajectory.
+        version: policy version of the present parameters; None counts as 0.
     """
     later = [position for position, planned in request.plan if planned > (version or 0)]
     end = [request.ends[0]] if request.ends else []
@@ -159,12 +238,12 @@ def limit_now(request: Request, limit: int, version: int | None) -> int:
 
 
 def used_up(run: Running, config: RolloutConfig, limit: int) -> StopReason | None:
-    """Returns the exhausted budget of a whole trajectory, if any.
+    """Returns the stop reason if a budget of the trajectory is exhausted, else None.
 
     Args:
         run: the sample.
-        config: budgets.
-        limit: maximum length of the context in tokens.
+        config: budgets of the trajectory.
+        limit: maximum number of tokens of the context.
     """
     ends = run.request.ends
     if ends is not None and len(run.episode.tokens) >= ends[0]:

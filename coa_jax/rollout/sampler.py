@@ -1,7 +1,8 @@
-"""The interface between a trainer and a sampler of trajectories, and its implementation by engines.
+"""Defines the interface between a trainer and a sampler of trajectories, and implements a sampler.
 
-The interface is deliberately small. An inference server could implement it too, if it can load new
-weights between two tokens and returns token ids with log-probabilities.
+The implementation uses the engines of this package. The interface is small, so that an inference
+server could implement it too. Such a server must load new weights between two tokens, and must
+return token ids with log-probabilities.
 """
 
 from __future__ import annotations
@@ -23,43 +24,46 @@ from coa_jax.trajectory import Trajectory
 
 
 class Sampler(Protocol):
-    """Samples trajectories while the policy changes; all calls come from one event loop.
+    """An interface for sampling trajectories while the policy changes.
 
-    `finished` yields every sample of a submitted request exactly once; cancelled samples have the
-    stop reason ``cancelled``. The metadata of a trajectory hold
+    All methods are called from one event loop. `finished` yields every sample of a submitted
+    request exactly once. A cancelled sample has the stop reason ``cancelled``. The metadata of each
+    trajectory contain:
 
-    - ``prompt_id``: the prompt id of its request;
-    - ``policy_versions``: ``[[position, version], ...]``, the policy version that computed and
-      sampled the tokens from each position on; the first position is 0.
+    * ``prompt_id``: the prompt id of the request.
+    * ``policy_versions``: a list of pairs ``[position, version]``. Each version sampled the tokens
+      from its position up to the position of the next pair. The first position is 0.
     """
 
     def submit(self, request: Request) -> None:
-        """Requests the samples of a request."""
+        """Adds a request; `finished` yields its samples later."""
 
     def cancel(self, request: Request) -> None:
-        """Cancels a request."""
+        """Ends all samples of a request that have not finished."""
 
     def publish(self, weights: Any, version: int) -> None:
-        """Loads new weights; samples in flight continue with them.
+        """Loads new weights. Running samples continue with the new weights.
 
         Args:
-            weights: weights in the form of the sampler; the trainer makes them with a function that
-                comes with the sampler.
+            weights: the trainer's weights, converted to the layout that the sampler uses.
             version: policy version of the weights.
         """
 
     def finished(self) -> AsyncGenerator[Trajectory, None]:
-        """Yields trajectories, ungraded, as they end."""
+        """Yields each trajectory as soon as it ends, without a reward."""
 
     def oldest(self, request: Request) -> int | None:
-        """Returns the oldest policy version of a request's running samples; None if none runs."""
+        """Returns the oldest policy version that sampled tokens of the request's running samples.
+
+        The result is None if no sample of the request is running.
+        """
 
     def figures(self) -> dict[str, float]:
-        """Returns seconds and counts since the start, by name; see `EngineSampler.figures`."""
+        """Returns name -> time or count since the start, see `EngineSampler.figures`."""
 
 
 class EngineSampler:
-    """A `Sampler` made of our engines, which share the requests."""
+    """A `Sampler` that uses the engines of this package. All engines share the requests."""
 
     def __init__(
         self,
@@ -72,15 +76,19 @@ class EngineSampler:
         recompute: bool = False,
         episodes: Episodes | None = None,
     ):
-        """Takes over the engines.
+        """Creates a sampler.
 
         Args:
-            engines: engines with free slots and the parameters of ``version``.
-            tokenizer, tools, config: see `rollout`.
-            version: policy version of the engines; None if trajectories do not record a version.
-            recompute: whether new weights recompute the caches of samples in flight. Otherwise
-                these keep the values computed with earlier weights.
-            episodes: see `run_episodes`; None for those of `rollout`.
+            engines: the engines. All slots must be free.
+            tokenizer: tokenizer of the policy.
+            tools: tools that the policy can call.
+            config: budgets of the trajectories.
+            version: policy version of the engines' weights; None if trajectories do not record
+                policy versions.
+            recompute: whether the KV caches of running samples are recomputed when new weights are
+                loaded. If False, the caches keep the values that earlier weights computed.
+            episodes: says how samples begin, and how the results of tools become tokens; None for
+                `TextEpisodes`.
         """
         self._engines, self._recompute = engines, recompute
         self._inbox = Inbox(version=version)
@@ -94,61 +102,70 @@ class EngineSampler:
             )
 
     def submit(self, request: Request) -> None:
-        """See `Sampler`."""
+        """Adds a request, see `Sampler.submit`."""
         self._inbox.put(request)
 
     def cancel(self, request: Request) -> None:
-        """See `Sampler`."""
+        """Ends all samples of a request that have not finished, see `Sampler.cancel`."""
         self._inbox.cancel(request)
 
     def close(self) -> None:
-        """Declares that no more requests will come; `finished` ends after running samples."""
+        """Declares that no request will be added, so that `finished` ends after the last sample."""
         self._inbox.close()
 
     def publish(self, weights: Sequence[DecodeParams] | None, version: int) -> None:
-        """See `Sampler`.
+        """Loads new weights, see `Sampler.publish`.
 
         Args:
-            weights: copies from `engine.layout.publish`; None if the engines, whose slots are all
-                free, have them already.
+            weights: one copy of the weights per group of devices, see `engine.layout.publish`. None
+                means that the engines have the new weights already. In this case, no sample may be
+                running.
             version: policy version of the weights.
         """
         if weights is None:
             self._inbox.version = version
             for scheduler in self._schedulers:
                 scheduler.restart(version)
-        elif not self._schedulers:  # nothing runs yet
+        elif not self._schedulers:  # the rollout loops have not started yet
             self._inbox.version = version
             take_copies(self._engines, weights)
         else:
             self._inbox.publish(weights, version, self._recompute)
 
     def finished(self) -> AsyncGenerator[Trajectory, None]:
-        """See `Sampler`."""
+        """Yields trajectories as they end, see `Sampler.finished`."""
         return self._stream
 
     def oldest(self, request: Request) -> int | None:
-        """See `Sampler`."""
+        """Returns the oldest policy version of the running samples, see `Sampler.oldest`."""
         runs = (run for scheduler in self._schedulers for run in scheduler.running.values())
         versions = [run.episode.versions[0][1] for run in runs if run.request is request]
         return min(versions, default=None)
 
     def settled(self, samples: int) -> bool:
-        """Returns whether all of this many samples in flight wait for a later version."""
+        """Returns whether all running samples wait for a policy version that is not published yet.
+
+        Args:
+            samples: number of samples that have been submitted and have not finished.
+        """
         waiting = [scheduler.waiting_for_weights for scheduler in self._schedulers]
         return sum(waiting) == samples
 
     def figures(self) -> dict[str, float]:
-        """Returns figures of all engines together since the start.
+        """Returns times and counts of all engines since the start.
 
-        Each engine is a `MeteredEngine`.
+        Each engine must be a `MeteredEngine`.
 
         Returns:
-            ``decode_s``, ``extend_s``, ``idle_s``: seconds in programs and without work, means over
-                the engines. ``occupied_s``: slot-seconds with a sample. ``waiting_s``: slot-seconds
-                with a sample that waits for its tool. ``slots``: number of slots.
-                ``decoded_tokens``: number of tokens. ``row_steps``: sum over decode steps of their
-                rows.
+            A mapping with these keys:
+
+            * ``decode_s``, ``extend_s`` and ``idle_s``: seconds in decode programs, in extend
+              programs, and without work. Each is the mean over the engines.
+            * ``occupied_s``: time that samples spent in slots, in seconds, summed over the slots.
+            * ``waiting_s``: the part of ``occupied_s`` in which samples waited for a tool.
+            * ``slots``: number of slots.
+            * ``decoded_tokens``: number of tokens that the policy sampled.
+            * ``row_steps``: number of rows of each decode step, summed over the decode steps.
         """
         metered = [engine for engine in self._engines if isinstance(engine, MeteredEngine)]
         meters = [engine.meter for engine in metered]

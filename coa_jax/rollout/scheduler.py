@@ -1,8 +1,8 @@
-"""The scheduler of one engine: assigns samples to slots and waits for their tools.
+"""Schedules samples on one engine: assigns samples to slots, and waits for their tools.
 
-One coroutine owns the engine. It admits samples into free slots, extends the cache with finished
-observations, decodes a chunk in a separate thread, and runs calls of tools as asyncio tasks. A slot
-whose tool is running keeps its cache and does not decode.
+One coroutine owns the engine. This coroutine admits samples into free slots, extends the KV cache
+with finished observations, decodes chunks in a separate thread, and runs tool calls as asyncio
+tasks. A slot whose tool is running keeps its KV cache and does not decode.
 """
 
 from __future__ import annotations
@@ -19,11 +19,12 @@ from typing import Any
 from coa_jax.engine.engine import Engine
 from coa_jax.environments.base import ANSWER, RESET
 from coa_jax.environments.session import ToolLoop
+from coa_jax.rollout import running
 from coa_jax.rollout.episode import ToolRequest
 from coa_jax.rollout.episodes import Episodes
 from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig, described
-from coa_jax.rollout.running import Running, limit_now, prefills_of, recorded, used_up
+from coa_jax.rollout.running import Running, limit_now, prefills_of, recorded
 from coa_jax.tools.base import Observation, Tool
 from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
 
@@ -41,30 +42,30 @@ class Scheduler:
         on_text: Callable[[Arrival], None] | None,
         on_tokens: Callable[[int], None] | None = None,
     ):
-        """Takes over an engine whose slots are all free; for the arguments see `run_episodes`."""
+        """Takes an engine whose slots are all free; `run_episodes` describes the arguments."""
         if config.constrain and engine.constraint is None:
             raise ValueError("config.constrain is set, but the engine has no constraint")
         self.engine, self.episodes, self.config = engine, episodes, config
         self.tools = {tool.name: tool for tool in tools}
         self.inbox, self.reader = inbox, inbox.reader()
         self.version = inbox.version
-        # Slot-seconds of samples in slots, and the part of samples that wait for a tool.
+        # Time that samples spent in slots, and the part of this time spent waiting for tools.
         self.occupied_s = self.waiting_s = 0.0
         self._counted = asyncio.get_running_loop().time()
         self.on_text, self.on_tokens = on_text, on_tokens
         self.free = deque(range(engine.config.slots))
         self.running: dict[int, Running] = {}
-        # The request whose prompt is in a slot's cache, also after its sample has ended.
+        # Slot -> request whose prompt is in the slot's KV cache, even if the sample has ended.
         self.held: dict[int, Request] = {}
         self.refused: list[Trajectory] = []
-        self.ending: set[asyncio.Future[Any]] = set()  # cancelled, but still running
-        self.closing: set[asyncio.Task[None]] = set()  # environments that are closing
-        # The default threads of the event loop may all be occupied by blocking tools.
+        self.ending: set[asyncio.Future[Any]] = set()  # cancelled tasks that still run
+        self.closing: set[asyncio.Task[None]] = set()  # environments that are being closed
+        # A thread of its own, because tools may block all default threads of the event loop.
         self.thread = ThreadPoolExecutor(1, "engine")
         self.device_call: asyncio.Future[Any] | None = None
 
     async def admit(self) -> bool:
-        """Loads new weights and fills free slots; returns whether there is work to do now."""
+        """Loads new weights and fills free slots; returns whether any sample is running."""
         self._count()
         self._cancel()
         await self._take_weights()
@@ -74,22 +75,24 @@ class Scheduler:
         while self.free and (first := self.reader.sample()):
             request, sample = first
             length, limit = len(request.prompt), self._limit(request)
-            if length >= limit:  # no room for one token
+            if length >= limit:  # the prompt leaves no room for a token
                 self.reader.waiting.popleft()
                 self.refused.append(self._refuse(request, sample, StopReason.LENGTH))
                 continue
-            source = next((s for s, held in self.held.items() if held is request and length), None)
+            source, common = running.source_of(request, self.held, self.free)
             slot = source if source is not None and source in self.free else self.free[0]
-            if not self._reserve(slot, limit, source, length):
+            if not self._reserve(slot, limit, source, common):
                 break
-            if source is not None and self.held.get(source) is not request:
-                source = None  # its pages were needed
+            if source is not None and source not in self.held:
+                source, common = None, 0  # its pages were needed
+            fresh = source is None or self.held[source] is not request
             self.reader.waiting.popleft()
             self.free.remove(slot)
             self.held[slot] = request
             placed.append((request, sample, slot))
-            if source is None and length:  # otherwise the environment's reset gives the prompt
-                prefills.append((slot, 0, request.prompt))
+            if fresh and length:  # otherwise the environment's reset gives the prompt
+                start = max(common - 1, 0)  # decoding has written the newest common token again
+                prefills.append((slot, start, request.prompt[start:]))
             elif source not in (None, slot):
                 forks.setdefault(source, []).append(slot)
         if prefills or forks:
@@ -100,14 +103,14 @@ class Scheduler:
         return bool(self.running or self.refused)
 
     async def arrival(self) -> bool:
-        """Waits for work; returns whether any more may come."""
+        """Waits until a request arrives; returns False if the inbox is closed."""
         if self.inbox.closed:
             return False
         await self.reader.changed()
         return True
 
     def restart(self, version: int) -> None:
-        """Notes that the engine, whose slots are all free, has other parameters."""
+        """Tells the scheduler that the engine has new parameters. No sample may be running."""
         if self.running:
             raise RuntimeError("the parameters have changed under samples that are running")
         self.version = version
@@ -115,10 +118,9 @@ class Scheduler:
 
     @property
     def waiting_for_weights(self) -> int:
-        """Returns the number of samples that wait for a version not published yet."""
-        if self.reader.weights is not None:
-            return 0
-        return sum(run.must_pause(self.version) for run in self.running.values())
+        """Number of samples that wait for a policy version that is not published yet."""
+        paused = sum(run.must_pause(self.version) for run in self.running.values())
+        return paused if self.reader.weights is None else 0
 
     def _count(self) -> None:
         now = asyncio.get_running_loop().time()
@@ -127,12 +129,12 @@ class Scheduler:
         self.waiting_s += passed * sum(run.tool is not None for run in self.running.values())
 
     async def _take_weights(self) -> None:
-        """Loads the parameters that were published since the last program."""
+        """Loads the newest parameters, if any were published since the last program call."""
         if self.reader.weights is None:
             return
         (params, self.version, recompute), self.reader.weights = self.reader.weights, None
         self.engine.publish(params)
-        self.held.clear()  # cached prompts of the old parameters
+        self.held.clear()  # the old parameters computed these cached prompts
         if recompute and self.running:
             begun = [run for run in self.running.values() if run.episode.context]
             for run in begun:
@@ -149,17 +151,16 @@ class Scheduler:
                 self.engine.set_active(run.slot, True)
 
     def _computes(self, run: Running) -> None:
-        """Records the policy version of a sample's next forward pass."""
+        """Records which policy version computes the next forward pass of a sample."""
         if self.version is not None:
             run.episode.computed_by(self.version)
 
     def _limit(self, request: Request) -> int:
         """Returns the maximum length of a whole trajectory, in tokens."""
-        wanted = request.max_tokens or self.config.max_tokens
-        return min(wanted, self.engine.config.max_length)
+        return min(request.max_tokens or self.config.max_tokens, self.engine.config.max_length)
 
     def _cancel(self) -> None:
-        """Ends the samples of cancelled requests, also those that wait for a slot."""
+        """Ends the samples of cancelled requests, running or waiting for a slot."""
         for request in self.reader.take_cancelled():
             if self.inbox.drop(request):
                 self.reader.waiting.extend((request, sample) for sample in request.samples)
@@ -172,20 +173,20 @@ class Scheduler:
                 self.refused.append(self._finish(run, StopReason.CANCELLED))
 
     def _end(self, task: asyncio.Future[Any]) -> None:
-        """Cancels a task; `close` waits for its end."""
+        """Cancels a task without waiting for its end; `close` waits."""
         task.cancel()
         self.ending.add(task)
         task.add_done_callback(self.ending.discard)
 
     def _reserve(self, slot: int, limit: int, source: int | None, length: int) -> bool:
-        """Reserves pages in a slot; if needed, discards prompts that free slots still hold."""
+        """Reserves pages for a slot; if necessary, releases prompts in the cache of free slots."""
         for other in (None, *self.free):
             if other is not None and other not in (slot, source):
                 self.engine.release(other)
                 self.held.pop(other, None)
             if self.engine.reserve(slot, limit, source, length):
                 return True
-            if source == slot:  # `reserve` took its pages
+            if source == slot:  # `reserve` has taken the pages of the cached prompt
                 self.held.pop(slot, None)
                 source = None
         return False
@@ -201,20 +202,20 @@ class Scheduler:
             self.engine.fork(source, slots, lengths[source])
 
     async def _on_device(self, function: Callable[..., Any], *arguments: Any) -> Any:
-        """Runs a call of the engine in its thread, so that tools run while the device works.
+        """Calls the engine in a separate thread, so that tools run while the device computes.
 
-        A thread cannot be stopped. When the rollout is cancelled, `close` waits for the call, which
-        would otherwise activate slots that are free again.
+        A thread cannot be stopped. `close` therefore waits for the call when the rollout is
+        cancelled; else the call could activate slots that are already free.
         """
         loop = asyncio.get_running_loop()
         self.device_call = loop.run_in_executor(self.thread, function, *arguments)
         return await asyncio.shield(self.device_call)
 
     def _refuse(self, request: Request, sample: int, reason: StopReason) -> Trajectory:
-        """Returns the trajectory of a sample that does not start."""
-        episode = self.episodes.begin(request, sample)
+        """Returns the trajectory of a sample that cannot start; it has no policy tokens."""
         metadata = described(request, self.config, self.engine.config, 0.0)
-        return episode.finish(reason, request.task.gold, metadata)
+        metadata |= running.unstarted(request, self._limit(request), self.version)
+        return self.episodes.begin(request, sample).finish(reason, request.task.gold, metadata)
 
     def _start(self, request: Request, sample: int, slot: int) -> None:
         opened = request.environment
@@ -228,7 +229,7 @@ class Scheduler:
             run.tool = asyncio.create_task(self._call(run, None))
 
     def _write(self, run: Running) -> None:
-        """Starts decoding a sample whose prompt is in the cache."""
+        """Starts decoding a sample whose prompt is in the KV cache."""
         request = run.request
         self.engine.start(
             run.slot,
@@ -243,7 +244,7 @@ class Scheduler:
         self.engine.set_active(run.slot, not run.paused)
 
     async def _begin(self) -> list[Trajectory]:
-        """Prefills the prompts of samples whose environments have been reset."""
+        """Prefills the prompts that environments have provided; returns samples without one."""
         finished: list[Trajectory] = []
         prompts: dict[tuple[int, ...], list[Running]] = {}
         for run in [run for run in self.running.values() if run.is_reset]:
@@ -265,7 +266,7 @@ class Scheduler:
         return finished
 
     async def turn(self) -> list[Trajectory]:
-        """Collects finished tools, decodes one chunk, starts new tools."""
+        """Collects tool results, decodes one chunk, starts tools; returns finished samples."""
         finished, self.refused = self.refused, []
         finished += await self._begin()
         finished += await self._collect()
@@ -303,7 +304,7 @@ class Scheduler:
         episode = run.episode
         limit = self.config.max_turn_tokens if run.request.agent else 0
         for token, logp in zip(tokens, logps, strict=True):
-            if not math.isfinite(logp):  # the policy's logits are NaN: no valid sample
+            if not math.isfinite(logp):  # the logits are NaN, so no token was really sampled
                 return [self._finish(run, StopReason.FAULT)]
             event = episode.feed(token, logp)
             self._tell(run, Author.POLICY, episode.take_text() if self.on_text else "")
@@ -316,7 +317,7 @@ class Scheduler:
                 return [self._finish(run, event)]
             if spent := self._begin_call(run, event):
                 return [self._finish(run, spent)]
-            # Tokens sampled beyond the closing tag are discarded.
+            # Discards the tokens that were sampled after the closing tag.
             self.engine.truncate(run.slot, len(episode.context), token)
             self.engine.set_active(run.slot, False)
             return []
@@ -324,18 +325,18 @@ class Scheduler:
         return [self._finish(run, spent)] if spent else []
 
     def _begin_call(self, run: Running, request: ToolRequest) -> StopReason | None:
-        """Starts a call, or returns the budget that is exhausted."""
+        """Starts a tool call; returns the stop reason if a budget does not permit the call."""
         calls = len(run.episode.tool_calls)
         if calls >= self.config.max_tool_calls and request.tool != ANSWER:
             return StopReason.TURNS
         if self._room(run) <= 0 and request.tool not in run.environment.own:
-            return StopReason.LENGTH  # an environment may end the episode anyway
+            return StopReason.LENGTH  # a call of the environment may still end the episode
         run.tool_request = request
         run.tool = asyncio.create_task(self._call(run, request))
         return None
 
     def _check_ended(self, run: Running, active: bool) -> None:
-        """Checks that no sample is stuck in a slot that neither decodes nor waits for a tool."""
+        """Checks that each sample decodes, waits for a tool, or waits for parameters."""
         if not active and run.tool is None and self.running.get(run.slot) is run:
             run.paused = run.must_pause(self.version)
             if run.paused:
@@ -343,7 +344,7 @@ class Scheduler:
             raise RuntimeError(f"slot {run.slot} has ended, but its sample has not")
 
     async def _call(self, run: Running, request: ToolRequest | None) -> tuple[Observation, float]:
-        """Answers a call, or resets the environment."""
+        """Runs a tool call, or resets the environment; returns (observation, start time)."""
         clock = asyncio.get_running_loop().time
         start = clock()
         if request is not None and request.error:
@@ -357,7 +358,7 @@ class Scheduler:
         return observation, start
 
     async def _collect(self) -> list[Trajectory]:
-        """Converts finished tool calls into environment tokens and cache entries."""
+        """Appends the results of finished tool calls to their episodes and to the KV cache."""
         feeds: list[tuple[int, int, Sequence[int]]] = []
         finished: list[Trajectory] = []
         for run in list(self.running.values()):
@@ -369,7 +370,7 @@ class Scheduler:
             self._computes(run)
             observation, start = run.take_result()
             episode, over = run.episode, run.ended_by(request, observation)
-            start_at = len(episode.context) - 1  # the newest token is not cached yet
+            start_at = len(episode.context) - 1  # the newest token is not in the KV cache yet
             room, body, frame = self._room(run), observation.text, episode.frame
             ids: list[int] = []
             if room > 0 and over in (None, StopReason.ENVIRONMENT):
@@ -406,21 +407,20 @@ class Scheduler:
         """Returns the number of tokens left for the body of an observation."""
         limit, frame = self._limit(run.request), self.episodes.frame(run.episode)
         room = limit - len(run.episode.context) - frame
-        if self.config.cut_context:  # older steps can be removed
+        if self.config.cut_context:  # removing older steps can make more room
             spared = 2 * self.config.max_turn_tokens + len(run.request.prompt)
             room = max(room, limit - spared - frame)
         return room
 
     def _spent(self, run: Running) -> StopReason | None:
-        """Returns the exhausted budget of the whole trajectory, if any."""
-        return used_up(run, self.config, self._limit(run.request))
+        """Returns the stop reason if a budget of the trajectory is exhausted, else None."""
+        return running.used_up(run, self.config, self._limit(run.request))
 
     def _finish(self, run: Running, reason: StopReason) -> Trajectory:
         self.engine.set_active(run.slot, False)
         del self.running[run.slot]
         self.free.append(run.slot)
-        seconds = asyncio.get_running_loop().time() - run.began
-        shapes = self.engine.config
+        seconds, shapes = asyncio.get_running_loop().time() - run.began, self.engine.config
         metadata = described(run.request, self.config, shapes, seconds) | run.described()
         if run.environment.holds:
             closing = asyncio.create_task(run.environment.close())
@@ -429,12 +429,12 @@ class Scheduler:
         if self.config.cut_context:
             metadata["cut_tokens"] = len(run.episode.tokens) - len(run.episode.context)
         trajectory = run.episode.finish(reason, run.request.task.gold, metadata)
-        # The last bytes may be half a character.
+        # The last bytes may be an incomplete character, which only `finish` turns into text.
         self._tell(run, Author.POLICY, run.episode.take_text())
         return trajectory
 
     async def close(self) -> None:
-        """Cancels running tools and frees every slot."""
+        """Cancels running tools, closes environments and frees every slot."""
         self.inbox.leave(self.reader)
         self.thread.shutdown(wait=False)
         if self.device_call is not None:

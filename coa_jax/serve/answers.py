@@ -19,8 +19,8 @@ class Choice:
     Attributes:
         text: text so far.
         tokens: sampled tokens so far, without the end token.
-        events: parts of an agent's trajectory: author, text, and the tool call that the text
-            answers.
+        events: parts of an agent's trajectory, each with its author and text; an observation also
+            has the tool call that it answers.
         last: last event of the sample; None while the sample is running.
     """
 
@@ -40,7 +40,7 @@ class Choice:
 
 
 def part(event: Event) -> dict[str, Any]:
-    """Describes a part of a trajectory by its author and, for a tool's result, by the tool call."""
+    """Describes a part of a trajectory: its author and, for an observation, the tool call."""
     described: dict[str, Any] = {"author": event.author.name.lower()}
     if event.call is not None:
         call = event.call
@@ -78,8 +78,8 @@ def chat_logprobs(
 
     Args:
         tokens: sampled tokens.
-        scored: the same tokens with their alternatives; None if the client requests no
-            alternatives.
+        scored: the same tokens, each with the most likely alternatives; None if the client requests
+            no alternatives.
         top: number of alternatives per token.
         spell: table of the bytes of each token id.
     """
@@ -97,10 +97,10 @@ def text_logprobs(scored: Sequence[Scored], top: int, spell: Any, offset: int) -
     """Returns the field ``logprobs`` of a choice of a text completion.
 
     Args:
-        scored: tokens with their alternatives.
+        scored: tokens of the text, each with the most likely alternatives.
         top: number of alternatives per token.
         spell: table of the bytes of each token id.
-        offset: position of the first token in the whole text, in characters.
+        offset: number of characters of the text before the first token.
     """
     tokens, offsets = [], []
     for one in scored:
@@ -122,14 +122,14 @@ def text_logprobs(scored: Sequence[Scored], top: int, spell: Any, offset: int) -
 def prompt_logprobs(
     tokenizer: Any, scored: Sequence[Scored], top: int
 ) -> list[dict[str, Any] | None]:
-    """Returns vLLM's field ``prompt_logprobs``: a mapping for each token of the prompt.
+    """Returns vLLM's field ``prompt_logprobs``, which has an entry for each token of the prompt.
 
-    The mapping contains the token itself and the most likely tokens at its position. It is None for
-    the first token, which has no probability.
+    The entry maps the token itself, and the most likely tokens at its position, to their
+    log-probabilities. The entry of the first token is None, because this token has no probability.
 
     Args:
         tokenizer: tokenizer of the model.
-        scored: tokens of the prompt with their alternatives.
+        scored: tokens of the prompt, each with the most likely alternatives.
         top: number of alternatives per token.
     """
     rows: list[dict[str, Any] | None] = []

@@ -41,8 +41,8 @@ async def chat_completion(
     Args:
         service: the service that samples completions.
         request: the HTTP request of the client.
-        prepare: function that makes the request for the rollout loop; it runs in a thread. None for
-            the default.
+        prepare: function that converts the body of the chat request into a request for the rollout
+            loop. It is called in a thread. None for the default function.
 
     Raises:
         Refused: the request is refused; the exception has the HTTP status.
@@ -102,7 +102,9 @@ def _written(
 
 
 def read_messages(body: ChatRequest) -> list[functions.Message]:
-    """Returns the pair (role, text) of each message; tools of the request become the first message.
+    """Returns the pair (role, text) of each message of a chat request.
+
+    If the request has tools, an additional first message contains them.
 
     Raises:
         Refused: the arguments of a tool call are not a JSON object.

@@ -30,7 +30,7 @@ B = TypeVar("B", bound=Sampling)
 async def read_request(service: Service, request: Request, kind: type[B]) -> B:
     """Parses and validates the body of a client's request, in a thread.
 
-    Callers must have entered `Service.reading`.
+    The caller must be inside the context of `Service.reading`.
 
     Args:
         service: the service that samples completions.
@@ -54,14 +54,14 @@ async def read_request(service: Service, request: Request, kind: type[B]) -> B:
 def check_length(tokenizer: Any, texts: Sequence[str], room: int, param: str) -> None:
     """Refuses a prompt with far too many tokens before all of its text is tokenised.
 
-    The text is tokenised in pieces until there are too many tokens. Cutting the text changes the
-    tokens of a word at each cut. Therefore only prompts of more than twice the limit are refused
-    here.
+    The function tokenises pieces of the text until there are too many tokens. Each cut between two
+    pieces may change the tokens of a word, so the count is approximate. Therefore the function
+    refuses only prompts with more than twice the limit.
 
     Args:
         tokenizer: tokenizer of the model.
         texts: parts of the prompt.
-        room: maximum number of tokens.
+        room: maximum number of tokens of the prompt.
         param: name of the request's field with the prompt, used in the error message.
 
     Raises:
@@ -90,15 +90,16 @@ def make_visit(
     agent: bool = False,
     calls: bool = False,
 ) -> Visit:
-    """Makes the request for the rollout loop.
+    """Converts the body of a client's request into a request for the rollout loop.
 
     Args:
         service: the service that samples completions.
         body: validated body of the client's request.
         prompt: token ids of the prompt.
-        max_tokens: maximum number of tokens of a completion; None for as many as fit.
+        max_tokens: maximum number of tokens of a completion; None for as many tokens as the context
+            holds after the prompt.
         question: question of the task if the agent answers; otherwise "".
-        agent: whether the agent, that is, the policy with the server's tools, answers.
+        agent: whether the agent (the policy with the server's tools) answers the request.
         calls: whether a completion may call functions of the client.
 
     Raises:
@@ -146,7 +147,7 @@ def make_visit(
 
 
 async def gather(service: Service, visit: Visit, request: Request) -> list[Choice]:
-    """Runs a request and collects its completions.
+    """Runs a request and returns all its completions when they are finished.
 
     Args:
         service: the service that samples completions.
@@ -181,7 +182,7 @@ async def open_stream(
         service: the service that samples completions.
         visit: the request for the rollout loop.
         request: the HTTP request of the client.
-        write: function that converts events of samples to chunks of the stream.
+        write: function that converts the events of the request's samples to chunks of the stream.
 
     Raises:
         Refused: the server has no room for the request, or is shutting down. The client then

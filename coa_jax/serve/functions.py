@@ -38,7 +38,7 @@ Message = tuple[str, str]
 
 
 class Call(NamedTuple):
-    """A call of a function of the client.
+    """A call by the policy of a function that the client offers.
 
     Attributes:
         name: name of the function.
@@ -52,8 +52,8 @@ class Call(NamedTuple):
 def split(text: str) -> tuple[str, tuple[Call, ...]]:
     """Splits a turn of the policy into its content and its calls.
 
-    If a call is malformed, the turn counts as one without calls. The client then receives the whole
-    text as the content, as from other servers.
+    If any call is malformed, the whole text is the content and there are no calls. Other servers do
+    the same.
     """
     calls = []
     for match in _CALL.finditer(text):
@@ -71,7 +71,7 @@ def split(text: str) -> tuple[str, tuple[Call, ...]]:
 
 
 def join(content: str, calls: Iterable[Call]) -> str:
-    """Writes a turn with calls as the policy would write it; the inverse of ``split``.
+    """Writes a turn with function calls as the policy would write it; the inverse of ``split``.
 
     Raises:
         ValueError: the arguments of a call are not a JSON object.
@@ -89,7 +89,7 @@ def join(content: str, calls: Iterable[Call]) -> str:
 
 
 def same_turn(left: str, right: str) -> bool:
-    """Returns whether two turns have the same content and the same calls, as parsed JSON."""
+    """Returns whether two turns have the same content and the same calls, parsed from JSON."""
 
     def parsed(text: str) -> tuple[str, list[tuple[str, Any]]]:
         content, calls = split(text)
@@ -104,8 +104,8 @@ def prompt_ids(tokenizer: Any, messages: Sequence[Message], prefix: str | None =
     Args:
         tokenizer: tokenizer of the policy.
         messages: the conversation, whose first message may have the role `TOOLS`.
-        prefix: text with which the policy's turn begins; None to open no turn, which is not allowed
-            with tools.
+        prefix: text with which the policy's turn begins. If ``prefix`` is None, the ids end before
+            the policy's turn; this is not allowed if there are tools.
 
     Raises:
         UserError: the chat template of the model cannot be used.
@@ -123,7 +123,8 @@ def further_ids(tokenizer: Any, last: int, messages: Sequence[Message]) -> list[
 
     Args:
         tokenizer: tokenizer of the policy.
-        last: last token of the policy's turn, which may be the token that ends a turn.
+        last: id of the last token of the policy's turn. If the turn was cut off before its end
+            token, the returned ids begin with the end token.
         messages: messages that follow this turn.
 
     Raises:
@@ -148,7 +149,7 @@ def further_ids(tokenizer: Any, last: int, messages: Sequence[Message]) -> list[
 
 
 def message_of(text: str, name: str) -> dict[str, Any]:
-    """Returns the assistant message of a completion, with its calls.
+    """Returns the assistant message of a completion, with its function calls.
 
     Args:
         text: text of the completion.

@@ -38,14 +38,15 @@ class Event:
     Attributes:
         sample: index of the sample in the request.
         text: new text of the sample, which consists of whole characters.
-        tokens: tokens sampled since the last event. Their bytes may go beyond the text, because a
-            character may consist of several tokens.
-        author: author of the text.
-        call: tool call that the text answers; None if the text is not an observation.
-        finish: ``stop``, ``length`` or ``cancelled`` in the last event of the sample, otherwise
-            None.
-        stop: stop string that ended the sample; None if no stop string did.
-        trajectory: the whole trajectory in the last event, otherwise None.
+        tokens: tokens sampled since the sample's last event. They may have more bytes than
+            ``text``, because a character may consist of several tokens.
+        author: author of ``text``.
+        call: tool call that the observation ``text`` answers; None if ``text`` is not an
+            observation.
+        finish: reason why the sample ended, ``stop``, ``length`` or ``cancelled``, in its last
+            event; None in other events.
+        stop: stop string that ended the sample; None if no stop string ended it.
+        trajectory: the whole trajectory in the sample's last event; None in other events.
     """
 
     sample: int
@@ -60,12 +61,12 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Visit(Request):
-    """The request of a client in the rollout loop.
+    """The request of a client, in the form that the rollout loop takes.
 
     Attributes:
         events: queue that receives the events of the request's samples.
-        agent: whether tags of the policy call tools. If False, the samples are plain completions,
-            to which the budgets of agents do not apply.
+        agent: whether tags that the policy writes call tools. If False, the samples are completions
+            without tools, to which the budgets of agents do not apply.
         stops: stop strings, which end a completion.
         keep_stop: whether the text of a completion includes the stop string that ended it.
         calls: whether a completion may call functions of the client.
@@ -108,7 +109,7 @@ class Completion(Episode):
         self._stops = StopStrings(visit.stops, keep=visit.keep_stop)
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
-        """Adds a sampled token, like `Episode.feed`, but tags of the protocol have no effect."""
+        """Adds a sampled token like `Episode.feed`, except that protocol tags have no effect."""
         event = super().feed(token, logp)
         if event is StopReason.EOS:
             return event  # the end token is not part of the text
@@ -136,7 +137,7 @@ class Completion(Episode):
 
 
 class Agent(Episode):
-    """A sample whose tags call tools; the client receives every part when it is written."""
+    """A sample whose tags call tools; its parts are sent to the client while they are written."""
 
     def __init__(self, visit: Visit, episode_options: dict[str, Any]):
         super().__init__(**episode_options)

@@ -105,7 +105,8 @@ Stops = Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None
 class Sampling(_Strict):
     """The fields that chat and text completions have in common.
 
-    A field whose function this server lacks may only have the value that disables this function.
+    If this server does not support a field of the API, the field may only have the value that
+    disables its function.
     """
 
     model: str
@@ -143,7 +144,10 @@ class ResponseFormat(_Strict):
 
 
 class Function(BaseModel):
-    """A function of the client; the policy sees all fields, also those that are not listed here."""
+    """A function that the client offers to the policy as a tool.
+
+    The policy sees all fields of the function, including fields that this class does not list.
+    """
 
     model_config = ConfigDict(extra="allow")
     name: Annotated[str, Field(min_length=1, max_length=256)]
@@ -159,8 +163,8 @@ class FunctionTool(_Strict):
 class ChatRequest(Sampling):
     """The body of POST /v1/chat/completions.
 
-    ``tool_choice`` is "none" or "auto". Other values mean "auto", because the server cannot force
-    the policy to call a function.
+    ``tool_choice`` may be "none" or "auto". Other values are treated as "auto", because the server
+    cannot force the policy to call a function.
     """
 
     messages: Annotated[list[Message], Field(min_length=1)]
@@ -196,7 +200,7 @@ class ChatRequest(Sampling):
 
     @property
     def limit(self) -> int | None:
-        """Maximum number of tokens of a completion; None for as many as fit."""
+        """Maximum number of tokens of a completion; None for as many as fit in the context."""
         limits = [n for n in (self.max_tokens, self.max_completion_tokens) if n is not None]
         return min(limits, default=None)
 
@@ -235,8 +239,8 @@ class TextRequest(Sampling):
     """The body of POST /v1/completions.
 
     ``max_tokens`` is 16 by default, as in OpenAI's API. With null, a completion may have as many
-    tokens as fit, as in a chat. With 0, the response only contains the log-probabilities of the
-    echoed prompt.
+    tokens as fit in the context, as in a chat request. With 0, the response contains no completion,
+    but only the echoed prompt and its log-probabilities.
     """
 
     prompt: Annotated[

@@ -21,7 +21,7 @@ _CHUNK = 64
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """The score of a token in its context, at temperature 1.
+    """The log-probability of a token given the tokens before it, at temperature 1.
 
     Attributes:
         id: id of the token.
@@ -42,7 +42,7 @@ def score(
 ) -> list[Scored]:
     """Scores all tokens of a text in one forward pass.
 
-    The text is padded to a power of two, so that few lengths are compiled.
+    The text is padded to a power of two, so that JAX compiles the pass for few lengths.
 
     Args:
         params: parameters in the layout for decoding.

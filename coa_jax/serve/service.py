@@ -99,7 +99,7 @@ class Service:
 
     @property
     def loop(self) -> asyncio.Task[None]:
-        """The task of the rollout loop, which ends before the server only by an exception."""
+        """The task of the rollout loop, which ends before the server does only if it fails."""
         assert self._loop is not None
         return self._loop
 
@@ -142,13 +142,15 @@ class Service:
 
     @contextlib.contextmanager
     def scoring(self, wanted: bool) -> Iterator[None]:
-        """Reserves a place for a request that needs scores, from before its completions to its end.
+        """Reserves a place for a request that needs log-probabilities, until the request ends.
+
+        The place should be reserved before the completions of the request are sampled.
 
         Args:
-            wanted: whether the request needs scores. If False, no place is reserved.
+            wanted: whether the request needs log-probabilities. If False, no place is reserved.
 
         Raises:
-            Refused: too many requests need scores, or the server is shutting down.
+            Refused: too many requests need log-probabilities, or the server is shutting down.
         """
         if not wanted:
             yield
@@ -163,10 +165,10 @@ class Service:
             self._scored -= 1
 
     async def score(self, ids: Sequence[int]) -> list[Scored]:
-        """Returns the log-probabilities of a text.
+        """Returns the log-probabilities of the tokens of a text.
 
-        Texts are scored one at a time, while the engines decode. Callers must have entered
-        `scoring`.
+        Texts are scored one at a time, while the engines decode. The caller must be inside the
+        context of `scoring`.
         """
         engine, loop = self.engines[0], asyncio.get_running_loop()
         arguments = engine.params, engine.model, engine.compute, ids

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 class StopStrings:
     """Finds the first stop string in a text, and holds back text that may begin a stop string.
 
-    If several stop strings end at the same character, the longest is found.
+    If several stop strings end at the same character, the longest of them is found.
     """
 
     def __init__(self, stops: Sequence[str] = (), *, keep: bool = False):
@@ -29,7 +29,7 @@ class StopStrings:
     def feed(self, text: str) -> str:
         """Adds a piece of text; returns the text that can no longer be part of a stop string.
 
-        After a stop string was found, the method returns "".
+        After the object has found a stop string, the method always returns "".
         """
         if self.found is not None:
             return ""

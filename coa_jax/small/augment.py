@@ -28,15 +28,16 @@ _LOWER_SHARE = 0.2  # share of new names in lower case, as of currencies
 
 
 def renaming(share: float) -> Callable[[Any, Sequence[DistilledRecord], Prompt], Change] | None:
-    """Returns the augmentation of `learn.sft.train` that renames the entities of some records.
+    """Returns a data augmentation for `learn.sft.train` that renames entities in some records.
 
     Words that occur in many records do not count as names, see `scratch.template_words`.
 
     Args:
-        share: share of the records that are renamed.
+        share: probability that the entities of a record are renamed each time it is used.
 
     Returns:
-        A function that prepares the augmentation; None if ``share`` is 0.
+        A function that takes the tokenizer, the records and the prompt style, and returns the
+        augmentation; None if ``share`` is 0.
     """
     if not share:
         return None
@@ -56,12 +57,12 @@ def renaming(share: float) -> Callable[[Any, Sequence[DistilledRecord], Prompt],
 class NamePieces:
     """The pieces that new names consist of: all tokens of a tokenizer that contain only letters.
 
-    If a token never occurs in the training records, the policy never learns to write it. Therefore
-    names are made of pieces that are drawn uniformly from all tokens.
+    The policy never learns to write a token that does not occur in training. Therefore the pieces
+    of new names are drawn uniformly, so that all these tokens occur.
 
     Attributes:
-        first: capitalised pieces, which may begin a name.
-        further: pieces in lower case.
+        first: capitalised pieces, with which names begin.
+        further: pieces in lower case, with which names continue.
     """
 
     first: tuple[str, ...]
@@ -93,7 +94,7 @@ def rename(
     pieces: NamePieces,
     rng: np.random.Generator,
 ) -> DistilledRecord:
-    """Replaces the names and long numbers of a record by random ones.
+    """Replaces the names and the long numbers in a record by random names and numbers.
 
     A word is a name if it is capitalised and the policy copies it, that is, if it occurs in the
     policy's text and in the question or an observation. Numbers of four or more digits are replaced

@@ -43,21 +43,22 @@ def train_bpe(
     """Trains a byte-level BPE tokenizer; the result is deterministic.
 
     Text is split into tags, words with the preceding space, single digits, punctuation and white
-    space. Merges never cross these splits. The only control tokens are the three tokens of ChatML.
+    space. A merge never joins two of these parts. The only control tokens are the three tokens of
+    ChatML.
 
     Args:
         texts: texts from which merges are learned.
-        vocab_size: maximum number of tokens: the 3 control tokens, 256 bytes, the tags, and the
-            merges.
+        vocab_size: maximum number of tokens, including the 3 control tokens, the 256 bytes, the
+            tags and the merges.
         path: directory to which the tokenizer is written; None to write nothing.
         tags: texts of the form ``<name>`` or ``</name>``. Each becomes one token, even if it is
             rare.
-        merge_words: from which words merges are learned. With ``"all"``, from all words, including
-            names. With ``"lowercase"``, only from words without an upper-case letter, so that names
-            are tokenised into characters and into short pieces of common words. With ``"pieces"``,
-            each word with an upper-case letter counts once and without the preceding space, so that
-            common parts of names become tokens, but whole names do not.
-        min_word_count: number of occurrences below which a word is left out.
+        merge_words: words from which merges are learned. ``"all"`` uses all words, including names.
+            ``"lowercase"`` uses only words without an upper-case letter, so that names are
+            tokenised into characters and into short pieces of common words. ``"pieces"`` also uses
+            the words with an upper-case letter, but each such word only once and without the
+            preceding space, so that common parts of names become tokens, but whole names do not.
+        min_word_count: minimum number of occurrences of a word from which merges are learned.
         keep_words: words from which merges are learned even if ``merge_words`` or
             ``min_word_count`` excludes them, e.g. ``"Question"``.
         max_length: ``model_max_length`` of the tokenizer.

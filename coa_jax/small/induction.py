@@ -36,12 +36,15 @@ _TURN = 2e-3
 
 
 def add_induction(params: Params, config: ModelConfig, seed: int) -> Params:
-    """Replaces the attention of the first two layers by the induction circuit.
+    """Returns parameters in which the first two layers have attention weights that copy text.
+
+    These weights form an induction circuit: at a token that occurred before, the layers predict the
+    token that followed the earlier occurrence.
 
     Args:
         params: stacked parameters of a model with at least two query heads per key/value head.
-        config: architecture of the model. A larger ``rope_theta`` gives more dimensions for
-            matching.
+        config: architecture of the model. A larger ``rope_theta`` gives the circuit more dimensions
+            for matching tokens.
         seed: seed of the random projections.
 
     Raises:

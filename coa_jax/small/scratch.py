@@ -35,9 +35,9 @@ class ScratchConfig(Bounded):
         rope_theta: base of the rotary frequencies.
         induction: whether the first two layers start with an induction circuit, see
             `small.induction`.
-        common_word: share of the records in which a capitalised word must occur to become a token
-            of its own. Rarer capitalised words count as names. The tokenizer splits them into
-            pieces, so that copying generalises to unseen names.
+        common_word: minimum share of the records that contain a capitalised word for the word to
+            become a token of its own. Rarer capitalised words count as names. The tokenizer splits
+            names into pieces, so that copying generalises to unseen names.
         seed: seed of the random parameters.
     """
 
@@ -67,7 +67,7 @@ def write_policy(
         path: path of the directory.
 
     Raises:
-        UserError: the parameters do not fit into the free memory.
+        UserError: the free memory is too small for the parameters.
     """
     texts = _texts(records, prompt)
     tags: list[str] = []
@@ -111,7 +111,7 @@ def write_policy(
 def template_words(
     records: Sequence[DistilledRecord], prompt: Prompt, share: float = 0.1
 ) -> frozenset[str]:
-    """Returns the capitalised words, such as "Step", that many records share.
+    """Returns the capitalised words, such as "Step", that occur in many records.
 
     These words belong to the templates of questions and trajectories, and are not names.
 

@@ -18,8 +18,8 @@ def checkpoints_of(path: Path) -> Path:
     """Returns the folder of a run's checkpoints.
 
     Args:
-        path: local folder of the run. If this folder is the mirror of a folder in a bucket, the
-            returned folder is in the bucket.
+        path: local folder of the run. If this folder mirrors a folder in a bucket, the function
+            returns the folder of the checkpoints in the bucket.
     """
     mirror = mirror_of(path)
     if mirror is None:
@@ -41,7 +41,10 @@ def prepared(place: str | os.PathLike[str]) -> Any:
 
 
 def is_bucket(path: os.PathLike[str]) -> bool:
-    """Returns whether a folder is in a bucket, by URL or mounted, where renames are not atomic."""
+    """Returns whether a folder, given by URL or mounted, is in a bucket.
+
+    In a bucket, renames are not atomic.
+    """
     if is_url(path):
         return True
     kinds = {}

@@ -25,7 +25,7 @@ _shown: dict[str, str] = {}
 
 
 def shown(text: str | os.PathLike[str]) -> str:
-    """Replaces the paths of local copies and mirrors in a message or a path by their URLs."""
+    """Replaces paths of local copies and mirrors, in a message or a path, by their URLs."""
     text = os.fspath(text)
     for folder, url in _shown.items():
         text = text.replace(folder, url)
@@ -52,9 +52,9 @@ def own_folder() -> Path:
 
 
 def local(place: str, leave_out: str = "") -> str:
-    """Returns the local path of an input; an input in a bucket is copied first.
+    """Returns the local path of an input; an input in a bucket is first copied to this host.
 
-    Each host copies an object once, and again if the object has changed.
+    An object that was copied before is copied again only if it has changed.
 
     Args:
         place: local path or URL of a file or a folder, or a pattern with ``*``. A folder is copied
@@ -147,7 +147,7 @@ def _mark(info: Mapping[str, Any]) -> str:
 
 
 def version(place: str) -> str:
-    """Returns a text that changes when the content of a file changes, without reading the file.
+    """Returns a text that changes when a file's content changes; does not read the file.
 
     Args:
         place: local path or URL of the file.
@@ -175,7 +175,7 @@ def exists(url: str) -> bool:
 
 @contextlib.contextmanager
 def locked(path: Path) -> Iterator[None]:
-    """Locks a local file during a ``with`` block; the lock ends at the latest with the process."""
+    """Locks a local file during a ``with`` block; if the process ends, the lock ends too."""
     with open(path, "a") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
         yield
@@ -186,8 +186,8 @@ def output(place: str) -> Iterator[Path]:
     """Yields a local path for an output file or folder, which is uploaded at the end of the block.
 
     Args:
-        place: a local path, which is yielded unchanged, or a URL, whose objects the upload
-            replaces.
+        place: a local path, which is yielded unchanged; or a URL, at which the upload replaces
+            existing objects.
 
     Raises:
         UserError: the upload fails. The local files are then lost.
@@ -206,7 +206,7 @@ def output(place: str) -> Iterator[Path]:
 def upload(path: Path, url: str) -> None:
     """Uploads a file or a folder to a URL.
 
-    Objects at the URL that the new folder lacks are removed after the upload.
+    After the upload of a folder, objects at the URL that do not belong to the folder are removed.
     """
     fs, inside = file_system(scheme_of(url)), url.partition("://")[2]
     with telling(url):

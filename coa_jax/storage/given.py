@@ -28,7 +28,7 @@ Several processes write to these files at the same time, or a person edits them.
 def check_places(values: Mapping[str, Any], *, ask: bool = True) -> None:
     """Checks every URL among the values of flags and settings.
 
-    An http URL is valid for a service, but not for a file.
+    An http URL is allowed where a setting names a service, but not where it names a file.
 
     Args:
         values: maps the name of a flag or setting, such as ``--workdir`` or ``--config.model``, to

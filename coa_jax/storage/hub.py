@@ -27,8 +27,8 @@ def hub_id(place: str | os.PathLike[str]) -> tuple[str, str | None] | None:
     """Parses the id of a model on the Hub.
 
     Returns:
-        ``Org/Name``, and the revision or None. The result is None for a text that is not an id, and
-        for a local path that exists.
+        The name ``Org/Name``, and the revision (None if the id has no revision). The whole result
+        is None if ``place`` is not an id or is an existing local path.
     """
     text = os.fspath(place)
     found = _ID.fullmatch(text)
@@ -72,7 +72,7 @@ def model_folder(place: str | os.PathLike[str], *, weights: bool = True) -> Path
 
 @dataclasses.dataclass(frozen=True)
 class RemoteFiles:
-    """Files in a folder of a bucket, of which ranges of bytes can be read.
+    """The files in a folder of a bucket, from which ranges of bytes can be read.
 
     Attributes:
         url: URL of the folder, used in messages.
@@ -92,7 +92,7 @@ class RemoteFiles:
         Args:
             name: name of the file in the folder.
             start: position of the first byte.
-            stop: position after the last byte.
+            stop: position one past the last byte.
 
         Raises:
             UserError: the store refuses access or cannot be reached, see `places.telling`.
@@ -178,7 +178,7 @@ def push_model(folder: Path, name: str, message: str) -> str:
 
 
 def check_push(name: str) -> None:
-    """Checks, without a request to the Hub, that a model can be uploaded under a name.
+    """Checks, without a request to the Hub, that an upload of a model is possible.
 
     Raises:
         UserError: the name is not a Hub id, huggingface_hub is in offline mode, or there is no

@@ -27,9 +27,9 @@ NAME = "lease.json"
 
 
 def seconds() -> float:
-    """Returns after how many seconds without renewal a lease is free.
+    """Returns the number of seconds without renewal after which a lease expires.
 
-    The value is that of ``$COA_JAX_LEASE_SECONDS``, or 60.
+    The number is the value of ``$COA_JAX_LEASE_SECONDS``; 60 if the variable is not set.
     """
     return seconds_of("COA_JAX_LEASE_SECONDS", 60.0)
 
@@ -133,7 +133,7 @@ class Lease:
             self._write("overwrite")
 
     def check(self) -> None:
-        """Checks that this process still holds the lease; every write calls this method first.
+        """Checks that this process still holds the lease; must be called before every write.
 
         Raises:
             UserError: another run has taken over the lease, because this process did not renew it

@@ -103,8 +103,8 @@ class Mirror:
         Args:
             names_only: names of top-level folders whose files are created empty instead of being
                 downloaded.
-            own: whether this process writes to the bucket. If so, it removes invalid parts that a
-                killed run has left.
+            own: whether this process writes to the bucket. If True, the method removes invalid
+                parts of files that a killed run has left in the bucket.
 
         Raises:
             UserError: the bucket cannot be read.
@@ -148,7 +148,7 @@ class Mirror:
     # --- to the bucket ---------------------------------------------------------------------
 
     def sync(self) -> None:
-        """Uploads the state of the local folder to the bucket, and waits for the end of the upload.
+        """Uploads the state of the local folder to the bucket; returns when it is uploaded.
 
         Files whose names begin with a dot are left out, because they are unfinished files or locks.
 
@@ -236,10 +236,11 @@ class Mirror:
     # --- the run ---------------------------------------------------------------------------
 
     def open(self, *, active: bool) -> None:
-        """Begins a run: takes the lease, downloads the directory, and starts regular uploads.
+        """Begins a run: takes the lease, downloads the folder, and starts regular uploads.
 
         Args:
-            active: whether this process is the first process of the run, which holds the lease.
+            active: whether this process is the first process of the run. Only the first process
+                takes the lease.
 
         Raises:
             UserError: another run holds the lease, or the bucket cannot be read or written.
@@ -288,9 +289,10 @@ class _Beat:
 
 
 def interval() -> float:
-    """Returns the seconds between two uploads: ``$COA_JAX_SYNC_SECONDS``, or 15.
+    """Returns the number of seconds between two uploads.
 
-    A kill can lose what was written in this time.
+    The number is the value of ``$COA_JAX_SYNC_SECONDS``; 15 if the variable is not set. If the
+    process is killed, data that was written since the last upload may be lost.
     """
     return seconds_of("COA_JAX_SYNC_SECONDS", 15.0)
 
@@ -382,8 +384,8 @@ def run_folder(place: str | os.PathLike[str]) -> Path:
     """Returns the local folder of a run directory.
 
     Args:
-        place: a local path or a URL. For a URL, the folder is an empty mirror, which `RunDir` fills
-            when it is opened.
+        place: a local path, which is returned, or a URL. For a URL, the returned folder is a
+            mirror, which is empty until `RunDir` opens it.
 
     Raises:
         UserError: the scheme of the URL is not supported, or its store cannot be used.
@@ -409,7 +411,9 @@ def mirror_of(path: str | os.PathLike[str]) -> Mirror | None:
 def visited(
     place: str | os.PathLike[str], names_only: Iterable[str] = NAMES_ONLY
 ) -> Iterator[Path]:
-    """Yields the local folder of a run, which may be in progress; uploads changes at the end.
+    """Yields the local folder of a run; at the end, uploads changes of its files.
+
+    The run may be in progress.
 
     Args:
         place: directory of the run, a local path or a URL.

@@ -138,10 +138,10 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def check(url: str) -> None:
-    """Sends a request for a URL, so that a command reports errors of the store at its start.
+    """Sends a request for a URL, so that a command can report errors of the store at its start.
 
     Args:
-        url: a URL, whose object need not exist. A local path needs no check.
+        url: a URL; its object need not exist. A local path is not checked.
 
     Raises:
         UserError: the bucket does not exist, cannot be reached, or refuses access.

@@ -1,4 +1,4 @@
-"""Tasks with verifiable answers: the sources of tasks, and the grading of answers."""
+"""Loads tasks with verifiable answers from their sources, and grades answers."""
 
 from __future__ import annotations
 
@@ -57,10 +57,12 @@ SOURCES = Kind(
     },
     offers=("split", "n", "seed", "protocol", "source"),
 )
-"""The setting for a task source: a function that returns tasks (`Task`), deterministic in its
-arguments. A file suffix selects the source of all paths with that suffix. A function with a
-parameter ``source`` gets the whole text of the setting and parses the part after the colon itself.
-All other functions get that part as options.
+"""The setting for a task source, which is a function that returns a list of `Task`.
+
+The same arguments must give the same tasks. A file suffix, such as ``.jsonl``, is the short name of
+the function that reads all files with this suffix. A function with a parameter ``source`` gets the
+whole text of the setting and parses the part after the colon itself. All other functions get the
+part after the colon as options.
 """
 
 _WANTED = "a list of coa_jax.tasks.Task"
@@ -75,24 +77,30 @@ def load_tasks(
     protocol: str = "",
     options: Mapping[str, Any] | None = None,
 ) -> list[Task]:
-    """Loads tasks of a source; the same arguments give the same tasks.
+    """Loads the tasks of a source. The same arguments give the same tasks.
+
+    A source is one of the following. Options may follow its name or path after a colon.
+
+    * A generator of questions: ``factbook``, ``factbook:hops=1-2,protocol=web``,
+      ``arithmetic:gcd,lcm``.
+    * A file of questions: ``questions.jsonl``, ``questions.jsonl:protocol=mhqa``.
+    * A file of the AFM release, which ends in ``.json`` or ``.parquet``.
+    * The file of a benchmark, as its authors publish the file: ``gaia:PATH``. The module
+      ``coa_jax.tasks.benchmark_files`` lists the benchmarks and their options.
+    * A data set: ``hf:NAME:CONFIG:SPLIT`` or ``tfds:NAME:SPLIT``, see ``coa_jax.tasks.columns``.
+    * A custom function, ``package.module:name`` (docs/extending.md): ``my_tasks:load:level=3``.
 
     Args:
-        source: ``factbook``, ``arithmetic``, a path to a ``.jsonl`` file of questions, or
-            ``package.module:name``, a custom source (docs/extending.md). Options follow after a
-            colon: ``factbook:hops=1-2,protocol=web``, ``arithmetic:gcd,lcm``,
-            ``questions.jsonl:protocol=mhqa``, ``my_tasks:load:level=3``. ``.json`` and ``.parquet``
-            are files of the AFM release. ``gaia:PATH`` and similar are files of benchmark authors,
-            see ``coa_jax.tasks.benchmark_files``. ``hf:NAME:CONFIG:SPLIT`` and ``tfds:NAME:SPLIT``
-            are data sets, see ``coa_jax.tasks.columns``.
+        source: one of the sources above.
         split: ``train``, ``validation`` or ``test``.
-        n: number of tasks; None for all (a thousand for generators without end).
-        seed: seed of the sample.
-        protocol: protocol of questions in files for which neither the row, nor its fields, nor the
-            source names one; "" for the default of the file's format.
-        options: options of the source by name, in addition to those in ``source``. Custom sources
-            define their own; files and data sets take the mapping of their columns, see
-            `tasks.columns.Columns`.
+        n: number of tasks. None loads all tasks, or a thousand tasks of a generator that could
+            generate questions without end.
+        seed: seed of the random choice and order of the tasks.
+        protocol: protocol of those questions of a file for which neither the row nor ``source``
+            determines a protocol; "" for the default of the file format.
+        options: option name -> value, in addition to the options in ``source``. A custom source
+            takes the options that its function defines. Files and data sets take the mapping of
+            their columns, see `tasks.columns.Columns`.
 
     Raises:
         UserError: the source, split, option or protocol is unknown, or a file cannot be read.
@@ -113,7 +121,7 @@ def load_tasks(
 
 
 def _name_of(source: str) -> tuple[str, str]:
-    """Returns the name in `SOURCES` of a source, and the part after its colon."""
+    """Splits a source into its name in `SOURCES` and the text after the colon of this name."""
     name, _, rest = source.partition(":")
     if SOURCES.knows(name):
         return name, rest
@@ -137,7 +145,7 @@ def _name_of(source: str) -> tuple[str, str]:
 
 
 def _checked(found: Any, source: str, name: str, n: int | None) -> list[Task]:
-    """Checks and completes the tasks of a custom source, to make them like built-in ones."""
+    """Checks the result of a custom source, and sets the field ``source`` where it is empty."""
     where = f"tasks={source}"
     if not isinstance(found, Iterable):
         raise refuse_result(SOURCES, name, found, _WANTED, where)
@@ -151,24 +159,31 @@ def _checked(found: Any, source: str, name: str, n: int | None) -> list[Task]:
     counts = collections.Counter(task.id for task in tasks)
     repeated = [id for id, count in counts.items() if count > 1]
     if repeated:
-        raise UserError(f"{where}: {name} returned {len(repeated)} ids twice, e.g. {repeated[0]!r}")
+        raise UserError(
+            f"{where}: {name} returned {len(repeated)} ids more than once, e.g. {repeated[0]!r}"
+        )
     return [dataclasses.replace(task, source=task.source or source) for task in tasks]
 
 
 def load_splits(
     source: str, sizes: Mapping[str, int | None], seed: int = 0
 ) -> dict[str, list[Task]]:
-    """Loads tasks of several splits; each task is in only one of them.
+    """Loads tasks of several splits, so that no training task is also in another split.
 
-    Questions of a file without splits belong to every split. Questions that were chosen for another
-    split are then removed from ``train``.
+    Every question of a file without splits may be drawn for each of the splits. The function
+    therefore removes the questions drawn for ``validation`` or ``test`` from ``train``.
 
     Args:
-        source, seed: see `load_tasks`.
-        sizes: number of tasks of each split, None for all; a split with size 0 need not exist.
+        source: the source, see `load_tasks`.
+        sizes: split -> number of tasks. None loads all tasks of the split. With 0 the source is not
+            read for this split, so the split need not exist.
+        seed: seed of the random choice and order of the tasks.
+
+    Returns:
+        Split -> its tasks.
 
     Raises:
-        UserError: see `load_tasks`; or no training task is left.
+        UserError: for the reasons that `load_tasks` lists, or because no training task is left.
     """
     splits = {
         name: [] if size == 0 else load_tasks(source, name, size, seed)
@@ -178,7 +193,9 @@ def load_splits(
     train = splits.get("train", [])
     splits = {**splits, "train": [task for task in train if task.id not in held_out]}
     if train and not splits["train"]:
-        raise UserError(f"{source}: every training task is a validation task too; use fewer")
+        raise UserError(
+            f"{source}: every training task is also a validation task; use fewer validation tasks"
+        )
     if len(splits["train"]) < len(train):
         logging.warning(
             "%s: %d tasks of the training split are used for validation; %d are left to train on",

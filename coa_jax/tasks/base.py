@@ -1,4 +1,4 @@
-"""The task: a question with verifiable answers."""
+"""Defines the task: a question with its accepted answers."""
 
 from __future__ import annotations
 
@@ -18,17 +18,19 @@ class Task:
     """A question with its accepted answers.
 
     Attributes:
-        id: id that is unique within its source and stable between runs.
+        id: identifier of the task. No other task of the same source has this id, and the id is the
+            same in every run.
         question: question for the policy, without instructions.
         protocol: name of the protocol in which the policy must answer.
-        gold: accepted answers, any of which is right. An answer that contains "|" is a set, all of
-            whose members must be given.
-        source: source from which the task was loaded.
-        metadata: JSON values; generated sources set ``hops`` (number of searches), ``kind`` and
-            ``entities``.
-        prompt: whole user message (instructions and question) from the source of the task; "" if
-            the source has none. Used with the prompt style ``data``.
-        context: (role, text) of the turns before that message, as in `DistilledRecord`.
+        gold: accepted answers, of which the policy must give at least one. An accepted answer of
+            the form "A|B" is a set, and the policy must give all its members.
+        source: source from which the task was loaded, see `load_tasks`.
+        metadata: further facts about the task, as JSON values. The key ``grader`` names the reward
+            of the task. Generated tasks have the keys ``hops`` (number of searches that the answer
+            needs), ``kind`` (kind of question) and ``entities`` (names on the way to the answer).
+        prompt: user message, with instructions and question, as the data set contains the message;
+            "" if the data set has none. Only the prompt style ``data`` uses this message.
+        context: (role, text) of each message before ``prompt``, such as a system message.
     """
 
     id: str
@@ -40,13 +42,22 @@ class Task:
     prompt: str = ""
     context: tuple[tuple[str, str], ...] = ()
 
+    def __post_init__(self) -> None:
+        if isinstance(self.gold, str):  # its letters would be the accepted answers
+            raise UserError(
+                f"task {self.id!r}: gold is a tuple of accepted answers; write ({self.gold!r},)"
+            )
+
     @property
     def is_program(self) -> bool:
-        """Whether the answer is a program, and ``gold`` the tests that grade it."""
+        """Whether the answer is a program. The field ``gold`` then contains the program's tests."""
         return self.metadata.get("grader") == "code"
 
     def without_tests(self) -> Task:
-        """Returns the task without tests, which can have megabytes, for use in trajectories."""
+        """Returns the task without the tests of programs.
+
+        Trajectories store this form of the task, because tests can take up several megabytes.
+        """
         return dataclasses.replace(self, gold=()) if self.is_program else self
 
 
@@ -54,29 +65,31 @@ Leveled = TypeVar("Leveled", bound=Any)
 
 
 def with_level(asked: Sequence[Leveled], level: str, form: str = "") -> list[Leveled]:
-    """Returns tasks or records with another protocol level, or another format.
+    """Returns copies of tasks or records with another protocol level or another format.
 
     Args:
-        asked: tasks or records; the parts of records are rewritten in the format.
-        level: level of the protocols; "" keeps the present level.
-        form: format of the protocols; "" keeps the present format.
+        asked: tasks or records. The text of a record is rewritten in the new format.
+        level: new level of the protocols, ``lenient`` or ``paper``; "" keeps the present level.
+        form: new format of the protocols, such as ``hermes``; "" keeps the present format.
 
     Raises:
-        UserError: the level or the format is unknown, or a record is in a format other than tags.
+        UserError: the level or the format is unknown, or a new format is given for a record whose
+            text is not in the format ``tags``. Only texts in this format can be rewritten.
     """
     return [one_with_level(a, level, form) for a in asked]
 
 
 def one_with_level(asked: Leveled, level: str, form: str = "") -> Leveled:
-    """Returns a single task or record with another protocol level, or another format.
+    """Returns a copy of a task or record with another protocol level or another format.
 
     Args:
-        asked: a task or a record.
-        level: see `with_level`.
-        form: see `with_level`.
+        asked: a task or a record. The text of a record is rewritten in the new format.
+        level: new level of the protocol; "" keeps the present level.
+        form: new format of the protocol; "" keeps the present format.
 
     Raises:
-        UserError: see `with_level`.
+        UserError: the level or the format is unknown, or a new format is given for a record whose
+            text is not in the format ``tags``. Only texts in this format can be rewritten.
     """
     name = at_level(asked.protocol, level, form)
     changed: dict[str, Any] = {"protocol": name}
@@ -88,6 +101,10 @@ def one_with_level(asked: Leveled, level: str, form: str = "") -> Leveled:
 
 
 def check_split(split: str) -> None:
-    """Raises UserError unless ``split`` is the name of a split."""
+    """Checks that a text is the name of a split.
+
+    Raises:
+        UserError: the text is neither ``train`` nor ``validation`` nor ``test``.
+    """
     if split not in SPLITS:
         raise UserError(f"unknown split {split!r}; the splits are {', '.join(SPLITS)}")

@@ -1,12 +1,16 @@
-"""Loads tasks from published benchmark files, named by the benchmark.
+"""Loads tasks from the files of public benchmarks. The source names the benchmark and the file.
 
     gaia:/mnt/data/gaia/metadata.jsonl
     livecodebench:/mnt/data/lcb/test*.jsonl:since=2024-08-01,until=2025-01-31
     musique:/mnt/data/musique_ans_v1.0_dev.jsonl:hops=3+4
 
-The file may be JSON, JSON lines, parquet, CSV or TSV; ``*`` selects several files. Options:
-``protocol``; ``since`` and ``until`` (dates, both included); ``attachments=yes`` to include
-questions about files; and any metadata field with the values to keep, joined by ``+``.
+The file may be JSON, JSON lines, parquet, CSV or TSV; ``*`` selects several files. The options are:
+
+* ``protocol``: the protocol of the tasks.
+* ``since`` and ``until``: dates, between which (both included) the questions were published.
+* ``attachments=yes``: also loads questions about an attached file.
+* The name of any metadata field: keeps only questions with this value in the field. ``+`` joins
+  several values.
 """
 
 from __future__ import annotations
@@ -28,16 +32,18 @@ _SOURCE = re.compile(r"(?P<path>.+?\.(?:jsonl|json|parquet|csv|tsv))(?::(?P<opti
 
 
 def load_benchmark(source: str, n: int | None = None, seed: int = 0) -> list[Task]:
-    """Reads tasks; with ``n``, a fixed sample in an order that depends on the seed.
+    """Reads tasks from the files of a benchmark. The same arguments give the same tasks.
 
     Args:
-        source: see the module docstring.
-        n: number of tasks; None for all in the order of the files.
-        seed: seed of the sample.
+        source: ``NAME:PATH`` or ``NAME:PATH:KEY=VALUE,KEY=VALUE``, for example
+            ``musique:musique_ans_v1.0_dev.jsonl:hops=3+4``.
+        n: number of tasks, chosen at random; None for all tasks in the order of the files.
+        seed: seed of the random choice and order.
 
     Raises:
-        UserError: the files cannot be read or contain no tasks, or an option is invalid; for a row
-            that does not belong to the benchmark, ``path: row i: why``.
+        UserError: a file cannot be read, the files contain no tasks, an option is invalid, or a row
+            does not belong to the benchmark. In the last case the message begins with
+            ``path: row i:``.
     """
     name, _, rest = source.partition(":")
     found = _SOURCE.fullmatch(rest)
@@ -65,13 +71,13 @@ def load_benchmark(source: str, n: int | None = None, seed: int = 0) -> list[Tas
             metadata = {**question.metadata, "grader": BENCHMARKS[name].grader}
             task = Task(identity, question.question, protocol, question.gold, source, metadata)
             try:
-                # Tests of programs, which may have megabytes, have been removed while reading.
+                # The parser has already checked the tests of programs, which may have megabytes.
                 tasks.append(task if metadata["grader"] == "code" else checked(task))
             except ValueError as error:
                 raise UserError(f"{path}: row {number}: {reading.reason(error)}") from error
     kept = _filtered(tasks, options, source)
     if not kept:
-        raise UserError(f"{source}: it contains no question that the benchmark counts")
+        raise UserError(f"{source}: it contains no question that the benchmark scores")
     return draw(kept, n, seed, source)
 
 

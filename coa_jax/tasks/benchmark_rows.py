@@ -1,9 +1,14 @@
-"""Parses the rows of each public benchmark, in the fields that its authors publish.
+"""Parses rows of public benchmarks, with the field names that the authors publish.
 
-The name of the benchmark, not the fields of a row, selects the parser: GAIA, BrowseComp, HLE and
-WebWalkerQA; NQ, TriviaQA, PopQA, HotpotQA, 2WikiMultihopQA, MuSiQue and Bamboogle; AIME, AMC,
-MATH500 and OlympiadBench; LiveCodeBench and CodeContests. Field names differ between originals,
-their copies on Hugging Face and those of FlashRAG; every known field name is read.
+The name of the benchmark selects the parser, not the fields of a row. The benchmarks are:
+
+* web: GAIA, BrowseComp, HLE and WebWalkerQA,
+* encyclopaedia: NQ, TriviaQA, PopQA, HotpotQA, 2WikiMultihopQA, MuSiQue and Bamboogle,
+* mathematics: AIME, AMC, MATH500 and OlympiadBench,
+* programs: LiveCodeBench and CodeContests.
+
+The original files, the copies on Hugging Face and the copies of FlashRAG use different field names.
+The parsers accept all of these names.
 """
 
 from __future__ import annotations
@@ -27,12 +32,12 @@ class Found:
     """A question of a benchmark.
 
     Attributes:
-        id: id from the benchmark, or "" if it has none.
-        question: the question.
-        gold: accepted answers; an answer that contains "|" is a set, all of whose members are
-            required.
-        metadata: fields by which results are broken down.
-        attachment: name of the file that the question is about, or "".
+        id: id of the question in the benchmark; "" if the benchmark has no ids.
+        question: text of the question.
+        gold: accepted answers. An accepted answer of the form "A|B" is a set, and a right answer
+            contains all its members.
+        metadata: fields by which evaluations group their results, such as ``level``.
+        attachment: name of the file that the question is about; "" if there is none.
     """
 
     id: str
@@ -43,14 +48,22 @@ class Found:
 
 
 Read = Callable[[Row], Found | None]
-"""Parses a row; returns None if the benchmark's measure excludes the row. Raises KeyError,
-TypeError or ValueError for a row that does not belong to the benchmark.
+"""A parser of rows.
+
+The result is None for a row that the benchmark does not score. For a row that does not belong to
+the benchmark, the parser raises KeyError, TypeError or ValueError.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """How questions of a benchmark are solved and graded (see `coa_jax.tasks.graders`)."""
+    """Says how the questions of a benchmark are parsed, solved and graded.
+
+    Attributes:
+        read: parser of the rows.
+        protocol: name of the protocol in which the policy must answer.
+        grader: name of the reward that grades the answers, see `coa_jax.tasks.graders`.
+    """
 
     read: Read
     protocol: str
@@ -58,7 +71,7 @@ class Benchmark:
 
 
 def _text(row: Row, *keys: str) -> str:
-    """Returns the text of the first field that exists."""
+    """Returns the text of the first of the given fields that the row has."""
     key = next((key for key in keys if key in row), None)
     if key is None:
         raise ValueError(f"there is no field {keys[0]!r}")
@@ -75,12 +88,15 @@ def _identity(row: Row, *keys: str) -> str:
 
 
 def _kept(row: Row, **names: str) -> dict[str, Any]:
-    """Returns new name -> value of the field with the old name, for fields that exist."""
+    """Returns a selection of a row's fields under new names; ``names`` maps new to old names."""
     return {new: row[old] for new, old in names.items() if row.get(old) not in (None, "")}
 
 
 def _aliases(values: Any) -> tuple[str, ...]:
-    """Returns distinct names of one thing, without "|", which would turn a name into a set."""
+    """Converts the names of an answer to distinct accepted answers.
+
+    The character "|" in a name is replaced, because it would turn the name into a set of answers.
+    """
     values = list(values) if isinstance(values, list | tuple) else [values]
     if not all(isinstance(value, str | int | float) for value in values):
         raise ValueError("an answer must be a string, a number or a list of them")
@@ -95,7 +111,11 @@ def _aliases(values: Any) -> tuple[str, ...]:
 
 
 def gaia(row: Row) -> Found:
-    """Parses a line of GAIA's metadata.jsonl (arXiv 2311.12983)."""
+    """Parses a row of GAIA (arXiv 2311.12983), which is a line of the file metadata.jsonl.
+
+    Raises:
+        ValueError: the row belongs to the test split, whose answers are not public.
+    """
     answer = _text(row, "Final answer", "answer")
     if answer == "?":
         raise ValueError(
@@ -109,7 +129,13 @@ def gaia(row: Row) -> Found:
 
 
 def decrypt(text: str, canary: str) -> str:
-    """Decrypts a field of BrowseComp: base64, then XOR with the repeated SHA-256 of the canary.
+    """Decrypts a field of BrowseComp.
+
+    The field is decoded from base64, and then XORed with the repeated SHA-256 hash of the canary.
+
+    Args:
+        text: the encrypted field.
+        canary: the field ``canary`` of the same row.
 
     Raises:
         ValueError: the text was not encrypted with this canary.
@@ -124,7 +150,7 @@ def decrypt(text: str, canary: str) -> str:
 
 
 def browsecomp(row: Row) -> Found:
-    """Parses a row of BrowseComp's CSV (arXiv 2504.12516), or of a decrypted copy."""
+    """Parses a row of BrowseComp (arXiv 2504.12516), encrypted or already decrypted."""
     question, answer = _text(row, "problem", "question"), _text(row, "answer")
     if canary := str(row.get("canary") or ""):
         question, answer = decrypt(question, canary).strip(), decrypt(answer, canary).strip()
@@ -135,7 +161,10 @@ def browsecomp(row: Row) -> Found:
 
 
 def hle(row: Row) -> Found | None:
-    """Parses a row of Humanity's Last Exam (arXiv 2501.14249); None for questions with images."""
+    """Parses a row of Humanity's Last Exam (arXiv 2501.14249).
+
+    The result is None for a question with an image.
+    """
     if row.get("image"):
         return None
     metadata = _kept(row, topic="category", subject="raw_subject", answer_type="answer_type")
@@ -156,7 +185,7 @@ def webwalker(row: Row) -> Found:
 
 
 def open_question(row: Row) -> Found:
-    """Parses a row of NQ-open, Bamboogle, or any data set in FlashRAG's form."""
+    """Parses a row with the field names of FlashRAG, for example of NQ-open or Bamboogle."""
     key = next((k for k in ("golden_answers", "answers", "answer", "Answer") if k in row), None)
     if key is None:
         raise ValueError("there is no field 'answer'")
@@ -168,7 +197,7 @@ def open_question(row: Row) -> Found:
 
 
 def triviaqa(row: Row) -> Found:
-    """Parses a row of TriviaQA (arXiv 1705.03551); every alias of the answer is accepted."""
+    """Parses a row of TriviaQA (arXiv 1705.03551). Every alias of the answer is accepted."""
     answer = row.get("Answer", row.get("answer"))
     if not isinstance(answer, dict):
         return open_question(row)
@@ -180,7 +209,7 @@ def triviaqa(row: Row) -> Found:
 
 
 def popqa(row: Row) -> Found:
-    """Parses a row of PopQA (arXiv 2212.10511), whose answers are JSON inside a table."""
+    """Parses a row of PopQA (arXiv 2212.10511), whose answers are a JSON list in one column."""
     if "possible_answers" not in row:
         return open_question(row)
     answers = row["possible_answers"]
@@ -192,7 +221,7 @@ def popqa(row: Row) -> Found:
 def wikipedia_hops(row: Row) -> Found:
     """Parses a row of HotpotQA or 2WikiMultihopQA.
 
-    ``hops`` counts the pages of its supporting facts.
+    The metadata key ``hops`` is the number of pages with supporting facts.
     """
     facts = row.get("supporting_facts")
     titles = facts["title"] if isinstance(facts, dict) else [fact[0] for fact in facts or []]
@@ -206,7 +235,10 @@ def wikipedia_hops(row: Row) -> Found:
 
 
 def musique(row: Row) -> Found | None:
-    """Parses a row of MuSiQue (arXiv 2108.00573); None if it is unanswerable."""
+    """Parses a row of MuSiQue (arXiv 2108.00573).
+
+    The result is None for a question that is marked as unanswerable.
+    """
     if row.get("answerable") is False:
         return None
     identity = _identity(row, "id")
@@ -223,12 +255,15 @@ def musique(row: Row) -> Found | None:
 
 
 def maths(row: Row) -> Found:
-    """Parses a row of AIME, AMC or MATH500, with the field names of their copies."""
+    r"""Parses a row of AIME, AMC or MATH500.
+
+    If the row has no answer field, the answer is the content of ``\boxed`` in the solution.
+    """
     question = _text(row, "problem", "Problem", "question", "Question")
     key = next((k for k in ("answer", "Answer", "expected_answer") if k in row), None)
     gold = _text(row, key) if key else parse_boxed(_text(row, "solution", "Solution"))
     if not gold:
-        raise ValueError("there is no answer, and no box in the solution")
+        raise ValueError("there is no answer, and the solution has no \\boxed{...}")
     metadata = _kept(row, level="level", topic="subject") | _kept(row, level="Level", topic="type")
     identity = _identity(row, "unique_id", "ID", "id", "problem_idx")
     return Found(identity, question, (gold,), metadata)
@@ -237,7 +272,8 @@ def maths(row: Row) -> Found:
 def olympiadbench(row: Row) -> Found | None:
     """Parses a row of OlympiadBench (arXiv 2402.14008).
 
-    The result is None for questions with images, with choices, or for people (proofs).
+    The result is None for questions with images, for multiple-choice questions, and for questions
+    that people must grade, such as proofs.
     """
     images = any(value for key, value in row.items() if key.startswith("image_"))
     if images or str(row.get("modality") or "Text-only") != "Text-only":
@@ -259,9 +295,9 @@ def olympiadbench(row: Row) -> Found | None:
 
 
 def contest(row: Row) -> Found:
-    """Parses a row of LiveCodeBench or CodeContests with its tests.
+    """Parses a row of LiveCodeBench or CodeContests, with its tests.
 
-    Pickled tests are never executed.
+    The tests of LiveCodeBench contain a pickle; reading it runs no code from the file.
     """
     metadata = _kept(row, level="difficulty", platform="platform", date="contest_date")
     if "date" in metadata:

@@ -1,19 +1,25 @@
-"""Checks tasks when they are loaded: an ungradable task is rejected with its file and row."""
+"""Checks tasks when they are loaded.
+
+A task whose answers cannot be graded is rejected with a message that names its file and row.
+"""
 
 from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
+
+from absl import logging
 
 from coa_jax import jsonl, reading
 from coa_jax.extensions import Kind
-from coa_jax.protocol import parse_boxed, split_level
+from coa_jax.protocol import TOOL_FORMS, get_protocol, parse_boxed, split_level
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.code_tests import Tests, read_tests
 from coa_jax.tasks.grading import parse_number
 from coa_jax.tasks.maths import is_expression
+from coa_jax.tools.base import Tool
 
 REWARDS = Kind(
     "reward",
@@ -34,12 +40,18 @@ REWARDS = Kind(
     offers=("task", "trajectory", "trajectories", "question", "answer", "gold", "text", "graders"),
     needs=("trajectory", "trajectories", "answer", "text"),
 )
-"""The setting for a reward: a function, async or not, that returns a number or None (no verdict:
-the trajectory is masked). It may have the parameters ``task``, its ``question`` and accepted
-answers ``gold``; the finished ``trajectory``, its ``answer`` ("" for none) and whole ``text``; and
-``graders``, the `Graders` of the run. A function with a parameter ``trajectories`` gets all samples
-of a task and returns a number for each. ``metadata["grader"]`` of a task names a reward, see
-`coa_jax.tasks.graders`.
+"""The setting for a reward, which is a function that returns a number or None.
+
+None means that there is no verdict; the trajectory is then masked. The function may be
+asynchronous. It gets its arguments by the names of its parameters:
+
+* ``task``, ``question`` and ``gold``: the task, its question and its accepted answers,
+* ``trajectory``, ``answer`` and ``text``: the finished trajectory, its answer ("" if the policy
+  gave none) and its whole text,
+* ``trajectories``: all samples of the task. The function then returns one number per sample.
+* ``graders``: the `Graders` of the run.
+
+The key ``grader`` in the metadata of a task names its reward, see `coa_jax.tasks.graders`.
 """
 
 _COMMAND = re.compile(r"\\[A-Za-z]+")
@@ -48,10 +60,15 @@ _FORMULA = re.compile(r"[0-9\\+*/^=<>|]|\A\W*[A-Za-z]\W*\Z")
 
 
 def checked(task: Task) -> Task:
-    """Sets the grader of a task from a file where the protocol alone does not determine it.
+    """Checks that the accepted answers of a task from a file can be used for grading.
+
+    Returns:
+        The task. A task of the protocol ``code`` that names no reward gets the reward ``code`` or
+        ``math`` in its metadata, depending on its accepted answers.
 
     Raises:
-        ValueError: the task cannot be graded; the message says why, and what to write.
+        ValueError: the accepted answers cannot be used. The message says why, and how to correct
+            the file.
     """
     task.id.encode(), task.question.encode(), [text.encode() for text in task.gold]
     try:
@@ -67,21 +84,33 @@ def checked(task: Task) -> Task:
         task = dataclasses.replace(task, metadata={**task.metadata, "grader": grader})
     if grader is not None and not (isinstance(grader, str) and REWARDS.knows(grader)):
         known = ", ".join(REWARDS.names())
-        # A data file must not decide which code is imported.
+        # Paths such as package.module:name are refused: a data file must not import code.
         raise ValueError(f"the grader {grader!r} is unknown; known are {known}")
     if grader == "math" and not all(map(is_expression, task.gold)):
         raise ValueError("an accepted answer contains no expression that can be compared")
-    # Private tests under the id of the question take precedence over those of the row.
+    # A question with an id may have its tests in the folder of private tests instead of the row.
     if grader == "code" and not task.metadata.get("question_id"):
         tests_of(task.gold)
     return task
 
 
+def warn_of_tools(tools: Sequence[Tool], tasks: Iterable[Task]) -> None:
+    """Logs a warning if the protocols of the tasks lack a tag of a tool that is not built in."""
+    protocols = sorted({task.protocol for task in tasks})
+    known = {*TOOL_FORMS, *(tag for name in protocols for tag in get_protocol(name).tools)}
+    if unreachable := [tool.name for tool in tools if tool.name not in known]:
+        logging.warning(
+            "the policy cannot call %s: the tasks have the protocol %s, which does not contain "
+            "this tool; set tools.protocol=NAME, and let the tasks name this protocol "
+            "(FILE.jsonl:protocol=NAME)", ", ".join(unreachable), ", ".join(protocols)
+        )  # fmt: skip
+
+
 def tests_of(gold: tuple[str, ...]) -> Tests:
-    """Reads the tests in the accepted answer of a code task, which is JSON.
+    """Reads the tests of a code task from its accepted answer, which contains them as JSON.
 
     Raises:
-        ValueError: the answer contains no tests.
+        ValueError: the accepted answer contains no tests.
     """
     try:
         value = reading.parse_json(gold[0] if gold else "")
@@ -93,7 +122,7 @@ def tests_of(gold: tuple[str, ...]) -> Tests:
 
 
 def _grader_of(gold: tuple[str, ...]) -> str:
-    """Returns the grader of a task of the protocol ``code``, by its accepted answers."""
+    """Returns the reward for a task of the protocol ``code``, chosen by its accepted answers."""
     if gold[0].startswith("{"):
         tests_of(gold)
         return "code"

@@ -1,13 +1,15 @@
-"""Grades programs: they run in the sandbox, and their output is compared outside of it.
+"""Grades programs that a policy wrote, by running them on tests.
 
-Forms of tests, by the content of a question file:
+The programs run in the sandbox, and their output is compared outside the sandbox. A question file
+contains tests of one of these kinds:
 
-* input and output texts (AtCoder, CodeContests, ``stdin`` and ``expected_output`` of the release),
+* texts for standard input and the expected outputs (AtCoder, CodeContests, and the fields ``stdin``
+  and ``expected_output`` of the release),
 * calls of a function with JSON arguments (LeetCode in LiveCodeBench's own files),
-* assertions (``functional``, and ``import_prefix`` with ``test_code``).
+* assertions (the field ``functional``, or ``import_prefix`` with ``test_code``).
 
-A program passes if all of its tests pass. Time limits are those of the release: 6 seconds per test,
-min(7 n + 5, 300) seconds for n tests.
+A program is right if it passes all tests. The default time limits are those of the release: 6
+seconds per test, and min(7 n + 5, 300) seconds for n tests.
 """
 
 from __future__ import annotations
@@ -38,8 +40,10 @@ _STAR = (
     *("statistics", "itertools", "functools", "operator", "io", "sys", "json", "builtins"),
     "typing",
 )
-"""Modules that LiveCodeBench imports with ``*`` before a program, in this order: ``builtins``
-restores names that earlier modules hide, such as ``pow`` with three arguments.
+"""Modules that LiveCodeBench imports with ``*`` before a program, in this order.
+
+``builtins`` comes late because it restores names that earlier modules hide, such as ``pow`` with
+three arguments.
 """
 
 _PRELUDE = "".join(
@@ -49,7 +53,8 @@ _PRELUDE = "".join(
         "sys.setrecursionlimit(50000)\n",
     ]
 )
-# A separate source, so that statements required at the start of a file work at the program's start.
+# The program is compiled as a source of its own, because statements such as ``from __future__
+# import annotations`` must be the first of a source.
 _PROGRAM = "exec(compile({!r}, '<program>', 'exec'), globals())\n"
 _CALL = """
 
@@ -67,12 +72,12 @@ _main()
 
 @dataclasses.dataclass(frozen=True)
 class CodeLimits(Bounded):
-    """Limits of graded programs.
+    """Limits for the programs of a policy while they are graded.
 
     Attributes:
-        test_s: seconds of one test.
-        total_s: seconds of all tests of a program.
-        memory_mb: MiB of memory.
+        test_s: time limit of one test, in seconds.
+        total_s: time limit of all tests of a program together, in seconds.
+        memory_mb: memory limit of a program, in MiB.
         libraries: packages that programs and their tests may import, see
             `coa_jax.tools.code_libraries`.
     """
@@ -85,10 +90,14 @@ class CodeLimits(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """One test: its input and the expected output.
+    """A single test of a program.
 
-    For ``stdin``, a text and the expected output; for ``call``, one JSON argument per line and the
-    expected JSON; for ``assert``, statements that must not fail, and no output.
+    Attributes:
+        kind: how the program is tested: ``stdin`` (its output for an input is compared), ``call``
+            (the result of a function is compared) or ``assert`` (statements run after the program).
+        given: text for standard input, JSON arguments of the function (one per line), or the
+            statements, which must not raise an error.
+        expected: expected output, or expected result as JSON; "" for ``assert``.
     """
 
     kind: Literal["stdin", "call", "assert"]
@@ -102,9 +111,9 @@ class Tests:
 
     Attributes:
         cases: tests in the order in which they run.
-        entry: function that ``call`` tests call.
-        prefix: source that precedes the program.
-        compare: comparison of outputs: ``lines``, as in LiveCodeBench, or ``tokens``, as in
+        entry: name of the function that tests of the kind ``call`` call; "" if there are none.
+        prefix: Python source that runs before the program, such as imports.
+        compare: how outputs are compared: ``lines`` like LiveCodeBench, or ``tokens`` like
             CodeContests.
     """
 
@@ -116,13 +125,14 @@ class Tests:
 
 @dataclasses.dataclass(frozen=True)
 class Verdict:
-    """The result of a program.
+    """The result of running a program on its tests.
 
     Attributes:
-        passed: whether every test passed.
+        passed: whether the program passed every test.
         tests: number of tests.
-        done: number of tests that passed before the first failure.
-        why: reason of the failure: ``output``, ``error``, ``time``, ``limit``, or "".
+        done: number of tests that the program passed before it failed a test.
+        why: why the program failed a test: ``output`` (wrong output), ``error`` (exception or exit
+            code), ``time`` (time limit) or ``limit`` (memory or another limit); "" if it passed.
     """
 
     passed: bool
@@ -132,10 +142,13 @@ class Verdict:
 
 
 def program_of(answer: str) -> str | None:
-    """Extracts the program from an answer; None if there is none.
+    """Extracts the program from an answer.
 
-    Of several code blocks, the last one labelled as Python is used, else the last one without a
-    label.
+    Of several Markdown code blocks, the last block that is labelled as Python is the program. If no
+    block has this label, the last block without a label is the program.
+
+    Returns:
+        The source of the program; None if the answer contains no program.
     """
     parsed = parse_code(answer)
     if parsed is not None:
@@ -145,15 +158,16 @@ def program_of(answer: str) -> str | None:
         programs = [text for name, text in blocks if name in names]
         if programs:
             return programs[-1]
-    torn = _FENCED.findall(answer)  # for fences that do not pair up line by line
+    torn = _FENCED.findall(answer)  # if the fences do not form pairs line by line
     return torn[-1] if torn and torn[-1].strip() else None
 
 
 def _blocks(answer: str) -> list[tuple[str, str]]:
-    """Returns (label, text) of each fenced block; fences are paired line by line.
+    """Returns (label, text) of each block between Markdown fences.
 
-    A block may begin after words on the same line, and end after its last statement. A fence
-    indented like code, as in a docstring, does not end a block.
+    The opening fence may follow words on the same line, and the closing fence may follow the last
+    statement on the same line. A fence that is indented like code, for example in a docstring, does
+    not close a block.
     """
     blocks: list[tuple[str, str]] = []
     lines: list[str] | None = None
@@ -177,10 +191,15 @@ def _blocks(answer: str) -> list[tuple[str, str]]:
 
 
 def read_tests(gold: Mapping[str, Any]) -> Tests:
-    """Reads the tests in the gold value of a question file.
+    """Reads the tests of a question from its accepted answer.
+
+    Args:
+        gold: accepted answer, a JSON object. It must have all keys of one of these formats:
+            (``stdin``, ``expected_output``), (``inputs``, ``outputs``), (``input``, ``output``),
+            (``functional``), or (``import_prefix``, ``test_code``, ``entry_point``).
 
     Raises:
-        ValueError: the value has none of the known forms.
+        ValueError: the object has the keys of none of these formats, or a value is malformed.
     """
     if "import_prefix" in gold:
         checks = _checks(_text(gold, "test_code"))
@@ -191,7 +210,7 @@ def read_tests(gold: Mapping[str, Any]) -> Tests:
         checks = gold["functional"]
         checks = [checks] if isinstance(checks, str) else list(checks)
         if not all(isinstance(check, str) for check in checks):
-            raise ValueError("'functional' must hold statements")
+            raise ValueError("'functional' must be a list of strings with statements")
         return Tests(tuple(Case("assert", check) for check in checks))
     for inputs, outputs in (
         ("stdin", "expected_output"),
@@ -206,12 +225,12 @@ def read_tests(gold: Mapping[str, Any]) -> Tests:
 
 
 def _checks(source: str) -> list[str]:
-    """Splits a function of assertions into one source per assertion.
+    """Splits a function that contains only assertions into one source per assertion.
 
-    Other sources are returned unchanged.
+    The result for any other source is a list with the unchanged source.
 
     Raises:
-        ValueError: the source is not valid Python, so no program could pass.
+        ValueError: the source is not valid Python, so that no program could pass the test.
     """
     source = source.replace("\r\n", "\n").replace("\r", "\n")
     try:
@@ -253,16 +272,18 @@ def _text(gold: Mapping[str, Any], key: str) -> str:
 
 
 async def run_tests(program: str, tests: Tests, limits: CodeLimits) -> Verdict:
-    """Runs a program's tests until one fails, each in a new process that sees no other test.
+    """Runs a program on its tests, one after the other, until a test fails.
+
+    Each test runs in a new process, which cannot see the other tests.
 
     Args:
-        program: source of the program.
+        program: Python source of the program.
         tests: tests of the question.
-        limits: limits of the program.
+        limits: limits for the program.
 
     Raises:
-        SandboxError: the sandbox does not work; the program is not to blame.
-        UserError: this machine has no sandbox.
+        SandboxError: the sandbox failed for a reason other than the program.
+        UserError: this machine has no means of isolation for a sandbox.
     """
     total = len(tests.cases)
     budget = min((limits.test_s + 1) * total + 5, limits.total_s)
@@ -284,7 +305,7 @@ async def run_tests(program: str, tests: Tests, limits: CodeLimits) -> Verdict:
 async def _run_case(
     program: str, tests: Tests, case: Case, seconds: float, limits: CodeLimits
 ) -> str:
-    """Returns the reason why one test fails, or ""."""
+    """Runs one test; returns why the program fails it (`Verdict.why`), or "" if it passes."""
     source, stdin, mark = _PRELUDE + tests.prefix + "\n", case.given, secrets.token_hex(16)
     source += _PROGRAM.format(program)
     if case.kind == "call":
@@ -294,7 +315,7 @@ async def _run_case(
         end = "\nimport sys as _sys\nprint('\\n' + _sys.stdin.readline().strip(), flush=True)\n"
         source, stdin = f"{source}\n{case.given}{end}", f"{mark}\n"
     keep = 2 * len(case.expected) + (1 << 16)
-    # Other load on the machine does not reduce the time of a graded program.
+    # Time in which the program waits for a busy machine does not count.
     within = Limits(wall_s=seconds, cpu_s=seconds, memory_mb=limits.memory_mb, starved_s=seconds)
     job = _isolation().job(within, _directories(limits.libraries))
     result = await run(job, source, stdin, keep)
@@ -321,10 +342,10 @@ def _right(result: Result, tests: Tests, case: Case, mark: str) -> bool:
     printed = result.stdout
     if case.kind == "stdin":
         if printed.length > len(printed.head):
-            return False  # far longer than the expected output
+            return False  # the output is much longer than the expected output
         same = same_lines if tests.compare == "lines" else same_tokens
         return same(printed.head, case.expected)
-    # The program's own output, of any length, does not count as the result of a call.
+    # The program may print output of its own before the result, which follows the random mark.
     last = printed.tail.rstrip("\n").rpartition("\n")[2]
     if not last.startswith(mark):
         return False
@@ -339,10 +360,14 @@ def _same_json(given: str, expected: str) -> bool:
 
 
 def same_lines(given: str, expected: str) -> bool:
-    """Compares outputs as LiveCodeBench does.
+    """Returns whether an output is right by the rules of LiveCodeBench.
 
-    The numbers of lines must be equal. Lines agree if they are the same text, apart from blanks at
-    both ends, or the same numbers.
+    Both texts must have the same number of lines. Two lines are equal if their texts are equal
+    apart from spaces at both ends, or if they contain the same numbers.
+
+    Args:
+        given: output of the program.
+        expected: expected output.
     """
     ours, theirs = given.strip().split("\n"), expected.strip().split("\n")
     return len(ours) == len(theirs) and all(
@@ -358,10 +383,14 @@ def _same_numbers(a: str, b: str) -> bool:
 
 
 def same_tokens(given: str, expected: str) -> bool:
-    """Compares outputs as CodeContests does.
+    """Returns whether an output is right by the rules of CodeContests.
 
-    Line breaks and case are ignored. Words agree if they are equal, or if they are numbers that
-    differ by less than 1e-5. Integers must be equal, even if they are too large for a float.
+    Both texts must have the same words in the same order. Line breaks and case are ignored. Numbers
+    are equal if they differ by less than 1e-5, except that integers must have the same value.
+
+    Args:
+        given: output of the program.
+        expected: expected output.
     """
     ours, theirs = given.lower().split(), expected.lower().split()
     return len(ours) == len(theirs) and all(map(_close, ours, theirs))

@@ -1,12 +1,12 @@
-"""Loads tasks from the rows of a file or a data set, with a mapping of its columns.
+"""Loads tasks from the rows of a file or a data set, with a mapping from columns to parts of tasks.
 
     tasks=hf:openai/gsm8k:main  task_options.columns.answer=answer  task_options.answer_after=####
 
-Data sets of the Hugging Face hub and of TFDS are named as in `records.data_sets`. An omitted SPLIT
-means the split that the run requests.
+Data sets of the Hugging Face hub and of TFDS are named as in `records.data_sets`. If the name
+contains no SPLIT, the run decides which split is read.
 
-The mapping names the column of each part of a task. A dot selects from a nested column
-(``answers.text``). Parts without an entry use the customary column names.
+The mapping gives the column of each part of a task. A dot selects a field of a nested column
+(``answers.text``). For a part without an entry, the columns with the customary names are tried.
 """
 
 from __future__ import annotations
@@ -43,16 +43,18 @@ _PARTS = ("question", "answer", "id", "protocol", "prompt")
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """How rows become tasks.
+    """Says how the rows of a file or data set become tasks.
 
     Attributes:
-        columns: part of a task -> column. Parts are ``question``, ``answer`` (a string, a number or
-            a list of accepted ones), ``id``, ``protocol`` and ``prompt`` (chat messages). Every
-            other name is a metadata field.
-        answer_after: separator in answers; only the text after its last occurrence is used.
-        grader: how the answers are graded, see docs/grading.md; "" for the grader of the protocol.
-        protocol: protocol of rows without one.
-        where: name of the source, for errors; it becomes the source of each task.
+        columns: part of a task -> name of its column. The parts are ``question``, ``answer`` (a
+            string, a number, or a list of accepted answers), ``id``, ``protocol`` and ``prompt``
+            (chat messages). Every other key becomes a metadata field of the task.
+        answer_after: separator in the answers, such as ``####``. The accepted answer is the text
+            after the last separator. "" uses the whole text.
+        grader: name of the reward that grades the answers, see docs/grading.md; "" for the default
+            of the protocol.
+        protocol: protocol of rows that name no protocol.
+        where: name of the file or data set, used in error messages and as ``Task.source``.
     """
 
     columns: Mapping[str, str]
@@ -68,13 +70,18 @@ class Columns:
                 raise UserError(f"{self.where}: columns.{part} is {column!r}; give a column")
 
     def resolved(self, there: Iterable[str]) -> dict[str, str]:
-        """Returns part of a task -> column, with columns that all exist.
+        """Returns the column of each part of a task, after checking that the columns exist.
 
         Args:
-            there: columns of the data set.
+            there: names of the columns of the data set.
+
+        Returns:
+            A mapping from parts of a task to the names of their columns.
 
         Raises:
-            UserError: a column does not exist, or no column has questions or answers.
+            UserError: the mapping names a column that does not exist. Or the mapping names no
+                column for the questions or answers, and no column has a customary name such as
+                ``question``.
         """
         there = list(there)
         for part, column in self.columns.items():
@@ -97,10 +104,10 @@ class Columns:
         return {part: column for part, column in found.items() if column}
 
     def tasks(self, rows: Iterable[Row]) -> list[Task]:
-        """Converts rows to tasks, in order.
+        """Converts rows to tasks, in the order of the rows.
 
         Raises:
-            UserError: a row is not a task (``source: row i: why``), or there are no rows.
+            UserError: a row cannot become a task (the message says why), or there are no rows.
         """
         tasks: list[Task] = []
         names: dict[str, str] = {}
@@ -137,7 +144,7 @@ class Columns:
 
 
 def _at(row: Row, column: str) -> Any:
-    """Returns the value of a column, which may be nested."""
+    """Returns the value of a column. A name with dots selects a field of a nested column."""
     value: Any = row
     for name in column.split("."):
         if not isinstance(value, Mapping) or name not in value:
@@ -158,25 +165,31 @@ def load_rows(
     revision: str = "",
     data_dir: str = "",
 ) -> list[Task]:
-    """Reads tasks of a ``.jsonl``, ``.json`` or ``.parquet`` file, or of a data set.
+    """Reads tasks from a ``.jsonl``, ``.json`` or ``.parquet`` file, or from a data set.
 
-    The ``datasets`` library caches what it downloads: ``HF_HUB_OFFLINE=1`` reads only the cache,
-    ``HF_HOME`` sets its location, and ``HF_TOKEN`` gives access to gated data sets. TFDS reads data
-    sets that are prepared as ArrayRecord, without TensorFlow.
+    A file is read with `load_question_file` (``.jsonl``) or `load_release_file` (other suffixes)
+    unless ``columns``, ``answer_after`` or ``grader`` is set.
 
-    If none of ``columns``, ``answer_after`` and ``grader`` is set, the fields of a row decide how a
-    file is read, see `load_question_file` and `load_release_file`.
+    Data sets ``hf:NAME`` are downloaded into the cache of the ``datasets`` library. The environment
+    variable ``HF_HOME`` sets the location of the cache, ``HF_HUB_OFFLINE=1`` forbids downloads, and
+    ``HF_TOKEN`` gives access to gated data sets. Data sets ``tfds:NAME`` are read as ArrayRecord
+    files, which does not need TensorFlow if they are already prepared.
 
     Args:
-        source, split, n, seed, protocol: see `load_tasks`.
+        source: a path, ``hf:NAME:CONFIG:SPLIT`` or ``tfds:NAME:SPLIT``.
+        split: split to read if the source names none.
+        n: number of tasks; None for all.
+        seed: seed of the random choice and order of the tasks.
+        protocol: protocol of rows for which neither the row nor the source names a protocol; ""
+            for ``generalist``.
         columns, answer_after, grader: see `Columns`.
-        revision: branch, tag or commit of a data set of the hub; "" for the newest.
-        data_dir: folder of prepared TFDS data sets; "" for ``TFDS_DATA_DIR``, or the library's
-            default.
+        revision: branch, tag or commit of a data set of the hub; "" for the newest commit.
+        data_dir: folder of the prepared TFDS data sets; "" for the folder in the environment
+            variable ``TFDS_DATA_DIR``, or else the library's default folder.
 
     Raises:
-        UserError: the file or data set cannot be read, its library is not installed, the
-            configuration, split or column does not exist, or a row is not a task.
+        UserError: the file or data set cannot be read, its library is not installed, its
+            configuration, split or column does not exist, or a row cannot become a task.
     """
     kind = source.partition(":")[0]
     for name, value, its in (("revision", revision, "hf"), ("data_dir", data_dir, "tfds")):

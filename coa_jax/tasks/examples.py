@@ -1,8 +1,8 @@
-"""Writes sample questions in the form of each benchmark, for debug runs of configs/evaluate.
+"""Writes a few questions in the format of each benchmark, for test runs of configs/evaluate.
 
 The files are ``NAME.jsonl`` for each benchmark of `coa_jax.tasks.benchmark_rows`, and
-``tests/ID.json`` with the private tests of the LiveCodeBench questions. The questions are our own,
-not those of the benchmarks.
+``tests/ID.json`` with the private tests of the LiveCodeBench questions. No question comes from the
+benchmarks: the questions were written for this module.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ def _case(given: str, expected: str) -> dict[str, str]:
 
 
 def _rows(name: str) -> list[dict[str, Any]]:
-    """Returns rows in the form of a benchmark."""
+    """Returns questions as rows with the fields of a benchmark."""
     if name == "livecodebench":
         public = json.dumps([_case("1 2\n", "3\n")])
         return [{"question_id": f"debug_{number}", "question_content": _ADD, "platform": "debug",
@@ -61,7 +61,7 @@ def _rows(name: str) -> list[dict[str, Any]]:
 
 
 def write_examples(folder: Path) -> None:
-    """Writes the files into a folder, which is created."""
+    """Creates a folder with the example files that the docstring of this module describes."""
     (folder / "tests").mkdir(parents=True, exist_ok=True)
     for name in BENCHMARKS:
         jsonl.write_lines(folder / f"{name}.jsonl", _rows(name))

@@ -1,8 +1,8 @@
-"""Multi-hop questions about the World Factbook with answers that can be checked.
+"""Generates multi-hop questions about the World Factbook, with answers that can be checked.
 
-One to four searches a question; some need arithmetic besides.  Every entity on the way to an answer
-belongs to the split of the question, and no accepted answer of a validation or test question is
-anywhere in the text of a training question.
+A question needs one to four searches, and some questions also need arithmetic. Every entity on the
+way to an answer belongs to the split of the question. No text of a training question contains an
+accepted answer of a validation or test question.
 """
 
 from __future__ import annotations
@@ -39,19 +39,20 @@ DEFAULT_WEIGHTS: Mapping[int, float] = {1: 0.3, 2: 0.35, 3: 0.2, 4: 0.15}
 
 _QUANTITIES = ("area", "population", "coastline", "railways")
 _LONGEST_PHRASE = 16  # words; no answer has more
-_PARTNERS = 12  # how many other entities an entity is combined with in arithmetic
+_PARTNERS = 12  # number of other entities with which an entity is combined in arithmetic
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Which questions to draw.
+    """Says which questions to draw.
 
     Attributes:
-        weights: share of the questions for each number of hops; 0 or absent for none.
-        arithmetic: whether questions that need arithmetic are among them.
-        templates: how many of the paraphrases are used, 1 to `TEMPLATES`.
-        protocol: protocol under which the questions are solved; one without the tool ``code`` gets
-            no questions that need arithmetic.
+        weights: number of hops -> share of the questions. A number of hops that is absent, or has
+            the share 0, gets no questions.
+        arithmetic: whether to draw questions that need arithmetic too.
+        templates: number of paraphrases that are used for each kind of question, 1 to `TEMPLATES`.
+        protocol: protocol in which the policy answers. If this protocol has no tool ``code``, no
+            question needs arithmetic.
     """
 
     weights: Mapping[int, float] = dataclasses.field(default_factory=lambda: DEFAULT_WEIGHTS)
@@ -61,13 +62,17 @@ class Options:
 
 
 def parse_options(text: str) -> Options:
-    """Reads the part of a source after the colon, e.g. ``hops=1-2,arithmetic=0,templates=1``.
+    """Parses the options of a source, for example ``hops=1-2,arithmetic=0,templates=1``.
 
-    ``hops=2`` or ``hops=1-3`` keeps the default shares of these hops; ``weights=60/30/10/0`` gives
-    the shares of 1, 2, 3 and 4 hops; ``protocol=mhqa`` chooses the protocol of the tasks.
+    * ``hops=2`` or ``hops=1-3``: draws only questions with these numbers of hops, in the default
+      proportions.
+    * ``weights=60/30/10/0``: sets the shares of questions with 1, 2, 3 and 4 hops.
+    * ``arithmetic=0``: draws no questions that need arithmetic.
+    * ``templates=1``: sets the number of paraphrases that are used for each kind of question.
+    * ``protocol=mhqa``: sets the protocol of the tasks.
 
     Raises:
-        UserError: an unknown option or protocol, or a value out of range.
+        UserError: an option or the protocol is unknown, or a value is out of range.
     """
     options = Options()
     for item in filter(None, (part.strip() for part in text.split(","))):
@@ -101,9 +106,9 @@ def parse_options(text: str) -> Options:
 def _check(options: Options) -> None:
     shares = [options.weights.get(hops, 0.0) for hops in HOPS]
     if set(options.weights) - set(HOPS) or not all(0 <= s < float("inf") for s in shares):
-        raise UserError("factbook: hop weights go with 1, 2, 3 and 4 hops and are 0 or more")
+        raise UserError("factbook: weights must be 0 or more, one each for 1, 2, 3 and 4 hops")
     if sum(shares) <= 0:
-        raise UserError("factbook: all hop weights are 0; give at least one of them a share")
+        raise UserError("factbook: all weights are 0; give at least one weight above 0")
     if not 1 <= options.templates <= TEMPLATES:
         raise UserError(f"factbook: templates={options.templates}; give 1 to {TEMPLATES}")
     if not {"wiki_search", "web_search"} & set(get_protocol(options.protocol).tools):
@@ -115,7 +120,7 @@ def _check(options: Options) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class _Expression:
-    """Steps that lead to an entity; ``subject`` is how the next step refers to it."""
+    """Steps that lead to an entity, and how a later step refers to the entity."""
 
     steps: tuple[Step, ...]
     subject: Subject
@@ -127,7 +132,11 @@ class _Expression:
 
 
 def _expressions(split: str) -> Iterator[_Expression]:
-    """All ways to mean an entity of a split: by name, by inverse key, as a neighbour of one."""
+    """Yields the ways to denote an entity of a split.
+
+    An entity is denoted by its name, by a value that only this entity has, or as the neighbour of
+    another entity.
+    """
     level = [_Expression((), name, name) for name in facts() if split_of(name) == split]
     level += [
         _Expression((Inverse(relation, value),), Ref(0), entity)
@@ -147,7 +156,7 @@ def _expressions(split: str) -> Iterator[_Expression]:
 
 
 def _shifted(expression: _Expression, offset: int) -> _Expression:
-    """The same expression with its steps standing behind ``offset`` others."""
+    """Renumbers the references of an expression whose steps follow ``offset`` other steps."""
 
     def shift(subject: Subject) -> Subject:
         return Ref(subject.step + offset) if isinstance(subject, Ref) else subject
@@ -169,7 +178,7 @@ def _arithmetic(operation: str, relation: str, a: _Expression, b: _Expression) -
 
 
 def _pairs(expressions: Sequence[_Expression]) -> Iterator[Program]:
-    """Arithmetic on a quantity of two entities, the larger one first."""
+    """Yields programs with arithmetic on a quantity of two entities, the larger value first."""
     by_entity = collections.defaultdict(list)
     for expression in expressions:
         if not any(isinstance(step, Neighbour) for step in expression.steps):
@@ -179,7 +188,7 @@ def _pairs(expressions: Sequence[_Expression]) -> Iterator[Program]:
         for other in others[:_PARTNERS]:
             for number, (a, b) in enumerate(itertools.product(own, by_entity[other])):
                 draw = fraction(entity, other, number)
-                if a.hops + b.hops and draw >= 0.15:  # the many pairs of keys are thinned out
+                if a.hops + b.hops and draw >= 0.15:  # only 15 % of these many pairs are used
                     continue
                 operation = OPERATIONS[int(draw * 1e6) % len(OPERATIONS)]
                 relation = _QUANTITIES[int(draw * 1e9) % len(_QUANTITIES)]
@@ -190,7 +199,7 @@ def _pairs(expressions: Sequence[_Expression]) -> Iterator[Program]:
 
 
 def _all_programs(split: str) -> Iterator[Program]:
-    """Programs of 1 to 4 hops whose steps all have a result."""
+    """Yields programs of 1 to 4 hops whose steps all have a result."""
     expressions = list(_expressions(split))
     for expression in expressions:
         steps, subject, entity = expression.steps, expression.subject, expression.entity
@@ -211,7 +220,15 @@ def _all_programs(split: str) -> Iterator[Program]:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A program that makes good questions."""
+    """A question program, from which questions are written, with its answer.
+
+    Attributes:
+        program: the question program: the steps that lead to the answer.
+        gold: accepted answers, as in `Task.gold`.
+        entities: names of all entities on the way to the answer.
+        kind: shape of the program, see `kind_of`.
+        relation: relation that the question asks for, such as ``capital``.
+    """
 
     program: Program
     gold: tuple[str, ...]
@@ -221,24 +238,29 @@ class Item:
 
 
 def _parts(gold: Iterable[str]) -> Iterator[str]:
-    """Accepted answers and the members of accepted sets."""
+    """Yields the accepted answers. Of an accepted set "A|B", the members are yielded."""
     for answer in gold:
         yield from answer.split("|")
 
 
 def _told(gold: Iterable[str], text: str) -> bool:
-    """Whether an accepted answer, or a part of one, stands in a text, by whole words."""
+    """Returns whether a text contains an accepted answer, or a member of one, as whole words."""
     haystack = f" {normalize_answer(text)} "
     return any(f" {_normal(part)} " in haystack for part in _parts(gold))
 
 
 _normal = functools.cache(normalize_answer)
-"""For parts of answers: a few thousand of them are in tens of thousands of programs."""
+"""Normalises an answer. The cache pays off because many programs have the same answers."""
 
 
 @functools.cache
 def items_of(split: str) -> tuple[Item, ...]:
-    """Returns the distinct programs of a split whose question does not contain the answer."""
+    """Returns the question programs from which the questions of a split are written.
+
+    A program is left out if its question contains the answer, if it visits an entity twice, or if
+    an entity belongs to another split. In splits other than ``train``, a program is also left out
+    if a training question contains its answer.
+    """
     items: dict[Program, Item] = {}
     seen = frozenset() if split == "train" else _training_phrases()
     for program in _all_programs(split):
@@ -259,7 +281,7 @@ def items_of(split: str) -> tuple[Item, ...]:
 
 
 def _distinct(program: Program) -> int:
-    """How many entities a program should visit; fewer means that it goes in a circle."""
+    """Returns the number of entities that a program visits if it visits no entity twice."""
     named = {s.subject for s in program.steps if isinstance(s, Lookup | Neighbour)}
     return len([s for s in program.steps if isinstance(s, Inverse | Neighbour)]) + len(
         [subject for subject in named if isinstance(subject, str)]
@@ -268,7 +290,7 @@ def _distinct(program: Program) -> int:
 
 @functools.cache
 def _training_phrases() -> frozenset[str]:
-    """Every run of words in what training questions are made of: wording, names and values."""
+    """Returns every sequence of words that can occur in a training question."""
     parts = {render(item.program, t) for item in _one_of_each() for t in range(TEMPLATES)}
     for item in items_of("train"):
         for step in item.program.steps:
@@ -286,7 +308,7 @@ def _training_phrases() -> frozenset[str]:
 
 
 def _one_of_each() -> Iterator[Item]:
-    """One training item of every kind and relation, so that all wording is covered."""
+    """Returns one training item for each kind and relation, which together use every template."""
     firsts: dict[tuple[object, ...], Item] = {}
     for item in items_of("train"):
         relations = tuple(getattr(step, "relation", "") for step in item.program.steps)
@@ -309,7 +331,12 @@ def _task(item: Item, template: int, split: str, protocol: str, source: str) -> 
 
 
 def take_turns(pool: Iterable[Item], *salt: object) -> list[Item]:
-    """A fixed shuffle in which the relations take turns."""
+    """Shuffles items so that consecutive items ask for different relations where possible.
+
+    Args:
+        pool: the items.
+        salt: values that determine the order. The same values give the same order.
+    """
     order = sorted(pool, key=lambda item: fraction(*salt, item.program))
     turn: collections.Counter[str] = collections.Counter()
     ranked = []
@@ -320,21 +347,25 @@ def take_turns(pool: Iterable[Item], *salt: object) -> list[Item]:
 
 
 def _kind_weight(kind: str) -> float:
-    """Share of a kind among those of the same hops: lookups most, arithmetic as one kind."""
+    """Returns the weight of a kind of question among the kinds with the same number of hops.
+
+    Lookups have the largest weight. The three kinds of arithmetic together count as one kind.
+    """
     last = kind.rpartition(">")[2]
     return {"lookup": 3.0, "density": 0.5}.get(last, 1 / 3 if last in OPERATIONS else 1.0)
 
 
 def shares(total: int, weights: Sequence[float], sizes: Sequence[int]) -> list[int]:
-    """Distributes a number of items over kinds in proportion to weights.
+    """Divides a number of items among kinds, in proportion to the weights of the kinds.
 
     Args:
-        total: number of items to distribute.
+        total: number of items to divide.
         weights: weight of each kind.
-        sizes: maximum number of items of each kind; the other kinds get the rest.
+        sizes: number of items that each kind has. If a kind has fewer items than its share, the
+            rest of the share goes to the other kinds.
 
     Returns:
-        Number of items of each kind.
+        Number of items for each kind.
     """
     counts = [0] * len(weights)
     for _ in range(min(total, sum(sizes))):
@@ -347,17 +378,20 @@ def shares(total: int, weights: Sequence[float], sizes: Sequence[int]) -> list[i
 
 
 def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]:
-    """A fixed sample of questions, balanced over hops, kinds, relations and entities.
+    """Draws questions about the World Factbook, balanced over hops, kinds, relations and entities.
+
+    The same arguments give the same questions.
 
     Args:
         split: ``train``, ``validation`` or ``test``.
-        n: number of questions; None for all.  Programs are used once before a second wording of
-            any of them, and fewer come back when there are not so many.
-        seed: which sample.
-        source: with the options that `parse_options` reads behind its colon.
+        n: number of questions; None for all. Each question is used in one wording before any
+            question is used in a second wording. If ``n`` is larger than the number of questions in
+            all wordings, fewer tasks are returned.
+        seed: seed of the random choice, order and wording.
+        source: ``factbook``, or ``factbook:`` with options after the colon, see `parse_options`.
 
     Raises:
-        UserError: a negative n, or wrong options.
+        UserError: ``n`` is negative, or an option is invalid.
     """
     options = parse_options(source.partition(":")[2])
     if n is not None and n < 0:

@@ -1,7 +1,8 @@
-"""The facts behind factbook questions: who is in which split, and the answers of programs.
+"""Holds the facts of the World Factbook: splits of entities, and answers of question programs.
 
-Only the generator of tasks uses this.  Policies, planners and search agents never see it: they
-read questions (`factbook_grammar`) and passages (`coa_jax.tools.wiki_search`).
+Only the generators of tasks use this module. Policies and teachers never see the facts: they read
+the questions (`factbook_grammar`) and the passages that a search returns
+(`coa_jax.tools.wiki_search`).
 """
 
 from __future__ import annotations
@@ -26,32 +27,42 @@ from coa_jax.tasks.factbook_grammar import (
 from coa_jax.tools.factbook_pages import load_entities
 from coa_jax.tools.factbook_relations import INVERTIBLE, RELATIONS
 
-_NOT_A_COUNTRY = frozenset({"ee", "um", "xx"})  # the union, a group of atolls, the World
+_NOT_A_COUNTRY = frozenset({"ee", "um", "xx"})  # European Union, a group of atolls, World
 _SALT = "1"
-_SHARES = (("train", 0.6), ("validation", 0.7), ("test", 1.0))  # cumulated
+_SHARES = (("train", 0.6), ("validation", 0.7), ("test", 1.0))  # cumulative shares
 
 
 def fraction(*parts: object) -> float:
-    """A number in [0, 1) that depends on nothing but the arguments: a hash, not a random draw."""
+    """Returns a pseudo-random number in [0, 1), computed as a hash of the arguments."""
     digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:7], "big") / 2**56
 
 
 def split_of(entity: str) -> str:
-    """The split of an entity: 60 % train, 10 % validation, 30 % test, by hash of its name."""
+    """Returns the split of an entity, which a hash of its name determines.
+
+    About 60 % of the entities belong to ``train``, 10 % to ``validation`` and 30 % to ``test``.
+    """
     share = fraction(_SALT, entity)
     return next(split for split, limit in _SHARES if share < limit)
 
 
 @functools.cache
 def facts() -> dict[str, dict[str, str]]:
-    """Entity name -> relation key -> value; numbers with separators, lists joined by "; "."""
+    """Returns all facts, as a mapping: name of an entity -> (key of a relation -> value).
+
+    Numbers have thousands separators. The items of a list are joined by "; ".
+    """
     return {e.name: e.facts for e in load_entities() if e.code not in _NOT_A_COUNTRY}
 
 
 @functools.cache
 def inverse_keys() -> dict[tuple[str, str], str]:
-    """(relation, value) -> entity, for the values that belong to one page of the Factbook only."""
+    """Returns the values that identify an entity.
+
+    The result maps each pair (key of a relation, value) to the name of the only entity for which
+    the relation has this value.
+    """
     owners = collections.defaultdict(list)
     for entity in load_entities():
         for relation in INVERTIBLE:
@@ -66,11 +77,12 @@ def inverse_keys() -> dict[tuple[str, str], str]:
 
 @dataclasses.dataclass(frozen=True)
 class Solution:
-    """What a program comes to.
+    """The result of a question program.
 
     Attributes:
         gold: accepted answers, as in `Task.gold`.
-        entities: every entity on the way, answers included, in the order of first use.
+        entities: names of all entities on the way to the answer, including the answer, in the order
+            of first use.
     """
 
     gold: tuple[str, ...]
@@ -78,14 +90,15 @@ class Solution:
 
 
 def to_decimal(text: str) -> decimal.Decimal:
-    """A number of the Factbook, "1,234.5"."""
+    """Parses a number of the Factbook, such as "1,234.5"."""
     return decimal.Decimal(text.replace(",", ""))
 
 
 def solve(program: Program) -> Solution | None:
-    """Carries out a program on the facts; None where one is missing or is of no use.
+    """Executes a question program on the facts.
 
-    A zero counts as of no use (the coastline of a landlocked country).
+    The result is None if a fact is missing, if a value is 0 (such as the coastline of a landlocked
+    country), or if a comparison has two equal values.
     """
     values: list[str] = []
     used: list[str] = []
@@ -113,7 +126,7 @@ def solve(program: Program) -> Solution | None:
 
 
 def _extreme(step: Comparison, values: list[str]) -> str | None:
-    """The name with the largest or smallest value; None where two have the same."""
+    """Returns the name with the largest or smallest value; None if two names have this value."""
     numbers = [to_decimal(values[ref.step]) for ref in step.values]
     wanted = max(numbers) if step.operation == "largest" else min(numbers)
     bound = bind(step, values)
@@ -140,7 +153,12 @@ def compute(operation: str, a: str, b: str) -> str:
 
 
 def accepted_answers(program: Program, value: str) -> tuple[str, ...]:
-    """What is accepted as the answer of a program (`Task.gold`), given the value of its result."""
+    """Returns the accepted answers (`Task.gold`) of a question program.
+
+    Args:
+        program: the program.
+        value: result of the program's last step, as written in the Factbook.
+    """
     last = program.steps[-1]
     if isinstance(last, Computed):
         return (value,)

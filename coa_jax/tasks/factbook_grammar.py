@@ -1,17 +1,20 @@
-"""Questions about the Factbook as programs: rendering, reading and carrying them out step by step.
+"""Represents questions about the World Factbook as programs, and writes and parses the questions.
 
-A `Program` is a tuple of steps in the order of execution; a step names the answer of an earlier
-step by `Ref(index)`.  The program is the meaning of a question:
+A `Program` is a tuple of steps in the order of execution. A step refers to the answer of an earlier
+step by `Ref(index)`. The program expresses the meaning of a question:
 
-* `render(program, template)` writes it in English (`TEMPLATES` paraphrases of each kind),
-* `understand(question)` is the exact inverse: ``understand(render(p, t)) == p`` for all of them,
-* `bind(step, answers)` puts answers of earlier steps in place of references,
-* `query_for(step)` is what to search for, `read_value(step, title, text)` reads the step's answer
-  from one passage (and from nothing else), `source_for(step, answers)` is the Python program of
-  an arithmetic step, and `describe(step)` says in words what a step is to find.
+* `render(program, template)` writes the program as an English question, in one of `TEMPLATES`
+  paraphrases.
+* `understand(question)` parses the question. It is the exact inverse of `render`:
+  ``understand(render(p, t)) == p`` for every program and every paraphrase.
+* `bind(step, answers)` replaces the references of a step by the answers of earlier steps.
+* `query_for(step)` returns the search query of a step.
+* `read_value(step, title, text)` reads the answer of a step from a passage.
+* `source_for(step, answers)` returns the Python program of a step that needs no search.
+* `describe(step)` describes in words what a step must find.
 
-Nothing here knows a fact: a planner or search agent built on this module works from the question
-and from the text it retrieves.  Example::
+This module contains no facts: a teacher that uses it works only with the question and with the text
+that a search returns. Example::
 
     program = understand("What is the area of the country whose capital is Gaborone?")
     # Program((Inverse("capital", "Gaborone"), Lookup("area", Ref(0))))
@@ -41,7 +44,7 @@ OPERATIONS = ("sum", "difference", "ratio")
 
 @dataclasses.dataclass(frozen=True)
 class Ref:
-    """The answer of the step with this index, counted from 0."""
+    """A reference to the answer of an earlier step, by the step's index, counted from 0."""
 
     step: int
 
@@ -51,7 +54,7 @@ Subject = str | Ref
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """The value of a relation of an entity (``borders`` gives a list joined by "|")."""
+    """A step that looks up the value of a relation, such as the capital, of an entity."""
 
     relation: str
     subject: Subject
@@ -59,7 +62,7 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True)
 class Inverse:
-    """The one entity for which an invertible relation has this value."""
+    """A step that finds the only entity with a given value, such as a given capital."""
 
     relation: str
     value: str
@@ -67,14 +70,14 @@ class Inverse:
 
 @dataclasses.dataclass(frozen=True)
 class Neighbour:
-    """The country with which an entity shares its longest land border."""
+    """A step that finds the country with which an entity shares its longest land border."""
 
     subject: Subject
 
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """``a + b``, ``a - b`` or ``a / b`` (two decimals) of the answers of two earlier steps."""
+    """A step that adds, subtracts or divides the answers of two earlier steps."""
 
     operation: str
     a: Ref
@@ -83,7 +86,7 @@ class Arithmetic:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """The subject whose value is the ``largest`` or the ``smallest`` of several numbers."""
+    """A step that finds which of several subjects has the ``largest`` or ``smallest`` value."""
 
     operation: str
     values: tuple[Ref, ...]
@@ -92,33 +95,41 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """How many members the list has that an earlier step found."""
+    """A step that counts the members of a list that an earlier step found."""
 
     items: Ref
 
 
 Computed = Arithmetic | Comparison | Count
-"""Steps that a program carries out, without a search."""
+"""Steps that Python code computes, without a search."""
 
 Step = Lookup | Inverse | Neighbour | Computed
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """Steps in the order of execution; the last one gives the answer."""
+    """The meaning of a question: steps in the order of execution.
+
+    The answer of the last step is the answer to the question.
+    """
 
     steps: tuple[Step, ...]
 
     @property
     def hops(self) -> int:
-        """Number of steps that need a search, 1 to 4 (arithmetic is not one)."""
+        """Number of steps that need a search, 1 to 4. Computed steps do not count."""
         return sum(not isinstance(step, Computed) for step in self.steps)
 
 
 def bind(step: Step, answers: Sequence[str]) -> Step:
-    """Replaces subjects that are references by the answers of those steps.
+    """Replaces references to earlier steps by the answers of these steps.
 
-    Arithmetic, numbers to compare and literals stay as they are.
+    Only the subjects of a step are replaced. References to numbers (in arithmetic, comparisons and
+    counts) stay, because `source_for` resolves them.
+
+    Args:
+        step: the step.
+        answers: answers of all earlier steps.
     """
 
     def bound(subject: Subject) -> Subject:
@@ -132,10 +143,13 @@ def bind(step: Step, answers: Sequence[str]) -> Step:
 
 
 def query_for(step: Step) -> str:
-    """The search query of a bound step, e.g. "capital of Botswana" or "capital Gaborone".
+    """Returns the search query of a step, such as "capital of Botswana" or "capital Gaborone".
+
+    Args:
+        step: a step without references, see `bind`.
 
     Raises:
-        ValueError: the step is arithmetic or has a reference that was not bound.
+        ValueError: the step needs no search, or contains a reference.
     """
     if isinstance(step, Inverse):
         return f"{RELATIONS[step.relation].noun} {step.value}"
@@ -146,16 +160,17 @@ def query_for(step: Step) -> str:
 
 
 def read_value(step: Step, title: str, text: str) -> str | None:
-    """Reads the answer of a bound search step from one passage.
+    """Reads the answer of a step from the passage of a search result.
 
     Args:
-        step: a bound `Lookup`, `Inverse` or `Neighbour`.
-        title: title of the passage; must name the relation that the step asks for.
-        text: the passage.
+        step: a `Lookup`, `Inverse` or `Neighbour` without references, see `bind`.
+        title: title of the passage, such as "Botswana: Capital". It must end with the relation that
+            the step asks for.
+        text: text of the passage.
 
     Returns:
-        The answer as the passage words it, a list joined by "|", or None when the passage does
-        not state what the step asks for.
+        The answer in the words of the passage. The items of a list are joined by "|". The result is
+        None if the passage does not contain the answer.
     """
     if isinstance(step, Computed):
         return None
@@ -172,11 +187,11 @@ def read_value(step: Step, title: str, text: str) -> str | None:
 
 
 def source_for(step: Computed, answers: Sequence[str]) -> str:
-    """The Python program that prints the answer of a step that needs no search.
+    """Returns a Python program that prints the answer of a step that needs no search.
 
     Args:
-        step: the step; bound, where it compares.
-        answers: texts of the answers of all earlier steps; thousands separators are allowed.
+        step: the step. The subjects of a comparison must not be references, see `bind`.
+        answers: answers of all earlier steps as text. Numbers may have thousands separators.
     """
 
     def number(ref: Ref) -> str:
@@ -197,7 +212,10 @@ def source_for(step: Computed, answers: Sequence[str]) -> str:
 
 
 def describe(step: Step) -> str:
-    """A short phrase for plans: what the step is to find; references read as "#1", "#2"."""
+    """Returns a short phrase, for use in plans, that says what a step must find.
+
+    References to earlier steps are written as "#1", "#2" and so on.
+    """
     if isinstance(step, Inverse):
         return _inverse(step, 0)
     if isinstance(step, Arithmetic):
@@ -217,7 +235,10 @@ def describe(step: Step) -> str:
 
 
 def kind_of(program: Program) -> str:
-    """The shape of a program, e.g. ``inverse>neighbour>lookup`` or ``lookup+lookup>ratio``."""
+    """Returns the kinds of a program's steps in order, such as ``inverse>neighbour>lookup``.
+
+    A program that divides population by area ends with ``density``.
+    """
     names = [
         step.operation if isinstance(step, Arithmetic) else type(step).__name__.lower()
         for step in program.steps
@@ -231,8 +252,13 @@ def render(program: Program, template: int = 0) -> str:
     """Writes a program as a question.
 
     Args:
-        program: a program as `understand` returns them: steps in the canonical order, each used.
-        template: which paraphrase, 0 to `TEMPLATES` - 1; used for the question and its parts.
+        program: a program with the order of steps that `understand` returns. Each step must
+            contribute to the answer.
+        template: index of the paraphrase, from 0 to `TEMPLATES` - 1, that is used for the question
+            and for the phrases in the question.
+
+    Raises:
+        ValueError: the question cannot be expressed, for example because it compares values.
     """
     steps, last = program.steps, program.steps[-1]
     entity = functools.partial(_entity_phrase, steps, template)
@@ -246,7 +272,7 @@ def render(program: Program, template: int = 0) -> str:
             return wording.ASK_BORDERS[template].format(entity=entity(last.subject))
         return _phrase(wording.ASK_LOOKUP[template], last, entity(last.subject))
     if not isinstance(last, Arithmetic):
-        raise ValueError("only people's wordings ask for comparisons and counts")
+        raise ValueError("comparisons and counts are written by render_people only")
     a, b = steps[last.a.step], steps[last.b.step]
     if not isinstance(a, Lookup) or not isinstance(b, Lookup):
         raise ValueError("arithmetic takes the answers of lookups")
@@ -259,7 +285,7 @@ def render(program: Program, template: int = 0) -> str:
 
 
 def understand(question: str) -> Program | None:
-    """Reads a question back into its program; None for a text that `render` does not write."""
+    """Parses a question that `render` has written into its program; None for any other text."""
     text = question.strip()
     for reader in (_read_arithmetic, _read_density, _read_simple):
         for program in reader(text):
@@ -307,10 +333,10 @@ def _entity_phrase(steps: Sequence[Step], template: int, subject: Subject) -> st
 
 @functools.cache
 def _regex(template: str) -> re.Pattern[str]:
-    """A template with its slots as groups.
+    """Compiles a template to a pattern whose groups are the slots of the template.
 
-    A ``{noun}`` only matches names of relations and a quantity begins with one, so that an "and"
-    inside the name of a country does not split a sum.
+    The slot ``{noun}`` matches only names of relations, and a quantity must begin with such a name.
+    Therefore an "and" in the name of a country is not mistaken for the "and" of a sum.
     """
     nouns = "|".join(sorted((re.escape(r.noun) for r in RELATIONS.values()), key=len)[::-1])
     text = re.escape(template)
@@ -321,7 +347,12 @@ def _regex(template: str) -> re.Pattern[str]:
 
 
 def _relation(match: re.Match[str], invertible: bool = False) -> str | None:
-    """Key of the relation that a match names, if it may stand in this place."""
+    """Returns the key of the relation in a match; None if the relation does not fit there.
+
+    Args:
+        match: match of a template with the slot ``{noun}``.
+        invertible: whether the relation must be invertible.
+    """
     groups = match.groupdict()
     for relation in RELATIONS.values():
         if relation.noun == groups["noun"] and relation.key != "neighbour":
@@ -345,7 +376,12 @@ def _read_inverse(templates: Sequence[str], text: str) -> Inverse | None:
 
 
 def _read_entity(text: str, offset: int) -> tuple[tuple[Step, ...], Subject] | None:
-    """Reads a noun phrase for an entity; its first step gets the index ``offset``."""
+    """Parses a noun phrase that denotes an entity; returns its steps and how to refer to it.
+
+    Args:
+        text: the noun phrase.
+        offset: index of the first step.
+    """
     for template in wording.NEIGHBOUR:
         match = _regex(template).fullmatch(text)
         inner = _read_entity(match["entity"], offset) if match else None
@@ -362,7 +398,7 @@ def _read_entity(text: str, offset: int) -> tuple[tuple[Step, ...], Subject] | N
 def _read_around(
     templates: Sequence[str], text: str
 ) -> Iterator[tuple[re.Match[str], tuple[Step, ...], Subject]]:
-    """(match, steps, subject) of each template with an entity slot that fits a question."""
+    """Yields (match, steps, subject) for each template with an entity slot that fits a question."""
     for template in templates:
         match = _regex(template).fullmatch(text)
         inner = _read_entity(match["entity"], 0) if match else None

@@ -1,9 +1,9 @@
-"""Questions about the World Factbook in the wordings of people, with held-out wordings.
+"""Generates questions about the World Factbook with varied wordings, some of them held out.
 
-The source ``factbook_people``: lookups and chains of the source ``factbook``, and comparisons,
-counts and arithmetic besides.  Questions of the train split use the known templates of
-`factbook_people_wording` alone.  Half of those of the other splits use the held-out ones.  Every
-entity on the way to an answer belongs to the split of the question.
+This is the source ``factbook_people``. Its questions ask for a single fact, for a chain of facts,
+or for a comparison, a count or arithmetic. Questions of the split ``train`` use only the known
+templates of `factbook_people_wording`. In the other splits, half of the questions use the held-out
+templates. Every entity on the way to an answer belongs to the split of the question.
 """
 
 from __future__ import annotations
@@ -41,26 +41,32 @@ TOPICS: Mapping[str, float] = {
     "counting": 0.1,
     "arithmetic": 0.15,
 }
-"""Kinds of questions and their shares."""
+"""Topic -> its share of the questions."""
 
-_PARTNERS = 12  # how many other entities an entity is compared with
-_HASTY = 0.15  # share of questions that are typed without capital letters and question mark
+_PARTNERS = 12  # number of other entities with which an entity is compared
+_HASTY = 0.15  # share of questions without capital letters and question mark
 
 
 def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]:
-    """Loads the questions of a source, e.g. ``factbook_people:protocol=mhqa,topics=single/chain``.
+    """Loads questions with the options of a source, see `load_people`.
+
+    An example of a source is ``factbook_people:protocol=mhqa,topics=single/chain``. The options
+    are:
+
+    * ``protocol``: protocol of the tasks.
+    * ``topics``: topics of the questions, joined by "/". The selected topics keep the ratio of
+      their default shares.
+    * ``wording``: ``known`` for templates that the split ``train`` uses, ``new`` for templates that
+      are held out from ``train``.
 
     Args:
-        split: see `load_people`.
-        n: see `load_people`.
-        seed: see `load_people`.
-        source: the source with its options after a colon.  ``protocol`` is the protocol of the
-            tasks.  ``topics`` selects topics, whose shares stay in proportion.  ``wording=known``
-            selects questions with known templates, ``wording=new`` questions with held-out
-            templates.
+        split: ``train``, ``validation`` or ``test``.
+        n: number of questions; None uses each question program once.
+        seed: seed of the random choice, order and wording.
+        source: the source with its options.
 
     Raises:
-        UserError: an option is unknown, or see `load_people`.
+        UserError: an option is unknown, or an argument is invalid, see `load_people`.
     """
     options = {"protocol": "generalist", "topics": "/".join(TOPICS), "wording": ""}
     for item in filter(None, (part.strip() for part in source.partition(":")[2].split(","))):
@@ -86,22 +92,25 @@ def load_people(
     protocol: str = "generalist",
     source: str = SOURCE,
 ) -> list[Task]:
-    """A fixed sample of questions, balanced over topics, kinds and relations.
+    """Draws questions, balanced over topics, kinds of questions and relations.
+
+    The same arguments give the same questions.
 
     Args:
         split: ``train``, ``validation`` or ``test``.
-        n: number of questions; None for each program once.  Fewer come back when there are not so
-            many.
-        seed: which sample, and in which words.
-        topics: of `TOPICS`.
-        words: ``known`` or ``new`` for the questions in these wordings only, "" for both; the train
-            split has known ones alone.
-        protocol: of the tasks; without the tool ``code`` it gets no question that needs a program.
-        source: recorded in the tasks.
+        n: number of questions; None uses each question program once. If ``n`` is larger than the
+            number of programs, fewer questions are returned.
+        seed: seed of the random choice, order and wording.
+        topics: topics of the questions, from `TOPICS`.
+        words: ``known`` for questions with templates that the split ``train`` uses, ``new`` for
+            questions with templates that are held out from ``train``, "" for both.
+        protocol: protocol of the tasks. If the protocol has no tool ``code``, no question needs a
+            calculation.
+        source: value of ``Task.source``.
 
     Raises:
-        UserError: an unknown split, topic or protocol, a negative n, or the train split with
-            ``words="new"``.
+        UserError: the split, a topic or the protocol is unknown, ``n`` is negative, or ``words`` is
+            ``new`` for the split ``train``.
     """
     check_split(split)
     unknown = [topic for topic in topics if topic not in TOPICS]
@@ -145,7 +154,10 @@ def _topic(program: Program) -> str:
 
 
 def _task(item: Item, split: str, seed: int, words: str, protocol: str, source: str) -> Task | None:
-    """The task of an item; None where its question can be read as something else too."""
+    """Returns the task of an item; None if its question is ambiguous.
+
+    A question is ambiguous if `understand_people` parses it as another program.
+    """
     question, new = _worded(item.program, split, seed, words)
     if repr(understand_people(question)).casefold() != repr(item.program).casefold():
         return None
@@ -163,7 +175,7 @@ def _task(item: Item, split: str, seed: int, words: str, protocol: str, source: 
 
 
 def _worded(program: Program, split: str, seed: int, words: str) -> tuple[str, bool]:
-    """A question, and whether its wording is held out."""
+    """Returns (question of a program, whether its wording is held out)."""
     drawn = fraction(seed, "held out", program) < 0.5
     new = split != "train" and (words == "new" or (not words and drawn))
     kept = wording.held_out if new else wording.known
@@ -183,14 +195,17 @@ def _worded(program: Program, split: str, seed: int, words: str) -> tuple[str, b
 
 @functools.cache
 def _items(split: str) -> tuple[Item, ...]:
-    """All programs of a split that people's wordings can ask for."""
+    """Returns all programs of a split that `render_people` can write as a question."""
     plain = [item for item in items_of(split) if _is_asked(item.program)]
     further = dict.fromkeys(_further(split))
     return (*plain, *filter(None, (_item(program, split) for program in further)))
 
 
 def _is_asked(program: Program) -> bool:
-    """Whether people would ask for it: few descriptions, and values that go together."""
+    """Returns whether a person might ask the question: it has few descriptions of entities.
+
+    Arithmetic must also use two values that belong together.
+    """
     last, neighbours = program.steps[-1], sum(isinstance(s, Neighbour) for s in program.steps)
     if isinstance(last, Arithmetic):
         return program.hops == 2 and not neighbours and _is_worded(program)
@@ -206,7 +221,7 @@ def _is_worded(program: Program) -> bool:
 
 
 def _further(split: str) -> Iterator[Program]:
-    """Comparisons, and numbers of border countries."""
+    """Yields programs that compare values or count border countries."""
     names = [name for name in facts() if split_of(name) == split]
     for name in names:
         yield Program((Lookup("borders", name), Count(Ref(0))))
@@ -234,12 +249,15 @@ def _comparison(relation: str, operation: str, names: tuple[str, ...]) -> Progra
 
 
 def _item(program: Program, split: str) -> Item | None:
-    """The item of a comparison or a count; None where it has no answer or leaves the split."""
+    """Returns the item of a comparison or a count.
+
+    The result is None if the program has no answer, or uses an entity of another split.
+    """
     solution = solve(program)
     if solution is None:
         return None
     entities = solution.entities
-    if isinstance(program.steps[-1], Count):  # the members of the list are not asked about
+    if isinstance(program.steps[-1], Count):  # members of the counted list may be in any split
         entities = entities[: len(program.steps) - 1]
     if any(split_of(entity) != split for entity in entities):
         return None

@@ -1,10 +1,12 @@
-"""Writes programs as people ask questions, and reads the questions back.
+"""Writes question programs in varied English wordings, and parses these questions.
 
-* `render_people(program, choose)` writes a program; `choose` picks one template of a tuple,
-* `understand_people(question)` is the inverse, up to small and capital letters.
+* `render_people(program, choose)` writes a program as a question. The function `choose` selects one
+  template of a tuple.
+* `understand_people(question)` parses the question. It is the inverse of `render_people`, except
+  that it ignores capital letters.
 
-A text may fit several templates, since a name may be any few words.  The reading that leaves the
-fewest characters to names is taken.
+A text may fit several templates, because a name may consist of any few words. The result is then
+the program for which names contain the fewest characters.
 """
 
 from __future__ import annotations
@@ -29,10 +31,10 @@ from coa_jax.tasks.factbook_grammar import (
 )
 
 Choose = Callable[[wording.Templates], str]
-"""Picks one of several templates."""
+"""Selects one of several templates."""
 
 _Part = tuple[tuple[Step, ...], Subject, int]
-"""(steps, how the next step refers to their result, characters left to names)."""
+"""(steps, how the next step refers to their result, number of characters in names)."""
 
 _LONGEST_NAME = 7  # words
 _NO_NAME = re.compile(
@@ -49,12 +51,13 @@ def render_people(program: Program, choose: Choose) -> str:
     """Writes a program as a question.
 
     Args:
-        program: lookups, chains, two values of one relation with arithmetic or a comparison, or
-            the number of border countries.
-        choose: picks the template of the question and of each phrase in it.
+        program: a lookup, a chain of lookups, arithmetic on two values, a comparison of two or
+            three values of the same relation, or the number of border countries.
+        choose: function that chooses a template for the question, and for each phrase in the
+            question.
 
     Raises:
-        KeyError: there is no wording for the program.
+        KeyError: there is no template for the program.
     """
     steps, last = program.steps, program.steps[-1]
 
@@ -106,7 +109,7 @@ def _is_density(lookups: Sequence[Lookup], last: Step) -> bool:
 
 
 def _start(question: str) -> str:
-    """A question that a phrase may begin."""
+    """Capitalises the first letter of a question, which may belong to an inserted phrase."""
     return question[:1].upper() + question[1:]
 
 
@@ -114,13 +117,16 @@ def _start(question: str) -> str:
 
 
 def understand_people(question: str) -> Program | None:
-    """Reads a question back; None for a text that `render_people` does not write."""
+    """Parses a question that `render_people` has written; returns its program.
+
+    The result is None for any other text.
+    """
     readings = list(_readings(question.strip().rstrip("?.!").strip()))
     return min(readings, key=lambda reading: reading[1])[0] if readings else None
 
 
 def _readings(text: str) -> Iterator[tuple[Program, int]]:
-    """(program, characters left to names) of each way to read a question."""
+    """Yields (program, number of characters in names) for each way to parse a question."""
     for steps, _, size in _inverse(text, wording.ASK_INVERSE, 0):
         yield Program(steps), size
     for (entity,) in _slots(text, wording.ASK_NEIGHBOUR):
@@ -143,7 +149,7 @@ def _readings(text: str) -> Iterator[tuple[Program, int]]:
 
 
 def _of_several(text: str) -> Iterator[tuple[Program, int]]:
-    """Readings as a comparison of values, or as arithmetic on two."""
+    """Yields the ways to parse a question as a comparison, or as arithmetic on two values."""
     for relation, operations in (*wording.COMPARE.items(), *wording.COMPARE_THREE.items()):
         for operation, templates in operations.items():
             for steps, refs, subjects, size in _values(text, templates, relation):
@@ -157,7 +163,11 @@ def _of_several(text: str) -> Iterator[tuple[Program, int]]:
 def _values(
     text: str, templates: wording.Templates, relation: str
 ) -> Iterator[tuple[tuple[Step, ...], tuple[Ref, ...], tuple[Subject, ...], int]]:
-    """(steps, where the values are, whose they are, characters left to names)."""
+    """Yields the ways to parse a question about the values of several entities.
+
+    Each is (steps, references to the steps with the values, entities, number of characters in
+    names).
+    """
     for slots in _slots(text, templates):
         steps: tuple[Step, ...] = ()
         refs: tuple[Ref, ...] = ()
@@ -176,7 +186,12 @@ def _values(
 
 
 def _entity(text: str, offset: int) -> Iterator[_Part]:
-    """Readings of a phrase for an entity; its first step gets the index ``offset``."""
+    """Yields the ways to parse a phrase that denotes an entity.
+
+    Args:
+        text: the phrase.
+        offset: index of the first step.
+    """
     yield from _inverse(text, wording.INVERSE, offset)
     for (inner,) in _slots(text, wording.NEIGHBOUR):
         for steps, subject, size in _entity(inner, offset):
@@ -186,7 +201,7 @@ def _entity(text: str, offset: int) -> Iterator[_Part]:
 
 
 def _inverse(text: str, table: Mapping[str, wording.Templates], offset: int) -> Iterator[_Part]:
-    """Readings as the country that a value identifies."""
+    """Yields the ways to parse a phrase as the country that a value identifies."""
     for relation, templates in table.items():
         for (value,) in _slots(text, templates):
             if '"' not in value and "?" not in value:
@@ -194,7 +209,7 @@ def _inverse(text: str, table: Mapping[str, wording.Templates], offset: int) -> 
 
 
 def _slots(text: str, templates: wording.Templates) -> Iterator[tuple[str, ...]]:
-    """What stands in the slots of each template that fits a text, in the order of their names."""
+    """Yields the texts in the slots of each template that fits, in the order of the slot names."""
     for template in templates:
         for pattern in _regexes(template):
             if match := pattern.fullmatch(text):
@@ -203,9 +218,11 @@ def _slots(text: str, templates: wording.Templates) -> Iterator[tuple[str, ...]]
 
 @functools.cache
 def _regexes(template: str) -> tuple[re.Pattern[str], ...]:
-    """A template as patterns: with the first slots as long, and as short as they can be.
+    """Compiles a template to two patterns.
 
-    With both, an "and" in the name of either of two countries is read rightly.
+    The first slots of the template match as many characters as possible in the first pattern, and
+    as few as possible in the second. Of the two results, one is right if the name of a country
+    contains an "and".
     """
     parts = re.split(r"\{(\w+)\}", template.rstrip("?."))
 

@@ -1,8 +1,8 @@
-"""Questions about the Factbook as people write them: templates by relation.
+"""Holds varied templates of questions about the Factbook, as `factbook_people_grammar` uses them.
 
-The last quarter of the templates of each tuple (at least one) is held out: no training question
-uses them.  `factbook_people_grammar` renders and reads them.  Slots: ``{entity}``, ``{a}``,
-``{b}`` and ``{c}`` stand for an entity, ``{value}`` for the value that identifies an entity.
+The last quarter of each tuple, at least one template, is held out: no training question uses it.
+The slots ``{entity}``, ``{a}``, ``{b}`` and ``{c}`` stand for an entity, ``{value}`` for the value
+that identifies an entity.
 """
 
 from __future__ import annotations
@@ -169,7 +169,7 @@ ASK: Mapping[str, Templates] = {
         "What countries surround {entity}?",
     ),
 }
-"""Relation -> questions for its value."""
+"""Relation -> templates of questions that ask for the value of an entity."""
 
 ASK_INVERSE: Mapping[str, Templates] = {
     "capital": (
@@ -208,7 +208,7 @@ ASK_INVERSE: Mapping[str, Templates] = {
         "Aircraft marked {value} belong to which country?",
     ),
 }
-"""Relation -> questions for the country that has a value."""
+"""Relation -> templates of questions that ask which country has a value."""
 
 INVERSE: Mapping[str, Templates] = {
     "capital": (
@@ -243,7 +243,7 @@ INVERSE: Mapping[str, Templates] = {
         "the country that registers planes under {value}",
     ),
 }
-"""Relation -> noun phrases for the country that has a value."""
+"""Relation -> templates of noun phrases for the country that has a value."""
 
 NEIGHBOUR: Templates = (
     "the country that shares most border with {entity}",
@@ -265,7 +265,7 @@ ASK_COUNT: Templates = (
     "{entity} has land borders with how many others?",
     "How many states could I enter on foot straight from {entity}?",
 )
-"""Questions for the number of countries that border one."""
+"""Templates of questions that ask how many countries border an entity."""
 
 ASK_DENSITY: Templates = (
     "How many people are there for each sq km of {entity}, to two decimals?",
@@ -345,7 +345,7 @@ COMPARE: Mapping[str, Mapping[str, Templates]] = {
         ),
     },
 }
-"""Relation -> which of two values is asked for -> questions."""
+"""Relation -> ``largest`` or ``smallest`` -> templates of questions that compare two entities."""
 
 COMPARE_THREE: Mapping[str, Mapping[str, Templates]] = {
     "area": {
@@ -363,7 +363,7 @@ COMPARE_THREE: Mapping[str, Mapping[str, Templates]] = {
         ),
     },
 }
-"""The same of three entities."""
+"""Relation -> ``largest`` -> templates of questions that compare three entities."""
 
 ARITHMETIC: Mapping[str, Mapping[str, Templates]] = {
     "area": {
@@ -435,14 +435,14 @@ ARITHMETIC: Mapping[str, Mapping[str, Templates]] = {
         ),
     },
 }
-"""Relation -> operation -> questions about the values of two entities."""
+"""Relation -> operation -> templates of questions for arithmetic on the values of two entities."""
 
 
 def known(templates: Templates) -> Templates:
-    """The templates that training questions use."""
+    """Returns the templates that training questions use."""
     return templates[: len(templates) - max(1, len(templates) // 4)]
 
 
 def held_out(templates: Templates) -> Templates:
-    """The templates that no training question uses."""
+    """Returns the templates that no training question uses."""
     return templates[len(known(templates)) :]

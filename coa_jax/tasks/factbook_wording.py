@@ -1,7 +1,7 @@
-"""The English of factbook questions: templates that `factbook_grammar` renders and reads back.
+"""Holds the templates from which `factbook_grammar` writes and parses factbook questions.
 
-Every tuple has one template for each paraphrase.  ``INVERSE`` and ``NEIGHBOUR`` are noun phrases
-that stand for an entity, ``QUANTITY`` one for a number, the others are whole questions.
+Each tuple contains one template per paraphrase. ``INVERSE`` and ``NEIGHBOUR`` are noun phrases for
+an entity, and ``QUANTITY`` is a noun phrase for a number. All other templates are whole questions.
 """
 
 from __future__ import annotations

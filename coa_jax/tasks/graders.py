@@ -2,15 +2,19 @@
 
 A task names its reward in ``metadata["grader"]`` (see `coa_jax.tasks.checks.REWARDS`):
 
-* ``exact_match`` (also without a name): the setting ``answer``, or the judge if ``judge_all``;
-* ``judge``: a language model if one is configured, else as ``exact_match``;
-* ``math``, ``code`` and others: the reward of this name.
+* ``exact_match``, or no name: the reward that the setting ``answer`` names. If the setting
+  ``judge_all`` is set and a judge is configured, the judge grades the answer instead.
+* ``judge``: a language model judges the answer. If no judge is configured, the answer is graded as
+  with ``exact_match``.
+* Any other name, such as ``math`` or ``code``: the reward of this name.
 
-The setting ``rewards`` replaces this by a weighted sum of several rewards.
+If the setting ``rewards`` is not empty, a weighted sum of several rewards replaces this single
+reward.
 
-If one of our components fails (a tool, the sandbox, the judge, a reward itself), the reward is None
-with a reason, and the trajectory is masked. Only a reward that returns an invalid value ends the
-run. Mistakes of the policy score 0.
+A mistake of the policy scores 0. If a component of the system fails (a tool, the sandbox, the judge
+or a reward function), the reward is None with a reason, and the trajectory is masked. Only two
+errors end the run: a reward function returns neither a number nor None, or the judge's budget is
+spent.
 """
 
 from __future__ import annotations
@@ -21,6 +25,7 @@ import functools
 import inspect
 import itertools
 import math
+import traceback
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Annotated, Any, TypeVar
 
@@ -43,25 +48,25 @@ from coa_jax.trajectory import Reward, StopReason, Trajectory, format_valid
 T = TypeVar("T")
 
 GRADED_BY = ("grader", "scorer", "generator", "generator_metadata", "question_id")
-"""Metadata fields that graders read, in addition to a task's question and accepted answers."""
+"""Metadata keys of a task that graders read, in addition to its question and accepted answers."""
 
 TASKS_OWN = "grader"
-"""Name, in the setting ``rewards``, of the reward that the task itself requests."""
+"""Key in the setting ``rewards`` that stands for the reward that each task names."""
 
 TAKEN = ("mean", "std", "min", "max", "ungraded", "masked_frac", "stop", "overlong", "earned")
-"""Names of metrics ``reward/...`` and of parts, which rewards in the setting ``rewards`` cannot
-have.
-"""
+"""Names of metrics ``reward/NAME``, which the setting ``rewards`` must not use for its rewards."""
 
 
 @dataclasses.dataclass(frozen=True)
 class RewardConfig(Extension):
-    """A reward of the weighted sum.
+    """The settings of one reward in the weighted sum ``rewards``.
 
-    ``path`` may be empty if its key is a short name, or `TASKS_OWN`.
+    ``path`` may be empty if the key of this entry in ``rewards`` is ``grader`` or the short name of
+    a reward.
 
     Attributes:
-        weight: factor of the reward; 0 records the reward without counting it.
+        weight: factor by which the reward is multiplied in the sum. With 0, the reward is recorded
+            but does not change the sum.
     """
 
     weight: Annotated[float, Between(-1e6, 1e6)] = 1.0
@@ -69,23 +74,26 @@ class RewardConfig(Extension):
 
 @dataclasses.dataclass(frozen=True)
 class GradersConfig(Bounded):
-    """How answers are graded.
+    """Says how the answers of the policy are graded.
 
     Attributes:
-        answer: how text answers are compared: ``exact_match`` (the corrected form), ``f1``, a
-            reward of the release by its name (``mhqa_train``, ``mhqa_eval``, ``qa_em``,
-            ``qa_subem``), or a custom one by ``package.module:name``.
+        answer: reward for text answers that no judge grades: ``exact_match`` (without the bugs of
+            the released grader), ``f1``, a reward of the AFM release (``mhqa_train``,
+            ``mhqa_eval``, ``qa_em``, ``qa_subem``), or a custom reward ``package.module:name``.
         rewards: name -> ``path``, ``options`` and ``weight`` of a reward, see `RewardConfig`. The
-            value of a trajectory is their weighted sum, and each is recorded as a part with its
-            name. ``grader`` is the reward that the task requests. If empty, that reward alone
-            counts.
-        judge_all: whether the judge judges the text answers of all tasks, not only of tasks that
-            request it.
-        judge: model that judges; without one answers are compared.
-        code: limits of graded programs.
-        private_tests: folder with tests by question id; "" to use the tests in the question file.
-        programs: number of programs that are graded concurrently.
-        maths_s: seconds to compare two expressions.
+            weighted sum is the reward of a trajectory; each reward is also recorded under its name.
+            The name ``grader`` stands for the reward that the task names. If the mapping is empty,
+            only the reward that the task names counts.
+        judge_all: whether the judge grades the text answers of all tasks. If False, the judge
+            grades only the answers to tasks that name the reward ``judge``.
+        judge: language model that grades text answers. If no judge is configured, the reward
+            ``answer`` grades these answers.
+        code: limits of programs that are graded.
+        private_tests: folder with one file of tests per question, named by the question id; "" to
+            use the tests in the question file.
+        programs: maximum number of programs that are graded concurrently.
+        maths_s: time limit for comparing two mathematical expressions, in seconds. If the time is
+            exceeded, the answer counts as wrong.
     """
 
     answer: Annotated[str, Named(REWARDS)] = "exact_match"
@@ -110,10 +118,10 @@ class GradersConfig(Bounded):
                 raise UserError(f"rewards.{name} {why}; choose another name for {reward.path}")
 
     def check_judge(self) -> None:
-        """Refuses a run whose judge is still to be named.
+        """Checks that a judge is configured if the setting ``judge_all`` is True.
 
         Raises:
-            UserError: a judge has to grade all answers, and there is none.
+            UserError: ``judge_all`` is True, and no judge is configured.
         """
         if self.judge_all and not self.judge:
             raise UserError(
@@ -126,7 +134,7 @@ class GradersConfig(Bounded):
 class _Weighted:
     """A reward of the setting ``rewards``.
 
-    ``call`` is None for the reward that the task requests.
+    ``call`` is None for the reward ``grader``, because each task names another function.
     """
 
     name: str
@@ -135,24 +143,24 @@ class _Weighted:
 
     @property
     def of_group(self) -> bool:
-        """Whether the reward sees all samples of a task together."""
+        """Whether the reward function takes all samples of a task together."""
         return self.call is not None and "trajectories" in self.call.asks
 
 
 class Graders:
-    """All rewards of a run; may be called from several event loops.
+    """Grades trajectories with the rewards of a run. Several event loops may share one object.
 
     Attributes:
-        judge: model that judges; None if none is configured.
-        programs: semaphore of programs that are graded.
+        judge: language model that judges answers; None if no judge is configured.
+        programs: semaphore that limits how many programs are graded concurrently.
     """
 
     def __init__(self, config: GradersConfig):
-        """Looks up the rewards that the settings name, and opens their files.
+        """Looks up the rewards that the settings name, and opens the cache of the judge.
 
         Raises:
-            UserError: a reward does not exist or has wrong parameters, the judge is not named, or
-                its cache cannot be used.
+            UserError: a reward does not exist or has wrong parameters, ``judge_all`` is set and no
+                judge is configured, or the cache of the judge cannot be opened.
         """
         config.check_judge()
         self.config = config
@@ -174,7 +182,7 @@ class Graders:
         """Checks that this machine can grade the tasks.
 
         Raises:
-            UserError: a reward, a package, the sandbox or the folder of private tests is missing.
+            UserError: a reward, package, sandbox or folder of tests that the tasks need is missing.
         """
         for name in dict.fromkeys(self.measure(task) for task in tasks):
             self._bound(name)
@@ -182,7 +190,7 @@ class Graders:
                 NEEDS[name](self.config)
 
     def measure(self, task: Task) -> str:
-        """Returns the name of the reward that a task requests, under the current settings."""
+        """Returns the name of the reward that grades a task under the settings of this run."""
         if "scorer" in task.metadata:
             return str(task.metadata["scorer"])
         grader = str(task.metadata.get("grader", "exact_match"))
@@ -197,23 +205,28 @@ class Graders:
         return self._found[name]
 
     async def grade(self, task: Task, trajectory: Trajectory) -> Reward:
-        """Grades a finished trajectory, without rewards of the whole group.
+        """Grades a finished trajectory by itself, without the rewards that compare samples.
 
         Returns:
-            The reward. Its value is None, with a reason, if the trajectory cannot be judged. Its
-            parts are the name of the measure (``exact_match``, ``math``, ``code``, ``judge``, ...),
-            and ``format``, 1 if the text obeys its protocol. ``exact_match`` is 0 for programs. A
-            reward that fails has no parts.
+            The reward. ``value`` is None, with a reason, if a component of the system failed.
+            ``parts`` is empty if a reward function raised an exception. Otherwise it has these
+            keys:
+
+            * ``exact_match``: 1.0 if the answer equals an accepted answer, else 0.0. Always 0.0 for
+              a task whose answer is a program.
+            * the name of the reward that graded the answer (``math``, ``code``, ``judge``, ...), or
+              each name in the setting ``rewards``.
+            * ``format``: 1.0 if the text obeys its protocol, else 0.0.
 
         Raises:
-            UserError: a reward returned neither a number nor None, or the budget of the judge is
-                spent.
+            UserError: a reward function returned neither a number nor None, or the budget of the
+                judge is spent.
         """
         together = [reward.name for reward in self._rewards if reward.of_group]
         if together and "alone" not in self._warned:
             self._warned.add("alone")
             logging.warning(
-                "samples graded one by one get no part of %s: these rewards need all samples of a "
+                "samples graded one by one do not get the reward %s, which needs all samples of a "
                 "task together", ", ".join(together)
             )  # fmt: skip
         return await self.grade_alone(task, trajectory)
@@ -223,7 +236,7 @@ class Graders:
             return await self._grade(task, trajectory)
         except (MisfitError, BudgetSpentError):
             raise
-        except Exception as error:  # a bug must not cost the rollouts of a step
+        except Exception as error:  # a defect must not end the run, which would lose its rollouts
             kind = f"{type(error).__name__} of {task.metadata.get('grader', 'exact_match')}"
             return self._masked(task, kind, error)
 
@@ -231,9 +244,11 @@ class Graders:
         reason = f"{type(error).__name__}: {reading.reason(error)}"
         if kind not in self._warned:
             self._warned.add(kind)
+            place = traceback.extract_tb(error.__traceback__)[-1]
             logging.warning(
-                "the answer to task %s cannot be graded (%s): it is masked, and others for "
-                "which this happens are masked without a line", task.id, reason
+                "the answer to task %s cannot be graded (%s, at %s:%s): its trajectory is masked. "
+                "Later trajectories with the same error are masked without a message",
+                task.id, reason, place.filename, place.lineno,
             )  # fmt: skip
         return Reward(None, {}, reason)
 
@@ -270,7 +285,7 @@ class Graders:
         return Reward(sum(each.weight * parts[each.name] for each in single), parts)
 
     def _exact(self, task: Task, trajectory: Trajectory, name: str) -> float:
-        """Returns 1.0 if the answer is an accepted one, for any other measure of the task."""
+        """Returns 1.0 if the answer equals an accepted one, whatever reward the task names."""
         if name == "code":
             return 0.0
         plain = "reasoning_gym" if "scorer" in task.metadata else "exact_match"
@@ -278,7 +293,7 @@ class Graders:
         return score
 
     async def _call(self, name: str, task: Task, trajectory: Trajectory) -> float | None:
-        """Returns the result of a reward, given by short name or path."""
+        """Returns the result of the reward with a short name or a path."""
         return await self._score(name, self._bound(name), task, trajectory)
 
     async def _score(
@@ -298,20 +313,21 @@ class Graders:
         }
 
     async def grade_group(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Reward]:
-        """Grades all samples of a task like `grade`, including rewards that need them together."""
+        """Grades all samples of a task, also with the rewards that compare samples."""
         graded = await asyncio.gather(*(self.grade_alone(task, t) for t in trajectories))
         return await self.grade_together(task, trajectories, graded)
 
     async def grade_together(
         self, task: Task, trajectories: Sequence[Trajectory], alone: Sequence[Reward]
     ) -> list[Reward]:
-        """Adds the rewards that need the samples of a task together.
+        """Adds the rewards that compare the samples of a task.
 
-        These rewards see the samples that have a value; the others stay masked.
+        The functions of these rewards get only the samples whose reward has a value so far. Samples
+        whose reward has the value None stay masked.
 
         Args:
             task: the task.
-            trajectories: its samples.
+            trajectories: the samples of the task.
             alone: result of `grade_alone` for each sample.
         """
         graded = list(alone)
@@ -344,7 +360,8 @@ class Graders:
     async def grade_many(self, pairs: Iterable[tuple[Task, Trajectory]]) -> list[Reward]:
         """Grades many trajectories concurrently.
 
-        Adjacent trajectories of the same task and the same prompt form a group (`grade_group`).
+        Adjacent trajectories of the same task and the same prompt form a group for `grade_group`.
+        The rewards are returned in the order of the pairs.
         """
 
         def group_of(pair: tuple[Task, Trajectory]) -> tuple[int, Any]:
@@ -355,7 +372,7 @@ class Graders:
         return [reward for rewards in await asyncio.gather(*graded) for reward in rewards]
 
     def __call__(self, task: Task, trajectory: Trajectory) -> Reward:
-        """`grade` for synchronous code, inside or outside an event loop."""
+        """Grades like `grade`, for synchronous code. An event loop may run in the same thread."""
         coroutine = self.grade(task, trajectory)
         if self._waits(task):
             return run_blocking(coroutine)
@@ -375,7 +392,7 @@ class Graders:
 
 
 def _is_slow(call: Bound) -> bool:
-    """Returns whether a reward may wait: it is async, or custom."""
+    """Returns whether a reward function may block: it is asynchronous, or custom."""
     ours = str(getattr(call.found, "__module__", "")).startswith("coa_jax.")
     return not ours or inspect.iscoroutinefunction(call.found)
 
@@ -390,7 +407,7 @@ async def _result(call: Bound, offered: Mapping[str, Any]) -> Any:
 
 
 def _number(name: str, found: Any) -> float | None:
-    """Validates the number of a reward; booleans count as numbers."""
+    """Validates the result of a reward function. A boolean becomes 0.0 or 1.0."""
     if found is None:
         return None
     try:
@@ -403,7 +420,7 @@ def _number(name: str, found: Any) -> float | None:
 
 
 def _numbers(name: str, found: Any, count: int) -> list[float | None]:
-    """Validates the numbers of a reward of a group."""
+    """Validates the result of a reward function that takes all samples of a task together."""
     if isinstance(found, str) or not isinstance(found, Iterable):
         found = [found]
     numbers = list(found)
@@ -427,5 +444,5 @@ def _default() -> Graders:
 
 
 def grade(task: Task, trajectory: Trajectory) -> Reward:
-    """Grades a finished trajectory with the default settings; see `Graders.grade`."""
+    """Grades a finished trajectory like `Graders.grade`, with the default settings."""
     return _default()(task, trajectory)

@@ -1,9 +1,13 @@
-"""Compares answers with accepted answers.
+"""Compares the answers of a policy with the accepted answers of a task.
 
-The comparison is exact match after the usual normalisation (paper §4.1.1, eq 9), without the bugs
-of the released grader. A text that is empty after normalisation matches only itself. An answer that
-hedges with a wrong alternative is wrong. A list of required answers needs all of them. Another name
-of the right answer is harmless. Numbers are compared by value ("1.5" is not "15", "-5" is not "5").
+The comparison is exact match after the usual normalisation (Chain-of-Agents paper §4.1.1, eq 9),
+without the bugs of the released grader:
+
+* A text that is empty after normalisation, such as "The The", matches only itself.
+* An answer that joins several alternatives with "|" is wrong if one alternative is wrong. Several
+  accepted names of the same thing are right.
+* If an accepted answer is a list "A|B", the answer must contain all members of the list.
+* Numbers are compared by value: "1.5" is not "15", and "-5" is not "5".
 """
 
 from __future__ import annotations
@@ -18,8 +22,9 @@ from collections.abc import Iterable
 from coa_jax.protocol import split_answers
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
-# Accents of Latin, Greek and Cyrillic, and the vowel points that Hebrew and Arabic may omit. Other
-# marks form other letters: the Japanese words for Bali and Paris differ only in such a mark.
+# These combining marks are removed: accents of Latin, Greek and Cyrillic, and vowel points, which
+# are optional in Hebrew and Arabic. Other marks form another letter and stay: the Japanese words
+# for Bali and Paris differ only in such a mark.
 _MARKS = re.compile(
     "[\u0300-\u036f\u0591-\u05bd\u05bf\u05c1\u05c2\u05c4\u05c5\u05c7\u064b-\u0652\u0670]"
 )
@@ -41,7 +46,7 @@ _GROUPED = re.compile(r"(?<![\d.,'])\d{1,3}(?:[,']\d{2,3})*[,']\d{3}(?!\d|[,']\d
 _NUMERAL = re.compile(r"(?:(?<!\w)(-?\.?))?(\d+(?:[^\w\s]+\d+)*)")
 _BESIDE_NUMBERS = str.maketrans("", "", "$£€¥%")
 _LONG_TEXT = 1000  # characters
-_LONG_NUMBER = 7  # digits of telephone numbers, ISBNs, dates; punctuation only groups them
+_LONG_NUMBER = 7  # digits; in a phone number, ISBN or date punctuation only groups the digits
 _ARTICLE = re.compile(r"\A\s*(?:a|an|the)\s+", re.IGNORECASE)
 _SPELLINGS = {
     "sq km": "sq km, km2, km², square km, square kilometers, square kilometres",
@@ -83,7 +88,7 @@ _SPELLINGS = {
 
 _UNITS = {text: unit for unit, texts in _SPELLINGS.items() for text in texts.split(", ")}
 _FLOAT_NOISE = decimal.Decimal("1e-14")  # 0.1 + 0.2 prints as 0.30000000000000004
-_PLAIN_WORDS = re.compile(r"(?:[a-z]{3,}(?: [a-z]{3,}){0,2} ?)?")  # linear time
+_PLAIN_WORDS = re.compile(r"(?:[a-z]{3,}(?: [a-z]{3,}){0,2} ?)?")  # matches in linear time
 _NO_UNITS = frozenset(
     {"not", "nor", "and", "but", "plus", "minus", "times", "half", "maybe", "perhaps", "possibly"}
     | {"wrong", "incorrect", "false", "never", "none", "unknown", "nothing", "something", "else"}
@@ -96,15 +101,16 @@ _SCALES = {"thousand": 10**3, "million": 10**6, "billion": 10**9, "trillion": 10
 
 
 def normalize_answer(text: str) -> str:
-    """Removes case, accents, vowel points, punctuation, articles and double spaces.
+    """Normalises a text so that texts that differ only in spelling details become equal.
 
-    Punctuation is that of ASCII, including its typographic quotes and dashes.
+    The result is in lower case, without accents, vowel points, punctuation, English articles and
+    double spaces. Punctuation here means ASCII punctuation, and typographic quotes and dashes.
     """
     return _without_punctuation(_folded(text))
 
 
 def _folded(text: str) -> str:
-    if text.isascii():  # most texts: only case changes
+    if text.isascii():  # the most frequent case, in which only capital letters change
         return text.lower()
     if len(text) > _LONG_TEXT:
         text = _with_few_marks(text)
@@ -113,9 +119,10 @@ def _folded(text: str) -> str:
 
 
 def _with_few_marks(text: str) -> str:
-    """Removes marks beyond 30 on a letter, the maximum of Unicode's stream-safe texts.
+    """Keeps at most 30 combining marks per letter, the limit of Unicode's stream-safe format.
 
-    Python sorts the marks of a letter in quadratic time.
+    Python sorts the combining marks of a letter in quadratic time, so a long sequence of marks
+    would take minutes.
     """
     runs = itertools.groupby(text, lambda c: c == "\u034f" or unicodedata.combining(c) > 0)
     return "".join("".join(itertools.islice(run, 30) if marks else run) for marks, run in runs)
@@ -126,10 +133,14 @@ def _without_punctuation(folded: str) -> str:
 
 
 def parse_number(text: str) -> tuple[decimal.Decimal, str] | None:
-    """Parses (value, unit) of a text that is only a number; the unit may be "".
+    """Parses a text that contains only a number and, optionally, its unit.
 
-    Thousands separators, "million" and similar words, and one known unit or up to three plain words
-    after the number are accepted. "30 September 1966" and "5N" are not numbers.
+    The number may have thousands separators and a word such as "million" after it. The unit is a
+    unit of measurement, or up to three words that name the counted things, such as "people".
+
+    Returns:
+        (value, unit), where the unit is "" if there is none; None if the text is not only a number
+        and a unit, for example "5N" or "30 September 1966".
     """
     found = _NUMBER.fullmatch(text.strip().rstrip("."))
     if not found:
@@ -148,7 +159,7 @@ def parse_number(text: str) -> tuple[decimal.Decimal, str] | None:
 
 
 def _bare(text: str) -> str:
-    """Strips what may surround a whole answer: quotes, asterisks, an article, a full stop."""
+    """Removes quotes, asterisks, parentheses, an article and a full stop around an answer."""
     text = text.strip()
     inner = _ARTICLE.sub("", text.lstrip("\"'\u201c\u2018*`("))
     end = len(inner.rstrip("\"'\u201d\u2019*`)."))
@@ -156,21 +167,21 @@ def _bare(text: str) -> str:
 
 
 def _same(answer: str, gold: str, units: frozenset[str]) -> bool:
-    """Returns whether an answer equals a gold answer.
+    """Returns whether an answer equals an accepted answer.
 
     Args:
-        answer: the given answer.
+        answer: the answer of the policy.
         gold: the accepted answer.
-        units: units of the accepted answers. An answer with a unit must have one of them, unless no
-            accepted answer has a unit.
+        units: units of all accepted answers of the task. An answer that has a unit must have one of
+            these units, unless ``units`` is empty.
     """
     number, given = parse_number(gold), parse_number(_bare(answer))
     if number is None:
         return _same_text(answer, gold)
     if number[1] and number[1] not in _SPELLINGS:
-        # "12 Angry Men": the words may be part of a name, so the number alone is not the answer. A
-        # unit is different: "30" fully answers "How many minutes?" with the gold answer "30
-        # minutes".
+        # Words that are not a known unit may be part of a name ("12 Angry Men"), so the number
+        # alone is not the answer. A known unit may be left out: "30" fully answers "How many
+        # minutes?", for which the accepted answer is "30 minutes".
         return _same_text(answer, gold) or given == number
     if given is None or (given[1] and units and given[1] not in units):
         return False
@@ -180,16 +191,20 @@ def _same(answer: str, gold: str, units: frozenset[str]) -> bool:
 def _same_text(answer: str, gold: str) -> bool:
     given, wanted = _folded(answer), _folded(gold)
     normal = _without_punctuation(wanted)
-    if not normal:  # "A", "The The", "!!!": normalisation removes everything
+    if not normal:  # normalisation removes every character, for example of "A", "The The" or "!!!"
         return _bare(answer).casefold() == _bare(gold).casefold()
     return normal == _without_punctuation(given) and _numerals(given) == _numerals(wanted)
 
 
 def _numerals(folded: str) -> list[str]:
-    """Returns the numbers in a normalised text with their punctuation, in one spelling.
+    """Returns the numbers in a text, with their punctuation in a uniform spelling.
 
-    Punctuation includes the sign (a hyphen that does not follow a letter or digit), the decimal
-    point, and the separators between numbers ("2-1", "1:30", "1/2").
+    A sign (a hyphen that does not follow a letter or digit) and a decimal point are kept. Any other
+    separator ("2-1", "1:30", "1/2") becomes "-", or disappears from a number of seven or more
+    digits.
+
+    Args:
+        folded: a text in lower case without accents, see `_folded`.
     """
     text = re.sub("-+", "-", folded.translate(_BESIDE_NUMBERS))
     text = _GROUPED.sub(lambda found: re.sub("[,']", "", found[0]), text)
@@ -205,18 +220,20 @@ def _numerals(folded: str) -> list[str]:
 
 def _same_value(a: decimal.Decimal, b: decimal.Decimal) -> bool:
     if a == a.to_integral_value() and b == b.to_integral_value():
-        return a == b  # exact for integers: only fractions have noise
+        return a == b  # integers must be equal, because only fractions have rounding errors
     return abs(a - b) <= _FLOAT_NOISE * max(abs(a), abs(b))
 
 
 def grade_answer(answer: str | None, gold: Iterable[str] | str) -> float:
     """Returns 1.0 if an answer is right, else 0.0.
 
+    An answer "X|Y" has the parts X and Y. The answer is right in two cases: each of its parts is an
+    accepted answer, or its parts are the members of one accepted answer of the form "A|B", in any
+    order.
+
     Args:
-        answer: body of the answer; several answers are joined by "|". None is wrong.
-        gold: accepted answers, or one string for a single one. An answer is right if each of its
-            parts is an accepted answer, or if its parts form the same set as an accepted answer
-            "A|B".
+        answer: answer of the policy. None, which means that the policy gave no answer, is wrong.
+        gold: accepted answers. A string is a single accepted answer.
     """
     accepted = (gold,) if isinstance(gold, str) else tuple(gold)
     parts = [part for part in split_answers(answer or "") if part.strip()]

@@ -1,9 +1,11 @@
-"""A language model that judges whether an answer means the same as the gold answer (paper §4.1).
+"""Asks a language model whether an answer means the same as the accepted answer.
 
-The judged answer was written by a model that may try to influence its judge. The answer is shown as
-a JSON string between marks that its author cannot know. Only an object of exactly the specified
-form counts as a verdict. For any other reply the judge is asked again, and finally there is no
-verdict.
+The Chain-of-Agents paper grades web tasks in this way (§4.1).
+
+The policy that wrote the answer may try to influence the judge. Therefore the judge sees the answer
+as a JSON string between marks that the policy cannot know, and only a JSON object of exactly the
+specified form counts as a verdict. After any other reply the judge is asked again. If no attempt
+gives a verdict, the answer has no verdict.
 """
 
 from __future__ import annotations
@@ -55,17 +57,19 @@ Write one JSON object and nothing else: {{"rationale": "one sentence", "judgemen
 
 @dataclasses.dataclass(frozen=True)
 class JudgeConfig(Bounded):
-    """The judge's model, and how it is used.
+    """The settings of the judge, a language model that grades answers.
 
     Attributes:
-        chat: endpoint of the model; without a url there is no judge.
-        attempts: number of requests for a verdict, if the replies are invalid.
-        concurrency: number of concurrent requests.
-        answer_chars: longer answers count as incorrect without asking the judge.
-        cache: path of an SQLite file in which verdicts are stored; "" for none.
-        patience: seconds for which a failing or overloaded endpoint is asked again, with growing
-            pauses, before an answer is left without a verdict. RL waits during this time; otherwise
-            it would spend its steps on masked samples.
+        chat: chat endpoint of the model. If its url is empty, no judge is configured.
+        attempts: maximum number of requests per answer. A request is repeated if the judge's reply
+            contains no valid verdict.
+        concurrency: maximum number of concurrent requests.
+        answer_chars: maximum length of an answer in characters. A longer answer counts as wrong
+            without a request.
+        cache: path of an SQLite file that stores verdicts; "" stores no verdicts.
+        patience: maximum time in seconds for which a request is repeated, with growing pauses, if
+            the endpoint is down or overloaded. After this time, the answer has no verdict, and RL
+            masks the sample. RL waits for the judge meanwhile, so that fewer samples are masked.
     """
 
     chat: ChatConfig = dataclasses.field(
@@ -82,17 +86,17 @@ class JudgeConfig(Bounded):
 
 
 class Judge:
-    """Requests verdicts; any number of event loops may share it.
+    """Requests verdicts on answers from a language model. Several event loops may share one judge.
 
     Attributes:
-        no_verdict: reason of a missing verdict -> number of answers.
+        no_verdict: number of answers without a verdict, by reason.
     """
 
     def __init__(self, config: JudgeConfig):
-        """Opens the cache.
+        """Opens the cache of verdicts, if the settings name one.
 
         Raises:
-            UserError: the cache cannot be used, or openai is not installed.
+            UserError: the cache cannot be opened, or the package openai is not installed.
         """
         if config:
             check_client()
@@ -102,12 +106,17 @@ class Judge:
         self.no_verdict: Counter[str] = Counter()
 
     async def __call__(self, question: str, gold: Sequence[str], answer: str) -> bool | None:
-        """Returns whether an answer is right; None without a verdict.
+        """Returns whether an answer is right, or None if the judge gives no verdict.
 
-        An empty answer is wrong without a request.
+        An empty or too long answer is wrong without a request.
+
+        Args:
+            question: question of the task.
+            gold: accepted answers.
+            answer: answer of the policy.
 
         Raises:
-            UserError: the key of the endpoint is not in the environment.
+            UserError: the environment variable with the API key of the endpoint is not set.
         """
         answer = answer.strip()
         if not answer or len(answer) > self._config.answer_chars:
@@ -116,16 +125,21 @@ class Judge:
         return await self.decide(_SYSTEM, _PROMPT, data)
 
     async def decide(self, system: str, prompt: str, data: Mapping[str, object]) -> bool | None:
-        """Requests a verdict (`parse_verdict`) on any data; returns None without a verdict.
+        """Requests a verdict on any question about given data.
 
         Args:
-            system: system message of the judge.
-            prompt: the question to decide, with a slot ``{mark}`` around the data and one slot per
-                entry of the data.
-            data: JSON values, which the judge sees as JSON strings.
+            system: system message of the request.
+            prompt: template of the user message. ``{NAME}`` is replaced by the entry NAME of
+                ``data``, and ``{mark}`` by a random string. Write ``{mark}`` before and after the
+                data, so that the data cannot imitate its end. The template must ask for a reply in
+                the form that `parse_verdict` parses.
+            data: name -> JSON value. The judge sees each value encoded as JSON.
+
+        Returns:
+            Whether the verdict is "correct"; None if the judge gives no verdict.
 
         Raises:
-            UserError: the key of the endpoint is not in the environment.
+            UserError: the environment variable with the API key of the endpoint is not set.
         """
         key = key_of("judge", self._config.chat.model, system, prompt, *data.values())
         known = await asyncio.to_thread(self._store.get, key) if self._store else None
@@ -147,7 +161,7 @@ class Judge:
     async def _ask(
         self, system: str, prompt: str, data: Mapping[str, object]
     ) -> tuple[bool, str] | str:
-        """Returns (correct, rationale), or the reason for a missing verdict."""
+        """Returns (whether the answer is correct, rationale), or why there is no verdict."""
         shown = {name: _quoted(value) for name, value in data.items()}
         for _ in range(self._config.attempts):
             asked = prompt.format(mark=f"[{secrets.token_hex(8)}]", **shown)
@@ -161,10 +175,13 @@ class Judge:
                 return f"{self._config.chat.url}: {error.message}"
             if verdict is not None:
                 return verdict
-        return f"{self._config.chat.model} gave none in the form that was asked for"
+        return f"{self._config.chat.model} gave no verdict in the required format"
 
     async def _reply(self, messages: list[dict[str, str]]) -> str:
-        """Returns the endpoint's reply; `chat` retries short outages, this method long ones."""
+        """Returns the reply of the endpoint.
+
+        `chat` repeats requests during short outages, this method during long outages.
+        """
         now = asyncio.get_running_loop().time
         end, pause = now() + self._config.patience, _FIRST_PAUSE_S
         while True:
@@ -175,7 +192,7 @@ class Judge:
                     raise
                 if pause == _FIRST_PAUSE_S:
                     logging.warning(
-                        "the judge at %s does not answer: %s; asking again for up to %.0f s",
+                        "the judge at %s does not answer: %s; trying again for up to %.0f s",
                         self._config.chat.url, error.message, self._config.patience,
                     )  # fmt: skip
             await asyncio.sleep(min(pause, end - now()))
@@ -183,12 +200,16 @@ class Judge:
 
 
 def _quoted(value: object) -> str:
-    """Encodes as ASCII JSON, without line ends, invisible characters or the secret mark."""
+    """Encodes a value as ASCII JSON, which contains no line ends and no invisible characters."""
     return json.dumps(value, ensure_ascii=True)
 
 
 def parse_verdict(text: str) -> tuple[bool, str] | None:
-    """Parses (correct, rationale) from a reply of exactly the specified form; else None."""
+    """Parses the judge's reply ``{"rationale": TEXT, "judgement": "correct" or "incorrect"}``.
+
+    Returns:
+        (whether the judgement is "correct", rationale); None for a reply of any other form.
+    """
     value = parse_object(text, {"rationale", "judgement"})
     if value is None:
         return None
@@ -199,9 +220,16 @@ def parse_verdict(text: str) -> tuple[bool, str] | None:
 
 
 def parse_object(text: str, keys: Set[str]) -> dict[str, Any] | None:
-    """Parses a JSON object with exactly these keys, fenced or bare; any other reply gives None.
+    """Parses a reply that consists of one JSON object, optionally in a Markdown code block.
 
-    A thought before the object is skipped.
+    A thought (``<think>...</think>``) before the object is skipped.
+
+    Args:
+        text: reply of a model.
+        keys: keys that the object must have. The object must have no other key.
+
+    Returns:
+        The object; None if the reply has another form.
     """
     try:
         value = json.loads(without_fence(without_thought(text)), object_pairs_hook=_no_doubles)

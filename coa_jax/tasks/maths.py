@@ -1,7 +1,7 @@
-"""Compares mathematical expressions with ``math-verify``.
+"""Compares mathematical expressions with the package ``math-verify``.
 
-The comparison runs in a process that can be killed, because an expression such as a tower of powers
-can occupy a computer algebra system forever.
+The comparison runs in a separate process that can be killed, because some expressions, such as a
+tower of powers, occupy a computer algebra system for an unlimited time.
 """
 
 from __future__ import annotations
@@ -28,14 +28,15 @@ _FUNCTIONS = re.compile(r"sqrt|sin|cos|tan|log|exp|alpha|beta|gamma|delta|theta|
 
 
 class MathsUnsureError(Exception):
-    """No verdict: the comparison itself failed, for a reason other than the answer."""
+    """Says that the comparison failed through no fault of the answer, so there is no verdict."""
 
 
 def _expression(text: str) -> str:
-    r"""Extracts the expression to compare: the content of ``\boxed``, without dollar signs.
+    r"""Extracts the expression to compare from an answer.
 
-    In a sentence with a single formula, the formula is used. Formulas that are parts of a larger
-    formula or of a list stay together.
+    If there is a ``\boxed``, only its content is considered. A single formula between dollar signs
+    in a sentence is the expression, without the dollar signs. If the formulas are parts of a larger
+    formula or of a list, the whole formula or list is the expression.
     """
     boxed = parse_boxed(text)
     text = text if boxed is None else boxed
@@ -53,13 +54,19 @@ def _expression(text: str) -> str:
 
 
 def is_expression(gold: str) -> bool:
-    """Returns whether a gold answer contains something that answers can be compared with."""
+    """Returns whether an accepted answer contains a mathematical expression for comparisons.
+
+    The expression must have between 1 and 2000 characters.
+    """
     wanted = _expression(gold)
     return 0 < len(wanted) <= _LONGEST
 
 
 def _balanced(text: str) -> bool:
-    """Returns whether braces are balanced; otherwise they could close the box around the text."""
+    r"""Returns whether the braces of a text are balanced.
+
+    An unbalanced closing brace would end the ``\boxed`` that `verify` writes around the text.
+    """
     depth = 0
     for brace in re.findall(r"\\.|[{}]", text):
         depth += {"{": 1, "}": -1}.get(brace, 0)
@@ -69,7 +76,14 @@ def _balanced(text: str) -> bool:
 
 
 def verify(gold: str, answer: str) -> bool:
-    """Compares two expressions; runs in a worker."""
+    """Returns whether math-verify considers two expressions equal.
+
+    This function must run in a worker process, which can be killed, because it may never return.
+
+    Args:
+        gold: accepted expression in LaTeX.
+        answer: expression of the answer in LaTeX.
+    """
     import math_verify
 
     first, second = (
@@ -79,7 +93,11 @@ def verify(gold: str, answer: str) -> bool:
 
 
 def check_installed() -> None:
-    """Raises UserError unless the package math-verify is installed."""
+    """Checks that the package math-verify is installed.
+
+    Raises:
+        UserError: the package is not installed.
+    """
     if importlib.util.find_spec("math_verify") is None:
         raise missing("grading of maths", "math-verify", "maths")
 
@@ -91,9 +109,9 @@ def _workers() -> Workers:
 
 
 def _same_number(given: str, wanted: str) -> bool:
-    """Returns whether both are the same number.
+    """Returns whether two texts are the same number.
 
-    One of them may be followed by words for what is counted.
+    One of the numbers may be followed by words for the counted things, as in "12 apples".
     """
     first, second = parse_number(given), parse_number(wanted)
     if first is None or second is None or first[0] != second[0]:
@@ -105,17 +123,19 @@ def _same_number(given: str, wanted: str) -> bool:
 
 
 def same_expression(answer: str | None, gold: str, timeout: float = 10.0) -> bool:
-    r"""Returns whether an answer equals a gold answer, in any form of writing.
+    r"""Returns whether an answer is mathematically equal to an accepted answer.
 
     Args:
-        answer: body of an answer, with or without ``\boxed`` and dollar signs.
-        gold: the gold answer, in the same forms.
-        timeout: seconds after which the answer counts as wrong. Time in which other comparisons
-            occupied all processes does not count, up to six times as many seconds.
+        answer: answer of the policy, with or without ``\boxed`` and dollar signs. None, which means
+            that the policy gave no answer, is wrong.
+        gold: accepted answer, with or without ``\boxed`` and dollar signs.
+        timeout: time limit of the comparison in seconds, after which the answer counts as wrong.
+            Before the comparison starts, the function waits for a free process, for up to six times
+            ``timeout``.
 
     Raises:
         UserError: math-verify is not installed.
-        MathsUnsureError: the process for the comparison cannot be run.
+        MathsUnsureError: all processes are busy with other comparisons for too long.
     """
     if answer is None:
         return False
@@ -137,4 +157,4 @@ def same_expression(answer: str | None, gold: str, timeout: float = 10.0) -> boo
     except WorkerBusyError as error:
         raise MathsUnsureError(str(error)) from error
     except WorkerError:
-        return False  # an expression that crashes the parser is not the answer
+        return False  # an expression that makes the parser fail is not the right answer

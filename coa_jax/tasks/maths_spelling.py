@@ -1,7 +1,8 @@
-"""Rewrites mathematics as people type it into LaTeX, the input of ``math-verify``.
+"""Converts mathematics that is typed without LaTeX to LaTeX, the input of ``math-verify``.
 
-Policies answer ``π/6``, ``3½`` or ``2**10`` as often as in LaTeX. Without this step the parser
-reads such signs as words, and some plain spellings as other values (``1 2/7`` as 3/7).
+Policies write ``π/6``, ``3½`` or ``2**10`` as often as LaTeX. Without this conversion the parser of
+``math-verify`` reads such symbols as words, and assigns wrong values to some expressions (3/7 to
+``1 2/7``).
 """
 
 from __future__ import annotations
@@ -59,7 +60,7 @@ _NEEDLESS = re.compile(r"(?<![A-Za-z0-9])\s+|\s+(?![A-Za-z0-9])")
 
 
 def in_latex(text: str) -> str:
-    """Writes signs, roots, powers, mixed fractions and spelt-out fractions of a text as LaTeX."""
+    """Converts Unicode symbols, roots, powers, fractions and inequalities of a text to LaTeX."""
     text = _FRACTION.sub(_fraction, text)
     text = re.sub("[⁰¹²³⁴⁵⁶⁷⁸⁹⁺⁻ⁿ]+", lambda m: f"^{{{m[0].translate(_RAISED)}}}", text)
     text = text.translate(_SIGNS)
@@ -75,7 +76,11 @@ def _fraction(found: re.Match[str]) -> str:
 
 
 def _as_intervals(text: str) -> str:
-    """Writes ``-2 < x \\le 7`` as ``(-2,7]``, several joined by "or" as a union; else the text."""
+    """Writes an inequality such as ``-2 < x \\le 7`` as the interval ``(-2,7]``.
+
+    Several inequalities joined by "or" become a union of intervals. Any other text is returned
+    unchanged, and also a single inequality with one bound, which math-verify can read.
+    """
     pieces = [_interval(piece) for piece in _OR.split(text)]
     known = [piece for piece in pieces if piece is not None]
     variables = {variable for variable, _ in known}
@@ -86,7 +91,7 @@ def _as_intervals(text: str) -> str:
 
 
 def _interval(text: str) -> tuple[str, str] | None:
-    """Parses (variable, interval) of one inequality."""
+    """Parses one inequality; returns (variable, interval), or None for any other text."""
     if found := _BETWEEN.fullmatch(text):
         low, open_low, variable, open_high, high = found.groups()
         return variable, f"{'(' if open_low else '['}{low},{high}{')' if open_high else ']'}"
@@ -98,5 +103,5 @@ def _interval(text: str) -> tuple[str, str] | None:
 
 
 def tight(text: str) -> str:
-    """Removes the blanks that separate nothing, only for comparison."""
+    """Removes spaces that do not separate two words or numbers, so that texts can be compared."""
     return _NEEDLESS.sub("", text)

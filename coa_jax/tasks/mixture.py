@@ -1,4 +1,4 @@
-r"""The tasks of a run, from one source or from a weighted mixture of sources.
+r"""Loads the tasks of a run from one source, or from a weighted mixture of several sources.
 
     --config.tasks= --config.mixture.facts.tasks=factbook:hops=1 --config.mixture.facts.weight=2 \
         --config.mixture.sums.tasks=arithmetic
@@ -21,14 +21,14 @@ from coa_jax.tasks.base import SPLITS, Task
 
 @dataclasses.dataclass(frozen=True)
 class Part(Bounded):
-    """One source of a mixture.
+    """The settings of one source in a mixture.
 
     Attributes:
         tasks: task source, see `tasks.load_tasks`.
-        weight: relative frequency of its tasks in training.
-        options: options of the source, see `tasks.load_tasks`.
-        num_tasks: number of tasks; 0 for the number of the run.
-        split: split of the source; "" for the split of the run.
+        weight: how often training draws a task of this source, relative to the other sources.
+        options: option name -> value for the source, see `tasks.load_tasks`.
+        num_tasks: number of tasks to load; 0 loads as many as the run requests.
+        split: split to read; "" reads the split that the run requests.
     """
 
     tasks: Place
@@ -39,26 +39,29 @@ class Part(Bounded):
 
 
 class Sources(Protocol):
-    """The settings of a run for the source of its tasks: one source, or several by name."""
+    """Settings that name the task source of a run, or several sources.
+
+    Exactly one of ``tasks`` and ``mixture`` must be set.
+    """
 
     @property
     def tasks(self) -> str:
-        """The source; "" if there are several."""
+        """The task source; "" if ``mixture`` names several sources."""
 
     @property
     def task_options(self) -> Mapping[str, Any]:
-        """Options of the source."""
+        """Option name -> value for the source ``tasks``."""
 
     @property
     def mixture(self) -> Mapping[str, Any]:
-        """Name -> settings of a `Part`; empty if there is one source."""
+        """Name of a source -> its settings (`Part`); empty if the run has the source ``tasks``."""
 
 
 def parts_of(sources: Sources) -> dict[str, Part]:
-    """Returns the parts by name; a single source has the name "".
+    """Returns name of a source -> settings. If the run has a single source, its name is "".
 
     Raises:
-        UserError: there is no source, both a source and a mixture are set, or a setting is wrong.
+        UserError: neither ``tasks`` nor ``mixture`` is set, both are set, or a setting is invalid.
     """
     if not sources.mixture:
         if not sources.tasks:
@@ -77,17 +80,24 @@ def parts_of(sources: Sources) -> dict[str, Part]:
 def load_parts(
     sources: Sources, split: str, n: int | None, seed: int, protocol: str = ""
 ) -> dict[str, list[Task]]:
-    """Returns the tasks of each part, by its name.
+    """Loads the tasks of each source of a run.
 
-    The name of its part becomes the source of a task (also in its metadata, by which results are
-    broken down), and a prefix of its id.
+    In a mixture, ``Task.source`` of each task becomes the name of its source, and ``Task.id`` gets
+    this name as a prefix. The metadata key ``source`` also contains the name, so that evaluations
+    can group results by source.
 
     Args:
-        sources: the settings.
-        split, n, seed, protocol: see `load_tasks`; a part may set its own split and number.
+        sources: the settings of the sources.
+        split: split to read from sources that set no ``split``.
+        n: number of tasks to load from each source that sets no ``num_tasks``; None for all.
+        seed: seed of the random choice and order of the tasks.
+        protocol: default protocol, see `load_tasks`.
+
+    Returns:
+        Name of a source -> its tasks. If the run has a single source, its name is "".
 
     Raises:
-        UserError: see `parts_of` and `load_tasks`.
+        UserError: for the reasons that `parts_of` and `load_tasks` list.
     """
     found = {}
     for name, part in parts_of(sources).items():
@@ -103,16 +113,22 @@ def _of_part(task: Task, name: str) -> Task:
 
 
 def load_shares(sources: Sources, split: str, n: int, seed: int) -> list[Task]:
-    """``n`` tasks in all, of each part as many as its weight is of all weights, rounded.
+    """Loads about ``n`` tasks in total, divided among the sources in proportion to their weights.
 
-    A part that names its ``num_tasks`` gives that many.
+    A source that sets ``num_tasks`` gives this number of tasks instead of its share. Shares are
+    rounded, so the total may differ from ``n``.
 
     Args:
-        sources: the settings.
-        split, n, seed: see `load_parts`.
+        sources: the settings of the sources.
+        split: split to read from sources that set no ``split``.
+        n: total number of tasks.
+        seed: seed of the random choice and order of the tasks.
+
+    Returns:
+        The tasks of all sources, one source after the other.
 
     Raises:
-        UserError: see `load_parts`.
+        UserError: for the reasons that `parts_of` and `load_tasks` list.
     """
     parts = parts_of(sources)
     total = sum(part.weight for part in parts.values())
@@ -125,12 +141,12 @@ def load_shares(sources: Sources, split: str, n: int, seed: int) -> list[Task]:
 
 
 def stream_of(sources: Sources, tasks: Mapping[str, Sequence[Task]], seed: int) -> Sequence[Task]:
-    """Returns an endless stream of tasks in training order; see `alternate`.
+    """Returns the endless sequence of tasks that training uses, see `alternate`.
 
     Args:
-        sources: the settings.
-        tasks: tasks of each part, see `load_parts`.
-        seed: seed of the orders.
+        sources: the settings of the sources.
+        tasks: name of a source -> its tasks, as `load_parts` returns them.
+        seed: seed of the random order of the tasks.
     """
     parts = parts_of(sources)
     weights = [part.weight for part in parts.values()]
@@ -138,17 +154,19 @@ def stream_of(sources: Sources, tasks: Mapping[str, Sequence[Task]], seed: int) 
 
 
 def alternate(parts: Sequence[Sequence[Any]], weights: Sequence[float], seed: int) -> Any:
-    """Returns an endless stream that repeats the parts, in proportion to their weights.
+    """Mixes several sequences into an endless sequence.
 
-    A part is shuffled anew in every pass. An index gives the same item in every run.
+    The weight of a sequence says how often the next item is taken from this sequence. Each sequence
+    is repeated, and shuffled anew for each repetition. The item at an index depends only on the
+    arguments.
 
     Args:
-        parts: the parts, none of them empty.
-        weights: one weight per part; ignored if there is a single part.
-        seed: seed of the orders.
+        parts: the sequences. Each must contain at least one item.
+        weights: relative frequency of each sequence. A single sequence needs no weight.
+        seed: seed of the random orders.
 
     Returns:
-        A ``grain.MapDataset``.
+        The sequence, a ``grain.MapDataset``.
     """
     orders = [grain.MapDataset.source(part).seed(seed).shuffle().repeat() for part in parts]
     return orders[0] if len(orders) == 1 else grain.MapDataset.mix(orders, weights).seed(seed)

@@ -1,8 +1,10 @@
-"""Reads tests that are stored separately from the question file, one file per question.
+"""Reads private tests: tests that are stored outside the question file, in one file per question.
 
-``ID.json`` has the same content as a question file (see ``coa_jax.tasks.code_tests.read_tests``),
-or LiveCodeBench's own fields. ``ID.pkl`` is the output of the release's download script. Code in a
-pickle never runs: a plain record replaces every class that it names. Sizes are bounded.
+The file ``ID.json`` or ``ID.pkl`` contains the tests of the question ID. A JSON file contains the
+same object as a question file (see ``coa_jax.tasks.code_tests.read_tests``) or the fields of
+LiveCodeBench. Pickle files are written by the download script of the release. Reading a pickle
+never runs code from the file, because a simple record replaces each class that the file names. The
+size of the tests is bounded.
 """
 
 from __future__ import annotations
@@ -26,15 +28,15 @@ _DAMAGED = (*reading.MALFORMED, EOFError, ImportError, pickle.UnpicklingError, z
 
 
 _NODES = 1_000_000
-"""Maximum number of values in a pickle; LiveCodeBench has about a hundred tests, some of
-megabytes.
-"""
+"""Maximum number of values in a pickle. A question of LiveCodeBench has about a hundred tests."""
+_TUPLES = 10_000
+"""Maximum number of tuples in a pickle: Python crashes when it hashes a tuple of greater depth."""
 _INFLATED = 1 << 30
 """Maximum size of packed tests in bytes, after decompression."""
 
 
 class _Record:
-    """Replaces objects of all classes."""
+    """Stands for an object of any class in a pickle."""
 
     def __init__(self, *arguments: Any, **fields: Any):
         self.__dict__.update(fields)
@@ -50,19 +52,23 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _unpickled(data: bytes) -> Any:
-    """Loads a pickle, with records in place of objects.
+    """Loads a pickle. Each object becomes the mapping of its fields.
 
     Raises:
-        ValueError: the pickle is damaged, or would take more memory than its own size justifies;
-            damaged pickles raise other exceptions too.
+        ValueError: the pickle is damaged, or loading it would take much more memory than its size.
+            A damaged pickle may also raise other exceptions.
     """
+    tuples = 0
     for count, (code, argument, place) in enumerate(pickletools.genops(data)):
         if count > _NODES:
             raise ValueError(f"the pickle has more than {_NODES:,} operations")
+        tuples += code.name in ("TUPLE", "TUPLE1", "TUPLE2", "TUPLE3")
+        if tuples > _TUPLES:
+            raise ValueError(f"the pickle has more than {_TUPLES:,} tuples")
         if "PUT" in code.name and int(argument or 0) > count:  # memo size = largest index
             raise ValueError(f"the pickle is damaged at byte {place:,}")
         if code.name in ("PERSID", "BINPERSID", "EXT1", "EXT2", "EXT4", "NEXT_BUFFER"):
-            raise ValueError(f"the pickle asks for something outside of it ({code.name})")
+            raise ValueError(f"the pickle refers to data outside the file ({code.name})")
     return _plain(_Unpickler(io.BytesIO(data)).load(), itertools.count())
 
 
@@ -70,7 +76,7 @@ def _inflated(data: bytes) -> bytes:
     """Decompresses zlib data.
 
     Raises:
-        ValueError: the result is too large.
+        ValueError: the decompressed data is too large, or the compressed data is incomplete.
         zlib.error: the data is damaged.
     """
     limit = min(_INFLATED, reading.whole_limit())
@@ -84,19 +90,21 @@ def _inflated(data: bytes) -> bytes:
 
 
 def check_folder(folder: str) -> Path:
-    """Returns the folder of private tests.
+    """Returns the path of the folder with private tests.
 
     Raises:
         UserError: the folder does not exist.
     """
     root = Path(local(folder)).expanduser()
     if not root.is_dir():
-        raise UserError(f"{root}: the folder of private tests is not there")
+        raise UserError(f"{root}: the folder of private tests does not exist")
     return root
 
 
 def find_private_tests(folder: str, question_id: str) -> Path | None:
-    """Finds the file with the tests of a question; None if the folder has none for it.
+    """Returns the path of the file with the private tests of a question.
+
+    The result is None if the folder has no file for the question.
 
     Raises:
         UserError: the folder does not exist, or the id is not a valid file name.
@@ -109,7 +117,9 @@ def find_private_tests(folder: str, question_id: str) -> Path | None:
 
 
 def load_private_tests(folder: str, question_id: str) -> Tests | None:
-    """Reads the private tests of a question; None if the folder has none for it.
+    """Reads the private tests of a question.
+
+    The result is None if the folder has no file for the question.
 
     Raises:
         UserError: the folder does not exist, the id is not a valid file name, or the file is
@@ -137,11 +147,11 @@ def _load(path: Path) -> dict[str, Any]:
 def _plain(value: Any, seen: Iterator[int], depth: int = 0) -> Any:
     """Converts records to dicts, and enumeration members to their values.
 
-    The number of values is bounded: lists that contain another list twice, nested repeatedly, are
-    small only in the pickle.
+    The number of values is bounded, because a small pickle can stand for very many values: for
+    example, a list that contains another list twice, nested many times.
     """
     if next(seen) > _NODES or depth > reading.MAX_DEPTH:
-        raise ValueError("the pickle holds too many values, or values nested too deeply")
+        raise ValueError("the pickle contains too many values, or values nested too deeply")
     if isinstance(value, _Record):
         fields = {k: v for k, v in vars(value).items() if k != "arguments"}
         if not fields and len(value.arguments) == 1:
@@ -159,10 +169,10 @@ def _is_livecodebench(value: dict[str, Any]) -> bool:
 
 
 def livecodebench_tests(row: dict[str, Any]) -> Tests:
-    """Reads the tests of a row of LiveCodeBench, public and private.
+    """Reads the public and private tests from a row of LiveCodeBench.
 
     Raises:
-        ValueError: a field does not have the form of the benchmark.
+        ValueError: a field does not have the format of the benchmark.
     """
     listed = _test_list(row["public_test_cases"]) + _test_list(row.get("private_test_cases") or [])
     metadata = row.get("metadata") or {}
@@ -175,12 +185,16 @@ def livecodebench_tests(row: dict[str, Any]) -> Tests:
         raise ValueError("there are no tests")
     entry = str(metadata.get("func_name") or "")
     if any(case.kind == "call" for case in cases) and not entry:
-        raise ValueError("the function of the tests is not named")
+        raise ValueError("the tests call a function, but the row does not name the function")
     return Tests(tuple(cases), entry)
 
 
 def _test_list(value: Any) -> list[dict[str, Any]]:
-    """Reads a list, as JSON or as packed private tests: base64, zlib, pickle, JSON."""
+    """Reads a list of tests.
+
+    The value is a list, JSON, or packed tests, which are JSON that is pickled, compressed and
+    base64-encoded.
+    """
     if isinstance(value, str):
         try:
             value = reading.parse_json(value)

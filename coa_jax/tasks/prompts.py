@@ -1,22 +1,25 @@
-"""The setting ``prompt_style``: the words in which a policy is asked questions.
+"""Builds the prompts that the setting ``prompt_style`` selects.
+
+The setting determines the user message in which the policy gets a question:
 
 ==========  =======================================================================================
-value       user message
+value       content of the user message
 ==========  =======================================================================================
-``full``    our instructions, every rule of the protocol, and the question
-``brief``   the protocol's name and the question
-``data``    the message in the question's own row, unchanged; ``full`` if the row has none
-``model``   the style in ``agent.json`` of the model's directory; ``full`` if the file is missing
-a path      the instructions in that file, and the question
+``full``    the instructions of coa_jax with every rule of the protocol, and the question
+``brief``   the name of the protocol and the question
+``data``    the message that the data set has for the question; as ``full`` if there is none
+``model``   as ``agent.json`` in the model's directory says; as ``full`` if there is no such file
+a path      the instructions in the file with this path, and the question
 ==========  =======================================================================================
 
-A path names a text file, or a data file (parquet, JSON or JSON lines, such as the release's) whose
-rows all have the same instructions. A text file contains the instructions; a blank line,
-``Question: `` and the question follow, unless ``{question}`` marks the place of the question.
-``{libraries}`` marks the place of the sentence about the packages that programs can import.
+The file with instructions is a text file, an ``agent.json``, or a data file (parquet, JSON or JSON
+lines, such as a file of the release) whose rows all have the same instructions. In a text file,
+``{question}`` marks the place of the question. Without this mark, ``Question: `` and the question
+follow after a blank line. ``{libraries}`` marks the place of the sentence about the packages that
+programs can import.
 
-``agent.json`` is a card that training writes next to the weights: protocol, prompt and system
-message with which the policy was trained.
+Training writes the file ``agent.json``, called the card, next to the weights. The card contains the
+protocol, the prompt and the system message with which the policy was trained.
 """
 
 from __future__ import annotations
@@ -57,10 +60,14 @@ _LARGEST = 2**20
 
 
 def read_messages(value: Any) -> Messages:
-    """Reads the prompt of a row: a string, or chat messages that end with a user message.
+    """Converts the prompt of a row to chat messages.
+
+    Args:
+        value: the user message as a string, or a list of chat messages (mappings with ``role`` and
+            ``content``) whose last message is from the user.
 
     Raises:
-        ValueError: the value is neither a string nor such a list, or a message has no text.
+        ValueError: the value has another form, or a message has no text.
     """
     if isinstance(value, str):
         value = [{"role": "user", "content": value}]
@@ -71,7 +78,7 @@ def read_messages(value: Any) -> Messages:
     roles = [role for role, _ in turns]
     if roles[-1:] != ["user"] or not set(roles[1:]) <= {"user", "assistant"}:
         found = ", ".join(map(str, roles)) or "no message"
-        raise ValueError(f"the prompt has {found}; expected messages that end with the user's")
+        raise ValueError(f"the prompt has {found}; the last message must be from the user")
     if not all(isinstance(content, str) for _, content in turns) or not turns[-1][1].strip():
         raise ValueError("a message of the prompt has no text")
     return Messages(turns[-1][1], turns[:-1])
@@ -82,11 +89,14 @@ def split_message(message: str, question: str = "") -> tuple[str, str]:
 
     Args:
         message: content of the user message.
-        question: the question, if known; else the question begins after ``Task:`` or ``Question:``
-            at the start of a line.
+        question: the question, if the caller knows it; else "". In the latter case, the question is
+            the text after the first ``Task:`` at the start of a line. Without ``Task:``, it is the
+            text after the first ``Question:`` at the start of a line. Without both, it is the whole
+            message.
 
     Returns:
-        (text before the question, "" if the message is only the question; question).
+        (text before the question, question). The first text is "" if the message is only the
+        question.
     """
     message, question = message.rstrip(), question.strip()
     if question and message.endswith(question):
@@ -102,15 +112,16 @@ def split_message(message: str, question: str = "") -> tuple[str, str]:
 
 
 def load_prompt(style: str, model: str | Path | Mapping[str, Any] = "") -> Prompt:
-    """Reads the prompt that the setting ``prompt_style`` names, once per run.
+    """Returns the prompt that the setting ``prompt_style`` selects.
 
     Args:
-        style: see the module docstring.
-        model: directory of the policy, or its card, for the style ``model``.
+        style: value of the setting: ``full``, ``brief``, ``data``, ``model`` or a path.
+        model: directory of the policy, or the content of its ``agent.json``. Only the style
+            ``model`` uses this argument.
 
     Raises:
-        UserError: the style is unknown, the file cannot be read or has no instructions, or its rows
-            have different instructions.
+        UserError: the style is unknown, its file cannot be read or contains no instructions, or the
+            rows of the file have different instructions.
     """
     if style in PROMPT_STYLES:
         return Prompt(style)
@@ -137,7 +148,7 @@ def _prompt_of_text(path: Path) -> Prompt:
     if not text:
         raise UserError(f"{path}: the file contains no instructions")
     if text.count(QUESTION) > 1:
-        raise UserError(f"{path}: {QUESTION} stands in the text more than once; leave one")
+        raise UserError(f"{path}: {QUESTION} occurs more than once; keep one")
     return Prompt(text if QUESTION in text else f"{text}\n\nQuestion: {QUESTION}")
 
 
@@ -157,12 +168,15 @@ def _prompt_of_rows(path: Path) -> Prompt:
             "write those of one kind into a text file, or use prompt_style=data"
         )
     if prompt is None:
-        raise UserError(f"{path}: its rows hold no instructions before the question")
+        raise UserError(f"{path}: its rows contain no instructions before the question")
     return prompt
 
 
 def _asked_in(row: Row) -> tuple[Messages, str]:
-    """Returns the messages before the assistant's turn of a row in any form, and the question."""
+    """Returns the messages before the first assistant message of a row, and the question.
+
+    The row may contain a ``prompt``, an ``instruction``, or a list of messages.
+    """
     info = row.get("extra_info")
     known = row.get("question") or (info.get("question") if isinstance(info, Mapping) else "")
     question = known if isinstance(known, str) else ""
@@ -188,12 +202,16 @@ _Kind = tuple[str, tuple[tuple[str, str], ...]]
 
 
 def _kind(messages: Messages, question: str) -> _Kind:
-    """Returns the instructions: the text before the question, and the earlier turns."""
+    """Returns the instructions of a prompt: (text before the question, earlier messages)."""
     return split_message(messages.user, question)[0], messages.context
 
 
 def _common(kinds: Iterable[_Kind]) -> Prompt | None:
-    """Returns the common instructions as a template; None if they differ or need earlier turns."""
+    """Returns the instructions that all prompts share, as a template.
+
+    The result is None if the instructions differ, are empty, or include earlier messages other than
+    a system message.
+    """
     found = list(kinds)
     if len(found) != 1:
         return None
@@ -209,15 +227,17 @@ def _common(kinds: Iterable[_Kind]) -> Prompt | None:
 
 @dataclasses.dataclass(frozen=True)
 class Wording:
-    """Prompts of many tasks or records, as far as the card and the warnings need them.
+    """A summary of the prompts of many tasks or records, for `make_card` and `warn_of_prompts`.
 
     Attributes:
         number: number of tasks or records.
         protocols: names of their protocols, sorted.
-        without: number of tasks or records without a user message of their own.
-        own: number of tasks or records with instructions of their own.
-        replaced: whether the prompt replaces the instructions of the first of those.
-        kinds: kinds of instructions of the style ``data``, at most two.
+        without: number of tasks or records for which the data set has no user message.
+        own: number of tasks or records for which the data set has instructions.
+        replaced: whether the prompt of the run replaces the instructions that the data set has, in
+            the first task or record for which the data set has instructions.
+        kinds: the first two different instructions that occur in the data set's prompts, if the
+            style is ``data``.
     """
 
     number: int = 0
@@ -228,7 +248,7 @@ class Wording:
     kinds: tuple[_Kind, ...] = ()
 
     def __add__(self, later: Wording) -> Wording:
-        """Returns the wording of both collections together."""
+        """Returns the summary of two collections of tasks or records together."""
         return Wording(
             self.number + later.number,
             tuple(sorted({*self.protocols, *later.protocols})),
@@ -240,7 +260,12 @@ class Wording:
 
 
 def wording_of(one: Asked, prompt: Prompt) -> Wording:
-    """Returns the wording of a single task or record under a prompt."""
+    """Summarises the prompt of a single task or record.
+
+    Args:
+        one: the task or record.
+        prompt: prompt of the run.
+    """
     own = one.prompt.strip() not in ("", one.question.strip())
     style_data = prompt.style == "data"
     messages = messages_of(one, prompt) if style_data or own else None
@@ -255,15 +280,17 @@ def wording_of(one: Asked, prompt: Prompt) -> Wording:
 
 
 def make_card(prompt: Prompt, asked: Sequence[Asked] | Wording) -> dict[str, Any]:
-    """Builds the card ``agent.json``: how a policy was asked in training.
+    """Builds the content of ``agent.json``, which says how questions are put to a trained policy.
 
     Args:
         prompt: prompt of the training run.
-        asked: tasks or records of the run, or their wording.
+        asked: tasks or records of the run, or their summary.
 
     Returns:
-        ``protocol`` ("" for several), ``prompt_style`` (a style, or a template; "" if the rows of
-        the style ``data`` have different instructions) and ``system``.
+        A mapping with three keys. ``protocol`` is the protocol of all tasks, or "" if there are
+        several. ``prompt_style`` is a style or the template of a prompt, or "" if the style was
+        ``data`` and the rows have different instructions. ``system`` is the system message, or None
+        if the prompt sets no system message.
     """
     wording = _whole(asked, prompt)
     chosen: Prompt | None = prompt
@@ -283,10 +310,15 @@ def _whole(asked: Sequence[Asked] | Wording, prompt: Prompt) -> Wording:
 
 
 def protocol_of_model(model: str | Path | Mapping[str, Any]) -> str:
-    """Returns the protocol that the card of a model names; "" if there is none.
+    """Returns the name of the protocol in ``agent.json`` of a model.
+
+    The result is "" if there is no such file, or if the file names no protocol.
+
+    Args:
+        model: directory of the model, or the content of its ``agent.json``.
 
     Raises:
-        UserError: the card cannot be read.
+        UserError: ``agent.json`` cannot be read.
     """
     card, path = _card_of(model)
     name = card.get("protocol", "")
@@ -296,7 +328,7 @@ def protocol_of_model(model: str | Path | Mapping[str, Any]) -> str:
 
 
 def _card_of(model: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], Path]:
-    """Returns a given card, or the card of a model's directory, and its path."""
+    """Returns (card, path of the card). A card that is given as a mapping is returned unchanged."""
     if isinstance(model, Mapping):
         return model, Path(CARD)
     return read_card(model) if model else {}, Path(model) / CARD
@@ -305,9 +337,9 @@ def _card_of(model: str | Path | Mapping[str, Any]) -> tuple[Mapping[str, Any], 
 def _prompt_of_model(model: str | Path | Mapping[str, Any]) -> Prompt:
     card, path = _card_of(model)
     if not card.get("prompt_style"):
-        if model and path.parent.exists():  # otherwise loading the model fails later
+        if model and path.parent.exists():  # a missing directory is reported by loading the model
             logging.warning(
-                "%s has no %s that names its prompt: using prompt_style=full", path.parent, CARD
+                "%s has no %s with a prompt: using prompt_style=full", path.parent, CARD
             )
         return Prompt("full")
     return _prompt_of_card(card, path)
@@ -329,21 +361,26 @@ def _prompt_of_card(card: Mapping[str, Any], path: Path) -> Prompt:
 def warn_of_prompts(
     asked: Sequence[Asked] | Wording, prompt: Prompt, what: str, setting: str
 ) -> None:
-    """Warns if a prompt replaces instructions of rows, if rows lack the prompt that the style
-    requires, or if a prompt from a file does not mention the packages that programs can import.
+    """Logs a warning if the prompt of a run does not suit its tasks or records.
+
+    There are three such cases:
+
+    * The prompt replaces instructions that the data set contains.
+    * The style is ``data``, but the data set has no prompt for some questions.
+    * A prompt from a file does not contain ``{libraries}``, although programs can import packages.
 
     Args:
-        asked: tasks or records, or their wording.
+        asked: tasks or records, or their summary.
         prompt: prompt of the run.
-        what: plural noun for them, for example ``tasks``.
-        setting: name of the setting, for example ``config.rollout.prompt_style``.
+        what: plural noun for the tasks or records in the warning, for example ``tasks``.
+        setting: name of the setting in the warning, for example ``config.rollout.prompt_style``.
     """
     wording = _whole(asked, prompt)
     notes = {note for name in wording.protocols for note in get_protocol(name).notes.values()}
     if notes - {""} and prompt.is_template and LIBRARIES not in prompt.style:
         logging.warning(
-            "%s: the prompt does not name the packages of code_libraries; write %s where the "
-            "sentence about them belongs", setting, LIBRARIES,
+            "%s: the prompt does not name the packages of code_libraries; write %s at the place "
+            "for the sentence about the packages", setting, LIBRARIES,
         )  # fmt: skip
     if prompt.style == "data" and wording.without:
         logging.warning(

@@ -1,6 +1,6 @@
-"""Loads tasks from a file with one JSON object, a question and its answer, per line (docs/data.md).
+"""Loads tasks from a JSON lines file with a question and its answer on each line (docs/data.md).
 
-A line without a split belongs to every split: the file itself is then one split.
+A line may name its split. A line that names no split belongs to every split.
 """
 
 from __future__ import annotations
@@ -23,19 +23,30 @@ from coa_jax.tasks.rows import draw, golds, split_source
 _ANSWER_KEYS = ("answer", "answers", "golden_answers", "gold")
 
 
-def _gold(row: dict[str, Any]) -> tuple[str, ...]:
+def _gold(
+    row: dict[str, Any], protocol: str, metadata: dict[str, Any]
+) -> tuple[tuple[str, ...], str]:
+    """Returns the accepted answers, and the grader that their type requires ("" for none)."""
     key = next((key for key in _ANSWER_KEYS if key in row), None)
-    if key is None:
-        raise ValueError("there is no field 'answer'")
+    if key is None or row[key] in ("", []):
+        # The reward of such a task may come from its environment alone.
+        if metadata.get("grader", "environment" if protocol == "turns" else "") == "environment":
+            return (), ""
+        raise ValueError(
+            ("there is no field 'answer'" if key is None else "the answer is empty")
+            + "; only a task of an environment needs none: the protocol 'turns', or "
+            '"metadata": {"grader": "environment"}'
+        )
     if isinstance(row[key], dict):  # the tests of a program
-        return (json.dumps(row[key], ensure_ascii=False),)
-    return golds(row[key])
+        return (json.dumps(row[key], ensure_ascii=False),), "code"
+    return golds(row[key]), ""
 
 
 def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
-    """Parses (split or None, task) of a line.
+    """Parses a line; returns (split or None, task).
 
-    Raises ValueError with the reason for an invalid line.
+    Raises:
+        ValueError: the line is invalid, for the reason in the message.
     """
     if not isinstance(row, dict):
         raise ValueError(f"expected an object, found {type(row).__name__}")
@@ -59,7 +70,9 @@ def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
     if not isinstance(identity, str | int):
         raise ValueError("the field 'id' must be a string or a whole number")
     asked = read_messages(row["prompt"]) if row.get("prompt") else Messages("")
-    gold = _gold(row)
+    gold, grader = _gold(row, name, metadata)
+    if grader and "scorer" not in metadata:
+        metadata = {"grader": grader, **metadata}
     task = Task(str(identity), question.strip(), name, gold, source, metadata, *asked[:2])
     return split, checked(task)
 
@@ -67,19 +80,20 @@ def _task(row: Any, protocol: str, source: str) -> tuple[str | None, Task]:
 def load_question_file(
     source: str, split: str, n: int | None = None, seed: int = 0, protocol: str = ""
 ) -> list[Task]:
-    """Reads tasks; with ``n``, a fixed sample in an order that depends on the seed.
+    """Reads tasks from a JSON lines file. The same arguments give the same tasks.
 
     Args:
-        source: path, and optionally after a colon ``protocol=NAME`` for lines without a protocol.
-        split: lines of this split and lines without a split are read.
-        n: number of tasks; None for all in the order of the file.
-        seed: seed of the sample.
-        protocol: protocol of lines for which neither the line nor the source names one; "" for
-            generalist.
+        source: ``PATH`` or ``PATH:protocol=NAME``. NAME is the protocol of all lines that name no
+            protocol.
+        split: split to read. Lines that name no split belong to every split.
+        n: number of tasks, chosen at random; None for all tasks in the order of the file.
+        seed: seed of the random choice and order.
+        protocol: protocol of a line if neither the line nor the source names a protocol; "" for
+            ``generalist``.
 
     Raises:
-        UserError: the file cannot be read, has no task of the split, or repeats an id; for a
-            malformed line, ``path:line: why``.
+        UserError: the file cannot be read, contains no task of the split, contains an id twice, or
+            contains a malformed line. In the last case the message begins with ``path:line:``.
     """
     path, named = split_source(source)
     protocol = named or protocol or "generalist"

@@ -1,6 +1,7 @@
-"""Checks the judge, tests and servers of a run before the first sample.
+"""Checks the judge, the tests of programs and the servers of a run before the first sample.
 
-Otherwise a run might sample for hours before its first answer reveals that one is missing.
+Without these checks, a run could sample for hours before the first answer shows that, for example,
+the judge does not respond.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from coa_jax.tools.net.chat import ChatConfig
 from coa_jax.tools.reach import Finding, chat_answers, finding, findings
 
 _NAMED = 3
-"""Number of questions without tests that a message lists."""
+"""Maximum number of questions without tests that a message lists."""
 
 
 def look(
@@ -31,16 +32,22 @@ def look(
     chats: Mapping[str, ChatConfig] | None = None,
     made: bool = False,
 ) -> list[Finding]:
-    """Checks concurrently everything that a run depends on.
+    """Checks the tools, chat endpoints, judge and tests that a run depends on.
+
+    All servers are checked concurrently.
 
     Args:
-        seconds: time limit of each server's answer; 0 checks nothing.
-        tasks: tasks to run or grade; if empty, a configured judge is always checked.
-        graders: settings of the graders; None if nothing is left to grade.
-        tools: settings of the run's tools; None if nothing is left to run.
-        answered: tags that an environment answers.
-        chats: further chat endpoints, by the setting that names them.
-        made: whether the tools have been created, see `findings`.
+        seconds: time limit for the reply of each server. With 0 nothing is checked.
+        tasks: tasks to run or grade. If empty, a configured judge is checked in any case; else only
+            if the judge grades one of the tasks.
+        graders: settings of the graders; None if the run has no answer to grade.
+        tools: settings of the tools; None if the run has no task to solve.
+        answered: tool tags that the environment answers, so that no tool is necessary.
+        chats: setting name -> further chat endpoint to check.
+        made: whether the tools of the run exist already, see `findings`.
+
+    Returns:
+        One `Finding` per check, with the result.
     """
     if not seconds:
         return []
@@ -59,10 +66,10 @@ def look(
 
 
 def check_ready(found: Iterable[Finding]) -> None:
-    """Raises an error if something that `look` checked is missing.
+    """Refuses to start a run if a check of `look` failed.
 
     Raises:
-        UserError: something is missing; the one-line message lists everything.
+        UserError: at least one check failed. The message lists all failed checks in one line.
     """
     missing = [each for each in found if not each.ok]
     if missing:
@@ -71,7 +78,7 @@ def check_ready(found: Iterable[Finding]) -> None:
 
 
 def asks_judge(graders: GradersConfig, task: Task) -> bool:
-    """Returns whether a configured judge grades the answers to a task."""
+    """Returns whether the judge, if one is configured, grades the answers to a task."""
     grader = task.metadata.get("grader", "exact_match")
     words = grader in ("exact_match", "judge") and task.metadata.get("scorer") != "reasoning_gym"
     return words and (grader == "judge" or graders.judge_all)
@@ -80,7 +87,7 @@ def asks_judge(graders: GradersConfig, task: Task) -> bool:
 def _protocols(
     tasks: Sequence[Task], tools: ToolsConfig | None, answered: Collection[str]
 ) -> list[Finding]:
-    """Finds protocols for which the run has no tools, so that each of their calls would fail."""
+    """Finds protocols none of whose tools the run has, so that each tool call would fail."""
     if tools is None:
         return []
     wanted = {name: get_protocol(name).tools for name in dict.fromkeys(t.protocol for t in tasks)}
@@ -93,7 +100,10 @@ def _protocols(
 
 
 def _tests(tasks: Sequence[Task], graders: GradersConfig | None) -> list[Finding]:
-    """Finds missing private tests, which public sample tests would silently replace."""
+    """Finds questions without private tests.
+
+    Without this check, such questions would be graded with their public sample tests.
+    """
     if graders is None or not graders.private_tests:
         return []
     ids = [str(task.metadata.get("question_id") or "") for task in tasks]

@@ -1,14 +1,17 @@
-"""Loads tasks from files of the AFM release and of benchmarks: JSON lists and parquet.
+"""Loads tasks from JSON and parquet files of the AFM release and of benchmarks.
 
-The fields of a row determine its kind:
+The fields of a row determine which kind of row it is:
 
-* ``reward_model`` and ``prompt``: a row of the release's parquet files, for training or evaluation;
-* ``public_test_cases``: LiveCodeBench; ``public_tests``: CodeContests;
-* a question (``question``, ``problem``, ``Question``) and an answer (``answer``, ``answers``,
-  ``golden_answers``, ``Final answer``): GAIA, BrowseComp, HLE, WebWalker, QA sets, MATH, AIME.
+* A row with ``reward_model`` and ``prompt`` belongs to a parquet file of the release.
+* A row with ``public_test_cases`` belongs to LiveCodeBench.
+* A row with ``public_tests`` belongs to CodeContests.
+* A row with a question (``question``, ``problem``, ``Question``, ``Problem``) and an answer
+  (``answer``, ``answers``, ``golden_answers``, ``Final answer``, ``Answer``) belongs to GAIA,
+  BrowseComp, HLE, WebWalker, MATH, AIME or another set of questions.
 
-``metadata["grader"]`` says how answers are graded (see ``coa_jax.tasks.graders``). The messages in
-the field ``prompt`` are copied unchanged to ``Task.prompt`` and ``Task.context``.
+``metadata["grader"]`` of a task names the reward that grades its answers (see
+``coa_jax.tasks.graders``). The messages in the field ``prompt`` are copied unchanged to
+``Task.prompt`` and ``Task.context``.
 """
 
 from __future__ import annotations
@@ -22,7 +25,7 @@ from typing import Any
 
 from coa_jax import reading
 from coa_jax.errors import UserError
-from coa_jax.protocol import Messages
+from coa_jax.protocol import Messages, split_level
 from coa_jax.storage import local
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.checks import checked
@@ -33,7 +36,7 @@ from coa_jax.tasks.rows import distinct, draw, golds, read_rows, split_source
 
 QUESTIONS = ("question", "problem", "Question", "Problem")
 ANSWERS = ("answer", "answers", "golden_answers", "Final answer", "Answer")
-_KEPT = {  # fields by which results are broken down
+_KEPT = {  # field of a row -> metadata key, by which evaluations group their results
     "Level": "level", "level": "level", "topic": "topic", "category": "topic", "subject": "topic",
     "answer_type": "answer_type", "data_source": "data_source", "difficulty": "level",
     "platform": "platform", "contest_date": "date", "root_url": "root_url",
@@ -45,19 +48,20 @@ _MATHS = ("math", "aime", "amc", "olympiad")
 def load_release_file(
     source: str, split: str, n: int | None = None, seed: int = 0, protocol: str = ""
 ) -> list[Task]:
-    """Reads tasks; with ``n``, a fixed sample of ``n`` tasks in an order that depends on the seed.
+    """Reads tasks from a file of the AFM release or of a benchmark.
+
+    The same arguments give the same tasks.
 
     Args:
-        source: path, and optionally after a colon ``protocol=NAME`` to set the protocol of all
-            tasks.
-        split: not used, since such a file has no splits.
-        n: number of tasks; None for all, in the order of the file.
-        seed: seed of the sample.
-        protocol: protocol of rows whose fields do not determine it; "" for ``mhqa``.
+        source: ``PATH`` or ``PATH:protocol=NAME``. NAME replaces the protocol of all tasks.
+        split: not used, because these files have no splits.
+        n: number of tasks, chosen at random; None for all tasks in the order of the file.
+        seed: seed of the random choice and order.
+        protocol: protocol of rows whose fields do not determine a protocol; "" for ``mhqa``.
 
     Raises:
-        UserError: the file cannot be read, contains no tasks, or a row is not a task; the message
-            is then ``path: row i: why``.
+        UserError: the file cannot be read, contains no rows, or contains a row that cannot become a
+            task. In the last case the message begins with ``path: row i:``.
     """
     name, wanted = split_source(source)
     path = Path(local(name))
@@ -66,11 +70,11 @@ def load_release_file(
     for number, row in enumerate(read_rows(path), 1):
         try:
             task = _task(row, number, wanted, source, protocol or "mhqa")
-            # Tests of programs, which may have megabytes, have been removed while reading.
+            # `_task` has already checked the tests of programs, which may have megabytes.
             task = task if task.is_program else checked(task)
         except reading.MALFORMED as error:
             raise UserError(f"{path}: row {number}: {reading.reason(error)}") from error
-        # The release counts rows in some files and repeats ids in others.
+        # Some files of the release repeat ids.
         tasks.append(dataclasses.replace(task, id=distinct(task.id, number, seen)))
     if not tasks:
         raise UserError(f"{path}: it has no rows")
@@ -94,10 +98,11 @@ def _task(row: Mapping[str, Any], number: int, protocol: str, source: str, defau
     gold, web = golds(row[key]), bool(_WEB_FIELDS & set(row))
     maths = "problem" in row or "Problem" in row
     name = protocol or ("code" if maths else "web" if web else default)
-    if maths or web or name != "code":  # otherwise `checked` determines the kind of answers
+    # Under the code protocol `checked` determines the kind of the answers.
+    if maths or web or split_level(name)[0] != "code":
         metadata["grader"] = "math" if maths else "judge" if web else "exact_match"
     identity = row.get("id", row.get("task_id", row.get("unique_id", number)))
-    chat = row.get("prompt")  # a string with that name may be anything
+    chat = row.get("prompt")  # only a list is a prompt; a string may be any text
     asked = read_messages(chat) if chat and isinstance(chat, list) else Messages("")
     return Task(str(identity), question, name, gold, source, metadata, *asked[:2])
 
@@ -119,7 +124,7 @@ def _verl_task(
     metadata: dict[str, Any],
     default: str,
 ) -> Task:
-    """Parses a row of the release's training and benchmark files (verl's schema)."""
+    """Parses a row of the release's training and evaluation files, which have verl's schema."""
     extra = row.get("extra_info") or {}
     data_source = str(row.get("data_source") or "")
     truth = _ground_truth(row["reward_model"]["ground_truth"])
@@ -131,7 +136,7 @@ def _verl_task(
         question = str(truth.get("question") or extra.get("question") or question)
         gold, grader = golds(truth["target"]), "exact_match"
     elif isinstance(truth, dict):
-        read_tests(truth)  # an unknown form of tests must fail now, not during grading
+        read_tests(truth)  # tests in an unknown format must be refused now, not during grading
         gold, grader = (json.dumps(truth, ensure_ascii=False),), "code"
         metadata["question_id"] = str(truth.get("question_id") or "")
     else:
@@ -147,7 +152,7 @@ def _verl_task(
 
 
 def _by_tools(extra: Mapping[str, Any]) -> str:
-    """Returns the protocol with exactly the tools that a row names; "" if no protocol has them."""
+    """Returns the protocol whose tools are exactly those that a row names; "" if there is none."""
     named = {name for name, value in (extra.get("tools_kwargs") or {}).items() if value is not None}
     known = {"mhqa": {"wiki_search"}, "web": {"web_search", "crawl_page"}, "code": {"code"}}
     known["universal"] = {"web_search", "crawl_page", "code", "visual_inspector"}
@@ -155,7 +160,7 @@ def _by_tools(extra: Mapping[str, Any]) -> str:
 
 
 def _ground_truth(value: Any) -> Any:
-    """Parses the gold value, which is often JSON or a Python literal inside a string."""
+    """Parses the accepted answer of a row, which may be a string with JSON or a Python literal."""
     if not isinstance(value, str):
         return value
     for read in (reading.parse_json, ast.literal_eval):
@@ -171,14 +176,15 @@ def _ground_truth(value: Any) -> Any:
 def contest_task(
     row: Mapping[str, Any], number: int, protocol: str, source: str, metadata: dict[str, Any]
 ) -> Task:
-    """Parses a row of LiveCodeBench or CodeContests in the form of their authors.
+    """Parses a row of LiveCodeBench or CodeContests, with the field names of the authors.
 
     Args:
         row: the row.
-        number: number of the row.
-        protocol: protocol of the task.
+        number: row number in the file. A CodeContests row without a name gets this number as its
+            id.
+        protocol: protocol of the task; "" for ``code``.
         source: source of the task.
-        metadata: metadata of the task.
+        metadata: metadata of the task. The function adds ``grader`` and ``question_id``.
     """
     if "public_test_cases" in row:
         tests = livecodebench_tests(dict(row))

@@ -1,8 +1,9 @@
-"""The rewards of the authors' release, with the same names and results.
+"""Reproduces the rewards of the authors' release, with the same names and results.
 
-They allow a comparison with the release's figures (``verl/utils/reward_score`` of the release).
-They read the whole text of an episode, including tags. ``coa_jax.tasks.grade_answer`` is the
-corrected form and the default; ``docs/grading.md`` lists the differences.
+With these rewards, results can be compared with the figures of the release, whose code is in
+``verl/utils/reward_score``. Most of the functions read the whole text of an episode, including
+tags. The default reward is `coa_jax.tasks.grade_answer`, which corrects the bugs of these rewards;
+``docs/grading.md`` lists the differences.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ _CODE_BODY = re.compile(
 
 
 def normalize_answer(text: str) -> str:
-    """Converts to lower case without ASCII punctuation, articles and double blanks.
+    """Converts a text to lower case, and removes ASCII punctuation, articles and double spaces.
 
     Accents are kept.
     """
@@ -46,10 +47,14 @@ def _last_answer(text: str) -> str | None:
 
 
 def _pairs(text: str, only: str = "") -> list[tuple[str, str]]:
-    r"""Returns (name, body) of each tag and its next closing tag; ``only`` selects one name.
+    r"""Returns (name, body) of each pair of an opening tag and its next closing tag.
 
-    The result is that of the pattern ``<(\w+)>(.*?)</\1>``, which would search the rest of the text
-    for each unclosed tag.
+    The result equals the matches of the pattern ``<(\w+)>(.*?)</\1>``. The pattern itself would
+    search the rest of the text for each unclosed tag, which takes quadratic time.
+
+    Args:
+        text: text of an episode.
+        only: name of the tags to return; "" for all tags.
     """
     closings: dict[str, list[int]] = {}
     for found in _CLOSED.finditer(text):
@@ -73,25 +78,49 @@ def _predictions(text: str) -> list[str]:
 
 
 def mhqa_train(text: str, gold: Sequence[str] | str) -> float:
-    """Returns 1 if each part of the last answer is a gold answer (training of the MHQA agent)."""
+    """Returns 1.0 if each part of the last answer is an accepted answer, else 0.0.
+
+    The character "|" separates the parts. The release trains the MHQA agent with this reward.
+
+    Args:
+        text: text of the episode.
+        gold: accepted answers.
+    """
     parts, golds = _predictions(text), _golds(gold)
     return float(bool(parts) and all(normalize_answer(part) in golds for part in parts))
 
 
 def mhqa_eval(text: str, gold: Sequence[str] | str) -> float:
-    """Returns 1 if the first part of the last answer is a gold answer (MHQA evaluation)."""
+    """Returns 1.0 if the first part of the last answer is an accepted answer, else 0.0.
+
+    The character "|" separates the parts. The release evaluates the MHQA agent with this reward.
+
+    Args:
+        text: text of the episode.
+        gold: accepted answers.
+    """
     parts = _predictions(text)
     return float(bool(parts) and normalize_answer(parts[0]) in _golds(gold))
 
 
 def qa_em(text: str, gold: Sequence[str] | str) -> float:
-    """Returns 1 if the last answer as a whole is a gold answer."""
+    """Returns 1.0 if the last answer as a whole is an accepted answer, else 0.0.
+
+    Args:
+        text: text of the episode.
+        gold: accepted answers.
+    """
     answer = _last_answer(text)
     return float(answer is not None and normalize_answer(answer.strip()) in _golds(gold))
 
 
 def qa_subem(text: str, gold: Sequence[str] | str) -> float:
-    """Returns 1 if a gold answer is a substring of the last answer."""
+    """Returns 1.0 if an accepted answer is a substring of the last answer, else 0.0.
+
+    Args:
+        text: text of the episode.
+        gold: accepted answers.
+    """
     answer = _last_answer(text)
     if answer is None:
         return 0.0
@@ -99,7 +128,12 @@ def qa_subem(text: str, gold: Sequence[str] | str) -> float:
 
 
 def f1(answer: str, gold: Sequence[str] | str) -> float:
-    """Returns the best word F1 between an answer and a gold answer (as in SQuAD)."""
+    """Returns the F1 score of the words of an answer, as SQuAD defines the score.
+
+    Args:
+        answer: answer of the policy.
+        gold: accepted answers. The highest score over these answers is returned.
+    """
     given = Counter(normalize_answer(answer).split())
     best = 0.0
     for text in _golds(gold):
@@ -114,22 +148,32 @@ def f1(answer: str, gold: Sequence[str] | str) -> float:
 
 
 def verify_format_simple(text: str) -> bool:
-    """Returns whether the i-th opening and closing tags match, and the last is ``answer``.
+    """Returns whether the opening tags and the closing tags have the same names in the same order.
 
-    Tags in observations count too, so an HTML page breaks the format.
+    The last tag must also be ``answer``. Tags inside observations are included, so the HTML of a
+    page can violate the format.
     """
     opened, closed = _OPENED.findall(text), _CLOSED.findall(text)
     return bool(opened) and opened == closed and opened[-1] == "answer"
 
 
 def verify_format_repetition(text: str) -> bool:
-    """Returns whether no two tags other than answers have the same body, whatever their names."""
+    """Returns whether no two tags have the same body, whether or not their names differ.
+
+    The tags ``answer`` and ``suggested_answer`` are ignored.
+    """
     bodies = [body for name, body in _pairs(text) if name not in ("answer", "suggested_answer")]
     return len(set(bodies)) == len(bodies)
 
 
 def validate_format(text: str) -> bool:
-    """Checks tags, balance, nesting, empty bodies, repetition, and one answer at the end."""
+    """Returns whether a text obeys the format of the release's web agent.
+
+    * All tags are known, closed and not nested.
+    * No body is empty.
+    * No tag directly follows a tag with the same name.
+    * There is exactly one ``answer``, at the end.
+    """
     names: list[str] = []
     open_tag, start = "", 0
     for found in _TAG.finditer(text):
@@ -149,9 +193,12 @@ def validate_format(text: str) -> bool:
 
 
 def check_code_format_correctness(text: str) -> bool:
-    """Checks the tags of the code agent: they are balanced, and there is at least one ``code``,
-    each with one ``py`` block and at most one ``sh`` block after it. The block label ``python`` is
-    rejected.
+    """Returns whether a text obeys the format of the release's code agent.
+
+    * Each tag of the agent is opened as often as closed.
+    * There is at least one ``code`` tag.
+    * Each ``code`` tag contains a Markdown block with the label ``py``, and optionally a block with
+      the label ``sh`` after it. The label ``python`` is not accepted.
     """
     if any(text.count(f"<{tag}>") != text.count(f"</{tag}>") for tag in _CODE_TAGS):
         return False
@@ -160,9 +207,15 @@ def check_code_format_correctness(text: str) -> bool:
 
 
 def calculate_reward(text: str) -> float:
-    """Sums four scores of a quarter each: all six tags exist; their order; pairs; nonempty bodies.
+    """Returns the format score of the release's code agent, between 0 and 1.
 
-    The order is checked from the second transition on, as in the release.
+    Each of these conditions adds 0.25:
+
+    * All six tags of the agent occur.
+    * Each tag is followed by a tag that may follow it. The first tag is not checked, as in the
+      release.
+    * Each tag is opened as often as closed.
+    * No body is empty or contains a tag of the agent.
     """
     pairs = [pair for pair in _pairs(text) if pair[0] in _CODE_TAGS]
     names, bodies = [name for name, _ in pairs], [body for _, body in pairs]
@@ -185,24 +238,33 @@ def calculate_reward(text: str) -> float:
 
 
 def overlong_penalty(length: int, max_length: int) -> float:
-    """Returns 0 up to 7/8 of the maximum, then falls linearly: -1 at the maximum, less beyond."""
+    """Returns the penalty for long responses of the release.
+
+    The penalty is 0 up to 7/8 of the maximum length. From there it falls linearly to -1 at the
+    maximum length, and falls further beyond.
+
+    Args:
+        length: number of tokens of the response.
+        max_length: maximum number of tokens.
+    """
     buffer = max_length / 8
     return min(0.0, -(length - (max_length - buffer)) / buffer)
 
 
 def no_penalty(score: float, text: str, length: int, max_length: int) -> float:
-    """Returns the unchanged score, the release's default.
+    """Returns the score unchanged, which is the default of the release.
 
     Args:
         score: score of the answer.
         text: text of the episode.
-        length, max_length: tokens of the response and their maximum.
+        length: number of tokens of the response.
+        max_length: maximum number of tokens.
     """
     return score
 
 
 def overlong_buffer(score: float, text: str, length: int, max_length: int) -> float:
-    """Adds the length penalty to the score.
+    """Returns the score plus the penalty for long responses (`overlong_penalty`).
 
     Args:
         score, text, length, max_length: see `no_penalty`.
@@ -211,7 +273,9 @@ def overlong_buffer(score: float, text: str, length: int, max_length: int) -> fl
 
 
 def overlong_buffer_toolstar(score: float, text: str, length: int, max_length: int) -> float:
-    """Like `overlong_buffer`, but -1 if the tags are malformed.
+    """Returns the score plus the penalty for long responses, or -1.0 if the tags are malformed.
+
+    `verify_format_simple` checks the tags.
 
     Args:
         score, text, length, max_length: see `no_penalty`.
@@ -220,7 +284,10 @@ def overlong_buffer_toolstar(score: float, text: str, length: int, max_length: i
 
 
 def overlong_buffer_codetag(score: float, text: str, length: int, max_length: int) -> float:
-    """Like `overlong_buffer`, but 0 if the tags of the code agent are malformed, for any length.
+    """Returns the score plus the penalty for long responses, or 0.0 if the tags are malformed.
+
+    `check_code_format_correctness` checks the tags. A response with malformed tags gets no penalty
+    for its length.
 
     Args:
         score, text, length, max_length: see `no_penalty`.
@@ -235,7 +302,7 @@ QA: Mapping[str, Callable[[str, Sequence[str] | str], float]] = {
     "qa_em": qa_em,
     "qa_subem": qa_subem,
 }
-"""Answer rewards by their names in the release."""
+"""Name in the release -> reward for answers."""
 
 FORMAT: Mapping[str, Callable[[float, str, int, int], float]] = {
     "no_penalty": no_penalty,
@@ -243,4 +310,4 @@ FORMAT: Mapping[str, Callable[[float, str, int, int], float]] = {
     "overlong_buffer_toolstar": overlong_buffer_toolstar,
     "overlong_buffer_codetag": overlong_buffer_codetag,
 }
-"""Values of ``format_fn_type`` of the release."""
+"""Value of the release's setting ``format_fn_type`` -> function that changes the score."""

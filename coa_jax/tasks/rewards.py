@@ -1,7 +1,7 @@
-"""The built-in rewards, one function each, called in the same way as custom ones.
+"""Defines the built-in rewards, each as a function that is called like a custom reward.
 
-The names of a function's parameters determine its arguments, see `coa_jax.tasks.checks.REWARDS` and
-docs/extending.md.
+The names of the parameters of a function determine its arguments, see
+`coa_jax.tasks.checks.REWARDS` and docs/extending.md.
 """
 
 from __future__ import annotations
@@ -29,22 +29,31 @@ if TYPE_CHECKING:
 
 
 def exact_match(answer: str, gold: Sequence[str]) -> float:
-    """Returns 1.0 if a text answer is an accepted one; "" means no answer."""
+    """Returns 1.0 if the answer is right after normalisation, else 0.0, see `grade_answer`.
+
+    An empty answer is wrong.
+    """
     return grade_answer(answer, gold)
 
 
 def obeyed_format(trajectory: Trajectory) -> float:
-    """Returns 1.0 if a trajectory obeys the rules of its protocol."""
+    """Returns 1.0 if a trajectory obeys the rules of its protocol, else 0.0."""
     return float(format_valid(trajectory))
 
 
 def environment(trajectory: Trajectory) -> float:
-    """Returns the sum of the rewards that the environment of a trajectory gave for its turns."""
+    """Returns the sum of the rewards that the environment gave for the turns of a trajectory."""
     return float(sum(call.reward or 0.0 for call in trajectory.tool_calls))
 
 
 async def judge(task: Task, trajectory: Trajectory, answer: str, graders: Graders) -> float | None:
-    """Returns 1.0 if a model judges an answer as right; None without a verdict."""
+    """Returns 1.0 if the judge considers the answer right, and 0.0 if wrong.
+
+    A trajectory without an answer scores 0.0. The result is None if the judge gives no verdict.
+
+    Raises:
+        UserError: no judge is configured.
+    """
     if graders.judge is None:
         raise UserError("there is no judge: graders.judge.chat.url is empty")
     if trajectory.answer is None:
@@ -54,7 +63,11 @@ async def judge(task: Task, trajectory: Trajectory, answer: str, graders: Grader
 
 
 async def math(task: Task, trajectory: Trajectory, graders: Graders) -> float | None:
-    """Returns 1.0 if an answer equals an accepted expression; None if none can be compared."""
+    """Returns 1.0 if the answer equals an accepted mathematical expression, else 0.0.
+
+    The result is None if the comparison itself fails, for example because all processes for
+    comparisons are busy.
+    """
     seconds = graders.config.maths_s
     try:
         for gold in task.gold:
@@ -66,7 +79,10 @@ async def math(task: Task, trajectory: Trajectory, graders: Graders) -> float | 
 
 
 async def code(task: Task, trajectory: Trajectory, graders: Graders) -> float | None:
-    """Returns 1.0 if the program of an answer passes every test; None if the sandbox fails."""
+    """Returns 1.0 if the program in the answer passes all tests of the task, else 0.0.
+
+    The result is None if the sandbox fails.
+    """
     tests = _tests(task, graders.config)
     program = program_of(trajectory.answer) if trajectory.answer is not None else None
     if program is None:
@@ -88,10 +104,10 @@ def _tests(task: Task, config: GradersConfig) -> Tests:
 
 
 def generator(task: Task, trajectory: Trajectory) -> float:
-    """Returns 1.0 if the generator of a reasoning-gym task fully accepts the answer.
+    """Returns 1.0 if the generator of a reasoning-gym task fully accepts the answer, else 0.0.
 
     Raises:
-        UserError: the package that generated and checks the task is not installed.
+        UserError: the package reasoning-gym, which checks the answer, is not installed.
     """
     answer = opened(task, trajectory.answer)
     if answer is None:
@@ -108,12 +124,16 @@ def generator(task: Task, trajectory: Trajectory) -> float:
     }
     try:
         return float(scorer(answer.strip(), entry) >= 1.0)
-    except Exception:  # some scorers crash on unreadable answers, which are wrong
+    except Exception:  # some scorers raise errors for unreadable answers, which are wrong
         return 0.0
 
 
 def opened(task: Task, answer: str | None) -> str | None:
-    """Returns the answer; in the code protocol, the content of its box."""
+    r"""Returns the part of an answer that graders compare with the accepted answers.
+
+    In the protocol ``code`` this is the content of ``\boxed``. If there is no box, and in other
+    protocols, this is the whole answer.
+    """
     if answer is not None and split_level(task.protocol)[0] == "code":
         return parse_boxed(answer) or answer
     return answer
@@ -142,4 +162,4 @@ NEEDS: Mapping[str, Callable[[GradersConfig], None]] = {
     "math": lambda config: check_installed(),
     "code": _code_needs,
 }
-"""Reward -> function that raises UserError if a requirement is missing."""
+"""Name of a reward -> function that raises UserError if something the reward needs is missing."""

@@ -25,13 +25,16 @@ from coa_jax.tasks.base import Task
 Row = Mapping[str, Any]
 
 SUFFIXES = (".jsonl", ".json", ".parquet")
-"""Suffixes of files that are task sources without a name before their path."""
+"""Suffixes of files whose path alone is a task source, without a name such as ``gaia:``."""
 _MOST_ROWS = 100_000_000
 _LISTS = ("data", "Data", "rows")  # keys of the list of rows in JSON files
 
 
 def split_source(source: str) -> tuple[str, str]:
-    """Splits ``PATH:protocol=NAME`` into the path and the name; "" for a source without a protocol.
+    """Splits a source of the form ``PATH:protocol=NAME``.
+
+    Returns:
+        (path, name of the protocol). The name is "" for a source of the form ``PATH``.
 
     Raises:
         UserError: the source has another option, or the protocol is unknown.
@@ -47,10 +50,10 @@ def split_source(source: str) -> tuple[str, str]:
 
 
 def find_files(pattern: str) -> list[Path]:
-    """Returns the files that a path or a URL matches, which may contain ``*``, sorted by name.
+    """Returns the files of a path or URL, sorted by name. ``*`` in a path matches several files.
 
     Raises:
-        UserError: there is none.
+        UserError: no file matches.
     """
     pattern = local(pattern)
     found = [Path(name) for name in sorted(glob.glob(pattern))] if "*" in pattern else []
@@ -61,11 +64,13 @@ def find_files(pattern: str) -> list[Path]:
 
 
 def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]:
-    """Yields the rows of a file.
+    """Yields the rows of a file, each as a mapping from field name to value.
 
     Args:
-        path: a file; its suffix determines the format, JSON for an unknown suffix.
-        columns: wanted fields; the other columns of a parquet file are not read.
+        path: the file. Its suffix determines the format: ``.parquet``, ``.jsonl``, ``.csv`` or
+            ``.tsv``. A file with any other suffix is read as JSON.
+        columns: names of the fields that the caller uses. The other columns of a parquet file are
+            not read. None reads all columns.
 
     Raises:
         UserError: the file cannot be read, or contains something other than rows.
@@ -103,7 +108,7 @@ def _table(path: Path) -> Iterator[Any]:
     rows = csv.DictReader(file, delimiter="\t" if path.suffix == ".tsv" else ",", strict=True)
     for row in rows:
         if None in row or None in row.values():
-            raise ValueError(f"line {rows.line_num} has not as many fields as line 1")
+            raise ValueError(f"line {rows.line_num} does not have as many fields as line 1")
         yield row
 
 
@@ -117,13 +122,16 @@ def _parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
             raise ValueError(f"it claims to have {file.metadata.num_rows:,} rows")
         there = file.schema_arrow.names
         wanted = None if columns is None else [name for name in columns if name in there]
-        # A row with tests may have megabytes.
+        # Batches are small, because a row with tests may have megabytes.
         for batch in file.iter_batches(batch_size=64, columns=wanted):
             yield from map(plain, batch.to_pylist())
 
 
 def plain(value: Any) -> Any:
-    """Converts a value to JSON: dates, exact decimals and bytes become strings, arrays lists."""
+    """Converts a value to JSON.
+
+    Dates, decimals, durations and bytes become strings. NumPy arrays become lists.
+    """
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
     if isinstance(value, dict):
@@ -138,10 +146,13 @@ def plain(value: Any) -> Any:
 
 
 def golds(value: Any) -> tuple[str, ...]:
-    """Returns the accepted answers of a row: a string, a number or a list of them.
+    """Converts the value of a row's answer field to a tuple of accepted answers.
+
+    Args:
+        value: a string, a number, or a list of strings and numbers.
 
     Raises:
-        ValueError: the value is something else, or empty.
+        ValueError: the value has another type, or an answer is empty.
     """
     values = value if isinstance(value, list | tuple) else [value]
     if not all(isinstance(v, str | int | float) and not isinstance(v, bool) for v in values):
@@ -153,14 +164,15 @@ def golds(value: Any) -> tuple[str, ...]:
 
 
 def distinct(identity: str, number: int, seen: set[str]) -> str:
-    """Returns a unique id and records it: the row's own id, or one with the row number appended.
+    """Returns an id that no earlier row has, and adds the id to ``seen``.
 
-    Rows of several files may have the same number; a counter then distinguishes them.
+    The first row with an id keeps the id. A later row with the same id gets its row number
+    appended, and also a counter if a row of another file has the same id and number.
 
     Args:
-        identity: the row's own id.
-        number: number of the row.
-        seen: ids of the rows before.
+        identity: id of the row in its file.
+        number: row number in the file, which makes a repeated id unique.
+        seen: ids of all earlier rows; the function changes this set.
     """
     found, copies = identity, 1
     while found in seen:
@@ -171,16 +183,16 @@ def distinct(identity: str, number: int, seen: set[str]) -> str:
 
 
 def draw(tasks: Sequence[Task], n: int | None, seed: int, where: object) -> list[Task]:
-    """Returns all tasks in order; with ``n``, a fixed sample in an order that depends on the seed.
+    """Chooses ``n`` tasks at random. The same arguments give the same tasks in the same order.
 
     Args:
-        tasks: the tasks.
-        n: number of tasks in the sample; None for all.
-        seed: seed of the sample.
-        where: source of the tasks, for the message.
+        tasks: tasks to choose from.
+        n: number of tasks, at most all. None returns all tasks in their present order.
+        seed: seed of the random choice and order.
+        where: source of the tasks, used in the error message.
 
     Raises:
-        UserError: n is negative.
+        UserError: ``n`` is negative.
     """
     if n is None:
         return list(tasks)

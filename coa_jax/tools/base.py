@@ -1,4 +1,4 @@
-"""The contract between the rollout loop and a tool."""
+"""Defines the interface between the rollout loop and a tool."""
 
 from __future__ import annotations
 
@@ -14,30 +14,31 @@ from coa_jax.tools.net.budget import BudgetSpentError
 from coa_jax.tools.net.secrets import redact_all
 
 Outcome = Literal["ok", "error", "timeout", "bad_call", "limit", "fault"]
-"""How a call ended.
+"""How a tool call ended.
 
-- ``ok``: the tool did its work.
-- ``error``: the tool ran and reports a failure that the model can act on (an exception in its
-  program, no results).
-- ``timeout``: the deadline passed.
-- ``bad_call``: the arguments could not be parsed.
-- ``limit``: a budget is exhausted.
-- ``fault``: the tool itself is broken or unreachable. The policy is not to blame, so the reward is
-  masked.
+* ``ok``: the tool did its work.
+* ``error``: the tool ran, and reports a failure to which the policy can react, such as an exception
+  in the policy's program or a search without results.
+* ``timeout``: the deadline of the call passed.
+* ``bad_call``: the arguments of the call could not be parsed.
+* ``limit``: the call exceeded a limit, such as the memory of a program.
+* ``fault``: the tool itself is broken or unreachable. Because this is not a mistake of the policy,
+  the trajectory gets no reward.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class ToolContext:
-    """What a tool may know about the trajectory that calls it.
+    """The information about a trajectory that a tool gets with each call.
 
     Attributes:
-        trajectory_id: unique id of the trajectory in its run.
+        trajectory_id: id of the trajectory, unique in a run.
         call_index: number of earlier tool calls in the trajectory.
-        deadline: seconds that this call may take; None for the tool's own limit.
-        history: (tool, arguments) of the earlier calls, oldest first.
-        outcomes: outcomes of the earlier calls; shorter than ``history`` where unknown.
-        question: question of the trajectory.
+        deadline: time limit of this call in seconds; None for the time limit of the tool.
+        history: (tool, arguments) of each earlier call, oldest first.
+        outcomes: outcome of each earlier call. If the outcomes of the latest calls are unknown,
+            this tuple is shorter than ``history``.
+        question: question of the task.
         think: text of the policy's last ``think`` before the call.
     """
 
@@ -55,14 +56,17 @@ class Observation:
     """The result of a tool call.
 
     Attributes:
-        text: text that the model reads; untrusted, and encoded as plain text only.
+        text: text that the policy reads. It is encoded as plain text and cannot contain control
+            tokens, because its source is not trusted.
         ok: whether the call succeeded.
         outcome: how the call ended.
-        seconds: wall time of the call.
-        detail: data for logs and traces (exit code, scores); JSON values only. If ``incomplete`` is
-            true, a part failed that may succeed next time, and no cache stores the answer.
-        reward: reward of the turn that ends with the call; None for none.
-        done: whether the episode is over.
+        seconds: wall time of the call in seconds.
+        detail: JSON values for logs and traces, such as an exit code or scores. If the key
+            ``incomplete`` has the value True, a part of the call failed and may succeed next time.
+            Caches do not store such observations.
+        reward: reward that an environment gives for the turn that ends with the call; None for no
+            reward.
+        done: whether the call ends the episode.
     """
 
     text: str
@@ -76,30 +80,35 @@ class Observation:
 
 @runtime_checkable
 class Tool(Protocol):
-    """A tool: maps text to text within a deadline, and never raises into the rollout loop.
+    """The interface of a tool, an asynchronous function from text to an observation.
 
-    A stateful tool may define ``begin()``, which returns the tool of one trajectory. That tool's
-    ``async close()`` is called at the end of the trajectory.
+    A tool whose state differs between trajectories may define ``begin()``, which returns a tool for
+    one trajectory. At the end of the trajectory, ``async close()`` of the returned tool is called.
 
     Attributes:
-        name: tag that calls the tool, e.g. ``wiki_search``.
-        deadline: seconds after which a call is abandoned.
+        name: tag with which the policy calls the tool, such as ``wiki_search``.
+        deadline: time limit of a call in seconds. A call that takes longer is cancelled.
     """
 
     name: str
     deadline: float
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """Runs one call; ``arguments`` is the text between the tool's tags."""
+        """Runs a call.
+
+        Args:
+            arguments: text that the policy wrote between the tags of the tool.
+            context: information about the trajectory.
+        """
         ...
 
 
 def is_repeat(name: str, arguments: str, context: ToolContext) -> bool:
-    """Returns whether the trajectory has made this call before, ignoring differences in blanks.
+    """Returns whether the trajectory has already made this call, ignoring differences in spaces.
 
     Args:
         name: tag of the tool.
-        arguments: text of the call.
+        arguments: arguments of the call.
         context: context of the call.
     """
     words = arguments.split()
@@ -107,12 +116,15 @@ def is_repeat(name: str, arguments: str, context: ToolContext) -> bool:
 
 
 def refused_query(name: str, arguments: str, context: ToolContext) -> Observation | None:
-    """Returns the observation of a search that is not carried out: an empty or repeated query.
+    """Returns the observation that rejects an empty or repeated query without a search.
 
     Args:
         name: tag of the search tool.
-        arguments: text of the call.
+        arguments: arguments of the call, which are the query.
         context: context of the call.
+
+    Returns:
+        The observation; None if the query must be searched.
     """
     if not arguments.split():
         text = "The query is empty. Write what to search for between the tags."
@@ -124,7 +136,14 @@ def refused_query(name: str, arguments: str, context: ToolContext) -> Observatio
 
 
 def own_calls(name: str, context: ToolContext) -> list[tuple[str, str]]:
-    """Returns (arguments, outcome) of the trajectory's earlier calls of a tool; "ok" if unknown."""
+    """Returns (arguments, outcome) of each earlier call of a tool in the trajectory.
+
+    If the outcome of a call is unknown, "ok" is returned in its place.
+
+    Args:
+        name: tag of the tool.
+        context: context of the present call.
+    """
     unknown = len(context.history) - len(context.outcomes)
     outcomes = (*context.outcomes, *("ok",) * unknown)
     pairs = zip(context.history, outcomes, strict=True)
@@ -132,7 +151,15 @@ def own_calls(name: str, context: ToolContext) -> list[tuple[str, str]]:
 
 
 def time_for(limit: float, context: ToolContext) -> float:
-    """Returns the seconds that a tool may use so that it can still report a timeout itself."""
+    """Returns the time limit that a tool should set for its own work in a call.
+
+    The result is a little shorter than the deadline of the call, so that the tool can report a
+    timeout before the rollout loop cancels the call.
+
+    Args:
+        limit: time limit of the tool in seconds.
+        context: context of the call, with its deadline.
+    """
     if context.deadline is None:
         return limit
     margin = min(0.5, 0.05 + 0.1 * context.deadline)
@@ -147,10 +174,14 @@ W = TypeVar("W", bound=_Wrapper)
 
 
 def begun(wrapper: W) -> W:
-    """Begins the tool that a wrapper holds in ``tool``, for one trajectory.
+    """Prepares a wrapped tool for one trajectory, by calling ``begin`` of the tool.
+
+    Args:
+        wrapper: object with the tool in its attribute ``tool``.
 
     Returns:
-        The wrapper if the tool has no state; else a copy of the wrapper around the begun tool.
+        A copy of the wrapper with the tool that ``begin`` returned. If the tool has no ``begin``,
+        the wrapper itself is returned.
     """
     begin = getattr(wrapper.tool, "begin", None)
     inner = wrapper.tool if begin is None else begin()
@@ -162,17 +193,19 @@ def begun(wrapper: W) -> W:
 
 
 async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
-    """Calls a tool so that no failure of the tool reaches the rollout loop.
+    """Calls a tool, and converts failures of the tool to observations.
 
-    A passed deadline becomes ``timeout``, even if the tool ignores its cancellation. An exception
-    becomes ``fault``, whatever its type, and so does an invalid observation or the cancellation of
-    something the tool waits for. Only two exceptions propagate: the cancellation of the caller
-    itself, and a spent budget of a tool, which ends the run. Keys are removed from the observation,
-    whichever tool returned it (`redact_all`).
+    * If the deadline passes, the outcome is ``timeout``, even if the tool ignores its cancellation.
+    * If the tool raises an exception, returns an invalid observation, or awaits a task that is
+      cancelled, the outcome is ``fault``.
+    * Two exceptions are passed on to the caller: the cancellation of the caller itself, and
+      `BudgetSpentError`, which ends the run.
+
+    API keys are removed from the observation, see `redact_all`.
 
     Args:
         tool: the tool.
-        arguments: text of the call.
+        arguments: arguments of the call.
         context: context of the call.
     """
     deadline = tool.deadline if context.deadline is None else min(tool.deadline, context.deadline)
@@ -188,7 +221,7 @@ async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
         return Observation(text, False, "timeout", seconds)
     except BudgetSpentError:
         raise
-    except (Exception, asyncio.CancelledError) as error:  # a broken tool gives a value, not a crash
+    except (Exception, asyncio.CancelledError) as error:  # a broken tool must not end the run
         if isinstance(error, asyncio.CancelledError) and _being_cancelled():
             await _end(task)
             raise
@@ -199,14 +232,14 @@ async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
 
 
 async def _observation(tool: Tool, arguments: str, context: ToolContext) -> Observation:
-    """Runs the tool and validates its observation, which goes into texts, sums and files.
+    """Calls the tool and validates its observation.
 
     Raises:
-        TypeError, ValueError: the tool returned something else than a valid observation.
+        TypeError, ValueError: the tool returned something other than a valid observation.
     """
     try:
         seen = await tool(arguments, context)
-    except SystemExit as error:  # it would end the event loop
+    except SystemExit as error:  # this exception would end the event loop
         raise RuntimeError(f"SystemExit: {error}") from error
     if not isinstance(seen, Observation) or not isinstance(seen.text, str):
         raise TypeError(f"the tool returned {seen!r:.200}, which is not an Observation with text")
@@ -219,12 +252,13 @@ async def _observation(tool: Tool, arguments: str, context: ToolContext) -> Obse
 
 
 _PATIENCE_S = 5.0
-"""Seconds for which a cancelled tool may clean up before the loop stops waiting for it."""
-_left_behind: set[asyncio.Task[Observation]] = set()  # event loops hold tasks weakly
+"""Time in seconds that a cancelled tool has for cleaning up, before the loop stops waiting."""
+# Cancelled tasks that still run. Event loops hold only weak references to tasks.
+_left_behind: set[asyncio.Task[Observation]] = set()
 
 
 async def _end(task: asyncio.Task[Observation]) -> None:
-    """Cancels a call, and waits for a bounded time until it has ended."""
+    """Cancels a call, and waits up to `_PATIENCE_S` until the call has ended."""
     _left_behind.add(task)
     task.add_done_callback(_forget)
     task.cancel()
@@ -234,7 +268,7 @@ async def _end(task: asyncio.Task[Observation]) -> None:
 def _forget(task: asyncio.Task[Observation]) -> None:
     _left_behind.discard(task)
     if not task.cancelled():
-        task.exception()  # retrieved, so that asyncio does not log it
+        task.exception()  # asyncio logs exceptions that nobody retrieves
 
 
 def _being_cancelled() -> bool:
@@ -244,5 +278,5 @@ def _being_cancelled() -> bool:
 
 
 def unavailable(name: str) -> Observation:
-    """Returns the observation of a call to a tool that the run does not have."""
+    """Returns the observation for a call of a tool that the run does not have."""
     return Observation(f"The {name} tool is not available.", False, "bad_call", 0.0)

@@ -1,4 +1,4 @@
-"""A tool whose calls have a budget and a rate, which all processes of a run share."""
+"""Limits the number, cost and rate of a tool's calls, over all processes of a run."""
 
 from __future__ import annotations
 
@@ -9,17 +9,18 @@ from coa_jax.tools.base import Observation, Tool, ToolContext, begun, call
 from coa_jax.tools.net.budget import CallBudget, purse_of
 
 LONGEST_WAIT_S = 3600.0
-"""How long a call may wait for its turn, before and beside the deadline of its tool."""
+"""Maximum time in seconds that a call waits for its turn, in addition to the tool's deadline."""
 
 _NO_TOKENS = {"prompt_tokens": 0, "completion_tokens": 0}
 
 
 class Budgeted:
-    """A tool that counts its calls, and makes them wait where they come too fast.
+    """A wrapper that counts the calls of a tool, and delays calls that come too fast.
 
     Attributes:
-        name: that of the tool.
-        deadline: that of the tool, after the longest wait.
+        name: name of the tool.
+        deadline: time limit of a call in seconds: the deadline of the tool plus the maximum time
+            that a call is delayed.
     """
 
     def __init__(self, tool: Tool, budget: CallBudget):
@@ -27,30 +28,31 @@ class Budgeted:
 
         Args:
             tool: the tool.
-            budget: what its calls may cost; a budget without limits only names a price.
+            budget: limits on the calls of the tool, and their price. A budget without limits only
+                records the cost of the calls.
         """
         self.tool, self.name, self._budget = tool, tool.name, budget.as_budget
         self.deadline = tool.deadline + LONGEST_WAIT_S
 
     def __getattr__(self, name: str) -> object:
-        """What stores of answers ask of a tool: on what these depend."""
+        """Returns attributes of the tool that `Recorded` and prompts read."""
         if name in ("settings", "remembers", "tailored", "depends_on", "schema", "description"):
             return getattr(self.tool, name)
         raise AttributeError(name)
 
     def begin(self) -> Budgeted:
-        """The tool for one trajectory, where the tool has state; the budget is the same."""
+        """Returns a tool for one trajectory, which shares the budget, see `base.begun`."""
         return begun(self)
 
     async def close(self) -> None:
-        """Ends the trajectory of `begin`."""
+        """Ends the trajectory for which `begin` created this tool."""
         await self.tool.close()  # type: ignore[attr-defined]
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """Calls the tool when it is its turn; see ``coa_jax.tools.base.Tool``.
+        """Waits until the rate limit allows a call, and calls the tool.
 
         Raises:
-            BudgetSpentError: nothing is left for the call.
+            BudgetSpentError: the budget is spent.
         """
         start = time.monotonic()
         purse = purse_of(self._budget, self.name, where=f"tools.budgets.{self.name}")
@@ -62,5 +64,5 @@ class Budgeted:
         try:
             return await call(self.tool, arguments, context)
         finally:
-            # Whoever is paid has been asked, whatever came back.
+            # A call costs money even if it fails.
             purse.end(_NO_TOKENS, answered=True)

@@ -1,4 +1,4 @@
-"""The code tool: runs the program of a ``<code>`` segment in a sandbox (paper §1, App A)."""
+"""Implements the tool ``code``, which runs programs in a sandbox (paper §1, App A)."""
 
 from __future__ import annotations
 
@@ -27,23 +27,24 @@ BAD_CALL = (
 )
 _NO_OUTPUT = "(no output; print what you want to see)"
 _MARGIN_S = 0.5
-"""Seconds before the caller's deadline that are reserved to kill the program and report."""
+"""Seconds before the deadline of a call that are reserved for killing the program."""
 
 
 class CodeTool:
-    """A ``Tool`` that runs Python programs of a model in a real sandbox.
+    """The tool that runs Python programs of the policy in a sandbox.
 
-    Each call is a new process that sees only the interpreter, its input and an empty directory. The
-    observation is the program's output. It is deterministic for a deterministic program: the text
-    contains neither times nor temporary names.
+    Each call starts a new process, which can access only the interpreter, its input and an empty
+    directory. The observation is the output of the program. It contains no times and no temporary
+    names, so that a deterministic program has a deterministic observation.
 
     Attributes:
         name: "code".
-        deadline: seconds for waiting, running and cleaning up; the tool's own limits come first.
-        isolation: sandbox of the programs.
-        libraries: packages that programs may import besides the standard library.
-        settings: settings on which answers depend, besides the program.
-        remembers: whether an answer depends on the earlier calls.
+        deadline: time limit of a call in seconds, including waiting and cleaning up. The deadline
+            is longer than the sum of the tool's other time limits.
+        isolation: isolation in which programs run.
+        libraries: packages that programs may import in addition to the standard library.
+        settings: settings on which the result of a program depends.
+        remembers: whether the result of a program depends on earlier calls of the trajectory.
     """
 
     name = "code"
@@ -63,25 +64,28 @@ class CodeTool:
         unsafe: bool = False,
         session: bool = False,
     ) -> None:
-        """Finds a sandbox back end and tests it.
+        """Creates the tool, and tests the isolation of this machine.
 
         Args:
-            timeout_s: wall seconds of a program (paper's release: 7). On a busy machine, the time
-                in which the program waited for a processor is added, up to the same number of
-                seconds.
-            cpu_s: processor seconds of each process of the program (paper App A: 5).
-            memory_mb: MiB of memory (paper App A: 5 GB).
-            max_output_chars: characters of output in an observation (release: 1,536).
-            concurrency: programs that run at the same time; by default two per processor.
-            queue_s: seconds that a call may wait before it runs.
-            disk_mb: MiB of scratch space.
-            processes: processes and threads of a program.
+            timeout_s: time limit of a program in wall seconds. The AFM release uses 7. On a busy
+                machine, the time for which the program waits for a processor is added, up to
+                another ``timeout_s`` seconds.
+            cpu_s: limit on the processor time of each process of a program, in seconds. The
+                Chain-of-Agents paper uses 5 (App A).
+            memory_mb: memory limit of a program in MiB. The paper uses 5 GB (App A).
+            max_output_chars: maximum number of characters of output in an observation. The release
+                uses 1,536.
+            concurrency: maximum number of programs that run concurrently; None for two per
+                processor.
+            queue_s: maximum time in seconds that a call waits before its program starts.
+            disk_mb: size of a program's scratch space in MiB.
+            processes: maximum number of processes and threads of a program.
             libraries: packages that programs may import, see `find_libraries`.
-            backend: "auto", "bubblewrap" or "landlock".
-            unsafe: whether to run without isolation; effective only together with the environment
-                variable ``COA_JAX_ALLOW_UNSAFE_CODE=1``.
-            session: whether programs continue the earlier programs of their trajectory, see
-                ``coa_jax.tools.code_session``.
+            backend: kind of isolation: "bubblewrap", "landlock", or "auto" for the best that works.
+            unsafe: whether programs run without isolation. The environment variable
+                ``COA_JAX_ALLOW_UNSAFE_CODE=1`` must be set too.
+            session: whether a program can use the variables of earlier programs in the same
+                trajectory, see ``coa_jax.tools.code_session``.
 
         Raises:
             UserError: no isolation works on this machine, a limit is invalid, or a package cannot
@@ -127,7 +131,7 @@ class CodeTool:
         )
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """Runs the program between the tags; see ``coa_jax.tools.base.Tool``."""
+        """Runs the program that the policy wrote between the tags."""
         start = time.monotonic()
         parsed = parse_code(arguments)
         if parsed is None:
@@ -141,7 +145,7 @@ class CodeTool:
         try:
             await asyncio.wait_for(turn.acquire(), patience)
         except TimeoutError:
-            if hurried and not turn.locked():  # the trajectory has no time left: not a fault
+            if hurried and not turn.locked():  # the time of the trajectory is over; not a fault
                 text = "[FAILED] No time was left to run the program."
                 return Observation(text, False, "timeout", time.monotonic() - start)
             return self._fault(f"no free sandbox within {patience:g} s", start)
@@ -185,16 +189,19 @@ class CodeTool:
 
 
 def describe(result: Result, limits: Limits, max_output_chars: int) -> tuple[Outcome, str]:
-    """Returns the outcome of a call and the text of its observation.
+    """Converts the result of a program to an outcome and the text of an observation.
 
-    The text is ``[EXECUTED]``, or ``[FAILED]`` with a reason, followed by the program's output. The
-    streams are labelled STDOUT and STDERR, except for a successful program that wrote only to
-    stdout.
+    The text begins with ``[EXECUTED]``, or with ``[FAILED]`` and the reason. The output of the
+    program follows, with the labels STDOUT and STDERR. If the program succeeded and wrote nothing
+    to stderr, there are no labels.
 
     Args:
         result: result of the program.
         limits: limits of the program.
-        max_output_chars: characters of output in the text.
+        max_output_chars: maximum number of characters of output in the text.
+
+    Returns:
+        (outcome of the call, text of the observation).
     """
     outcome, verdict = _verdict(result, limits)
     out_room, error_room = _share(result.stdout.length, result.stderr.length, max_output_chars)
@@ -240,9 +247,17 @@ def _verdict(result: Result, limits: Limits) -> tuple[Outcome, str]:
 
 
 def _share(out: int, error: int, room: int) -> tuple[int, int]:
-    """Splits the room for output between stdout and stderr.
+    """Divides the maximum number of output characters between stdout and stderr.
 
-    Either stream may use the room that the other leaves.
+    Each stream may use the characters that the other stream does not need.
+
+    Args:
+        out: number of characters of stdout.
+        error: number of characters of stderr.
+        room: maximum number of characters of both together.
+
+    Returns:
+        (number of characters of stdout, number of characters of stderr) to show.
     """
     error_room = min(error, max(room // 2, room - out))
     return min(out, room - error_room), error_room

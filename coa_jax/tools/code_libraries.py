@@ -1,9 +1,9 @@
-"""Python packages that programs of the code tool can import.
+"""Installs Python packages that programs of the tool ``code`` can import.
 
 ``python -m coa_jax.tools.code_libraries numpy sympy`` installs packages and prints their directory.
-A run with ``--config.tools.code_libraries=numpy,sympy`` installs them on first use. pip installs
-into a separate directory, which programs can read but not change. On machines without a network, a
-directory of installed packages can replace the names.
+A run with ``--config.tools.code_libraries=numpy,sympy`` installs the packages when it first needs
+them. pip installs the packages into a separate directory, which programs can read but not change.
+On machines without a network, give a directory with installed packages instead of names.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ Library = Annotated[
         "a package such as numpy or numpy>=2, or the path of a directory with packages",
     ),
 ]
-"""A package for programs, or a directory with installed packages."""
+"""Type of a setting that names a package for programs, or a directory with installed packages."""
 _TOLD = 40
 _INSTALL_S = 1800.0
 
@@ -59,9 +59,9 @@ class Package:
     """An installed package.
 
     Attributes:
-        name: name of the distribution, e.g. "scikit-learn".
-        version: version, e.g. "1.7.2".
-        module: import name, e.g. "sklearn".
+        name: name of the distribution, such as "scikit-learn".
+        version: version of the distribution, such as "1.7.2".
+        module: name with which programs import the package, such as "sklearn".
     """
 
     name: str
@@ -71,38 +71,40 @@ class Package:
 
 @dataclasses.dataclass(frozen=True)
 class Libraries:
-    """Packages for programs.
+    """The packages that programs can import in addition to the standard library.
 
     Attributes:
-        directories: directories of the packages, which are added to ``sys.path`` of programs.
-        packages: the requested packages; all installed packages if only directories were given.
+        directories: directories with the packages, which are added to ``sys.path`` of programs.
+        packages: the requested packages, or all packages in the directories if no package was
+            requested by name.
     """
 
     directories: tuple[str, ...] = ()
     packages: tuple[Package, ...] = ()
 
     def __str__(self) -> str:
-        """Lists names and versions, e.g. "numpy 2.4.6, sympy 1.14.0"."""
+        """Returns names and versions of the packages, such as "numpy 2.4.6, sympy 1.14.0"."""
         told = [f"{package.name} {package.version}" for package in self.packages[:_TOLD]]
         return ", ".join(told)
 
     def note(self) -> str:
-        """The sentence about the packages for the prompt; "" without packages."""
+        """Returns the sentence about the packages for prompts; "" if there are no packages."""
         if not self.packages:
             return ""
         return f"It can import the standard library and these packages: {self}."
 
 
 def find_libraries(wanted: Sequence[str], interpreter: Interpreter | None = None) -> Libraries:
-    """Finds the packages, and installs missing ones first.
+    """Finds packages for programs, and installs missing packages.
 
     Args:
-        wanted: names ("numpy"), requirements ("numpy>=2") or existing directories with installed
-            packages. A package in one of the directories is not installed again.
-        interpreter: the Python that will import them; by default the sandbox's.
+        wanted: names ("numpy"), requirements ("numpy>=2"), and directories with installed packages.
+            A requested package that one of the directories contains already is not installed again.
+        interpreter: Python that will import the packages; None for the Python of the sandbox.
 
     Raises:
-        UserError: an entry is neither, programs cannot read a directory, or pip fails.
+        UserError: an entry is neither a requirement nor a directory, programs cannot read a
+            directory, or pip fails.
     """
     if not wanted:
         return Libraries()
@@ -130,18 +132,18 @@ def find_libraries(wanted: Sequence[str], interpreter: Interpreter | None = None
 async def try_imports(
     isolation: Isolation, limits: Limits, libraries: Libraries
 ) -> list[tuple[bool, str]]:
-    """Imports each package in a program of its own.
+    """Tries to import each package, in a separate program in the sandbox.
 
     Args:
-        isolation: the sandbox.
+        isolation: isolation in which the programs run.
         limits: limits of each program.
-        libraries: the packages.
+        libraries: packages to import.
 
     Returns:
-        (whether the import succeeded, message) of each package.
+        (whether the import succeeded, message about the import) for each package.
 
     Raises:
-        SandboxError: the sandbox does not work.
+        SandboxError: the sandbox failed for a reason other than the program.
     """
     job, found = isolation.job(limits, libraries.directories), []
     for package in libraries.packages:
@@ -162,8 +164,8 @@ def _directory(entry: str) -> str:
         raise UserError(f"tools.code_libraries: there is no directory {entry}")
     if not reachable(path):
         raise UserError(
-            f"tools.code_libraries: other users cannot read {path}, and programs run as one;"
-            " move it, or chmod o+rx it and the directories above it"
+            f"tools.code_libraries: other users cannot read {path}, and programs run as another"
+            " user; move it, or run chmod o+rx on it and on the directories above it"
         )
     return path
 
@@ -187,7 +189,7 @@ def _normal(name: str) -> str:
 
 
 def _installed(requirements: list[str], interpreter: Interpreter) -> str:
-    """Returns the directory with the requirements; runs pip if the directory does not exist."""
+    """Returns the directory with some packages. pip creates the directory if it does not exist."""
     python = [interpreter.path, interpreter.version, platform.machine(), *requirements]
     key = hashlib.sha256(json.dumps(python).encode()).hexdigest()[:16]
     cache = _cache()
@@ -206,20 +208,20 @@ def _installed(requirements: list[str], interpreter: Interpreter) -> str:
     try:
         files.make_folder(target, fill)
     except OSError as error:
-        raise UserError(f"tools.code_libraries: {target} cannot be made: {error}") from error
+        raise UserError(f"tools.code_libraries: {target} cannot be created: {error}") from error
     logging.warning("code_libraries: installed after %.0f s", time.monotonic() - start)
     return str(target)
 
 
 def _pip(requirements: list[str], interpreter: Interpreter, target: Path) -> None:
-    # The settings of this Python must not affect the other one.
+    # Environment variables for this Python must not affect the Python of the sandbox.
     environment = {
         name: value for name, value in os.environ.items() if not name.startswith("PYTHON")
     }
     options = ["install", "--target", str(target), "--quiet", "--no-input", "--prefer-binary"]
     options += ["--disable-pip-version-check", "--no-warn-script-location", *requirements]
     said = "no pip was found"
-    # Use the interpreter's own pip, or our pip on behalf of that interpreter.
+    # The pip of the sandbox's Python is tried first, and then the pip of this Python.
     for pip in (
         [interpreter.path, "-m", "pip"],
         [sys.executable, "-m", "pip", "--python", interpreter.path],
@@ -270,7 +272,7 @@ def _cache() -> Path:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Runs the command and returns its exit code."""
     parser = argparse.ArgumentParser(prog="coa_jax.tools.code_libraries", description=__doc__)
     parser.add_argument("wanted", nargs="+", help="packages or directories")
     options = parser.parse_args(arguments)
@@ -290,7 +292,10 @@ def main(arguments: list[str] | None = None) -> int:
 
 
 def split_libraries(text: str) -> list[str]:
-    """Splits entries at commas; a comma before a version comparison belongs to its requirement."""
+    """Splits a text at commas into packages and directories.
+
+    A comma before a version comparison, as in "numpy>=2,<3", does not split the text.
+    """
     return [entry for entry in re.split(r",(?![\s=~!<>])", text) if entry]
 
 

@@ -1,10 +1,12 @@
-"""Code sessions: programs of a trajectory continue the earlier ones, so variables survive.
+"""Implements code sessions, in which a program can use variables of earlier programs.
 
-No process is kept alive. Each call first reruns the earlier programs of its trajectory, without
-their output, and then its own program, all in one new sandbox. So isolation and limits are those of
-any program. Nothing remains when a trajectory ends or a run is killed. A trajectory that is sampled
-again, on another machine or after a restart, gets the same results. For this, programs must be
-deterministic: `random` is seeded, but the clock is not fixed.
+No process is kept alive between calls. Each call runs all earlier programs of the trajectory again,
+without their output, and then the new program, in one new sandbox. This has several advantages:
+
+* Isolation and limits are the same as for a single program.
+* Nothing remains when a trajectory ends or a run is killed.
+* A trajectory that is sampled again, on another machine or after a restart, gets the same results,
+  if its programs are deterministic. The module `random` is seeded, but the clock is not fixed.
 """
 
 from __future__ import annotations
@@ -21,10 +23,12 @@ from coa_jax.tools.sandbox.run import Result
 FORGOTTEN = "What this program did is not remembered; variables are those of before it."
 
 _LONGEST_S = 60.0
-"""Wall seconds of a call including the reruns, unless a single program may take longer."""
+"""Time limit in wall seconds for a call with all earlier programs. A higher limit of a single
+program takes precedence.
+"""
 
-# This source runs in the sandbox, on any Python version. The programs run in a separate module, so
-# that they do not see this code; tracebacks name each program as its own file.
+# This source runs in the sandbox, with any version of Python. The programs run in a separate
+# module, so that they do not see this code. In tracebacks, each program is a file of its own.
 _DRIVER = """\
 import sys
 
@@ -131,12 +135,12 @@ def run(programs, cpu_s, wall_s):
 
 @dataclasses.dataclass(frozen=True)
 class Continued:
-    """A program together with the earlier programs that it continues.
+    """A new program combined with the earlier programs of its session.
 
     Attributes:
-        source: source to run.
-        limits: limits of all programs together.
-        remembered: number of earlier programs that are rerun.
+        source: Python source that runs all programs.
+        limits: limits for all programs together.
+        remembered: number of earlier programs that run again before the new program.
     """
 
     source: str
@@ -145,13 +149,15 @@ class Continued:
 
 
 def continued(source: str, name: str, context: ToolContext, limits: Limits) -> Continued:
-    """Builds the source that runs a program after the earlier programs of its trajectory.
+    """Builds a source that runs the earlier programs of a trajectory and then a new program.
+
+    An earlier program is included if it ended by itself, even with an exception. A program that was
+    stopped at a limit is left out.
 
     Args:
-        source: the program.
-        name: name of the tool.
-        context: context of the call. Programs that ended by themselves, even with an exception, are
-            rerun; programs that were stopped are not.
+        source: the new program.
+        name: tag of the tool.
+        context: context of the call, with the earlier programs.
         limits: limits of each program.
     """
     earlier = []
@@ -169,22 +175,33 @@ def continued(source: str, name: str, context: ToolContext, limits: Limits) -> C
 
 
 def longest_s(wall_s: float) -> float:
-    """Returns the maximum wall seconds of a call, if one program may take ``wall_s``."""
+    """Returns the longest time limit of a call that also runs earlier programs, in wall seconds.
+
+    Args:
+        wall_s: time limit of a single program in wall seconds.
+    """
     return max(wall_s, _LONGEST_S)
 
 
 def own_result(result: Result) -> Result:
-    """Returns the result of the last program, corrected if its own time limit stopped it."""
+    """Converts the result of running all programs to the result of the new program.
+
+    If the new program exceeded its own time limit, ``reason`` becomes "wall". Otherwise the result
+    is unchanged.
+
+    Args:
+        result: result of running all programs.
+    """
     if result.code == 128 + signal.SIGALRM:
         return dataclasses.replace(result, reason="wall", code=None)
     return result
 
 
 def remembered(outcome: Outcome, text: str, result: Result) -> tuple[Outcome, str]:
-    """Adds to an observation whether later calls will rerun the program.
+    """Adds a sentence to an observation if later calls will not run the call's program again.
 
-    A program ended by a signal (stack overflow, failed allocation) would end later programs too, so
-    it counts as stopped.
+    A program that was stopped at a limit is not run again. A program that a signal ended, for
+    example after a stack overflow, is not run again either, because it would also end later calls.
 
     Args:
         outcome: outcome of the call.
@@ -192,7 +209,7 @@ def remembered(outcome: Outcome, text: str, result: Result) -> tuple[Outcome, st
         result: result of the program.
 
     Returns:
-        Outcome and text of the observation.
+        (outcome, text of the observation).
     """
     if outcome == "error" and result.code is not None and result.code > 128:
         outcome = "limit"

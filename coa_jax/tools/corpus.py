@@ -1,4 +1,4 @@
-"""Reads corpora in the common JSONL forms."""
+"""Reads corpora from JSONL files in the common formats."""
 
 from __future__ import annotations
 
@@ -12,13 +12,14 @@ from coa_jax.tools.factbook_pages import Passage
 
 
 def read_corpus(path: str) -> tuple[Passage, ...]:
-    """Reads the passages of a file with one JSON object per line.
+    """Reads the passages of a JSONL file, which has one JSON object per line.
 
-    An object has ``title`` and ``text``, or ``contents`` in the form of Search-R1: the title in
-    quotation marks on the first line, then the text.
+    An object has the keys ``title`` and ``text``, or the key ``contents`` in the format of
+    Search-R1: the title in quotation marks on the first line, and then the text.
 
     Raises:
-        UserError: the file cannot be read or is empty, or a line is malformed (``path:line: why``).
+        UserError: the file cannot be read, is empty, or contains a malformed line. In the last case
+            the message begins with ``path:line:``.
     """
     passages = tuple(jsonl.read_lines(Path(local(str(path))).expanduser(), _passage))
     if not passages:
@@ -38,11 +39,11 @@ def _passage(row: Any) -> Passage:
 
 
 def split_contents(contents: str) -> Passage:
-    """Splits a document in Search-R1's form into title and text."""
+    """Splits a document in the format of Search-R1 into title and text."""
     title, _, text = contents.partition("\n")
     return Passage(title.strip().strip('"'), text)
 
 
 def join_contents(passage: Passage) -> str:
-    """Writes a passage in Search-R1's form, the inverse of `split_contents`."""
+    """Writes a passage in the format of Search-R1. This is the inverse of `split_contents`."""
     return f'"{passage.title}"\n{passage.text}'

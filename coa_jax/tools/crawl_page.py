@@ -1,8 +1,8 @@
-"""The ``crawl_page`` tool: returns the text, or a summary, of pages whose URLs are joined by ``|``.
+"""Implements the tool ``crawl_page``, which reads web pages.
 
-The pages of an observation are separated by blank lines. A page is ``Page i [address] Summary:``
-and the text below, or ``Page i [address]: [Page content not accessible: why]`` (the format of the
-release).
+The body of a call is one or more URLs, joined by ``|``. The observation has the format of the AFM
+release, with a blank line between two pages. A page is ``Page i [address] Summary:`` followed by
+the text or its summary, or ``Page i [address]: [Page content not accessible: why]``.
 """
 
 from __future__ import annotations
@@ -45,21 +45,25 @@ _BAD_CALL = (
 
 @dataclasses.dataclass(frozen=True)
 class CrawlConfig(Bounded):
-    """How pages are read.
+    """The settings of ``crawl_page``.
 
     Attributes:
-        max_pages: pages per call; further addresses are listed but not opened.
-        page_chars: characters of a page in an observation. The summariser reads up to eight times
-            as many characters of its text.
-        timeout_s: seconds of a call, including summaries.
-        page_timeout_s: seconds to fetch one page, including all attempts.
-        max_bytes: maximum size of a page in bytes, decompressed.
+        max_pages: maximum number of pages per call. Further pages are not opened, and the
+            observation says how many there are.
+        page_chars: maximum number of characters of a page in an observation. The summariser reads
+            up to eight times as many characters of the page.
+        timeout_s: time limit of a call, including summaries, in seconds.
+        page_timeout_s: time limit for fetching one page with all attempts, in seconds.
+        max_bytes: maximum size of a page in bytes, after decompression.
         attempts: maximum number of attempts per page.
-        robots: whether the robots.txt of sites is respected.
-        allow_hosts: hosts and networks allowed besides the public ones, as in `Guard.allow`.
-        blocked: hosts and path prefixes that are not opened, as in `Guard.block`.
-        concurrency: pages that are read concurrently, over all calls.
-        summarizer: model that writes the summaries; without one the text itself is returned.
+        robots: whether to leave out pages that the robots.txt of their site forbids crawlers to
+            read.
+        allow_hosts: hosts and networks that may be opened although they are not public, see
+            `Guard.allow`.
+        blocked: hosts and path prefixes whose pages are not opened, see `Guard.block`.
+        concurrency: maximum number of pages that all calls together read concurrently.
+        summarizer: model that writes the summaries. Without a model, the observation contains the
+            beginning of the page's text.
     """
 
     max_pages: Times = 5
@@ -80,22 +84,23 @@ class CrawlPage:
 
     Attributes:
         name: "crawl_page".
-        deadline: seconds a call may take.
-        settings: settings on which answers depend, besides the addresses.
-        tailored: whether answers depend on the result of `depends_on`.
+        deadline: time limit of a call in seconds.
+        settings: settings on which the answer to a call depends.
+        tailored: whether the answer to a call depends on the trajectory's earlier text too, see
+            `depends_on`. This is the case if a model writes summaries.
     """
 
     name = "crawl_page"
 
     def __init__(self, config: CrawlConfig, index: Callable[[], Index]):
-        """Sets up the limits; nothing is fetched or started yet.
+        """Creates the tool, without starting a process or opening a connection.
 
         Args:
-            config: see `CrawlConfig`.
-            index: returns the local index, for links from the local search.
+            config: settings of the tool.
+            index: function that returns the local index, for links to its passages.
 
         Raises:
-            UserError: a package is missing, or a setting is wrong.
+            UserError: a package is missing, or a setting is invalid.
         """
         packages = page_text.missing_packages()
         if packages:
@@ -126,11 +131,11 @@ class CrawlPage:
         )
 
     def depends_on(self, context: ToolContext) -> list[str]:
-        """Returns the texts of the trajectory on which a summary depends, besides the addresses."""
+        """Returns the texts of the trajectory on which summaries depend."""
         return [context.question, last_query(context), context.think.strip()]
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """Reads the pages whose addresses stand between the tags, concurrently."""
+        """Concurrently reads the pages whose URLs the policy wrote between the tags."""
         start = time.monotonic()
         urls = list(dict.fromkeys(parse_urls(arguments)))
         if not urls:
@@ -165,10 +170,13 @@ class CrawlPage:
         return Observation("\n\n".join(texts), ok, outcome, seconds, detail)
 
     def local_page(self, url: str) -> str:
-        """Returns the text behind a link of the local search, made by `local_link`.
+        """Returns the text of a page of the local index.
 
-        The text consists of all passages of one page. If the link names a section, that section
-        comes first, so that it is visible for any `CrawlConfig.page_chars`.
+        The text consists of all passages of the page. If the URL names a section, this section
+        comes first, so that it is in the observation even if the text is truncated.
+
+        Args:
+            url: URL that `local_link` has created.
 
         Raises:
             FetchError: the page does not exist.
@@ -187,7 +195,7 @@ class CrawlPage:
 
 @dataclasses.dataclass
 class _Call:
-    """One call of the tool: its pages share a deadline and a click intent."""
+    """A call of the tool. All pages of a call share a deadline and a click intent."""
 
     tool: CrawlPage
     context: ToolContext
@@ -199,7 +207,7 @@ class _Call:
         return max(self.end - time.monotonic(), 0.001)
 
     async def page(self, number: int, url: str) -> tuple[str, str | None]:
-        """Returns (text of one page in the observation, kind of its failure or None)."""
+        """Reads a page; returns (text for the observation, kind of the failure or None)."""
         try:
             async with asyncio.timeout(self.left()), self.tool._turns.here():
                 text = await self.read(url)
@@ -211,7 +219,7 @@ class _Call:
         except TimeoutError:
             why = "it took too long"
             return f"Page {number} [{url}]: [Page content not accessible: {why}]", "timeout"
-        except Exception:  # a bug costs this page only, not the whole call
+        except Exception:  # a defect affects only this page, not the whole call
             _log.exception("crawl_page cannot read %s", url)
             return f"Page {number} [{url}]: [Page content not accessible: it failed]", "fault"
         return f"Page {number} [{url}] Summary:\n{await self.shorten(text)}", None
@@ -221,7 +229,7 @@ class _Call:
 
         Raises:
             FetchError: the page cannot be fetched or read.
-            WorkerBusyError: no process is free to parse the page, which is a fault of the tool.
+            WorkerBusyError: no process is free to parse the page. This is a fault of the tool.
         """
         tool, most = self.tool, 8 * self.tool._config.page_chars
         parsed = parse_url(url)
@@ -233,7 +241,7 @@ class _Call:
                 raise FetchError("refused", why)
         request = Request(str(parsed), types=page_text.READABLE)
         response = await fetch(request, tool._limits.within(self.left()), tool._guard)
-        half = self.left() / 2  # to wait, so that a busy tool is distinguished from a slow page
+        half = self.left() / 2  # separate limits distinguish a busy tool from a slow page
         ask = functools.partial(
             tool._workers.ask,
             response.body,
@@ -257,7 +265,10 @@ class _Call:
         )
 
     async def shorten(self, text: str) -> str:
-        """Returns the summary, or the start of the text if there is no summariser or it failed."""
+        """Returns the summary of a text.
+
+        If there is no summariser, or the summariser fails, the result is the beginning of the text.
+        """
         config = self.tool._config
         if not config.summarizer:
             return clip(text, config.page_chars)
@@ -274,9 +285,9 @@ class _Call:
             return f"[No summary: {why}. The page begins:]\n{clip(text, config.page_chars)}"
 
     async def aim(self) -> str:
-        """Returns the click intent, computed once.
+        """Returns what the policy hopes to find (the click intent), computed once per call.
 
-        If the model fails, the question replaces the intent.
+        If the model that infers the intent fails, the question of the task replaces the intent.
         """
         if self.intent is None:
             config = self.tool._config.summarizer

@@ -1,7 +1,9 @@
-"""Dense and hybrid retrieval: exact search over an encoder's vectors, and fusion with BM25.
+"""Implements dense and hybrid retrieval.
 
-The vectors of a corpus are computed once and stored on disk, named by encoder and text. They are
-memory-mapped, so the processes of a machine share them.
+Dense retrieval is an exact search over the vectors of an encoder. Hybrid retrieval combines dense
+retrieval with BM25. The vectors of a corpus are computed once and stored on disk, in a file whose
+name depends on the encoder and the corpus. The file is memory-mapped, so that all processes of a
+machine share the vectors.
 """
 
 from __future__ import annotations
@@ -27,7 +29,7 @@ from coa_jax.tools.wiki_search import Hit, Index, best_rows, default_cache_dir, 
 _log = logging.getLogger(__name__)
 
 Retrieval = Literal["bm25", "dense", "hybrid"]
-"""Kind of retrieval: ``bm25`` by words, ``dense`` by vectors, ``hybrid`` by both, fused by rank."""
+"""Kind of retrieval: ``bm25`` (by words), ``dense`` (by vectors) or ``hybrid`` (both combined)."""
 
 RETRIEVALS: tuple[Retrieval, ...] = get_args(Retrieval)
 
@@ -35,48 +37,49 @@ FUSION_K = 60
 """The constant of reciprocal rank fusion (Cormack, Clarke and Buettcher, SIGIR 2009)."""
 
 FUSION_DEPTH = 100
-"""Number of top results of each search that are fused."""
+"""Number of best results of each search that hybrid retrieval combines."""
 
 _ROWS = 1 << 16
-"""Vectors in a block of the search; 192 MiB at a width of 768."""
+"""Number of vectors in a block of the search. A block has 192 MiB for vectors of length 768."""
 
 _CHUNK = 4096
-"""Passages that are encoded between two progress reports."""
+"""Number of passages that are encoded between two progress reports."""
 
 _VECTORS = "vectors.npy"
 
 
 def nearest(vectors: np.ndarray, queries: np.ndarray, top_k: int) -> list[list[tuple[int, float]]]:
-    """Returns the rows with the largest inner products, exactly; ties go to the lower row.
+    """Finds the vectors with the largest inner products with each query, by an exact search.
 
     Args:
-        vectors: float32 [rows, width]; may be memory-mapped.
-        queries: float32 [number, width].
-        top_k: maximum number of rows per query.
+        vectors: float32 of shape ``[N, D]``, which may be memory-mapped.
+        queries: float32 of shape ``[Q, D]``.
+        top_k: maximum number of vectors per query.
 
     Returns:
-        For each query a list of (row, inner product), best first.
+        For each query a list of (index of a vector, inner product), the largest product first.
+        Among equal products, the lower index comes first.
     """
     best: list[list[tuple[int, float]]] = [[] for _ in queries]
     for start in range(0, len(vectors), _ROWS):
         block = queries @ vectors[start : start + _ROWS].T
         for i, scores in enumerate(block):
             found = [(start + row, float(scores[row])) for row in best_rows(scores, top_k)]
-            # Row numbers ascend and the sort is stable, so the first of equal products stays first.
+            # Indices ascend and the sort is stable, so the lowest index of equal products is first.
             best[i] = sorted(best[i] + found, key=lambda item: -item[1])[:top_k]
     return best
 
 
 class DenseIndex:
-    """A search index by the cosine between the vectors of passages and query."""
+    """A search index that ranks passages by the cosine between passage vector and query vector."""
 
     def __init__(self, passages: Sequence[Passage], vectors: np.ndarray, encoder: Encoder):
         """Creates the index.
 
         Args:
             passages: the N passages.
-            vectors: vectors of the passages with norm 1, float32 ``[N, D]``.
-            encoder: encodes queries.
+            vectors: unit vectors of the passages, float32 of shape ``[N, D]``.
+            encoder: encoder of the queries.
         """
         self._passages, self._vectors, self._encoder = passages, vectors, encoder
 
@@ -85,20 +88,20 @@ class DenseIndex:
 
     @property
     def passages(self) -> Sequence[Passage]:
-        """See `Index`."""
+        """The indexed passages, in order."""
         return self._passages
 
     def rank(self, query: str, top_k: int) -> list[tuple[int, float]]:
-        """See `Index`; the score is a cosine, and there is always a best passage."""
+        """Returns (index of a passage, cosine) of the best passages, see `Index.rank`."""
         return nearest(self._vectors, self._encoder.queries([query]), top_k)[0]
 
     def search(self, query: str, top_k: int) -> list[Hit]:
-        """See `Index`."""
+        """Returns the best passages with their scores, see `Index.search`."""
         return [Hit(self._passages[i], score) for i, score in self.rank(query, top_k)]
 
 
 class HybridIndex:
-    """Several indexes over the same passages, fused by rank."""
+    """A search index that combines the rankings of several indexes over the same passages."""
 
     def __init__(self, indexes: Sequence[Index]):
         self._indexes = indexes
@@ -108,24 +111,33 @@ class HybridIndex:
 
     @property
     def passages(self) -> Sequence[Passage]:
-        """See `Index`."""
+        """The indexed passages, in order."""
         return self._indexes[0].passages
 
     def rank(self, query: str, top_k: int) -> list[tuple[int, float]]:
-        """See `Index`.
+        """Returns (index of a passage, score) of the best passages, see `Index.rank`.
 
-        The score is the sum of 1 / (60 + rank) over the searches that found the passage.
+        The score of a passage is the sum of 1 / (60 + rank) over the indexes that found the
+        passage, where rank is the passage's position in the index's result, counted from 1.
         """
         depth = max(FUSION_DEPTH, top_k)
         return fuse([index.rank(query, depth) for index in self._indexes])[:top_k]
 
     def search(self, query: str, top_k: int) -> list[Hit]:
-        """See `Index`."""
+        """Returns the best passages with their scores, see `Index.search`."""
         return [Hit(self.passages[i], score) for i, score in self.rank(query, top_k)]
 
 
 def fuse(rankings: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
-    """Fuses rankings by reciprocal rank; ties are ordered by passage number."""
+    """Combines rankings by reciprocal rank fusion.
+
+    Args:
+        rankings: several lists of (index of a passage, score), each with the best passage first.
+
+    Returns:
+        (index of a passage, combined score), the best first. Among equal scores, the lower index
+        comes first.
+    """
     scores: dict[int, float] = {}
     for ranking in rankings:
         for rank, (number, _) in enumerate(ranking, 1):
@@ -140,16 +152,16 @@ def load_retriever(
     passage_chars: int = 300,
     passages: Sequence[Passage] | None = None,
 ) -> Index:
-    """Loads the index of a kind of retrieval from the cache, or builds and stores it.
+    """Loads a search index from the cache, or builds and stores the index.
 
     Args:
         retrieval: kind of retrieval.
-        encoder: model for dense and hybrid retrieval.
+        encoder: model that computes the vectors for dense and hybrid retrieval.
         cache_dir, passage_chars, passages: see `coa_jax.tools.wiki_search.load_index`.
 
     Raises:
-        UserError: the kind is unknown, its encoder is missing or cannot be read, or the corpus is
-            missing or empty.
+        UserError: the kind of retrieval is unknown, the encoder is missing or cannot be read, or
+            the corpus is missing or empty.
     """
     check_retrieval(retrieval, encoder)
     if retrieval == "bm25":
@@ -167,7 +179,11 @@ def load_retriever(
 
 
 def check_retrieval(retrieval: str, encoder: EncoderConfig) -> None:
-    """Raises UserError unless the kind of retrieval is known and has the settings it needs."""
+    """Checks the kind of retrieval and its settings.
+
+    Raises:
+        UserError: the kind of retrieval is unknown, or needs an encoder that is not configured.
+    """
     if retrieval not in RETRIEVALS:
         known = ", ".join(RETRIEVALS)
         raise UserError(f"wiki_search: retrieval {retrieval!r} is unknown; known are {known}")

@@ -1,12 +1,13 @@
 """Shows how programs are isolated on this machine, and tests the isolation.
 
-``python -m coa_jax.tools.doctor [--backend bubblewrap|landlock]`` runs one hostile program for each
-forbidden action. Exit code 0: all programs were contained; 1: one was not; 2: there is no
-isolation.
+``python -m coa_jax.tools.doctor [--backend bubblewrap|landlock]`` runs hostile programs, each of
+which tries a forbidden action. The exit code is 0 if all programs were contained, 1 if a program
+was not contained, and 2 if no isolation works on this machine.
 
-``python -m coa_jax.tools.doctor --tools [--config FILE.py[:ARGUMENT]]`` instead reports for each
-tool its configuration and whether its server answers; without a file, for the default settings.
-Exit code 0: all tools can be called; 1: one cannot; 2: the file cannot be read.
+``python -m coa_jax.tools.doctor --tools [--config FILE.py[:ARGUMENT]]`` reports how each tool is
+configured, and whether its server answers. Without a file, the default settings are used. The exit
+code is 0 if all tools can be called, 1 if a tool cannot be called, and 2 if the file cannot be
+read.
 
 Both commands first warn if the version of Python or JAX is outside the tested range.
 """
@@ -32,10 +33,11 @@ _TIMED_CALLS = 15
 
 
 async def overhead(job: Job) -> tuple[float, str]:
-    """Measures an empty call in milliseconds: the median of several, after one warm-up.
+    """Measures how long it takes to run an empty program in the sandbox.
 
     Returns:
-        The time, and the mechanism that enforced the limits on memory and files.
+        (median time of several runs after a warm-up in milliseconds, name of the mechanism that
+        enforced the limits on memory and files).
     """
     seconds = []
     for _ in range(_TIMED_CALLS + 1):
@@ -46,11 +48,15 @@ async def overhead(job: Job) -> tuple[float, str]:
 
 
 async def prove(isolation: Isolation, namespaces: bool = True, cgroup: bool = True) -> bool:
-    """Runs the hostile programs and prints a line for each; returns whether all were contained.
+    """Runs the hostile programs, and prints a line for each.
 
     Args:
-        isolation: the sandbox.
-        namespaces, cgroup: whether Landlock may use namespaces and a control group.
+        isolation: isolation in which the programs run.
+        namespaces: whether Landlock may be combined with namespaces.
+        cgroup: whether a control group may limit the memory of a program.
+
+    Returns:
+        Whether all programs were contained.
     """
     job = isolation.job(trial.TRIAL_LIMITS, namespaces=namespaces, cgroup=cgroup)
     contained, over_mb, over_s = True, {"memory": 0.0, "disk": 0.0}, 0.0
@@ -93,7 +99,7 @@ def _print_facts(isolation: Isolation) -> None:
 
 
 def _show_tools(path: str) -> int:
-    # Imported here: the test of the isolation needs only the standard library.
+    # These imports are local, because the test of the isolation needs only the standard library.
     from coa_jax.cli import load_config
     from coa_jax.settings import build
     from coa_jax.tools.make import ToolsConfig
@@ -118,14 +124,14 @@ def _show_tools(path: str) -> int:
 
 
 def define_options(parser: argparse.ArgumentParser) -> None:
-    """Defines the options of `run_checks`."""
+    """Adds the options of `run_checks` to a parser."""
     parser.add_argument("--backend", default="auto", choices=("auto", *BACKENDS))
     parser.add_argument("--tools", action="store_true", help="what is configured and reachable")
     parser.add_argument("--config", default="", help="config file with a group 'tools'")
 
 
 def run_checks(options: argparse.Namespace) -> int:
-    """Runs the checks that the options ask for; returns the exit code."""
+    """Runs the checks that the options select, and returns the exit code."""
     warn_untested()
     if options.tools or options.config:
         return _show_tools(options.config)
@@ -145,7 +151,7 @@ def run_checks(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Command line; returns the exit code."""
+    """Runs the command and returns its exit code."""
     parser = argparse.ArgumentParser(prog="coa_jax.tools.doctor", description=__doc__)
     define_options(parser)
     return run_checks(parser.parse_args(arguments))

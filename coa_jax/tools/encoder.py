@@ -1,8 +1,9 @@
-"""Text encoders of the BERT family (E5, BGE, MiniLM, ...) in JAX, from Hugging Face directories.
+"""Encodes texts as vectors with models of the BERT family (E5, BGE, MiniLM, ...) in JAX.
 
-A text becomes one unit vector: the mean of its last hidden states (Sentence-BERT, arXiv 1908.10084
-§3), or the first hidden state if the directory's pooling configuration says so. E5 (arXiv
-2212.03533 §4.1) was trained with the prefixes "query: " and "passage: ", which are the default.
+The models are read from Hugging Face directories. The vector of a text is a unit vector: the mean
+of the last hidden states (Sentence-BERT, arXiv 1908.10084 §3), or the first hidden state if the
+pooling configuration of the directory says so. The default prefixes "query: " and "passage: " are
+those with which E5 was trained (arXiv 2212.03533 §4.1).
 """
 
 from __future__ import annotations
@@ -31,23 +32,24 @@ from coa_jax.model.safetensors_io import Checkpoint
 from coa_jax.storage import model_folder
 
 _SHORTEST = 16
-"""Length of the smallest compiled shape in tokens; further shapes double from there."""
+"""Number of tokens in the smallest compiled shape. Each further shape has twice as many tokens."""
 
 
 @dataclasses.dataclass(frozen=True)
 class EncoderConfig(Bounded):
-    """The model that encodes texts as vectors.
+    """The settings of the model that encodes texts as vectors.
 
     Attributes:
-        path: Hugging Face directory (``config.json``, safetensors, ``tokenizer.json``) of a BERT or
-            XLM-RoBERTa; "" for none.
-        query_prefix: prefix of each query, by default E5's. Models trained without prefixes need
-            "".
-        passage_prefix: prefix of each passage.
-        max_tokens: length to which texts are truncated, at most the model's maximum.
+        path: Hugging Face directory of a BERT or XLM-RoBERTa model, with ``config.json``,
+            safetensors and ``tokenizer.json``; "" for no encoder.
+        query_prefix: text before each query. The default is the prefix of the E5 models. For a
+            model that was trained without prefixes, set "".
+        passage_prefix: text before each passage.
+        max_tokens: maximum number of tokens of a text. Longer texts are truncated. If the model has
+            a smaller maximum, the model's maximum is used.
         batch_size: maximum number of texts in a batch.
-        device: backend of the encoder, e.g. "cpu" to leave the accelerator to the policy; "" for
-            the default backend.
+        device: JAX backend that runs the encoder. The default "cpu" leaves the accelerator to the
+            policy; "" means the default backend of JAX.
     """
 
     path: Place = ""
@@ -65,7 +67,10 @@ class EncoderConfig(Bounded):
 def _embed(
     params: Params, tokens: jax.Array, lengths: jax.Array, *, config: BertConfig, pooling: str
 ) -> jax.Array:
-    """Computes unit vectors, float32 [batch, width]; arguments as for `model.encoder.Encoder`."""
+    """Computes the unit vectors of texts, float32 of shape ``[B, D]``.
+
+    `model.encoder.Encoder` describes the arguments.
+    """
     hidden = bind(config, params)(tokens, lengths, REFERENCE)
     if pooling == "cls":
         pooled = hidden[:, 0]
@@ -76,24 +81,25 @@ def _embed(
 
 
 class Encoder:
-    """A loaded encoder; safe to use from several threads.
+    """A loaded encoder. Several threads may use the same encoder.
 
     Attributes:
         config: settings of the encoder.
-        width: length of a vector.
-        fingerprint: hash of the model's files and settings: equal fingerprints give equal vectors.
+        width: number of components of a vector.
+        fingerprint: hash of the model's files and settings. Encoders with equal fingerprints
+            compute equal vectors.
     """
 
     def __init__(self, config: EncoderConfig):
         """Loads the encoder from its directory.
 
         Raises:
-            UserError: a file is missing, or the model is not supported; the message names the file.
+            UserError: a file is missing, or the model is not supported. The message names the file.
         """
         folder = model_folder(config.path).expanduser()
         try:
             self._load(folder, config)
-            # Ids outside the vocabulary are only detected by running the model.
+            # The model runs once, because only this detects token ids without an embedding.
             vector = self.queries(["capital of Peru"])
         except UserError as error:
             raise UserError(f"encoder: {error}") from None
@@ -101,7 +107,7 @@ class Encoder:
             why = reading.reason(error)
             raise UserError(f"encoder: {folder} is not a usable model: {why}") from error
         if not np.isfinite(vector).all():
-            raise UserError(f"encoder: {folder} computes a vector that holds NaN; use another")
+            raise UserError(f"encoder: {folder} computes a vector with NaN; use another model")
 
     def _load(self, folder: Path, config: EncoderConfig) -> None:
         bert, pooling = read_bert_config(folder), _pooling(folder)
@@ -113,22 +119,22 @@ class Encoder:
         self._program = functools.partial(_embed, params, config=bert, pooling=pooling)
         self._tokenizer = _tokenizer(folder / "tokenizer.json", self._longest)
         if (ids := self._tokenizer.get_vocab_size()) > (rows := bert.vocab_size):
-            raise ValueError(f"its tokenizer has {ids:,} tokens, the model {rows:,} embeddings")
+            raise ValueError(f"its tokenizer has {ids:,} tokens, but only {rows:,} embeddings")
         files = [*checkpoint.files, folder / "config.json", folder / "tokenizer.json"]
         self.fingerprint = _fingerprint(files, config, self._longest, pooling)
 
     def queries(self, texts: Sequence[str]) -> np.ndarray:
-        """Encodes queries as vectors, float32 [number, width]."""
+        """Encodes N queries as unit vectors, float32 of shape ``[N, width]``."""
         return self._encode([self.config.query_prefix + text for text in texts])
 
     def passages(self, texts: Sequence[str]) -> np.ndarray:
-        """Encodes passages as vectors, float32 [number, width]."""
+        """Encodes N passages as unit vectors, float32 of shape ``[N, width]``."""
         return self._encode([self.config.passage_prefix + text for text in texts])
 
     def _encode(self, texts: Sequence[str]) -> np.ndarray:
         rows = [encoding.ids for encoding in self._tokenizer.encode_batch(list(texts))]
         vectors = np.zeros((len(rows), self.width), np.float32)
-        # Texts of similar length form a batch, so that little padding is computed.
+        # Texts of similar length form a batch, so that batches contain little padding.
         order = sorted(range(len(rows)), key=lambda i: len(rows[i]))
         for start in range(0, len(order), self.config.batch_size):
             chosen = order[start : start + self.config.batch_size]
@@ -168,14 +174,17 @@ def _pooling(folder: Path) -> str:
 
 
 def _longest(folder: Path, positions: int) -> int:
-    """Returns the maximum length of a text: the number of positions, or less if trained on less."""
+    """Returns the maximum number of tokens of a text.
+
+    This is the number of positions, or the maximum length in training if that is smaller.
+    """
     file = folder / "sentence_bert_config.json"
     trained = read_json_object(file).get("max_seq_length") if file.is_file() else None
     return min(positions, int(trained or positions))
 
 
 def _tokenizer(path: Path, longest: int) -> Any:
-    # The tokenizers library is used instead of transformers, whose tokenizers are not thread-safe.
+    # The library tokenizers is used, because the tokenizers of transformers are not thread-safe.
     from tokenizers import Tokenizer
 
     try:

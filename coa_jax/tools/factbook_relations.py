@@ -1,7 +1,7 @@
-"""The structured relations of the Factbook: the names and the sentence of each.
+"""Defines the relations of the World Factbook, with the words that state a fact.
 
-A relation is only wording; it does not refer to a country. The search tool's pages use these
-sentences, and the grammar of the factbook tasks parses values out of them.
+A relation, such as ``capital``, contains no facts about a country. The passages of the search tool
+are written with these words, and the grammar of the factbook tasks parses values from the passages.
 """
 
 from __future__ import annotations
@@ -16,14 +16,15 @@ class Relation:
     """A kind of fact about an entity.
 
     Attributes:
-        key: identifier used in programs, e.g. ``capital``.
-        title: second half of a passage title, e.g. ``Capital``.
-        noun: name in questions and queries, e.g. ``capital``.
-        sentence: template of the sentence that states the fact; slots ``{entity}`` and ``{value}``.
-        preposition: word between noun and entity in questions.
-        unit: unit of a number in the sentence; "" for none.
+        key: identifier of the relation, such as ``capital``.
+        title: second part of the title of a passage, such as ``Capital``.
+        noun: name of the relation in questions and queries, such as ``capital``.
+        sentence: template of the sentence that states a fact, with the slots ``{entity}`` and
+            ``{value}``.
+        preposition: word between the noun and the entity in questions.
+        unit: unit that follows the number in the sentence; "" for no unit.
         number: whether the value is a number.
-        invertible: whether a question may identify an entity by a value.
+        invertible: whether a question may identify an entity by the value of this relation.
     """
 
     key: str
@@ -87,19 +88,19 @@ _ALL = (
 )
 
 RELATIONS: dict[str, Relation] = {relation.key: relation for relation in _ALL}
-"""All relations, by key."""
+"""Key -> relation, for all relations."""
 
 INVERTIBLE: tuple[str, ...] = tuple(r.key for r in _ALL if r.invertible)
 """Keys of the relations that can identify an entity by their value."""
 
 
 def state(relation: Relation, entity: str, value: str) -> str:
-    """Returns the passage text that states a fact.
+    """Returns the sentence that states a fact.
 
     Args:
         relation: the relation.
         entity: name of the entity.
-        value: value of the relation; values of ``borders`` are joined by "; ".
+        value: value of the relation. The items of a list are joined by "; ".
     """
     return relation.sentence.format(entity=entity, value=value)
 
@@ -112,9 +113,10 @@ def _pattern(relation: Relation) -> re.Pattern[str]:
 
 
 def read(relation: Relation, text: str) -> tuple[str, str] | None:
-    """Parses (entity, value) from a sentence of `state`; None for any other text.
+    """Parses a sentence that `state` has written; returns (entity, value).
 
-    An entity name that contains the verb of the sentence would be cut short; no name does.
+    The result is None for any other text. The name of an entity must not contain the verb of the
+    sentence. No name in the World Factbook contains such a verb.
     """
     found = _pattern(relation).fullmatch(text.strip())
     return (found["entity"], found["value"]) if found else None

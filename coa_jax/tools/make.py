@@ -66,8 +66,8 @@ TOOLS = Kind(
     },
     offers=("config", "search"),
 )
-"""The setting for a tool: a class of tools, or a function that returns a tool. Its parameters may
-be ``config`` (`ToolsConfig`), ``search`` (the `WikiSearch` of the run) and its own options.
+"""The setting for a tool, which is a class or a function that returns a tool. Its parameters may be
+``config`` (the `ToolsConfig`), ``search`` (the `WikiSearch` of the run) and options of its own.
 """
 
 _WANTED = (
@@ -78,15 +78,16 @@ _WANTED = (
 
 @dataclasses.dataclass(frozen=True)
 class StoreConfig(Bounded):
-    """Storage of tool answers on disk.
+    """The settings for storing answers of tools on disk.
 
     Attributes:
-        path: path of the SQLite file, which several processes may share; "" for none.
+        path: path of an SQLite file, which several processes may share; "" stores no answers.
         mode: ``cache``, ``record`` or ``replay``, see ``coa_jax.tools.recorded``.
-        tools: tools whose answers are stored. If empty, all tools when recording or replaying; when
-            caching, ``web_search`` and ``crawl_page``, which cost money and time.
-        max_age_s: age in seconds after which a cache calls the tool again; 0 for no limit.
-        max_entries: maximum number of stored answers, the newest; 0 for no limit.
+        tools: tools whose answers are stored. () means all tools, but in the mode ``cache`` only
+            ``web_search`` and ``crawl_page``.
+        max_age_s: age in seconds after which a cached answer is not used; 0 for no limit.
+        max_entries: maximum number of stored answers, beyond which the oldest are deleted; 0 for no
+            limit.
     """
 
     path: Place = ""
@@ -96,7 +97,7 @@ class StoreConfig(Bounded):
     max_entries: Natural = 0
 
     def keeps(self, name: str) -> bool:
-        """Returns whether the answers of a tool are stored."""
+        """Returns whether the answers of the tool with this name are stored."""
         if not self.tools:
             return self.mode != "cache" or name in ("web_search", "crawl_page")
         return name in self.tools
@@ -107,42 +108,41 @@ class ToolsConfig(Bounded):
     """The tools of a run, and their limits.
 
     Attributes:
-        names: names of tools: ``wiki_search``, ``code``, ``web_search``, ``crawl_page``,
-            ``visual_inspector``, the tags in ``mcp`` and ``own``, tools of installed packages, and
-            tools by ``package.module:name``.
-        protocol: name of a new protocol with exactly these tools, which tasks can then use
-            (``questions.jsonl:protocol=NAME``); "" for none.
+        names: names of the tools: ``wiki_search``, ``code``, ``web_search``, ``crawl_page``,
+            ``visual_inspector``, keys of ``mcp`` and ``own``, names of tools in installed packages,
+            or ``package.module:name``.
+        protocol: name of a new protocol with exactly these tools. Tasks can then name this protocol
+            (``questions.jsonl:protocol=NAME``). "" creates no protocol.
         top_k: number of passages in an observation of ``wiki_search``.
-        corpus: JSONL file with the passages of ``wiki_search``; "" for the Factbook.
-        retrieval: how ``wiki_search`` and the local ``web_search`` find passages: ``bm25`` by
-            words, ``dense`` by the vectors of ``encoder``, ``hybrid`` by both.
-        encoder: model for dense and hybrid retrieval.
-        wiki_url: URL of a server's ``/retrieve``, which ``wiki_search`` calls instead of its own
-            index.
-        passage_chars: maximum length of a passage of free text, in characters.
-        code_timeout_s: wall seconds of a program.
-        code_cpu_s: processor seconds of each process of a program.
-        code_memory_mb: MiB of memory of a program.
-        code_output_chars: characters of a program's output that the policy reads.
-        code_session: whether programs of a trajectory continue its earlier ones, so that variables
-            survive between calls. If false, programs are independent, as in the paper.
+        corpus: JSONL file with the passages of ``wiki_search``; "" for the World Factbook.
+        retrieval: how ``wiki_search`` and the local ``web_search`` find passages: ``bm25`` (by
+            words), ``dense`` (by vectors of ``encoder``) or ``hybrid`` (both combined).
+        encoder: model that computes the vectors for dense and hybrid retrieval.
+        wiki_url: URL of a server's endpoint ``/retrieve``, which ``wiki_search`` calls; "" searches
+            the local index.
+        passage_chars: maximum length of a passage of the Factbook, in characters.
+        code_timeout_s: time limit of a program, in wall seconds.
+        code_cpu_s: limit on the processor time of each process of a program, in seconds.
+        code_memory_mb: memory limit of a program, in MiB.
+        code_output_chars: maximum number of characters of a program's output that the policy reads.
+        code_session: whether a program can use the variables of earlier programs in the same
+            trajectory. If False, each program runs by itself, as in the Chain-of-Agents paper.
         code_libraries: packages that programs may import: names (``numpy``), requirements, or
-            directories with installed packages, see `coa_jax.tools.code_libraries`. The prompt
-            names them. With ``code_url``, the packages that the server has.
-        code_url: URL of a server's ``/run_code``, which runs programs instead of this machine.
-        remote_key_env: environment variable with the bearer token of these two servers.
-        code_unsafe: whether to run programs without isolation; effective only together with the
-            environment variable ``COA_JAX_ALLOW_UNSAFE_CODE=1``.
+            directories with installed packages, see `coa_jax.tools.code_libraries`. Prompts name
+            these packages. With ``code_url``, list the packages that the server has installed.
+        code_url: URL of a server's endpoint ``/run_code``, which runs programs; "" runs them here.
+        remote_key_env: environment variable with the bearer token of ``wiki_url`` and ``code_url``.
+        code_unsafe: whether programs run without isolation. The environment variable
+            ``COA_JAX_ALLOW_UNSAFE_CODE=1`` must be set too.
         web_search: search service of ``web_search``.
         crawl_page: settings of ``crawl_page``.
-        visual_inspector: vision model of ``visual_inspector``.
+        visual_inspector: settings of ``visual_inspector`` and its vision model.
         mcp: tag -> settings of a tool of a Model Context Protocol server, see `McpConfig`.
-        own: tag -> ``path`` and ``options`` of a custom tool, or of a tool by its short name, see
-            `Extension` and docs/extending.md.
-        budgets: tag -> price of a call, and limits that all processes of a run share, see
-            `CallBudget`. A call counts once, however many requests its tool makes; an answer from
-            the store costs nothing.
-        store: storage of tool answers.
+        own: tag -> ``path`` and ``options`` of a custom tool (docs/extending.md), see `Extension`.
+        budgets: tag -> price of a call, and limits on the calls of the tool in all processes of a
+            run, see `CallBudget`. A call counts once, however many requests the tool makes, and not
+            at all if ``store`` answers the call.
+        store: settings for storing answers of tools.
     """
 
     names: tuple[Place, ...] = ("wiki_search", "code")
@@ -198,37 +198,37 @@ class ToolsConfig(Bounded):
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """The tag of each tool in ``names``.
+        """Tag of each tool in ``names``.
 
         Raises:
-            UserError: a name is not the name of a tool.
+            UserError: there is no tool with one of the names.
         """
         return tuple(_tag(name) if is_path(name) else name for name in self.names)
 
 
 Tools: TypeAlias = ToolsConfig | Mapping[str, Any] | Sequence[str | Tool]
-"""Settings of tools, or the tools themselves: built-in tools by name, others as objects."""
+"""Settings of tools, or a list of tools, each given as a name or as an object."""
 
 
 def check_protocol(name: str, tools: ToolsConfig, where: str = "protocol") -> None:
-    """Raises UserError unless a protocol is built in or made by the settings of the tools.
+    """Raises UserError unless a protocol is registered, or will be created with the tools.
 
     Args:
         name: name of the protocol.
         tools: settings of the tools.
-        where: name of the setting in the message.
+        where: name of the setting that contains the name, used in the error message.
     """
     made = (tools.protocol, f"{tools.protocol}:{LEVELS[1]}") if tools.protocol else ()
     check(name, Annotated[str, OneOf(*names_with_levels(), *made)], where)
 
 
 def make_tools(config: ToolsConfig, described: Mapping[str, str] | None = None) -> list[Tool]:
-    """Creates the tools, ready to be called.
+    """Creates the tools of a run, and the protocol that the settings name.
 
     Args:
-        config: the settings.
-        described: tag -> description for the policy, of tags that an environment answers. The
-            protocol that the settings make has them too.
+        config: settings of the tools.
+        described: tag -> description for the policy, for tags that an environment answers. The
+            created protocol also has these tags.
 
     Raises:
         UserError: a name is unknown, a setting, package or key is missing, or programs cannot be
@@ -263,7 +263,7 @@ def _budgeted(tools: list[Tool], config: ToolsConfig) -> list[Tool]:
 
 
 def _made(name: str, config: ToolsConfig, search: WikiSearch) -> Tool:
-    """Creates a tool by its name and checks that it satisfies the contract of tools."""
+    """Creates the tool with a name, and checks that it has the interface of a tool."""
     if name in config.mcp:
         return McpTool(name, build(McpConfig, config.mcp[name], f"config.tools.mcp.{name}"))
     where = f"config.tools.own.{name}" if name in config.own else "config.tools.names"
@@ -287,14 +287,14 @@ def _own(name: str, config: ToolsConfig) -> Extension:
 
 
 def _tag(path: str) -> str:
-    """Returns the tag of a tool by ``package.module:name``: its class's name, or else its own."""
+    """Returns the tag of ``package.module:name``: its attribute ``name``, or else the last part."""
     found = find(TOOLS, path, "config.tools.names")
     tag = getattr(found, "name", None)
     return tag if isinstance(tag, str) else path.rpartition(":")[2]
 
 
 def _takes_a_call(tool: Tool) -> bool:
-    """Returns whether a tool is an async callable with arguments and a context."""
+    """Returns whether a tool is an asynchronous callable that takes arguments and a context."""
     called = type(tool).__call__
     try:
         inspect.signature(called).bind(tool, "", None)
@@ -304,15 +304,15 @@ def _takes_a_call(tool: Tool) -> bool:
 
 
 def _is_new(tool: Tool) -> bool:
-    """Returns whether the prompts do not know the tag of a tool."""
+    """Returns whether prompts have no description of the tag of a tool."""
     return isinstance(tool, McpTool) or tool.name not in TOOL_FORMS
 
 
 def _description(tool: Tool) -> str:
-    """Returns a tool's description for the policy: ``description``, or its docstring's first line.
+    """Returns the description of a tool: ``description``, or the first line of its docstring.
 
     Raises:
-        UserError: there is neither.
+        UserError: the tool has neither.
     """
     if isinstance(tool, McpTool):
         return run_blocking(tool.describe())
@@ -330,15 +330,15 @@ def _description(tool: Tool) -> str:
 def tools_for(
     protocol: str, config: ToolsConfig, described: Mapping[str, str] | None = None
 ) -> list[Tool]:
-    """Creates the tools that have a tag in a protocol, which may be the protocol of the settings.
+    """Creates those tools of a run for which a protocol has a tag.
 
     Args:
         protocol: name of the protocol, with or without a level.
-        config: the settings; tools without a tag in the protocol are left out.
+        config: settings of the tools. Tools for which the protocol has no tag are left out.
         described: see `make_tools`.
 
     Raises:
-        UserError: the protocol is unknown; further errors as in `make_tools`.
+        UserError: the protocol is unknown, or for the reasons that `make_tools` lists.
     """
     if split_level(protocol)[0] != config.protocol:
         known = get_protocol(protocol).tools
@@ -349,7 +349,7 @@ def tools_for(
 
 
 def make_wiki_search(config: ToolsConfig, search: WikiSearch) -> Tool:
-    """Creates ``wiki_search`` over a server, or over the local index of the run."""
+    """Creates ``wiki_search``, which calls the server at ``wiki_url`` or searches locally."""
     if config.wiki_url:
         return RemoteSearch(config.wiki_url, config.top_k, key_env=config.remote_key_env)
     search.warm_up()
@@ -357,22 +357,22 @@ def make_wiki_search(config: ToolsConfig, search: WikiSearch) -> Tool:
 
 
 def make_web_search(config: ToolsConfig, search: WikiSearch) -> Tool:
-    """Creates ``web_search``, whose local provider is the index of the run."""
+    """Creates ``web_search``. Its provider ``local`` searches the local index of the run."""
     return WebSearch(config.web_search, search.warm_up)
 
 
 def make_crawl_page(config: ToolsConfig, search: WikiSearch) -> Tool:
-    """Creates ``crawl_page``, which also opens links into the index of the run."""
+    """Creates ``crawl_page``, which opens web pages and pages of the run's local index."""
     return CrawlPage(config.crawl_page, search.warm_up)
 
 
 def make_visual_inspector(config: ToolsConfig) -> Tool:
-    """Creates ``visual_inspector``."""
+    """Creates ``visual_inspector`` with its settings."""
     return VisualInspector(config.visual_inspector)
 
 
 def make_code(config: ToolsConfig) -> Tool:
-    """Creates ``code`` over a server, or over the sandbox of this machine."""
+    """Creates ``code``, which calls a server if ``code_url`` is set, else the local sandbox."""
     if config.code_url:
         return RemoteCode(
             config.code_url,
@@ -394,7 +394,7 @@ def make_code(config: ToolsConfig) -> Tool:
 
 
 def _note(config: ToolsConfig, tools: list[Tool]) -> str:
-    """Returns the prompt's sentence about the packages that programs can import."""
+    """Returns the sentence about the packages that programs can import, for prompts."""
     if found := [tool.libraries.note() for tool in tools if isinstance(tool, CodeTool)]:
         return found[0]
     packages = ", ".join(config.code_libraries)
@@ -402,7 +402,7 @@ def _note(config: ToolsConfig, tools: list[Tool]) -> str:
 
 
 def _index(config: ToolsConfig) -> str:
-    """Names the local index by its content and its kind of search."""
+    """Returns a text that differs between local indexes with different content or retrieval."""
     parts: list[object] = [config.retrieval, config.top_k, config.passage_chars]
     parts += [dataclasses.asdict(config.encoder)] if config.retrieval != "bm25" else []
     parts += [version(config.corpus)] if config.corpus else []
@@ -410,7 +410,7 @@ def _index(config: ToolsConfig) -> str:
 
 
 def _source(tool: Tool, name: str, config: ToolsConfig) -> str:
-    """Names the text or server on which the answers of a tool depend, besides the tag."""
+    """Returns a text that identifies the corpus or settings on which a tool's answers depend."""
     inner = tool.tool if isinstance(tool, Budgeted) else tool
     if isinstance(inner, WikiSearch | WebSearch | CrawlPage):
         return _index(config)
@@ -420,7 +420,7 @@ def _source(tool: Tool, name: str, config: ToolsConfig) -> str:
 
 
 def named_tools(tools: Tools) -> dict[str, Any]:
-    """Returns tools as settings of `ToolsConfig`; objects go into ``names`` and ``own``."""
+    """Converts tools to settings of `ToolsConfig`. Objects become entries of ``own``."""
     if isinstance(tools, ToolsConfig):
         return dataclasses.asdict(tools)
     if not isinstance(tools, Sequence):
@@ -434,7 +434,7 @@ def named_tools(tools: Tools) -> dict[str, Any]:
 
 
 def _same(tool: Tool, /) -> Tool:
-    """Returns an existing tool, in the place of a function that creates one."""
+    """Returns an existing tool, where a function that creates a tool is required."""
     return tool
 
 

@@ -1,11 +1,12 @@
-"""Tools of Model Context Protocol (MCP) servers.
+"""Calls tools of Model Context Protocol (MCP) servers.
 
-With a tag, a description and a schema, a policy can call a tool that it has never seen (paper
-§5.2).
+A policy can call a tool that it has never seen, if its prompt contains the tag, the description and
+the schema of the tool (Chain-of-Agents paper §5.2).
 
-The session with a server runs in a thread of its own: it outlives event loops and is reopened when
-it breaks. Each trajectory has its own session, which begins with its first call. Servers started as
-programs get only the environment variables that the configuration names.
+The session with a server runs in a thread of its own, so that the session outlives event loops. It
+is opened again when it breaks. Each trajectory has its own session, which begins with its first
+call. A server that is started as a program gets only the environment variables that the settings
+name.
 """
 
 from __future__ import annotations
@@ -41,21 +42,23 @@ _STDERR_BYTES, _STDERR_LINES, _STDERR_CHARS = 8192, 3, 600
 
 @dataclasses.dataclass(frozen=True)
 class McpConfig(Bounded):
-    """A tool of an MCP server. Either ``command`` or ``url`` is required.
+    """The settings of a tool of an MCP server. Exactly one of ``command`` and ``url`` must be set.
 
     Attributes:
-        command: program and arguments of a server on this machine (stdio).
-        url: address of an HTTP server.
-        tool: name of the tool at the server; "" if it is the tag.
-        description: description for the policy; "" for the server's description.
-        schema: JSON schema of the arguments as text; "" for the server's own.
-        env: names of environment variables that a server program gets besides PATH and HOME. Their
-            values are removed from everything that the server returns.
-        key_env: environment variable with the bearer token of an HTTP server.
-        timeout_s: seconds of a call, including the start of the server if it is not running.
-        max_chars: characters of an observation.
-        shared: whether all trajectories share one session, for stateless servers. Otherwise a
-            program is started for each trajectory that calls the tool.
+        command: program and arguments that start a server on this machine (stdio transport).
+        url: URL of a server (HTTP transport).
+        tool: name of the tool on the server; "" if this name equals the tag of the tool.
+        description: description of the tool for the policy; "" for the server's description.
+        schema: JSON schema of the arguments, as text; "" for the server's schema.
+        env: names of environment variables that the program of the server gets in addition to PATH
+            and HOME. The values of these variables are removed from everything that the server
+            returns.
+        key_env: environment variable with the bearer token for ``url``; "" for no token.
+        timeout_s: time limit of a call in seconds, including the start of the server if necessary.
+        max_chars: maximum number of characters of an observation.
+        shared: whether all trajectories share one session, which suits servers without state. If
+            False, each trajectory that calls the tool has its own session, and its own program if
+            ``command`` is set.
     """
 
     command: tuple[Prose, ...] = ()
@@ -84,15 +87,15 @@ class McpConfig(Bounded):
 
 
 class _LastWords:
-    """The end of a program's stderr, which a thread reads continuously so that no file grows.
+    """Keeps the end of a program's stderr. A thread reads it continuously, so that no file grows.
 
     Attributes:
-        file: file that the program gets as its stderr.
+        file: file object that the program gets as its stderr.
     """
 
     def __init__(self) -> None:
         reader, writer = os.pipe()
-        self.file = open(writer, "w")  # noqa: SIM115 - whoever starts the program closes it
+        self.file = open(writer, "w")  # noqa: SIM115 - the caller that starts the program closes it
         self._kept = b""
         self._thread = threading.Thread(target=self._read, args=(reader,), daemon=True)
         self._thread.start()
@@ -103,35 +106,35 @@ class _LastWords:
                 self._kept = (self._kept + piece)[-_STDERR_BYTES:]
 
     def text(self) -> str:
-        """Returns the last lines joined into one.
+        """Returns the last lines of stderr, joined into one line.
 
-        Waits for the end of stderr if the program has ended.
+        If the program has ended, this method first waits for the end of stderr.
         """
         self._thread.join(1.0 if self.file.closed else 0.0)
         kept = self._kept
-        if len(kept) == _STDERR_BYTES:  # the cut word may be the end of a key
+        if len(kept) == _STDERR_BYTES:  # the first line may begin in the middle of an API key
             kept = kept.partition(b"\n")[2]
         lines = kept.decode("utf-8", "replace").strip().splitlines()
         return " ".join(" ".join(lines[-_STDERR_LINES:]).split())
 
 
 class _Session:
-    """A connection to a server, in an event loop of its own."""
+    """A session with a server, in an event loop of its own."""
 
     def __init__(self, config: McpConfig):
         self._config = config
         self._words: _LastWords | None = None
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
-        self._client: asyncio.Future[Any] | None = None  # used only in the loop
+        self._client: asyncio.Future[Any] | None = None  # accessed only in the event loop
         self._close: asyncio.Event | None = None
 
     async def last_words(self) -> str:
-        """Returns the last words of the server program's stderr; "" if there are none."""
+        """Returns the last lines of the server program's stderr; "" if there are none."""
         return await asyncio.to_thread(self._words.text) if self._words else ""
 
     async def run(self, call: Any, seconds: float) -> Any:
-        """Awaits ``call(client)`` in the loop of the session."""
+        """Awaits ``call(client)`` in the event loop of the session, and returns the result."""
         future = asyncio.run_coroutine_threadsafe(self._run(call, seconds), self._running())
         try:
             return await asyncio.wrap_future(future)
@@ -140,7 +143,7 @@ class _Session:
             raise
 
     async def close(self) -> None:
-        """Ends the connection and the thread; a later call starts anew."""
+        """Ends the session and its thread. A later call begins a new session."""
         with self._lock:
             loop, self._loop = self._loop, None
         if loop is None:
@@ -181,7 +184,7 @@ class _Session:
                 raise
 
     async def _check(self, opening: asyncio.Future[Any]) -> None:
-        """After a call that took too long, keeps the session only if the server still answers."""
+        """Closes the session after a call that took too long, unless the server still answers."""
         try:
             async with asyncio.timeout(_PING_S):
                 await opening.result().list_tools(cache_mode="bypass")
@@ -190,13 +193,13 @@ class _Session:
                 self._end(opening)
 
     def _end(self, opening: asyncio.Future[Any]) -> None:
-        """Closes a session; the next call begins a new one."""
+        """Closes a session. The next call begins a new session."""
         if self._client is opening and self._close is not None:
             self._close.set()
             self._client, self._close = None, None
 
     async def _hold(self, client: asyncio.Future[Any], close: asyncio.Event) -> None:
-        """Opens the connection and keeps it until ``close`` is set, all in one task."""
+        """Opens the session and keeps it open until ``close`` is set, all in the same task."""
         from mcp import Client
 
         try:
@@ -206,10 +209,10 @@ class _Session:
                 if not client.done():
                     client.set_result(opened)
                 await close.wait()
-        except BaseException as error:  # noqa: BLE001 - it belongs to whoever waits for the client
+        except BaseException as error:  # noqa: BLE001 - raised again where the client is awaited
             if not client.done():
                 client.set_exception(error if isinstance(error, Exception) else OSError("gone"))
-                client.exception()  # retrieved here, since no caller may be left
+                client.exception()  # asyncio logs exceptions that nobody retrieves
 
     async def _target(self, stack: contextlib.AsyncExitStack) -> Any:
         import httpx2
@@ -235,7 +238,7 @@ class _Session:
 
 
 def _is_answer(error: BaseException) -> bool:
-    """Returns whether the server answered, even with a protocol error."""
+    """Returns whether an error is an answer of the server, such as a protocol error."""
     from mcp import MCPError
 
     return isinstance(error, MCPError) and "closed" not in str(error).lower()
@@ -245,17 +248,21 @@ class McpTool:
     """A tool of a Model Context Protocol server.
 
     Attributes:
-        name: the tag.
-        deadline: seconds a call may take.
-        settings: settings on which answers depend, besides the arguments.
-        schema: JSON schema of the arguments; None until `describe` has asked for it.
+        name: tag of the tool.
+        deadline: time limit of a call in seconds.
+        settings: settings on which the answer to a call depends.
+        schema: JSON schema of the arguments; None until `describe` has read the server's schema.
     """
 
     def __init__(self, tag: str, config: McpConfig):
-        """Sets up the tool; the server starts at the first call or with `describe`.
+        """Creates the tool. The server starts with the first call, or with `describe`.
+
+        Args:
+            tag: tag of the tool.
+            config: settings of the tool.
 
         Raises:
-            UserError: the package is missing.
+            UserError: the package mcp is not installed.
         """
         try:
             import mcp  # noqa: F401
@@ -269,7 +276,7 @@ class McpTool:
         self.settings = json.dumps([config.command, config.url, self._remote])
 
     def begin(self) -> McpTool:
-        """Returns the tool of one trajectory, with its own session unless sessions are shared."""
+        """Returns a tool for one trajectory, with its own session unless ``shared`` is True."""
         if self._config.shared:
             return self
         own = copy.copy(self)
@@ -277,14 +284,16 @@ class McpTool:
         return own
 
     async def close(self) -> None:
-        """Ends the session."""
+        """Ends the session with the server."""
         await self._session.close()
 
     async def describe(self) -> str:
-        """Returns the description for the policy; asks the server if the configuration has none.
+        """Returns the description of the tool and its arguments for the policy.
+
+        A description or schema that the settings do not contain is read from the server.
 
         Raises:
-            UserError: the server cannot be reached or does not have the tool.
+            UserError: the server cannot be reached, or does not have the tool.
         """
         if not self._description or self.schema is None:
             tool = await self.find(self._config.timeout_s)
@@ -294,10 +303,13 @@ class McpTool:
         return f"{' '.join(self._description.split())} {_body_hint(self.schema)}"
 
     async def find(self, seconds: float) -> Any:
-        """Returns the server's description of the tool.
+        """Returns the server's entry for the tool, with description and schema.
+
+        Args:
+            seconds: time limit for the answer of the server.
 
         Raises:
-            UserError: the server cannot be reached within some seconds, or does not have the tool.
+            UserError: the server does not answer in time, or does not have the tool.
         """
         config, where = self._config, f"tools.mcp.{self.name}"
         try:
@@ -306,7 +318,7 @@ class McpTool:
             setting = f"command={' '.join(config.command)}" if config.command else config.url
             words = await self._last_words()
             said = f"; it wrote: {words}" if words else ""
-            cause = self._shown(_cause(error))  # an error may quote what the server sent
+            cause = self._shown(_cause(error))  # the error may quote text of the server
             raise UserError(
                 f"{where}: the server ({setting}) does not answer: {cause}{said}"
             ) from error
@@ -319,7 +331,7 @@ class McpTool:
         return found[self._remote]
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """Calls the server's tool with the text between the tags as arguments."""
+        """Calls the tool on the server. The text between the tags contains the arguments."""
         start = time.monotonic()
         seconds = time_for(self._config.timeout_s, context)
         try:
@@ -349,7 +361,7 @@ class McpTool:
         return self._seen(text, not result.is_error, start)
 
     async def _last_words(self) -> str:
-        """Returns the end of the server's stderr; removes keys before truncating."""
+        """Returns the end of the server's stderr, without API keys."""
         return str(self._shown(await self._session.last_words()))[-_STDERR_CHARS:]
 
     def _seen(self, text: str, ok: bool, start: float) -> Observation:
@@ -357,22 +369,29 @@ class McpTool:
         return Observation(text, ok, "ok" if ok else "error", time.monotonic() - start)
 
     def _shown(self, value: Any) -> Any:
-        """Removes the keys given to the server from its text or JSON."""
+        """Removes the API keys that the server got from a text or JSON value of the server."""
         return redact_variables(Secret(self._config.key_env).redact(value), self._config.env)
 
 
 def _cause(error: BaseException) -> str:
-    """Describes the root cause of a failure in a few words."""
+    """Returns type and message of the first error in an exception group."""
     while isinstance(error, BaseExceptionGroup):
         error = error.exceptions[0]
     return f"{type(error).__name__}: {error}".removesuffix(": ")
 
 
 def parse_arguments(body: str, schema: Mapping[str, Any]) -> dict[str, Any] | None:
-    """Parses the arguments of a call: a JSON object, fenced or bare, with all required keys.
+    """Parses the arguments of a call.
 
-    If the tool's only argument is a string, the body may be that string. The result is None if the
-    body is neither.
+    The body must be a JSON object with all required keys, optionally in a Markdown code block. If
+    the tool has a single argument and this argument is a string, the body may be the string itself.
+
+    Args:
+        body: text that the policy wrote between the tags.
+        schema: JSON schema of the arguments.
+
+    Returns:
+        Argument -> value; None if the body has another form.
     """
     properties = schema.get("properties") or {}
     try:
@@ -390,9 +409,9 @@ def parse_arguments(body: str, schema: Mapping[str, Any]) -> dict[str, Any] | No
 
 
 def _sendable(value: Any, depth: int = _MOST_NESTED) -> bool:
-    """Returns whether a value can be sent as a message.
+    """Returns whether a value can be sent to the server as JSON.
 
-    If it cannot, the call is at fault, not the tool.
+    A value that cannot be sent is a mistake of the policy, not a failure of the tool.
     """
     if isinstance(value, dict):
         return depth > 0 and all(_sendable(k) and _sendable(v, depth - 1) for k, v in value.items())
@@ -416,11 +435,13 @@ def _body_hint(schema: Mapping[str, Any]) -> str:
 
 
 def result_text(parts: Iterable[tuple[str, str | None]], structured: Any) -> str:
-    """Returns the text of a result.
+    """Returns the result of a tool as text.
 
     Args:
-        parts: (type, text or None) of each part of the result's content.
-        structured: structured content of the result, used if there are no parts; None for none.
+        parts: (type, text) of each part of the result. For a part that is not text, such as an
+            image, the text is None, and the type is shown in place of the part.
+        structured: structured content of the result as a JSON value, which is shown if there are no
+            parts; None for no structured content.
     """
     shown = [f"[{kind}]" if text is None else text for kind, text in parts]
     if not shown and structured is not None:

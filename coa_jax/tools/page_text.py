@@ -1,4 +1,7 @@
-"""Extracts the readable text of a fetched file; runs in a process that can be killed."""
+"""Extracts the readable text of web pages and PDF files.
+
+The functions run in a process that can be killed.
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,7 @@ _MARKUP = re.compile(r"<(?:!doctype|html|head|body|p|div|article)\b", re.IGNOREC
 
 
 def missing_packages() -> list[str]:
-    """Returns the packages for web pages and PDF files that are not installed."""
+    """Returns the names of the required packages that are not installed."""
     import importlib.util
 
     return [
@@ -38,13 +41,14 @@ def extract(body: bytes, headers: dict[str, str], url: str, max_chars: int) -> d
     """Extracts the text of a page.
 
     Args:
-        body: body of the response, decompressed.
-        headers: headers of the response, names in lower case.
-        url: URL of the page, against which its links are resolved.
-        max_chars: maximum number of characters to keep.
+        body: body of the HTTP response, after decompression.
+        headers: headers of the HTTP response, with names in lower case.
+        url: URL of the page, which is the base of relative links.
+        max_chars: maximum number of characters of the text.
 
     Returns:
-        ``text`` and ``title``, both possibly empty, and ``chars``, the length of the whole text.
+        A mapping with ``text`` (the text after truncation), ``title``, and ``chars`` (number of
+        characters of the whole text). Text and title may be "".
     """
     kind = headers.get("content-type", "").partition(";")[0].strip().lower()
     if kind == "application/pdf" or body.startswith(b"%PDF-"):
@@ -70,8 +74,7 @@ def _markup(content: str, kind: str, url: str) -> tuple[str, str]:
     import trafilatura
 
     logging.disable(logging.CRITICAL)
-    # The library's size limits are meant for archives; pages of figures and lists are short but
-    # useful.
+    # By default the library drops short texts, but short pages with figures or lists are useful.
     text = trafilatura.extract(
         content, url=url, include_links=True, include_tables=True, favor_recall=True
     )

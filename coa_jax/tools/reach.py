@@ -1,4 +1,4 @@
-"""Reports the tools of a configuration, their servers, and whether the servers answer."""
+"""Checks whether the tools of a configuration can be called, and whether their servers answer."""
 
 from __future__ import annotations
 
@@ -30,19 +30,19 @@ from coa_jax.tools.sandbox.limits import Limits as ProgramLimits
 from coa_jax.tools.web_search import Provider, choose, searxng, serper
 
 SECONDS = 10.0
-"""Default time limit of a server's answer, in seconds."""
+"""Default time limit for the answer of a server, in seconds."""
 
 _Check = Callable[[ToolsConfig, float], Awaitable[tuple[bool, str]]]
 
 
 @dataclasses.dataclass(frozen=True)
 class Finding:
-    """The state of a tool.
+    """The result of checking a tool, a server or a setting.
 
     Attributes:
-        name: its tag.
-        ok: whether calls can be expected to work.
-        text: its configuration, and the problem if there is one.
+        name: tag of the tool, or name of the setting.
+        ok: whether the check found no problem.
+        text: how the tool or setting is configured, and the problem if there is one.
     """
 
     name: str
@@ -53,15 +53,19 @@ class Finding:
 async def findings(
     config: ToolsConfig, seconds: float = 0.0, *, made: bool = False
 ) -> list[Finding]:
-    """Returns a finding for each tool of a configuration and for the store, in order.
+    """Checks each tool of a configuration, and the store of answers if there is one.
 
-    All servers are asked concurrently.
+    All servers are checked concurrently.
 
     Args:
         config: settings of the tools.
-        seconds: time limit of a server's answer; 0 for `SECONDS`.
-        made: whether the tools have been created already. Then only servers are checked whose
-            answers are not replayed from a recording.
+        seconds: time limit for the answer of a server; 0 for `SECONDS`.
+        made: whether the tools were created already. If True, only tools that call a server are
+            checked. Tools whose answers are replayed from a recording call no server.
+
+    Returns:
+        One finding per checked tool, in the order of the settings. If there is a store of answers
+        and ``made`` is False, the finding for the store is the last.
     """
     checks: dict[str, _Check] = {
         "wiki_search": _wiki,
@@ -80,7 +84,7 @@ async def findings(
 
 
 def _asks(name: str, config: ToolsConfig) -> bool:
-    """Returns whether calls of a tool go to a server."""
+    """Returns whether the calls of a tool are sent to a server."""
     if config.store.path and config.store.mode == "replay" and config.store.keeps(name):
         return False
     servers = {
@@ -94,12 +98,18 @@ def _asks(name: str, config: ToolsConfig) -> bool:
 
 
 async def _here(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
-    """Reports a custom tool, which can only be checked by a call."""
+    """Reports that a custom tool is not checked, because only a call could check it."""
     return True, "a tool of your own"
 
 
 async def finding(name: str, check: Awaitable[tuple[bool, str]]) -> Finding:
-    """Turns the result of a check, (ok, text), into a finding with a name."""
+    """Converts the result of a check to a finding.
+
+    Args:
+        name: name of the finding.
+        check: awaitable whose result is (whether there is no problem, text). A `UserError` becomes
+            a problem with the message as its text.
+    """
     try:
         ok, text = await check
     except UserError as error:
@@ -108,7 +118,7 @@ async def finding(name: str, check: Awaitable[tuple[bool, str]]) -> Finding:
 
 
 def _with_key(ok: bool, text: str, key_env: str) -> tuple[bool, str]:
-    """Adds whether the key is set; never the key itself."""
+    """Adds to the result of a check whether the API key is set. The key itself is not shown."""
     if not key_env:
         return ok, text
     there = bool(Secret(key_env))
@@ -116,7 +126,16 @@ def _with_key(ok: bool, text: str, key_env: str) -> tuple[bool, str]:
 
 
 async def chat_answers(config: ChatConfig, seconds: float) -> tuple[bool, str]:
-    """Returns whether a model answers at its endpoint with its key, and the problem if not."""
+    """Checks whether a chat endpoint answers a short request.
+
+    Args:
+        config: the endpoint.
+        seconds: time limit for the answer.
+
+    Returns:
+        (whether the endpoint answers, text that describes the endpoint and the problem if there is
+        one).
+    """
     wrong = await reach(config, seconds)
     where = f"{config.model} at {config.url}"
     return not wrong, f"{where}: {wrong}" if wrong else f"{where} answers"
@@ -125,14 +144,17 @@ async def chat_answers(config: ChatConfig, seconds: float) -> tuple[bool, str]:
 async def _called(
     tool: Tool, url: str, arguments: str, key_env: str, seconds: float
 ) -> tuple[bool, str]:
-    """Returns whether a server answers one harmless call correctly.
+    """Checks whether the server of a tool answers a harmless call.
 
     Args:
-        tool: client of the server.
-        url: address of the server.
-        arguments: text of the call.
-        key_env: environment variable with the key.
-        seconds: time limit of the answer.
+        tool: tool that calls the server.
+        url: URL of the server.
+        arguments: arguments of the call.
+        key_env: environment variable with the API key; "" for no key.
+        seconds: time limit for the answer.
+
+    Returns:
+        (whether the server answers, text for the finding).
     """
     if key_env and not Secret(key_env):
         return _with_key(False, url, key_env)
@@ -150,11 +172,11 @@ async def _wiki(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     check_retrieval(config.retrieval, config.encoder)
     how = f"local {config.retrieval} index"
     if config.retrieval != "bm25":
-        Encoder(config.encoder)  # raises an error if its files are wrong
+        Encoder(config.encoder)  # raises an error if its files cannot be used
         how += f" with {config.encoder.path}"
     if config.corpus:
         there = Path(local(config.corpus)).expanduser().is_file()
-        return there, f"{how} of {config.corpus}{'' if there else ', which is not there'}"
+        return there, f"{how} of {config.corpus}{'' if there else ', which does not exist'}"
     there = _factbook()
     return there, f"{how} of the World Factbook" + ("" if there else ", not installed")
 
@@ -194,7 +216,7 @@ async def _web(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
         return True, f"provider {provider}"
     if not Secret(web.key_env):
         return _with_key(False, f"serper: {web.url}", web.key_env)
-    # An empty query costs nothing, and its error differs from that of a wrong key.
+    # An empty query costs nothing, and its error differs from the error for an invalid key.
     search = serper(web.url, Secret(web.key_env))
     return await _searches(search, "", f"serper: {web.url}", web.key_env, seconds)
 
@@ -234,8 +256,7 @@ async def _visual(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
 
 async def _mcp(tag: str, config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     tool = McpTool(tag, build(McpConfig, config.mcp[tag], f"config.tools.mcp.{tag}"))
-    # The configuration may contain the description, so a description does not prove that the server
-    # runs.
+    # `describe` calls the server only if the settings have no description, so `find` is called too.
     await tool.find(seconds)
     return True, await tool.describe()
 

@@ -1,7 +1,8 @@
-"""Stored answers of tools: a cache that saves calls, or a recording that can be replayed.
+"""Stores answers of tools, as a cache that saves calls or as a recording that can be replayed.
 
-An entry is keyed by (tool, arguments) and by whether the trajectory has made the same call before,
-since tools answer repeats differently. For tools that remember, the key includes the earlier calls.
+The key of a stored answer consists of the tool, the arguments, and whether the trajectory has
+already made the same call, because tools answer repeated calls differently. If the answers of a
+tool depend on earlier calls, the key also includes the earlier calls.
 """
 
 from __future__ import annotations
@@ -20,9 +21,12 @@ from coa_jax.tools.net.store import Store, key_of
 _log = logging.getLogger(__name__)
 
 Mode = Literal["cache", "record", "replay"]
-"""Mode of a store. ``cache`` reuses answers that succeeded completely and are recent enough.
-``record`` always calls the tool and stores every answer, including failures. ``replay`` never calls
-the tool: a missing entry is a fault.
+"""Mode of a store.
+
+* ``cache``: uses a stored answer if it succeeded completely and is recent enough; else the tool is
+  called.
+* ``record``: always calls the tool, and stores every answer, including failures.
+* ``replay``: never calls the tool. If no answer is stored, the outcome of the call is a fault.
 """
 
 _MARGIN_S = 1.0
@@ -31,11 +35,11 @@ MODES: tuple[Mode, ...] = ("cache", "record", "replay")
 
 
 class Recorded:
-    """A tool whose answers are stored.
+    """A wrapper around a tool that stores the answers of the tool.
 
     Attributes:
         name: name of the tool.
-        deadline: deadline of the tool plus the time to store its answer.
+        deadline: deadline of the tool plus the time for storing an answer, in seconds.
     """
 
     def __init__(
@@ -49,15 +53,15 @@ class Recorded:
         """Wraps a tool.
 
         Args:
-            tool: the tool. Its attribute ``settings``, if any, holds the settings on which its
-                answers depend; they are part of a cache's keys. The attribute ``remembers`` means
-                that answers depend on earlier calls. A tool that can adapt answers to texts of the
-                trajectory returns these texts from ``depends_on(context)``; its attribute
-                ``tailored`` says whether it does so now.
-            store: storage of the answers.
-            mode: see `Mode`.
-            max_age_s: age in seconds after which a cache calls the tool again; None for no limit.
-            source: name of the text that the tool searches, if its settings do not contain it.
+            tool: the tool. It may have these attributes: ``settings`` (text with the settings on
+                which answers depend; part of the key in the mode ``cache``), ``remembers`` (whether
+                answers depend on earlier calls), ``tailored`` (whether answers depend on texts of
+                the trajectory) and ``depends_on(context)`` (returns these texts).
+            store: store of the answers.
+            mode: mode of the store, see `Mode`.
+            max_age_s: age in seconds after which a cached answer is not used; None for no limit.
+            source: text that identifies the corpus that the tool searches, if ``settings`` does not
+                contain it.
 
         Raises:
             UserError: the mode is unknown.
@@ -66,22 +70,22 @@ class Recorded:
             raise UserError(f"the mode {mode!r} of stored answers is not one of {', '.join(MODES)}")
         self.tool, self.store, self.mode = tool, store, mode
         self.name = tool.name
-        # The tool's own deadline passes first, so that a recording contains its timeouts too.
+        # The deadline of the tool passes earlier, so that timeouts are recorded too.
         self.deadline = tool.deadline + _MARGIN_S
         self._max_age_s = max_age_s if mode == "cache" else None
         self._settings = f"{getattr(tool, 'settings', '')}{source}" if mode == "cache" else ""
         self._warned = False
 
     def begin(self) -> Recorded:
-        """Returns the tool of one trajectory, if the tool has state; the store is shared."""
+        """Returns a tool for one trajectory, which shares the store, see `base.begun`."""
         return begun(self)
 
     async def close(self) -> None:
-        """Ends the trajectory of `begin`."""
+        """Ends the trajectory for which `begin` created this tool."""
         await self.tool.close()  # type: ignore[attr-defined]
 
     def key(self, arguments: str, context: ToolContext) -> str:
-        """Returns the key of a call's entry."""
+        """Returns the key under which the answer to a call is stored."""
         return self._key(arguments, context, getattr(self.tool, "tailored", False))
 
     def _key(self, arguments: str, context: ToolContext, tailored: bool) -> str:
@@ -93,14 +97,14 @@ class Recorded:
         return key_of(self.name, self._settings, arguments.strip(), repeated, *parts)
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """Answers from the store or by a call; see ``coa_jax.tools.base.Tool``."""
+        """Answers a call from the store, or by calling the tool, as the mode says."""
         start = time.monotonic()
         key = self.key(arguments, context)
         if self.mode != "record":
             kept = await self._get(key)
             if kept is None and self.mode == "replay" and hasattr(self.tool, "tailored"):
-                # Settings are not part of a recording's keys: the recording may come from another
-                # configuration.
+                # The recording may come from a configuration in which the tool was tailored
+                # differently, so the other key is tried too.
                 kept = await self._get(self._key(arguments, context, not self.tool.tailored))
             if kept is not None:
                 detail = {**kept.detail, "stored": True}
@@ -128,7 +132,7 @@ class Recorded:
             await asyncio.to_thread(self.store.put, key, self.name, arguments, observation)
         except (sqlite3.Error, OSError) as error:
             if self.mode == "record":
-                raise  # an incomplete recording is useless
+                raise  # an incomplete recording cannot be replayed
             self._warn(error)
 
     def _warn(self, error: Exception) -> None:

@@ -1,4 +1,4 @@
-"""Tools on other machines: a retrieval server, and a sandbox server.
+"""Calls tools on other machines: a server that searches passages, and a server that runs programs.
 
 ``coa_jax.tools.tool_server`` implements both servers.
 """
@@ -38,24 +38,24 @@ async def _post(
 
 
 class RemoteSearch:
-    """``wiki_search`` over a server with Search-R1's ``/retrieve`` API.
+    """The tool ``wiki_search`` that uses a server with the ``/retrieve`` API of Search-R1.
 
     Attributes:
         name: "wiki_search".
-        deadline: seconds a call may take.
-        settings: settings on which answers depend, besides the query.
+        deadline: time limit of a call in seconds.
+        settings: settings on which the answer to a query depends.
     """
 
     name = "wiki_search"
 
     def __init__(self, url: str, top_k: int = 3, timeout_s: float = 30.0, key_env: str = ""):
-        """Sets up the client.
+        """Creates the tool.
 
         Args:
             url: URL of ``/retrieve``.
             top_k: number of passages in an observation.
-            timeout_s: seconds of a call.
-            key_env: environment variable with a bearer token; "" for none.
+            timeout_s: time limit of a call in seconds.
+            key_env: environment variable with a bearer token; "" for no token.
 
         Raises:
             UserError: the URL is invalid, or a number is out of range.
@@ -70,7 +70,7 @@ class RemoteSearch:
         self.settings = json.dumps([url, top_k])
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """Searches for the text between the tags."""
+        """Searches for the query that the policy wrote between the tags."""
         start = time.monotonic()
         if refused := refused_query(self.name, arguments, context):
             return refused
@@ -93,7 +93,7 @@ class RemoteSearch:
 
 
 def _hits(answer: Any) -> list[Hit]:
-    """Returns the documents of the single query, with or without scores."""
+    """Parses the answer of the server to a single query, with or without scores."""
     try:
         (rows,) = answer["result"]
         hits = []
@@ -112,13 +112,13 @@ def _hits(answer: Any) -> list[Hit]:
 
 
 class RemoteCode:
-    """``code`` over a server with Sandbox Fusion's ``/run_code`` API.
+    """The tool ``code`` that uses a server with the ``/run_code`` API of Sandbox Fusion.
 
     Attributes:
         name: "code".
-        deadline: seconds a call may take.
-        settings: settings on which answers depend, besides the program.
-        remembers: whether an answer depends on the earlier calls.
+        deadline: time limit of a call in seconds.
+        settings: settings on which the result of a program depends.
+        remembers: whether the result of a program depends on earlier calls of the trajectory.
     """
 
     name = "code"
@@ -133,17 +133,17 @@ class RemoteCode:
         key_env: str = "",
         session: bool = False,
     ):
-        """Sets up the client.
+        """Creates the tool.
 
         Args:
             url: URL of ``/run_code``.
-            timeout_s: wall seconds of a program.
-            memory_mb: MiB of memory of a program.
-            max_output_chars: characters of output in an observation.
-            queue_s: seconds that a call may wait at the server.
-            key_env: environment variable with a bearer token; "" for none.
-            session: whether programs continue the earlier programs of their trajectory, see
-                ``coa_jax.tools.code_session``.
+            timeout_s: time limit of a program, in wall seconds.
+            memory_mb: memory limit of a program, in MiB.
+            max_output_chars: maximum number of characters of output in an observation.
+            queue_s: maximum time in seconds that a call waits at the server before it runs.
+            key_env: environment variable with a bearer token; "" for no token.
+            session: whether a program can use the variables of earlier programs in the same
+                trajectory, see ``coa_jax.tools.code_session``.
 
         Raises:
             UserError: the URL is invalid.
@@ -158,7 +158,7 @@ class RemoteCode:
         self.deadline = total + 1.0
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """Runs the program between the tags."""
+        """Runs the program that the policy wrote between the tags."""
         start = time.monotonic()
         parsed = parse_code(arguments)
         if parsed is None:

@@ -1,4 +1,4 @@
-"""Checks which pages of a site robots may read (robots.txt, RFC 9309)."""
+"""Checks which pages the robots.txt of a site allows robots to read (RFC 9309)."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _KEPT, _KEPT_S, _MAX_BYTES = 1000, 3600.0, 512 << 10
 
 
 class Robots:
-    """The robots.txt rules of sites, cached for an hour."""
+    """Reads the robots.txt of sites, and caches the rules for an hour."""
 
     def __init__(self, limits: Limits, guard: Guard):
         self._limits = dataclasses.replace(limits, max_bytes=_MAX_BYTES, attempts=1)
@@ -28,11 +28,11 @@ class Robots:
         self._rules: OrderedDict[str, tuple[float, Any]] = OrderedDict()
 
     async def why_not(self, url: httpx2.URL) -> str | None:
-        """Returns why a page may not be read, or None if it may.
+        """Returns the reason why a page must not be read; None if the page may be read.
 
-        If the rules of a site cannot be read because of a server error (5xx), nothing is allowed.
-        If there are no rules (4xx), everything is allowed. If the connection fails, the request of
-        the page itself will fail too.
+        If robots.txt cannot be read because of a server error (5xx), no page may be read. If the
+        site has no robots.txt (4xx), all pages may be read. If the connection fails, the result is
+        None, because the request for the page itself will fail too.
         """
         site = str(url.copy_with(path="/", query=None)).rstrip("/")
         known = self._rules.get(site)
@@ -59,6 +59,6 @@ class Robots:
                 return "the site's rules for robots cannot be read"
             return None
         text = decode(response.body, response.headers)
-        # Surrogate halves, which some encodings can hide, are invalid text for the parser.
+        # Some encodings can contain surrogate halves, which the parser does not accept.
         text = text.encode("utf-8", "replace").decode()
         return await asyncio.to_thread(Protego.parse, text)

@@ -1,7 +1,8 @@
-"""Summarises pages with a language model, guided by the policy's aim (paper App A).
+"""Summarises web pages with a language model (Chain-of-Agents paper App A).
 
-First, once per call, the model infers from the policy's last thought what the policy hopes to find
-(the click intent). Then it extracts from each page what is relevant to the query and the intent.
+First, once per call of ``crawl_page``, the model infers from the policy's last thought what the
+policy hopes to find. The paper calls this text the click intent. Then the model extracts from each
+page the information that is relevant to the last search query and to the click intent.
 """
 
 from __future__ import annotations
@@ -39,12 +40,14 @@ Leave out what the page does not say. If nothing on it serves the aim, write onl
 
 
 async def click_intent(config: ChatConfig, context: ToolContext, seconds: float) -> str:
-    """Infers from the policy's last thought what the policy hopes to find.
+    """Returns the click intent: what the policy hopes to find, inferred from its last thought.
+
+    If the policy wrote no thought, the result is the question of the task.
 
     Args:
-        config: the model.
+        config: language model that infers the intent.
         context: context of the tool call.
-        seconds: time limit.
+        seconds: time limit in seconds.
 
     Raises:
         FetchError: the model gave no answer.
@@ -60,14 +63,14 @@ async def click_intent(config: ChatConfig, context: ToolContext, seconds: float)
 async def summarize(
     config: ChatConfig, page: str, intent: str, context: ToolContext, seconds: float
 ) -> str:
-    """Extracts from a page what is relevant to the intent.
+    """Returns the information on a page that is relevant to the click intent and the last query.
 
     Args:
-        config: the model.
+        config: language model that writes the summary.
         page: text of the page.
-        intent: result of `click_intent`.
+        intent: click intent, the result of `click_intent`.
         context: context of the tool call.
-        seconds: time limit.
+        seconds: time limit in seconds.
 
     Raises:
         FetchError: the model gave no answer.
@@ -82,6 +85,6 @@ async def summarize(
 
 
 def last_query(context: ToolContext) -> str:
-    """Returns the query of the last search of the trajectory, or ""."""
+    """Returns the query of the last search in the trajectory; "" if there was no search."""
     searches = [arguments for tool, arguments in context.history if tool.endswith("_search")]
     return " ".join(searches[-1].split()) if searches else ""

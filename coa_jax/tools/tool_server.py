@@ -1,17 +1,19 @@
-"""Serves ``wiki_search`` and ``code`` to other machines.
+"""Serves the tools ``wiki_search`` and ``code`` to other machines over HTTP.
 
 ``python -m coa_jax.tools.tool_server [--port 8000] [--corpus FILE.jsonl]
 [--retrieval hybrid --encoder DIRECTORY] [--libraries numpy,sympy]``
 
-* ``POST /retrieve`` with the API of Search-R1: ``{"queries": [...], "topk": 3,
-  "return_scores": true}`` ->
-  ``{"result": [[{"document": {"id", "title", "contents"}, "score"}]]}``;
-* ``POST /run_code`` with the API of Sandbox Fusion: ``{"code", "stdin", "run_timeout"}`` ->
-  ``{"status", "run_result": {"status", "return_code", "stdout", "stderr", "execution_time"}}``;
-* ``GET /health``.
+* ``POST /retrieve`` searches, with the API of Search-R1. The request
+  ``{"queries": [...], "topk": 3, "return_scores": true}`` gets the answer
+  ``{"result": [[{"document": {"id", "title", "contents"}, "score"}]]}``.
+* ``POST /run_code`` runs a program, with the API of Sandbox Fusion. The request
+  ``{"code", "stdin", "run_timeout"}`` gets the answer
+  ``{"status", "run_result": {"status", "return_code", "stdout", "stderr", "execution_time"}}``.
+* ``GET /health`` shows that the server is running.
 
-With ``--key_env NAME`` clients must send the value of that environment variable as a bearer token.
-Without a key the server listens on this machine only, and rejects requests from web pages.
+With ``--key_env NAME`` clients must send the value of the environment variable NAME as a bearer
+token. Without a key the server accepts only connections from this machine, and rejects requests
+from web pages.
 """
 
 from __future__ import annotations
@@ -50,19 +52,19 @@ _SEARCHES, _PROGRAMS, _WAITING, _CONNECTIONS = 8, 32, 512, 1280
 
 
 class BadRequestError(Exception):
-    """A field of a request is missing or out of range."""
+    """Says that a field of a request is missing or out of range."""
 
 
 async def retrieve(index: Index, body: Any, threads: ThreadPoolExecutor) -> bytes:
-    """Answers ``/retrieve``.
+    """Answers a request to the endpoint ``/retrieve``, which searches an index.
 
     Args:
-        index: index of the passages.
-        body: parsed JSON of the request.
-        threads: threads for the searches, which run one query at a time.
+        index: search index.
+        body: JSON value of the request.
+        threads: thread pool in which the searches run.
 
     Returns:
-        The JSON text of the answer.
+        The answer as JSON text.
 
     Raises:
         BadRequestError: a field is missing or out of range.
@@ -97,15 +99,17 @@ async def retrieve(index: Index, body: Any, threads: ThreadPoolExecutor) -> byte
 
 
 async def run_code(isolation: Isolation, body: Any, libraries: tuple[str, ...] = ()) -> bytes:
-    """Answers ``/run_code``.  Cancelling kills the program.
+    """Answers a request to the endpoint ``/run_code``, which runs a program.
+
+    If this coroutine is cancelled, the program is killed.
 
     Args:
-        isolation: the sandbox.
-        body: parsed JSON of the request.
+        isolation: isolation in which the program runs.
+        body: JSON value of the request.
         libraries: directories with packages that programs may import.
 
     Returns:
-        The JSON text of the answer.
+        The answer as JSON text.
 
     Raises:
         BadRequestError: a field is missing or out of range.
@@ -162,15 +166,16 @@ def make_app(
     log: RefusalLog,
     libraries: tuple[str, ...] = (),
 ) -> ASGIApp:
-    """Creates the ASGI application.
+    """Creates the ASGI application of the server.
 
     Args:
-        index: index that answers ``/retrieve``.
-        isolation: sandbox of ``/run_code``; None to leave that path out.
-        key: bearer token that clients must send; None to serve everybody.
-        local: whether the server listens on this machine only.
-        limits: limits of connections.
-        log: receives a line for each rejected request.
+        index: search index for ``/retrieve``.
+        isolation: isolation of the programs that ``/run_code`` runs. If None, the server has no
+            ``/run_code``.
+        key: bearer token that clients must send; None if clients need no token.
+        local: whether the server accepts only connections from this machine.
+        limits: limits on the connections.
+        log: log of rejected requests.
         libraries: directories with packages that programs may import.
     """
     from coa_jax.web.errors import Refused
@@ -211,7 +216,7 @@ def _options(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="coa_jax.tools.tool_server", description=__doc__)
     parser.add_argument("--host", default="127.0.0.1")
     parser.add_argument("--port", type=int, default=8000)
-    parser.add_argument("--corpus", default="", help="JSONL file; the Factbook without one")
+    parser.add_argument("--corpus", default="", help="JSONL file; default: the World Factbook")
     parser.add_argument("--retrieval", default="bm25", choices=RETRIEVALS)
     encoder = EncoderConfig()
     parser.add_argument("--encoder", default="", help="Hugging Face directory of its model")
@@ -258,14 +263,14 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Runs the command and returns its exit code."""
     options = _options(arguments)
     try:
         _serve(options)
     except UserError as error:
         print(error, file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # before the server runs; later it shuts down itself
+    except KeyboardInterrupt:  # Ctrl-C before the server runs; a running server handles Ctrl-C
         return 130
     return 0
 

@@ -1,4 +1,4 @@
-"""Helpers for event loops: limits on concurrent calls, and blocking calls of coroutines."""
+"""Limits concurrent calls in event loops, and calls coroutines from synchronous code."""
 
 from __future__ import annotations
 
@@ -14,7 +14,10 @@ T = TypeVar("T")
 
 
 class Turns:
-    """A semaphore per event loop: a semaphore belongs to one loop, and a tool may outlive it."""
+    """A limit on concurrent calls, with a semaphore of its own for each event loop.
+
+    A semaphore belongs to one event loop, but a tool may be used in several loops.
+    """
 
     def __init__(self, count: int):
         self._count = count
@@ -23,15 +26,16 @@ class Turns:
         )
 
     def here(self) -> asyncio.Semaphore:
-        """Returns the semaphore of the running loop."""
+        """Returns the semaphore of the running event loop."""
         loop = asyncio.get_running_loop()
         return self._by_loop.setdefault(loop, asyncio.Semaphore(self._count))
 
 
 def apart(work: Callable[[], T]) -> T:
-    """Runs a function that starts event loops; uses a thread if a loop runs here, as in Jupyter.
+    """Calls a function that starts event loops, and returns its result.
 
-    Ctrl-C ends the function there too.
+    If an event loop is already running in this thread, as in Jupyter, the function runs in another
+    thread. Ctrl-C ends the function in both cases.
     """
     try:
         asyncio.get_running_loop()
@@ -49,5 +53,5 @@ def apart(work: Callable[[], T]) -> T:
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine to completion, whether or not an event loop runs in this thread."""
+    """Runs a coroutine and returns its result, even if an event loop is running in this thread."""
     return apart(lambda: asyncio.run(coroutine))

@@ -1,8 +1,9 @@
-"""The ``visual_inspector`` tool: a vision model behind an endpoint describes images.
+"""Implements the tool ``visual_inspector``, which asks a vision model to describe an image.
 
-The body is a JSON object with ``file_path``, a file in the allowed folder or a URL, and optionally
-``question``. With a question the model is asked to describe what is relevant to it, not to answer
-it: answering is the policy's task.
+The body of a call is a JSON object with ``file_path`` (a file in the allowed folder, or a URL) and
+optionally ``question``. With a question, the vision model describes the details of the image that
+are relevant to the question. It is told not to answer the question, because this is the task of the
+policy.
 """
 
 from __future__ import annotations
@@ -46,14 +47,16 @@ _WITH_QUESTION = (
 
 @dataclasses.dataclass(frozen=True)
 class VisualConfig(Bounded):
-    """The vision model, and the images that it may see.
+    """The settings of ``visual_inspector``: the vision model, and the images that may be opened.
 
     Attributes:
-        chat: endpoint of the model; without a url every call fails with an explanation.
-        folder: folder whose files may be opened; "" for no files.
-        allow_hosts: hosts allowed besides the public ones, as in `Guard.allow`.
-        max_bytes: maximum size of an image in bytes.
-        max_chars: characters of an observation.
+        chat: chat endpoint of the vision model. If its url is empty, every call fails with an
+            explanation.
+        folder: folder whose image files may be opened; "" allows no files.
+        allow_hosts: hosts and networks that may be opened although they are not public, see
+            `Guard.allow`.
+        max_bytes: maximum size of an image file in bytes.
+        max_chars: maximum number of characters of an observation.
     """
 
     chat: ChatConfig = dataclasses.field(
@@ -70,14 +73,14 @@ class VisualInspector:
 
     Attributes:
         name: "visual_inspector".
-        deadline: seconds a call may take.
-        settings: settings on which answers depend, besides the call.
+        deadline: time limit of a call in seconds.
+        settings: settings on which the answer to a call depends.
     """
 
     name = "visual_inspector"
 
     def __init__(self, config: VisualConfig):
-        """Resolves the folder.
+        """Creates the tool.
 
         Raises:
             UserError: the folder does not exist, or openai is not installed.
@@ -99,7 +102,7 @@ class VisualInspector:
         )
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """Describes the image of the call between the tags."""
+        """Describes the image that the policy named between the tags."""
         start = time.monotonic()
 
         def seen(text: str, outcome: Outcome) -> Observation:
@@ -142,7 +145,7 @@ class VisualInspector:
         return await asyncio.to_thread(self._read, path)
 
     def _read(self, name: str) -> bytes:
-        """Reads a file below the folder; links and dots in the path cannot leave the folder.
+        """Reads a file in the allowed folder. Symbolic links and ``..`` cannot leave the folder.
 
         Raises:
             FetchError: the file is outside, missing, too large, or not a regular file.
@@ -155,7 +158,7 @@ class VisualInspector:
             if not path.is_relative_to(self._folder):
                 raise nowhere
             descriptor = os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
-        except (OSError, RuntimeError, ValueError) as error:  # also for invalid file names
+        except (OSError, RuntimeError, ValueError) as error:  # invalid names raise ValueError
             raise nowhere from error
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             os.close(descriptor)
@@ -172,7 +175,10 @@ def _outcome(error: FetchError) -> Outcome:
 
 
 def image_type(content: bytes) -> str | None:
-    """Returns the media type of an image by its first bytes, ignoring names and headers."""
+    """Returns the media type of an image, which its first bytes determine.
+
+    The result is None if the content is not an image of a supported type.
+    """
     if content.startswith(b"\x89PNG\r\n\x1a\n"):
         return "image/png"
     if content.startswith(b"\xff\xd8\xff"):

@@ -1,8 +1,8 @@
-"""The ``web_search`` tool: sends a query to a search service; output in the format of the release.
+"""Implements the tool ``web_search``, which sends a query to a search service.
 
-An observation is "Found N results:", a blank line, "## Web Results" and the numbered results with
-blank lines between them. A result has ``[title](link)``, date and source if known, the link and the
-snippet.
+An observation has the format of the AFM release: "Found N results:", a blank line, "## Web Results"
+and the numbered results, with a blank line between two results. A result consists of
+``[title](link)``, the date and the source if the service names them, the link, and the snippet.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ from coa_jax.tools.wiki_search import Index
 _log = logging.getLogger(__name__)
 
 _LONGEST_QUERY = 2000
-"""Characters to which a query is truncated; in a URL a non-Latin character takes up to nine."""
+"""Maximum length of a query in characters. In a URL, a character may take up to nine bytes."""
 
 LOCAL_HOST = "wiki.local"
-"""Host of the links into the local index; ``crawl_page`` opens them without a network."""
+"""Host in links to passages of the local index, which ``crawl_page`` opens without a network."""
 
 MIRRORS = (
     "huggingface.co/datasets",
@@ -46,7 +46,7 @@ MIRRORS = (
     "paperswithcode.com",
     "kaggle.com/datasets",
 )
-"""Addresses that host copies of benchmarks; a model of the paper (App C) found such a copy."""
+"""Addresses of copies of benchmarks. A model of the Chain-of-Agents paper (App C) found a copy."""
 
 PROVIDERS = Kind(
     "search service",
@@ -59,8 +59,8 @@ PROVIDERS = Kind(
     offers=("query", "count", "limits", "config", "index"),
     needs=("query", "config", "index"),
 )
-"""The setting for a search service: a `Provider`, or a function of ``config`` (WebSearchConfig) and
-``index`` that returns one.
+"""The setting for a search service, which is a `Provider`, or a function that returns a `Provider`.
+The arguments of such a function are ``config`` (`WebSearchConfig`) and ``index``.
 """
 
 _FIELD_CHARS, _LINK_CHARS = 300, 2000
@@ -68,7 +68,7 @@ _FIELD_CHARS, _LINK_CHARS = 300, 2000
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """One hit; empty fields are left out of the observation."""
+    """A search result. The observation omits fields with the value ""."""
 
     title: str
     link: str
@@ -78,28 +78,31 @@ class Result:
 
 
 Provider = Callable[[str, int, Limits], Awaitable[Sequence[Result]]]
-"""A search service: (query, number of results, limits) -> results, best first. It raises FetchError
-if there is no answer.
+"""A function that sends a query to a search service.
+
+Its arguments are the query, the maximum number of results, and the limits of the request. It
+returns the results, the best first, and raises FetchError if the service does not answer.
 """
 
 
 @dataclasses.dataclass(frozen=True)
 class WebSearchConfig(Bounded):
-    """The search service of ``web_search``.
+    """The settings of the search service that ``web_search`` uses.
 
     Attributes:
-        provider: ``serper`` (its HTTP API, which proxies offer too), ``searxng`` (a metasearch
-            server), ``local`` (the index of ``wiki_search``), a custom provider (see `PROVIDERS`
-            and docs/extending.md), or ``auto``: serper if its key is set, else local.
-        options: settings of a custom provider.
-        url: address of the service.
-        key_env: environment variable with the key of serper. Its value is removed from the results
-            of every provider.
-        top_k: number of results in an observation, at most 20 (release: 10).
-        snippet_chars: characters of a snippet.
-        timeout_s: seconds of a call, including all attempts.
+        provider: ``serper`` (the API of serper.dev, or of a proxy with the same API), ``searxng``
+            (a SearXNG server), ``local`` (the index of ``wiki_search``), or a custom provider (see
+            `PROVIDERS` and docs/extending.md). ``auto`` means ``serper`` if its key is set, else
+            ``local``.
+        options: option name -> value for a custom provider.
+        url: URL of the service.
+        key_env: environment variable with the API key of serper. The value of this variable is
+            removed from the results of every provider.
+        top_k: number of results in an observation, at most 20. The AFM release uses 10.
+        snippet_chars: maximum length of a snippet in characters.
+        timeout_s: time limit of a call with all its attempts, in seconds.
         attempts: maximum number of attempts.
-        blocked: hosts and path prefixes that are never shown, as in `Guard.block`.
+        blocked: hosts and path prefixes whose results are left out, see `Guard.block`.
     """
 
     provider: Annotated[str, Named(PROVIDERS, "auto")] = "auto"
@@ -119,14 +122,21 @@ class WebSearchConfig(Bounded):
 
 
 def choose(config: WebSearchConfig) -> str:
-    """Returns the provider that a configuration selects on this machine."""
+    """Returns the name of the provider that the settings select on this machine."""
     if config.provider != "auto":
         return config.provider
     return "serper" if Secret(config.key_env) else "local"
 
 
 def serper(url: str, secret: Secret) -> Provider:
-    """Serper's API: POST ``{q, num}`` with ``X-API-KEY``; the answer has ``organic``.
+    """Returns a provider for the API of serper.dev.
+
+    A request is a POST of ``{"q": ..., "num": ...}`` with the header ``X-API-KEY``. The answer
+    contains the results in ``organic``.
+
+    Args:
+        url: URL of the service.
+        secret: API key.
 
     Raises:
         UserError: the key is not set, or the URL is invalid.
@@ -144,7 +154,9 @@ def serper(url: str, secret: Secret) -> Provider:
 
 
 def searxng(url: str) -> Provider:
-    """A SearXNG server: GET ``?q=...&format=json``; the answer has ``results``.
+    """Returns a provider for a SearXNG server.
+
+    A request is ``GET URL?q=...&format=json``. The answer contains the results in ``results``.
 
     Raises:
         UserError: the URL is invalid.
@@ -162,7 +174,10 @@ def searxng(url: str) -> Provider:
 
 
 def local(index: Callable[[], Index]) -> Provider:
-    """The index of ``wiki_search``; its links have the host `LOCAL_HOST`."""
+    """Returns a provider that searches the index of ``wiki_search``.
+
+    Links in the results have the host `LOCAL_HOST`.
+    """
 
     async def search(query: str, count: int, limits: Limits) -> Sequence[Result]:
         hits = await asyncio.to_thread(lambda: index().search(query, count))
@@ -175,7 +190,9 @@ def local(index: Callable[[], Index]) -> Provider:
 
 
 def local_link(title: str) -> str:
-    """Returns the URL of a passage: its page and, after ``#``, its section.
+    """Returns the URL of a passage of the local index.
+
+    The path of the URL is the page, and the fragment after ``#`` is the section.
 
     >>> local_link("Burkina Faso: Longest border")
     "http://wiki.local/Burkina_Faso#Longest_border"
@@ -197,20 +214,25 @@ def _results(answer: Any, key: str, link: str, snippet: str) -> list[Result]:
 
 
 def configured_serper(config: WebSearchConfig) -> Provider:
-    """Creates `serper` from its settings."""
+    """Returns a provider for serper.dev with the given settings."""
     return serper(config.url, Secret(config.key_env))
 
 
 def configured_searxng(config: WebSearchConfig) -> Provider:
-    """Creates `searxng` from its settings."""
+    """Returns a provider for a SearXNG server with the given settings."""
     return searxng(config.url)
 
 
 def provider_of(config: WebSearchConfig, index: Callable[[], Index]) -> Provider:
-    """Creates the provider that a configuration selects on this machine.
+    """Returns the provider that the settings select on this machine.
+
+    Args:
+        config: settings of the search service.
+        index: function that returns the local index.
 
     Raises:
-        UserError: the name is unknown, or a setting or its key is missing.
+        UserError: the provider is unknown, or a setting or API key that the provider needs is
+            missing.
     """
     found = bind(PROVIDERS, choose(config), config.options, "web_search.provider")
     if "query" not in found.asks:
@@ -230,28 +252,29 @@ class WebSearch:
 
     Attributes:
         name: "web_search".
-        deadline: seconds a call may take.
-        provider: name of the service.
-        settings: settings on which answers depend, besides the query.
+        deadline: time limit of a call in seconds.
+        provider: name of the search service.
+        settings: settings on which the answer to a query depends.
     """
 
     name = "web_search"
 
     def __init__(self, config: WebSearchConfig, index: Callable[[], Index]):
-        """Sets up the provider.
+        """Creates the tool.
 
         Args:
-            config: settings of the service.
-            index: returns the local index when it is first needed.
+            config: settings of the search service.
+            index: function that returns the local index. It is called when the index is needed.
 
         Raises:
-            UserError: a setting is wrong, or the key is not in the environment.
+            UserError: a setting is invalid, or the environment variable with the API key is not
+                set.
         """
         self.provider, self._search = choose(config), provider_of(config, index)
         if config.provider == "auto" and self.provider == "local":
             _log.warning(
-                "web_search searches the local index, because %s is not set; web_search.provider "
-                "names the one that is meant", config.key_env
+                "web_search searches the local index, because %s is not set; to choose another "
+                "provider, set web_search.provider", config.key_env
             )  # fmt: skip
         self._config, self._guard = config, Guard(block=config.blocked)
         self._blame = Blame()
@@ -269,7 +292,7 @@ class WebSearch:
         self.settings = json.dumps(asked, default=str)
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """Searches for the text between the tags."""
+        """Searches for the query that the policy wrote between the tags."""
         start = time.monotonic()
         query = " ".join(arguments.split())
         in_address = self.provider == "searxng"
@@ -302,16 +325,16 @@ class WebSearch:
         try:
             return self._guard.blocks(parse_url(link))
         except FetchError:
-            return False  # shown unchanged; opening it reports the error
+            return False  # the link is shown; opening the link reports the error
 
 
 def format_results(results: Sequence[Result], query: str, snippet_chars: int = 600) -> str:
-    """Formats results as in the release; control characters become blanks.
+    """Writes search results as the text of an observation, in the format of the AFM release.
 
     Args:
         results: the results.
-        query: query of the search.
-        snippet_chars: characters of a snippet.
+        query: the query.
+        snippet_chars: maximum length of a snippet in characters.
     """
     if not results:
         return f"No results found for query: '{query}'. Use a less specific query."

@@ -1,10 +1,11 @@
-"""The ``wiki_search`` tool: embedded BM25 search over the World Factbook, without a server.
+"""Implements the tool ``wiki_search``: BM25 search in this process, without a server.
 
-``coa_jax.tools.dense`` has searches by vectors as alternatives.
+By default the corpus is the World Factbook. ``coa_jax.tools.dense`` searches by vectors instead.
 
-Observations have the format of the authors' wiki server: ``Doc k (Title: t)``, the passage on the
-next line, a blank line between documents. The index is built once (in seconds) and stored on disk.
-Of passages with the same score, the earlier one in the corpus comes first.
+An observation has the format of the AFM release's wiki server: a line ``Doc k (Title: t)`` and the
+passage for each result, with a blank line between results. The index is built once, which takes
+seconds, and is stored on disk. Of passages with equal scores, the earlier passage of the corpus
+comes first.
 """
 
 from __future__ import annotations
@@ -32,14 +33,14 @@ from coa_jax.tools.base import Observation, ToolContext, refused_query
 from coa_jax.tools.factbook_pages import Passage, fold
 
 if TYPE_CHECKING:
-    # Imported where it is used: on import it computes something with JAX, before which the
-    # processes of a pod must have been joined.
+    # Importing bm25s runs a JAX computation, which must not happen before the processes of a pod
+    # are connected. Functions therefore import the package when they need it.
     import bm25s
 
 _log = logging.getLogger(__name__)
 
 TITLE_WEIGHT = 2
-"""Number of times that the words of a title count in its passage."""
+"""Number of times that each word of a title counts in the score of its passage."""
 
 _K1, _B = 1.2, 0.75
 _STOP_WORDS = frozenset(
@@ -51,9 +52,9 @@ _WORD = re.compile(rf"(?<![\w.])\.[a-z]{{2}}\b|{words.WORD}")
 
 @dataclasses.dataclass(frozen=True)
 class Hit:
-    """A passage that answers a query, and its score.
+    """A search result: a passage with its score for the query.
 
-    Scores of different searches are not comparable.
+    Scores of different kinds of retrieval cannot be compared.
     """
 
     passage: Passage
@@ -61,7 +62,10 @@ class Hit:
 
 
 class Index(Protocol):
-    """A search index over a fixed list of passages; safe to use from several threads."""
+    """The interface of a search index over a fixed list of passages.
+
+    Several threads may use the same index.
+    """
 
     def __len__(self) -> int: ...
 
@@ -71,26 +75,37 @@ class Index(Protocol):
         ...
 
     def rank(self, query: str, top_k: int) -> list[tuple[int, float]]:
-        """Returns (number of a passage, its score), best first, at most ``top_k``."""
+        """Returns (index of a passage, score) of the best passages, the best first.
+
+        Args:
+            query: the query.
+            top_k: maximum number of passages.
+        """
         ...
 
     def search(self, query: str, top_k: int) -> list[Hit]:
-        """Returns the passages of `rank`."""
+        """Returns the best passages with their scores, the best first.
+
+        Args:
+            query: the query.
+            top_k: maximum number of passages.
+        """
         ...
 
 
 def tokenize(text: str) -> list[str]:
-    """Splits text into words: lower case, no accents, no stop words, "1,234" as one number.
+    """Splits a text into the words that the index contains.
 
-    An internet country code keeps its dot (".is"), to distinguish it from the word; see
-    `words.WORD`.
+    The words are in lower case and without accents. Stop words are left out. A number such as
+    "1,234" is one word. An internet country code such as ".is" keeps its dot, so that it differs
+    from the word "is". `words.WORD` defines words.
     """
     text = re.sub(r"(?<=\d),(?=\d{3})", "", fold(text).lower())
     return [word for word in _WORD.findall(text) if word not in _STOP_WORDS]
 
 
 class WikiIndex:
-    """A BM25 index over a fixed list of passages; safe to use from several threads."""
+    """A BM25 index over a fixed list of passages. Several threads may use the same index."""
 
     def __init__(self, passages: Sequence[Passage], scorer: bm25s.BM25):
         self._passages = passages
@@ -106,7 +121,7 @@ class WikiIndex:
 
     @classmethod
     def build(cls, passages: Sequence[Passage]) -> WikiIndex:
-        """Indexes the passages; words of titles count `TITLE_WEIGHT` times.
+        """Builds an index. A word in a title counts as much as `TITLE_WEIGHT` words in a text.
 
         Raises:
             UserError: no passage contains a word.
@@ -121,7 +136,10 @@ class WikiIndex:
         return cls(tuple(passages), scorer)
 
     def rank(self, query: str, top_k: int) -> list[tuple[int, float]]:
-        """See `Index`; returns only passages that share a word with the query."""
+        """Returns (index of a passage, score) of the best passages, see `Index.rank`.
+
+        Only passages with at least one word of the query are returned.
+        """
         known = [word for word in tokenize(query) if word in self._scorer.vocab_dict]
         if not known:
             return []
@@ -129,11 +147,11 @@ class WikiIndex:
         return [(i, float(scores[i])) for i in best_rows(scores, top_k) if scores[i] > 0]
 
     def search(self, query: str, top_k: int) -> list[Hit]:
-        """See `Index`."""
+        """Returns the best passages with their scores, see `Index.search`."""
         return [Hit(self._passages[i], score) for i, score in self.rank(query, top_k)]
 
     def save(self, folder: Path) -> None:
-        """Writes the index with a manifest of checksums."""
+        """Writes the index to a folder, with a file of checksums."""
         self._scorer.save(str(folder), show_progress=False)
         lines = [json.dumps([p.title, p.text]) for p in self._passages]
         (folder / "passages.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
@@ -142,7 +160,7 @@ class WikiIndex:
 
     @classmethod
     def load(cls, folder: Path) -> WikiIndex:
-        """Reads an index written by `save`.
+        """Reads an index that `save` has written.
 
         Raises:
             OSError, ValueError: a file is missing or damaged.
@@ -162,7 +180,14 @@ class WikiIndex:
 
 
 def best_rows(scores: np.ndarray, top_k: int) -> list[int]:
-    """Returns the indices of the largest scores, best first; ties go to the lower index."""
+    """Returns the indices of the largest scores, the largest first.
+
+    Among equal scores, the lower index comes first.
+
+    Args:
+        scores: float array of shape ``[N]``.
+        top_k: maximum number of indices.
+    """
     top_k = min(top_k, len(scores))
     least = np.partition(scores, -top_k)[-top_k]
     candidates = np.flatnonzero(scores >= least)
@@ -175,12 +200,16 @@ def _checksum(file: Path) -> str:
 
 
 def default_cache_dir() -> Path:
-    """Returns ``$XDG_CACHE_HOME/coa_jax/wiki`` or ``~/.cache/coa_jax/wiki``."""
+    """Returns the folder in which indexes are stored by default.
+
+    This is ``$XDG_CACHE_HOME/coa_jax/wiki``, or ``~/.cache/coa_jax/wiki`` if the environment
+    variable is not set.
+    """
     return files.cache_folder("wiki")
 
 
 def _key(passage_chars: int, passages: Sequence[Passage] | None) -> str:
-    """Returns the name of an index, a hash of its text, settings and code."""
+    """Returns the file name of an index, which is a hash of its text, settings and code."""
     import bm25s
 
     parts: list[object] = [bm25s.__version__, _K1, _B, TITLE_WEIGHT]
@@ -201,17 +230,17 @@ def load_index(
     passage_chars: int = 300,
     passages: Sequence[Passage] | None = None,
 ) -> WikiIndex:
-    """Loads the index from the cache; builds and stores it if it is absent or damaged.
+    """Loads an index from the cache. If the index is missing or damaged, it is built and stored.
 
-    If the cache cannot be written, the index is built every time.
+    If the cache folder cannot be written, the index is built in every call.
 
     Args:
-        cache_dir: folder of indexes; `default_cache_dir` if None.
-        passage_chars: maximum length of a passage of free text, in characters.
-        passages: a corpus that replaces the Factbook.
+        cache_dir: folder of stored indexes; None for `default_cache_dir`.
+        passage_chars: maximum length of a passage of the World Factbook, in characters.
+        passages: passages of the corpus; None for the World Factbook.
 
     Raises:
-        UserError: the Factbook is not installed, or the corpus is empty.
+        UserError: the World Factbook is not installed, or the corpus contains no words.
     """
     root = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
     folder = root / _key(passage_chars, passages)
@@ -226,15 +255,16 @@ def load_index(
     try:
         files.make_folder(folder, index.save)
     except OSError as error:
-        _log.warning("the search index cannot be kept in %s: %s", root, error)
+        _log.warning("the search index cannot be stored in %s: %s", root, error)
     return index
 
 
 class WikiSearch:
-    """The tool that answers a query with the best passages of a corpus, by default the Factbook.
+    """The tool that answers a query with the best passages of a corpus.
 
-    Calls run in threads, so a search never blocks the event loop, and any number of calls may run
-    concurrently. A query that the trajectory has made before is not searched again.
+    Calls run in threads, so that a search does not block the event loop. Any number of calls may
+    run concurrently. If a trajectory repeats a query, the observation only says that the query was
+    repeated.
     """
 
     name = "wiki_search"
@@ -248,15 +278,16 @@ class WikiSearch:
         deadline: float = 30.0,
         load: Callable[..., Index] = load_index,
     ):
-        """Sets up the tool; the index is loaded at the first call or by `warm_up`.
+        """Creates the tool. The index is loaded by the first call, or by `warm_up`.
 
         Args:
             top_k: number of passages in an observation.
-            passage_chars: maximum length of a passage of free text, in characters.
-            cache_dir: folder for the index; the user's cache folder if None.
-            passages: a corpus that replaces the Factbook.
-            deadline: seconds a call may take.
-            load: loads or builds the index from the previous three settings.
+            passage_chars: maximum length of a passage of the World Factbook, in characters.
+            cache_dir: folder of stored indexes; None for `default_cache_dir`.
+            passages: passages of the corpus; None for the World Factbook.
+            deadline: time limit of a call in seconds.
+            load: function that loads or builds the index. Its arguments are ``cache_dir``,
+                ``passage_chars`` and ``passages``.
 
         Raises:
             UserError: a number is out of range.
@@ -272,18 +303,18 @@ class WikiSearch:
         self._lock = threading.Lock()
 
     def warm_up(self) -> Index:
-        """Loads (or builds) the index now and returns it."""
+        """Loads or builds the index, unless this has already happened, and returns it."""
         with self._lock:
             if self._index is None:
                 self._index = self._load()
             return self._index
 
     def search(self, query: str) -> list[Hit]:
-        """Returns the passages that a call with this query shows."""
+        """Returns the passages that answer a query, with their scores."""
         return self.warm_up().search(query, self.top_k)
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
-        """Searches for the text between the tags."""
+        """Searches for the query that the policy wrote between the tags."""
         start = time.monotonic()
         if refused := refused_query(self.name, arguments, context):
             return refused
@@ -301,7 +332,11 @@ class WikiSearch:
 
 
 def format_hits(hits: Sequence[Hit]) -> str:
-    """Formats hits as an observation: "Doc k (Title: t)", passage, blank line between hits."""
+    """Writes search results as the text of an observation.
+
+    Each result is a line "Doc k (Title: t)", followed by the text of the passage. A blank line
+    separates two results.
+    """
     documents = (
         f"Doc {k} (Title: {hit.passage.title})\n{hit.passage.text}" for k, hit in enumerate(hits, 1)
     )

@@ -13,11 +13,10 @@ def _ranges(codes: list[int]) -> str:
     return "".join(f"{chr(a)}-{chr(b)}" for a, b in zip(starts, ends, strict=True))
 
 
-# The vowel signs of Hindi and Thai and the points of Hebrew and Arabic, which ``\w`` does not
-# match.
+# ``\w`` does not match combining marks, such as the vowel signs of Hindi and Thai.
 _MARKS = _ranges([c for c in range(0x20000) if unicodedata.category(chr(c)).startswith("M")])
 
-# Thai and Lao, Burmese, Khmer, Japanese, Chinese: scripts without blanks between words.
+# Thai and Lao, Burmese, Khmer, Japanese and Chinese are written without spaces between words.
 _SIGNS = (
     "\u0e00-\u0eff\u1000-\u109f\u1780-\u17ff\u3040-\u30ff\u3400-\u4dbf\u4e00-\u9fff\uf900-\ufaff"
 )
@@ -26,7 +25,7 @@ _LETTER = rf"[^\W_{_SIGNS}]"
 WORD = rf"(?=\w)[{_SIGNS}][{_MARKS}]*|{_LETTER}+(?:[{_MARKS}]+{_LETTER}*)*"
 """Pattern of a word: letters and digits with their combining marks.
 
-In scripts without blanks between words, every character is a word.
+In scripts without spaces between words, every character is a word.
 """
 
 _WORD = re.compile(WORD)

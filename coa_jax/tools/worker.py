@@ -1,8 +1,9 @@
-"""Killable worker processes for work that may not end: parsing and algebra on untrusted input.
+"""Runs functions in worker processes that can be killed.
 
-A worker starts once and answers many calls, because its imports take a second. A call that takes
-too long, or a crash of a library, costs only the worker. A worker whose parent has died ends by
-itself: its input ends, or the alarm that is set with every call kills it.
+Work on untrusted input, such as parsing and algebra, may never end. A worker starts once and
+answers many calls, because importing its modules takes a second. If a call takes too long or a
+library crashes, only the worker is lost. A worker ends by itself if its parent process has died,
+because its standard input ends, or because the timer that is set with every call kills it.
 """
 
 from __future__ import annotations
@@ -27,34 +28,38 @@ from typing import Any
 _HEAD = struct.Struct(">Q")
 _START = "from coa_jax.tools import worker; worker.serve()"
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
-"""Environment variables that workers get; any other variable may be a key."""
+"""Environment variables that workers get. Other variables are left out, as they may be API keys."""
 
 _START_S = 30.0
-"""Seconds that a worker may take to start and import its modules."""
+"""Time limit in seconds for a worker to start and import its modules."""
 
 
 class WorkerError(Exception):
-    """The function raised an exception, or the process died."""
+    """Says that the function raised an exception, or that the process died."""
 
 
 class WorkerTimeoutError(WorkerError):
-    """The call took too long and was killed."""
+    """Says that the call took too long, so that its process was killed."""
 
 
 class WorkerBusyError(WorkerError):
-    """No process was free, or a new one did not start: the call was not made."""
+    """Says that the call was not made, because no process was free or a process did not start."""
 
 
 class Workers:
-    """Processes that run one function, each one call at a time; thread-safe."""
+    """A pool of processes that run a function. Each process runs one call at a time.
+
+    Several threads may use the same pool.
+    """
 
     def __init__(self, function: str, count: int | None = None, memory_mb: int = 4096):
-        """Names the function; processes start when they are needed.
+        """Creates the pool. A process starts only when a call needs it.
 
         Args:
-            function: ``module:name``; its arguments must be picklable, its result must be JSON.
-            count: maximum number of processes; by default one per processor and at most four.
-            memory_mb: MiB of address space of each process.
+            function: the function as ``module:name``. Its arguments must be picklable, and its
+                result must be a JSON value.
+            count: maximum number of processes; None for one per processor, but at most four.
+            memory_mb: limit of the address space of each process, in MiB.
         """
         self._function, self._memory_mb = function, memory_mb
         self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()
@@ -62,17 +67,17 @@ class Workers:
             self._free.put(None)
 
     def ask(self, *arguments: Any, timeout: float, wait: float | None = None) -> Any:
-        """Calls the function in a process and waits for the result.
+        """Calls the function in a process, and returns its result.
 
         Args:
             arguments: arguments of the function.
-            timeout: seconds for the call.
-            wait: seconds to wait for a free process; None if ``timeout`` covers waiting and the
-                call.
+            timeout: time limit of the call in seconds.
+            wait: maximum time in seconds to wait for a free process. If None, ``timeout`` limits
+                the total time of waiting and of the call.
 
         Raises:
-            WorkerBusyError: no process was free in time, or none can be started.
-            WorkerTimeoutError: the call took longer.
+            WorkerBusyError: no process was free in time, or no process can be started.
+            WorkerTimeoutError: the call took longer than ``timeout``.
             WorkerError: the function raised an exception, or the process died.
         """
         end = time.monotonic() + timeout
@@ -106,7 +111,7 @@ class _Process:
         )
         self._kill = weakref.finalize(self, _kill, self._process)
         try:
-            self._read(_START_S)  # its message that it is ready
+            self._read(_START_S)  # the first message says that the process is ready
         except WorkerError as error:
             raise WorkerBusyError(f"the process for {function} did not start: {error}") from error
         self.start_s = time.monotonic() - start
@@ -132,7 +137,7 @@ class _Process:
         return answer["value"]
 
     def _read(self, timeout: float) -> Any:
-        """Reads one answer; the process writes nothing else."""
+        """Reads one answer. The process writes only answers to its standard output."""
         assert self._process.stdout is not None
         end, data, size = time.monotonic() + timeout, b"", _HEAD.size
         while len(data) < size:
@@ -154,23 +159,26 @@ def _kill(process: subprocess.Popen[bytes]) -> None:
     process.kill()
     for pipe in (process.stdin, process.stdout):
         if pipe is not None:
-            with contextlib.suppress(OSError):  # unflushed data has no reader any more
+            with contextlib.suppress(OSError):  # nobody reads the data that is not flushed
                 pipe.close()
     process.wait()
 
 
 def _end_with(parent: int) -> None:
-    """Ends this process at any point as soon as its parent process has ended."""
+    """Ends this process as soon as its parent process has ended, even during a call."""
     while os.getppid() == parent:
         time.sleep(1.0)
     os._exit(1)
 
 
 def serve() -> None:
-    """Answers calls on standard input until it ends: the main function of a worker."""
+    """Answers calls from standard input until standard input ends.
+
+    This is the main function of a worker process.
+    """
     function, memory_mb = sys.argv[1:3]
     requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # output of libraries is not an answer
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries must not write between answers
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     limit = int(memory_mb) << 20
     resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
@@ -188,7 +196,7 @@ def serve() -> None:
         signal.setitimer(signal.ITIMER_REAL, timeout + 1.0)  # by default the signal kills
         try:
             answer = {"value": call(*arguments)}
-        except Exception as error:  # noqa: BLE001 - whatever a library raises is the answer
+        except Exception as error:  # noqa: BLE001 - an exception of any kind is an answer
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
         signal.setitimer(signal.ITIMER_REAL, 0)
         reply(answer)

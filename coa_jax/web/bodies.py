@@ -49,8 +49,9 @@ _WORDS = {
 def parse_json(body: bytes | bytearray, values: int, containers: int) -> Any:
     """Parses a JSON text that may contain only a limited number of values.
 
-    The number of values is checked before parsing, because parsing megabytes of tiny values would
-    hold Python's GIL for seconds. Megabytes of strings take only milliseconds.
+    The function checks the number of values before it parses the text, because parsing megabytes of
+    tiny values would hold Python's GIL for seconds. Long strings are not limited, because parsing
+    megabytes of strings takes only milliseconds.
 
     Args:
         body: the JSON text in UTF-8.
@@ -103,7 +104,7 @@ def validated(model: type[M], value: Any) -> M:
 
     Raises:
         Refused: the value does not match the schema (status 400). The message names the first wrong
-            field and what the schema demands.
+            field and the requirement of the schema.
     """
     if not isinstance(value, dict):
         raise Refused(400, "the body must be a JSON object")

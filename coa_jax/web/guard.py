@@ -39,8 +39,8 @@ def check_exposure(host: str, key: str | None, mend: str) -> None:
 
     Args:
         host: address to listen on.
-        key: key that clients must send; None or "" for no key.
-        mend: advice for the user, which ends the error message.
+        key: key that clients must send; None or "" if clients need no key.
+        mend: advice for the user, with which the error message ends.
 
     Raises:
         UserError: other machines can reach the address, and there is no key.
@@ -60,9 +60,10 @@ class Rules:
             of another site. Without this rule, a web site could attack the server by making its own
             name resolve to this machine (DNS rebinding).
         max_body: maximum size of a body in bytes.
-        routes: paths of the server; other paths are logged and counted as "other".
-        open: paths that need no key.
-        limits: limits on times and connections.
+        routes: paths that the server answers; requests for other paths are logged and counted as
+            "other".
+        open: paths that clients may request without a key.
+        limits: maximum number of connections, and maximum seconds for each phase of a connection.
     """
 
     api_key: str | Callable[[str], bool] | None
@@ -263,16 +264,16 @@ def body_of(scope: Scope) -> bytearray:
 
 
 def give_reason(scope: Scope, reason: str) -> None:
-    """Tells the guard why the application refuses a request; the guard logs the reason."""
+    """Tells the guard why the application refuses a request, so that the guard logs the reason."""
     scope.setdefault(_REASON, []).append(reason)
 
 
 async def while_connected(receive: Receive, work: Awaitable[Any]) -> Any:
-    """Awaits some work and returns its result; cancels it if the client closes its connection.
+    """Awaits work for a client; cancels the work if the client closes its connection.
 
     Args:
         receive: ASGI receive function of a request whose body has been read.
-        work: coroutine or future to await.
+        work: coroutine or future to await, whose result is returned.
 
     Raises:
         ClientGone: the client closed its connection before the work was done.

@@ -22,7 +22,7 @@ from coa_jax.web.refusals import RefusalLog
 
 
 class Room:
-    """Limits how many requests of a route run and how many wait; further requests are refused."""
+    """Limits how many requests of a route run, and how many wait; refuses further requests."""
 
     def __init__(self, running: int, waiting: int):
         """Creates an empty room.
@@ -146,7 +146,7 @@ def error_response(error: Refused) -> Response:
 def dumps(value: Any, depth: int = 4) -> str:
     """Serialises a large value to JSON part by part, so that other threads can run in between.
 
-    In contrast, `json.dumps` holds Python's GIL from the first byte to the last.
+    A single call of `json.dumps` would hold Python's GIL until the whole value is serialised.
 
     Args:
         value: the value to serialise.

@@ -13,13 +13,13 @@ class ConnectionLimits(Bounded):
     """Limits that apply before a request reaches the application.
 
     Attributes:
-        connections: maximum number of open connections. If there is one more, the server closes the
-            connection that has waited longest without a complete request.
+        connections: maximum number of open connections. If a further connection is opened, the
+            server closes the one that has waited longest without sending a complete request.
         header_seconds: maximum seconds from the first byte of a request to the end of its headers.
             For the first request of a connection, the time begins with the connection.
         body_seconds: maximum seconds from the end of the headers to the end of the body.
         idle_seconds: maximum seconds between two requests of a connection.
-        write_seconds: maximum seconds in which a client accepts no byte of a response.
+        write_seconds: maximum seconds for which a client may accept no byte of a response.
     """
 
     connections: Annotated[int, Between(16, 65536)] = 512

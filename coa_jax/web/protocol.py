@@ -26,11 +26,11 @@ _LINGER_S = 2.0
 
 
 class Connections:
-    """The connections of one server, which take turns at parsing. h11 parses chunked bodies in
-    Python, in about 20 microseconds per chunk.
+    """The connections of one server, which take turns at parsing.
 
-    Therefore connections take turns: each turn parses at most 1 KiB of a chunked body, and after 2
-    ms of turns the event loop can do other work. Headers take precedence over bodies.
+    h11 parses chunked bodies in Python, in about 20 microseconds per chunk. Therefore connections
+    take turns: each turn parses at most 1 KiB of a chunked body, and after 2 ms of turns the event
+    loop can do other work. Headers take precedence over bodies.
     """
 
     def __init__(self, limits: ConnectionLimits, log: RefusalLog):
@@ -45,7 +45,7 @@ class Connections:
         return GuardedProtocol(self, **options)
 
     def wants_turn(self, connection: GuardedProtocol) -> None:
-        """Lets a connection parse its received data, now or after other connections."""
+        """Lets a connection parse its received data, at once or after other connections."""
         queue = self._headers if connection.awaits_request else self._bodies
         queue.append(connection)
         if not self._scheduled:

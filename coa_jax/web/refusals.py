@@ -14,8 +14,8 @@ class RefusalLog:
     """Writes a line for each refused request.
 
     A line contains the time, the status, the route, the address of the client and the reason. After
-    a burst of 20 lines, the log writes at most one line per second. The next line then says how
-    many requests were left out.
+    a burst of 20 lines, the log writes at most one line per second. The next line then says for how
+    many refused requests no line was written.
     """
 
     def __init__(
@@ -37,7 +37,8 @@ class RefusalLog:
 
         Args:
             status: HTTP status of the response.
-            route: method and path, which are not copied from the request but from a fixed set.
+            route: method and path of the request, taken from a fixed set of names instead of the
+                request's text.
             client: address of the client, without the port.
             reason: reason in one line, without content of the request.
         """

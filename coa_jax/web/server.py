@@ -25,7 +25,7 @@ def listen(host: str, port: int, mend: str) -> socket.socket:
     Args:
         host: address of this machine.
         port: port; 0 for any free port.
-        mend: advice which settings to change, which ends the error message.
+        mend: advice on which settings to change, with which the error message ends.
 
     Raises:
         UserError: this machine does not have the address, or another program uses it.
@@ -39,7 +39,7 @@ def listen(host: str, port: int, mend: str) -> socket.socket:
 
 
 def allow_connections(limits: ConnectionLimits) -> None:
-    """Raises the process's limit on open files, if allowed, to suffice for all connections."""
+    """Raises the process's limit on open files, as far as allowed, to fit all connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * limits.connections + 1024
     if soft != resource.RLIM_INFINITY and soft < wanted:
@@ -85,7 +85,7 @@ class Server(uvicorn.Server):
 
 
 def on_signals(asked: asyncio.Event) -> None:
-    """Sets an event at SIGINT or SIGTERM; a second signal ends the process immediately."""
+    """Sets ``asked`` at SIGINT or SIGTERM; a second signal ends the process immediately."""
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _ask, asked, number)

@@ -20,7 +20,7 @@ TASKS = "factbook:protocol=mhqa,weights=70/30/0/0,templates=1"
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """Returns the settings of the quickstart with fewer and shorter steps.
+    """Returns the settings of the quickstart, with fewer and shorter training steps.
 
     Each SFT update uses two trajectories. Early in training, many small updates teach more than a
     few large updates with the same number of tokens.

@@ -23,7 +23,7 @@ TASKS = "factbook:protocol=web,weights=100/0/0/0,templates=1"
 
 
 def get_config() -> ml_collections.ConfigDict:
-    """Returns the settings of configs/quickstart/mhqa.py, with web search and pages to open."""
+    """Returns the settings of configs/quickstart/mhqa.py, with tools for the web."""
     config = load_config(
         "configs/quickstart/mhqa.py",
         {

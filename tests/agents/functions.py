@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from typing import Any
 
@@ -57,7 +58,9 @@ async def rewarded_by_call(base_url: str, api_key: str, question: str) -> None:
     """Tells the reward over HTTP."""
     headers = {"Authorization": f"Bearer {api_key}"}
     url = base_url.removesuffix("/v1") + "/reward"
-    async with httpx.AsyncClient() as http:
+    async with client(base_url, api_key) as policy, httpx.AsyncClient() as http:
+        messages: list[Any] = [{"role": "user", "content": question}]
+        await policy.chat.completions.create(model="any", messages=messages, max_tokens=4)
         refused = await http.post(url, json={"reward": "much"}, headers=headers)
         assert refused.status_code == 400
         assert "not a finite number" in refused.json()["error"]["message"]
@@ -137,6 +140,28 @@ async def caller(
                 {"role": "tool", "tool_call_id": said[0]["id"], "content": f"Seen, {turn}."}
             )
     return {"answer": json.dumps([ends, said])}
+
+
+async def silent(base_url: str, api_key: str) -> dict[str, Any]:
+    """Gives itself a reward without the policy, after a request that no policy can answer."""
+    async with httpx.AsyncClient(headers={"Authorization": f"Bearer {api_key}"}) as http:
+        refused = await http.post(f"{base_url}/chat/completions", json={"messages": "?"})
+        assert refused.status_code == 400
+    return {"reward": 1.0}
+
+
+async def elsewhere(base_url: str) -> str:
+    """Answers without the policy."""
+    return "42"
+
+
+async def verbose(base_url: str, api_key: str) -> dict[str, Any]:
+    """Begins with more than the context holds, and takes the refusal as an end."""
+    messages: list[Any] = [{"role": "user", "content": "word " * 400}]
+    async with client(base_url, api_key) as policy:
+        with contextlib.suppress(openai.BadRequestError):
+            await policy.chat.completions.create(model="any", messages=messages)
+    return {"reward": 0.0}
 
 
 async def broken(base_url: str, question: str) -> None:

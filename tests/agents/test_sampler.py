@@ -12,6 +12,7 @@ import pytest
 from coa_jax.errors import UserError
 from coa_jax.model import tokenizer as tokenizer_module
 from coa_jax.model.api import logits
+from coa_jax.rollout import scheduler
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.serve import service
@@ -19,6 +20,7 @@ from coa_jax.trajectory import Author, StopReason, Trajectory
 from tests import tiny_policy
 from tests.agents.functions import LOOK
 from tests.agents.live import LENGTH, one, sampler, solve
+from tests.rollout.small_loop import engine
 
 
 def trainer_logps(trajectory: Trajectory) -> np.ndarray:
@@ -111,8 +113,7 @@ def test_a_reward_may_come_by_a_call():
     (found,) = solve(sampler("rewarded_by_call"), [one()])
     assert found.stop_reason == StopReason.ANSWER
     assert found.metadata["given_reward"] == 0.5
-    assert found.num_policy_tokens == 0
-    assert found.metadata["policy_versions"] == [[0, 0]]
+    assert 0 < found.num_policy_tokens <= 4
 
 
 def test_a_full_context_and_too_many_requests_are_the_policys_ends():
@@ -163,6 +164,31 @@ def test_a_function_that_fails_masks_its_sample_and_one_that_always_fails_ends_t
         solve(sampler("broken"), [one(20)])
 
 
+@pytest.mark.parametrize(
+    ("function", "reason"),
+    [
+        ("silent", "the endpoint refused its requests: model: is missing"),
+        ("elsewhere", "it sent no request to the policy"),
+    ],
+)
+def test_a_program_that_got_no_completion_is_masked_and_ends_the_run_if_all_do(function, reason):
+    (found,) = solve(sampler(function), [one()])
+    assert found.stop_reason == StopReason.FAULT
+    assert found.metadata["fault"].startswith(reason)
+    assert found.num_policy_tokens == 0
+    with pytest.raises(UserError, match=f"failed 8 times and never succeeded: {reason}"):
+        solve(sampler(function), [one(20)])
+
+
+def test_a_first_request_beyond_the_context_is_told_with_the_settings(caplog):
+    found = solve(sampler("verbose"), [one(9)])
+    assert {t.stop_reason for t in found} == {StopReason.LENGTH}
+    assert all(t.metadata["policy_versions"] == [[0, 0]] for t in found)
+    (told,) = [r.getMessage() for r in caplog.records if "without a completion" in r.getMessage()]
+    assert f"{LENGTH} tokens" in told
+    assert "rollout.max_tokens" in told and "(stop reason length)" in told
+
+
 def test_a_deadline_and_a_cancelled_request_leave_the_engine_free():
     began = time.monotonic()
     (late,) = solve(sampler("asleep", seconds=1.0), [one()])
@@ -187,3 +213,18 @@ def test_a_deadline_and_a_cancelled_request_leave_the_engine_free():
 def test_a_wrong_setting_is_told_in_one_line(settings, message):
     with pytest.raises(UserError, match=message):
         sampler(**settings)
+
+
+def test_a_turn_prefills_only_what_is_new_and_no_bit_depends_on_that(monkeypatch):
+    found, computed = {}, {}
+    for reuse in (True, False):
+        if not reuse:
+            monkeypatch.setattr(scheduler, "source_of", lambda *_: (None, 0))
+        before = engine(max_length=LENGTH).extended_tokens
+        (found[reuse],) = solve(sampler("conversation"), [one(temperature=3.0)])
+        computed[reuse] = engine(max_length=LENGTH).extended_tokens - before
+    assert found[True].metadata["agent_turns"] == 10
+    np.testing.assert_array_equal(found[True].tokens, found[False].tokens)
+    np.testing.assert_array_equal(found[True].logp, found[False].logp)
+    # Programs compute blocks of 64 tokens: one for each later turn, against one to six.
+    assert computed[True] < computed[False] / 2

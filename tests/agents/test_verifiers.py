@@ -9,14 +9,17 @@ from __future__ import annotations
 import dataclasses
 import os
 import shlex
+import subprocess
 from pathlib import Path
 
 import pytest
 
 from coa_jax.agents.config import AgentConfig
+from coa_jax.engine.config import EngineConfig
 from coa_jax.evaluate.policy import local_policy
 from coa_jax.evaluate.run import load
 from coa_jax.extensions import importable
+from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.api import Model, save_model
 from coa_jax.rollout.request import RolloutConfig
@@ -96,6 +99,14 @@ __all__ = ["Game", "Letters"]
 """,
 }
 
+# Published sets, from the folder environments/ of the repository of verifiers, with their seats and
+# completions per sample: tools over MCP; a tool server that samples share; a game against itself.
+PUBLISHED = {
+    "glossary": (["agent"], 1),
+    "scratchpad": (["agent"], 1),
+    "kuhn_poker": (["player0", "player1"], 2),
+}
+
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
@@ -107,33 +118,38 @@ def folder(tmp_path_factory) -> Path:
     return path
 
 
-@pytest.mark.parametrize("name", SETS)
-def test_a_task_set_runs_two_steps_and_an_evaluation(folder, name, monkeypatch):
+@pytest.fixture(autouse=True)
+def environment(folder, monkeypatch):
     importable(EXAMPLE)
     monkeypatch.setenv("PYTHONPATH", f"{Path(__file__).parents[2]}:{folder}")
     monkeypatch.setenv("PATH", f"{Path(PYTHON).parent}:{os.environ['PATH']}")
-    seat = "player" if name == "letters" else "agent"
+
+
+def trained_and_evaluated(
+    folder: Path, name: str, seats: list[str], length: int, **settings: object
+) -> list[dict[str, float]]:
+    """Two steps of RL and an evaluation through a task set; returns the metrics of the steps."""
     source = "tasks:load"
-    options = f"--env.{seat}.harness.id null --env.{seat}.runtime.type subprocess"
-    command = [PYTHON, str(EXAMPLE / "agent.py"), name, *options.split(), "--sampling.max-tokens"]
-    agent = AgentConfig(command=shlex.join([*command, "12"]), seconds=300.0)
-    budget = RolloutConfig(192)
+    options = [f"--env.{seat}.harness.id null --env.{seat}.runtime.type subprocess"
+               for seat in seats]  # fmt: skip
+    program = [PYTHON, str(EXAMPLE / "agent.py"), name, *" ".join(options).split()]
+    agent = AgentConfig(command=shlex.join([*program, "--sampling.max-tokens", "12"]), seconds=900)
+    budget, shapes = RolloutConfig(length), EngineConfig(4, length, 8, (64,))
     run = folder / f"{name}-rl"
     optimizer = OptimizerConfig(1e-3, total_steps=2, final_ratio=1.0, weight_decay=0.0)
     run_rl(run, rl_config(
         folder / "model", source, agent=agent, optimizer=optimizer, groups=1, temperature=2.0,
-        rollout=budget,
+        rollout=budget, engine=shapes, row_length=length, **settings,
     ))  # fmt: skip
     history = rows(run, "rl")
     assert [row["step"] for row in history] == [1, 2]
     for row in history:
         assert row["mismatch/abs_logp_max"] < 1e-4
-        assert row["agent/turns"] == (3 if name == "letters" else 1)
         assert row["agent/sequences"] == 1
-        assert 0 < row["reward/max"] <= 1
     config = dataclasses.replace(
-        tiny_evaluation.CONFIG, tasks=source, num_tasks=2, agent=agent, rollout=budget
-    )
+        tiny_evaluation.CONFIG, tasks=source, num_tasks=2, agent=agent, rollout=budget,
+        engine=shapes,
+    )  # fmt: skip
     tasks = load(config)
     policy = local_policy(
         tiny_policy.policy, config.engine, config.sampling, 0, budget, (), tasks, 2, agent=agent
@@ -141,4 +157,24 @@ def test_a_task_set_runs_two_steps_and_an_evaluation(folder, name, monkeypatch):
     tiny_evaluation.run(folder / f"{name}-evaluation", config, policy, tasks)
     found = read_trajectories(folder / f"{name}-evaluation" / "traces.jsonl")
     assert len(found) == 4
-    assert all("fault" not in t.metadata for t in found)
+    assert all("fault" not in t.metadata and t.num_policy_tokens for t in found)
+    return history
+
+
+@pytest.mark.parametrize("name", SETS)
+def test_a_task_set_runs_two_steps_and_an_evaluation(folder, name):
+    seat = "player" if name == "letters" else "agent"
+    for row in trained_and_evaluated(folder, name, [seat], 192):
+        assert row["agent/turns"] == (3 if name == "letters" else 1)
+        assert 0 < row["reward/max"] <= 1
+
+
+@pytest.mark.parametrize("name", PUBLISHED)
+def test_a_published_task_set_runs_two_steps_and_an_evaluation(folder, name):
+    if subprocess.run([PYTHON, "-c", f"import {name}"], check=False).returncode:
+        pytest.skip(f"{name} is not installed beside verifiers")
+    seats, turns = PUBLISHED[name]
+    # An untrained policy solves nothing there: all groups learn, whatever their rewards.
+    settings = {"algorithm": Algorithm("grpo"), "group_size": 2, "max_sampled": 1.0}
+    for row in trained_and_evaluated(folder, name, seats, 1024, **settings):
+        assert row["agent/turns"] >= turns

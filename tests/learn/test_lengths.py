@@ -109,7 +109,7 @@ def test_a_file_from_which_nothing_can_be_learned_is_refused(path):
     with pytest.raises(UserError, match=r"train\.jsonl: holds no record"):
         fitting(reader(path), measure(reader(path), 0, 60.0), 9)
     path.write_text('{"messages": [{"role": "assistant", "content": "hello"}]}\n')
-    with pytest.raises(UserError, match="no message of the user; none of the 1 rows can be learn"):
+    with pytest.raises(UserError, match="there is no user message; none of the 1 rows can be used"):
         fitting(reader(path), measure(reader(path), 0, 60.0), 9)
 
 

@@ -11,6 +11,7 @@ import pytest
 from coa_jax.engine.config import SamplingParams
 from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.loop import rollout
+from coa_jax.rollout.running import unstarted
 from coa_jax.tasks import grade
 from coa_jax.tools.base import Observation
 from coa_jax.trajectory import StopReason
@@ -112,6 +113,15 @@ def test_a_cancelled_request_frees_its_slots_and_ends_its_tools():
     (other,) = (t for t in finished if t.stop_reason is not StopReason.CANCELLED)
     assert (other.task_id, other.stop_reason) == (requests()[2].task.id, StopReason.ANSWER)
     assert not engine().any_active
+
+
+def test_a_prompt_without_room_for_an_answer_names_the_policy_and_warns(caplog):
+    asked = dataclasses.replace(requests()[0], max_tokens=len(requests()[0].prompt))
+    told = unstarted(asked, asked.max_tokens, 3)
+    assert (told, unstarted(asked, asked.max_tokens, None)) == ({"policy_versions": [[0, 3]]}, {})
+    assert f"the prompt has {asked.max_tokens} tokens" in caplog.text
+    ((refused,),) = run([asked])
+    assert (refused.stop_reason, len(refused.tokens)) == (StopReason.LENGTH, asked.max_tokens)
 
 
 def test_a_request_may_have_a_smaller_budget_than_the_rollout():

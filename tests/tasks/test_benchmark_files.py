@@ -259,7 +259,7 @@ def test_contests_are_chosen_by_date_and_files_by_a_star(tmp_path):
     assert ids("") == ["q0", "q1", "q2"]
     assert ids(":since=2024-08-01,until=2024-09-15") == ["q0", "q1"]
     assert ids(":since=2025-01-01,platform=atcoder+leetcode") == ["q2"]
-    with pytest.raises(UserError, match="no question that the benchmark counts"):
+    with pytest.raises(UserError, match="no question that the benchmark scores"):
         ids(":level=hard")
 
 
@@ -360,5 +360,5 @@ def test_options_that_mean_nothing_are_explained(tmp_path):
 
 def test_a_torn_table_is_located(tmp_path):
     (tmp_path / "a.csv").write_text("Question,Answer\nWho?\n")
-    with pytest.raises(UserError, match="line 2 has not as many fields"):
+    with pytest.raises(UserError, match="line 2 does not have as many fields"):
         load_tasks(f"bamboogle:{tmp_path}/a.csv", "test")

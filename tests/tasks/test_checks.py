@@ -9,7 +9,9 @@ import pytest
 
 from coa_jax import jsonl
 from coa_jax.errors import UserError
-from coa_jax.tasks import Graders, GradersConfig, load_tasks
+from coa_jax.tasks import Graders, GradersConfig, Task, load_tasks
+from coa_jax.tasks.checks import warn_of_tools
+from tests.rollout.small_loop import Says
 from tests.tasks.finished import finished
 
 TESTS = {"stdin": ["1 2\n"], "expected_output": ["3\n"]}
@@ -94,3 +96,33 @@ def test_release_rows_under_the_code_protocol_are_graded_as_what_they_are(tmp_pa
     (tmp_path / "a.json").write_text(json.dumps([{"question": "a?", "answer": "Oslo"}]))
     with pytest.raises(UserError, match=r"a\.json: row 1: the protocol 'code' answers with"):
         load_tasks(f"{tmp_path}/a.json:protocol=code", "test")
+
+
+def test_a_text_instead_of_accepted_answers_is_refused():
+    with pytest.raises(UserError, match=r"task 'a': gold is a tuple of accepted answers; write \("):
+        Task("a", "Where?", "generalist", "Oslo", "tests")  # type: ignore[arg-type]
+
+
+def test_a_tool_outside_of_the_protocols_of_the_tasks_is_told(caplog):
+    tasks = [Task("a", "Where?", "generalist", ("Oslo",), "tests")]
+    warn_of_tools([Says("wiki_search", ""), Says("visual_inspector", "")], tasks)
+    assert not caplog.records
+    warn_of_tools([Says("wiki_search", ""), Says("dice", "")], tasks)
+    (record,) = caplog.records
+    assert record.getMessage().startswith("the policy cannot call dice: the tasks")
+
+
+def test_tests_of_a_program_are_run_under_every_protocol_and_errors_are_of_the_row(tmp_path):
+    path = tmp_path / "q.jsonl"
+    tests = {"inputs": ["1"], "outputs": ["2"]}
+    path.write_text(json.dumps({"question": "q", "answer": tests, "protocol": "generalist"}))
+    (task,) = load_tasks(str(path), "train")
+    assert task.metadata["grader"] == "code"
+    path.write_text(json.dumps({"question": "q", "answer": {"x": 1}, "protocol": "generalist"}))
+    with pytest.raises(UserError, match=r"q.jsonl:1: the tests cannot be read: [^()]*\([^()]*\)$"):
+        load_tasks(str(path), "train")  # the line is whole, so the message does not call it cut off
+    rows = tmp_path / "q.json"
+    rows.write_text(json.dumps([{"question": "q", "answer": "\\frac{1}{2}"}]))
+    for protocol in ("code", "code:paper"):
+        (task,) = load_tasks(f"{rows}:protocol={protocol}", "train")
+        assert task.metadata["grader"] == "math"

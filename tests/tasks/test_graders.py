@@ -153,7 +153,7 @@ def test_settings_come_from_a_config_and_mistakes_are_named():
         (Task("t", "q", "web", ("x",), "s", {"grader": "taste"}), {}, "no reward 'taste'"),
         (Task("t", "q", "code", ("{",), "s", {"grader": "code"}), {}, "tests cannot be read"),
         (Task("t", "q", "code", (), "s", {"grader": "code"}), {}, "tests cannot be read"),
-        (TASKS["code"], {"private_tests": "/nowhere"}, "folder of private tests is not there"),
+        (TASKS["code"], {"private_tests": "/nowhere"}, "folder of private tests does not exist"),
         (Task("t", "q", "web", ("1",), "s", {"scorer": "reasoning_gym"}), {}, "'generator'"),
         (Task("t", "q", "nowhere", ("x",), "s"), {}, "protocol"),
         (Task("t", "q", "web", (7,), "s"), {}, "TypeError"),  # a fault of ours
@@ -172,7 +172,7 @@ def test_a_grader_that_fails_masks_the_sample_with_its_reason(task, config, reas
 def test_what_grading_needs_is_looked_for_before_a_run(monkeypatch, tmp_path):
     plain, wanting = (Graders(GradersConfig(private_tests=p)) for p in ("", str(tmp_path / "no")))
     plain.check(TASKS.values())
-    with pytest.raises(UserError, match="folder of private tests is not there"):
+    with pytest.raises(UserError, match="folder of private tests does not exist"):
         wanting.check([TASKS["code"]])
     wanting.check([TASKS["math"], TASKS["exact_match"]])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

@@ -34,7 +34,7 @@ def test_what_validates_is_not_trained_on(tmp_path, caplog):
     assert not {t.id for t in splits["train"]} & {t.id for t in splits["validation"]}
     assert "5 tasks of the training split are used for validation" in caplog.text
     assert splits["validation"] == load_tasks(path, "validation", 5, 3)
-    with pytest.raises(UserError, match="every training task is a validation task too"):
+    with pytest.raises(UserError, match="every training task is also a validation task"):
         load_splits(path, {"train": 5, "validation": None})
 
 
@@ -84,6 +84,16 @@ def test_malformed_lines_are_located(tmp_path, line):
     path = write(tmp_path / "q.jsonl", {"question": "ok?", "answer": "yes"}, line)
     with pytest.raises(UserError, match=r"q\.jsonl:2: "):
         load_tasks(path, "train")
+
+
+def test_a_task_of_an_environment_needs_no_answer(tmp_path):
+    by_grader = {"question": "b", "answer": [], "metadata": {"grader": "environment"}}
+    path = write(tmp_path / "q.jsonl", {"question": "a", "protocol": "turns"}, by_grader)
+    assert [task.gold for task in load_tasks(str(path), "train")] == [(), ()]
+    judged = {"question": "a", "protocol": "turns", "metadata": {"grader": "judge"}}
+    path = write(tmp_path / "q.jsonl", judged)
+    with pytest.raises(UserError, match="only a task of an environment needs none: the protocol"):
+        load_tasks(str(path), "train")
 
 
 def test_files_without_use_are_refused(tmp_path):

@@ -47,6 +47,8 @@ PICKLES = {
     "cut off": pickle.dumps({"public_test_cases": [CASE]})[:-9],
     "nothing": b"",
     "noise": b"\x00\xff" * 99,
+    "a deep tuple as a key": b"\x80\x04})" + b"\x85" * 900_000 + b"Ns.",
+    "a deep tuple in a set": b"\x80\x04\x8f()" + b"\x85" * 900_000 + b"\x90.",
     "appends to a record": b"\x80\x04cos\nmkdir\n]a.",
 }
 

@@ -62,7 +62,7 @@ def test_everything_that_is_missing_is_in_one_line_and_is_asked_at_one_time(monk
         "graders.judge.chat: grader at http://127.0.0.1:9/v1: the server cannot be reached" in said
     )
     assert f"wiki_search: {server.url('/missing')}, key {NAME} is NOT set" in said
-    assert f"private_tests: {tmp_path}/none: the folder of private tests is not there" in said
+    assert f"private_tests: {tmp_path}/none: the folder of private tests does not exist" in said
     assert "tools.names: the protocol code calls code, of which there are none" in said
 
 

@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.tools.sandbox import landlock, seccomp
-from coa_jax.tools.sandbox.limits import Job, Limits
+from coa_jax.tools.sandbox import landlock, seccomp, supervise
+from coa_jax.tools.sandbox.limits import Job, Limits, Scratch
 
 MACHINES = {"x86_64": (0, 0xC000003E), "aarch64": (1, 0xC00000B7)}
 HEADERS = {
@@ -140,3 +140,22 @@ def test_a_job_survives_its_journey():
     back = Job.decode(job.encode())
     assert back.encode() == job.encode()
     assert back.limits == limits
+
+
+def test_a_removal_that_takes_long_is_interrupted_and_continued(tmp_path):
+    top = tmp_path / "scratch"
+    deep = top.joinpath(*("d" * 50 for _ in range(30)))
+    deep.mkdir(parents=True)
+    (deep / "file").touch()
+    (deep / "link").symlink_to("/etc")
+    for number in range(20):
+        (top / str(number) / "in").mkdir(parents=True)
+    (top / "locked").mkdir()
+    (top / "locked" / "file").touch()
+    (top / "locked").chmod(0)
+    scratch = Scratch(str(top), str(top), bounded=False, in_memory=False)
+    assert supervise._remove(scratch, seconds=0.0) is None
+    assert top.exists()
+    assert supervise._remove(scratch) is True
+    assert not top.exists()
+    assert supervise._remove(scratch) is False  # it is gone

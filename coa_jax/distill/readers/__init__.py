@@ -63,16 +63,19 @@ _GZIP = b"\x1f\x8b"
 def read_traces(
     path: str | os.PathLike[str], form: str, options: Mapping[str, Any] | None = None
 ) -> tuple[list[Trace], ReadReport]:
-    """Reads a file of logs of another system; damaged records are reported, not raised as errors.
+    """Reads a file of logs of another system.
+
+    Damaged records raise no error; they are listed in the report.
 
     Args:
         path: a file with one JSON value per line. If its name ends in ``.json``, the file may also
             be a single JSON document: a record or a list of records.
         form: name of the log format: a short name of `READERS`, or a path ``package.module:name``.
-        options: options of the function that reads the format; None for none.
+        options: options of the function that reads the format; None if no options are set.
 
     Returns:
-        The traces in the order of the file, each with a unique name, and a report on all records.
+        The traces in the order of the file, each with a unique name, and a report on all records of
+        the file.
 
     Raises:
         UserError: the file cannot be read or is compressed, or the format is unknown.

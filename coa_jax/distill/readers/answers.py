@@ -29,20 +29,25 @@ _BOX = "\\boxed{"
 
 
 def marked_answer(words: str) -> tuple[str, str] | None:
-    r"""Returns the answer that a text marks last, by the most reliable kind of mark in the text.
+    r"""Returns the last answer that is marked with the most reliable kind of mark in a text.
 
-    The most reliable mark is the tag ``<answer>``. Next is "Final answer", alone on its line or
-    with a colon. The answer is then the rest of this line, or the next block if the line ends
-    there. The least reliable mark is a box. If the marked answer contains exactly one box, the
-    content of the box is the answer.
+    The kinds of marks are, the most reliable first:
+
+    - the tag ``<answer>``;
+    - "Final answer", alone on its line or with a colon. The answer is the rest of this line, or
+      the next block of text if the line ends there;
+    - a box (``\boxed``).
+
+    If an answer that is marked in one of the first two ways contains exactly one box, the content
+    of the box is the answer.
 
     Args:
         words: last text of the model.
 
     Returns:
-        The text before the answer, and the answer. The result is None if no answer is marked. Text
-        behind a tag or behind "Final answer" is left out. If the answer is in a box, the whole
-        sentence is kept with the content of the box, because the box is a part of the sentence.
+        The text before the answer, and the answer; None if no answer is marked. Text after the
+        answer is left out. If only a box marks the answer, the first text keeps the whole sentence
+        with the content of the box, because the box is a part of the sentence.
     """
     tagged = _tagged(words)
     if tagged:

@@ -48,7 +48,7 @@ class Problem:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """A run of another system, as messages in the common form.
+    """A run of another system, converted to the messages of this project.
 
     Attributes:
         log: the messages. ``log.protocol`` is "" until the run is converted to a trajectory, and
@@ -57,8 +57,8 @@ class Trace:
         metadata: further data from the file, as JSON values by name.
         line: number of the record's line, from 1.
         task: id of the task in the file; "" if the file has none.
-        usage: number of ``prompt`` tokens and of ``completion`` tokens of the run, according to the
-            file; {} if unknown.
+        usage: numbers of tokens of the run that the file states, with the keys ``prompt`` and
+            ``completion``; {} if unknown.
     """
 
     log: MessageLog
@@ -71,7 +71,7 @@ class Trace:
 
 @dataclasses.dataclass(frozen=True)
 class ReadReport:
-    """What a reader did with the records of a file.
+    """Counts of what a reader did with the records of a file.
 
     Attributes:
         path: the file.
@@ -79,7 +79,7 @@ class ReadReport:
             problem.
         used: number of records that became part of a trace.
         ignored: number of valid records without content for a trace, such as notifications.
-        problems: all other records, in the order of their lines.
+        problems: the records that could not be used, in the order of their lines.
         traces: number of traces that were made of the used records.
     """
 
@@ -132,7 +132,7 @@ def decode_lines(data: bytes) -> Iterator[Line]:
 
 
 def decode_document(data: bytes) -> Iterator[Line]:
-    """Yields the value of a single JSON document as one line, or why it is invalid."""
+    """Yields a single line, which holds a whole JSON document or the reason why it is invalid."""
     if data.strip():
         yield _decode(data, 1)
 
@@ -281,7 +281,7 @@ def json_text(value: str, what: str) -> Any:
 
 
 def accepted(value: Any, what: str) -> tuple[str, ...]:
-    """Returns accepted answers, which a file may give as null, a scalar or a list of scalars."""
+    """Converts the accepted answers in a file, which may be null, a scalar or a list of scalars."""
     if value is None:
         return ()
     if isinstance(value, list):
@@ -313,13 +313,14 @@ class Conversation:
             sender, to: names of the sender and of the recipient.
             content: text of the message.
             thought: reasoning of the sender before the message; "" for none.
-            outcome: how the call ended if the message is an observation.
+            outcome: how the tool call ended if the message is an observation; None for other
+                messages.
         """
         index = len(self.messages)
         self.messages.append(Message(index, sender, to, kind, content, thought, outcome))
 
     def say(self, words: str) -> None:
-        """Adds text that belongs to no tag, as a report to the manager; ignores blank text."""
+        """Adds text that belongs to no tag as a report to the manager; ignores blank text."""
         if words.strip():
             self.add(Kind.REPORT, "search", "manager", words.strip())
 
@@ -347,7 +348,7 @@ class Conversation:
 
 
 def total_usage(counts: Iterable[Any], prompt: str, completion: str) -> dict[str, int]:
-    """Sums the token counts of a run; returns {} if there are none.
+    """Returns the total token counts of a run; {} if the file has no token counts.
 
     Args:
         counts: JSON objects with token counts, one per call of a model. Values that are not counts

@@ -89,7 +89,7 @@ def tag_of(name: str) -> str:
 
 
 def is_tool(name: str) -> bool:
-    """Returns whether a name is a tool name of another framework for which a tag is known."""
+    """Returns whether a name is the name, in another framework, of a tool whose tag is known."""
     return _squash(name) in _SQUASHED
 
 
@@ -103,12 +103,13 @@ _SQUASHED = {_squash(name): tag for name, tag in _TAGS.items()}
 def body_of(tag: str, arguments: Any) -> str:
     """Converts the arguments of a call to the body of its tag.
 
-    Several queries, or several URLs of a crawl, are joined by `` | ``. The standard input of a
-    program is kept. If the tag is not a tag of this project, the body is the arguments as JSON.
+    Several queries, or several URLs of a crawl, are joined by `` | ``. If a program has a standard
+    input, the body contains it. If the tag is not a tag of this project, the body is the arguments
+    as JSON.
 
     Raises:
-        Malformed: the arguments contain nothing that the tool of the tag could use, or an argument
-            that changes the result and that the tag cannot express.
+        Malformed: the arguments contain nothing that the tool of the tag can use, or they contain
+            an argument that would change the result but cannot be written in the tag's body.
     """
     if isinstance(arguments, str):
         arguments = _maybe_json(arguments)

@@ -176,10 +176,10 @@ def _whole(record: dict[str, Any]) -> Trace:
 def read(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
     """Reads the lines of a file, see `coa_jax.distill.readers.base.Reader`.
 
-    A session with a malformed line is refused as a whole, because it is unknown what the line
-    contained. A line that is not JSON may belong to any session that has lines before and after it,
-    so all these sessions are refused. In a file without names of sessions, the line belongs to the
-    only session.
+    The reader refuses all of a session that has a malformed line, because the content of the line
+    is unknown. A line that is not JSON does not name its session, so the reader refuses every
+    session that has lines before and after this line. If the file names no sessions, all its lines
+    belong to one session.
     """
     sessions: dict[str, _Session] = {}
     taken = [(line, *_take(sessions, line)) for line in lines]

@@ -23,7 +23,10 @@ from coa_jax.distill.readers.base import (
 
 
 def read_log(value: Any) -> Trace | None:
-    """Converts the JSON object of one line to a trace; None for the first line of a journal."""
+    """Converts the JSON object of one line to a trace.
+
+    The result is None for the first line of a journal, which holds settings instead of a run.
+    """
     if mapping(value, "the record").keys() == {"journal"}:
         return None
     try:

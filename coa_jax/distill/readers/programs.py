@@ -57,14 +57,14 @@ class Program:
     Attributes:
         requests: pairs (agent, task), one for each call of a managed agent, in the order of the
             source. The task is None if it is not a literal.
-        computes: whether the output of the program cannot be known without running it, because the
-            program contains an operation or calls something other than agents, `print` and
-            `final_answer`. Formulating the answer does not count.
+        computes: whether the program must be run to know its output, because the program contains
+            an operation, or calls something other than agents, `print` and `final_answer`.
+            Operations that only formulate the answer are disregarded.
         adds: whether the program does more than ask agents, formulate their tasks and pass on their
             answers.
         unknown: names that the program uses but that neither the program, nor an earlier program of
             the run, nor the interpreter defines. They are names of tools, of agents whose runs are
-            missing, or of values given to the run.
+            not in the file, or of values given to the run.
         maths: functions of `math` that the program uses without an import.
         prints: whether the program calls `print`.
         call: tool and arguments if the program consists of a single call of an unknown name with
@@ -147,7 +147,10 @@ def tell(
     thought: str,
     where: str,
 ) -> None:
-    """Adds a program that asks no agent, as the call of a tool, a call of ``code``, or a thought.
+    """Adds the step of a program that asks no agent to a conversation.
+
+    If the program only calls a tool, the step becomes a call of this tool. If the program computes
+    something, the step becomes a call of ``code``. Otherwise only its thought is added.
 
     Args:
         talk: conversation to which the messages are added.
@@ -170,7 +173,7 @@ def tell(
 
 
 def importing(source: str, program: Program) -> str:
-    """Adds an import of those `math` functions that the program uses without an import."""
+    """Returns the program's source, with an import of the `math` functions that it lacks."""
     if not program.maths:
         return source
     return f"from math import {', '.join(program.maths)}\n{source.lstrip()}"
@@ -322,7 +325,11 @@ _FACT_HEAD = re.compile(r"^#+\s*(?:\d+\.?)*\s*(?:updated\s+)?facts survey[^\n]*\
 
 
 def unwrap(text: str) -> str:
-    """Removes the preface, fence and end mark around a plan or a survey of facts."""
+    """Removes the text that some models write around a plan or a survey of facts.
+
+    This text is a preface such as "Here is the plan:", a code fence, and the mark
+    ``<end_plan>``.
+    """
     text = text.strip()
     prefaces = list(_PREFACE.finditer(text))
     if prefaces and text.endswith("```"):
@@ -333,9 +340,9 @@ def unwrap(text: str) -> str:
 
 
 def split_plan(text: str) -> tuple[str, str]:
-    """Splits a planning step with two headings into (survey of facts, plan).
+    """Splits the text of a planning step into (survey of facts, plan) at the heading of the plan.
 
-    Without headings, the survey is "" and the whole text is the plan.
+    If the text has no heading of the plan, the survey is "" and the whole text is the plan.
     """
     text = unwrap(text)
     found = list(_PLAN_HEAD.finditer(text))

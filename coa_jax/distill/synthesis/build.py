@@ -40,15 +40,16 @@ class SynthesisConfig(Bounded):
 
     Attributes:
         atomic: number of tasks with one hop.
-        depth: number of tasks with two hops, with three hops, and so on. Each hop asks about the
+        depth: numbers of tasks with two hops, with three hops, and so on. Each hop asks about the
             answer of the previous hop.
         width: number of tasks that join two atomic tasks.
-        splits: splits whose tasks are written. A task belongs to the split of its documents.
+        splits: names of the splits for which tasks are written. A task belongs to the split of its
+            documents.
         protocol: protocol of the tasks.
         seed: seed of the choice and order of documents.
         batch: number of drafts that are processed together.
-        candidates: number of documents that are tried for the next hop of one draft; each document
-            may give a new draft.
+        candidates: number of documents that are tried as the next hop of one draft. Each of these
+            documents may lead to a new draft.
         text: rules for the texts of questions and answers.
     """
 
@@ -65,7 +66,7 @@ class SynthesisConfig(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A checked draft; ``reason`` says why the draft was dropped, None that it was kept."""
+    """A checked draft; ``reason`` says why the draft was dropped, and is None if it was kept."""
 
     draft: Draft
     reason: str | None
@@ -79,8 +80,9 @@ class Funnel:
     Attributes:
         wanted: number of drafts to keep.
         asked: number of documents or drafts from which the author was asked to write drafts.
-        failed: number of these for which the author gave no usable reply.
-        empty: number of these for which the author wrote no draft.
+        failed: number of the ``asked`` documents or drafts for which the author gave no usable
+            reply.
+        empty: number of the ``asked`` documents or drafts for which the author wrote no draft.
         drafted: number of drafts that the author wrote.
         kept: number of drafts that were kept.
         dropped: number of drafts that were dropped, by reason.
@@ -149,8 +151,8 @@ class Synthesis:
         """Creates all tasks.
 
         Raises:
-            UserError: a budget is spent, or a model cannot be reached. The synthesis continues if
-                the command is started again.
+            UserError: a budget is spent, or a model cannot be reached. If the command is started
+                again, the synthesis continues where it stopped.
         """
         config = self._config
         level = await self._stage("atomic", config.atomic, map(self._atomic, self._documents()))

@@ -50,15 +50,18 @@ _SYSTEM = (
 
 @dataclasses.dataclass(frozen=True)
 class ClosedBookConfig(Bounded):
-    """Settings of the check without tools.
+    """Settings of the check whether questions can be answered without tools.
 
     Attributes:
-        who: which solver answers: ``prior``, ``endpoint`` or ``policy``.
+        who: name of the solver that answers without tools: ``prior`` (guesses from the corpus),
+            ``endpoint`` (a model behind an endpoint) or ``policy`` (a model on this machine).
         samples: number of answers per question.
-        max_rate: maximum share of right answers; a question with a larger share is dropped.
+        max_rate: maximum share of right answers. A question is dropped if a larger share of its
+            answers is right.
         policy: directory of the policy; "" unless ``who`` is ``policy``.
         seed: seed of the prior's guesses and of the policy's sampling.
-        temperature: sampling temperature of the policy; an endpoint has its own setting.
+        temperature: sampling temperature of the policy; the temperature of an endpoint is one of
+            the endpoint's settings.
         engine, rollout: decoding shapes and budgets of the policy.
     """
 
@@ -92,7 +95,7 @@ class ClosedBook(Protocol):
 
 
 class Prior:
-    """Guesses answers, knowing only how questions about a relation are usually answered.
+    """A solver that guesses answers, knowing only which answers are usual for a relation.
 
     For a question about the value of a relation, the guess is the value of this relation in a
     random document of the corpus. For a question about an entity, the guess is the entity of a
@@ -185,7 +188,7 @@ def _answer_of(reply: str) -> str:
 
 
 class Policy:
-    """A solver that samples a policy on this machine; the result of every tool call is an error."""
+    """A solver that samples a policy on this machine, and answers every tool call with an error."""
 
     def __init__(self, config: ClosedBookConfig) -> None:
         """Loads the policy.
@@ -231,11 +234,11 @@ def closed_book(
     endpoint: Endpoint | None,
     concurrency: int,
 ) -> tuple[str, Any]:
-    """Returns a label that identifies the answers of a solver, and the solver.
+    """Returns the solver that the settings name, and a label for its recorded answers.
 
     Args:
         config: settings of the check.
-        documents: documents of the corpus, for the prior.
+        documents: documents of the corpus, from which the solver ``prior`` takes its guesses.
         endpoint: model for the solver ``endpoint``; None if there is none.
         concurrency: number of requests to the endpoint at the same time.
 

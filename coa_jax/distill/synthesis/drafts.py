@@ -34,12 +34,12 @@ class Document:
 
     @property
     def subject(self) -> str:
-        """Subject of the document: its title up to a colon, or its text if it has no title."""
+        """Subject of the document: the title up to a colon, or the text if there is no title."""
         return self.title.partition(": ")[0].strip() or self.text
 
     @property
     def split(self) -> str:
-        """Split of questions about the subject, the same as in the task source ``factbook``."""
+        """Name of the split of questions about the subject, as in the task source ``factbook``."""
         return split_of(self.subject)
 
 
@@ -50,7 +50,7 @@ def document_of(passage: Passage) -> Document:
 
 @dataclasses.dataclass(frozen=True)
 class Draft:
-    """A question that an author has written, with the data about it.
+    """A question that an author has written, with the documents and answers that belong to it.
 
     Attributes:
         form: how the question was made: from one document (``atomic``), by adding a hop
@@ -60,8 +60,8 @@ class Draft:
         documents: documents from which the question was written, in the order of the hops.
         steps: pairs (question, answer) of the atomic questions that the question consists of.
         hidden: intermediate answers, which the question must not reveal.
-        topic: name of a topic; only drafts of the same topic are joined. None to join the draft
-            with no other.
+        topic: name of a topic; a draft is joined only with drafts of the same topic. If ``topic``
+            is None, the draft is never joined with another draft.
     """
 
     form: Form
@@ -113,14 +113,17 @@ class Author(Protocol):
         ...
 
     async def deepen(self, draft: Draft, document: Document) -> Draft | None:
-        """Returns a draft with one more hop, or None.
+        """Returns a draft with one more hop; None if the author writes no such draft.
 
         The new question asks what ``document`` says about the answer of ``draft``.
         """
         ...
 
     async def widen(self, one: Draft, other: Draft) -> Draft | None:
-        """Returns a draft of a question that needs the answers of both drafts, or None."""
+        """Returns a draft of a question that needs the answers of both drafts.
+
+        The result is None if the author writes no such draft.
+        """
         ...
 
 
@@ -153,7 +156,7 @@ class TextRules(Bounded):
 
 
 def fault_of(draft: Draft, rules: TextRules) -> str | None:
-    """Returns the name of the first rule that the text of a draft breaks; None for no rule."""
+    """Returns the name of the first rule that the text of a draft breaks, or None."""
     words = len(draft.question.split())
     if not rules.min_words <= words <= rules.max_words:
         return "question_length"
@@ -197,12 +200,12 @@ class Duplicates:
 
 
 def screen(drafts: Sequence[Draft], rules: TextRules, duplicates: Duplicates) -> list[str | None]:
-    """Returns for each draft the name of the rule that its text breaks; None for no rule.
+    """Returns for each draft the name of the first rule that its text breaks, or None.
 
     Args:
         drafts: the drafts.
         rules: rules for texts.
-        duplicates: earlier questions, to which the drafts without fault are added.
+        duplicates: earlier questions. The questions of the drafts that break no rule are added.
     """
     faults = []
     for draft in drafts:

@@ -34,7 +34,10 @@ Fact = tuple[Relation, str, str]
 
 
 def fact_of(document: Document) -> Fact | None:
-    """Returns the fact of a passage; None unless it is one sentence in a known wording."""
+    """Returns the fact that a document states.
+
+    The result is None unless the document is one sentence in a known wording.
+    """
     for relation in RELATIONS.values():
         if document.title.endswith(f": {relation.title}"):
             found = factbook_relations.read(relation, document.text)
@@ -56,14 +59,18 @@ class FactsAuthor:
                 self._owners[relation.key, value.casefold()].add(entity)
 
     def reads(self, document: Document) -> bool:
-        """Returns whether a document states one fact in a known wording, with a value that is not
-        0.
+        """Returns whether the author can write about the document.
+
+        The document must be one sentence in a known wording, and state a value other than 0.
         """
         fact = fact_of(document)
         return fact is not None and fact[2] != "0"
 
     async def atomic(self, document: Document) -> list[Draft]:
-        """Returns the question for the value, and for the entity if the value identifies it."""
+        """Returns a question about the value of the document's fact, and one about its entity.
+
+        The second question is left out if several entities have the same value.
+        """
         fact = fact_of(document)
         if fact is None or fact[2] == "0":
             return []
@@ -75,7 +82,7 @@ class FactsAuthor:
         return drafts
 
     async def deepen(self, draft: Draft, document: Document) -> Draft | None:
-        """Returns a question for a fact about the entity that is the answer of a draft, or None."""
+        """Returns a question about a fact of the entity that is the answer of a draft, or None."""
         program, fact = understand(draft.question), fact_of(document)
         if program is None or fact is None or fact[2] == "0":
             return None
@@ -96,7 +103,11 @@ class FactsAuthor:
         )
 
     async def widen(self, one: Draft, other: Draft) -> Draft | None:
-        """Returns a question for the sum, difference or ratio of two numbers of the same kind."""
+        """Returns a question about the sum, difference or ratio of the answers of two drafts.
+
+        The answers must be numbers of the same kind. The result is None if a draft is not
+        understood, or if both drafts ask the same.
+        """
         if to_decimal(one.steps[-1][1]) < to_decimal(other.steps[-1][1]):
             one, other = other, one
         a, b = (understand(draft.question) for draft in (one, other))

@@ -61,7 +61,7 @@ class LanguageAuthor:
 
     Attributes:
         endpoint: the model.
-        rules: rules for texts. After a reply that breaks a rule, the model is asked again.
+        rules: rules for texts. If a reply breaks a rule, the model is asked again.
         per_document: maximum number of atomic questions per document.
         attempts: maximum number of replies. After this many invalid replies the draft is abandoned.
     """
@@ -78,7 +78,8 @@ class LanguageAuthor:
     async def atomic(self, document: Document) -> list[Draft]:
         """Returns drafts of questions about a document.
 
-        At least one of several drafts obeys the rules for texts; the others may break them.
+        Unless the list is empty, at least one of its drafts obeys the rules for texts. The other
+        drafts may break rules.
         """
 
         def read(reply: str) -> list[Draft]:
@@ -99,7 +100,10 @@ class LanguageAuthor:
         return await self._ask(prompt, document.title, "atomic", read)
 
     async def deepen(self, draft: Draft, document: Document) -> Draft | None:
-        """Returns a question about the answer of a draft, which it does not name, or None."""
+        """Returns a draft with one more hop, which asks about the answer of ``draft``, or None.
+
+        The new question does not contain the answer of ``draft``.
+        """
         bridge = draft.steps[-1][1]
 
         def read(reply: str) -> Draft | None:

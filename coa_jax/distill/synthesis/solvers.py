@@ -95,7 +95,7 @@ class WithTools:
 
 
 class WithoutTools:
-    """Checks that few answers without tools are right, as the Chain-of-Agents paper demands."""
+    """Drops tasks that are often solved without tools, as in the Chain-of-Agents paper."""
 
     def __init__(
         self, config: ClosedBookConfig, name: str, solver: ClosedBook, record: Path

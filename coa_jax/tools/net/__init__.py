@@ -1,1 +1,1 @@
-"""Shared parts of the network tools: HTTP with deadlines, address checks, secrets, a store."""
+"""Provides what network tools share: HTTP with deadlines, address checks, API keys, a store."""

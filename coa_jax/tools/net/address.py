@@ -1,9 +1,9 @@
-"""Decides which hosts may be reached: public ones, unless a configuration allows others.
+"""Decides to which hosts a tool may connect: to public hosts, and to hosts that settings allow.
 
-A name is resolved once, every address of it is checked, and the connection goes to a checked
-address. There is no second look-up, which could give another answer (DNS rebinding). Unusual
-spellings of an address (decimal, octal, hexadecimal, short, mapped into IPv6, full-width digits)
-need no special rules: the check applies to the resolved address.
+A host name is resolved once. Each of its addresses is checked, and the connection goes to a checked
+address. The name is not resolved again, because a second look-up could return another address (DNS
+rebinding). Unusual spellings of an address (decimal, octal, hexadecimal, short, mapped into IPv6,
+full-width digits) need no special rules, because the resolved address is checked.
 """
 
 from __future__ import annotations
@@ -34,21 +34,22 @@ _EMBEDDED = {  # IPv6 networks with an IPv4 address in their last 32 bits
     ipaddress.IPv6Network("64:ff9b::/96"),
 }
 _UNICAST = ipaddress.IPv6Network("2000::/3")
-# Registered for special use (IANA); some versions of Python's `ipaddress` report them as public.
+# Networks for special use (IANA) that some versions of Python's `ipaddress` report as public.
 _SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
-# Metadata services of clouds at addresses that are otherwise public.
+# Metadata services of cloud providers that have public addresses.
 _METADATA = frozenset({ipaddress.ip_address("168.63.129.16")})
 
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """The addresses allowed besides public ones, and the addresses that are blocked.
+    """Says which addresses are allowed in addition to public addresses, and which are blocked.
 
     Attributes:
-        allow: host names (``search.lab``), with a port to allow only that port
-            (``localhost:8000``), and networks (``10.1.0.0/16``).
-        block: host names, each including its subdomains, and path prefixes on hosts
-            (``huggingface.co/datasets``).
+        allow: host names (``search.lab``), host names with the only allowed port
+            (``localhost:8000``), and networks (``10.1.0.0/16``). These hosts and networks are
+            allowed even if their addresses are not public.
+        block: host names, which include their subdomains, and path prefixes on hosts
+            (``huggingface.co/datasets``). These hosts and paths are never opened.
     """
 
     allow: tuple[str, ...] = ()
@@ -63,17 +64,17 @@ class Guard:
                     raise UserError(f"the allowed network {entry!r} is invalid: {error}") from None
 
     def networks(self) -> list[Network]:
-        """The networks in ``allow``."""
+        """Returns the networks in ``allow``."""
         return [ipaddress.ip_network(entry) for entry in self.allow if "/" in entry]
 
     def trusts(self, host: str, port: int) -> bool:
-        """Returns whether a host is allowed by its name, whatever its addresses are."""
+        """Returns whether ``allow`` contains a host's name; all its addresses are then allowed."""
         return host in self.allow or f"{host}:{port}" in self.allow
 
     def blocks(self, url: httpx2.URL) -> bool:
-        """Returns whether a URL is blocked."""
+        """Returns whether ``block`` contains the host of a URL, or a prefix of its path."""
         host, path = host_of(url), f"/{url.path.lower().lstrip('/')}"
-        path = posixpath.normpath(path)  # normalised as servers do: without dots and double slashes
+        path = posixpath.normpath(path)  # removes dots and double slashes, as servers do
         for entry in self.block:
             name, _, start = entry.lower().partition("/")
             if (host == name or host.endswith(f".{name}")) and path.startswith(f"/{start}"):
@@ -82,10 +83,11 @@ class Guard:
 
 
 def parse_url(text: str) -> httpx2.URL:
-    """Parses an absolute http or https URL; the fragment is dropped.
+    """Parses an absolute http or https URL. The fragment after ``#`` is removed.
 
     Raises:
-        FetchError: the text is not such a URL, or contains a user name or control characters.
+        FetchError: the text is not an absolute http or https URL, or contains a user name, spaces
+            or control characters.
     """
     if len(text) > _MAX_URL:
         raise FetchError("refused", "the address is too long")
@@ -108,17 +110,20 @@ def parse_url(text: str) -> httpx2.URL:
 
 
 def host_of(url: httpx2.URL) -> str:
-    """Returns the host in lower case, without a final dot."""
+    """Returns the host of a URL in lower case, without a final dot."""
     return url.raw_host.decode("ascii").rstrip(".").lower()
 
 
 def port_of(url: httpx2.URL) -> int:
-    """Returns the port, by default that of the scheme."""
+    """Returns the port of a URL, or the default port of its scheme."""
     return url.port or (443 if url.scheme == "https" else 80)
 
 
 def is_public(address: Address) -> bool:
-    """Returns whether an address, and any IPv4 address inside it, is public."""
+    """Returns whether an address is public.
+
+    An IPv6 address that contains an IPv4 address is public if the IPv4 address is public.
+    """
     if isinstance(address, ipaddress.IPv6Address):
         inner = _embedded(address)
         if any(not is_public(each) for each in inner):
@@ -133,7 +138,7 @@ def is_public(address: Address) -> bool:
 
 
 def _embedded(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
-    """Returns the IPv4 addresses that a packet to an IPv6 address may reach."""
+    """Returns the IPv4 addresses that an IPv6 address contains."""
     found = []
     low = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
     if any(address in network for network in _EMBEDDED):
@@ -148,10 +153,10 @@ def _embedded(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
 
 
 def _check(host: str, port: int, addresses: Iterable[str], guard: Guard) -> list[str]:
-    """Returns the addresses if a connection to each of them is allowed.
+    """Checks that connections to all addresses of a host are allowed; returns the addresses.
 
     Raises:
-        FetchError: one of them is not allowed.
+        FetchError: a connection to one of the addresses is not allowed.
     """
     checked, networks, trusted = [], guard.networks(), guard.trusts(host, port)
     for text in addresses:
@@ -167,7 +172,7 @@ def _check(host: str, port: int, addresses: Iterable[str], guard: Guard) -> list
 
 
 async def resolve(host: str, port: int, guard: Guard) -> list[str]:
-    """Resolves all addresses of a host and checks each.
+    """Returns all addresses of a host, after checking that connections to them are allowed.
 
     Args:
         host: host name or address.
@@ -175,7 +180,7 @@ async def resolve(host: str, port: int, guard: Guard) -> list[str]:
         guard: allowed and blocked addresses.
 
     Raises:
-        FetchError: the host has no address, or an address that may not be reached.
+        FetchError: the host has no address, or has an address that is not allowed.
     """
     loop = asyncio.get_running_loop()
     try:
@@ -187,7 +192,10 @@ async def resolve(host: str, port: int, guard: Guard) -> list[str]:
 
 
 class GuardedBackend(httpcore2.AsyncNetworkBackend):
-    """Opens connections to checked addresses only; TLS still verifies the requested host name."""
+    """Opens connections only to addresses that are allowed.
+
+    TLS verifies the certificate for the requested host name as usual.
+    """
 
     def __init__(self, guard: Guard):
         self._guard = guard
@@ -201,7 +209,7 @@ class GuardedBackend(httpcore2.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
-        """Connects to the first address that answers; ``timeout`` covers all addresses together."""
+        """Connects to the host's first address that answers, within ``timeout`` seconds."""
         deadline = asyncio.get_running_loop().time() + (timeout or 3600.0)
         try:
             addresses = await asyncio.wait_for(
@@ -227,9 +235,9 @@ class GuardedBackend(httpcore2.AsyncNetworkBackend):
         timeout: float | None = None,
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
-        """Rejects Unix sockets, which are never reached."""
+        """Refuses to connect to a Unix socket."""
         raise FetchError("refused", "only http and https addresses can be opened")
 
     async def sleep(self, seconds: float) -> None:
-        """Waits."""
+        """Waits for some seconds."""
         await asyncio.sleep(seconds)

@@ -1,7 +1,7 @@
-"""The cost of calls to a language model or a tool, and the limits on it.
+"""Counts the cost of calls to language models and tools, and limits this cost.
 
-A limit applies to a whole run: to all of its processes, each of which may spend an equal share, and
-across its restarts, because `spending` keeps the amounts spent in the work directory.
+A limit applies to a whole run. Each process of the run may spend an equal share. The limit also
+includes the cost before a restart, because `spending` stores the cost in the work directory.
 """
 
 from __future__ import annotations
@@ -22,23 +22,25 @@ from coa_jax.errors import UserError
 
 
 class BudgetSpentError(UserError):
-    """A limit of the budget is reached, so no further call is made."""
+    """Says that a limit of a budget is reached, so that no further call is made."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Budget(Bounded):
-    """Limits on the calls to a model, over all processes of a run.
+    """Limits on the calls to a model in all processes of a run.
 
     If a limit is reached, the run stops before the next call.
 
     Attributes:
-        prices: (model, money per million prompt tokens, money per million completion tokens).
+        prices: (name of a model, money per million prompt tokens, money per million completion
+            tokens) of each model. Any currency may be used.
         max_calls: maximum number of calls; 0 for no limit.
-        max_total_tokens: maximum number of prompt and completion tokens; 0 for no limit. Needs a
-            server that counts tokens.
-        max_money: maximum cost; 0 for no limit. Needs a server that counts tokens.
-        max_per_second: maximum number of calls that begin in a second; later calls wait. 0 for no
-            limit.
+        max_total_tokens: maximum total number of prompt tokens and completion tokens; 0 for no
+            limit. The server must report the number of tokens.
+        max_money: maximum cost, in the currency of ``prices``; 0 for no limit. The server must
+            report the number of tokens.
+        max_per_second: maximum number of calls that begin in a second; 0 for no limit. Further
+            calls wait.
     """
 
     prices: tuple[tuple[Place, NotNegative, NotNegative], ...] = ()
@@ -48,14 +50,21 @@ class Budget(Bounded):
     max_per_second: NotNegative = 0.0
 
     def price_of(self, model: str) -> tuple[float, float] | None:
-        """Returns the money per million prompt and completion tokens of a model, if known."""
+        """Returns the price of a model; None if ``prices`` does not contain the model.
+
+        The price is (money per million prompt tokens, money per million completion tokens).
+        """
         return next(((p, c) for name, p, c in self.prices if name == model), None)
 
     def check_price(self, model: str, where: str) -> None:
-        """Checks that a limit on money has a price.
+        """Checks that there is a price if ``max_money`` limits the cost.
+
+        Args:
+            model: name of the model.
+            where: prefix of the settings' names in the error message.
 
         Raises:
-            UserError: the price that ``max_money`` needs is missing, or 0.
+            UserError: ``max_money`` is set, and the price of the model is missing or 0.
         """
         price = self.price_of(model)
         if self.max_money and not any(price or ()):
@@ -69,14 +78,14 @@ class Budget(Bounded):
 
 @dataclasses.dataclass
 class Spent:
-    """The total cost of all calls so far.
+    """The total cost of some calls.
 
     Attributes:
         calls: number of calls.
         prompt: number of prompt tokens.
         completion: number of completion tokens.
-        money: cost at the known price.
-        unmetered: number of calls whose answers had no token counts.
+        money: cost in the currency of the price; 0 if the price is unknown.
+        unmetered: number of calls for which the server did not report the number of tokens.
     """
 
     calls: int = 0
@@ -86,7 +95,7 @@ class Spent:
     unmetered: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the totals as JSON values."""
+        """Returns the fields as JSON values."""
         return dataclasses.asdict(self)
 
     def __add__(self, other: Spent) -> Spent:
@@ -94,11 +103,13 @@ class Spent:
         return Spent(*(a + b for a, b in zip(mine, theirs, strict=True)))
 
     def add(self, row: Mapping[str, Any], price: tuple[float, float] | None) -> None:
-        """Adds a call.
+        """Adds the cost of a call.
 
         Args:
-            row: numbers of ``prompt`` and ``completion`` tokens, see `counts_of`.
-            price: money per million prompt and completion tokens; None if unknown.
+            row: number of ``prompt`` tokens and number of ``completion`` tokens of the call, see
+                `counts_of`.
+            price: (money per million prompt tokens, money per million completion tokens); None if
+                the price is unknown.
         """
         prompt, completion = row["prompt"] or 0, row["completion"] or 0
         per_prompt, per_completion = price or (0.0, 0.0)
@@ -111,16 +122,16 @@ class Spent:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class CallBudget(Bounded):
-    """Limits on the calls of a tool, over all processes of a run.
+    """Limits on the calls of a tool in all processes of a run.
 
     The run stops before a call that would exceed a limit.
 
     Attributes:
-        price: money per call.
+        price: money per call, in any currency.
         max_calls: maximum number of calls; 0 for no limit.
-        max_money: maximum cost; 0 for no limit.
-        max_per_second: maximum number of calls that begin in a second; later calls wait.  0 for no
-            limit.
+        max_money: maximum cost, in the currency of ``price``; 0 for no limit.
+        max_per_second: maximum number of calls that begin in a second; 0 for no limit. Further
+            calls wait.
     """
 
     price: NotNegative = 0.0
@@ -135,7 +146,7 @@ class CallBudget(Bounded):
 
     @property
     def as_budget(self) -> Budget:
-        """The same limits as a number of calls, in which the price converts ``max_money``."""
+        """The same limits as a `Budget`, with ``max_money`` converted to a number of calls."""
         most = [self.max_calls] if self.max_calls else []
         most += [int(self.max_money / self.price)] if self.max_money else []
         if 0 in most:
@@ -145,15 +156,15 @@ class CallBudget(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class _Run:
-    """The run to which costs are charged.
+    """The run to which the cost of calls is charged.
 
     Attributes:
-        folder: folder with a file of costs for each process.
-        process: number of this process.
-        processes: number of processes.
-        before: name of a purse -> costs of all processes before this process began.
-        own: name of a purse -> costs of earlier processes with this process's number.
-        now: identity of a purse of this process -> its name and its costs.
+        folder: folder with one file per process, which contains the cost of its calls.
+        process: index of this process in the run.
+        processes: number of processes of the run.
+        before: name of a purse -> cost of all processes before this process began.
+        own: name of a purse -> cost of earlier processes with the index of this process.
+        now: identity of a purse of this process -> (name of the purse, its cost).
     """
 
     folder: Path
@@ -164,18 +175,22 @@ class _Run:
     now: dict[int, tuple[str, Spent]] = dataclasses.field(default_factory=dict)
 
     def share(self, left: float) -> float:
-        """This process's share of the remaining budget; a share of an integer is an integer."""
+        """Returns the share of this process in the remaining budget of the run.
+
+        If ``left`` is an integer, each share is an integer. The shares of all processes add up to
+        ``left``.
+        """
         if isinstance(left, int):
             return left // self.processes + (self.process < left % self.processes)
         return left / self.processes
 
     def write(self, purse: int, name: str, spent: Spent) -> None:
-        """Writes the costs of this process to its file.
+        """Writes the cost of this process to its file.
 
         Args:
-            purse: identity of the purse whose costs changed.
+            purse: identity of the purse whose cost has changed.
             name: name of the purse.
-            spent: costs of the purse.
+            spent: cost of the purse.
         """
         with _lock:
             self.now[purse] = name, spent
@@ -194,18 +209,18 @@ _lock = threading.RLock()
 
 @contextlib.contextmanager
 def spending(folder: Path, process: int = 0, processes: int = 1) -> Iterator[None]:
-    """Context manager that charges the costs of this process to a run.
+    """Charges the cost of calls in this process to a run, as a context manager.
 
-    Each process reads the earlier costs of all processes, so all processes must have entered before
-    the first call.
+    A process reads the earlier cost of all processes when it enters the context. Therefore no
+    process may make a call before all processes have entered.
 
     Args:
-        folder: folder in which the processes of the run store their costs.
-        process: number of this process.
-        processes: number of processes.
+        folder: folder in which the processes of the run store their cost.
+        process: index of this process in the run.
+        processes: number of processes of the run.
 
     Raises:
-        UserError: a file of costs cannot be read.
+        UserError: a file with the cost of a process cannot be read.
     """
     global _run
     told: dict[int, dict[str, Spent]] = {}
@@ -236,13 +251,15 @@ def spending(folder: Path, process: int = 0, processes: int = 1) -> Iterator[Non
 
 
 def purse_of(limits: Budget, name: str, model: str = "", where: str = "") -> Purse:
-    """Returns the purse of a budget in the current run; equal budgets share a purse.
+    """Returns the purse that counts the cost of calls in the current run.
+
+    Calls with the same arguments return the same purse.
 
     Args:
         limits: limits on the calls.
-        name: name of the paid service, such as the URL of a server; a part of the purse's name.
+        name: name of the service, such as the URL of a server.
         model: name of the model in the prices; "" for a tool.
-        where: name of the settings in errors; "" for ``name``.
+        where: name of the settings, used in error messages; "" for ``name``.
     """
     with _lock:
         key = (name, model, limits.prices, limits.max_calls, limits.max_total_tokens,
@@ -253,11 +270,15 @@ def purse_of(limits: Budget, name: str, model: str = "", where: str = "") -> Pur
 
 
 class Purse:
-    """The costs of one model or tool in this process, with their limits; thread-safe.
+    """The cost of the calls to a model or tool in this process, with its limits.
+
+    Several threads may use the same purse.
 
     Attributes:
-        spent: costs so far; a caller may add the costs of other processes.
-        price: money per million prompt and completion tokens; None if unknown.
+        spent: cost of the calls so far. Code outside this class may add the cost of other
+            processes.
+        price: (money per million prompt tokens, money per million completion tokens); None if the
+            price is unknown.
     """
 
     def __init__(
@@ -267,15 +288,15 @@ class Purse:
 
         Args:
             limits: limits on the calls.
-            model: name of the model in the prices.
-            where: name of the settings in error messages.
-            run: run to which the costs are charged; None for this process alone.
+            model: name of the model in the prices; "" for a tool.
+            where: name of the settings, used in error messages.
+            run: run to which the cost is charged; None for a process that belongs to no run.
             name: name of the purse in the files of the run.
         """
         self.spent, self.price = Spent(), limits.price_of(model)
         self._limits, self._where, self._run, self._name = limits, where, run, name
         self._inside, self._lock = 0, threading.Lock()
-        self._written = 0  # calls that the file of costs includes already
+        self._written = 0  # number of calls that the file already includes
         self._next = 0.0
         self._pause = (run.processes if run else 1) / (limits.max_per_second or math.inf)
         self._before = run.before.get(name, Spent()) if run else Spent()
@@ -291,7 +312,12 @@ class Purse:
                 self._most[limit] = run.share(left) if run else left
 
     def check(self) -> None:
-        """Raises BudgetSpentError if a limit is reached or cannot be checked."""
+        """Checks that no limit is reached.
+
+        Raises:
+            BudgetSpentError: a limit is reached, or cannot be checked because the server does not
+                report the number of tokens.
+        """
         limits, spent, where = self._limits, self.spent, self._where
         metered = next((n for n in ("max_total_tokens", "max_money") if n in self._most), None)
         unmetered = spent.unmetered + self._before.unmetered
@@ -327,7 +353,7 @@ class Purse:
             await asyncio.sleep(at - now)
 
     def begin(self) -> None:
-        """Counts a request; call this before each request.
+        """Records that a request begins. Must be called before each request.
 
         Raises:
             BudgetSpentError: a limit is reached.
@@ -336,16 +362,16 @@ class Purse:
             self.check()
             self._inside += 1
             if self.spent.calls + self._inside > self._written:
-                # Store future calls as made, so that a killed run never exceeds its budget.
+                # Some future calls are stored as made, so that a killed run stays in its budget.
                 share = self._most.get("max_calls", 10_000)
                 self._write(int(min(max(self.spent.calls, 1), max(share // 100, 1), 100)))
 
     def end(self, usage: Any = None, answered: bool = False) -> None:
-        """Ends a request; call this after each request.
+        """Records that a request has ended, and its cost. Must be called after each request.
 
         Args:
-            usage: ``usage`` of the answer, if there is one.
-            answered: whether there was an answer, whose costs count.
+            usage: field ``usage`` of the answer; None if there is none.
+            answered: whether the server has answered. If False, the request has no cost.
         """
         with self._lock:
             self._inside -= 1
@@ -353,17 +379,17 @@ class Purse:
                 self.spent.add(counts_of(usage), self.price)
 
     def close(self) -> None:
-        """Writes the final costs to the file of costs."""
+        """Writes the final cost to the file of this process."""
         with self._lock:
             if self._written:
                 self._write(0)
 
     def _write(self, further: int) -> None:
-        """Stores the costs, including those of calls in progress and of ``further`` calls."""
+        """Stores the cost, including the calls in progress and ``further`` future calls."""
         if self._run is None or not self._most:
             return
         self._written = self.spent.calls + self._inside + further
-        # Estimate the cost of the calls that are not complete from the mean of the others.
+        # The cost of calls that are not complete is estimated by the mean cost of complete calls.
         scale = self._written / self.spent.calls if self.spent.calls else 1.0
         counted = dataclasses.replace(
             self.spent,
@@ -376,9 +402,11 @@ class Purse:
 
 
 def counts_of(usage: Any) -> dict[str, int | None]:
-    """Returns the ``prompt`` and ``completion`` tokens in an answer's ``usage``.
+    """Returns the number of ``prompt`` tokens and of ``completion`` tokens of a request.
 
-    The values are None if they are missing.
+    Args:
+        usage: field ``usage`` of the server's answer. A number that is missing from the field
+            becomes None.
     """
     told = usage if isinstance(usage, Mapping) else {}
     named = {"prompt": told.get("prompt_tokens"), "completion": told.get("completion_tokens")}

@@ -1,7 +1,7 @@
-"""The client for OpenAI-compatible endpoints, used for every request to a model served elsewhere.
+"""Sends requests to language models behind OpenAI-compatible endpoints.
 
-Summaries, image descriptions, judges, teachers and evaluated policies use `Client`. It takes a
-`ServedModel`, retries failures that may be temporary, and counts each attempt in a `Purse`.
+Summarisers, vision models, judges, teachers and evaluated policies all use `Client`. A client
+repeats requests after failures that may be temporary, and counts each attempt in a `Purse`.
 """
 
 from __future__ import annotations
@@ -49,14 +49,14 @@ class ServedModel(Budget):
     """A model behind an OpenAI-compatible endpoint, and the limits on its use.
 
     Attributes:
-        url: base address, e.g. ``http://localhost:8000/v1``; "" for none.
+        url: base URL of the endpoint, such as ``http://localhost:8000/v1``; "" for no endpoint.
         model: name of the model at the endpoint.
-        key_env: environment variable with the key; "" for an endpoint without a key.
-        timeout_s: seconds for one attempt.
-        attempts: maximum number of attempts, if a failure may be temporary (no connection, no JSON,
-            429, 5xx).
-        backoff_s: maximum wait before the second attempt in seconds; doubles with each attempt, up
-            to a minute.
+        key_env: environment variable with the API key; "" for an endpoint that needs no key.
+        timeout_s: time limit of each attempt in seconds.
+        attempts: maximum number of attempts. Another attempt is made only after a failure that may
+            be temporary (no connection, an answer that is not JSON, status 429 or 5xx).
+        backoff_s: maximum wait before the second attempt, in seconds. The maximum doubles with each
+            further attempt, up to a minute.
     """
 
     url: Address = ""
@@ -73,14 +73,14 @@ class ServedModel(Budget):
             self._check_use()
 
     def _check_use(self) -> None:
-        """Rejects settings with which the model could not be called, or the budget not be kept."""
+        """Checks that the model has a name, and a price if its budget needs a price."""
         if not self.model:
             raise UserError(f"model is missing; name the model at {self.url}")
         self.check_price(self.model, "")
 
     @property
     def price(self) -> tuple[float, float] | None:
-        """Money per million prompt and completion tokens, if known."""
+        """(money per million prompt tokens, per million completion tokens); None if unknown."""
         return self.price_of(self.model)
 
     def __bool__(self) -> bool:
@@ -89,15 +89,15 @@ class ServedModel(Budget):
 
 @dataclasses.dataclass(frozen=True)
 class ChatConfig(ServedModel):
-    """A served model that writes texts.
+    """The settings of a chat model behind an OpenAI-compatible endpoint.
 
     Attributes:
         temperature: sampling temperature.
-        max_tokens: maximum length of an answer in tokens.
-        max_tokens_name: the server's name of that limit; OpenAI's reasoning models need
-            ``max_completion_tokens`` (and a temperature of 1).
-        json_mode: whether the server is asked for answers that are JSON objects; not all servers
-            can.
+        max_tokens: maximum number of tokens of a reply, without the prompt.
+        max_tokens_name: name of the request field for ``max_tokens``. OpenAI's reasoning models
+            need ``max_completion_tokens``, and a temperature of 1.
+        json_mode: whether requests ask the server to return only JSON objects
+            (``response_format``). Some servers do not support such requests.
     """
 
     temperature: Temperature = 0.0
@@ -107,17 +107,22 @@ class ChatConfig(ServedModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Returns the fields of a request besides the model and the messages."""
+        """Fields of a request other than the model and the messages."""
         form = {"response_format": {"type": "json_object"}} if self.json_mode else {}
         return {"temperature": self.temperature, self.max_tokens_name: self.max_tokens, **form}
 
 
 def trusting(url: str) -> Guard:
-    """Returns a guard that allows a configured service at any address, and no other private
-    address.
+    """Returns a guard for a service that settings name.
+
+    The guard allows the service even at a private address, but no other private address.
+
+    Args:
+        url: URL of the service.
 
     Raises:
-        UserError: the URL is invalid, or contains a key: settings are written to ``config.json``.
+        UserError: the URL is invalid or contains an API key. A key is refused because settings are
+            written to ``config.json``.
     """
     try:
         parsed = parse_url(url)
@@ -126,39 +131,48 @@ def trusting(url: str) -> Guard:
         raise UserError(f"{shown!r} is not the address of a service: {error.message}") from None
     if _KEY_IN_QUERY.search(url):
         raise UserError(
-            f"{_HIDDEN_PART.sub('', url)!r}: settings go into config.json, so an address must"
-            " not hold a key; put it into the environment and name the variable in key_env"
+            f"{_HIDDEN_PART.sub('', url)!r}: settings are written to config.json, so an address"
+            " must not contain a key; put the key into an environment variable, and name the"
+            " variable in key_env"
         )
     return Guard(allow=(f"{parsed.raw_host.decode().rstrip('.').lower()}:{port_of(parsed)}",))
 
 
 def purse_of(config: ServedModel) -> Purse:
-    """Returns the purse of this process for a model with its budget; see `budget.purse_of`."""
+    """Returns the purse that counts the cost of a model in this process, see `budget.purse_of`."""
     return budget.purse_of(config, config.url, config.model, f"chat ({config.model})")
 
 
 def check_client() -> None:
-    """Raises UserError if the package openai is not installed."""
+    """Checks that the package openai is installed.
+
+    Raises:
+        UserError: the package is not installed.
+    """
     if importlib.util.find_spec("openai") is None:
         raise missing("a model behind an endpoint", "openai", "endpoint")
 
 
 class Client:
-    """Calls a served model, in one event loop; to be used in ``async with``."""
+    """Sends requests to a model behind an endpoint. Use a client in ``async with``.
+
+    A client belongs to one event loop.
+    """
 
     def __init__(self, config: ServedModel, purse: Purse | None = None, max_bytes: int = 8 << 20):
-        """Creates a client; connects to nothing yet.
+        """Creates a client, without opening a connection.
 
         Args:
-            config: the model.
-            purse: counts each attempt; None for the purse of this process (`purse_of`).
+            config: the model and its endpoint.
+            purse: purse that counts each attempt; None for the purse of this process (`purse_of`).
             max_bytes: maximum size of an answer in bytes, after decompression.
 
         Raises:
-            UserError: openai is not installed, or the key is not in the environment.
+            UserError: the package openai is not installed, or the environment variable with the API
+                key is not set.
         """
         check_client()
-        import openai  # imported here: it takes half a second
+        import openai  # a local import, because importing openai takes half a second
 
         quieten("openai")
         self._config, self._purse, self._max_bytes = config, purse or purse_of(config), max_bytes
@@ -168,7 +182,7 @@ class Client:
             api_key=self._secret.reveal() if config.key_env else "none",
             max_retries=0,
             timeout=config.timeout_s,
-            # A redirect would send the messages to a host that no setting names.
+            # Redirects are not followed, because they could send the messages to another host.
             http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False, verify=_tls()),
         )
 
@@ -189,20 +203,19 @@ class Client:
         seconds: float | None = None,
         go_on: Callable[[], bool] = lambda: True,
     ) -> T:
-        """Sends a request.
-
-        Returns the result of `read` for the answer, a JSON object without the key.
+        """Sends a request, and returns the answer after conversion by ``read``.
 
         Args:
-            body: fields of the request without ``model``: ``messages`` and others for
-                ``/chat/completions``, ``prompt`` and others for ``/completions``.
-            read: converts the answer. It raises FetchError, LookupError or TypeError for an
-                unusable answer; a FetchError says whether another attempt may help.
-            seconds: time limit for all attempts together; None to limit each attempt only.
-            go_on: returns whether another attempt may follow a failed one.
+            body: fields of the request, except ``model``. A request with ``messages`` goes to
+                ``/chat/completions``, and a request with ``prompt`` goes to ``/completions``.
+            read: function that converts the answer, a JSON object from which the API key has been
+                removed. It raises FetchError, LookupError or TypeError if the answer cannot be
+                used.
+            seconds: time limit for all attempts together; None to limit only each attempt.
+            go_on: function that returns whether another attempt may follow after a failure.
 
         Raises:
-            FetchError: there is no answer, or no usable one.
+            FetchError: there is no answer, or ``read`` cannot use the answer.
             BudgetSpentError: a limit of the budget is reached.
         """
         limits = Limits(
@@ -264,7 +277,7 @@ class Client:
         return self._secret.redact(answer)
 
     def _status(self, error: Any) -> FetchError:
-        """Converts an error status to an exception."""
+        """Converts an error of the library openai with a status to a FetchError."""
         status, words = error.status_code, error.response.content
         wait = seconds_of(error.response.headers.get("retry-after", ""))
         return FetchError(
@@ -279,7 +292,7 @@ class Client:
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    """Returns a TLS context that checks certificates; cached, since it reads a large file."""
+    """Returns a TLS context that checks certificates. Loading a context takes long."""
     return httpx2.create_ssl_context()
 
 
@@ -289,17 +302,18 @@ async def chat(
     seconds: float | None = None,
     options: Mapping[str, Any] | None = None,
 ) -> str:
-    """Returns the model's continuation of a conversation.
+    """Sends a conversation to a chat model, and returns the text of the model's reply.
 
     Args:
-        config: the endpoint.
-        messages: messages with ``role`` and ``content``.
-        seconds: time limit for all attempts together; None to limit each attempt only.
+        config: the model and its endpoint.
+        messages: messages of the conversation, each with ``role`` and ``content``.
+        seconds: time limit for all attempts together; None to limit only each attempt.
         options: further fields of the request.
 
     Raises:
-        FetchError: there is no answer, or it does not have the form of the API.
-        UserError: the key is not in the environment, or a limit of the budget is reached.
+        FetchError: there is no answer, or the answer does not have the format of the API.
+        UserError: the environment variable with the API key is not set, or a limit of the budget is
+            reached.
     """
     body = {**config.options, "messages": list(messages), **(options or {})}
     async with Client(config) as client:
@@ -317,14 +331,14 @@ def _text(answer: dict[str, Any]) -> str:
 
 
 async def reach(config: ChatConfig, seconds: float) -> str:
-    """Asks an endpoint for one word, to detect a wrong address, key or model before a run.
+    """Checks an endpoint with a short request, to find an invalid URL, key or model before a run.
 
     Args:
-        config: the endpoint.
-        seconds: time limit of the answer.
+        config: the model and its endpoint.
+        seconds: time limit for the answer.
 
     Returns:
-        The problem, or "".
+        Description of the problem; "" if the endpoint answers.
     """
     short = dataclasses.replace(config, max_tokens=min(config.max_tokens, 16), attempts=1)
     try:
@@ -332,14 +346,19 @@ async def reach(config: ChatConfig, seconds: float) -> str:
     except UserError as error:
         return str(error)
     except FetchError as error:
-        if error.message == _NO_TEXT:  # a thinking model has written no answer yet
+        if error.message == _NO_TEXT:  # a reasoning model may need more tokens than this request
             return ""
         return error.message + refusal(error.status, config.key_env)
     return ""
 
 
 def refusal(status: int | None, key_env: str) -> str:
-    """Explains an error status by the key or the model's name, as the end of a clause."""
+    """Returns the end of an error message, which names the probable cause of an error status.
+
+    Args:
+        status: the HTTP status; None if there is none.
+        key_env: environment variable with the API key; "" for no key.
+    """
     if status in (401, 403):
         return f": it refuses the key in {key_env}" if key_env else ": it asks for a key (key_env)"
     return ": the address or the name of the model may be wrong" if status == 404 else ""

@@ -1,4 +1,4 @@
-"""The exception of the network tools, with kinds that decide how a failure is handled."""
+"""Defines the exception of the network tools. Its kind determines how a failure is handled."""
 
 from __future__ import annotations
 
@@ -8,49 +8,53 @@ from typing import Literal
 Kind = Literal[
     "refused", "timeout", "unreachable", "status", "too_large", "redirects", "type", "malformed"
 ]
-"""Why there is no answer.
+"""Why a request has no usable answer.
 
-- ``refused``: the address or scheme is not allowed.
-- ``timeout``: a deadline passed.
-- ``unreachable``: there was no connection, or it broke.
-- ``status``: the server returned an error status.
-- ``too_large``: the answer has more bytes than allowed.
-- ``redirects``: there were too many redirects.
-- ``type``: the media type is not wanted.
-- ``malformed``: the content does not match its headers.
+* ``refused``: the address or the scheme is not allowed.
+* ``timeout``: a deadline passed.
+* ``unreachable``: the connection could not be opened, or broke.
+* ``status``: the server returned an error status.
+* ``too_large``: the answer has more bytes than allowed.
+* ``redirects``: there were too many redirects.
+* ``type``: the answer has a media type that the request does not accept.
+* ``malformed``: the content of the answer does not have the expected format.
 """
 
 TRANSIENT: frozenset[Kind] = frozenset({"timeout", "unreachable", "malformed"})
-"""Kinds for which another attempt may succeed; for an error status, its number decides."""
+"""Kinds of failures for which another attempt may succeed. The kind ``status`` is not included,
+because the number of the status decides.
+"""
 
 
 _TOO_LARGE = frozenset({413, 414})
-"""Statuses caused only by the size of a request."""
+"""HTTP statuses that only the size of a request causes."""
 
 REFUSED = frozenset({400, 422})
-"""Statuses of an invalid request, but also of an empty account or a wrong setting."""
+"""HTTP statuses of an invalid request. Some services also use them for an account without credits
+or an invalid setting.
+"""
 
 _ACCOUNT = re.compile(
     rb"account|api[ _-]?key|balance|billing|credit|payment|quota|subscription", re.IGNORECASE
 )
 
 _BELIEVED = 3
-"""Number of consecutive rejections that a service which has answered before may attribute to
-requests.
-"""
+"""Number of consecutive rejections after an answer that are attributed to the requests."""
 
 
 class FetchError(Exception):
-    """A request without a usable answer.
+    """Says that a request has no usable answer.
 
     Attributes:
-        kind: why there is no answer.
-        message: one clause that a model may read: without private addresses and secrets.
-        status: the HTTP status, or None.
-        retry_after: seconds that the server asked to wait, or None.
-        account: whether the server's error concerns the account of the caller.
-        said: the server's own text, without the key, for the user. It may contain addresses, so
-            models do not read it.
+        kind: why there is no usable answer.
+        message: clause for observations, without private addresses and secrets.
+        status: HTTP status; None if there is none.
+        retry_after: seconds that the server asked the client to wait; None if the server did not
+            ask.
+        account: whether the server's error message concerns the user's account, such as its
+            credits.
+        said: text of the server without the API key, for messages to the user. The text may contain
+            private addresses, so it is not part of observations.
     """
 
     def __init__(
@@ -74,40 +78,45 @@ class FetchError(Exception):
     def transient(self) -> bool:
         """Whether another attempt may succeed."""
         if self.status is not None:
-            # This includes non-standard statuses: 520 to 524 of Cloudflare, 529 of overloaded
-            # models.
+            # Includes statuses that no standard defines, such as 520 to 524 of Cloudflare.
             failed = self.status >= 500 and self.status not in (501, 505)
             return failed or self.status in (408, 409, 425, 429)
         return self.kind in TRANSIENT
 
 
 def speaks_of_account(answer: bytes) -> bool:
-    """Returns whether an error text mentions credits, a quota or a key.
+    """Returns whether the body of an error mentions an account, credits, a quota or an API key.
 
-    Serper returns it with a 400.
+    The status alone does not show the cause. For example, serper.dev returns the status 400 both
+    for invalid queries and for missing credits.
     """
     return _ACCOUNT.search(answer) is not None
 
 
 class Blame:
-    """Decides whether the query or the service is to blame for a failure; each tool has its own.
+    """Decides whether a failed call is a mistake of the policy or a fault of the service.
 
-    Uncertain failures count as faults. A status of 400 or 422 may mean an invalid query, but also
-    an account without credits or an unsupported setting, which fail for every request. So the query
-    is to blame only if the service has answered other queries, its error does not concern the
-    account, and it has not rejected `_BELIEVED` requests since its last answer.
+    The status 400 or 422 may mean an invalid query. It may also mean an account without credits or
+    an unsupported setting, which make every request fail. Such a status therefore counts as a
+    mistake of the policy only if all of these conditions hold, and otherwise as a fault:
+
+    * The service has answered an earlier query.
+    * The error does not concern the account.
+    * The service has not rejected three other requests since its last answer.
+
+    Each tool has its own object of this class.
     """
 
     def __init__(self) -> None:
-        """Starts without any answer."""
+        """Creates the object of a tool whose service has not answered yet."""
         self._believed = 0
 
     def answered(self) -> None:
-        """Must be called after each successful request."""
+        """Records that the service has answered. Must be called after each successful request."""
         self._believed = _BELIEVED
 
     def outcome(self, error: FetchError) -> Literal["timeout", "error", "fault"]:
-        """Returns the outcome of a failed call; must be called once per failure."""
+        """Returns the outcome of a failed call. Must be called exactly once per failure."""
         if error.kind == "timeout":
             return "timeout"
         if error.status in _TOO_LARGE:

@@ -1,6 +1,7 @@
-"""HTTP requests that always end: deadlines, limits on size and redirects, retries with back-off.
+"""Sends HTTP requests with deadlines, limits on size and redirects, and retries with back-off.
 
-Each request opens its own connection, because a tool outlives event loops and connections do not.
+Each request opens a connection of its own, because a connection belongs to one event loop, and a
+tool may be used in several event loops.
 """
 
 from __future__ import annotations
@@ -38,15 +39,17 @@ _LONGEST_WAIT_S = 60.0
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits of one request, including all redirects and attempts.
+    """Limits on a request with all its redirects and attempts.
 
     Attributes:
-        total_s: seconds for everything.
-        connect_s: seconds to resolve a name and open a connection.
-        read_s: seconds without receiving a byte.
-        attempts: maximum number of attempts, if another may succeed.
-        backoff_s: seconds before the second attempt, doubled for each further one, up to a minute.
-            The wait is drawn uniformly between half of that and all of it.
+        total_s: time limit of the request in seconds.
+        connect_s: time limit for resolving the host name and opening a connection, in seconds.
+        read_s: maximum time in seconds without receiving a byte.
+        attempts: maximum number of attempts. Another attempt is made only after a failure that may
+            be temporary.
+        backoff_s: maximum wait before the second attempt, in seconds. The maximum doubles for each
+            further attempt, up to a minute. The wait is random, between half the maximum and the
+            maximum.
         max_bytes: maximum size of a body in bytes, after decompression.
         redirects: maximum number of redirects.
     """
@@ -65,7 +68,10 @@ class Limits:
                 raise UserError(f"{name} must be positive, not {getattr(self, name)}")
 
     def within(self, seconds: float | None) -> Limits:
-        """Returns these limits, reduced to a number of seconds."""
+        """Returns these limits, with ``total_s`` reduced to ``seconds`` if it is larger.
+
+        If ``seconds`` is None, the limits are returned unchanged.
+        """
         if seconds is None or seconds >= self.total_s:
             return self
         return dataclasses.replace(self, total_s=max(seconds, 0.001))
@@ -78,10 +84,10 @@ class Request:
     Attributes:
         url: absolute URL.
         method: HTTP method.
-        headers: headers besides the usual ones. They may contain secrets, so they are not part of
-            the repr.
+        headers: additional headers. They may contain secrets, so `repr` does not show them.
         body: body of the request.
-        types: accepted media types, ``text/html`` or ``text/``; empty for any.
+        types: prefixes of accepted media types, such as ``text/html`` or ``text/``; () accepts all
+            media types.
     """
 
     url: str
@@ -96,10 +102,10 @@ class Response:
     """An HTTP response.
 
     Attributes:
-        status: HTTP status, below 400.
+        status: HTTP status, which is below 400.
         url: URL after redirects.
-        headers: headers, names in lower case.
-        body: body, decompressed.
+        headers: headers, with names in lower case.
+        body: body after decompression.
     """
 
     status: int
@@ -109,7 +115,7 @@ class Response:
 
     @property
     def content_type(self) -> str:
-        """Media type in lower case without parameters; "" if the server sent none."""
+        """Media type in lower case, without parameters; "" if the server sent none."""
         return media_type(self.headers)
 
     def json(self) -> Any:
@@ -125,34 +131,39 @@ class Response:
 
 
 def media_type(headers: Mapping[str, str]) -> str:
-    """Returns the media type of a message in lower case, without parameters."""
+    """Returns the media type that HTTP headers name, in lower case and without parameters.
+
+    The result is "" if the headers name no media type.
+    """
     return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 async def fetch(request: Request, limits: Limits, guard: Guard) -> Response:
-    """Sends a request; follows redirects and retries within the limits.
+    """Sends a request and returns the response. Redirects are followed, and failures are retried.
 
     Args:
         request: the request.
-        limits: limits of the request.
+        limits: limits on the request.
         guard: allowed and blocked addresses.
 
     Raises:
-        FetchError: there is no answer with a status below 400 within the limits.
+        FetchError: within the limits, there is no answer with a status below 400.
     """
     return await attempts(lambda: _fetch_once(request, limits, guard), limits)
 
 
 async def fetch_json(request: Request, limits: Limits, guard: Guard) -> Any:
-    """Returns the JSON value of an answer; retries if the answer is not JSON.
+    """Sends a request and returns the JSON value of the answer.
+
+    The request is repeated if it fails, or if the answer is not JSON.
 
     Args:
         request: the request.
-        limits: limits of the request.
+        limits: limits on the request.
         guard: allowed and blocked addresses.
 
     Raises:
-        FetchError: see `fetch`.
+        FetchError: within the limits, there is no JSON answer with a status below 400.
     """
 
     async def attempt() -> Any:
@@ -166,19 +177,23 @@ async def attempts(
     limits: Limits,
     go_on: Callable[[], bool] = lambda: True,
 ) -> T:
-    """Repeats an attempt whose failure may be temporary, with growing waits, within ``total_s``.
+    """Calls a function until it succeeds, and returns its result.
+
+    The function is called again only after a failure that may be temporary. The waits between two
+    calls grow.
 
     Args:
-        attempt: raises `FetchError` when it fails.
-        limits: number of attempts, waits and seconds.
-        go_on: returns whether another attempt may follow a failed one.
+        attempt: function to call. It raises `FetchError` if it fails.
+        limits: maximum number of calls, waits, and time limit.
+        go_on: function that returns whether another call may follow after a failure.
 
     Raises:
-        FetchError: error of the last attempt; ``timeout`` when the time is over.
+        FetchError: the error of the last call, or an error of the kind ``timeout`` if the time
+            limit passes before any call has ended.
     """
     last: FetchError | None = None
 
-    async def once() -> T:  # tenacity needs a function defined with async
+    async def once() -> T:  # tenacity requires a function that is defined with async
         return await attempt()
 
     def again(error: BaseException) -> bool:
@@ -226,7 +241,7 @@ async def _fetch_once(request: Request, limits: Limits, guard: Guard) -> Respons
         url = _follow(url, target)
         if answer.status == 303 or (answer.status in (301, 302) and method == "POST"):
             method, body = "GET", b""
-        # Headers for one host, such as a key, are not sent to another.
+        # Headers of the request, such as an API key, are not sent to the host of a redirect.
         headers = {k: v for k, v in headers.items() if k not in request.headers}
     raise FetchError("redirects", f"more than {limits.redirects} redirects")
 
@@ -248,7 +263,7 @@ async def _exchange(
     limits: Limits,
     guard: Guard,
 ) -> Response:
-    """Makes one request without following redirects; a redirect is returned without a body."""
+    """Makes a request without following redirects. A redirect is returned without a body."""
     target = httpcore2.URL(
         scheme=url.raw_scheme, host=url.raw_host, port=port_of(url), target=url.raw_path
     )
@@ -307,7 +322,10 @@ def _check_head(headers: Mapping[str, str], types: tuple[str, ...], limits: Limi
 
 
 def seconds_of(text: str) -> float | None:
-    """Parses the value of Retry-After, seconds or a date, into seconds."""
+    """Converts the value of a Retry-After header, which is a number or a date, to seconds.
+
+    The result is None for any other value.
+    """
     text = text.strip()
     if text.isdecimal():
         return min(float(text[:9]), 3600.0)
@@ -318,13 +336,13 @@ def seconds_of(text: str) -> float | None:
 
 
 def too_large(limit: int) -> FetchError:
-    """Returns the error for a body of more than ``limit`` bytes."""
+    """Returns the error that says that a body has more than ``limit`` bytes."""
     size = f"{limit / 2**20:.3g} MiB" if limit >= 2**20 else f"{limit} bytes"
     return FetchError("too_large", f"the content is larger than {size}")
 
 
 async def _read(chunks: AsyncIterator[bytes], headers: Mapping[str, str], limit: int) -> bytes:
-    """Reads a body, decompressed in pieces so that a decompression bomb stops at the limit."""
+    """Reads and decompresses a body in pieces, so that a decompression bomb stops at the limit."""
     coding = headers.get("content-encoding", "").strip().lower()
     decoder = _Inflate(coding) if coding not in ("", "identity") else None
     content = bytearray()
@@ -338,7 +356,7 @@ async def _read(chunks: AsyncIterator[bytes], headers: Mapping[str, str], limit:
 
 
 class _Inflate:
-    """Decompresses gzip (of one or more members) and deflate, with or without its header."""
+    """Decompresses gzip with one or more members, and deflate with or without a zlib header."""
 
     def __init__(self, coding: str):
         if coding not in ("gzip", "x-gzip", "deflate"):
@@ -353,17 +371,17 @@ class _Inflate:
         return self._decoder is None or self._decoder.eof
 
     def feed(self, data: bytes, room: int) -> bytes:
-        """Decompresses at most ``room`` bytes; more output means that the limit is reached."""
+        """Decompresses the next piece of data, up to ``room`` bytes of output."""
         data, self._pending = self._pending + data, b""
         out = bytearray()
         while data and len(out) < room:
             if self._decoder is None or self._decoder.eof:
-                if len(data) < 2:  # the next piece shows which format begins here
+                if len(data) < 2:  # two bytes are necessary to detect the format
                     self._pending = data
                     break
                 another = not self._deflate and data.startswith(b"\x1f\x8b")
                 if self._decoder is not None and not another:
-                    break  # padding after the end
+                    break  # bytes after the end of the compressed data are ignored
                 self._decoder = zlib.decompressobj(self._window(data))
             try:
                 out += self._decoder.decompress(data, room - len(out))
@@ -373,7 +391,7 @@ class _Inflate:
         return bytes(out)
 
     def _window(self, data: bytes) -> int:
-        """Returns the window argument of zlib.
+        """Returns the argument ``wbits`` of zlib for the beginning of some data.
 
         Some servers send deflate without the zlib header.
         """
@@ -384,5 +402,5 @@ class _Inflate:
 
 @functools.cache
 def _tls() -> ssl.SSLContext:
-    """Returns a TLS context that checks certificates; cached, since it reads a large file."""
+    """Returns a TLS context that checks certificates. Loading a context takes long."""
     return httpcore2.default_ssl_context()

@@ -1,7 +1,8 @@
-"""API keys: named in a configuration, read from the environment, shown nowhere.
+"""Reads API keys from environment variables, and keeps the keys out of all output.
 
-Each client removes its own key from the answers of its service. In addition, `redact_all` removes
-keys from the observations of all tools, including custom tools and exceptions.
+Settings name the environment variable of a key, never the key itself. Each client removes its own
+key from the answers of its service. In addition, `redact_all` removes keys from the observations of
+all tools, including custom tools, and from the messages of exceptions.
 """
 
 from __future__ import annotations
@@ -15,8 +16,8 @@ from typing import Any
 from coa_jax.errors import UserError
 
 _SHORTEST, _SHORTEST_UNNAMED = 6, 12
-"""Shorter values are not secrets: hiding them would blank out ordinary text. The second number is
-for variables that no configuration names as a key.
+"""Minimum length of a value that is hidden, because hiding short values would remove ordinary text.
+The second number is for environment variables that no setting names as a key.
 """
 
 HIDDEN = "[secret]"
@@ -24,34 +25,41 @@ HIDDEN = "[secret]"
 _SPEAKING = re.compile(
     r"(?:^|_)(?:API_?KEY|KEY|TOKEN|SECRET|PASSWORD|CREDENTIALS?)$", re.IGNORECASE
 )
-"""Names of environment variables that indicate a key."""
+"""Pattern of names of environment variables that probably contain a key."""
 
 
 def quieten(*libraries: str) -> None:
-    """Silences loggers of libraries that log requests and answers, including keys."""
+    """Silences the loggers of libraries that log requests, because requests contain API keys."""
     for name in libraries:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
 class Secret:
-    """A value that neither `repr` nor `str` nor pickling shows; only `reveal` returns it."""
+    """The value of an environment variable, which only `reveal` returns.
+
+    The value is not part of the result of `repr`, `str` or pickling.
+    """
 
     __slots__ = ("_name",)
 
     def __init__(self, name: str):
-        """Names a secret by its environment variable, which is read when it is needed."""
+        """Creates a secret.
+
+        Args:
+            name: name of the environment variable. The variable is read when its value is needed.
+        """
         self._name = name
 
     @property
     def name(self) -> str:
-        """The name of the environment variable."""
+        """Name of the environment variable."""
         return self._name
 
     def reveal(self) -> str:
-        """Returns the value.
+        """Returns the value of the environment variable.
 
         Raises:
-            UserError: the variable is not set.
+            UserError: the environment variable is not set.
         """
         value = os.environ.get(self._name, "").strip()
         if not value:
@@ -65,26 +73,32 @@ class Secret:
         return f"Secret({self._name!r})"
 
     def redact(self, value: Any) -> Any:
-        """Removes the value from text, or from JSON with text in it."""
+        """Returns a text or JSON value in which the secret is replaced by "[secret]"."""
         return _without(value, _values([self._name]))
 
 
 def redact_all(value: Any) -> Any:
-    """Removes the values of environment variables that look secret from text or JSON.
+    """Returns a text or JSON value in which all probable secrets are replaced by "[secret]".
 
-    A name looks secret if it ends in KEY, TOKEN, SECRET, PASSWORD or CREDENTIALS.
+    Secrets are the values of environment variables whose names end in KEY, TOKEN, SECRET, PASSWORD
+    or CREDENTIALS.
     """
     return _without(value, _values(filter(_SPEAKING.search, os.environ), _SHORTEST_UNNAMED))
 
 
 def redact_variables(value: Any, names: Iterable[str]) -> Any:
-    """Removes the values of environment variables from text or JSON; values that are paths stay."""
+    """Replaces the values of environment variables in a text or JSON value by "[secret]".
+
+    Args:
+        value: the text or JSON value.
+        names: names of the environment variables. Values that are absolute paths are not replaced.
+    """
     given = [name for name in names if not os.environ.get(name, "").startswith("/")]
     return _without(value, _values(given))
 
 
 def _values(names: Iterable[str], shortest: int = _SHORTEST) -> list[str]:
-    """Returns the values to hide, the longest first, since one key may begin with another."""
+    """Returns the values to hide. The longest come first, because a key may contain another key."""
     values = {os.environ.get(name, "").strip() for name in names if name}
     return sorted((value for value in values if len(value) >= shortest), key=len, reverse=True)
 

@@ -1,4 +1,4 @@
-"""Stores observations on disk, in one SQLite file that several processes read and write."""
+"""Stores observations on disk, in an SQLite file that several processes can read and write."""
 
 from __future__ import annotations
 
@@ -24,15 +24,15 @@ _PRUNE_EVERY = 64
 
 
 def key_of(*parts: object) -> str:
-    """Returns the key of an entry, a hash of JSON values."""
+    """Returns the key for an observation, which is a hash of the given JSON values."""
     return hashlib.sha256(json.dumps(parts, ensure_ascii=True).encode()).hexdigest()
 
 
 class Store:
-    """Observations by key.
+    """A mapping from keys to observations in a file.
 
-    Each operation opens the file itself. So threads share nothing, and a process that forks or is
-    killed leaves nothing behind that SQLite cannot repair.
+    Each operation opens and closes the file. Therefore threads share no connection, and SQLite
+    repairs the file at the next operation if a process was killed.
     """
 
     def __init__(self, path: str | Path, max_entries: int = 0, wait_s: float = 10.0):
@@ -40,11 +40,12 @@ class Store:
 
         Args:
             path: path of the file.
-            max_entries: maximum number of entries, the newest; 0 for no limit.
-            wait_s: seconds to wait for other writers.
+            max_entries: maximum number of observations, beyond which the oldest are deleted; 0 for
+                no limit.
+            wait_s: maximum time in seconds to wait for other processes that write.
 
         Raises:
-            UserError: the file cannot be created or is not a store.
+            UserError: the file cannot be created, or is not a store of observations.
         """
         self.path = Path(path).expanduser()
         self._max_entries = max_entries
@@ -75,14 +76,14 @@ class Store:
             return int(connection.execute("SELECT count(*) FROM observations").fetchone()[0])
 
     def get(self, key: str, max_age_s: float | None = None) -> Observation | None:
-        """Returns the observation of a key, if there is one that is recent enough.
+        """Returns the observation with a key; None if there is none, or only one that is too old.
 
         Args:
-            key: key of the entry.
+            key: key of the observation, see `key_of`.
             max_age_s: maximum age in seconds; None for no limit.
 
         Raises:
-            sqlite3.Error: the file has become unusable.
+            sqlite3.Error: the file cannot be read.
         """
         with self._open() as connection:
             row = connection.execute(
@@ -93,19 +94,19 @@ class Store:
         return Observation(**json.loads(row[0]))
 
     def put(self, key: str, tool: str, arguments: str, observation: Observation) -> None:
-        """Stores an observation, replacing an earlier one with the same key.
+        """Stores an observation. An earlier observation with the same key is replaced.
 
         Args:
-            key: key of the entry.
+            key: key of the observation, see `key_of`.
             tool: name of the tool.
-            arguments: text of the call.
+            arguments: arguments of the call.
             observation: result of the call.
 
         Raises:
-            sqlite3.Error, OSError: the observation could not be written.
+            sqlite3.Error, OSError: the observation cannot be written.
         """
         text = json.dumps(dataclasses.asdict(observation))
-        # A surrogate half, from a token cut in the middle, cannot be encoded in UTF-8.
+        # The arguments may contain a surrogate half, which cannot be encoded as UTF-8.
         arguments = arguments.encode("utf-8", "replace").decode()
         with self._open() as connection:
             connection.execute(

@@ -1,4 +1,4 @@
-"""Decodes bytes to text, with encodings that are named, guessed, or named wrongly."""
+"""Decodes the bytes of a page to text, even if the page names no encoding or a wrong encoding."""
 
 from __future__ import annotations
 
@@ -15,16 +15,24 @@ _MARKS = (
     (codecs.BOM_UTF16_LE, "utf-16"),
     (codecs.BOM_UTF16_BE, "utf-16"),
 )
-# Some Python codecs are not encodings of pages (punycode, unicode_escape), and some are slow.
+# Only these codecs are used. Other codecs of Python are slow or are not encodings of pages.
 _PAGE_CODECS = ("utf-", "iso8859", "latin", "cp", "koi8", "gb", "big5", "euc", "shift", "ascii")
 
 
 def decode(body: bytes, headers: Mapping[str, str]) -> str:
     """Decodes the text of a page.
 
-    The byte order mark takes precedence, then the header, then the page's own declaration, each
-    only if the bytes are valid in that encoding. Otherwise the encoding is UTF-8, or Windows-1252
-    with replacement characters, as in browsers.
+    If the page begins with a byte order mark, the mark determines the encoding. Otherwise these
+    encodings are tried in order, until the bytes are valid:
+
+    1. the encoding in the HTTP header,
+    2. the encoding that the page declares,
+    3. UTF-8,
+    4. Windows-1252 with replacement characters, as in browsers.
+
+    Args:
+        body: bytes of the page.
+        headers: HTTP headers of the page, with names in lower case.
     """
     for mark, name in _MARKS:
         if body.startswith(mark):
@@ -40,7 +48,7 @@ def decode(body: bytes, headers: Mapping[str, str]) -> str:
         try:
             return body.decode(codec)
         except UnicodeDecodeError as error:
-            # One broken character at the end of a long page does not mean another encoding.
+            # A truncated character at the end of a page does not mean another encoding.
             if codec == "utf-8" and error.start > len(body) - 4:
                 return body.decode(codec, "replace")
     return body.decode("cp1252", "replace")
@@ -52,12 +60,12 @@ def _codec(name: str) -> str | None:
     except (LookupError, ValueError):
         return None
     if codec in ("iso8859-1", "ascii"):
-        return "cp1252"  # pages mean this encoding
+        return "cp1252"  # pages with these names use Windows-1252, as browsers assume
     return codec if codec.startswith(_PAGE_CODECS) else None
 
 
 def clip(text: str, room: int) -> str:
-    """Returns the first ``room`` characters, with a notice if something is left out."""
+    """Truncates a text that has more than ``room`` characters, and appends a notice."""
     if len(text) <= room:
         return text
     return f"{text[:room].rstrip()}\n[... {len(text) - room} characters left out ...]"

@@ -1,11 +1,16 @@
-"""Runs untrusted programs without harm to the machine.
+"""Runs untrusted programs so that they cannot harm the machine.
 
-``isolation`` finds out which isolation this machine offers and tests it. ``run`` is the
-asynchronous client. ``server`` is a small process that forks one ``supervise`` per program.
-``watch`` measures a program's resources where the kernel does not; ``cgroup`` lets the kernel
-measure them. ``confine``, ``landlock`` and ``seccomp`` call the kernel. ``canaries`` and ``hoards``
-are the hostile programs of the doctor. The modules of the server use only the standard library and
-relative imports, because they are loaded outside of the package, without site-packages.
+* ``isolation`` finds the kinds of isolation that this machine offers, and tests them.
+* ``run`` is the asynchronous client.
+* ``server`` is a small process that forks a supervisor for each program.
+* ``supervise`` starts, watches and kills a program.
+* ``cgroup`` lets the kernel limit the memory of a program. ``watch`` measures the resources that
+  the kernel does not limit.
+* ``confine``, ``landlock`` and ``seccomp`` restrict a program with the means of the kernel.
+* ``canaries`` and ``hoards`` are hostile programs that test the isolation.
 
-docs/isolation.md says what is guaranteed, how it is tested, and what is not covered.
+The modules of the server use only the standard library and relative imports, because the server
+loads them outside the package and without site-packages.
+
+docs/isolation.md describes the guarantees, their tests, and the attacks that are not covered.
 """

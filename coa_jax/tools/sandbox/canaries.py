@@ -1,6 +1,6 @@
-"""Hostile programs, one for each action that a sandbox must prevent.
+"""Defines hostile programs, each of which tries an action that the sandbox must prevent.
 
-A program whose attack fails prints ``HELD``, otherwise what it broke.
+If all attacks of a program fail, it prints ``HELD``; else it prints which attacks succeeded.
 """
 
 from __future__ import annotations
@@ -231,15 +231,16 @@ print("HELD")
 
 @dataclasses.dataclass(frozen=True)
 class Canary:
-    """A hostile program and its acceptable ends.
+    """A hostile program, with the results that show that it was contained.
 
     Attributes:
-        name: what it tries.
-        source: the program.
-        endings: acceptable reasons for its end.
-        says: text that it must print; "" for any text.
-        hoards: "memory" or "disk" if it reports how much of that it holds, see
-            ``coa_jax.tools.sandbox.hoards``. Within its limit it may then end for any reason.
+        name: what the program tries.
+        source: Python source of the program.
+        endings: values of `Result.reason` with which a contained program may end.
+        says: text with which the output must begin if the program ends by itself; "" for any text.
+        hoards: "memory" or "disk" if the program tries to exceed the limit on memory or disk space,
+            and reports how much it uses, see ``coa_jax.tools.sandbox.hoards``; else "". A program
+            that stays within the limit may end for any reason.
     """
 
     name: str
@@ -251,20 +252,23 @@ class Canary:
 
 @dataclasses.dataclass(frozen=True)
 class Targets:
-    """The targets of the attacks, which the caller sets up.
+    """The targets of the attacks. The caller creates them outside the sandbox.
 
     Attributes:
-        secrets: readable files outside the sandbox.
-        directories: readable directories outside the sandbox.
-        precious: files outside the sandbox that must stay unchanged.
-        tcp_port, udp_port: ports of listeners on the loopback device.
-        abstract: name of an abstract unix socket with a listener.
-        unix: path of a unix socket that everybody may send to.
+        secrets: files that programs must not read.
+        directories: directories that programs must not list.
+        precious: files that programs must not change.
+        tcp_port: port of a TCP listener on the loopback device.
+        udp_port: port of a UDP listener on the loopback device.
+        abstract: name of an abstract Unix socket with a listener.
+        unix: path of a Unix socket to which everybody may send.
         locks: path of a lock file that programs must not access.
-        memory_mb, disk_mb: limits of the programs.
+        memory_mb: memory limit of the programs in MiB.
+        disk_mb: size of the programs' scratch space in MiB.
         caller: process id of the caller.
-        variable: bytes that occur in the environment of the caller.
-        marker: argument of ``sleep`` by which surviving processes are recognised.
+        variable: bytes that occur in the environment variables of the caller.
+        marker: argument of the command ``sleep`` that programs start, by which the caller
+            recognises processes that outlive a program.
     """
 
     secrets: tuple[str, ...]
@@ -283,12 +287,24 @@ class Targets:
 
 
 def probe(secret: str) -> str:
-    """Returns a short program that tries the main attacks; it prints ``HELD`` if none succeeds."""
+    """Returns the source of a short program that tries the main attacks.
+
+    The program prints ``HELD`` if no attack succeeds.
+
+    Args:
+        secret: path of a file that the program must not read.
+    """
     return _FRAME.format(body=_PROBE.format(secret=secret))
 
 
 def canaries(targets: Targets) -> tuple[Canary, ...]:
-    """Returns all hostile programs. They need limits of a few seconds and a few hundred MiB."""
+    """Returns all hostile programs.
+
+    They must run with limits of a few seconds and a few hundred MiB.
+
+    Args:
+        targets: targets of the attacks.
+    """
     reads = _READS.format(
         paths=("/etc/shadow", "/etc/passwd", *targets.secrets),
         directories=targets.directories,
@@ -323,7 +339,7 @@ def canaries(targets: Targets) -> tuple[Canary, ...]:
         Canary("endless loop", "while True: pass", ("exit", "wall"), ""),
         Canary("closes its output", _SILENT, ("exit",), ""),
         Canary("stops itself", "import os; os.kill(os.getpid(), 19)", ("wall",), ""),
-        Canary("deep directories", _DEEP, ("exit", "disk"), ""),
+        Canary("deep directories", _DEEP, ("exit", "disk", "wall"), ""),
         *(
             Canary(name, hoard.source, (hoard.kind,), "", hoard.kind)
             for name, hoard in hoards(targets.memory_mb, targets.disk_mb).items()

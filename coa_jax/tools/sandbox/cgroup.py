@@ -1,8 +1,8 @@
-"""A memory control group (cgroup) for each program, where this machine allows it.
+"""Limits the memory of a program with a control group (cgroup), if this machine allows one.
 
-The kernel then counts everything that a program holds: private and shared memory, files in memory,
-page tables, pipes, sockets and the kernel's own data. A program above the limit is killed by the
-kernel at the moment of the allocation.
+The kernel then counts all memory that a program uses: private and shared memory, files in memory,
+page tables, pipes, sockets and the kernel's own data. The kernel kills a program at the moment when
+an allocation exceeds the limit.
 """
 
 from __future__ import annotations
@@ -43,38 +43,45 @@ class Group:
     version: int
 
     def enter(self) -> None:
-        """Moves this process, which has one thread, into the group. Raises OSError."""
-        # In version 1, writing to `tasks` moves a thread without a machine-wide lock.
+        """Moves this process into the group. The process must have only one thread.
+
+        Raises:
+            OSError: the kernel refuses.
+        """
+        # In version 1, writing to `tasks` moves one thread without a lock of the whole machine.
         _write(self.path, "tasks" if self.version == 1 else "cgroup.procs", "0")
 
     def exceeded(self) -> bool:
-        """Returns whether the kernel has killed a process of the group for its memory."""
+        """Returns whether the kernel has killed a process of the group at the memory limit."""
         name = "memory.oom_control" if self.version == 1 else "memory.events"
         fields = dict(line.split() for line in _read(self.path, name).splitlines())
         return int(fields.get("oom_kill", 0)) > 0
 
     def kill(self) -> None:
-        """Kills every process of the group, if the kernel supports that."""
+        """Kills all processes of the group. Does nothing if the kernel does not support this."""
         if self.version == 2:
-            with contextlib.suppress(OSError):  # needs Linux 5.14
+            with contextlib.suppress(OSError):  # the file exists since Linux 5.14
                 _write(self.path, "cgroup.kill", "1")
 
     def remove(self) -> None:
-        """Removes the group, whose processes have ended."""
+        """Removes the group. All its processes must have ended."""
         end = time.monotonic() + _REMOVE_S
         while True:
             try:
                 return os.rmdir(self.path)
             except OSError:  # the last process is still exiting
                 if time.monotonic() > end:
-                    return  # a later call removes stale groups
+                    return  # `make` removes the group later
             time.sleep(0.001)
 
 
 def find() -> Home | None:
-    """Finds the nearest control group in which this process can limit the memory of its children.
+    """Finds a control group in which this process can create groups for its children.
 
-    The test uses a real child process, so call it in a process without threads.
+    The function tests each candidate with a child process, so this process must have no threads.
+
+    Returns:
+        The first candidate in which this works; None if there is none.
     """
     for home in _candidates():
         try:
@@ -100,16 +107,24 @@ def find() -> Home | None:
 
 
 def make(home: Home, memory: int) -> Group:
-    """Creates a group below ``home`` that may hold ``memory`` bytes. Raises OSError."""
+    """Creates a control group for a program.
+
+    Args:
+        home: control group in which the group is created.
+        memory: memory limit of the group in bytes.
+
+    Raises:
+        OSError: the kernel refuses.
+    """
     _remove_stale(home.path)
     group = Group(os.path.join(home.path, f"{PREFIX}{os.getpid()}"), home.version)
-    with contextlib.suppress(OSError):  # of an earlier process with this id
+    with contextlib.suppress(OSError):  # an earlier process with this id may have left a group
         os.rmdir(group.path)
     os.mkdir(group.path)
     try:
         if home.version == 1:
             _write(group.path, "memory.limit_in_bytes", str(memory))
-            with contextlib.suppress(FileNotFoundError):  # a kernel without swap accounting
+            with contextlib.suppress(FileNotFoundError):  # some kernels do not count swap
                 _write(group.path, "memory.memsw.limit_in_bytes", str(memory))
         else:
             _write(group.path, "memory.max", str(memory))
@@ -143,7 +158,7 @@ def _candidates() -> list[Home]:
 
 
 def _delegated(path: str, top: str) -> list[str]:
-    """Returns this group and its parents that delegate the memory controller to their children."""
+    """Returns the paths of a group and its parents that give children the memory controller."""
     found, path = [], os.path.normpath(path)
     while path.startswith(top):
         with contextlib.suppress(OSError):

@@ -1,4 +1,4 @@
-"""Turns a fork of the supervisor into the confined program, in irreversible steps."""
+"""Confines a fork of the supervisor, and replaces it by the program. No step can be undone."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import signal
 from . import kernel, landlock, seccomp
 from .limits import PRIVATE_TMP, PROGRAM, Job, Limits, Pipes, Scratch
 
-_NICE = 5  # a third of the usual CPU share; with less, honest programs time out
+_NICE = 5  # gives a third of the usual CPU share; with a smaller share, programs time out
 _IDLE_IO = 3 << 13
 
 
@@ -24,22 +24,24 @@ def become_program(
     started: int,
     shared_memory: bool,
 ) -> None:
-    """Confines this process and replaces it by the program; returns only by an exception.
+    """Confines this process and replaces it by the program.
+
+    This function never returns; it raises an exception if a step fails.
 
     Args:
-        job: the program and its limits.
-        pipes: descriptors of the job.
-        uid: unprivileged uid and gid to switch to; None to keep the current ones.
-        scratch: directory where the program may write.
-        count: limit of processes for the uid.
-        started: descriptor on which bubblewrap reports that the program started.
-        shared_memory: whether the kernel counts anonymous shared memory, so that the program may
-            use it.
+        job: description of the job.
+        pipes: file descriptors of the job.
+        uid: unprivileged user id and group id for the program; None to keep the current ids.
+        scratch: directory in which the program may write.
+        count: maximum number of processes that the user id may have.
+        started: file descriptor on which bubblewrap reports that the program has started.
+        shared_memory: whether the program may use anonymous shared memory. This is allowed only if
+            the kernel counts such memory.
     """
     os.setsid()
     for number in (signal.SIGPIPE, signal.SIGINT, signal.SIGXFSZ):
         signal.signal(number, signal.SIG_DFL)
-    # When memory runs out, the kernel should kill this process first, never the trainer.
+    # If the machine runs out of memory, the kernel must kill this process, and not the trainer.
     with open("/proc/self/oom_score_adj", "w") as file:
         file.write("1000")
     _set_limits(job.limits, count)
@@ -49,7 +51,7 @@ def become_program(
         os.setresuid(uid, uid, uid)
     elif os.geteuid() == 0 and job.backend != "none":
         raise OSError("a program never runs as root")
-    # After the change of uid, which clears this setting.
+    # This call must follow the change of the user id, which would clear the setting.
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     kernel.prctl(kernel.PR_SET_NO_NEW_PRIVS, 1)
     os.umask(0o077)
@@ -76,7 +78,12 @@ def become_program(
 
 
 def environment(job: Job, directory: str) -> dict[str, str]:
-    """Returns all variables that a program sees: the same for each call and each machine."""
+    """Returns the environment variables of a program, which are the same in all calls.
+
+    Args:
+        job: description of the job.
+        directory: scratch directory of the program, as the program sees it.
+    """
     variables = {
         "PATH": "/usr/local/bin:/usr/bin:/bin",
         "HOME": directory,
@@ -96,19 +103,19 @@ def environment(job: Job, directory: str) -> dict[str, str]:
 
 
 def _command(job: Job, program: str) -> list[str]:
-    # No site-packages (-S, -s), which halves the start-up time, and no byte code (-B).
+    # -S and -s leave out site-packages, which halves the start-up time. -B writes no byte code.
     return [job.interpreter, "-S", "-s", "-B", program]
 
 
 def _give_way() -> None:
-    """Lowers the priority of this process; the program cannot undo that."""
+    """Lowers the priority of this process. The program cannot raise the priority again."""
     os.setpriority(os.PRIO_PROCESS, 0, max(_NICE, os.getpriority(os.PRIO_PROCESS, 0)))
     with contextlib.suppress(OSError):
         os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
     with contextlib.suppress(OSError):
         kernel.syscall(seccomp.number("ioprio_set"), 1, 0, _IDLE_IO)
-    # Where the kernel shares processors among sessions, the priority of a single process has no
-    # effect.
+    # If the kernel divides processors among sessions (autogroup), only the priority of the session
+    # has an effect.
     with contextlib.suppress(OSError), open("/proc/self/autogroup", "w") as file:
         file.write(str(_NICE))
 
@@ -117,7 +124,8 @@ def _set_limits(limits: Limits, count: int) -> None:
     seconds = math.ceil(limits.cpu_s)
     memory = limits.memory_mb << 20
     wanted = {
-        # The soft limit ends the program with SIGXCPU, the hard one if it ignores that.
+        # At the soft limit the program gets SIGXCPU. If it ignores the signal, the hard limit ends
+        # the program.
         resource.RLIMIT_CPU: (seconds, seconds + 1),
         resource.RLIMIT_AS: (memory, memory),
         resource.RLIMIT_FSIZE: (limits.disk_mb << 20, limits.disk_mb << 20),
@@ -130,13 +138,13 @@ def _set_limits(limits: Limits, count: int) -> None:
     }
     for limit, (soft, hard) in wanted.items():
         ceiling = resource.getrlimit(limit)[1]
-        if ceiling != resource.RLIM_INFINITY:  # the caller may have limits itself
+        if ceiling != resource.RLIM_INFINITY:  # the limits of the caller cannot be exceeded
             soft, hard = min(soft, ceiling), min(hard, ceiling)
         resource.setrlimit(limit, (soft, hard))
 
 
 def _enter(pipes: Pipes, keep: tuple[int, ...]) -> None:
-    """Moves the pipes to descriptors 0, 1, 2; of all others only ``keep`` survive exec."""
+    """Makes the pipes the standard streams. Other descriptors except ``keep`` close at exec."""
     for number, end in enumerate((pipes.stdin, pipes.stdout, pipes.stderr)):
         os.dup2(end, number)
     for name in os.listdir("/proc/self/fd"):
@@ -162,16 +170,16 @@ def _exec_bubblewrap(job: Job, source: int, rules: int, started: int, shared_mem
     for number, name in enumerate(("stdin", "stdout", "stderr")):
         arguments += ["--symlink", f"/proc/self/fd/{number}", f"/dev/{name}"]
     arguments += ["--symlink", "/proc/self/fd", "/dev/fd"]
-    # Named shared memory lies in the scratch space, so that one limit covers both.
+    # Named shared memory is placed in the scratch space, so that the same limit covers it.
     arguments += ["--symlink", PRIVATE_TMP, "/dev/shm"]
-    for path in job.readable:  # after the scratch space, since a library may be below /tmp
+    for path in job.readable:  # after the scratch space, because a library may be in /tmp
         arguments += ["--ro-bind", path, path]
     for target, path in job.links:
         arguments += ["--symlink", target, path]
     program = f"{PRIVATE_TMP}/{PROGRAM}"
     arguments += ["--file", str(source), program, "--chdir", PRIVATE_TMP]
-    # The rest of the new root is memory without a limit, and through /proc a program could exempt
-    # itself from the kernel's out-of-memory killer: both become read-only.
+    # Both /proc and / become read-only. The file system at / is in memory and has no size limit,
+    # and through /proc a program could exempt itself from the kernel's out-of-memory killer.
     arguments += ["--remount-ro", "/proc", "--remount-ro", "/"]
     arguments += ["--json-status-fd", str(started)]
     arguments += ["--seccomp", str(rules), "--", *_command(job, program)]

@@ -1,7 +1,7 @@
-"""Hostile programs that try to exceed their memory or disk limit, and report how far they get.
+"""Defines hostile programs that try to exceed the limit on memory or on scratch space.
 
-Every few MiB a program prints how much it holds and when. So the caller learns by how much the
-limit was exceeded, and how long the program survived after that.
+After every few MiB, a program prints how much it uses, and the time. From this output the caller
+computes by how much the limit was exceeded, and for how long the program then continued.
 """
 
 from __future__ import annotations
@@ -145,11 +145,11 @@ _EMPTY = """
 
 @dataclasses.dataclass(frozen=True)
 class Hoard:
-    """A program that reports how much it holds.
+    """A program that tries to exceed a limit, and reports how much it uses.
 
     Attributes:
-        source: the program.
-        kind: "memory" or "disk", the limit that it tries to exceed.
+        source: Python source of the program.
+        kind: limit that the program tries to exceed, "memory" or "disk".
     """
 
     source: str
@@ -157,7 +157,15 @@ class Hoard:
 
 
 def hoards(memory_mb: int, disk_mb: int) -> dict[str, Hoard]:
-    """Returns programs, by the method they try, that want several times these limits."""
+    """Returns programs that try to use several times as much memory or disk as the limits allow.
+
+    Args:
+        memory_mb: memory limit in MiB.
+        disk_mb: size of the scratch space in MiB.
+
+    Returns:
+        Name of a method -> program that tries this method.
+    """
 
     def of(kind: str, body: str, processes: int = 4, linger: float = 60.0) -> Hoard:
         most = (3 * memory_mb if kind == "memory" else 8 * disk_mb) // processes
@@ -182,15 +190,17 @@ def hoards(memory_mb: int, disk_mb: int) -> dict[str, Hoard]:
 
 
 def measure(said: str, limit: float, ended: float) -> tuple[float, float]:
-    """Evaluates the output of a hoard.
+    """Measures, from the output of a program of `hoards`, how far the program exceeded its limit.
 
     Args:
-        said: its standard output.
-        limit: MiB that it may hold.
-        ended: time when all of its processes had ended, on the clock of ``time.monotonic``.
+        said: standard output of the program.
+        limit: limit in MiB that the program tries to exceed.
+        ended: time at which all processes of the program had ended, on the clock of
+            ``time.monotonic``.
 
     Returns:
-        (largest amount in MiB, seconds for which it held more than ``limit``)
+        (largest amount that the program used in MiB, time in seconds from the moment when the
+        program exceeded the limit until its end).
     """
     total = most = 0.0
     passed = ended

@@ -1,4 +1,4 @@
-"""Finds the isolation that this machine offers, by tests instead of version numbers."""
+"""Finds the isolation that this machine offers, by tests and not by version numbers."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from coa_jax.tools.sandbox.limits import Job, Limits
 from coa_jax.tools.sandbox.run import SandboxError, run_blocking
 
 BACKENDS = ("bubblewrap", "landlock")
-"""Best first."""
+"""Kinds of isolation, the best first."""
 
 UNSAFE_VARIABLE = "COA_JAX_ALLOW_UNSAFE_CODE"
 
@@ -34,12 +34,12 @@ _DESCRIBE = (
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter:
-    """A Python that the sandboxed user can start.
+    """A Python interpreter that the user who runs the programs can start.
 
     Attributes:
-        path: the executable.
-        prefixes: directories of its standard library.
-        version: version, e.g. "3.11.2".
+        path: path of the executable.
+        prefixes: directories of the standard library.
+        version: version, such as "3.11.2".
     """
 
     path: str
@@ -52,9 +52,9 @@ class Isolation:
     """An isolation that was tested on this machine.
 
     Attributes:
-        backend: "bubblewrap", "landlock" or "none".
-        interpreter: the Python that runs the programs.
-        refused: (back end, reason) of the better back ends that do not work here.
+        backend: kind of isolation: "bubblewrap", "landlock" or "none".
+        interpreter: Python interpreter that runs the programs.
+        refused: (kind of isolation, reason) of each better kind that does not work on this machine.
     """
 
     backend: str
@@ -68,12 +68,13 @@ class Isolation:
         namespaces: bool = True,
         cgroup: bool = True,
     ) -> Job:
-        """Returns the description of a job.
+        """Returns the description of a job, which runs one program.
 
         Args:
             limits: limits of the program.
-            libraries: directories added to the import path.
-            namespaces, cgroup: whether Landlock may use namespaces and a control group.
+            libraries: directories that are added to the program's ``sys.path``.
+            namespaces: whether Landlock may be combined with namespaces.
+            cgroup: whether a control group may limit the memory of the program.
         """
         readable, links = _file_system(self.interpreter, libraries)
         return Job(
@@ -91,13 +92,15 @@ class Isolation:
 
 
 def find_isolation(backend: str = "auto") -> Isolation:
-    """Returns the best isolation that works here; tested once per process.
+    """Returns the best isolation that works on this machine.
+
+    Each kind of isolation is tested at most once per process.
 
     Args:
-        backend: "auto", or one of ``BACKENDS`` to require it.
+        backend: required kind of isolation, one of ``BACKENDS``; "auto" for the best that works.
 
     Raises:
-        UserError: no isolation works, or the name is unknown.
+        UserError: no isolation works, or the kind of isolation is unknown.
     """
     if backend not in ("auto", *BACKENDS):
         raise UserError(f"sandbox back end {backend!r} is unknown: use auto, {', '.join(BACKENDS)}")
@@ -115,12 +118,16 @@ def find_isolation(backend: str = "auto") -> Isolation:
 
 
 def without_isolation(asked: bool) -> Isolation:
-    """Returns limits without isolation.
+    """Returns an `Isolation` that limits programs but does not isolate them.
 
-    The user must consent twice, since the machine may be harmed.
+    Because programs can then harm the machine, the user must consent twice: by a setting and by the
+    environment variable ``COA_JAX_ALLOW_UNSAFE_CODE=1``.
+
+    Args:
+        asked: whether the setting requests programs without isolation.
 
     Raises:
-        UserError: only one of the two consents was given.
+        UserError: the setting or the environment variable is missing.
     """
     if not asked or os.environ.get(UNSAFE_VARIABLE) != "1":
         raise UserError(
@@ -132,7 +139,7 @@ def without_isolation(asked: bool) -> Isolation:
 
 @functools.lru_cache
 def _why_not(backend: str) -> str | None:
-    """Returns None if a back end passes its test, else a short reason."""
+    """Tests a kind of isolation; returns None if it works, else a short reason."""
     if not sys.platform.startswith("linux"):
         return f"needs Linux, this is {sys.platform}"
     if backend == "bubblewrap" and shutil.which("bwrap", path=_search_path()) is None:
@@ -154,13 +161,13 @@ def _why_not(backend: str) -> str | None:
 
 @functools.lru_cache
 def find_interpreter() -> Interpreter:
-    """Finds a Python that an unprivileged user can start.
+    """Finds a Python interpreter that the user who runs the programs can start.
 
-    The Python of a virtual environment in a private home directory does not qualify, since an
-    unprivileged user cannot enter the directory.
+    If this process is root, programs run as an unprivileged user. This user cannot enter a private
+    home directory, so the Python of a virtual environment in such a directory is not used.
 
     Raises:
-        UserError: there is none.
+        UserError: there is no such Python interpreter.
     """
     names = [f"python3.{minor}" for minor in range(sys.version_info[1], 8, -1)]
     places = [sys.executable, os.path.join(sys.base_prefix, "bin", "python3")]
@@ -189,9 +196,9 @@ def find_interpreter() -> Interpreter:
 
 
 def reachable(path: str) -> bool:
-    """Returns whether the user that runs the programs can read and enter ``path``.
+    """Returns whether the user who runs the programs can read and enter a path.
 
-    That user is an unprivileged one if this process is root, else the current user.
+    This user is an unprivileged user if this process is root, else the current user.
     """
     if os.geteuid() != 0:
         return os.access(path, os.R_OK | os.X_OK)

@@ -1,4 +1,4 @@
-"""The few system calls that Python's standard library does not offer."""
+"""Makes system calls that Python's standard library does not offer."""
 
 from __future__ import annotations
 
@@ -31,31 +31,43 @@ def _check(result: int, what: str) -> int:
 
 
 def prctl(option: int, argument: int, second: int = 0) -> None:
-    """``prctl(2)``. Raises OSError."""
+    """Calls ``prctl(2)``. Raises OSError if the call fails."""
     rest = (ctypes.c_ulong(0), ctypes.c_ulong(0))
     result = _libc.prctl(option, ctypes.c_ulong(argument), ctypes.c_ulong(second), *rest)
     _check(result, f"prctl {option}")
 
 
 def unshare(flags: int) -> None:
-    """``unshare(2)``. Raises OSError."""
+    """Calls ``unshare(2)``. Raises OSError if the call fails."""
     _check(_libc.unshare(flags), "unshare")
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """``mount(2)``. Raises OSError."""
+    """Calls ``mount(2)``. Raises OSError if the call fails."""
     texts = [text.encode() for text in (source, target, kind)]
     result = _libc.mount(*texts, ctypes.c_ulong(flags), options.encode())
     _check(result, f"mount {target}")
 
 
 def is_memory(path: str) -> bool:
-    """Returns whether files at ``path`` are stored in memory (tmpfs or ramfs). Raises OSError."""
+    """Returns whether files at a path are stored in memory (tmpfs or ramfs).
+
+    Raises:
+        OSError: the path does not exist.
+    """
     answer = ctypes.create_string_buffer(256)  # struct statfs; its first field is the type
     _check(_libc.statfs(path.encode(), answer), f"statfs {path}")
     return ctypes.c_long.from_buffer(answer).value in (0x01021994, 0x858458F6)
 
 
 def syscall(number: int, *arguments: Any) -> int:
-    """Makes a raw system call; arguments are ints or ctypes values. Raises OSError."""
+    """Makes a raw system call.
+
+    Args:
+        number: number of the system call.
+        arguments: arguments of the call, each an integer or a ctypes value.
+
+    Raises:
+        OSError: the call fails.
+    """
     return _check(_libc.syscall(ctypes.c_long(number), *arguments), f"system call {number}")

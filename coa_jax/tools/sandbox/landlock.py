@@ -1,4 +1,4 @@
-"""Landlock: a sandbox of the kernel that needs neither root nor namespaces."""
+"""Restricts a process with Landlock, a part of Linux that needs neither root nor namespaces."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import stat
 
 from . import kernel
 
-CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # the same on every machine
+CREATE_RULESET, ADD_RULE, RESTRICT_SELF = 444, 445, 446  # numbers on all architectures
 
 _EXECUTE, _WRITE_FILE, _READ_FILE, _READ_DIR = 1 << 0, 1 << 1, 1 << 2, 1 << 3
 _TRUNCATE, _IOCTL_DEV = 1 << 14, 1 << 15
@@ -16,7 +16,7 @@ _NET_BIND_CONNECT = 0b11
 _SCOPE_SOCKETS_AND_SIGNALS = 0b11
 _ONLY_FOR_DIRECTORIES = sum(1 << bit for bit in (3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13))
 
-MINIMUM_ABI = 3  # older versions cannot forbid truncating a file
+MINIMUM_ABI = 3  # earlier versions cannot forbid the truncation of files
 SIGNAL_SCOPE_ABI = 6
 
 
@@ -34,7 +34,7 @@ class _PathBeneath(ctypes.Structure):
 
 
 def abi() -> int:
-    """Returns the version of Landlock in the running kernel; 0 without Landlock."""
+    """Returns the version of Landlock in the running kernel; 0 if the kernel has no Landlock."""
     try:
         return kernel.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     except OSError:
@@ -61,15 +61,15 @@ def _allow(ruleset: int, path: str, rights: int) -> None:
 
 
 def restrict(readable: tuple[str, ...], writable: str, shared_memory: bool) -> None:
-    """Restricts this process and its descendants permanently; needs no_new_privs.
+    """Restricts this process and its descendants permanently.
 
-    TCP, signals and abstract sockets to processes outside are forbidden as far as the kernel
-    supports it. A few harmless devices may be used.
+    The restriction covers files. It also covers TCP, and signals and abstract sockets to other
+    processes, if the version of the kernel supports this. The process must have set no_new_privs.
 
     Args:
         readable: paths that may be read and executed.
-        writable: directory with full access.
-        shared_memory: whether ``/dev/zero``, which gives shared memory, may be used.
+        writable: directory in which the process has full access.
+        shared_memory: whether ``/dev/zero``, which provides shared memory, may be used.
 
     Raises:
         OSError: the kernel has no Landlock, or its version is too old.
@@ -90,7 +90,7 @@ def restrict(readable: tuple[str, ...], writable: str, shared_memory: bool) -> N
     try:
         for path in readable:
             _allow(ruleset, path, _EXECUTE | _READ_FILE | _READ_DIR)
-        # Ioctls on devices are still forbidden there.
+        # Full access does not include ioctl calls on devices.
         _allow(ruleset, writable, rights & ~_IOCTL_DEV)
         for device in ("/dev/null", "/dev/full", *(["/dev/zero"] if shared_memory else [])):
             _allow(ruleset, device, (_READ_FILE | _WRITE_FILE | _TRUNCATE) & rights)

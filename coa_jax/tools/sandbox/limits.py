@@ -1,4 +1,4 @@
-"""The limits of one program, and the job description that goes to the server."""
+"""Defines the limits of a program, and the description of a job for the sandbox server."""
 
 from __future__ import annotations
 
@@ -6,34 +6,34 @@ import dataclasses
 import json
 
 PROGRAM = "program.py"
-"""File name of a program."""
+"""File name under which a program is stored and run."""
 
 PRIVATE_TMP = "/tmp"
-"""Path at which a program in bubblewrap sees its scratch space."""
+"""Path of a program's scratch space in bubblewrap, as the program sees it."""
 
 MEMORY = "/dev/shm"
-"""Path at which a program under Landlock sees its scratch space, if that is a separate file
-system.
-"""
+"""Path of a program's scratch space under Landlock, if it is a separate file system."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits of one program.
+    """Limits on a program.
 
-    The default time and memory limits are those of the paper's code sandbox (paper App. A).
+    The default limits on time and memory are those of the Chain-of-Agents paper (App A).
 
     Attributes:
-        wall_s: seconds of wall time until everything is killed.
-        starved_s: maximum number of seconds added to ``wall_s`` for the time in which the program
-            was ready to run but other processes had the processors.
-        cpu_s: seconds of processor time for each process.
-        memory_mb: MiB of address space for each process, and of memory for all processes together.
-            With a control group this includes scratch space in memory.
-        disk_mb: MiB of private scratch space, with at most one file per 4 KiB.
-        processes: concurrent processes and threads.
-        open_files: file descriptors of each process.
-        output_bytes: bytes of stdout and stderr together, after which the program is killed.
+        wall_s: wall time in seconds after which all processes of the program are killed.
+        starved_s: maximum time in seconds that is added to ``wall_s``, for the time in which the
+            program was ready to run but other processes occupied the processors.
+        cpu_s: limit on the processor time of each process, in seconds.
+        memory_mb: limit in MiB on the address space of each process, and on the memory of all
+            processes together. With a control group, scratch space in memory is included.
+        disk_mb: size of the private scratch space in MiB. The number of files is limited to one per
+            4 KiB.
+        processes: maximum number of concurrent processes and threads.
+        open_files: maximum number of file descriptors of each process.
+        output_bytes: number of bytes of stdout and stderr together, after which the program is
+            killed.
     """
 
     wall_s: float = 7.0
@@ -48,18 +48,19 @@ class Limits:
 
 @dataclasses.dataclass(frozen=True)
 class Job:
-    """All data that the server needs to run one program.
+    """The description of a job: everything that the sandbox server must know to run a program.
 
     Attributes:
-        backend: "bubblewrap", "landlock" or "none".
-        interpreter: absolute path of the Python that runs the program.
+        backend: kind of isolation: "bubblewrap", "landlock" or "none".
+        interpreter: absolute path of the Python interpreter that runs the program.
         readable: existing absolute paths that the program may read and execute.
-        links: (target, path) of symbolic links at the top of the file system.
-        import_path: directories added to the program's ``sys.path``.
-        scratch: parent of the private scratch directory, where there is no private /tmp.
-        bwrap: path of bubblewrap, or "".
-        namespaces: whether Landlock is combined with namespaces if they are available.
-        cgroup: whether a control group limits the memory if this machine allows one.
+        links: (target, path) of each symbolic link in the root directory that the program sees.
+        import_path: directories that are added to the program's ``sys.path``.
+        scratch: directory in which the scratch directory is created, if the program has no private
+            file system.
+        bwrap: path of the program bwrap (bubblewrap); "" if it is not installed.
+        namespaces: whether Landlock is combined with namespaces, if this machine allows namespaces.
+        cgroup: whether a control group limits the memory, if this machine allows a control group.
         limits: limits of the program.
     """
 
@@ -75,25 +76,25 @@ class Job:
     limits: Limits
 
     def encode(self) -> bytes:
-        """Encodes the job as JSON."""
+        """Encodes the job as JSON. `decode` is the inverse."""
         return json.dumps(dataclasses.asdict(self)).encode()
 
     @staticmethod
     def decode(data: bytes) -> Job:
-        """Decodes a job from ``encode``."""
+        """Decodes a job that `encode` has encoded."""
         fields = json.loads(data)
         return Job(**{**fields, "limits": Limits(**fields["limits"])})
 
 
 @dataclasses.dataclass(frozen=True)
 class Pipes:
-    """Descriptors of one job.
+    """The file descriptors of a job.
 
     Attributes:
-        source: file with the program.
-        stdin, stdout, stderr: the ends that the program gets.
-        control: becomes readable, or reaches its end, when the client gives up.
-        report: receives the report as JSON.
+        source: file with the source of the program.
+        stdin, stdout, stderr: standard streams of the program.
+        control: pipe that becomes readable, or reaches its end, when the client gives up.
+        report: pipe to which the supervisor writes its report as JSON.
     """
 
     source: int
@@ -106,13 +107,13 @@ class Pipes:
 
 @dataclasses.dataclass(frozen=True)
 class Scratch:
-    """The directory where one program may write.
+    """The scratch space of a program, which is the directory in which the program may write.
 
     Attributes:
-        path: the directory; "" if only the program sees it.
+        path: path of the directory; "" if only the program can see the directory.
         top: directory below which the program may write.
-        bounded: whether the kernel limits its size, because it is a separate file system.
-        in_memory: whether its files are stored in memory.
+        bounded: whether the directory is a separate file system, whose size the kernel limits.
+        in_memory: whether the files of the directory are stored in memory.
     """
 
     path: str

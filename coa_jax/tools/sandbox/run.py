@@ -1,4 +1,4 @@
-"""The asynchronous client: sends programs to the server and collects their results."""
+"""Sends programs to the sandbox server and collects their results, asynchronously."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from pathlib import Path
 from coa_jax.tools.sandbox.limits import PRIVATE_TMP, Job
 
 GRACE_S = 6.0
-"""Seconds after the wall limit that the server may use to kill the program and clean up."""
+"""Time in seconds after ``wall_s`` that the server has to kill the program and clean up."""
 
 
 class SandboxError(Exception):
-    """The sandbox itself does not work; the program is not at fault."""
+    """Says that the sandbox failed, for a reason other than the program."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """An output stream of which only the beginning and the end are kept.
+    """The beginning and the end of an output stream.
 
     Attributes:
-        head: the first characters.
-        tail: the last characters; in a short text they overlap ``head``.
+        head: first characters of the stream.
+        tail: last characters of the stream. They overlap ``head`` if the stream is short.
         length: number of characters of the whole stream.
     """
 
@@ -41,7 +41,12 @@ class Captured:
     length: int
 
     def clip(self, room: int) -> str:
-        """Returns at most ``room`` characters plus a notice; room <= len(head), len(tail)."""
+        """Returns the stream, with a notice in place of its middle if it is too long.
+
+        Args:
+            room: maximum number of characters without the notice. It must not be larger than the
+                number of characters that were kept at each end.
+        """
         if self.length <= room:
             return self.head[: self.length]
         front = room // 2
@@ -50,7 +55,7 @@ class Captured:
         return f"{self.head[:front]}\n[... {left_out} characters left out ...]\n{back}"
 
     def rename(self, old: str, new: str) -> Captured:
-        """Returns the stream with one string replaced by another."""
+        """Returns the stream with the text ``old`` replaced by ``new``."""
         if old not in self.head and old not in self.tail:
             return self
         head, tail = self.head.replace(old, new), self.tail.replace(old, new)
@@ -64,12 +69,15 @@ class Result:
 
     Attributes:
         stdout, stderr: output of the program.
-        reason: why it ended: "exit", "wall", "memory", "disk", "processes" or "output".
-        code: exit code, 128 + number for a signal; None if the program was stopped.
-        cpu_s: processor seconds of the program and of its sandbox.
-        uid: uid of the program.
-        ended: time when all of its processes had ended, on the clock of ``time.monotonic``.
-        totals: mechanism that enforced the limits on memory and files.
+        reason: why the program ended: "exit" (by itself), or the limit at which it was stopped:
+            "wall", "memory", "disk", "processes" or "output".
+        code: exit code, or 128 + number of the signal that ended the program; None if the program
+            was stopped at a limit.
+        cpu_s: processor time of the program and its sandbox, in seconds.
+        uid: user id of the program.
+        ended: time at which all processes of the program had ended, on the clock of
+            ``time.monotonic``.
+        totals: name of the mechanism that enforced the limits on memory and files.
     """
 
     stdout: Captured
@@ -83,7 +91,7 @@ class Result:
 
 
 class _Reader(asyncio.Protocol):
-    """Reads a pipe to its end in bounded memory."""
+    """Reads a pipe to its end, and keeps only the beginning and the end of the text."""
 
     def __init__(self, keep: int) -> None:
         self._keep = keep
@@ -113,7 +121,7 @@ class _Reader(asyncio.Protocol):
 
 
 class _Feeder(asyncio.BaseProtocol):
-    """Tracks whether the program's standard input is still open."""
+    """Knows whether the program's standard input is still open."""
 
     lost = False
 
@@ -122,7 +130,10 @@ class _Feeder(asyncio.BaseProtocol):
 
 
 class Flood:
-    """Counts down the remaining bytes of output; raises the alarm at zero and drops later bytes."""
+    """Limits the output of a program. At the limit, the supervisor is told to kill the program.
+
+    Output after the limit is dropped.
+    """
 
     def __init__(self, budget: int, give_up: int) -> None:
         self._left = budget
@@ -139,7 +150,10 @@ class Flood:
 
 
 class Server:
-    """The sandbox server of this process; started on first use, and restarted if it died."""
+    """The sandbox server of this process.
+
+    The server is started when it is first needed, and restarted if it has died.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -149,7 +163,7 @@ class Server:
 
     def _start(self) -> None:
         ours, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        # Started next to the package and without site-packages, so nothing heavy is imported.
+        # The server is loaded outside the package and without site-packages, to start quickly.
         start = (
             "import sys; sys.path.append(sys.argv[1])\n"
             "from sandbox import server; server.serve(int(sys.argv[2]))"
@@ -164,13 +178,21 @@ class Server:
                 stdout=subprocess.DEVNULL,
                 cwd="/",
                 env={"LANG": "C.UTF-8"},
-                start_new_session=True,  # Ctrl-C is for the caller, which will close the socket
+                start_new_session=True,  # Ctrl-C must reach only the caller, which stops the server
             )
         self._socket, self.process_id = ours, process.pid
         self._close = weakref.finalize(self, _stop, ours, process)
 
     def send(self, message: bytes, descriptors: list[int]) -> None:
-        """Sends a job to the server. Raises SandboxError if no server can be reached."""
+        """Sends a job to the server.
+
+        Args:
+            message: the encoded job.
+            descriptors: file descriptors of the job.
+
+        Raises:
+            SandboxError: the server cannot be reached, even after a restart.
+        """
         with self._lock:
             for attempt in (1, 2):
                 try:
@@ -199,19 +221,20 @@ SERVER = Server()
 
 
 class _NoReportError(SandboxError):
-    """The server or the supervisor was killed."""
+    """Says that the server or the supervisor was killed."""
 
 
 async def run(job: Job, source: str, stdin: str = "", keep: int = 1 << 16) -> Result:
-    """Runs a program.
+    """Runs a program in the sandbox, and returns its result.
 
-    Cancelling kills the program and everything that it started.
+    If this coroutine is cancelled, the program and all its processes are killed.
 
     Args:
         job: description of the job.
-        source: Python source.
-        stdin: standard input of the program.
-        keep: characters that are kept at each end of each output stream.
+        source: Python source of the program.
+        stdin: text on the program's standard input.
+        keep: number of characters that are kept at the beginning and at the end of each output
+            stream.
 
     Raises:
         SandboxError: the sandbox could not run the program, or could not clean up after it.
@@ -219,7 +242,7 @@ async def run(job: Job, source: str, stdin: str = "", keep: int = 1 << 16) -> Re
     try:
         return await _run_once(job, source, stdin, keep)
     except _NoReportError:
-        # A program has no side effects, so it can be run again with a new server.
+        # A program in the sandbox has no side effects, so it can run again with a new server.
         return await _run_once(job, source, stdin, keep)
 
 
@@ -292,7 +315,7 @@ def _result(report: str, out: _Reader, error: _Reader) -> Result:
         reason = "output"
     code = fields["code"] if reason == "exit" else None
     streams = [reader.captured() for reader in (out, error)]
-    if fields["directory"]:  # replaces a random name, so that output is deterministic
+    if fields["directory"]:  # a random name, which would make the output nondeterministic
         streams = [stream.rename(fields["directory"], PRIVATE_TMP) for stream in streams]
     return Result(
         *(streams[0], streams[1], reason, code, fields["cpu_s"], fields["uid"]),
@@ -301,15 +324,15 @@ def _result(report: str, out: _Reader, error: _Reader) -> Result:
 
 
 def run_blocking(job: Job, source: str, stdin: str = "") -> tuple[Result, float]:
-    """Runs a program synchronously, inside or outside an event loop.
+    """Runs a program in the sandbox and waits for its end. An event loop may run in this thread.
 
     Args:
-        job: limits and environment of the program.
-        source: source of the program.
+        job: description of the job.
+        source: Python source of the program.
         stdin: text on the program's standard input.
 
     Returns:
-        The result, and the wall time in seconds.
+        (result of the program, wall time in seconds).
     """
     answer: list[Result] = []
     failure: list[BaseException] = []

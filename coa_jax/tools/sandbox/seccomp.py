@@ -1,8 +1,8 @@
-"""The system calls that a program must not make, as a BPF filter for x86_64 and aarch64.
+"""Forbids system calls by a BPF filter, on x86_64 and aarch64.
 
-The filter is a list of forbidden calls with two additions: foreign calling conventions kill the
-process, and calls newer than this table return ENOSYS as on an older kernel. Forbidden calls return
-EPERM, so that a harmless library can fall back instead of crashing.
+A forbidden system call returns EPERM, so that a harmless library can use another way instead of
+crashing. A system call that is newer than the tables of this module returns ENOSYS, as on an older
+kernel. A system call with the calling convention of another architecture kills the process.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ import struct
 
 from . import kernel
 
-# name: (number on x86_64, number on aarch64), -1 if the machine has no such call.
+# Name -> (number on x86_64, number on aarch64). -1 means that the architecture has no such call.
 FORBIDDEN = {
-    # Sockets: programs may only use pairs of connected streams.
+    # Sockets. Programs may only use pairs of connected streams (socketpair).
     "socket": (41, 198),
     "connect": (42, 203),
     "bind": (49, 200),
@@ -107,8 +107,8 @@ FORBIDDEN = {
     "flock": (73, 32),
 }
 
-# Landlock does not control these calls. With them a program could damage files of its user, or fill
-# the disk unnoticed.
+# Landlock does not control these calls. A program could use them to damage files of its user, or to
+# fill the disk without being noticed.
 METADATA = {
     "truncate": (76, 45),
     "chmod": (90, -1),
@@ -134,7 +134,8 @@ METADATA = {
     "fallocate": (285, 47),  # disk space that does not count as written
 }
 
-# Only where neither a separate uid nor Landlock's signal scope protects other processes.
+# These calls are forbidden only if neither a separate user id nor Landlock's signal scope protects
+# other processes.
 SIGNALS = {
     "kill": (62, 129),
     "tkill": (200, 130),
@@ -163,16 +164,20 @@ _ALLOW, _KILL, _ERRNO = 0x7FFF0000, 0x80000000, 0x00050000
 _AND = 0x54
 _AF_UNIX, _SOCK_STREAM, _SOCK_TYPE = 1, 1, 0xF
 _SHARED_AND_ANONYMOUS = 0x21
-# Typing into a terminal, pasting into a console, and choosing who receives a signal.
+# These ioctls type into a terminal, paste into a console, and choose who receives a signal.
 _IOCTLS = (0x5412, 0x541C, 0x8901, 0x8902)
-# F_SETOWN, F_SETSIG, F_SETOWN_EX choose who receives which signal; F_SETLEASE delays other
-# processes that open a file; F_NOTIFY; F_SETPIPE_SZ enlarges a pipe's buffer.
+# F_SETOWN, F_SETSIG and F_SETOWN_EX choose who receives which signal. F_SETLEASE delays other
+# processes that open a file. F_NOTIFY watches directories. F_SETPIPE_SZ enlarges a pipe's buffer.
 _FCNTLS = (8, 10, 15, 1024, 1026, 1031)
 _PRCTLS = (4,)  # PR_SET_DUMPABLE would hide a process from `watch`
 
 
 def number(name: str) -> int:
-    """Returns the number of a system call of ``FORBIDDEN`` on this machine. Raises OSError."""
+    """Returns the number of a system call of ``FORBIDDEN`` on this machine.
+
+    Raises:
+        OSError: the architecture is neither x86_64 nor aarch64.
+    """
     machine = os.uname().machine
     if machine not in _ARCHITECTURES:
         raise OSError(errno.ENOSYS, f"no system call numbers for {machine}")
@@ -182,20 +187,20 @@ def number(name: str) -> int:
 def compile_filter(
     metadata: bool, signals: bool, shared_memory: bool, machine: str | None = None
 ) -> bytes:
-    """Assembles the filter.
+    """Assembles a filter that makes the kernel refuse the system calls in ``FORBIDDEN``.
 
     Args:
-        metadata: whether changes of modes, owners, times and attributes of files are forbidden too.
-        signals: whether sending signals is forbidden too.
-        shared_memory: whether anonymous shared memory is allowed, which only a control group can
-            count.
-        machine: "x86_64" or "aarch64"; None for this machine.
+        metadata: whether to forbid changes of the modes, owners, times and attributes of files too.
+        signals: whether to forbid sending signals too.
+        shared_memory: whether to allow anonymous shared memory. It should be allowed only with a
+            control group, because nothing else counts such memory.
+        machine: architecture, "x86_64" or "aarch64"; None for the architecture of this machine.
 
     Returns:
-        An array of ``struct sock_filter``.
+        The filter as an array of ``struct sock_filter``.
 
     Raises:
-        OSError: the machine is neither of the two.
+        OSError: the architecture is neither x86_64 nor aarch64.
     """
     machine = machine or os.uname().machine
     if machine not in _ARCHITECTURES:
@@ -209,7 +214,7 @@ def compile_filter(
         code.append(struct.pack("=HBBI", operation, if_true, if_false, operand))
 
     def argument(index: int) -> int:
-        return 16 + 8 * index  # low half, both machines are little endian
+        return 16 + 8 * index  # the low half, because both architectures are little endian
 
     def refuse_unless(call: tuple[int, int], index: int, value: int) -> None:
         emit(_EQUAL, call[column], 0, 4)
@@ -240,7 +245,7 @@ def compile_filter(
         if numbers[column] >= 0:
             emit(_EQUAL, numbers[column], 0, 1)
             emit(_RETURN, refuse)
-    # The flags of clone3 are in memory that a filter cannot read; libc falls back to clone.
+    # A filter cannot read the flags of clone3, which are in memory. libc then uses clone.
     emit(_EQUAL, CLONE3[column], 0, 1)
     emit(_RETURN, missing)
     emit(_EQUAL, CLONE[column], 0, 4)
@@ -256,7 +261,7 @@ def compile_filter(
     emit(_EQUAL, _SOCK_STREAM, 0, 1)
     emit(_RETURN, _ALLOW)
     emit(_RETURN, refuse)
-    refuse_unless(PRLIMIT64, 0, 0)  # only the process's own limits
+    refuse_unless(PRLIMIT64, 0, 0)  # a process may change only its own limits
     refuse_unless(SCHED_SETAFFINITY, 0, 0)
     refuse_if(IOCTL, 1, _IOCTLS)
     refuse_if(FCNTL, 1, _FCNTLS)
@@ -276,7 +281,14 @@ class _Program(ctypes.Structure):
 
 
 def install(code: bytes) -> None:
-    """Installs a filter in this process permanently; needs no_new_privs. Raises OSError."""
+    """Installs a filter in this process permanently. The process must have set no_new_privs.
+
+    Args:
+        code: filter, as `compile_filter` returns it.
+
+    Raises:
+        OSError: the kernel refuses the filter.
+    """
     buffer = ctypes.create_string_buffer(code, len(code))
     program = _Program(len(code) // 8, ctypes.addressof(buffer))
     kernel.prctl(kernel.PR_SET_SECCOMP, 2, ctypes.addressof(program))

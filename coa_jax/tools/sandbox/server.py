@@ -1,8 +1,8 @@
-"""The server process, which forks a supervisor for each program.
+"""Implements the sandbox server, a process that forks a supervisor for each program.
 
-A training process is large, has threads and must not fork. So the client starts this small process
-without threads and sends it jobs: JSON and six descriptors over a socket. When the client ends in
-any way, the socket closes and the server ends too.
+A training process is large and has threads, so it must not fork. The client therefore starts this
+small process without threads, and sends jobs to it over a socket. A job consists of JSON and six
+file descriptors. When the client ends for any reason, the socket closes, and the server ends too.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ MESSAGE_BYTES = 1 << 16
 
 
 def serve(descriptor: int) -> None:
-    """Receives jobs from the socket until its other end closes."""
+    """Receives and runs jobs until the client closes the socket.
+
+    Args:
+        descriptor: file descriptor of the socket.
+    """
     home = cgroup.find()
     signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # the kernel reaps the supervisors
     connection = socket.socket(fileno=descriptor)
@@ -31,7 +35,7 @@ def serve(descriptor: int) -> None:
         try:
             process = os.fork()
         except OSError as error:
-            # The client sees the end of the report pipe and reports a fault.
+            # The report pipe is closed without a report, so that the client reports a fault.
             print(f"sandbox: cannot fork: {error}", file=sys.stderr, flush=True)
             process = -1
         if process == 0:

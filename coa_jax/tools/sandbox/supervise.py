@@ -1,10 +1,14 @@
-"""The supervisor of one program: starts, watches, kills, cleans up and reports."""
+"""Implements the supervisor of a program, which starts, watches and kills the program.
+
+The supervisor also removes everything that the program leaves behind, and writes a report.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import fcntl
 import json
+import math
 import os
 import resource
 import shutil
@@ -18,29 +22,37 @@ from . import cgroup, confine, kernel
 from .limits import MEMORY, PROGRAM, Job, Pipes, Scratch
 from .watch import Watch, every_descendant, process_ids
 
-# systemd's table of uids lists this range as unused; it also exists in rootless containers.
+# systemd's table of user ids lists this range as unused. It also exists in rootless containers.
 UIDS = range(60578, 61184)
 
 LOCKS = f"{'/run' if os.access('/run', os.W_OK) else '/tmp'}/coa_jax.sandbox.uids"
-"""Lock file whose byte N is locked while a program has the uid N; only root can open it."""
+"""Lock file that only root can open. Byte N is locked while a program has the user id N."""
 
 _SWEEP_S = 5.0
+_REMOVAL_S = 2.0
+"""Seconds that a report waits for the removal of files; a program may make very many."""
 
 
 def supervise(job: Job, pipes: Pipes, home: cgroup.Home | None) -> None:
-    """Runs one program to its end and writes the report.
+    """Runs a program to its end, and writes the report as JSON.
 
-    The report has ``reason`` ("exit", "wall", "memory", "disk", "processes", "cancelled" or
-    "fault"), ``code`` (exit code, 128 + number for a signal), ``cpu_s``, ``uid``, ``directory``
-    (path of the scratch space, "" if only the program saw it), ``clean`` (whether no process and no
-    file is left), ``ended`` (time when all processes had ended, on the clock of
-    ``time.monotonic``), ``totals`` (mechanism that enforces the limits on memory and files) and
-    ``error`` (reason of a fault).
+    The report has these keys:
+
+    * ``reason``: why the program ended: "exit", "wall", "memory", "disk", "processes", "cancelled"
+      or "fault".
+    * ``code``: exit code, or 128 + number of the signal that ended the program.
+    * ``cpu_s``: processor time in seconds.
+    * ``uid``: user id of the program.
+    * ``directory``: path of the scratch space; "" if only the program could see it.
+    * ``clean``: whether no process and no file of the program is left.
+    * ``ended``: time at which all processes had ended, on the clock of ``time.monotonic``.
+    * ``totals``: name of the mechanism that enforced the limits on memory and files.
+    * ``error``: reason of a fault, else "".
 
     Args:
         job: description of the job.
-        pipes: descriptors of the job.
-        home: control group in which a group for the program can be made; None for none.
+        pipes: file descriptors of the job.
+        home: control group in which a group for the program can be created; None if there is none.
     """
     signal.signal(signal.SIGCHLD, signal.SIG_DFL)
     os.setsid()
@@ -64,22 +76,30 @@ def supervise(job: Job, pipes: Pipes, home: cgroup.Home | None) -> None:
     except OSError as error:
         report["error"] = f"{type(error).__name__}: {error}"
     finally:
-        report["clean"] = _sweep(uid, group) and _remove(scratch) and report["clean"]
+        swept = _sweep(uid, group)
+        removed = _remove(scratch, _REMOVAL_S) if swept else False
+        report["clean"] = swept and removed is not False and report["clean"]
         usage = resource.getrusage(resource.RUSAGE_CHILDREN)
         report["cpu_s"] = usage.ru_utime + usage.ru_stime
         if group is not None:
             group.remove()
         os.write(pipes.report, json.dumps(report).encode())
+        if removed is None:  # the answer does not wait for a slow file system
+            os.close(pipes.report)
+            _remove(scratch)
 
 
 def claim_uid() -> int | None:
-    """Returns a uid that no other program has; None unless this process is root.
+    """Reserves and returns a user id that no other program uses.
 
-    A program with its own uid has its own process count and cannot access other programs. The
-    kernel releases the lock on the uid when this process ends.
+    The kernel counts the processes of a user id separately, and a program cannot access the
+    processes of another user id. The kernel releases the reservation when this process ends.
+
+    Returns:
+        The user id; None if this process is not root.
 
     Raises:
-        OSError: no uid is free, or another user owns the lock file.
+        OSError: no user id is free, or another user owns the lock file.
     """
     if os.geteuid() != 0:
         return None
@@ -88,7 +108,8 @@ def claim_uid() -> int | None:
     found = os.fstat(locks)
     if found.st_uid != 0 or stat.S_IMODE(found.st_mode) & 0o077 or not stat.S_ISREG(found.st_mode):
         raise OSError(f"{LOCKS} must be a file that only root can open; remove it")
-    # Not the first free uid: the next program must not find leftovers of an earlier one.
+    # The search starts at different user ids, so that the next program rarely gets the user id of
+    # an earlier program, which may have left something behind.
     first = os.getpid() % len(UIDS)
     for uid in (*UIDS[first:], *UIDS[:first]):
         try:
@@ -114,8 +135,8 @@ def _run(
 ) -> dict[str, object]:
     failure_read, failure_write = os.pipe2(os.O_CLOEXEC)
     started_read, started_write = os.pipe2(os.O_CLOEXEC)
-    # The kernel counts the processes of a uid. Without its own uid the program shares this count
-    # with its caller, and `watch` enforces the limit.
+    # The kernel limits the number of processes of a user id. A program without a user id of its own
+    # shares this number with its caller, so that `watch` must enforce the limit.
     count = job.limits.processes + 2 + (0 if uid is not None else _tasks_of(os.geteuid()))
     watch = Watch(job.limits, scratch, group)
 
@@ -142,7 +163,7 @@ def _run(
     for end in (failure_write, started_write, pipes.stdin, pipes.stdout, pipes.stderr):
         os.close(end)
     reason = watch.wait(child, pipes.control)
-    _kill([child])  # a zombie until the wait below, so its id is not reused
+    _kill([child])  # the id is not reused, because the process is a zombie until the wait below
     status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
     code = 128 - status if status < 0 else status
     clean = _sweep(uid, group)
@@ -151,8 +172,7 @@ def _run(
         reason = watch.last_look() or reason
     error = os.read(failure_read, 4096).decode() if clean else ""
     wrapped = clean and reason == "exit" and job.backend == "bubblewrap"
-    # The exit code belongs to the program only if the program reports so; otherwise the start
-    # failed.
+    # If bubblewrap does not report the exit code of the program, the program has not started.
     if wrapped and b"exit-code" not in os.read(started_read, 4096):
         error = error or "bubblewrap did not start the program"
     if error:
@@ -161,9 +181,9 @@ def _run(
 
 
 def _new_namespaces() -> bool:
-    """Returns whether the children of this process will live in their own namespaces.
+    """Creates new namespaces for the children of this process; returns whether this succeeded.
 
-    This process itself gets its own view of the file system, in which it may mount.
+    This process itself gets a new mount namespace, in which it may mount file systems.
     """
     user, group = os.geteuid(), os.getegid()
     wanted = kernel.CLONE_NEWPID | kernel.CLONE_NEWNET | kernel.CLONE_NEWIPC | kernel.CLONE_NEWNS
@@ -173,7 +193,7 @@ def _new_namespaces() -> bool:
         kernel.unshare(wanted)
     except OSError:
         return False
-    if user != 0:  # needed to create files in its own file system
+    if user != 0:  # without these maps, no file can be created in a new file system
         maps = {"setgroups": "deny", "uid_map": f"{user} {user} 1", "gid_map": f"{group} {group} 1"}
         for name, text in maps.items():
             with contextlib.suppress(OSError), open(f"/proc/self/{name}", "w") as file:
@@ -182,9 +202,14 @@ def _new_namespaces() -> bool:
 
 
 def _be_init(program: Callable[[], None], keep: int) -> None:
-    """The first process of a namespace: starts the program, reaps, ends with its exit code.
+    """Runs as the first process of a namespace, and starts the program as its child.
 
-    When it ends, the kernel kills every process left in the namespace.
+    This process reaps all processes, and ends with the exit code of the program. The kernel then
+    kills every process that is left in the namespace.
+
+    Args:
+        program: function that becomes the program.
+        keep: file descriptor that stays open.
     """
     kernel.prctl(kernel.PR_SET_PDEATHSIG, signal.SIGKILL)
     main = os.fork()
@@ -214,10 +239,13 @@ def _tasks_of(uid: int) -> int:
 
 
 def _sweep(uid: int | None, group: cgroup.Group | None) -> bool:
-    """Kills and reaps every descendant; returns False if one is left after some seconds.
+    """Kills and reaps all descendants of this process.
 
-    Orphans become children of this process (it is their subreaper), so when no child is left, no
-    descendant is left.
+    This process is a subreaper: orphans become its children. Therefore no descendant is left when
+    no child is left.
+
+    Returns:
+        Whether no descendant is left; False if some are left after five seconds.
     """
     end = time.monotonic() + _SWEEP_S
     while True:
@@ -238,11 +266,11 @@ def _sweep(uid: int | None, group: cgroup.Group | None) -> bool:
 
 def _kill(processes: Iterable[int]) -> None:
     for process in processes:
-        # First forbid new children, so that a fork bomb cannot outrun the kills. The process may be
-        # gone, or belong to another user: then only the signal works.
+        # New children are forbidden first, so that a fork bomb cannot be faster than the signals.
+        # This fails for processes that have ended or belong to another user.
         with contextlib.suppress(OSError, ValueError):
             resource.prlimit(process, resource.RLIMIT_NPROC, (0, 0))
-        with contextlib.suppress(OSError):  # exiting takes processor time too
+        with contextlib.suppress(OSError):  # a higher priority lets the process end sooner
             os.setpriority(os.PRIO_PROCESS, process, 0)
             with open(f"/proc/{process}/autogroup", "w") as file:
                 file.write("0")
@@ -253,7 +281,7 @@ def _kill(processes: Iterable[int]) -> None:
 
 
 def _kill_all_of(uid: int) -> None:
-    """Kills all processes of a uid with a single call, without races."""
+    """Kills all processes of a user id with a single system call, which avoids races."""
     helper = os.fork()
     if helper == 0:
         try:
@@ -267,7 +295,10 @@ def _kill_all_of(uid: int) -> None:
 
 
 def _scratch(job: Job, pipes: Pipes, uid: int | None, isolated: bool) -> Scratch:
-    """Creates a private directory with the program; bubblewrap makes its own in memory."""
+    """Creates a scratch directory with the source of the program.
+
+    With bubblewrap no directory is created, because bubblewrap provides one in memory.
+    """
     if job.backend == "bubblewrap":
         return Scratch("", "", bounded=True, in_memory=True)
     bounded = isolated and _mount_memory(job.limits.disk_mb)
@@ -287,10 +318,13 @@ def _scratch(job: Job, pipes: Pipes, uid: int | None, isolated: bool) -> Scratch
 
 
 def _mount_memory(size_mb: int) -> bool:
-    """Mounts a separate file system at ``MEMORY``, visible only to this process and its children.
+    """Mounts a file system in memory at ``MEMORY``, which only this process and its children see.
+
+    Args:
+        size_mb: size of the file system in MiB.
 
     Returns:
-        Whether that succeeded.
+        Whether the file system was mounted.
     """
     options = f"size={size_mb}m,nr_inodes={size_mb << 8},mode=1777"
     try:
@@ -301,33 +335,53 @@ def _mount_memory(size_mb: int) -> bool:
     return True
 
 
-def _remove(scratch: Scratch) -> bool:
-    """Removes a tree with any depth and modes; returns False if something is left.
+def _remove(scratch: Scratch, seconds: float = math.inf) -> bool | None:
+    """Removes the scratch directory, with any depth and modes.
 
-    Directories are first moved to the top, so no path exceeds the system's maximum length.
+    Directories are moved to the top before they are removed, so that no path of a deep tree exceeds
+    the maximum length of a path.
+
+    Returns:
+        True if nothing is left, False if something cannot be removed, None if ``seconds`` have
+        passed; another call continues.
     """
+    end = time.monotonic() + seconds
     directory = scratch.path
     if scratch.bounded:
-        return True  # the file system ends with the last process that sees it
+        return True  # the kernel removes the file system with the last process that sees it
     token = os.path.basename(directory)
     try:
-        names = os.listdir(directory)
+        names = _without_files(directory)
         while names:
+            if time.monotonic() > end:
+                return None
             path = os.path.join(directory, names.pop())
-            if os.path.islink(path) or not os.path.isdir(path):
-                os.unlink(path)
+            with contextlib.suppress(OSError):
+                os.rmdir(path)  # most are empty, and a program may make very many
                 continue
             os.chmod(path, 0o700)
-            with os.scandir(path) as entries:
-                for entry in list(entries):
-                    if not entry.is_dir(follow_symlinks=False):
-                        os.unlink(entry.path)
-                        continue
-                    os.chmod(entry.path, 0o700)  # moving a directory needs write permission in it
-                    names.append(f"{token}.{len(names)}.{entry.inode()}")
-                    os.rename(entry.path, os.path.join(directory, names[-1]))
+            for name in _without_files(path):
+                inner = os.path.join(path, name)
+                with contextlib.suppress(OSError):
+                    os.rmdir(inner)
+                    continue
+                os.chmod(inner, 0o700)  # moving a directory needs write permission in it
+                names.append(f"{token}.{len(names)}.{os.stat(inner).st_ino}")
+                os.rename(inner, os.path.join(directory, names[-1]))
             os.rmdir(path)
         os.rmdir(directory)
     except OSError:
         return False
     return True
+
+
+def _without_files(directory: str) -> list[str]:
+    """Removes all files of a directory, and returns the names of its directories."""
+    names = []
+    with os.scandir(directory) as entries:
+        for entry in list(entries):
+            if entry.is_dir(follow_symlinks=False):
+                names.append(entry.name)
+            else:
+                os.unlink(entry.path)
+    return names

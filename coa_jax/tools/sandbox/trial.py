@@ -1,4 +1,4 @@
-"""Runs hostile programs and checks that nothing outside the sandbox has changed."""
+"""Runs hostile programs, and checks that nothing outside the sandbox has changed."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ _CONTENT = "precious"
 
 
 class Scene:
-    """Files, listeners and markers around a sandbox, which must stay unchanged."""
+    """Files and sockets outside the sandbox that hostile programs must not change or reach."""
 
     def __init__(self, directories: list[Path], listeners: dict[str, socket.socket]) -> None:
         self.files = [directory / "file" for directory in directories]
         for path in self.files:
             path.write_text(_CONTENT)
-            path.chmod(0o666)  # so only the sandbox protects it
+            path.chmod(0o666)  # everybody may write, so that only the sandbox protects the file
         self._directories = directories
         self._listeners = listeners
         environment = Path("/proc/self/environ").read_bytes().split(b"\0")
@@ -55,7 +55,10 @@ class Scene:
         )
 
     def damage(self, result: Result) -> list[str]:
-        """Describes what a program changed outside of its sandbox."""
+        """Describes everything that a program has changed outside the sandbox.
+
+        The result is empty if the program has changed nothing.
+        """
         found = []
         for path, directory in zip(self.files, self._directories, strict=True):
             if not path.exists() or path.read_text() != _CONTENT:
@@ -72,7 +75,7 @@ class Scene:
 
 
 def _remains(uid: int, marker: str) -> list[str]:
-    """Returns leftover processes and directories; retries for a while before reporting any."""
+    """Describes the processes and directories of a program that are left after three seconds."""
     end = time.monotonic() + _SETTLE_S
     while True:
         found = []
@@ -96,7 +99,7 @@ def _remains(uid: int, marker: str) -> list[str]:
 
 @contextlib.contextmanager
 def scene() -> Iterator[Scene]:
-    """Sets up the scene and removes it afterwards."""
+    """Creates a `Scene`, as a context manager that removes the scene at the end."""
     with contextlib.ExitStack() as stack:
         directories = []
         for parent in (Path.home(), Path(tempfile.gettempdir())):
@@ -126,13 +129,14 @@ def scene() -> Iterator[Scene]:
 
 @dataclasses.dataclass(frozen=True)
 class Attempt:
-    """The result of a hostile program.
+    """The result of running a hostile program.
 
     Attributes:
-        wrong: descriptions of failures; empty if the program was contained.
-        seconds: time until it had ended.
-        over_mb: MiB by which it exceeded its limit, if it measures that.
-        over_s: seconds for which it survived after that.
+        wrong: descriptions of what the program achieved; () if the program was contained.
+        seconds: time in seconds from the start of the program to its end.
+        over_mb: MiB by which the program exceeded its limit; 0 if the program does not report how
+            much it uses.
+        over_s: time in seconds for which the program continued after it had exceeded its limit.
     """
 
     wrong: tuple[str, ...]
@@ -142,12 +146,12 @@ class Attempt:
 
 
 async def attempt(job: Job, canary: Canary, around: Scene) -> Attempt:
-    """Runs a hostile program under ``TRIAL_LIMITS``.
+    """Runs a hostile program, and checks whether it was contained.
 
     Args:
-        job: description of the job.
-        canary: the program.
-        around: the scene.
+        job: description of the job, with ``TRIAL_LIMITS``.
+        canary: the hostile program.
+        around: scene that the program must not change.
     """
     start = time.monotonic()
     try:
@@ -162,7 +166,7 @@ async def attempt(job: Job, canary: Canary, around: Scene) -> Attempt:
         most, over_s = measure(result.stdout.head, limit, result.ended)
         over_mb = max(0.0, most - limit)
     if over_mb == 0.0 and canary.hoards:
-        pass  # the attack failed, so any end is acceptable
+        pass  # the program stayed within its limit, so any end is acceptable
     elif result.reason not in canary.endings:
         found.append(f"it ended by {result.reason!r}, not by {' or '.join(canary.endings)}")
     elif result.reason == "exit" and not result.stdout.head.startswith(canary.says):

@@ -1,9 +1,9 @@
-"""Measures the resources of a running program, and reports which limit it has exceeded.
+"""Measures the resources of a running program, and reports which limit the program has exceeded.
 
-Where the kernel enforces a total (a memory control group, scratch space in memory, the process
-limit of a uid), the watch only asks the kernel. Elsewhere it measures itself, often enough to kill
-a program within a quarter of a second after it exceeded a limit. Totals that the kernel sums over
-all processes of the program catch a program that is faster than the watch.
+If the kernel enforces a limit (by a memory control group, a separate file system, or the process
+limit of a user id), the watch only asks the kernel. Other resources are measured so often that a
+program is killed within a quarter of a second after it has exceeded a limit. A program that ends
+before it is measured is detected by totals that the kernel counts over all its processes.
 """
 
 from __future__ import annotations
@@ -17,37 +17,43 @@ from .cgroup import Group
 from .limits import PRIVATE_TMP, Limits, Scratch
 
 _FIRST_LOOK_S = 0.005
-_COUNTING_S, _ASKING_S = 0.02, 0.1  # longest pause between checks: measuring, or asking the kernel
-_SHARE_OF_CPU = 20  # checks take one in this many seconds, within the pauses above
+# Longest pause between two checks in seconds, if the watch measures or only asks the kernel.
+_COUNTING_S, _ASKING_S = 0.02, 0.1
+_SHARE_OF_CPU = 20  # checks take at most 1/20 of the time, as far as these pauses allow
 _PRECISE_S = 0.05
-_SPARE_PROCESSES = 4  # those of the sandbox itself
+_SPARE_PROCESSES = 4  # number of processes of the sandbox itself
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Watch:
-    """Watches the child processes of this process, which belong to one program."""
+    """Watches the processes of a program, which are descendants of this process."""
 
     def __init__(self, limits: Limits, scratch: Scratch, group: Group | None) -> None:
-        """Starts to watch.
+        """Creates the watch of a program that has not started yet.
 
         Args:
             limits: limits of the program.
             scratch: scratch space of the program.
-            group: memory control group of the program; None without one.
+            group: memory control group of the program; None if it has none.
         """
         self._limits, self._scratch, self._group = limits, scratch, group
         self._start = _written([], scratch.in_memory)
-        self._net = 0  # bytes written and not deleted, at the last check
-        self._gross = 0  # bytes written, at the last check
+        self._net = 0  # number of bytes written and not deleted, at the last check
+        self._gross = 0  # number of bytes written, at the last check
         counting = group is None or not scratch.bounded
         self._longest_pause = _COUNTING_S if counting else _ASKING_S
 
     def wait(self, child: int, control: int) -> str:
-        """Waits for the first reason to end: "exit", "cancelled", or the name of a limit.
+        """Waits until the program has ended or must be killed.
 
         Args:
-            child: process whose end is the end of the program.
-            control: descriptor that becomes readable, or reaches its end, when the caller gives up.
+            child: id of the process whose end is the end of the program.
+            control: file descriptor that becomes readable, or reaches its end, when the caller
+                gives up.
+
+        Returns:
+            "exit" if the program has ended, "cancelled" if the caller has given up, or the name of
+            the limit that the program has exceeded: "wall", "memory", "disk" or "processes".
         """
         start = time.monotonic()
         end = start + self._limits.wall_s
@@ -79,7 +85,7 @@ class Watch:
             os.close(handle)
 
     def look(self) -> str:
-        """Returns the name of a limit that the program has exceeded, or ""."""
+        """Returns the name of a limit that the program has exceeded; "" if there is none."""
         processes = descendants(os.getpid())
         if self._group is not None:
             if self._group.exceeded():
@@ -92,7 +98,10 @@ class Watch:
         return self._look_at_files(processes)
 
     def last_look(self) -> str:
-        """Like ``look``, for the time after all processes have ended and were reaped."""
+        """Returns the name of a limit that the program has exceeded; "" if there is none.
+
+        This method is for the time after all processes of the program have ended.
+        """
         if self._group is not None and self._group.exceeded():
             return "memory"
         return self._look_at_files([])
@@ -100,36 +109,39 @@ class Watch:
     def _look_at_files(self, processes: list[int]) -> str:
         limit = self._limits.disk_mb << 20
         if self._scratch.bounded:
-            # Empty files take kernel memory but no space of the file system.
+            # Empty files take memory of the kernel, but no space in the file system.
             hidden = not self._scratch.path and _private_files(processes, limit) > limit >> 12
             return "disk" if hidden else ""
         if _disk_usage(self._scratch.path, limit) > limit:
             return "disk"
         gross, net = _written(processes, self._scratch.in_memory)
         gross, net = gross - self._start[0], net - self._start[1]
-        # Files may be deleted, or open without a name. The program can hold at most the bytes
-        # written and not deleted at the last check, plus all bytes written since.
+        # A file may be deleted but still open. Therefore the program may use as many bytes as were
+        # written and not deleted at the last check, plus all bytes that were written since.
         held = max(net, self._net + gross - self._gross)
-        if gross >= self._gross:  # otherwise a process is just ending and its bytes are missing
+        if gross >= self._gross:  # while a process ends, its bytes may be missing
             self._net, self._gross = net, gross
         return "disk" if held > limit else ""
 
     def _starved_s(self) -> float:
-        """Returns the seconds in which the program was ready, but others had the processors."""
+        """Returns the time in seconds for which the program waited for processors.
+
+        Only the time for which processes outside the program occupied the processors counts.
+        """
         waited = used = 0.0
         for process in descendants(os.getpid()):
             waited = max(waited, _numbers(process, "schedstat", (1,))[0] / 1e9)
             used += sum(_numbers(process, "stat", (11, 12, 13, 14))) / _TICKS
-        return max(0.0, waited - used)  # its own processes do not count as others
+        return max(0.0, waited - used)  # subtracts the time of the program's own processes
 
 
 def process_ids() -> list[int]:
-    """Returns all processes of the machine that this process can see."""
+    """Returns the ids of all processes that this process can see."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def descendants(root: int) -> list[int]:
-    """Returns the processes below ``root`` now; a process that is just starting may be missing."""
+    """Returns the ids of all descendants of a process. The newest process may be missing."""
     found: list[int] = []
     queue = [root]
     while queue:
@@ -149,7 +161,7 @@ def descendants(root: int) -> list[int]:
 
 
 def every_descendant(root: int) -> list[int]:
-    """Finds the processes below ``root`` from the parent of each process of the machine."""
+    """Returns the ids of all descendants of a process, by reading the parent of every process."""
     children: dict[int, list[int]] = {}
     for process in process_ids():
         parent = _numbers(process, "stat", (1,))[0]
@@ -164,9 +176,12 @@ def every_descendant(root: int) -> list[int]:
 
 
 def _numbers(process: int, name: str, places: tuple[int, ...]) -> list[int]:
-    """Reads numbers of a file below /proc/PID, by position after the process name.
+    """Reads numbers from a file in /proc/PID. If the file cannot be read, the numbers are 0.
 
-    The numbers are zeros if the file is unreadable.
+    Args:
+        process: id of the process.
+        name: name of the file.
+        places: positions of the numbers, counted from the field after the name of the process.
     """
     try:
         with open(f"/proc/{process}/{name}", "rb") as file:
@@ -177,17 +192,18 @@ def _numbers(process: int, name: str, places: tuple[int, ...]) -> list[int]:
 
 
 def _holds_more(processes: list[int], limit: int) -> bool:
-    """Returns whether processes together hold more than ``limit`` bytes.
+    """Returns whether the memory of some processes is more than ``limit`` bytes in total.
 
-    A process holds its private memory, including swapped memory, its page tables, and a full buffer
-    for each open descriptor, which may be a socket. Anonymous shared memory does not occur: where
-    this watch measures, the system call filter forbids it.
+    The memory of a process consists of its private memory (also if swapped), its page tables, and a
+    full buffer for each open file descriptor, because each descriptor may be a socket. Anonymous
+    shared memory is not measured: if this watch measures memory, the system call filter forbids
+    such memory.
     """
     private = {process: _private(process) for process in processes}
     bound = sum(private.values()) + _socket_bytes() * sum(map(_descriptors, processes))
     if bound <= limit:
         return False
-    # Pages shared since a fork, and sockets, may have been counted twice.
+    # This bound may count pages that are shared since a fork, and sockets, more than once.
     end = time.monotonic() + _PRECISE_S
     total, sockets = 0, set[str]()
     for process in sorted(private, key=private.__getitem__, reverse=True):
@@ -205,13 +221,13 @@ def _private(process: int) -> int:
 
 
 def _proportional(process: int, most: int) -> int:
-    """Returns private memory, where a page of n processes counts 1/n for each."""
+    """Returns the private memory of a process in bytes. A page of n processes counts 1/n."""
     wanted = (b"Pss_Anon", b"SwapPss", b"Private_Hugetlb", b"Shared_Hugetlb")
     return min(most, _kilobytes(process, "smaps_rollup", wanted)) or most
 
 
 def _kilobytes(process: int | str, name: str, wanted: tuple[bytes, ...]) -> int:
-    """Sums lines of a file below /proc/PID, in bytes; 0 if the file cannot be read."""
+    """Sums some lines of a file in /proc/PID, in bytes; 0 if the file cannot be read."""
     total = 0
     try:
         with open(f"/proc/{process}/{name}", "rb") as file:
@@ -227,7 +243,7 @@ def _kilobytes(process: int | str, name: str, wanted: tuple[bytes, ...]) -> int:
 def _descriptors(process: int) -> int:
     try:
         path = f"/proc/{process}/fd"
-        return os.stat(path).st_size or len(os.listdir(path))  # st_size since Linux 6.2
+        return os.stat(path).st_size or len(os.listdir(path))  # st_size is 0 before Linux 6.2
     except OSError:
         return 0
 
@@ -240,13 +256,15 @@ def _socket_names(process: int) -> set[str]:
             if name.startswith("socket:"):
                 names.add(name)
     except OSError:
-        pass  # it has ended
+        pass  # the process has ended
     return names
 
 
 def _socket_bytes() -> int:
-    """Returns the maximum memory of a socket: its buffer, which a program cannot enlarge, and the
-    last message that was accepted before the buffer was full.
+    """Returns the maximum memory of a socket in bytes.
+
+    This is the size of its buffer, which a program cannot enlarge, and the size of the last message
+    that was accepted before the buffer was full.
     """
     try:
         with open("/proc/sys/net/core/wmem_default") as file:
@@ -256,10 +274,10 @@ def _socket_bytes() -> int:
 
 
 def _private_files(processes: list[int], limit: int) -> int:
-    """Counts files in the private /tmp that processes see.
+    """Returns the number of files in the private /tmp of some processes.
 
-    A process that is still being isolated sees other file systems; they are larger than ``limit``
-    bytes and do not count.
+    A process whose isolation is not complete sees other file systems. These are recognised by their
+    size, which is much larger than ``limit`` bytes, and are not counted.
     """
     ours, most = os.stat(PRIVATE_TMP).st_dev, 0
     for process in processes:
@@ -270,14 +288,15 @@ def _private_files(processes: list[int], limit: int) -> int:
                 if space.f_blocks * space.f_frsize <= 2 * limit:
                     most = max(most, space.f_files - space.f_ffree)
         except OSError:
-            continue  # it has ended, or has no /tmp yet
+            continue  # the process has ended, or has no /tmp yet
     return most
 
 
 def _disk_usage(directory: str, limit: int) -> float:
-    """Returns the bytes below a directory, counted until they exceed ``limit``.
+    """Returns the number of bytes of all files in a directory tree.
 
-    A file without content counts as one block. The result is infinite if a directory is unreadable.
+    Counting stops when the number exceeds ``limit``. An empty file counts as 4096 bytes. The result
+    is infinite if a directory cannot be read.
     """
     total = 0
     queue = [directory]
@@ -292,7 +311,7 @@ def _disk_usage(directory: str, limit: int) -> float:
                     if total > limit:
                         break
         except FileNotFoundError:
-            continue  # was just removed
+            continue  # the directory was removed meanwhile
         except PermissionError:
             if os.stat(place).st_mode & 0o300 == 0o300:
                 return math.inf  # the program can write here, but hides the content
@@ -302,10 +321,14 @@ def _disk_usage(directory: str, limit: int) -> float:
 
 
 def _written(processes: list[int], in_memory: bool) -> tuple[int, int]:
-    """Returns (bytes written, bytes of them not deleted) by processes and reaped children.
+    """Returns (number of bytes written, number of these bytes that were not deleted).
 
-    Children reaped by this process count too. The result is infinite if a process hides the
-    numbers.
+    The numbers include the given processes, and all children that this process has reaped. They are
+    very large if a process hides its numbers.
+
+    Args:
+        processes: ids of the processes.
+        in_memory: whether the files are stored in memory.
     """
     gross = taken_back = 0
     names: list[int | str] = ["self", *processes]
@@ -314,11 +337,11 @@ def _written(processes: list[int], in_memory: bool) -> tuple[int, int]:
             with open(f"/proc/{process}/io") as file:
                 figures = dict(line.split(": ") for line in file)
         except PermissionError:
-            if _kilobytes(process, "status", (b"VmSize",)):  # otherwise it is just ending
+            if _kilobytes(process, "status", (b"VmSize",)):  # no memory: the process is ending
                 return 1 << 62, 1 << 62
         except OSError:
-            continue  # it has ended, or the kernel does not count
-        # Writes to memory do not count as written to a device.
+            continue  # the process has ended, or the kernel does not count bytes
+        # `write_bytes` does not include writes to files in memory.
         gross += int(figures["wchar" if in_memory else "write_bytes"])
         taken_back += 0 if in_memory else int(figures["cancelled_write_bytes"])
     return gross, gross - taken_back
