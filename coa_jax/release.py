@@ -74,20 +74,22 @@ def _readme(output: Path, config: dict[str, Any], new: Path) -> str:
     place = storage.shown(str(output))
     summary = files.read_json_object(new / "summary.json")
     rates = [
-        f"{stage.upper()} {summary[stage]['pass_at_1']:.3f} (n {summary[stage]['n']})"
+        f"{summary[stage]['pass_at_1']:.3f} after {stage.upper()} ({summary[stage]['n']} tasks)"
         for stage in _STAGES
     ]
     return f"""# A chain-of-agents policy: adapter, data and traces
 
-The base model is `{config["model"]}`. pass@1 on the held-out tasks of the run
-(n is the number of tasks): {", ".join(rates)}.
+This directory holds files of a training run with `coa_jax`. The run fine-tuned the base model
+`{config["model"]}` by SFT and then by RL. On the held-out tasks of the run, pass@1 (the share of
+right answers) is {" and ".join(rates)}.
 
 - `adapter/`: one LoRA adapter in the format of PEFT, which combines the adapters of SFT and RL
-- `data/`: the distilled trajectories on which SFT was trained, with a data card
-- `traces/`: the trajectories that the policy produced in the evaluations after SFT and after RL
+- `data/`: the distilled trajectories that SFT used as training data, with a data card
+- `traces/`: the trajectories of two evaluations, after SFT and after RL
 - `summary.json`, `metrics.jsonl`, `evaluate/`: results and metrics of the run
 
-The first command asks the policy a question. The second command builds the report of the run:
+The first command asks the trained policy a question. The second command builds an HTML report of
+the run:
 
 ```bash
 coa-jax ask --model={place}/adapter "How many inhabitants does Chad have?"
