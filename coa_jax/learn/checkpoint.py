@@ -165,7 +165,7 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def overdue(self, seconds: float) -> bool:
-        """Returns whether ``seconds`` have passed since the last save (at first, since creation)."""
+        """Returns whether ``seconds`` have passed since the last save (or else since creation)."""
         return time.monotonic() - self._saved >= seconds
 
     def best(self) -> int | None:
