@@ -211,8 +211,7 @@ def reference_bytes(setup: Setup) -> int:
 
 
 def teacher(setup: Setup) -> Params:
-    """Returns the shapes of the local teacher's parameters, with the dtype in which they are
-    loaded."""
+    """Returns the shapes of the local teacher's parameters, in the dtype used for loading them."""
     assert setup.teacher is not None
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, setup.config.dtype, sharding=x.sharding),

@@ -53,7 +53,7 @@ class Costs:
     unknown_loops: int = 0
 
     def sent_by_kind(self) -> dict[str, float]:
-        """Returns the number of bytes sent, by kind of collective; 0 for kinds that do not occur."""
+        """Returns the number of bytes sent by kind of collective; 0 for kinds that do not occur."""
         totals = dict.fromkeys(COLLECTIVES, 0.0)
         for (kind, _), count in self.sent.items():
             totals[kind] += count

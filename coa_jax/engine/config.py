@@ -119,8 +119,7 @@ class EngineConfig(Bounded):
         return max(1, min(cores, self.slots // 16))
 
     def share(self, engines: int) -> EngineConfig:
-        """Returns the configuration of each engine if ``engines`` of them share the slots and
-        pages."""
+        """Returns the configuration of each engine if several engines share slots and pages."""
         slots = -(-self.slots // engines)
         # At least one page, because 0 would mean that every slot has its own pages.
         pages = self.pages and max(1, self.pages // engines)

@@ -130,11 +130,11 @@ class Engine:
 
         Args:
             slot: a free slot.
-            positions: maximum length of the sequence, including the prompt, in tokens. source: a
-                slot whose first ``length`` tokens are also those of the new sequence; this may be
-                ``slot`` itself. The two sequences share the full pages of these tokens; `fork`
-                copies the tokens of the last, partly filled page. None if the new sequence shares
-                no tokens.
+            positions: maximum length of the sequence, including the prompt, in tokens.
+            source: a slot whose first ``length`` tokens are also those of the new sequence; this
+                may be ``slot`` itself. The two sequences share the full pages of these tokens;
+                `fork` copies the tokens of the last, partly filled page. None if the new sequence
+                shares no tokens.
             length: number of tokens that the two sequences have in common, see ``source``.
 
         Returns:

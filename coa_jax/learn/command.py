@@ -62,7 +62,8 @@ def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tupl
         config: settings of the run, which `RunDir.write_config` writes.
         wandb_project: Weights & Biases project to which the metrics are logged; "" for none.
 
-    Yields: The run directory, and the path at which to save the trained model.
+    Yields:
+        The run directory, and the path at which to save the trained model.
     """
     active = processes.index() == 0
     if active:

@@ -269,7 +269,7 @@ async def exchange(value: Any, what: str, seconds: float, place: str = "") -> li
     """Exchanges a value between all processes.
 
     The exchange runs no program on the devices. A thread may therefore call this function while
-    another thread runs a multi-process program, or makes another exchange.
+    another thread runs a multi-process program or makes another exchange. The wait handles signals.
 
     Args:
         value: value of this process, which must be a short JSON value.

@@ -131,8 +131,9 @@ def resolve(kind: Kind, wanted: str, case: Case, where: str = "attention") -> st
     """Returns the name of the implementation to use.
 
     Args:
-        kind: kind of attention. wanted: name of an implementation; ``auto`` chooses the best
-            implementation that can run the case, and prints the choice once.
+        kind: kind of attention.
+        wanted: name of an implementation; ``auto`` chooses the best implementation that can run the
+            case, and prints the choice once.
         case: platform, dtype and shapes of the computation.
         where: name of the setting, used in the error message.
 
