@@ -236,11 +236,11 @@ def _standardise(
 def distillation(old: ArrayLike, teacher: ArrayLike) -> jax.Array:
     """Returns the advantages ``log p_teacher - log p_old`` of tokens that the policy sampled.
 
-    The expectation of the advantage at a token is the negative reverse KL divergence, ``-KL(old
-
-    teacher)``, of the distributions at this token. Later tokens do not enter. This is on-policy
-    distillation (Lu et al. 2025, https://thinkingmachines.ai/blog/on-policy-distillation; Agarwal
-    et al., arXiv 2306.13649 §3; Gu et al., arXiv 2306.08543 eq 1).
+    The expectation of the advantage at a token is the negative reverse KL divergence of the two
+    distributions at this token, ``-KL(old || teacher)``; later tokens do not enter. This is
+    on-policy distillation (Lu et al. 2025,
+    https://thinkingmachines.ai/blog/on-policy-distillation; Agarwal et al., arXiv 2306.13649 §3; Gu
+    et al., arXiv 2306.08543 eq 1).
 
     Args:
         old: log-probabilities of the tokens under the old policy, float32 ``[R, T]``.

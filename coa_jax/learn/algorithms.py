@@ -105,10 +105,10 @@ class Algorithm(Bounded):
         advantage: the advantage estimator. A group holds the samples of one task. ``group`` takes
             standard scores of the rewards within a group. ``mean`` subtracts the mean reward of the
             group from each reward; ``leave_one_out`` subtracts the mean reward of the other
-            samples. ``batch`` whitens the advantages over the whole step; ``batch_baseline``
-            subtracts the group's mean reward before. ``gae`` uses a critic. ``none`` takes
-            advantages from a teacher alone. ``package.module:name`` names a function of your own,
-            see `ADVANTAGES`.
+            samples. ``batch`` whitens the rewards over the whole step; ``batch_baseline`` first
+            subtracts the mean reward of the group. ``gae`` uses a critic. ``none`` takes advantages
+            from a teacher alone. ``package.module:name`` names a function of your own, see
+            `ADVANTAGES`.
         advantage_options: keyword arguments of the advantage function.
         loss: the policy loss. ``clip`` is PPO's clipped loss with a ratio per token.
             ``sequence_clip`` is the same loss with a ratio per sequence (GSPO). ``cispo`` clips the
@@ -264,7 +264,7 @@ class Algorithm(Bounded):
 
     @property
     def masks(self) -> bool:
-        """Whether a token whose ratio trainer / sampler is out of bounds has no loss.
+        """Whether the loss leaves out tokens whose ratio trainer / sampler is out of bounds.
 
         The bounds are ``mask_low`` and ``mask_high``.
         """

@@ -137,9 +137,9 @@ def complete_experience(
         mesh: mesh over which the rows are split; None for one device.
 
     Returns:
-        Two parts. First the batches, as arrays on the host. The function has set those of the
-        fields ``old_logp``, ``ref_logp``, ``value``, ``returns`` and ``advantage`` that the
-        algorithm needs. Second a dictionary of metrics that summarise the added arrays.
+        The batches, as arrays on the host, in which the function has set those of the fields
+        ``old_logp``, ``ref_logp``, ``value``, ``returns`` and ``advantage`` that the algorithm
+        needs; and a dictionary of metrics that summarise these fields.
     """
     in_reward = algorithm.needs_reference and algorithm.kl_in == "reward"
     settings: dict[str, Any] = {"model": model, "compute": compute, "temperature": temperature}

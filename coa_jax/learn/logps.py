@@ -147,9 +147,9 @@ def chunked(rows: int, length: int, compute: Compute, vocab_chunk: int = 0) -> t
 
     Returns:
         Three numbers: rows R, positions P per row, and positions C per chunk; there are ceil(P / C)
-        chunks. Several devices keep the rows: R is ``rows`` and P is ``length - 1``, because
-        nothing is predicted after the last token. One device puts all rows into a single row: R is
-        1 and P is ``rows * (length - 1)``.
+        chunks. Several devices keep the rows: R is ``rows`` and P is ``length - 1``, because the
+        last token of a row predicts nothing. One device puts all rows into a single row: R is 1 and
+        P is ``rows * (length - 1)``.
     """
     if compute.one_device:
         rows, positions, each = 1, rows * (length - 1), 1

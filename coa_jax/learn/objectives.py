@@ -135,7 +135,8 @@ def surrogate(
     The loss function receives those of the following arguments that are among its parameters:
 
     - ``logp`` and ``old_logp``: log-probabilities under the current and the old policy;
-    - ``log_ratio``: ``logp - old_logp``, 0 for other authors' tokens; ``ratio``: exp of that, r;
+    - ``log_ratio``: ``logp - old_logp``, 0 for tokens of other authors;
+    - ``ratio``: r, the exponential of ``log_ratio``;
     - ``advantages``: A, which is 0 for tokens of other authors;
     - ``mask``: 1 for tokens that the policy wrote, 0 for tokens of other authors;
     - ``segment_ids``: index, within the row, of the sequence that contains the token, from 1;
@@ -362,8 +363,7 @@ def policy_objective(
     """Computes the loss of an algorithm from log-probabilities and entropies.
 
     The loss is ``sum_t w_t (rho_t surrogate_t + kl_coef KL_t - entropy_coef H_t)``, where w is
-    ``batch.weight``, rho comes from `correction`, and H is the entropy. The KL term is left out if
-    ``kl_in`` is ``reward``.
+    ``batch.weight``, rho comes from `correction`, and H is the entropy. ``kl_in=reward`` omits KL.
 
     Args:
         logp, entropy: log-probabilities and entropies of the current policy, float32 ``[R, T]``.

@@ -407,8 +407,8 @@ def conversation_ids(
         tokenizer: a tokenizer from :func:`load_tokenizer`.
         turns: (role, content) pairs. If the first turn is not a system turn, the default system
             message of the chat template is added; an empty system turn is left out.
-        prefix: beginning of the assistant's open turn, whose ids end the result; "" ends the result
-            with the header of the open turn, and None with the last of ``turns``.
+        prefix: text with which the assistant's open turn begins. With "", the result ends with the
+            header of the open turn; with None, there is no open turn.
 
     Raises:
         UserError: the tokenizer has no ChatML control tokens, its chat template does not begin like
@@ -430,8 +430,8 @@ def turn_ids(
     Args:
         tokenizer: a tokenizer from :func:`load_tokenizer`.
         turns: (role, content) pairs.
-        prefix: beginning of the assistant's open turn, whose ids end the result; "" ends the result
-            with the header of the open turn, and None with the last of ``turns``.
+        prefix: text with which the assistant's open turn begins. With "", the result ends with the
+            header of the open turn; with None, there is no open turn.
     """
     start, end = control_id(tokenizer, IM_START), control_id(tokenizer, IM_END)
     newline, ids = encode_plain(tokenizer, "\n"), list[int]()
