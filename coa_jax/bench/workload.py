@@ -61,7 +61,7 @@ class Script:
         prompt: index of the rollout's prompt.
         lengths: number of tokens to sample before each call; the last entry is the number of tokens
             to sample after the last observation.
-        calls: the tool calls; there is one call less than there are entries in ``lengths``.
+        calls: the tool calls; there is one call fewer than there are entries in ``lengths``.
     """
 
     prompt: int

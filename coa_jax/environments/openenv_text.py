@@ -99,8 +99,7 @@ class Actions:
     def read(self, turn: str) -> dict[str, Any]:
         """Converts a turn of the policy to an action in the form that the server expects.
 
-        Everything up to the last ``</think>`` is ignored; the fences of a code block are ignored
-        too.
+        Everything up to the last ``</think>`` is ignored, as are the fences of a code block.
 
         Raises:
             UnreadableError: the turn contains no valid action.

@@ -166,7 +166,8 @@ class Algorithm(Bounded):
             trajectory. The fall begins this number of tokens before the token budget
             ``rollout.max_tokens``. 0 for no length penalty. See `learn.shaping`.
         overlong_penalty: amount by which the reward is lowered if the trajectory uses up the token
-            budget ``rollout.max_tokens``; half of the buffer costs half of the amount.
+            budget ``rollout.max_tokens``. Over the buffer, the reduction grows linearly from 0 to
+            this amount.
         gamma: discount factor of generalised advantage estimation.
         lam: trace decay (lambda) of generalised advantage estimation.
         value_clip: bound on the change of the critic's values within a step: where a value has

@@ -89,7 +89,7 @@ class Examples:
 
     Attributes:
         sizes: number of tokens of each example, int32 ``[N]``.
-        losses: number of tokens of each packed example that have a loss, int32 ``[N]``.
+        losses: number of tokens with a loss in each packed example, int32 ``[N]``.
         makers: functions that create examples. A maker is called with an index into its own data.
         owner: for each example, the index in ``makers`` of the function that creates the example,
             int32 ``[N]``.
@@ -145,7 +145,7 @@ def examples_of(
     Args:
         maker: function that creates the example at an index of its data.
         sizes: number of tokens of each example, int32 ``[N]``.
-        losses: number of tokens of each packed example that have a loss, int32 ``[N]``.
+        losses: number of tokens with a loss in each packed example, int32 ``[N]``.
         place: index of each example in the data of the maker, int64 ``[N]``.
     """
     return Examples(sizes, losses, (maker,), np.zeros(len(sizes), np.int32), place)

@@ -45,7 +45,7 @@ class Measured:
 
     Attributes:
         sizes: number of tokens of each record, int32 ``[N]``; 0 for a row that is left out.
-        losses: number of tokens of each record that have a loss, int32 ``[N]``.
+        losses: number of tokens with a loss in each record, int32 ``[N]``.
         counts: number of rows that are left out, by reason; and number of records whose protocol
             was inferred from tags, by protocol.
         wording: the wordings of prompts that occur in the records, see `tasks.prompts.Wording`.

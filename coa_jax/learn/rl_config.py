@@ -45,9 +45,9 @@ class RLConfig(TrainingConfig):
         groups: number of groups that a step trains on; a group is the set of samples of one task.
         group_size: number of samples per group.
         max_sampled: maximum number of groups that a step examines, as a multiple of ``groups``. A
-            group has a signal if its rewards differ. If the step has examined the maximum number of
-            groups, the step trains on those of them that have a signal, even if their number is
-            below ``groups``.
+            group has a signal if its rewards differ. A step that has examined the maximum number of
+            groups trains on those of them that have a signal, even if their number is below
+            ``groups``.
         groups_in_flight: number of groups that are sampled at the same time; 0 derives the number
             from the share of groups with a signal.
         max_staleness: maximum age, in steps, of a group that a step trains on. The age is the
