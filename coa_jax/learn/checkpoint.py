@@ -169,7 +169,7 @@ class Checkpoints:
         return time.monotonic() - self._saved >= seconds
 
     def best(self) -> int | None:
-        """Returns the number of the checkpoint with the best metric; None if none has the metric."""
+        """Returns the number of the checkpoint with the best metric; None if none has one."""
         step = self._manager.best_step() if self.best_metric else None
         known = {} if step is None else self._manager.metrics(step) or {}
         return step if self.best_metric in known else None
