@@ -17,11 +17,11 @@ if TYPE_CHECKING:
 
 
 def agent_sampler(*arguments: Any, **options: Any) -> AgentSampler:
-    """Creates an `AgentSampler`, which describes the arguments.
+    """Creates an `AgentSampler`; for the arguments see that class.
 
     Raises:
-        UserError: the packages of the extra ``serve`` are not installed, or `AgentSampler` raises
-            this error.
+        UserError: the packages of the extra ``serve`` are not installed, or an argument is invalid,
+            see `AgentSampler`.
     """
     try:
         from coa_jax.agents.sampler import AgentSampler

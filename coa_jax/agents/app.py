@@ -38,11 +38,11 @@ _ROUTES = ("/health", "/reward", "/v1/models", "/v1/chat/completions")
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Asked(Visit):
-    """A request of an agent program in the rollout loop.
+    """A request of an agent program while the rollout loop serves the request.
 
     Attributes:
         session: session of the program.
-        place: point in the session's tree of turns that the request continues.
+        place: point in the session's tree of turns at which the request continues.
     """
 
     session: Session
@@ -53,7 +53,7 @@ class Sessions(Service):
     """Serves the policy to the sessions of many agent programs.
 
     Attributes:
-        by_key: open sessions, by the key that the program sends.
+        by_key: open sessions, by the key that their programs send with each request.
     """
 
     def __init__(
@@ -83,11 +83,11 @@ class Sessions(Service):
         self._most = most
 
     def prepare(self, session: Session, _: Service, body: ChatRequest) -> Visit:
-        """Makes the request for the rollout loop from the body of a chat request.
+        """Converts the body of a chat request into a request for the rollout loop.
 
-        The method tokenises new messages, so callers run it in a thread. The sampling parameters of
-        the program are ignored in favour of those of the run, because training must know the
-        distribution from which tokens were sampled.
+        Callers should call this method in a thread, because it tokenises the new messages. The
+        sampling parameters of the run replace those that the program sends, because training must
+        know the distribution from which tokens were sampled.
 
         Args:
             session: session of the program.
@@ -133,7 +133,7 @@ class Sessions(Service):
         return Asked(**values, session=session, place=place)
 
     async def events(self, visit: Visit) -> AsyncGenerator[Event, None]:
-        """Runs a request like `Service.events`; records completions before the program has them."""
+        """Runs a request like `Service.events`, but records each completion before yielding it."""
         assert isinstance(visit, Asked)
         if visit.session.closed:  # the session was closed while its request was being read
             raise Refused(401, "the session has ended")
@@ -173,7 +173,7 @@ class Sessions(Service):
 def make_app(service: Sessions, log: RefusalLog) -> FastAPI:
     """Creates the ASGI application.
 
-    Every request needs the key of an open session as its bearer token.
+    Every request must carry the key of an open session as its bearer token.
     """
     app = FastAPI(openapi_url=None)
 

@@ -27,7 +27,9 @@ The function returns the value that a program would print as its last line, see 
 
 @dataclasses.dataclass(frozen=True)
 class AgentConfig(Bounded):
-    """Settings of an agent program in place of the tool loop; the default is no program.
+    """Settings of an agent program that takes the place of the tool loop.
+
+    By default there is no agent program.
 
     Attributes:
         command: command line of the program; "" for no program. The program is started once per
@@ -38,10 +40,11 @@ class AgentConfig(Bounded):
         concurrency: maximum number of programs that run at the same time; 0 for the number of slots
             of the engines.
         seconds: time limit of a program in seconds of wall-clock time (stop reason ``deadline``).
-            It also applies if ``max_staleness`` is 0.
+            Unlike ``rollout.max_seconds``, this limit applies even if ``max_staleness`` is 0.
         max_requests: maximum number of requests of a program; further requests are refused (stop
             reason ``turns``).
-        host: address on which the endpoint listens. Each request needs the key of its session.
+        host: address on which the endpoint for the programs listens. Each request must carry the
+            key of its session.
         port: port of the endpoint; 0 for any free port.
     """
 

@@ -36,7 +36,7 @@ def run(owner: int, command: list[str]) -> int:
         command: the program and its arguments.
 
     Returns:
-        The exit code of the supervisor, see the docstring of the module.
+        The exit code for this process, see the docstring of the module.
     """
     _set(kernel.PR_SET_CHILD_SUBREAPER, 1)
     signal.signal(signal.SIGTERM, lambda *_: _end())

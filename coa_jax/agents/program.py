@@ -23,7 +23,10 @@ _GRACE_S = 10.0  # seconds in which a supervisor (`leash`) must end the program'
 
 
 class ProgramError(Exception):
-    """Raised if a program fails; this masks the sample, because the policy is not the cause."""
+    """Raised if a program fails.
+
+    The sample is then masked, because the policy did not cause the failure.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +50,7 @@ class Outcome:
                 answer; or None for an empty outcome.
 
         Raises:
-            ProgramError: the value is something else, or has an ``error``.
+            ProgramError: the value is of another kind, or has an ``error``.
         """
         if value is None:
             return cls()
@@ -66,7 +69,7 @@ class Outcome:
         )
 
     def over(self, other: Outcome) -> Outcome:
-        """Returns this outcome; fields that are None are taken from the other outcome."""
+        """Returns this outcome; fields that are None get the values of the other outcome."""
         answer = other.answer if self.answer is None else self.answer
         return Outcome(answer, other.reward if self.reward is None else self.reward)
 
@@ -76,9 +79,9 @@ class Access:
     """The address and key with which a program reaches its session.
 
     Attributes:
-        url: address of the endpoint, without ``/v1``.
+        url: address of the endpoint, without the suffix ``/v1``.
         key: key of the session.
-        model: name of the model for requests.
+        model: name of the model, for the field ``model`` of requests.
     """
 
     url: str
@@ -130,8 +133,8 @@ def make_agent(config: AgentConfig) -> Agent:
 async def run_command(command: list[str], task: Mapping[str, Any], access: Access) -> Outcome:
     """Runs a program, supervised by `leash`, and returns the outcome that it prints.
 
-    The program reads the task from its standard input. The last line that it prints is the outcome:
-    a JSON object that `Outcome.read` accepts, or the answer itself.
+    The program can read the task from its standard input. The last line that the program prints
+    must be its outcome: a JSON object that `Outcome.read` accepts, or the answer itself.
 
     Args:
         command: the program and its arguments.

@@ -121,7 +121,10 @@ class AgentSampler:
         return self._service.sampler.figures()
 
     async def finished(self) -> AsyncGenerator[Trajectory, None]:
-        """Implements `Sampler`; the endpoint and the programs run while this generator runs."""
+        """Yields finished trajectories, as `Sampler` demands.
+
+        The endpoint and the programs run as long as this generator runs.
+        """
         log = RefusalLog()
         service = self._service
         async with service:

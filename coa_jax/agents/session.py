@@ -28,15 +28,15 @@ from coa_jax.trajectory import Author, SegmentSpan, StopReason, Trajectory
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Turn:
-    """A request and one of its completions.
+    """A request of an agent program, and one completion of the request.
 
     Attributes:
         before: the turn that the request continues; None if the request starts a conversation.
         messages: new messages of the request.
         added: token ids of the new messages, up to the beginning of the policy's turn.
         said: text of the completion as the program received it.
-        answer: trajectory of the completion. Its tokens are all earlier token ids, ``added``, and
-            the new tokens of the policy.
+        answer: trajectory of the completion. The tokens of the trajectory are all earlier token
+            ids, ``added``, and the new tokens of the policy.
     """
 
     before: Turn | None
@@ -53,8 +53,8 @@ class Turn:
     def is_said(self, message: Message) -> bool:
         """Returns whether a message repeats the completion of this turn.
 
-        Before a program sends a completion back, it may strip white space, append the stop string
-        that the endpoint left out, or format the JSON of calls in another way.
+        A repetition need not be exact: a program may strip white space, append the stop string that
+        the endpoint left out, or format the JSON of tool calls in another way.
         """
         role, text = message
         said, text, written = self.said.strip(), text.strip(), self.answer.text.strip()
@@ -71,7 +71,8 @@ class Place:
         messages: new messages of the request.
         added: token ids of the new messages, up to the beginning of the policy's turn.
         prompt: token ids of the whole conversation, up to the beginning of the policy's turn.
-        number: number that identifies this prompt in the session, and seeds the sampling.
+        number: number that identifies this prompt in the session, and from which the sampling seed
+            is derived.
     """
 
     before: Turn | None
@@ -82,19 +83,21 @@ class Place:
 
 
 class Session:
-    """The tree of turns of one sample; several threads may use it.
+    """The tree of turns of one sample.
+
+    Several threads may use a session at the same time.
 
     Attributes:
         request: the trainer's request for the samples of a task.
         sample: index of the sample among the samples of the task.
         key: key by which the endpoint identifies the session.
         turns: turns, in the order in which they were completed.
-        given: outcome that the program has sent to the route ``/reward``.
-        ended_by: stop reason of a request that was refused or failed, such as a budget that was
-            used up; None if there was none.
-        in_engine: number of completions that are still in the engines.
+        given: outcome that the program has sent to the endpoint's route ``/reward``.
+        ended_by: stop reason of a request that was refused or failed, for example because a limit
+            was reached; None if there was no such request.
+        in_engine: number of completions that the engines are still sampling.
         asked: number of requests so far.
-        refused: reason for which the last refused request was refused.
+        refused: reason why the last refused request was refused.
         cancelled: whether the sample was cancelled.
         closed: whether the program has ended. Further requests of the session are refused.
     """
@@ -122,7 +125,7 @@ class Session:
         self._lock = threading.Lock()
 
     def known(self, messages: Sequence[Message]) -> tuple[Turn | None, tuple[Message, ...]]:
-        """Returns the last turn that a conversation repeats, and the messages after this turn."""
+        """Returns the last turn that a request's messages repeat, and the messages after it."""
         with self._lock:
             return self._known(None, tuple(messages))
 
@@ -138,7 +141,7 @@ class Session:
         return best
 
     def place(self, before: Turn | None, new: tuple[Message, ...]) -> Place:
-        """Tokenises the new messages of a request; returns the point that the request continues.
+        """Tokenises the new messages of a request, and returns its place in the tree of turns.
 
         Args:
             before: turn that the request continues, as returned by `known`.
@@ -162,7 +165,7 @@ class Session:
         """Records a completion as a new turn.
 
         Args:
-            place: point that the request continued.
+            place: point at which the request continued the tree.
             said: text of the completion as the program received it.
             answer: trajectory of the completion.
         """
@@ -181,11 +184,12 @@ class Session:
     def trajectory(
         self, reason: StopReason, outcome: Outcome, about: Mapping[str, Any]
     ) -> Trajectory:
-        """Builds the trajectory of the sample; further conversations become its branches.
+        """Builds the trajectory of the sample from all conversations of the program.
 
-        The trajectory itself is the conversation that ends with the last turn. If several
-        conversations share a sampled token, the policy is trained on the token in one of them; in
-        the others it is part of the prompt.
+        The trajectory itself is the conversation that ends with the last turn; all other
+        conversations become its branches. If several conversations share a sampled token, the
+        policy is trained on the token in only one of them; in the others, the token counts as part
+        of the prompt.
 
         Args:
             reason: stop reason of the sample.

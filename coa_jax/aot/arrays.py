@@ -52,7 +52,7 @@ from coa_jax.tasks.mixture import load_parts
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A configuration that has been placed on a slice.
+    """A configuration of a run, placed on a slice.
 
     Attributes:
         config: settings of the run.
@@ -60,12 +60,11 @@ class Setup:
         where: the slice on which the configuration is placed.
         mesh: training mesh, which consists of the chips that train.
         engine_chips: number of chips of one engine; 0 without engines.
-        aside: chips that are reserved for rollouts; () if the chips of the mesh run the rollouts
-            too.
+        aside: chips that are reserved for rollouts; () if the chips of the mesh also run the
+            rollouts.
         rules: shapes of the tables of the constraint under which the run samples; None without a
             constraint.
-        unknown: one line of text about sizes of these tables that are unknown; "" if all sizes are
-            known.
+        unknown: one line of text that says which sizes of these tables are unknown; "" if none is.
         teacher: architecture of the local teacher of on-policy distillation; None without a local
             teacher.
         hosts: number of hosts of the slice.
@@ -94,8 +93,8 @@ def set_up(
 ) -> Setup:
     """Places a configuration on a slice.
 
-    As in a run, the mesh may have fewer chips than a slice of a single host. All figures then refer
-    to the chips of the mesh.
+    If the slice is a single host, the mesh may have fewer chips than the slice, as in a run. All
+    results then refer to the chips of the mesh.
 
     Args:
         config: settings of the run.
@@ -134,7 +133,7 @@ def set_up(
 
 
 def micro_batches(config: SFTConfig | RLConfig) -> int:
-    """Returns the number of micro-batches of a step in which every sequence fills a row."""
+    """Returns the number of micro-batches of a step, if every sequence fills a row."""
     if isinstance(config, SFTConfig):
         return -(-config.batch_size // config.rows)
     return -(-config.groups * config.group_size // config.rows)
@@ -143,7 +142,7 @@ def micro_batches(config: SFTConfig | RLConfig) -> int:
 def micro_batches_of_update(config: SFTConfig | RLConfig) -> int:
     """Returns the maximum number of micro-batches of one update.
 
-    As in `micro_batches`, every sequence of the step fills a row.
+    As in `micro_batches`, every sequence of the step is assumed to fill a row.
     """
     if isinstance(config, SFTConfig):
         return micro_batches(config)
@@ -151,9 +150,9 @@ def micro_batches_of_update(config: SFTConfig | RLConfig) -> int:
 
 
 def attended(config: SFTConfig | RLConfig) -> int:
-    """Returns the number of positions of a row in attention.
+    """Returns the number of positions of a row inside attention.
 
-    In attention, a row has a copy of a shared prompt for each sequence.
+    Inside attention, a row has one copy of a shared prompt for each sequence.
     """
     unfolded = config.attention_length if isinstance(config, RLConfig) else 0
     return unfolded or config.row_length
@@ -221,7 +220,7 @@ def teacher(setup: Setup) -> Params:
 
 
 def training_bytes(setup: Setup) -> int:
-    """Returns the number of bytes per chip of everything that training keeps between steps."""
+    """Returns the number of bytes per chip of all arrays that training keeps between steps."""
     values = critic(setup)
     others = 0 if values is None else chip_bytes(values)
     others += 0 if setup.teacher is None else chip_bytes(teacher(setup))
@@ -231,7 +230,7 @@ def training_bytes(setup: Setup) -> int:
 def resume_bytes(setup: Setup) -> int:
     """Returns the number of bytes per chip that a run takes while it reads its checkpoint.
 
-    The bytes include `training_bytes`, and a copy of the largest array, because the computation of
+    The result is `training_bytes` plus a copy of the largest array, because computing the
     fingerprints copies one array at a time.
     """
     saved = policy(setup)._replace(frozen={})
@@ -241,8 +240,8 @@ def resume_bytes(setup: Setup) -> int:
 def export_bytes(setup: Setup) -> int:
     """Returns the number of bytes per chip that a run takes while it exports its model at the end.
 
-    If there are several hosts, every chip gathers one whole tensor at a time; stacked layers are
-    gathered layer by layer.
+    If there are several hosts, every chip gathers one whole tensor at a time; of stacked layers,
+    one layer at a time.
     """
     whole = 0
     if setup.hosts > 1:
@@ -316,9 +315,9 @@ def engine_mesh(setup: Setup) -> Mesh:
 
 
 def engine_compute(setup: Setup) -> Compute:
-    """Returns the result of `engine.layout.engine_compute` for the chips of an engine.
+    """Returns what `engine.layout.engine_compute` would return on the chips of an engine.
 
-    For GPUs, the implementation of attention is the reference.
+    For GPUs, the result names the reference implementation of attention.
     """
     assert isinstance(setup.config, RLConfig)
     engine, platform = setup.config.engine, "tpu" if setup.where.tpu else "cpu"
@@ -366,8 +365,8 @@ def abstract_tables(config: RLConfig, model: ModelConfig) -> tuple[ConstraintTab
         model: architecture of the model.
 
     Returns:
-        The shapes (None without a constraint), and one line of text about sizes that are unknown
-        because the tokenizer is missing ("" if all sizes are known).
+        The shapes (None without a constraint), and one line of text that says which sizes are
+        unknown because the tokenizer is missing ("" if all sizes are known).
 
     Raises:
         UserError: the protocols of the tasks are unknown.
@@ -425,20 +424,20 @@ def engine_bytes(setup: Setup) -> int:
 
 
 def kept_bytes(setup: Setup) -> int:
-    """Returns the number of bytes per training chip of all that a run keeps during an update.
+    """Returns the number of bytes per training chip of all arrays that a run keeps in an update.
 
-    The bytes include the arguments of programs. Engines on the same chips have freed their memory,
-    unless rollouts continue during updates.
+    The arguments of compiled programs are included. Engines on the same chips are not included,
+    because they have freed their memory, unless rollouts continue during updates.
     """
     kept = training_bytes(setup)
     return kept + (engine_bytes(setup) if setup.rollouts_go_on else 0)
 
 
 def decoding_bytes(setup: Setup) -> int:
-    """Returns the number of bytes per chip of everything that a run keeps while it decodes.
+    """Returns the number of bytes per chip of all arrays that a run keeps while it decodes.
 
-    If rollouts continue during updates, or have separate chips, the bytes include a second copy of
-    the engine's parameters, which exists while new parameters arrive.
+    If rollouts continue during updates, or have chips of their own, a second copy of the engine's
+    parameters is included, which exists while new parameters arrive.
     """
     kept = 0 if setup.aside else training_bytes(setup)
     second = setup.aside or setup.rollouts_go_on

@@ -36,13 +36,14 @@ class Costs:
     """The costs of a compiled program on one chip.
 
     Attributes:
-        flops: number of FLOPs of matmuls, including those in kernels; other arithmetic is not
-            counted.
-        kernel_flops: the part of ``flops`` that is in kernels.
-        hbm_bytes: number of bytes that instructions read and write in the main memory.
-        sent: number of bytes that the chip sends, by (kind of collective, number of chips that take
-            part).
-        unknown_loops: number of loops with an assumed trip count.
+        flops: number of FLOPs of matmuls, including matmuls inside attention kernels; other
+            arithmetic is not counted.
+        kernel_flops: the part of ``flops`` that attention kernels compute.
+        hbm_bytes: number of bytes that instructions read from and write to the chip's main memory
+            (HBM).
+        sent: maps a pair (kind of collective, number of chips that take part) to the number of
+            bytes that the chip sends in such collectives.
+        unknown_loops: number of loops whose trip count is unknown and was assumed.
     """
 
     flops: float = 0.0
@@ -52,7 +53,7 @@ class Costs:
     unknown_loops: int = 0
 
     def sent_by_kind(self) -> dict[str, float]:
-        """Returns the number of sent bytes by kind of collective; 0 for kinds that do not occur."""
+        """Returns the number of bytes sent by kind of collective; 0 for kinds that do not occur."""
         totals = dict.fromkeys(COLLECTIVES, 0.0)
         for (kind, _), count in self.sent.items():
             totals[kind] += count
@@ -64,11 +65,11 @@ def count(module: Module, chips: int, data_trips: Sequence[float] = ()) -> Costs
 
     Args:
         module: the parsed program, see `hlo.parse`.
-        chips: number of chips that run the program, which is the group size of collectives without
-            groups.
-        data_trips: trip counts of loops whose end depends on data. The first number is for the
-            outermost such loops, the second number for loops of this kind inside them, and so on; 1
-            is assumed for deeper loops.
+        chips: number of chips that run the program. All of them take part in a collective that
+            names no groups of chips.
+        data_trips: assumed trip counts of loops whose end depends on data. The first number applies
+            to the outermost loops of this kind, the second number to loops of this kind inside
+            those, and so on; 1 is assumed for loops nested more deeply.
     """
     costs = Costs()
     _walk(module, module.entry, 1.0, chips, tuple(data_trips), costs)
@@ -212,9 +213,9 @@ def _context(computation: Computation, line: Instruction) -> int:
 
 
 def moved_by(module: Module, computation: Computation, line: Instruction) -> float:
-    """Returns the number of bytes that an instruction moves in the main memory.
+    """Returns the number of bytes that an instruction reads from or writes to the main memory.
 
-    For a slice of an array, only the bytes of the slice are counted.
+    If an instruction uses a slice of an array, only the bytes of the slice are counted.
 
     Args:
         module: the program.
@@ -347,7 +348,7 @@ def collectives(
 def sent_by(
     kind: str, line: Instruction, computation: Computation, chips: int
 ) -> tuple[int, float]:
-    """Returns the cost of a collective with the ring algorithm, which sends the fewest bytes.
+    """Computes the bytes sent by a collective with the ring algorithm, which sends the fewest.
 
     Args:
         kind: kind of the collective, one of `COLLECTIVES`.

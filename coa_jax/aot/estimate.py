@@ -30,7 +30,7 @@ from coa_jax.parallel.placement import split_devices
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The number of bytes on one chip while a compiled program runs.
+    """The memory in use on one chip while a compiled program runs, in bytes.
 
     Attributes:
         arguments: bytes of the arguments of the program.
@@ -39,7 +39,7 @@ class Memory:
             compiled.
         aliased: bytes of results that reuse the memory of arguments.
         code: bytes of the program's code.
-        lying: bytes of other arrays of the run.
+        lying: bytes of arrays of the run that the program does not use, but that stay on the chip.
     """
 
     arguments: int
@@ -74,7 +74,7 @@ def analyse(
         fraction: share of a chip's memory that a run may use.
 
     Returns:
-        The result that the command prints; ``fits`` is True if the whole run fits into memory.
+        The result that the command prints; ``fits`` says whether the whole run fits in memory.
     """
     chip, config = setup.where.chip, setup.config
     rows: list[dict[str, Any]] = []
@@ -228,17 +228,18 @@ _REFUSALS = (
 
 
 def exceeded(message: str) -> int | None:
-    """Parses the error message of the compiler for a program that exceeds the memory.
+    """Parses the error message of the compiler for a program that needs too much memory.
 
     Returns:
-        The minimum number of bytes that the program needs; None for another error.
+        The minimum number of bytes that the program needs; None if the message reports another
+        error.
     """
     found = next(filter(None, (re.search(refusal, message) for refusal in _REFUSALS)), None)
     return int(float(found[1]) * 1024 ** " KMGT".index(found[2] or " ")) if found else None
 
 
 def roofline(costs: Costs, chip: Chip, kernels: float = 1.0) -> dict[str, float]:
-    """Computes the times that a program takes at the peak rates of a chip, in seconds.
+    """Computes the time that a program takes at the peak rates of a chip, in seconds.
 
     Args:
         costs: costs of the program on one chip.
@@ -246,9 +247,9 @@ def roofline(costs: Costs, chip: Chip, kernels: float = 1.0) -> dict[str, float]
         kernels: share of the peak FLOP rate that attention kernels reach.
 
     Returns:
-        The times of matmuls (``compute_s``), of memory traffic (``hbm_s``) and of sending
-        (``ici_s``); their maximum ``step_s``, which assumes perfect overlap; and their sum
-        ``serial_s``, which assumes no overlap.
+        Five times by name: ``compute_s`` for matmuls, ``hbm_s`` for reading and writing the main
+        memory, ``ici_s`` for sending to other chips, ``step_s`` for the whole program if the three
+        overlap perfectly (their maximum), and ``serial_s`` if they do not overlap (their sum).
     """
     products = costs.flops + costs.kernel_flops * (1 / kernels - 1)
     compute, memory = products / chip.flops, costs.hbm_bytes / chip.hbm_bandwidth
@@ -329,15 +330,15 @@ def balance(
         setup: configuration on a slice, with the split that was compiled.
         result: the result of `analyse`.
         devices: devices of the slice.
-        ratio: time of rollouts on all chips, relative to the time of an update on all chips; 0
-            estimates the ratio from the programs of the engine.
+        ratio: time of a step's rollouts if all chips ran them, divided by the time of the update if
+            all chips computed it; 0 estimates this ratio from the compiled programs of the engine.
 
     Returns:
         The splits for which a training mesh exists, and a description of these splits for the
         command's result.
 
     Raises:
-        UserError: the compiler refused a program, so the program's time is unknown.
+        UserError: the compiler refused a program, whose time is therefore unknown.
     """
     config, rows = setup.config, result["programs"]
     assert isinstance(config, RLConfig)
@@ -384,7 +385,8 @@ def advice(
     Args:
         config: settings of the run.
         rows: results of the run's programs.
-        moments: bytes per chip at other times of the run, by the name of the time.
+        moments: number of bytes per chip at further times of the run, such as the export, by the
+            name of the time.
         usable: number of bytes of a chip that the run may use.
         reserve: share of ``usable`` that must stay free.
     """

@@ -12,12 +12,12 @@ _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
 @dataclasses.dataclass(frozen=True)
 class Array:
-    """The type of an array.
+    """The type of an array in a compiled program.
 
     Attributes:
         dtype: dtype in XLA's notation, such as ``bf16``.
         shape: sizes of the axes.
-        hbm: True if the array is in the main memory, False if it is in memory on the chip.
+        hbm: whether the array is in the main memory (HBM); if not, the array is in on-chip memory.
     """
 
     dtype: str
@@ -39,16 +39,16 @@ class Array:
 
 @dataclasses.dataclass(frozen=True)
 class Instruction:
-    """An instruction: one line of a computation.
+    """An instruction of a compiled program, which is one line of a computation.
 
     Attributes:
         name: name of the instruction, without the percent sign.
         types: array types of the result; several types if the result is a tuple.
         opcode: name of the operation, such as ``fusion``.
         operands: names of the operands, which are instructions of the same computation.
-        text: text after the operands, which contains the attributes.
-        argument: text between the parentheses, such as the index of a parameter or the value of a
-            constant.
+        text: text of the line after the operands, which contains the attributes.
+        argument: text between the parentheses after the opcode, such as the index of a parameter or
+            the value of a constant.
         root: whether the instruction is the result of the computation.
     """
 
@@ -72,7 +72,8 @@ class Instruction:
     def called(self) -> tuple[str, ...]:
         """The computations that the instruction calls once.
 
-        Computations of reductions and loops, which are called many times, are not included.
+        The computations of reductions and loops are not included, because they are called many
+        times.
         """
         names = []
         for key in ("calls", "called_computations", "branch_computations", "true_computation",
@@ -177,9 +178,9 @@ def _arrays(kind: str) -> Iterator[Array]:
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
     """Returns the trip count of a loop; None if the trip count depends on data.
 
-    Some programs state the trip count (``known_trip_count``). Otherwise the trip count is computed
-    if the condition of the loop compares an element of the loop's state with a constant, and if the
-    body adds a constant to this element.
+    The text of some programs states the trip count (``known_trip_count``). If the text does not,
+    the trip count is computed, provided that the condition of the loop compares an element of the
+    loop's state with a constant, and that the body adds a constant to this element.
 
     Args:
         module: the program.

@@ -34,19 +34,21 @@ from coa_jax.model.params import Params, merge_program, without_adapters
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """A program to compile.
+    """A program of a run that is to be compiled.
 
     Attributes:
         name: name of the program, such as ``train``.
         lower: function that lowers the program for XLA.
         runs: number of times that the program runs in a step; 0 if the number depends on the data.
-        lying: number of bytes of other arrays that are on a chip while the program runs.
-        devices: chips that run the program, in the order of the program's devices.
+        lying: number of bytes of arrays that the program does not use, but that are on a chip while
+            the program runs.
+        devices: chips that run the program, in the order in which the program numbers its devices.
         data_trips: trip counts of loops whose end depends on data, see `costs.count`.
-        kernel_flops: number of FLOPs per chip of kernels that the compiled program lacks.
+        kernel_flops: number of FLOPs per chip of those kernels that could not be compiled, and are
+            therefore missing in the compiled program.
         kernel_bytes: number of bytes per chip of the temporary arrays of these kernels.
-        scratch: number of bytes per chip of temporary arrays on the real machine; None if the
-            number that the compiler reports is right.
+        scratch: number of bytes per chip of temporary arrays on the real machine, if this number
+            differs from the number that the compiler reports here; None if it does not.
     """
 
     name: str

@@ -37,12 +37,14 @@ class Timeline:
 
     Attributes:
         total: time from the start of the first operation to the end of the last operation.
-        waiting: the part of ``total`` in which the chip only waits for its links.
-        beyond: the part of ``total`` by which operations take longer than their matmuls would take
-            at the chip's peak FLOP rate.
-        split: time that asynchronous collectives use the links; other operations can run during
-            this time.
-        whole: time that synchronous collectives use the links.
+        waiting: the part of ``total`` in which the chip computes nothing, because it waits for its
+            links.
+        beyond: the part of ``total`` by which the operations take longer than their matmuls would
+            take at the chip's peak FLOP rate (for example because they read much memory).
+        split: time for which asynchronous collectives use the links; other operations can run at
+            the same time.
+        whole: time for which synchronous collectives use the links; no other operation runs at the
+            same time.
     """
 
     total: float = 0.0
@@ -64,10 +66,11 @@ class Machine:
 
     Attributes:
         chip: peak rates of a chip.
-        places: coordinates of each chip on the torus, int ``[chips, axes]``, in the order of the
-            program's devices; None for a machine in which every collective can use all links.
-        rings: for each axis, its size if the last chip of the axis is linked to the first, and 0
-            otherwise; () if the chips along every axis form a ring.
+        places: coordinates of each chip on the torus, int ``[chips, axes]``, in the order in which
+            the program numbers its devices; None for a machine in which every collective can use
+            all links.
+        rings: for each axis of the torus, the size of the axis if its last chip is linked to its
+            first chip, and 0 if not; () if the chips along every axis form a ring.
         kernels: share of the peak FLOP rate that attention kernels reach.
     """
 
@@ -77,7 +80,7 @@ class Machine:
     kernels: float = 1.0
 
     def links(self, kind: str, line: Instruction) -> tuple[tuple[int, int], ...]:
-        """Returns (axis, direction) of each link of a chip that a collective uses."""
+        """Returns a pair (axis, direction) for each link of a chip that a collective uses."""
         if self.places is None:
             return ((0, 0),)
         places = self._members(kind, line)

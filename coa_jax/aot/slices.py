@@ -23,14 +23,14 @@ GPUS = tuple(name for name, chip in CHIPS.items() if chip.capability)
 class Slice:
     """A set of chips that run a program together: a TPU slice, or a group of GPUs.
 
-    A v7x chip is two JAX devices, each with half of the chip's memory. Every other chip is one
-    device.
+    Each v7x chip appears in JAX as two devices, each with half of the chip's memory. Chips of all
+    other kinds appear as one device.
 
     Attributes:
         name: name of the slice on the command line.
         kind: name of the chip, a key of `CHIPS`.
-        shape: shape of a TPU slice's torus, or (number of GPUs,).
-        peaks: measured peak rates of a chip; None for the vendor's peak rates in `CHIPS`.
+        shape: shape of the torus of a TPU slice, or (number of GPUs,) for GPUs.
+        peaks: measured peak rates of a chip; None takes the vendor's peak rates from `CHIPS`.
     """
 
     name: str
@@ -45,7 +45,7 @@ class Slice:
 
     @property
     def chip(self) -> Chip:
-        """Peak rates of a JAX device, which is a chip or an equal part of a chip."""
+        """Peak rates and sizes of one JAX device, which is a chip or an equal part of a chip."""
         chip = self.whole
         parts = chip.devices
         return dataclasses.replace(
@@ -60,10 +60,11 @@ class Slice:
 
     @property
     def rings(self) -> tuple[bool, ...]:
-        """Whether the last chip of each axis of a TPU slice is linked to the first chip.
+        """For each axis of a TPU slice, whether the last chip is linked to the first chip.
 
-        On v5e and v6e only an axis of 16 chips (a whole pod) is a ring. Other slices consist of
-        cubes of 4 x 4 x 4 chips, and all axes of a slice of whole cubes are rings.
+        On v5e and v6e, only an axis of 16 chips (the length of a whole pod) is such a ring. Slices
+        of other TPUs are built of cubes of 4 x 4 x 4 chips; if a slice consists of whole cubes, all
+        of its axes are rings.
         """
         if len(self.shape) == 2:
             return tuple(size == 16 for size in self.shape)
@@ -76,7 +77,7 @@ class Slice:
 
     @property
     def tpu(self) -> bool:
-        """Whether the slice consists of TPUs, for which the real compiler is available."""
+        """Whether the slice consists of TPUs, whose compiler can run without a TPU."""
         return self.kind in TPUS
 
 
@@ -84,7 +85,7 @@ def parse_slice(name: str) -> Slice:
     """Parses the name of a slice, such as ``v5p:4x4x8``, ``v5e:4x4`` or ``gpu:8xh100``.
 
     Raises:
-        UserError: the name does not have such a form, or its kind of chip is not known.
+        UserError: the name is not of such a form, or names an unknown kind of chip.
     """
     tpu = re.fullmatch(r"(\w+):(\d+(?:x\d+){1,2})", name)
     if tpu and tpu[1] in TPUS:
@@ -124,7 +125,7 @@ def default_fraction(where: Slice) -> float:
 def owners_of(where: Slice, devices: Sequence[Any]) -> list[int]:
     """Returns the index of the host that owns each device.
 
-    Simulated devices are distributed over hosts in order.
+    Simulated devices are assigned to hosts in order.
     """
     if where.tpu:
         return [device.process_index for device in devices]
@@ -134,8 +135,8 @@ def owners_of(where: Slice, devices: Sequence[Any]) -> list[int]:
 def devices_of(where: Slice) -> list[Any]:
     """Returns the devices of a slice, for which programs can be compiled.
 
-    Programs cannot run on the devices of a TPU slice. Call this function before any other use of
-    JAX, because it sets the number of simulated devices.
+    Programs can be compiled for the devices of a TPU slice, but cannot run there. This function
+    must be called before any other use of JAX, because it sets the number of simulated devices.
 
     Raises:
         UserError: the TPU compiler is not installed, or no TPU slice has this shape.

@@ -30,11 +30,11 @@ class Split:
 
     Attributes:
         rollout_devices: number of chips of each host that are reserved for rollouts; 0 if all chips
-            alternate between training and rollouts.
+            alternate between training and rollouts ("shared chips").
         training_chips: number of chips that train.
         rollout_chips: number of chips that run rollouts.
-        update_s: time of a step's update, in seconds.
-        rollout_s: time of a step's rollouts, in seconds.
+        update_s: time of a step's update on the training chips, in seconds.
+        rollout_s: time of a step's rollouts on the rollout chips, in seconds.
     """
 
     rollout_devices: int
@@ -47,7 +47,8 @@ class Split:
     def step_s(self) -> float:
         """Time of a step in seconds.
 
-        This is the longer of the two times, or their sum if update and rollouts share their chips.
+        The time is the longer of ``update_s`` and ``rollout_s`` or, if update and rollouts share
+        their chips, the sum of both.
         """
         if self.rollout_devices:
             return max(self.update_s, self.rollout_s)
@@ -77,10 +78,10 @@ def splits(
 def best(rows: Sequence[Split]) -> Split:
     """Returns the split with the shortest step.
 
-    Of splits with equal times, the result is the one with more training chips. Shared chips are
-    chosen only if there is no other split. According to this model shared chips would always be
-    fastest, because the model neglects the time of waiting for tools and long samples, which is the
-    reason for separate chips.
+    If several splits are equally fast, the result is the one with the most training chips. The
+    split in which training and rollouts share all chips is returned only if there is no other
+    split. By the estimated times, that split would always be the fastest. But the estimates neglect
+    the time of waiting for tools and for long samples, which is the reason for separate chips.
     """
     apart = [row for row in rows if row.rollout_devices]
     return min(apart or rows, key=lambda row: (row.step_s, row.rollout_chips))
@@ -91,7 +92,8 @@ def table(rows: Sequence[Split], compiled: int) -> str:
 
     Args:
         rows: splits, the result of `splits`.
-        compiled: ``mesh.rollout_devices`` of the split that was compiled.
+        compiled: number of reserved chips per host (``mesh.rollout_devices``) in the split that was
+            compiled.
     """
     head = ("mesh.rollout_devices", "chips: train", "roll out", "update", "rollouts", "step")
     lines = ["  ".join(head)]

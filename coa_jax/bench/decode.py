@@ -49,12 +49,12 @@ def decode_once(
     Args:
         engine: an engine with one slot per prompt.
         prompts: token ids, int ``[B, P]``.
-        new: number of tokens to sample per prompt.
-        protocol: protocol that constrains the sampling, so that a sequence may end early with a
-            tool call; None for no constraint.
+        new: number of tokens to sample in each slot.
+        protocol: protocol that constrains the sampling; a sequence can then end early with a tool
+            call. None for no constraint.
 
     Returns:
-        The seconds of the prefill, and the seconds per decoding step.
+        The seconds that the prefill took, and the seconds per decoding step.
 
     Raises:
         RuntimeError: the number of decoded tokens is wrong, although there is no protocol.
@@ -103,22 +103,22 @@ def measure_batch(
     repeats: int,
     profile: bool = False,
 ) -> dict[str, Any]:
-    """Measures one batch size, after one repeat that compiles the programs.
+    """Measures one batch size, after an unmeasured repetition that compiles the programs.
 
     Args:
         subject: the model.
         batch: number of sequences.
-        constraint: constraint of one protocol, with which each repeat is measured a second time;
-            None for no constrained measurement.
+        constraint: constraint of one protocol, under which each repetition is measured a second
+            time; None for no second measurement.
         prompt: number of tokens per prompt.
         new: number of tokens to sample per sequence.
         chunk: number of tokens that the device decodes per call, see `EngineConfig`.
         dtype: dtype of the matmul operands, see `EngineConfig`.
-        repeats: number of measured repeats.
-        profile: whether one more repeat is profiled.
+        repeats: number of measured repetitions.
+        profile: whether one more repetition is profiled.
 
     Returns:
-        The results for this batch size by name.
+        The results for this batch size, by name.
     """
     shapes = EngineConfig(
         batch, prompt + new, chunk, (32, 128, 512), dtype=dtype, decode_programs=1
@@ -170,7 +170,8 @@ def measure(
     Args:
         subject: the model.
         batches: the batch sizes.
-        protocol: protocol to which sampling is constrained in additional repeats; "" for none.
+        protocol: protocol that constrains the sampling in additional repetitions; "" for no such
+            repetitions.
         options: keyword arguments of `measure_batch`.
     """
     constraint = _constraint(subject, protocol) if protocol else None

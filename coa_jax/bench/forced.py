@@ -40,7 +40,7 @@ class _Words(TokenTable):
 
 
 class ForcedEpisode(Episode):
-    """An episode whose turns end after a given number of tokens, regardless of their text."""
+    """An episode whose turns end after a given number of tokens, whatever the tokens are."""
 
     def __init__(self, request: Request, sample: int, script: Script):
         """Starts the episode of a sample.
@@ -62,7 +62,7 @@ class ForcedEpisode(Episode):
         self.script = script
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
-        """Adds a token, see `Episode.feed`; the last token of a turn ends the turn.
+        """Adds a token, see `Episode.feed`; after the given number of tokens, the turn ends.
 
         A turn ends with a tool call, or with the end of the episode.
         """
@@ -80,13 +80,14 @@ class ForcedEpisodes(Episodes):
     """The rollouts of a workload, for the agent loop (see `coa_jax.rollout.episodes.Episodes`).
 
     Attributes:
-        workload: the workload that fixes lengths, calls and observations.
+        workload: the workload, which fixes the lengths of turns, the tool calls and the
+            observations.
     """
 
     workload: Workload
 
     def requests(self) -> Iterator[Request]:
-        """Yields one request per prompt; the sample index is the index of the rollout."""
+        """Yields one request per prompt, whose sample indices are the indices of the rollouts."""
         for number, prompt in enumerate(self.workload.prompts):
             scripts = enumerate(self.workload.scripts)
             samples = tuple(i for i, script in scripts if script.prompt == number)
@@ -106,12 +107,12 @@ class ForcedEpisodes(Episodes):
         return list(calls[len(episode.tool_calls)].observation), text
 
     def frame(self, episode: Episode) -> int:
-        """Returns 0, because observations have no tokens except those of the workload."""
+        """Returns 0, because the workload's observations need no tokens around them."""
         return 0
 
 
 class Sleep:
-    """A tool that sleeps for the number of seconds that its argument says."""
+    """A tool that sleeps for the number of seconds in the argument of the call."""
 
     name = "sleep"
     deadline = math.inf

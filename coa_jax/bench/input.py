@@ -46,9 +46,9 @@ _CHARS = 3  # characters per token in these records, measured with SmolLM2
 
 
 def made_records(number: int, length: int, seed: int = 0) -> Iterator[DistilledRecord]:
-    """Yields records whose observations are Factbook pages.
+    """Yields generated records whose observations are pages of the Factbook.
 
-    The records have from about 2,000 to ``length`` tokens.
+    The number of tokens of a record lies between about 2,000 and ``length``.
 
     Args:
         number: number of records.
@@ -86,7 +86,7 @@ def core_speed(examples: Examples, seconds: float = 2.0) -> float:
 
 
 def batch_size_of(examples: Examples, rows: int, length: int) -> int:
-    """Returns how many examples, from the first one on, fit into the rows of an update.
+    """Returns how many examples, starting with the first one, fit in the rows of an update.
 
     Args:
         examples: examples of the run.
@@ -111,12 +111,12 @@ def run_steps(
     step_seconds: float,
     workers: int,
 ) -> dict[str, Any]:
-    """Runs steps that sleep, and measures how long they wait for data.
+    """Runs steps that sleep instead of training, and measures how long they wait for data.
 
     Args:
         examples: examples of the run.
         hosts: number of processes of the run.
-        rows: number of rows of a micro-batch per process.
+        rows: number of rows of a micro-batch in each process.
         length: number of tokens of a row.
         steps: number of measured steps.
         step_seconds: duration of a step in seconds, without the time of waiting.

@@ -25,7 +25,7 @@ _COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
-    """Returns median, minimum and maximum of repeated measurements; floats have five digits."""
+    """Returns the median, minimum and maximum of repeated measurements, rounded to five digits."""
     values = list(values)
     figures = {"median": statistics.median(values), "min": min(values), "max": max(values)}
     return {
@@ -53,12 +53,12 @@ def _compile_count() -> list[int]:
 
 
 def compile_count() -> int:
-    """Returns how many programs JAX compiled, or loaded from its cache, since the first call."""
+    """Returns how many programs JAX compiled or loaded from its cache since the first call."""
     return _compile_count()[0]
 
 
 def reset_peak_memory() -> None:
-    """Resets the peak that `peak_memory_mb` returns, if the kernel supports this (Linux)."""
+    """Resets the peak that `peak_memory_mb` returns, where this is supported (Linux)."""
     with contextlib.suppress(OSError):
         Path("/proc/self/clear_refs").write_text("5")
 
@@ -66,7 +66,8 @@ def reset_peak_memory() -> None:
 def peak_memory_mb() -> float:
     """Returns the peak resident memory, in 10^6 bytes.
 
-    The peak is that since `reset_peak_memory`, or else since the process began.
+    The peak is measured from the last `reset_peak_memory` on, or else from the start of the
+    process.
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -82,12 +83,12 @@ def peak_memory_mb() -> float:
 def best_seconds(function: Callable[[], Any], seconds: float = 0.5) -> float:
     """Returns the time of the fastest of several calls, after one call that is not timed.
 
-    The result is the minimum rather than the median, because it represents the performance of an
-    idle machine.
+    The minimum is used rather than the median, because other programs on the machine can only make
+    a call slower.
 
     Args:
-        function: computation to time; the timer waits for its result.
-        seconds: approximate time for which the calls are repeated.
+        function: function to time; the time includes waiting for its result.
+        seconds: approximate total time of the timed calls.
     """
     jax.block_until_ready(function())
     best, end = float("inf"), time.perf_counter() + seconds
@@ -99,7 +100,7 @@ def best_seconds(function: Callable[[], Any], seconds: float = 0.5) -> float:
 
 
 def read_bandwidth(megabytes: int = 512) -> float:
-    """Measures how many bytes per second a matrix-vector product reads from a float32 matrix.
+    """Measures the memory bandwidth, in bytes per second, of a matrix-vector product in float32.
 
     Args:
         megabytes: size of the matrix in MiB, which must be larger than the processor's caches.
@@ -112,7 +113,7 @@ def read_bandwidth(megabytes: int = 512) -> float:
 
 
 def peak_flops(dtype: str, size: int = 0) -> float:
-    """Measures the FLOP/s of a square matmul, which is computed like the matmuls of the model.
+    """Measures the FLOP/s of a square matmul, computed in the same way as those of the model.
 
     Args:
         dtype: dtype of the operands.
@@ -128,7 +129,7 @@ def peak_flops(dtype: str, size: int = 0) -> float:
 
 
 def output_path(out: str | None) -> Path | None:
-    """Checks the path of the result before the measurement; returns None if there is no path.
+    """Checks the output path before a long measurement; returns None if there is no path.
 
     Raises:
         UserError: the path is a directory, or its parent directory does not exist.
@@ -144,8 +145,8 @@ def output_path(out: str | None) -> Path | None:
 def report(result: dict[str, Any], path: Path | None) -> None:
     """Prints a result as one line of JSON, and writes it to ``path`` unless ``path`` is None.
 
-    The function adds the device, the number of cores, the load average and the version of JAX to
-    the result.
+    Before that, the function adds the device, the number of cores, the load average and the version
+    of JAX to the result.
     """
     device = jax.devices()[0]
     result |= {

@@ -36,7 +36,10 @@ class Subject:
 
 
 def define_model_flags() -> None:
-    """Defines the flags of every benchmark: the model, its dtype, and the path of the result."""
+    """Defines the command-line flags of every benchmark.
+
+    The flags name the model, its dtype, and the path of the result.
+    """
     flags.DEFINE_string("model", None, "Hugging Face directory or GGUF file")
     flags.DEFINE_enum("random", None, sorted(ARCHITECTURES), "architecture with random weights")
     flags.DEFINE_enum("dtype", "float32", ["float32", "bfloat16"], "dtype of the matmul operands")
@@ -48,13 +51,13 @@ def load_subject(model: str | None, random: str | None, dtype: str) -> Subject:
 
     Args:
         model: path or id of the model, see `load_model`; None if ``random`` is given.
-        random: name of an architecture in `ARCHITECTURES`, which gets random weights; None if
-            ``model`` is given.
+        random: name of an architecture in `ARCHITECTURES`, for which random weights are created;
+            None if ``model`` is given.
         dtype: dtype of the parameters.
 
     Raises:
-        UserError: neither ``model`` nor ``random`` is given, or both, the architecture is unknown,
-            or the model cannot be loaded.
+        UserError: neither or both of ``model`` and ``random`` are given, the architecture is
+            unknown, or the model cannot be loaded.
     """
     if (model is None) == (random is None):
         raise UserError("give either --model=DIR or --random=NAME")

@@ -118,10 +118,11 @@ def run_rl(
         config: settings of the run, whose tasks must be those of `write_inputs`.
         workload: lengths, tool calls and answers of the samples.
         path: path of a new run directory.
-        tool_share: factor by which the time that the tools sleep is multiplied.
+        tool_share: factor by which the sleeping time of the tools is multiplied; 1 is the time of
+            the workload.
 
     Returns:
-        The run directory with its measurements, and the measurements of the samples.
+        The run directory with the measurements of the run, and the measurements of the samples.
     """
     watch = Watch()
     episodes = Episodes(workload, watch)
@@ -165,7 +166,7 @@ def rl_config(
         workload: the workload for which `write_inputs` wrote the inputs.
         folder: the folder to which `write_inputs` wrote the inputs.
         steps: number of steps of the run.
-        groups: number of groups with a signal per step.
+        groups: number of groups per step that have a signal (rewards that differ).
         slots: number of slots of the engine.
         changes: fields of `RLConfig` to override, by name.
 
@@ -208,7 +209,7 @@ _SETTINGS = {field.name for field in dataclasses.fields(RLConfig)}
 
 
 def full_rate(config: RLConfig, workload: Workload) -> float:
-    """Measures the tokens per second while all slots are full and no tool sleeps.
+    """Measures the tokens sampled per second while all slots are in use and no tool sleeps.
 
     Args:
         config: settings of the run.
@@ -251,14 +252,14 @@ def full_rate(config: RLConfig, workload: Workload) -> float:
 def floor(
     workload: Workload, groups: int, slots: int, rate: float, update_s: float
 ) -> dict[str, float]:
-    """Computes lower bounds of a step's time in seconds; see the module's docstring.
+    """Computes lower bounds on the time of a step in seconds; see the docstring of the module.
 
     Args:
         workload: samples of the run.
-        groups: number of groups with a signal per step.
+        groups: number of groups per step that have a signal (rewards that differ).
         slots: number of slots of the engine.
-        rate: tokens per second while all slots are full.
-        update_s: seconds of an update and of the publication of its weights.
+        rate: tokens sampled per second while all slots are in use, see `full_rate`.
+        update_s: seconds that an update and the publication of the new weights take together.
     """
     sampled = groups / workload.signal
     decode = sampled * workload.per_group("tokens") / rate
@@ -289,9 +290,10 @@ def measure(
         workload: lengths, tool calls and answers of the samples.
         folder: folder for inputs and runs.
         steps: number of steps of the run, which must be more than twice ``edge``.
-        groups: number of groups with a signal per step.
+        groups: number of groups per step that have a signal (rewards that differ).
         slots: number of slots of the engine.
-        edge: number of steps at each end of the run that are left out of the results.
+        edge: number of steps at the start and at the end of the run that are left out of the
+            results.
         changes: fields of `RLConfig` to override, by name.
     """
     write_inputs(workload, folder)
@@ -355,7 +357,7 @@ def define_flags() -> None:
 
 
 def given_changes(texts: Iterable[str]) -> dict[str, Any]:
-    """Parses the settings of ``--set``; a value that is not JSON is a string.
+    """Parses the arguments of ``--set``; a value that is not valid JSON is taken as a string.
 
     Raises:
         UserError: a text is not of the form NAME=VALUE.

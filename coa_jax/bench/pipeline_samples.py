@@ -55,12 +55,13 @@ class _Episode(ForcedEpisode):
 class Watch:
     """Measurements of the samples of a run.
 
-    Times are those of `time.perf_counter`.
+    All times are readings of `time.perf_counter`.
 
     Attributes:
-        occupied: [start, end] of the time for which each sample occupies a slot; the end is
-            infinity if the run ended first.
-        waited: [start, end] of each time that a tool sleeps.
+        occupied: for each sample, the pair [start, end] of the time during which the sample
+            occupied a slot; the end is infinity if the run ended before the sample.
+        waited: for each call of a tool, the pair [start, end] of the time during which the tool
+            slept.
         tokens: number of sampled tokens.
     """
 
@@ -70,12 +71,12 @@ class Watch:
 
 
 def within(spans: Iterable[Sequence[float]], start: float, end: float) -> float:
-    """Returns the total seconds of those parts of all spans that lie between two times.
+    """Returns the total length, in seconds, of the parts of spans that lie between two times.
 
     Args:
-        spans: [start, end] of each span.
-        start: first time.
-        end: second time.
+        spans: pair [start, end] of each span.
+        start: earlier time.
+        end: later time.
     """
     return sum(max(min(b, end) - max(a, start), 0.0) for a, b in spans)
 
@@ -85,7 +86,7 @@ class Episodes(episodes.Episodes):
     """The samples of a workload, for the agent loop (see `coa_jax.rollout.episodes.Episodes`).
 
     Attributes:
-        workload: the workload that fixes the samples.
+        workload: the workload, which fixes the lengths and the tool calls of the samples.
         watch: collects the measurements.
     """
 
@@ -93,7 +94,7 @@ class Episodes(episodes.Episodes):
     watch: Watch
 
     def begin(self, request: Request, sample: int) -> Episode:
-        """Starts a sample of a group; the id of the task is the index of the group."""
+        """Starts a sample of a group; the group's index in the workload is the id of the task."""
         forced = self.workload.groups[int(request.task.id)][sample]
         return _Episode(request, sample, forced, self.watch)
 
@@ -108,7 +109,7 @@ class Episodes(episodes.Episodes):
 
 
 class WatchedSleep(Sleep):
-    """A tool that sleeps for a share of the given seconds, and records start and end."""
+    """A tool that sleeps for a share of the given seconds, and records when it starts and ends."""
 
     def __init__(self, watch: Watch, share: float):
         self._watch, self._share = watch, share

@@ -59,7 +59,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A workload of the pipeline benchmark: groups of samples.
+    """A workload of the pipeline benchmark, which consists of groups of samples.
 
     Attributes:
         name: name of the workload, used in the results.
@@ -100,7 +100,7 @@ def read_workload(name: str) -> Workload:
     """Reads a workload.
 
     Args:
-        name: 5, 20 or 60, or the path of a workload file.
+        name: ``5``, ``20`` or ``60`` for a workload of the package, or the path of a workload file.
 
     Raises:
         UserError: the file does not exist or is malformed.

@@ -26,11 +26,11 @@ def part_of(op_name: str) -> str:
 
 
 def profile_parts(run: Callable[[], object], program: str) -> dict[str, float]:
-    """Measures the share of each part of the model in the device time of a program.
+    """Measures the share of each part of a model in the device time of a compiled program.
 
-    A fused operation belongs to the part of its root instruction. If operations run concurrently,
-    the time of each is added, so the shares refer to the sum of the operations' times rather than
-    to wall-clock time.
+    A fused operation counts for the part of the model to which its root instruction belongs. If
+    operations run concurrently, each of them counts with its full time, so the shares refer to the
+    sum of the operations' times rather than to wall-clock time.
 
     Args:
         run: function that runs the compiled program, and nothing else that takes time on the

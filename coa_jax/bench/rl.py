@@ -67,10 +67,11 @@ def row_lengths(workload: Workload, row_length: int, share_prompts: bool) -> tup
 
     Args:
         workload: the workload, all of whose samples must fit.
-        row_length: number of tokens per row. 0 chooses the number. With shared prompts, a row then
-            holds the largest group, rounded up to a multiple of 64. Without shared prompts, it
-            holds the longest sample, rounded up to a multiple of 128, and has at least 512 tokens.
-        share_prompts: whether the samples of a group share their prompt.
+        row_length: number of tokens per row; 0 chooses the number. With shared prompts, the chosen
+            number is that of the largest group, rounded up to a multiple of 64. Without shared
+            prompts, the chosen number is that of the longest sample, rounded up to a multiple of
+            128, and at least 512.
+        share_prompts: whether the samples of a group share one copy of their prompt in a row.
     """
     if not share_prompts:
         return row_length or max(512, -(-workload.longest // 128) * 128), 0
@@ -100,9 +101,10 @@ def rl_config(
     Args:
         workload: a workload whose groups have the same size.
         shapes: shapes of the engine.
-        rows: number of rows per micro-batch; 0 for as many rows as the trajectories need.
+        rows: number of rows per micro-batch; 0 puts all rows that the trajectories need into one
+            micro-batch.
         row_length: number of tokens per row, see `row_lengths`.
-        share_prompts: whether the samples of a group share their prompt.
+        share_prompts: whether the samples of a group share one copy of their prompt in a row.
         remat: name of the rematerialisation policy, see `RLConfig`.
         steps: number of updates.
 
@@ -142,9 +144,9 @@ def rl_config(
 
 
 def graded(trajectories: Sequence[Trajectory], group_size: int) -> list[list[Trajectory]]:
-    """Splits trajectories into groups, and gives them rewards.
+    """Splits trajectories into groups, and gives each trajectory an artificial reward.
 
-    The reward is the share of even ids among the policy's tokens.
+    The reward is the share of even token ids among the tokens that the policy wrote.
     """
     with_reward = [
         dataclasses.replace(
@@ -173,9 +175,10 @@ def measure(
         subject: the model, whose parameters must be float32, and are donated.
         workload: a workload whose groups have the same size.
         shapes: shapes of the engine.
-        rows: number of rows per micro-batch; 0 for as many rows as the trajectories need.
+        rows: number of rows per micro-batch; 0 puts all rows that the trajectories need into one
+            micro-batch.
         row_length: number of tokens per row, see `row_lengths`.
-        share_prompts: whether the samples of a group share their prompt.
+        share_prompts: whether the samples of a group share one copy of their prompt in a row.
         remat: name of the rematerialisation policy, see `RLConfig`.
         steps: number of measured steps.
         attention: implementation of attention, see `RLConfig`.

@@ -71,7 +71,7 @@ def run_workload(
     workload: Workload,
     on_finish: Callable[[Trajectory], None] = lambda trajectory: None,
 ) -> list[Trajectory]:
-    """Runs a workload in the agent loop of training.
+    """Runs a workload in the same agent loop as in training.
 
     Args:
         engines: engines without stop tokens, whose slots are free and have at least
@@ -111,7 +111,7 @@ def measure_once(
 ) -> tuple[dict[str, float], list[Trajectory]]:
     """Runs a workload once, and measures it.
 
-    With several engines, seconds are means over the engines, and counts are sums.
+    With several engines, seconds are means over the engines, and counts are sums over them.
 
     Returns:
         The measurements by name, and the trajectories in the order of the workload.
@@ -143,7 +143,7 @@ def measure_once(
 
 
 def logp_gap(subject: Subject, trajectories: Sequence[Trajectory], dtype: str) -> float:
-    """Returns the largest absolute difference of log-probabilities between sampling and training.
+    """Returns the largest absolute difference between sampling and training log-probabilities.
 
     Args:
         subject: the model that sampled the trajectories.
@@ -169,13 +169,13 @@ def logp_gap(subject: Subject, trajectories: Sequence[Trajectory], dtype: str) -
 def measure(
     subject: Subject, workload: Workload, shapes: EngineConfig, repeats: int
 ) -> dict[str, Any]:
-    """Compiles the programs, runs the workload ``repeats`` times, and returns the result.
+    """Measures a workload ``repeats`` times, after compiling the programs; returns the result.
 
     Args:
         subject: the model.
         workload: the workload to run.
         shapes: shapes of the engines.
-        repeats: number of measured repeats.
+        repeats: number of measured repetitions.
     """
     compile_count()
     began = time.perf_counter()

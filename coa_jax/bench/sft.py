@@ -48,7 +48,7 @@ def random_examples(vocab_size: int, batch: int, length: int) -> list[Example]:
     """Creates sequences of random token ids, in which every token has a loss.
 
     Args:
-        vocab_size: number of different token ids.
+        vocab_size: size of the vocabulary, below which all token ids lie.
         batch: number of sequences.
         length: number of tokens per sequence.
     """

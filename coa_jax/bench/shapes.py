@@ -16,7 +16,7 @@ flags.disclaim_key_flags()
 
 
 def define_shape_flags() -> None:
-    """Defines the flags for the workload, the engine and the number of repeats."""
+    """Defines the command-line flags for the workload, the engine and the number of repetitions."""
     flags.DEFINE_string("workload", None, "JSON file of the workload", required=True)
     flags.DEFINE_integer(
         "slots", 0, "sequences in progress at a time; 0 for min(rollouts, 32)", lower_bound=0

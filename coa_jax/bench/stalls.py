@@ -40,10 +40,10 @@ from coa_jax.trajectory import Trajectory
 
 
 def quicken(workload: Workload) -> tuple[Workload, int]:
-    """Makes the longest call of a workload as quick as the median call.
+    """Shortens the longest tool call of a workload to the latency of the median call.
 
     Returns:
-        The changed workload, and the index of the rollout that makes this call.
+        The changed workload, and the index of the rollout that makes the shortened call.
 
     Raises:
         UserError: the workload has only one rollout, or no single call is the longest.
@@ -68,7 +68,7 @@ def quicken(workload: Workload) -> tuple[Workload, int]:
 
 
 def throughput(engines: Sequence[Engine], workload: Workload, apart: int) -> tuple[float, float]:
-    """Runs a workload once, and measures the throughput without one of its rollouts.
+    """Runs a workload once, and measures the throughput of all rollouts except one.
 
     Args:
         engines: engines without stop tokens, with free slots, see `run_workload`.
@@ -76,8 +76,9 @@ def throughput(engines: Sequence[Engine], workload: Workload, apart: int) -> tup
         apart: index of the rollout that is left out of the throughput.
 
     Returns:
-        The tokens per second of the other rollouts until the last of them has finished, and the
-        seconds until all rollouts have finished.
+        The number of tokens per second that the other rollouts sampled until the last of them
+        finished, and the number of seconds until all rollouts, including the excepted one, had
+        finished.
     """
     ends: dict[int, float] = {}
     began = time.perf_counter()
@@ -94,13 +95,15 @@ def throughput(engines: Sequence[Engine], workload: Workload, apart: int) -> tup
 def measure(
     subject: Subject, workload: Workload, shapes: EngineConfig, repeats: int
 ) -> dict[str, Any]:
-    """Compiles the programs, runs both workloads ``repeats`` times, and returns the result.
+    """Measures throughput with and without the slow call of a workload.
+
+    Both variants of the workload run ``repeats`` times, after the programs have been compiled.
 
     Args:
         subject: the model.
         workload: the workload, which has one slow call.
         shapes: shapes of the engines, with at least one slot per rollout.
-        repeats: number of measured repeats of each workload.
+        repeats: number of measured repetitions of each variant.
 
     Raises:
         UserError: there are fewer slots than rollouts, or the workload has no single longest call.

@@ -59,8 +59,9 @@ class Script:
 
     Attributes:
         prompt: index of the rollout's prompt.
-        lengths: number of tokens sampled before each call and, last, after the last observation.
-        calls: the tool calls, whose number is one less than that of ``lengths``.
+        lengths: number of tokens to sample before each call; the last entry is the number of tokens
+            to sample after the last observation.
+        calls: the tool calls; there is one call fewer than there are entries in ``lengths``.
     """
 
     prompt: int
@@ -70,7 +71,7 @@ class Script:
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
-    """A workload: rollouts whose prompts may be shared.
+    """A workload, which consists of rollouts; several rollouts may share a prompt.
 
     Attributes:
         name: name of the workload, used in the results.
@@ -91,7 +92,7 @@ class Workload:
 
     @property
     def prefill_tokens(self) -> int:
-        """Minimum number of tokens to prefill: each prompt once, and each observation once."""
+        """Minimum number of tokens to prefill; each prompt and each observation counts once."""
         prompts = sum(len(self.prompts[i]) for i in {script.prompt for script in self.scripts})
         calls = itertools.chain.from_iterable(script.calls for script in self.scripts)
         return prompts + sum(len(call.observation) for call in calls)
@@ -197,7 +198,7 @@ _QUICK_TOOL = 0.1
 
 @dataclasses.dataclass(frozen=True)
 class Recipe:
-    """The parameters from which a workload is drawn at random.
+    """The parameters of the distribution from which a workload is drawn at random.
 
     Numbers of tokens are drawn uniformly from ranges that include both ends.
 
@@ -205,15 +206,15 @@ class Recipe:
         rollouts: number of rollouts.
         group_size: number of rollouts that share a prompt.
         prompt_tokens: number of tokens of each prompt.
-        turns: number of tool calls of each rollout.
+        turns: number of tool calls in each rollout.
         gen_tokens: range of the number of tokens sampled before a call.
         tool_seconds: range of the latency of a call in seconds. The latency is log-normal around
             the geometric mean of the two ends, and clipped to the range.
         observation_tokens: range of the number of tokens that a call returns.
         final_tokens: range of the number of tokens sampled after the last call.
         vocab_size: size of the vocabulary; all token ids are below this number.
-        slow_tool: latency of the first call of the first rollout, in seconds; all other calls then
-            take 0.1 s. With 0, all latencies are drawn from ``tool_seconds``.
+        slow_tool: if above 0, the latency in seconds of the first call of the first rollout; all
+            other calls then take 0.1 s. With 0, all latencies are drawn from ``tool_seconds``.
     """
 
     rollouts: int = 32
@@ -314,11 +315,12 @@ def totals(
         A dict with these totals:
 
         - ``generated``: number of tokens to sample;
-        - ``prefill_once``: number of tokens to prefill if prompts are shared and the KV cache is
-          kept;
+        - ``prefill_once``: number of tokens to prefill if rollouts share prompts, and the KV cache
+          is kept between turns;
         - ``prefill_again``: number of tokens to prefill if every turn prefills its whole context;
         - ``tool_seconds``: latency of all calls, summed over all rollouts;
-        - ``tool_seconds_longest``: latency of all calls of the rollout that waits longest.
+        - ``tool_seconds_longest``: latency of all calls of the rollout whose calls take longest in
+          total.
     """
     generated = once = again = 0
     waits = []
@@ -342,7 +344,10 @@ def totals(
 
 
 def define_flags() -> None:
-    """Defines the flags of the command: the fields of `Recipe`, which override a preset."""
+    """Defines the command-line flags.
+
+    There is a flag for each field of `Recipe`, which overrides the value of a preset.
+    """
     flags.DEFINE_enum("preset", "W1", list(PRESETS), "recipe that the other flags override")
     flags.DEFINE_string("out", None, "file to write", required=True)
     flags.DEFINE_integer("seed", 0, "seed of all random numbers", 0, MAX_INT)

@@ -51,11 +51,12 @@ def numpy_attention(
             sees no key is NaN.
         cotangent: gradient with respect to the output, ``[B, T, N, G, K]``; None to compute no
             gradients.
-        factor: additional factor by which the scores are multiplied; 1 for correct attention.
+        factor: number by which the attention scores are multiplied in addition to the usual scale;
+            1 for correct attention.
 
     Returns:
-        The output, float64 ``[B, T, N, G, K]``; and the gradients with respect to q, k and v, or ()
-        without a cotangent.
+        The output, float64 ``[B, T, N, G, K]``, and a tuple of the gradients with respect to q, k
+        and v; without a cotangent, the tuple is empty.
     """
     q, k, v = (np.asarray(x, np.float64) for x in (q, k, v))
     scale = factor * q.shape[-1] ** -0.5
@@ -86,8 +87,8 @@ def runs_here(kind: Kind, name: str, head_dim: int) -> tuple[list[Compute], str]
         head_dim: head width K.
 
     Returns:
-        A `Compute` for each dtype to check, and "". If the implementation cannot run on this
-        device, the list is empty, and the text is the reason.
+        A list with a `Compute` for each dtype to check, and a text. If the implementation can run
+        on this device, the text is ""; otherwise the list is empty, and the text is the reason.
     """
     platform, capability = platform_of(jax.local_devices()[0])
     backend = backend_for(platform)
@@ -109,7 +110,7 @@ def _label(name: str, compute: Compute) -> str:
 
 
 def causal_checks(length: int, names: Sequence[str] = ()) -> Iterator[Check]:
-    """Checks implementations of causal attention, on packed rows and on rows of one sequence.
+    """Checks implementations of causal attention on packed rows, and on rows of one sequence.
 
     Args:
         length: number of tokens of a row.
@@ -173,7 +174,7 @@ def _causal(name: str, compute: Compute, length: int, packed: bool) -> Check:
 
 
 def paged_checks(names: Sequence[str] = ()) -> Iterator[Check]:
-    """Checks implementations of attention over a paged cache, with one and several new tokens.
+    """Checks implementations of attention over a paged cache, for one and for several new tokens.
 
     Args:
         names: names of the implementations to check; () checks all implementations.
@@ -294,7 +295,8 @@ def _fitting(
 def all_checks() -> Iterator[Check]:
     """Checks every implementation of causal and of paged attention.
 
-    On accelerators one of the two row lengths is longer than a block of the kernels.
+    Causal attention is checked for two row lengths. On accelerators, one of them is longer than a
+    block of the kernels.
     """
     lengths = (201,) if jax.default_backend() == "cpu" else (201, 1100)
     for length in lengths:

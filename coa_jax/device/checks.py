@@ -25,7 +25,8 @@ class Check:
         group: part of the report to which the check belongs.
         name: name of the check, unique in its group.
         verdict: the verdict, see `Verdict`.
-        text: one line of text with the measured values, their limits and the suspected fault.
+        text: one line of text with the measured values, the limits and, after a failure, the
+            suspected fault.
         figures: the measured values and limits by name, for the JSON report.
     """
 
@@ -39,12 +40,12 @@ class Check:
 def within(
     group: str, name: str, measured: Mapping[str, float], limits: Mapping[str, float], why: str = ""
 ) -> Check:
-    """Creates a check that passes if every measured value is at most its limit.
+    """Creates a check that passes if no measured error exceeds its limit.
 
     Args:
         group: part of the report to which the check belongs.
         name: name of the check, unique in its group.
-        measured: errors by name, at least 0; NaN fails the check.
+        measured: nonnegative errors by name; a NaN fails the check.
         limits: maximum of each error by name.
         why: suspected fault, which is shown if the check fails; "" for none.
     """
@@ -58,13 +59,13 @@ def within(
 def guarded(
     group: str, name: str, checks: Callable[[], Iterable[Check]], show: Callable[[str], None]
 ) -> Iterator[Check]:
-    """Yields the checks of a function, and a failed check if the function raises an exception.
+    """Yields the checks of a function and, if it raises an exception, a failed check.
 
     Args:
-        group: group of the failed check that an exception causes.
-        name: name of the failed check that an exception causes.
+        group: group of the failed check.
+        name: name of the failed check.
         checks: function that yields checks.
-        show: function that is called with the traceback of an exception.
+        show: function that is called with the traceback as a text if there is an exception.
     """
     try:
         yield from checks()

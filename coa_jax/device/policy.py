@@ -45,7 +45,11 @@ UPDATES = {"float32": 1e-3, "bfloat16": 0.05}
 
 
 def sharp_params() -> Params:
-    """Returns random parameters of `MODEL` as NumPy arrays, scaled so that attention is sharp."""
+    """Returns random parameters of `MODEL` as NumPy arrays.
+
+    The scale of the parameters makes attention sharp, so that errors in attention show in the
+    results.
+    """
     params = jax.jit(init_params, static_argnums=0)(MODEL, jax.random.key(0))
 
     def scaled(path: tuple[Any, ...], x: jax.Array) -> np.ndarray:
@@ -55,11 +59,12 @@ def sharp_params() -> Params:
 
 
 def computes() -> Iterator[tuple[Compute, Compute | None]]:
-    """Yields pairs (trainer, sampler) of computations to compare with each other.
+    """Yields pairs (trainer, sampler) of computations whose results must agree.
 
-    A sampler of None means that the engine chooses the computation, as in a run. On a CPU the last
-    pair has interpreted kernels: splash attention (for TPUs) in the trainer, and the Pallas kernel
-    for GPUs in the sampler. The other kernels cannot be interpreted within a compiled program.
+    If the sampler is None, the engine chooses the computation, as in a run. On a CPU, the last pair
+    runs kernels of other platforms in interpret mode: splash attention (for TPUs) in the trainer,
+    and the Pallas kernel for GPUs in the sampler. The remaining kernels cannot be interpreted
+    within a compiled program.
     """
     yield local_compute("float32"), None
     yield training_compute(MODEL, dtype="bfloat16"), None
@@ -75,7 +80,9 @@ def computes() -> Iterator[tuple[Compute, Compute | None]]:
 
 
 def sampled(params: Params, dtype: str, compute: Compute | None) -> tuple[list[Trajectory], str]:
-    """Samples a group of trajectories of one prompt, with an observation between two turns.
+    """Samples a group of trajectories from one prompt.
+
+    Each trajectory has two turns, with an observation between them.
 
     Args:
         params: parameters of `MODEL` on the device.
@@ -162,7 +169,7 @@ def gap(
 
     Args:
         params: parameters of `MODEL` on the device.
-        trainer: computation of the trainer, whose dtype the sampler has too.
+        trainer: computation of the trainer; the sampler uses the same dtype.
         sampler: computation of the sampler; None lets the engine choose.
 
     Returns:
@@ -227,8 +234,8 @@ def rl_steps(
         group: trajectories with rewards, see `sampled`.
 
     Returns:
-        The statistics of the steps; and by how much, in nats per token, the steps raised the mean
-        log-probability of rewarded samples relative to that of the other samples.
+        The statistics of the steps, and a number in nats per token: how much more the steps raised
+        the mean log-probability of rewarded samples than that of the other samples.
     """
     config = RLConfig(
         model="none",
@@ -288,12 +295,12 @@ def steps(params: Params, compute: Compute, group: list[Trajectory], device: Any
 
 
 def learning(compute: Compute, found: Steps, right: Steps) -> Iterator[Check]:
-    """Compares the statistics of training steps with those of the reference.
+    """Compares the statistics of training steps with the statistics of reference steps.
 
     Args:
         compute: computation of the steps.
         found: result of `steps` with ``compute``.
-        right: result of `steps` with the reference.
+        right: result of `steps` with the reference computation.
     """
     limit, name = UPDATES[compute.dtype], f"{compute.dtype}, attention {compute.attention}"
     yield _steps(f"SFT {name}", found[0], right[0], limit)
@@ -319,7 +326,7 @@ def _steps(
 
 
 def all_checks() -> Iterator[Check]:
-    """Checks sampler against trainer, and the training steps, for each pair of `computes`."""
+    """Checks the sampler against the trainer, and training steps, for each pair of `computes`."""
     device, host = jax.local_devices()[0], sharp_params()
     try:
         beside = jax.local_devices(backend="cpu")[0]

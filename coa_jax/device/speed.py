@@ -35,16 +35,16 @@ SMALL = ModelConfig("llama", 4096, 256, 1024, 4, 4, 2, 64)
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The model and the sizes of a measurement.
+    """The model and the sizes with which the speed of a device is measured.
 
     Attributes:
         model: name of a published architecture; "" for `SMALL`.
         dtype: dtype of the matmul operands.
         remat: rematerialisation policy of the training step.
-        batch: number of sequences of a training step.
-        rows: number of rows of a micro-batch.
+        batch: number of sequences in a training step.
+        rows: number of sequences in a micro-batch.
         length: number of tokens of a sequence in training.
-        decode: numbers of sequences with which decoding is measured.
+        decode: batch sizes (numbers of sequences) for which decoding is measured.
         prompt: number of prompt tokens of a sequence in decoding.
         new: number of tokens that are decoded per sequence.
     """
@@ -65,7 +65,7 @@ ON_ACCELERATOR = Work("qwen2.5-0.5b", "bfloat16", "dots", 16, 4, 2048, (1, 32), 
 
 
 def all_checks() -> Iterator[Check]:
-    """Measures limits, a training step and decoding on the first device of this process."""
+    """Measures peak rates, a training step and decoding on the first device of this process."""
     device = jax.local_devices()[0]
     work = ON_CPU if device.platform == "cpu" else ON_ACCELERATOR
     subject, stated = _subject(work), KINDS.get(device.device_kind)
@@ -136,8 +136,8 @@ def prediction(
     Args:
         work: sizes of the step.
         model: architecture of the model.
-        device: device of the step. For a TPU the compiler of the TPU is used, for all other devices
-            that of the CPU.
+        device: device of the step. For a TPU, the prediction uses the TPU compiler; for all other
+            devices, the CPU compiler.
         stated: name of the chip, a key of `CHIPS`; None for an unknown chip.
         flops: measured matmul rate in FLOP/s, which is used for an unknown chip.
         bandwidth: measured read bandwidth in bytes/s, which is used for an unknown chip.

@@ -15,7 +15,7 @@ from coa_jax.model.config import DTYPES
 
 @dataclasses.dataclass(frozen=True)
 class SamplingParams(Bounded):
-    """Settings by which the tokens of a sequence are sampled.
+    """Settings for sampling the tokens of a sequence.
 
     Attributes:
         temperature: sampling temperature; 0 samples greedily.
@@ -33,9 +33,9 @@ class SamplingParams(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig(Bounded):
-    """Settings of an engine: the static shapes of its programs, and how they compute.
+    """Settings of an engine, such as the static shapes of its compiled programs.
 
-    Programs are compiled once for each distinct configuration.
+    The programs are compiled anew for each distinct configuration.
 
     Attributes:
         slots: number of sequences that can be in progress at the same time.
@@ -43,27 +43,28 @@ class EngineConfig(Bounded):
             slot.
         chunk: number of tokens that the device decodes for each sequence before control returns to
             the host.
-        extend_buckets: numbers of tokens, ascending, of the programs that prefill prompts and
-            observations. () uses the default of the platform, see `on_platform`.
+        extend_buckets: sizes, in tokens and ascending, of the programs that prefill prompts and
+            observations; each size has a compiled program. () uses the default of the platform, see
+            `on_platform`.
         extend_block: number of consecutive tokens of a sequence that a prefill program processes
             together. The last block of a sequence is padded. 0 uses the default of the platform.
         dtype: dtype of matmul operands.
-        cache_dtype: dtype of keys and values in the cache; "" for the value of ``dtype``. ``int8``
-            stores one byte per number, and one scale per head and position.
+        cache_dtype: dtype of keys and values in the cache; "" takes ``dtype``. ``int8`` stores one
+            byte per number, and one scale per head and position.
         page_size: number of positions of a cache page.
-        pages: number of pages of a pool that all slots share. The samples of a prompt then store
-            the prompt's full pages once. 0 gives every slot its own pages for ``max_length``
-            positions.
+        pages: number of pages of a pool that all slots share, in which the samples of a prompt
+            store the prompt's full pages only once. 0 gives every slot its own pages for
+            ``max_length`` positions.
         attention: implementation of attention over the cache: ``auto``, or a name, see
             docs/kernels.md.
         decode_programs: maximum number of decoding programs, which differ in their number of rows.
-            With 4, the first program decodes a quarter of the slots, the second program half of
-            them, and so on; the numbers of rows are multiples of eight. Each chunk runs the
-            smallest program that has a row for every slot that is not waiting.
+            With 4, the programs have rows for a quarter, a half, three quarters, and all of the
+            slots, rounded up to multiples of eight. Each chunk runs the smallest program that has a
+            row for every slot that is not waiting for a tool.
         engines: number of engines that share one copy of the parameters and work at the same time.
-            Each engine has an equal part of the slots (and of the pages). While one engine computes
-            on a single core, or waits, the other engines use the other cores. 0 chooses the number,
-            see `num_engines`; `make_engines` creates the engines.
+            The slots and the pages are divided equally among the engines. While one engine computes
+            on a single core, or waits, the other engines use the other cores. 0 chooses the number
+            automatically, see `num_engines`.
 
     Raises:
         UserError: a value is out of bounds.
@@ -91,8 +92,8 @@ class EngineConfig(Bounded):
         """Replaces unset ``extend_buckets`` and ``extend_block`` by the defaults of the platform.
 
         CPUs have a single bucket, because larger programs compute no more tokens per second there.
-        On TPUs blocks are long, because the TPU kernel reads the pages of a sequence again for each
-        block of the sequence (docs/kernels.md).
+        On TPUs, blocks are long, because the TPU kernel reads all pages of a sequence again for
+        each block of the sequence (docs/kernels.md).
         """
         widths = {"cpu": ((64,), 8), "tpu": ((128, 512), 128)}
         buckets, block = widths.get(platform, ((32, 128, 512), 16))
@@ -104,11 +105,11 @@ class EngineConfig(Bounded):
         )
 
     def num_engines(self, platform: str) -> int:
-        """Returns the number of engines that share the slots of one device or one device group.
+        """Returns the number of engines that share the slots of one device (or group of devices).
 
-        The number is ``engines``, if this is not 0. Otherwise the number is one, except on CPUs
-        without a pool of pages: there it is one engine per core, as long as each engine has 16
-        slots, because matmuls process 16 rows at a time on CPUs.
+        The number is the setting ``engines``, unless this is 0. With 0, the number is 1, except on
+        CPUs without a pool of pages: there the number is that of the cores, or less if an engine
+        would otherwise have fewer than 16 slots, because matmuls on CPUs process 16 rows at a time.
         """
         if self.engines or self.pages or platform != "cpu":
             return self.engines or 1
@@ -136,12 +137,12 @@ class EngineConfig(Bounded):
 
     @property
     def row_sizes(self) -> tuple[int, ...]:
-        """Numbers of rows of the decoding programs, ascending; the last program has all slots.
+        """Number of rows of each decoding program, ascending; the last program has a row per slot.
 
-        An engine with a single slot has a program of one row, whose steps read the weights fastest.
-        The bits of a sequence are the same for any number of rows from two on, but differ for one
-        row. The numbers are multiples of eight, because fewer rows decode no faster, and attention
-        on CPUs processes eight sequences together.
+        The numbers are multiples of eight, because fewer rows decode no faster, and attention on
+        CPUs processes eight sequences together. The exception is an engine with a single slot,
+        whose program has one row, because steps with one row read the weights fastest. The results
+        are bit-identical for any number of rows from two on, but differ for one row.
         """
         if self.slots == 1:
             return (1,)

@@ -27,13 +27,16 @@ _WORD = 32
 
 
 class ConstraintTables(NamedTuple):
-    """The tables of a constraint on the device, for S states and V tokens of K kinds.
+    """The tables of a constraint on the device, for S states and V tokens.
+
+    The tokens fall into K kinds: two tokens are of the same kind if, in every state, the next state
+    after either of them is the same.
 
     Attributes:
-        allowed: uint32 ``[S, ceil(V / 32)]``, one bit per token; the lowest bit of a word is the
-            first token.
-        next_state: int32 ``[S, K]``, next state after a token of a kind; `DEAD` if the token is not
-            allowed.
+        allowed: uint32 ``[S, ceil(V / 32)]``, for each state one bit per token, which is 1 if the
+            token is allowed; the lowest bit of a word belongs to the word's first token.
+        next_state: int32 ``[S, K]``, state after a token of a kind was written in a state; `DEAD`
+            if tokens of this kind are not allowed there.
         kind: int32 ``[V]``, kind of each token.
         ends: bool ``[S]``, whether the policy must not write a token in a state, because an
             observation or the end of the trajectory follows.
@@ -47,11 +50,12 @@ class ConstraintTables(NamedTuple):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Constraint:
-    """The constraint of a run, which combines the run's protocols with a vocabulary.
+    """The constraint of a run, which combines the automata of its protocols with a vocabulary.
 
     Attributes:
         tables: the tables for decoding, on the default device.
-        start: maps the name of a protocol to the state before the first token.
+        start: maps the name of a protocol to the state before the first token that the policy
+            writes.
         next_state, kind, ends: the tables of the same names, on the host.
         observed: int32 ``[S]``, state after an observation; `DEAD` for states in which no
             observation is expected.
@@ -77,7 +81,7 @@ class Constraint:
 def make_constraint(
     automata: Mapping[str, ByteAutomaton], tokens: Sequence[bytes], vocab_size: int
 ) -> Constraint:
-    """Combines the automata of protocols with a vocabulary.
+    """Creates the constraint of a run from the automata of protocols and a vocabulary.
 
     Args:
         automata: automaton of each protocol, by name.
@@ -222,7 +226,7 @@ def token_states(
         constraint: constraint of the run.
         start: state before the first token that the policy wrote.
         tokens: ids of the trajectory's tokens.
-        written: whether the policy wrote each token; the other tokens get the state `FREE`.
+        written: for each token, whether the policy wrote it; all other tokens get the state `FREE`.
 
     Raises:
         ValueError: a token of the policy is not allowed at its position.

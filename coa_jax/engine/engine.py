@@ -23,8 +23,9 @@ from coa_jax.parallel.turns import in_turn
 class Engine:
     """Decodes sequences in a fixed number of slots.
 
-    The host keeps copies of the lengths and of the newest tokens; the cache stays on the device.
-    Every method takes slot numbers, so the caller decides which sequence runs in which slot.
+    The cache stays on the device; the host keeps the length and the newest token of every sequence.
+    The caller decides which sequence runs in which slot, so methods about a sequence take the
+    number of its slot.
     """
 
     def __init__(
@@ -86,8 +87,8 @@ class Engine:
         """Replaces the parameters of the engine.
 
         Args:
-            params: training parameters, whose devices form one group; or a copy that
-                `layout.publish` made for the devices of this engine.
+            params: training parameters, all of whose devices form this engine's device group; or a
+                copy that `layout.publish` made for the devices of this engine.
         """
         if not isinstance(params, DecodeParams):
             (params,) = layout.publish(params, self.model, self.config)
@@ -98,18 +99,18 @@ class Engine:
     def give_back(self, places: DecodeParams) -> None:
         """Frees the memory of parameters and cache until the next `publish`.
 
-        The slots must be free.
+        All slots must be free.
 
         Args:
-            places: shapes and shardings of the parameters. They take the place of the arrays until
-                the next `publish`.
+            places: shapes and shardings of the parameters, which the engine holds in place of the
+                arrays until the next `publish`.
         """
         self.params, self._pages = places, None
 
     def warm_up(self) -> None:
         """Compiles all programs, so that no later call has to wait for a compilation.
 
-        The slots must be free.
+        All slots must be free.
         """
         self.reserve(0, self.config.max_length)
         for size in self.config.extend_buckets:
@@ -129,11 +130,12 @@ class Engine:
 
         Args:
             slot: a free slot.
-            positions: maximum length of the sequence.
-            source: a slot whose sequence begins with the same ``length`` tokens, possibly the slot
-                itself. Full pages of these tokens are shared; `fork` copies the rest. None if no
-                tokens are shared.
-            length: number of common tokens, see ``source``.
+            positions: maximum length of the sequence, including the prompt, in tokens.
+            source: a slot whose first ``length`` tokens are also those of the new sequence; this
+                may be ``slot`` itself. The two sequences share the full pages of these tokens;
+                `fork` copies the tokens of the last, partly filled page. None if the new sequence
+                shares no tokens.
+            length: number of tokens that the two sequences have in common, see ``source``.
 
         Returns:
             Whether there are enough free pages; always True unless the slots share a pool of pages.
@@ -142,7 +144,7 @@ class Engine:
         return self.pages.reserve(slot, positions, source, length)
 
     def release(self, slot: int) -> None:
-        """Frees the pages of a sequence that has ended, whose keys and values are then lost."""
+        """Frees the pages of a sequence that has ended; the keys and values in them are lost."""
         self.pages.release(slot)
 
     def start(
@@ -162,12 +164,13 @@ class Engine:
             slot: the slot.
             prompt_length: number of tokens of the prompt, at least 1.
             last_token: last token of the prompt.
-            limit: length at which decoding stops, in tokens; at most ``max_length``.
+            limit: length at which decoding stops, in tokens, including the prompt; at most
+                ``max_length``.
             key: (seed, prompt id, sample id), three signed 32-bit integers from which the random
                 key is derived.
             sampling: temperature and truncation.
-            protocol: name of the protocol that the sequence must obey, which the engine's
-                constraint contains; None for no constraint.
+            protocol: name of the protocol that the sequence must obey; the engine's constraint must
+                include this protocol. None for no constraint.
         """
         starts = {} if self.constraint is None else self.constraint.start
         self._rule[slot] = FREE if protocol is None else starts[protocol]
@@ -185,11 +188,11 @@ class Engine:
         self._top_k[slot] = sampling.top_k
 
     def set_active(self, slot: int, active: bool) -> None:
-        """Resumes decoding in a slot, or pauses it while a tool of the slot's sequence runs."""
+        """Resumes decoding in a slot, or pauses decoding, for example while a tool runs."""
         self._active[slot] = active
 
     def set_limit(self, slot: int, limit: int) -> None:
-        """Changes the length at which decoding of a sequence stops.
+        """Changes the length, including the prompt, at which decoding of a sequence stops.
 
         The reserved pages of the slot must cover the new length.
         """
@@ -198,11 +201,12 @@ class Engine:
     def truncate(self, slot: int, length: int, last_token: int) -> None:
         """Discards the tokens of a sequence beyond ``length``.
 
-        A constrained slot cannot be truncated; it never samples tokens beyond the end of a turn.
+        A sequence under a constraint cannot be truncated, and need not be, because it never has
+        tokens beyond the end of a turn.
 
         Args:
             slot: the slot.
-            length: new length of the sequence.
+            length: new length of the sequence, including the prompt.
             last_token: the token at position ``length - 1``.
         """
         if self._rule[slot] != FREE and length != self.length[slot]:
@@ -216,13 +220,14 @@ class Engine:
             self._rule[slot] = self.constraint.observed[self._rule[slot]]
 
     def extend(self, feeds: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Prefills tokens into the cache; the lengths of the slots grow to include the tokens.
+        """Prefills tokens into the cache; the length of each slot grows to include its tokens.
 
         Args:
-            feeds: tuples (slot, start, tokens). ``start`` is the position of the first of the
-                tokens, and is at most the length of the slot. For a sequence in progress ``start``
-                is ``length - 1``, because the newest token is not in the cache yet. A slot without
-                pages gets pages for ``max_length`` positions.
+            feeds: tuples (slot, start, tokens). ``start`` is the position of the first of these
+                tokens, and is at most the current length of the sequence. For a sequence in
+                progress, ``start`` must be that length minus 1, and the first token must be the
+                newest one of the sequence, which is not in the cache yet. A slot without pages gets
+                pages for ``max_length`` positions.
         """
         size = self.config.extend_block
         blocks: list[tuple[int, int, Sequence[int]]] = []
@@ -271,15 +276,15 @@ class Engine:
         self.extended_tokens += bucket
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
-        """Starts sequences with the first ``length`` tokens of another sequence.
+        """Gives slots the first ``length`` tokens of another sequence.
 
-        The common tokens are thus prefilled only once.
+        The tokens that the sequences have in common are thus prefilled only once.
 
         Args:
             source: slot of the other sequence.
             targets: slots of the new sequences; a slot without pages gets pages for ``max_length``
                 positions.
-            length: number of common tokens.
+            length: number of tokens that the sequences have in common.
         """
         pairs: list[tuple[int, int]] = []
         for target in targets:
@@ -313,8 +318,8 @@ class Engine:
         """Decodes one chunk in the active slots, and waits until the result is on the host.
 
         Returns:
-            The chunk, as NumPy arrays over all slots. A slot whose sequence has ended is inactive
-            afterwards.
+            The decoded chunk, as NumPy arrays over all slots. After the call, a slot whose sequence
+            has ended is inactive.
         """
         active = np.flatnonzero(self._active).astype(np.int32)
         active = active[np.argsort(self.length[active], kind="stable")]  # as in `extend`

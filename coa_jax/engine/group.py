@@ -29,13 +29,16 @@ def make_engines(
     kind: type[E] = Engine,  # type: ignore[assignment]
     aside: Sequence[jax.Device] = (),
 ) -> list[E]:
-    """Creates engines for each group of this process's devices, in the order of the groups.
+    """Creates engines for each device group of this process, in the order of the groups.
+
+    A device group is a set of devices over which one engine shards the model.
 
     Args:
         params: training parameters, on one device or a mesh.
         model, stop_tokens, constraint: arguments of `Engine`.
-        config: shapes of all engines of a group together.
-        tensor: number of devices of a group; 0 for the number over which training shards a layer.
+        config: settings of all engines of one device group together.
+        tensor: number of devices of a device group; 0 for the number of devices over which training
+            shards a layer.
         kind: class of the engines.
         aside: devices of all processes that are reserved for rollouts; () decodes on the devices of
             the parameters.
@@ -62,14 +65,14 @@ def make_engines(
 
 
 def copies(engines: Sequence[Engine]) -> list[DecodeParams]:
-    """Returns the parameters of engines from `make_engines`, with one copy per group."""
+    """Returns the parameters of engines from `make_engines`, one copy per device group."""
     return list({id(engine.params): engine.params for engine in engines}.values())
 
 
 def take_copies(engines: Sequence[Engine], parts: Sequence[DecodeParams]) -> None:
-    """Gives parameters, with one copy per group, to engines from `make_engines`.
+    """Gives parameters, one copy per device group, to engines from `make_engines`.
 
-    The copies come from `copies`, `new_copies` or `layout.publish`.
+    The copies must come from `copies`, `new_copies` or `layout.publish`.
     """
     count, rest = divmod(len(engines), len(parts))
     if rest:
@@ -81,12 +84,12 @@ def take_copies(engines: Sequence[Engine], parts: Sequence[DecodeParams]) -> Non
 def sharing(
     engines: Sequence[Engine], parts: Sequence[DecodeParams], slots: int = 0
 ) -> list[Engine]:
-    """Creates further engines that use the same parameters, each with a cache of its own.
+    """Creates further engines that share parameters with given engines, but not the cache.
 
     Args:
         engines: engines from `make_engines`; they may be decoding.
-        parts: parameters in the layout of the engines, with one copy per group, see `take_copies`.
-        slots: number of slots of the new engines together; 0 for the number of slots of the given
+        parts: parameters in the layout for decoding, one copy per device group, see `take_copies`.
+        slots: number of slots of all new engines together; 0 for the number of slots of the given
             engines.
 
     Raises:
@@ -109,9 +112,9 @@ def sharing(
 def publish_all(engines: Sequence[Engine], params: Params) -> None:
     """Gives new training parameters to all engines from `make_engines`.
 
-    Engines on separate devices may be decoding at the same time: they keep the old parameters until
-    the new copy is complete. On the devices of training, the old copy is deleted first, because
-    both copies may not fit into memory.
+    Engines on devices of their own may be decoding at the same time, because they keep the old
+    parameters until the new copy is complete. On devices that also train, the old copy is deleted
+    first, because the two copies might not fit in memory together.
     """
     if apart(engines, params):
         take_copies(engines, new_copies(engines, params))
@@ -123,9 +126,9 @@ def publish_all(engines: Sequence[Engine], params: Params) -> None:
 
 
 def give_back(engines: Sequence[Engine]) -> None:
-    """Frees the memory that engines use on their devices, until the next `publish_all`.
+    """Frees the memory of engines on their devices until the next `publish_all`.
 
-    An update can use this memory in the meantime. No slot of the engines may be in use.
+    In the meantime, an update can use this memory. No slot of the engines may be in use.
     """
     places = {
         id(params): jax.tree.map(
@@ -138,7 +141,7 @@ def give_back(engines: Sequence[Engine]) -> None:
 
 
 def apart(engines: Sequence[Engine], params: Params) -> bool:
-    """Returns whether the engines run on other devices than those of the training parameters."""
+    """Returns whether the engines run on devices other than those of the training parameters."""
     decoding, training = (jax.tree.leaves(x)[0].sharding for x in (engines[0].params, params))
     return not decoding.device_set & training.device_set
 
@@ -146,9 +149,9 @@ def apart(engines: Sequence[Engine], params: Params) -> bool:
 def new_copies(engines: Sequence[Engine], params: Params) -> list[DecodeParams]:
     """Copies new training parameters to the devices of the engines, for `take_copies`.
 
-    The engines keep their parameters and may be decoding at the same time; their devices hold both
-    copies until `take_copies`. If the engines run on separate devices, the function waits until the
-    copies are complete.
+    The engines keep their old parameters, and may be decoding at the same time; until
+    `take_copies`, their devices hold the old and the new copy. If the engines run on devices of
+    their own, the function waits until the new copies are complete.
     """
     first = engines[0]
     parts = layout.publish(params, first.model, first.config, _group_size(first))

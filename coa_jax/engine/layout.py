@@ -41,13 +41,13 @@ from coa_jax.parallel.turns import in_turn
 
 
 def decode_mesh(mesh: Mesh, tensor: int = 0) -> Mesh:
-    """Arranges the devices of a training mesh into groups for decoding.
+    """Arranges the devices of a training mesh into device groups, each of which decodes.
 
-    A group lies within one process, because each process has its own engines and tools. The devices
-    keep their order from training, because the program of `publish` uses both meshes, and JAX
-    allows one device order per program. The devices of a process need not be consecutive in this
-    order. On TPUs the order follows the torus, where, for example, a v5p host has 2 x 2 chips of a
-    4 x 4 x 8 slice. The mesh therefore has as many axes as the groups need.
+    A device group lies within one process, because each process has its own engines and tools. The
+    devices keep the order of the training mesh, because the program of `publish` uses both meshes,
+    and JAX allows one device order per program. In this order, the devices of a process need not be
+    consecutive: on TPUs the order follows the torus, in which a v5p host has, for example, 2 x 2
+    chips of a 4 x 4 x 8 slice. The returned mesh therefore has as many axes as the groups need.
 
     Args:
         mesh: training mesh.
@@ -77,13 +77,13 @@ def decode_mesh(mesh: Mesh, tensor: int = 0) -> Mesh:
 
 
 def rollout_mesh(devices: Sequence[jax.Device], tensor: int, train: int, count: int) -> Mesh:
-    """Arranges devices that are reserved for rollouts into groups, like a `decode_mesh`.
+    """Arranges devices that are reserved for rollouts into device groups, like `decode_mesh`.
 
     Args:
         devices: reserved devices of all processes, sorted by process.
         tensor: number of devices of a group.
-        train: number of training devices of a process, which form groups of the same size to make
-            the copies.
+        train: number of training devices of a process. These devices form groups of the same size,
+            in which the copies for the engines are made.
         count: number of reserved devices of a process.
 
     Raises:
@@ -102,7 +102,7 @@ def rollout_mesh(devices: Sequence[jax.Device], tensor: int, train: int, count: 
 
 
 def run_groups(mesh: Mesh | None, tensor: int, aside: Sequence[jax.Device] = ()) -> Mesh | None:
-    """Returns the mesh of a run's decoding groups over all processes.
+    """Returns the mesh of a run's device groups for decoding, over all processes.
 
     The result is None if a single device trains and decodes.
 
@@ -130,8 +130,8 @@ def group_axes(processes: np.ndarray, tensor: int) -> tuple[tuple[int, ...], tup
         tensor: number of devices of a group.
 
     Returns:
-        The sizes and the names. If the devices of the processes are not placed regularly, the
-        product of the sizes is not N, or groups span processes.
+        The sizes and the names of the axes. If the devices of the processes are not placed
+        regularly, the sizes are unusable: their product is not N, or groups span processes.
     """
     shape, names, rest = [], [], processes.size
     strides = _strides(np.flatnonzero(processes == processes[0])[:tensor].tolist())
@@ -143,7 +143,7 @@ def group_axes(processes: np.ndarray, tensor: int) -> tuple[tuple[int, ...], tup
 
 
 def groups_of(mesh: Mesh, tensor: int) -> np.ndarray:
-    """Returns the groups of a `decode_mesh` as an array of devices ``[groups, tensor]``."""
+    """Returns the device groups of a `decode_mesh` as an array of devices ``[groups, tensor]``."""
     last = [mesh.axis_names.index(name) for name in _split_axes(mesh)]
     first = [i for i in range(mesh.devices.ndim) if i not in last]
     return mesh.devices.transpose(*first, *last).reshape(-1, tensor)
@@ -172,17 +172,17 @@ def _strides(places: Sequence[int]) -> list[tuple[int, int]]:
 def publish(
     params: Params, model: ModelConfig, config: EngineConfig, tensor: int = 0
 ) -> list[DecodeParams]:
-    """Copies training parameters into the layout for decoding, with one copy per group.
+    """Copies training parameters into the layout for decoding, one copy per device group.
 
-    The result has the copies of this process's groups. If there are several processes, all of them
-    call this function. For an engine with several slots on a single CPU device, kernels have their
-    output axes first, see `DecodeParams`.
+    The result holds only the copies for the device groups of this process. If there are several
+    processes, all of them must call this function. For an engine with several slots on a single CPU
+    device, the output axes of kernels come first, see `DecodeParams`.
 
     Args:
         params: training parameters without adapters, on one device or on a mesh.
         model: the architecture.
-        config: shapes of the engines that will use the copies.
-        tensor: number of devices of a group, see `decode_mesh`.
+        config: settings of the engines that will use the copies.
+        tensor: number of devices of a device group, see `decode_mesh`.
     """
     dtype = config.dtype
     mesh = mesh_of(params)
@@ -197,19 +197,19 @@ def publish(
 def move(
     parts: Sequence[DecodeParams], places: Sequence[Sharding | DecodeParams]
 ) -> list[DecodeParams]:
-    """Moves copies to other devices of this process, in one transfer between devices.
+    """Copies parameters to other devices of this process, in one transfer between devices.
 
     Args:
         parts: copies that `publish` returned.
-        places: sharding of each moved copy. If there are more places than copies, the first copies
-            are used again.
+        places: sharding of each result. If there are more places than copies, the function starts
+            again with the first copy.
     """
     sources = [parts[number % len(parts)] for number in range(len(places))]
     return jax.device_put(sources, list(places))
 
 
 def places_of(model: ModelConfig, mesh: Mesh) -> list[Sharding | DecodeParams]:
-    """Returns the shardings of this process's groups in a `rollout_mesh`, for `move`."""
+    """Returns the sharding of each device group of this process in a `rollout_mesh`, for `move`."""
     return [
         decode_shardings(model, _group_mesh(group))
         if group.size > 1
@@ -220,10 +220,11 @@ def places_of(model: ModelConfig, mesh: Mesh) -> list[Sharding | DecodeParams]:
 
 
 def cut(everywhere: DecodeParams, model: ModelConfig) -> list[DecodeParams]:
-    """Returns the copies of this process's groups as views, without copying data.
+    """Returns the parameters of each device group of this process, as views of one tree.
 
     Args:
-        everywhere: the copies of all groups in one tree, on one device or on a `decode_mesh`.
+        everywhere: the copies of all device groups in one tree, on one device or on a
+            `decode_mesh`.
         model: the architecture.
     """
     mesh = mesh_of(everywhere)
@@ -245,9 +246,9 @@ def publish_program(
     Args:
         model: the architecture.
         dtype: dtype of the copies.
-        mesh: mesh of all groups, see `decode_mesh`; None for one device.
+        mesh: mesh of all device groups, see `decode_mesh`; None for one device.
         outputs_first: whether the output axes of kernels are moved to the front, see
-            `DecodeParams`; only for one device.
+            `DecodeParams`; must be False on a mesh.
     """
 
     def program(params: Params) -> DecodeParams:
@@ -297,7 +298,7 @@ def _part(array: jax.Array, place: NamedSharding) -> jax.Array:
 
 
 def replicated(params: DecodeParams) -> Sharding:
-    """Returns the sharding that replicates an array on every device of the parameters."""
+    """Returns the sharding that replicates an array on all devices on which parameters lie."""
     mesh = mesh_of(params)
     if mesh is None:
         (device,) = jax.tree.leaves(params)[0].devices()
@@ -310,11 +311,11 @@ def engine_compute(model: ModelConfig, config: EngineConfig, params: DecodeParam
 
     Args:
         model: the architecture.
-        config: shapes of the engine.
+        config: settings of the engine.
         params: parameters in the layout for decoding.
 
     Raises:
-        UserError: the configured attention cannot run on these devices, or not in these dtypes.
+        UserError: the configured attention cannot run on these devices, or with these dtypes.
     """
     mesh = mesh_of(params)
     platform, capability = platform_of(next(iter(jax.tree.leaves(params)[0].devices())))
@@ -336,7 +337,7 @@ def paged_case(
     """Returns the platform, dtype and shapes of an engine's attention over the cache.
 
     Args:
-        model, config: the architecture, and the shapes of the engine.
+        model, config: the architecture, and the settings of the engine.
         tensor: number of devices of a group.
         platform, capability: platform and compute capability of the devices, see
             `model.attention.choice.Case`.
@@ -364,7 +365,7 @@ def new_pages(
     Args:
         params: parameters in the layout for decoding.
         model: the architecture.
-        config: shapes of the engine.
+        config: settings of the engine.
         compute: the implementation, which determines the layout of the pages.
     """
     return in_turn(compute.mesh, _new_pages(model, config, compute), params)
@@ -377,7 +378,7 @@ def abstract_pages(
 
     Args:
         model: the architecture.
-        config: shapes of the engine.
+        config: settings of the engine.
         compute: the implementation, which determines the layout of the pages, and the mesh.
     """
     dtype, mesh = config.cache_dtype or config.dtype, compute.mesh
@@ -413,7 +414,7 @@ def _new_pages(model: ModelConfig, config: EngineConfig, compute: Compute) -> An
 
 
 def mesh_of(params: Params | DecodeParams) -> Mesh | None:
-    """Returns the mesh of parameters that lie on several devices; None for one device."""
+    """Returns the mesh over which parameters are sharded; None if they lie on one device."""
     placed = jax.tree.leaves(params)[0].sharding
     if not isinstance(placed, NamedSharding) or placed.num_devices == 1:
         return None

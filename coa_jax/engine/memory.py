@@ -22,14 +22,14 @@ from coa_jax.model.params import DecodeParams, Params, num_params
 
 @dataclasses.dataclass(frozen=True)
 class Memory:
-    """The memory of an engine, in bytes on each device of its group.
+    """The memory that an engine takes, in bytes on each of its devices.
 
     Attributes:
         parameters: bytes of the parameters in the decoding layout, including a separate output
             head.
-        page: bytes of one cache page: the part of its keys and values that is on one device.
+        page: bytes of one cache page, counting only the keys and values that lie on one device.
         pages: number of pages.
-        scratch: bytes of the largest temporary memory of a program while the program runs.
+        scratch: bytes of temporary memory of the program that needs the most.
     """
 
     parameters: int
@@ -58,13 +58,14 @@ class Memory:
 def engine_memory(model: ModelConfig, config: EngineConfig, tensor: int = 1) -> Memory:
     """Computes the memory that an engine will need.
 
-    Parameters and cache are exact. The scratch memory includes only large arrays: a page of every
-    row, scores, logits, and the wide activations of a layer. With several devices, everything
-    except the cache is assumed to be sharded evenly; replicated arrays, such as norms, are small.
+    The sizes of parameters and cache are exact. The size of the scratch memory is an estimate that
+    includes only large arrays: a page of every row, scores, logits, and the wide activations of a
+    layer. With several devices, everything except the cache is assumed to be sharded evenly, which
+    neglects small replicated arrays such as norms.
 
     Args:
         model: the architecture.
-        config: shapes of the engine.
+        config: settings of the engine.
         tensor: number of devices of the engine's group.
     """
     config = config.on_platform(jax.default_backend())
@@ -97,15 +98,15 @@ def fitted(
     longest: int,
     free: int | None,
 ) -> EngineConfig:
-    """Returns the shapes that an engine needs for given samples on this machine.
+    """Returns the settings of an engine, fitted to given samples and to this machine.
 
     No shape is larger than in ``config``. The slots fit in memory, no slot stays empty for the
     whole run, and no slot is longer than the longest sample. On CPUs, extend buckets and chunks are
-    those of the platform, because larger programs are no faster there and returning to the host is
-    cheap. The choice of the shapes does not change any trajectory.
+    the defaults of the platform, because larger programs are no faster there, and returning to the
+    host is cheap. The choice does not change any trajectory.
 
     Args:
-        config: the largest allowed shapes.
+        config: settings of the engine, with the largest allowed shapes.
         model: the architecture.
         platform: JAX platform, such as ``cpu``.
         samples: number of samples to decode.
@@ -172,9 +173,9 @@ def free_memory(device: jax.Device) -> int | None:
 
 
 def free_in_groups(listing: Path, mounted: Path) -> Iterator[int]:
-    """Yields the free bytes under each memory limit of this process's cgroups.
+    """Yields the number of free bytes under each memory limit of this process's cgroups.
 
-    Containers set such limits.
+    Container runtimes set such limits.
 
     Args:
         listing: path of the file that lists the cgroups of this process.
@@ -208,14 +209,15 @@ def check_room(
     tensor: int,
     places: Sequence[Sharding | DecodeParams] = (),
 ) -> None:
-    """Checks that an engine fits on the devices of this process that will run the engine.
+    """Checks that an engine fits in the memory of the devices that will run it.
 
     Args:
         params: training parameters that will be copied; or the copy, which is already allocated.
-        model, config: the architecture, and the shapes of the engine.
+        model, config: the architecture, and the settings of the engine.
         tensor: number of devices of the engine's group.
-        places: shardings of the engines' copies on reserved devices, each of which then holds two
-            copies, see `engine.group.new_copies`; () for the devices of the parameters.
+        places: shardings of the engines' parameters on devices that are reserved for rollouts; each
+            of these devices must hold two copies, see `engine.group.new_copies`. () if the engine
+            runs on the devices of ``params``.
 
     Raises:
         UserError: the engine does not fit, see `check_memory`.
@@ -245,12 +247,12 @@ def check_memory(
 
     Args:
         model: the architecture.
-        config: shapes of the engine.
+        config: settings of the engine.
         free: number of free bytes on each of the engine's devices; None if unknown, which skips the
             check.
         tensor: number of devices of the engine's group.
         published: whether the parameters are already allocated.
-        twice: whether new parameters must fit into memory beside the old parameters.
+        twice: whether new parameters must fit in memory in addition to the old parameters.
 
     Raises:
         UserError: the engine does not fit; the message names a setting with which it fits.

@@ -19,9 +19,9 @@ from coa_jax.engine.programs import Chunk
 class Meter:
     """Seconds and counts of an engine since the last `MeteredEngine.restart`.
 
-    ``decode_s``, ``extend_s`` and ``idle_s`` are the seconds of decoding, of prefilling (including
-    copies of pages), and without an active slot. ``decode_steps`` and ``decoded_tokens`` are the
-    numbers of decoding steps and of decoded tokens.
+    ``decode_s`` is the time spent decoding, ``extend_s`` the time spent prefilling and copying
+    pages, and ``idle_s`` the time without an active slot, all in seconds. ``decode_steps`` is the
+    number of decoding steps, and ``decoded_tokens`` the number of decoded tokens.
     """
 
     decode_s: float = 0.0
@@ -47,8 +47,8 @@ class MeteredEngine(Engine):
     def set_active(self, slot: int, active: bool) -> None:
         """Resumes or pauses decoding in a slot, see `Engine.set_active`.
 
-        The idle time begins when no slot is decoding, and ends at the next call of `extend`, `fork`
-        or `decode`.
+        Idle time begins when the last active slot is paused, and ends at the next call of `extend`,
+        `fork` or `decode`.
         """
         super().set_active(slot, active)
         if not self.any_active and self._resting_since is None:
@@ -57,7 +57,7 @@ class MeteredEngine(Engine):
     def extend(self, feeds: Sequence[tuple[int, int, Sequence[int]]]) -> None:
         """Prefills tokens, see `Engine.extend`.
 
-        The method waits for the device, so that this work is not counted as decoding.
+        The method waits until the device has finished, so that the time is not counted as decoding.
         """
         with self._clock("extend_s"):
             super().extend(feeds)

@@ -10,9 +10,9 @@ import numpy as np
 class PageTable:
     """Assigns cache pages to slots.
 
-    A contiguous table gives every slot a fixed range of pages. A pooled table gives pages to a slot
-    when the slot needs them, and slots whose sequences begin with the same tokens share the pages
-    of these tokens.
+    There are two kinds of tables. A contiguous table gives every slot a fixed range of pages. A
+    pooled table gives pages to a slot when the slot needs them; slots whose sequences begin with
+    the same tokens can share the pages of these tokens.
     """
 
     def __init__(self, slots: int, pages_per_slot: int, page_size: int, pool: int = 0):
@@ -48,15 +48,16 @@ class PageTable:
 
         Args:
             slot: the slot.
-            positions: maximum length of the sequence, in tokens.
-            source: a slot whose sequence begins with the same ``length`` tokens, possibly the slot
-                itself. Pages that hold only these tokens are shared. The newest of these tokens is
-                not included, because decoding writes it again. None if no tokens are shared.
-            length: number of common tokens, see ``source``.
+            positions: maximum length of the sequence, including the prompt, in tokens.
+            source: a slot whose first ``length`` tokens are also those of the new sequence; this
+                may be ``slot`` itself. The two sequences share the pages that are filled by the
+                first ``length - 1`` of these tokens; decoding writes the last one again. None if
+                the new sequence shares no tokens.
+            length: number of tokens that the two sequences have in common, see ``source``.
 
         Returns:
-            True if the slot has its pages. False if too few pages are free; only the slot's
-            previous pages have then been freed.
+            True if the slot has got its pages. False if too few pages are free; the slot's previous
+            pages have been freed in that case too.
         """
         if self.contiguous:
             return True
@@ -87,13 +88,14 @@ class PageTable:
             self.table[slot] = 0
 
     def copies(self, source: int, target: int, length: int) -> list[tuple[int, int]]:
-        """Returns the pages to copy so that ``target`` begins with the same tokens as ``source``.
+        """Returns the pages to copy so that ``target`` begins with the first tokens of ``source``.
 
-        The newest common token is not copied, because decoding writes it again.
+        The last of these tokens need not be copied, because decoding writes its keys and values
+        again.
 
         Args:
             source, target: numbers of the slots.
-            length: number of common tokens.
+            length: number of tokens that the two sequences have in common.
 
         Returns:
             Pairs of page numbers: the page to read, and the page to write.

@@ -30,7 +30,7 @@ class DecodeState(NamedTuple):
     Attributes:
         token: int32 ``[B]``, the newest token of each row.
         length: int32 ``[B]``, number of tokens of the sequence, including the newest token.
-        limit: int32 ``[B]``, length at which decoding of a row stops.
+        limit: int32 ``[B]``, length of the sequence, including the prompt, at which decoding stops.
         active: bool ``[B]``, whether a row is decoding.
         key: int32 ``[B, 3]``, the numbers from which `sampling.sample_keys` derives random keys.
         temperature, top_p, top_k: sampling settings of each row: float32 ``[B]``, float32 ``[B]``
@@ -56,7 +56,7 @@ class Chunk(NamedTuple):
         tokens: int32 ``[B, C]``; the first ``count[b]`` tokens of row b are the new tokens.
         logps: float32 ``[B, C]``, log-probabilities of the tokens.
         count: int32 ``[B]``, number of new tokens of each row.
-        active: bool ``[B]``, whether a row can continue.
+        active: bool ``[B]``, whether decoding of a row can continue in the next chunk.
     """
 
     tokens: jax.Array
@@ -89,9 +89,9 @@ def decode_chunk(
     """Decodes up to ``steps`` (at most ``capacity``) tokens in every active row.
 
     The number of steps is an argument rather than a constant, so one compiled program serves every
-    chunk size. The program ends early when no row is active. With tables of a constraint, only
-    allowed tokens are sampled, and a row ends in a state in which the constraint allows no next
-    token.
+    number. The program ends early when no row is active. If ``tables`` is given, only tokens that
+    the constraint allows are sampled, and a row becomes inactive when the policy must not write
+    another token (`ConstraintTables.ends`).
 
     Args:
         params: parameters in the layout for decoding.
@@ -181,8 +181,9 @@ def extend(
 ) -> Pages:
     """Writes the keys and values of given tokens into the cache.
 
-    A row is a block of consecutive tokens of a sequence. Several rows may be blocks of the same
-    sequence: a layer writes all rows before it computes attention, so later rows see earlier rows.
+    Each row holds a block of consecutive tokens of a sequence. Several rows may hold blocks of the
+    same sequence, because every layer writes the keys and values of all rows before it computes
+    attention, so later blocks see earlier blocks.
 
     Args:
         params, pages, config, compute: arguments of `decode_chunk`.
@@ -206,8 +207,8 @@ def copy_pages(pages: Pages, sources: jax.Array, targets: jax.Array, compute: Co
     Args:
         pages: pages of all layers; donated.
         sources: numbers of the pages to copy, int32 ``[R]``.
-        targets: numbers of the pages to write, int32 ``[R]``; if a number is outside the pool,
-            nothing is copied.
+        targets: numbers of the pages to write, int32 ``[R]``; a page whose target is outside the
+            pool is not copied.
         compute: the implementation, which determines the layout of the pages.
 
     Returns:

@@ -9,7 +9,7 @@ from coa_jax.model.compute import REFERENCE, Compute
 
 
 def filter_logits(logits: jax.Array, top_p: jax.Array, top_k: jax.Array) -> jax.Array:
-    """Sets all logits to -inf except those of the nucleus and of the k most likely tokens.
+    """Sets the logits of all tokens outside the nucleus or the k most likely tokens to -inf.
 
     Args:
         logits: float32 ``[B, V]``, already divided by the temperature.
@@ -49,7 +49,7 @@ def sample(
 ) -> tuple[jax.Array, jax.Array]:
     """Samples one token per row, by inverting the cumulative distribution.
 
-    This takes one uniform random number per row, whereas Gumbel noise would take V of them.
+    The method needs one uniform random number per row, whereas the Gumbel trick would need V.
 
     Args:
         logits: float32 ``[B, V]``, not yet divided by the temperature.
@@ -58,15 +58,16 @@ def sample(
             result therefore depends only on the sample and the position.
         temperature: float32 ``[B]``; 0 or a subnormal number selects the token with the largest
             logit.
-        top_p, top_k: limits of each row on the tokens that may be sampled, see `filter_logits`.
+        top_p, top_k: settings of each row that limit the tokens that may be sampled, see
+            `filter_logits`.
         allowed: bool ``[B, V]``, the tokens that may be sampled, at least one per row; None allows
             all tokens.
         compute: computation whose backend computes the sums over the vocabulary; static.
 
     Returns:
-        Tokens, int32 ``[B]``, and their log-probabilities, float32 ``[B]``. The log-probability is
-        that of the distribution over allowed tokens, at the sampling temperature (1 for greedy
-        rows), before top-p and top-k.
+        Tokens, int32 ``[B]``, and their log-probabilities, float32 ``[B]``. A log-probability
+        refers to the distribution over all allowed tokens at the sampling temperature (1 for greedy
+        rows), before top-p and top-k limit the tokens.
     """
     if allowed is not None:
         logits = jnp.where(allowed, logits, -jnp.inf)
@@ -97,7 +98,7 @@ def sample(
 def sample_keys(numbers: jax.Array) -> jax.Array:
     """Returns the random key of each sample, ``[B]``.
 
-    A random number depends only on the key and the position.
+    A random number of a sample depends only on the key and the position of the token.
 
     Args:
         numbers: int32 ``[B, 3]``: seed, prompt id and sample id of each sample.

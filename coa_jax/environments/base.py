@@ -23,15 +23,15 @@ ANSWER = "answer"
 
 @dataclasses.dataclass(frozen=True)
 class Turn:
-    """An action of the policy, to which the environment responds.
+    """An action of the policy, to which the environment must respond.
 
     Attributes:
-        text: body of the tag, or everything that the policy wrote since the last observation if the
-            action is a whole turn.
-        tag: tag that the policy used; ``answer`` if the action is the policy's answer; "" if the
-            action is a whole turn.
-        number: index of the action among those that the environment received in this trajectory,
-            from 0.
+        text: body of the tag. If the action is a whole turn, ``text`` is everything that the policy
+            wrote since the last observation.
+        tag: tag that the policy used; ``answer`` if the action is the policy's final answer; "" if
+            the action is a whole turn.
+        number: index, from 0, of the action among all actions that the environment has received in
+            this trajectory.
     """
 
     text: str
@@ -58,16 +58,16 @@ Messages = str | Sequence[tuple[str, str]] | Sequence[Mapping[str, str]]
 
 
 class Environment(Protocol):
-    """The interface of an object that is the environment of one trajectory.
+    """The interface of an environment, which is an object that serves one trajectory.
 
-    The methods may be async. Methods that are not async run in a thread of their own.
+    The methods may be async. Methods that are not async are called in a separate thread.
 
     A class may have two more attributes:
 
-    - ``tools``, a dict from tags to descriptions that the policy reads. The policy then acts
-      through these tags, which the protocol of its tasks must contain. Without ``tools``, each
-      whole turn of the policy is an action: at the end of a turn `step` is called, and the policy
-      reads the observation as the next message.
+    - ``tools``, a dict that maps tags to the descriptions that the policy reads. With ``tools``,
+      the policy acts through these tags, which the protocol of its tasks must contain. Without
+      ``tools``, each whole turn of the policy is an action: at the end of every turn, `step` is
+      called, and the policy reads the observation as the next message.
     - ``together = True``, which means that the samples of a task share an environment, see
       `ENVIRONMENTS`.
     """
@@ -79,8 +79,8 @@ class Environment(Protocol):
             task: the task of the trajectory.
 
         Returns:
-            Either a text, which takes the place of the question in the prompt, or all messages of
-            the prompt as pairs (role, text), the last of which is a user message.
+            Either a text, which replaces the question in the prompt; or all messages of the prompt
+            as pairs (role, text). The last message must be a user message.
         """
         ...
 
@@ -91,7 +91,7 @@ class Environment(Protocol):
     def close(self) -> Awaitable[None] | None:
         """Releases the resources of the episode.
 
-        This method is optional. It is called at the end of every episode, also after an error.
+        This method is optional. It is called at the end of every episode, even after an error.
         """
         ...
 
@@ -123,14 +123,15 @@ class EnvironmentConfig(Extension):
     """The environment of a run.
 
     Attributes:
-        path: a path ``package.module:name`` or a short name of an environment; "" for the default
-            loop of tools.
+        path: an environment, given as ``package.module:name`` or as a short name; "" for no
+            environment, so that the policy only calls tools.
         options: keyword arguments with which the environment is created.
-        deadline_s: time limit of each call of reset, step or close, in seconds.
-        concurrency: maximum number of resets and steps that run at the same time; 0 for no limit.
-        credit: which rewards the tokens of a turn are trained on. ``turn``: the rewards of this
-            turn and of later turns. ``trajectory``: the sum of all rewards, for all tokens. See
-            `learn.turns`.
+        deadline_s: time limit of each call of ``reset``, ``step`` or ``close``, in seconds.
+        concurrency: maximum number of calls of ``reset`` and ``step`` that run at the same time; 0
+            for no limit.
+        credit: rewards that count for the tokens of a turn in training. With ``turn``, these are
+            the rewards of the same turn and of later turns; with ``trajectory``, the rewards of all
+            turns count for every token. See `learn.turns`.
     """
 
     deadline_s: Seconds = 60.0
@@ -142,7 +143,7 @@ class EnvironmentConfig(Extension):
 
 
 def tags_of(config: EnvironmentConfig) -> dict[str, str]:
-    """Returns the tags of an environment, and the description of each; {} if it has no tags.
+    """Returns the description of each tag of an environment, by tag; {} if there are no tags.
 
     Raises:
         UserError: the environment does not exist, or its attribute ``tools`` is invalid.
@@ -169,7 +170,7 @@ def read_step(value: Any, path: str) -> Step:
         path: name of the environment, used in the error message.
 
     Raises:
-        MisfitError: the result is not a step.
+        MisfitError: the result is neither a `Step` nor a tuple (observation, reward, done).
     """
     found = value
     if isinstance(found, tuple | list) and len(found) == 3:
@@ -196,7 +197,7 @@ def read_reset(value: Any, path: str) -> str | tuple[tuple[str, str], ...]:
         path: name of the environment, used in the error message.
 
     Returns:
-        A text, or messages as pairs (role, text).
+        The text, or the messages as pairs (role, text).
 
     Raises:
         MisfitError: the result is neither a text nor messages.

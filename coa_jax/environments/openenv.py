@@ -37,13 +37,13 @@ _told: set[str] = set()
 
 
 def load(split: str, n: int | None, seed: int, question: str = "") -> list[Task]:
-    """Creates tasks for an environment; the episodes of different tasks have different seeds.
+    """Creates tasks for an environment; each task's episodes start from a seed of its own.
 
     Args:
         split: name of the split, which becomes part of the task ids.
         n: number of tasks; None for 100.
         seed: seed of the source, which becomes part of the task ids.
-        question: text before the first observation of each episode; "" for none.
+        question: text that precedes the first observation of each episode; "" for no text.
     """
     return [Task(f"{split}-{seed}-{i}", question, "turns", (), "openenv") for i in range(n or 100)]
 
@@ -65,7 +65,7 @@ class ServerError(Exception):
 
 
 class OpenEnv:
-    """An environment that runs one episode in a session of an openenv server."""
+    """An environment whose episode runs in a session of an openenv server."""
 
     def __init__(
         self,
@@ -109,7 +109,7 @@ class OpenEnv:
         self._seen: Mapping[str, Any] = {}
 
     def reset(self, task: Task) -> str:
-        """Opens a session; returns the first observation and instructions on how to act."""
+        """Opens a session; returns the first observation, with instructions on how to act."""
         schema = self._schema()
         data = self._open({**self._arguments, **task.metadata.get("reset", {})})
         tools = ()
@@ -143,7 +143,7 @@ class OpenEnv:
         )
 
     async def close(self) -> None:
-        """Ends the session, even if a step still waits for the server."""
+        """Ends the session, even while a step is still waiting for the server."""
         self._closed = True
         if self._socket is not None:
             await asyncio.to_thread(self._socket.close)

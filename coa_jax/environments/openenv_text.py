@@ -15,17 +15,20 @@ _NUMBER = re.compile(r"[-+]?\d+(?:\.\d+)?")
 
 
 class UnreadableError(Exception):
-    """Raised if a turn of the policy is not a valid action; the policy reads the message."""
+    """Raised if a turn of the policy is not a valid action.
+
+    The policy reads the message of the exception as the observation.
+    """
 
 
 @dataclasses.dataclass(frozen=True)
 class Actions:
-    """Converts turns of the policy to actions.
+    """Converts turns of the policy to actions of an environment.
 
     Attributes:
         field: name of the field that receives the text of a turn; "" if a turn must be a JSON
             object.
-        kinds: maps the name of each field to its JSON schema.
+        kinds: maps the name of each field of an action to the field's JSON schema.
         tools: tools that an action can call, each with ``name``, ``description`` and
             ``input_schema``; () if actions do not call tools.
     """
@@ -36,7 +39,7 @@ class Actions:
 
     @staticmethod
     def are_calls(schema: Mapping[str, Any]) -> bool:
-        """Returns whether a schema of actions describes calls of the server's MCP tools."""
+        """Returns whether actions with this schema are calls of the server's MCP tools."""
         kind = schema.get("properties", {}).get("type", {})
         generic = schema.get("title") == "Action" and schema["properties"].keys() <= {"metadata"}
         return kind.get("const") in ("call_tool", "list_tools") or generic
@@ -45,12 +48,12 @@ class Actions:
     def of(
         cls, schema: Mapping[str, Any], field: str, tools: Sequence[Mapping[str, Any]]
     ) -> Actions:
-        """Reads the schema of actions.
+        """Creates the converter for actions with a given schema.
 
         Args:
             schema: JSON schema of an action.
-            field: name of the field that receives the text of a turn; "" for the only required
-                field, or else the only field.
+            field: name of the field that receives the text of a turn; "" selects the only required
+                field or, if no field is required, the only field.
             tools: tools of the server if actions call tools; otherwise ().
 
         Raises:
@@ -72,7 +75,7 @@ class Actions:
         return cls(field, kinds)
 
     def told(self) -> str:
-        """Returns instructions for the policy that say how to act; "" if any text is an action."""
+        """Returns instructions for the policy on how to act; "" if every text is a valid action."""
         if self.tools:
             described = (
                 {"name": t["name"], "description": t.get("description", ""),
@@ -96,7 +99,7 @@ class Actions:
     def read(self, turn: str) -> dict[str, Any]:
         """Converts a turn of the policy to an action in the form that the server expects.
 
-        Everything up to the last ``</think>`` is ignored, and so are the fences of a code block.
+        Everything up to the last ``</think>`` is ignored, as are the fences of a code block.
 
         Raises:
             UnreadableError: the turn contains no valid action.
@@ -173,10 +176,13 @@ def read_observation(
 ) -> str:
     """Converts an observation to text.
 
-    If there is one field, its value alone is shown; several fields are shown with their names.
-    Games send their rules or the whole game so far with each observation. Therefore a long text
-    that begins with the text of the same field in the observation before is shown without this
-    beginning, and a long text that another field contains is left out.
+    If there is only one field, the text is its value; if there are several, each value follows the
+    name of its field.
+
+    Some games repeat their rules, or the whole game so far, in each observation. Two rules
+    therefore shorten long texts: if the text of a field begins with the text that the same field
+    had in the previous observation, this beginning is left out; and if another field contains the
+    text of a field, the contained text is left out.
 
     Args:
         found: maps the name of each field of the observation to its value.

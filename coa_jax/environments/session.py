@@ -42,13 +42,14 @@ Opener = Callable[[int, Mapping[str, Tool]], "ToolLoop"]
 
 
 class ToolLoop:
-    """The default environment: tools respond to their tags, and the policy ends the episode.
+    """The default environment: tools respond to tags, and the policy ends the episode.
 
     Attributes:
         whole_turns: whether each whole turn of the policy is an action.
         own: tags to which an environment responds; tools respond to all other tags.
-        begun: messages that the reset returned; () if the prompt is the prompt of the task.
-        question: text that the reset returned; "" if the reset returned messages.
+        begun: messages that the environment's ``reset`` returned; () if the prompt of the task is
+            used.
+        question: text that the environment's ``reset`` returned; "" if it returned messages.
     """
 
     whole_turns = False
@@ -67,7 +68,7 @@ class ToolLoop:
         return bool(self._begun)
 
     async def reset(self, context: ToolContext) -> Observation:
-        """Starts the episode; its prompt is the prompt of the task.
+        """Starts the episode, which begins with the prompt of the task.
 
         Args:
             context: deadline and identity of the call.
@@ -78,8 +79,9 @@ class ToolLoop:
         """Responds to an action with an observation.
 
         Args:
-            name: tag that the policy used, or ``turn`` or ``answer``.
-            arguments: body of the tag.
+            name: tag that the policy used; ``turn`` if the action is a whole turn, and ``answer``
+                if the action is the final answer.
+            arguments: body of the tag, or text of the turn or answer.
             context: deadline and identity of the call.
         """
         tool = self._tools.get(name)
@@ -111,10 +113,11 @@ class Environments:
         config: settings of the environment.
         prompt: prompt style in which the policy sees a text that a reset returns.
         make: class or function of the environment, with its options bound.
-        tools: description of each tag of the environment; {} if each whole turn is an action.
+        tools: maps each tag of the environment to its description; {} if each whole turn is an
+            action.
         together: whether the samples of a task share an environment.
-        turns: semaphore that limits how many resets and steps run at the same time; None for no
-            limit.
+        turns: semaphore that limits how many calls of ``reset`` and ``step`` run at the same time;
+            None for no limit.
     """
 
     def __init__(self, config: EnvironmentConfig, prompt: Prompt):
@@ -136,14 +139,14 @@ class Environments:
         self._warned: set[str] = set()
 
     def opener(self, task: Task, seed: int, prompt_id: int, samples: Sequence[int]) -> Opener:
-        """Returns a function that creates the sessions of samples of a task that run together.
+        """Returns a function that creates the sessions of samples of the same task.
 
         Args:
             task: the task.
             seed: seed of the run.
-            prompt_id: index of the task in the run. The seed of the environments depends on
-                ``seed`` and on this index.
-            samples: numbers of the samples.
+            prompt_id: index of the task in the run. The seed of the environments is derived from
+                ``seed`` and this index.
+            samples: indices of the samples, which run at the same time.
         """
         drawn = hashlib.blake2b(f"{seed}/{prompt_id}".encode(), digest_size=4).digest()
         offered = {
@@ -159,13 +162,13 @@ class Environments:
         return opened
 
     def warn(self, what: str, observation: Observation, masks: bool = True) -> None:
-        """Logs a failed call; of several failures of the same kind, only the first is logged.
+        """Logs a failed call of an environment; of failures of the same kind, only the first.
 
         Args:
             what: name of the failed method, ``reset``, ``step`` or ``close``.
             observation: observation of the failed call.
             masks: whether the failure masks the trajectory, so that the policy is not trained on
-                it.
+                the trajectory.
         """
         why = observation.detail.get("exception", observation.text)
         kind = f"{what} {str(why).partition(':')[0]}"
@@ -177,7 +180,7 @@ class Environments:
 
 
 def graded_by_environment(config: EnvironmentConfig, tasks: Sequence[Task]) -> list[Task]:
-    """Returns the tasks, in which the environment is the grader of tasks that name no grader.
+    """Makes the environment the grader of all tasks that name no grader, and returns the tasks.
 
     Args:
         config: settings of the environment. If there is no environment, the tasks are returned
@@ -203,7 +206,7 @@ def graded_by_environment(config: EnvironmentConfig, tasks: Sequence[Task]) -> l
 
 
 class Session(ToolLoop):
-    """The environment of one trajectory, together with the tools of the run."""
+    """The environment of one trajectory, combined with the tools of the run."""
 
     holds = True
 
@@ -230,11 +233,11 @@ class Session(ToolLoop):
         self._refused: UserError | None = None
 
     async def reset(self, context: ToolContext) -> Observation:
-        """Creates the environment and starts its episode, which sets `begun` and `question`.
+        """Creates the environment, starts its episode, and sets `begun` and `question`.
 
         Raises:
-            UserError: the created object is not an environment, its reset returned neither a text
-                nor messages, or the environment itself raised UserError.
+            UserError: the created object is not an environment, its ``reset`` returned neither a
+                text nor messages, or the environment itself raised a `UserError`.
         """
 
         async def begin() -> Observation:
@@ -262,8 +265,8 @@ class Session(ToolLoop):
         """Responds to an action with an observation, like `ToolLoop.act`.
 
         Raises:
-            UserError: the environment returned something other than a step, or itself raised
-                UserError.
+            UserError: the environment's ``step`` returned something other than a step, or the
+                environment itself raised a `UserError`.
         """
         if name not in self.own:
             return await super().act(name, arguments, context)

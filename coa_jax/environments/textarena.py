@@ -32,7 +32,7 @@ _playing = threading.RLock()
 
 
 def load(split: str, n: int | None, seed: int, games: str = "GuessTheNumber-v0") -> list[Task]:
-    """Creates tasks, each with a game; the games of the list alternate.
+    """Creates tasks, each of which is a game; the tasks take the listed games in turn.
 
     Args:
         split: name of the split, which becomes part of the task ids.
@@ -105,12 +105,12 @@ class TextArena:
         self._random = random.Random(f"{seed} {sample}")
 
     def reset(self, task: Task) -> list[tuple[str, str]]:
-        """Waits for the player's first turn; returns the messages to the player until then."""
+        """Waits for the player's first turn, and returns the messages to the player so far."""
         step = self._await()
         return [("user", step.observation)]
 
     def step(self, turn: Turn) -> Step:
-        """Makes a move, then waits until it is the player's turn again or the game is over."""
+        """Makes a move, and waits until it is the player's turn again or the game is over."""
         text = turn.text if "[" in turn.text else f"[{turn.text.strip()}]"
         self._game.move(self._seat, text)
         return self._await()

@@ -29,14 +29,16 @@ class Rules:
 
     Attributes:
         groups: number of groups that a step trains on.
-        most: maximum number of groups that a step examines. If fewer than ``groups`` of the
-            examined groups have a signal (rewards that differ), the step trains on the groups with
-            a signal alone.
-        max_staleness: greatest age, in steps, of a group that a step trains on.
-        in_order: True if steps take groups in task order, False if steps take groups in the order
-            in which the groups finish.
+        most: maximum number of groups that a step examines. A group has a signal if its rewards
+            differ. A step that has examined ``most`` groups trains on those of them that have a
+            signal, even if their number is below ``groups``.
+        max_staleness: maximum age of a group that a step trains on. The age is the number of steps
+            between the oldest policy version that sampled the group and the version that the step
+            updates.
+        in_order: whether steps take groups in task order; False takes groups in the order in which
+            they finish.
         in_flight: number of groups that are sampled at the same time; 0 derives the number from the
-            share of groups with a signal.
+            share of groups with a signal, see `Ledger.admit`.
         steps: number of steps of the run.
     """
 
@@ -50,20 +52,22 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class Composition:
-    """The groups of a step, each identified by the index of its task.
+    """The groups of samples that a step uses, each identified by the index of its task.
 
     Attributes:
         step: number of the step, from 1.
         used: the groups to train on.
-        examined: all groups that were examined, in order: the groups in ``used``, and groups
-            without a signal (whose rewards do not differ).
+        examined: all groups that the step examined, in the order of examination: the groups in
+            ``used``, and groups without a signal, whose rewards are all equal.
         dropped: groups that were dropped since the previous step because they were too old.
-        discarded: number of groups that were unfinished or unused, and whose tasks are therefore
-            sampled again with the next policy version. Above 0 only if ``max_staleness`` is 0.
-        given_up: number of tasks whose groups were dropped `ATTEMPTS` times, and which are not
-            sampled again.
+        discarded: number of groups that were requested, but unfinished or unused when the step was
+            composed. Their tasks are sampled again with the next policy version. The number can be
+            above 0 only if ``max_staleness`` is 0.
+        given_up: number of tasks that are not sampled again, because their groups were dropped
+            `ATTEMPTS` times.
         state: state of the ledger after this step, for `Ledger.restore`.
-        scores: numbers of solved and of graded samples of each examined group, see `pool.Score`.
+        scores: for each group in ``examined``, the number of solved samples and the number of
+            graded samples, see `pool.Score`.
     """
 
     step: int
@@ -113,10 +117,10 @@ class Ledger:
 
     @classmethod
     def restore(cls, rules: Rules, state: Mapping[str, Any], pool: Pool | None = None) -> Ledger:
-        """Restores the ledger to its state after a step.
+        """Restores a ledger from the state that was saved with a step.
 
 
-        The tasks that were in flight at that time are requested again.
+        Tasks whose samples were still unfinished or unused after that step are requested again.
 
         Args:
             rules: the rules by which the run composes its steps.
@@ -143,17 +147,18 @@ class Ledger:
         return self.step - self.rules.max_staleness
 
     def is_open(self, index: int) -> bool:
-        """Returns whether a task has been requested, and is neither in a step nor given up."""
+        """Returns whether a task's group was requested, and was neither used nor given up yet."""
         return index in self._open
 
     def end(self, index: int, signal: bool, oldest: int, score: Sequence[int] = (0, 0)) -> None:
-        """Records a group whose samples have all finished.
+        """Records that all samples of a group have finished.
 
         Args:
             index: index of the group's task.
             signal: whether the rewards of the group differ.
             oldest: oldest policy version that sampled one of the group's tokens.
-            score: numbers of solved and of graded samples of the group, for the pool.
+            score: number of solved samples and number of graded samples of the group, which the
+                pool needs.
         """
         if index in self._open:
             self._ended[index] = _Ended(signal, oldest, (score[0], score[1]))
@@ -161,7 +166,7 @@ class Ledger:
     def late(self, index: int) -> None:
         """Drops a group that is too old.
 
-        The group's task is sampled again, at most `ATTEMPTS` times.
+        The task is sampled again, unless its groups have now been dropped `ATTEMPTS` times.
         """
         if index not in self._open:
             return
@@ -235,11 +240,11 @@ class Ledger:
         return max((found + 1) / (self._looked + len(self._ended) + 1), _LOWEST_SHARE)
 
     def admit(self) -> list[int]:
-        """Returns the indices of the tasks to sample now, and counts them as in flight.
+        """Returns the indices of the tasks to sample now, and counts their groups as in flight.
 
-        A group that starts now can be used by the steps up to ``version + max_staleness + 1``. The
-        number of groups in flight is the number of groups that these steps still lack, divided by
-        the estimated share of groups with a signal.
+        A group that starts now can be used by all steps up to step ``version + max_staleness + 1``.
+        Unless `Rules.in_flight` sets the number of groups in flight, the number is the number of
+        groups that these steps still lack, divided by the estimated share of groups with a signal.
         """
         rules = self.rules
         last = min(self.version + rules.max_staleness + 1, rules.steps)

@@ -34,21 +34,22 @@ def advantages_of(
 ) -> list[tuple[Trajectory, np.ndarray]]:
     """Computes the advantages of the graded trajectories of a group.
 
-    A sample that could not be graded is left out: the sample has no advantage, and does not enter
-    the baseline of the other samples.
+    A sample that could not be graded gets no advantage, and does not enter the baseline of the
+    other samples.
 
     Args:
         algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
         group: the samples of one task.
 
     Returns:
-        Pairs of a graded trajectory and its advantage, float32: a scalar ``[]`` that holds for all
-        tokens, or an array ``[T]`` with one number per token. If `Algorithm.whitened` is true, the
-        numbers are rewards, which `experience.complete_experience` turns into advantages of tokens.
+        Pairs of a graded trajectory and its advantage, float32. The advantage is a scalar ``[]``
+        that holds for all tokens, or an array ``[T]`` with one number per token. If
+        `Algorithm.whitened` is true, each pair holds rewards instead, which
+        `experience.complete_experience` turns into advantages of tokens.
 
     Raises:
-        UserError: the advantage function fails, or returns something other than finite numbers of
-            these shapes.
+        UserError: the advantage function fails, or returns a number that is not finite or an array
+            of another shape.
     """
     graded = [t for t in group if t.reward is not None and t.reward.value is not None]
     if not graded:
@@ -128,13 +129,13 @@ def of_step_less_mean(rewards: np.ndarray) -> np.ndarray:
 
 @marked(critic=True, alone=True)
 def of_critic(rewards: np.ndarray) -> np.ndarray:
-    """Returns R, from which `gae` computes advantages with the values of a critic."""
+    """Returns the rewards R, from which `gae` computes advantages with the values of a critic."""
     return rewards
 
 
 @marked(alone=True)
 def nothing(rewards: np.ndarray) -> np.ndarray:
-    """Returns 0 for every sample: only the teacher gives advantages, see `distillation`."""
+    """Returns 0 for every sample, because only a teacher gives advantages, see `distillation`."""
     return np.zeros_like(rewards)
 
 
@@ -152,8 +153,8 @@ def gae(
     """Computes advantages by generalised advantage estimation (arXiv 1506.02438 eq 16).
 
     ``A_t = d_t + gamma lam A_t'`` with ``d_t = r_t + gamma V_t' - V_t``, where t' is the next
-    policy token in the same sequence; ``A_t'`` and ``V_t'`` are 0 after the last policy token.
-    With values of 0 and ``lam`` 1, the advantages are discounted sums of rewards.
+    policy token in the same sequence; ``A_t'`` and ``V_t'`` are 0 after the last policy token. If
+    all values V are 0 and ``lam`` is 1, the advantages are discounted sums of rewards.
 
     Args:
         rewards: reward at each token, float32 ``[R, T]`` for R packed rows of T tokens.
@@ -163,8 +164,8 @@ def gae(
         lam: trace decay (lambda).
 
     Returns:
-        The advantages A, and the returns A + V; each is float32 ``[R, T]``, and 0 at tokens that
-        the policy did not write.
+        The advantages A and the returns A + V. Each of the two arrays is float32 ``[R, T]``, and is
+        0 at tokens that the policy did not write.
     """
 
     def step(carry: tuple[jax.Array, ...], column: tuple[jax.Array, ...]) -> tuple[Any, Any]:
@@ -195,7 +196,8 @@ def whiten(batches: Sequence[Batch], eps: float = 1e-8) -> list[Batch]:
 
     Args:
         batches: all micro-batches of the step; the function reads ``advantage`` and ``mask``.
-        eps: number that is added to the variance, to avoid a division by zero.
+        eps: number that is added to the variance, so that a variance of 0 causes no division by
+            zero.
 
     Returns:
         The batches with standardised advantages, which are 0 at tokens that the policy did not
@@ -234,8 +236,9 @@ def _standardise(
 def distillation(old: ArrayLike, teacher: ArrayLike) -> jax.Array:
     """Returns the advantages ``log p_teacher - log p_old`` of tokens that the policy sampled.
 
-    The expectation of such an advantage is the negative reverse KL divergence from the teacher at
-    one token, without a sum over later tokens. This is on-policy distillation (Lu et al. 2025,
+    The expectation of the advantage at a token is the negative reverse KL divergence of the two
+    distributions at this token, ``-KL(old || teacher)``; later tokens do not enter. This is
+    on-policy distillation (Lu et al. 2025,
     https://thinkingmachines.ai/blog/on-policy-distillation; Agarwal et al., arXiv 2306.13649 §3; Gu
     et al., arXiv 2306.08543 eq 1).
 

@@ -96,74 +96,87 @@ WholeKnob = Annotated[int, Between(0, MAX_INT, also=(-1,))]
 
 @dataclasses.dataclass(frozen=True)
 class Algorithm(Bounded):
-    """A preset with overrides; `resolve` fills in the settings that are left unset.
+    """The name of a preset, and settings that replace those of the preset.
 
     Attributes:
         name: name of the preset: grpo, dapo, dr_grpo, rloo, gspo, cispo, reinforce++,
-            reinforce++_baseline, ppo or opd.
-        advantage: the advantage estimator. ``group`` takes standard scores within a group. ``mean``
-            and ``leave_one_out`` subtract a baseline of the group from the rewards. ``batch``
-            whitens the rewards over the step; ``batch_baseline`` first subtracts the group's mean,
-            and then whitens. ``gae`` uses a critic. ``none`` takes advantages from a teacher alone.
-            ``package.module:name`` names a function of your own, see `ADVANTAGES`.
+            reinforce++_baseline, ppo or opd. `resolve` takes from the preset every setting that is
+            unset, which means -1 for a number and "" for a name.
+        advantage: the advantage estimator. A group holds the samples of one task. ``group`` takes
+            standard scores of the rewards within a group. ``mean`` subtracts the mean reward of the
+            group from each reward; ``leave_one_out`` subtracts the mean reward of the other
+            samples. ``batch`` whitens the rewards over the whole step; ``batch_baseline`` first
+            subtracts the mean reward of the group. ``gae`` uses a critic. ``none`` takes advantages
+            from a teacher alone. ``package.module:name`` names a function of your own, see
+            `ADVANTAGES`.
         advantage_options: keyword arguments of the advantage function.
-        loss: the policy loss. ``clip`` is PPO's clipped loss with a ratio per token;
-            ``sequence_clip`` has a ratio per sequence (GSPO); ``cispo`` clips the weight of a token
-            and keeps its gradient. ``package.module:name`` names a function of your own, see
-            `LOSSES`.
-        loss_options: keyword arguments of the loss function. The loss function may also have the
-            settings ``clip_low``, ``clip_high`` and ``dual_clip`` as parameters.
-        normalise: how the losses of tokens are averaged: ``token``, ``sequence`` or ``constant``;
-            see `objectives.weigh`.
-        learn_from: groups to train on: ``all``, or only groups with a ``signal``, whose rewards
-            differ. With ``signal``, sampling goes on until a step has enough groups with a signal,
-            and surplus groups are kept for the next step.
-        clip_low: the loss has no gradient that lowers a token's probability where its ratio is
-            below ``1 - clip_low``.
-        clip_high: the loss has no gradient that raises a token's probability where its ratio is
-            above ``1 + clip_high``.
+        loss: the policy loss. ``clip`` is PPO's clipped loss with a ratio per token.
+            ``sequence_clip`` is the same loss with a ratio per sequence (GSPO). ``cispo`` clips the
+            ratio by which the gradient of a token is multiplied, so no token loses its gradient.
+            ``package.module:name`` names a function of your own, see `LOSSES`.
+        loss_options: keyword arguments of the loss function. If the loss function has parameters
+            named ``clip_low``, ``clip_high`` or ``dual_clip``, these receive the settings of the
+            same name.
+        normalise: how the losses of tokens are averaged. ``token`` takes the mean over all tokens
+            of the update; ``sequence`` takes the mean over sequences of the mean of each sequence;
+            ``constant`` divides the sum of each sequence by ``loss_length`` instead. See
+            `objectives.weigh`.
+        learn_from: groups to train on. ``all`` takes every group. ``signal`` takes only groups with
+            a signal, whose rewards differ; sampling continues until the step has enough such
+            groups.
+        clip_low: lower clip bound: where the ratio of a token is below ``1 - clip_low``, the loss
+            does not lower the token's probability any further.
+        clip_high: upper clip bound: where the ratio of a token is above ``1 + clip_high``, the loss
+            does not raise the token's probability any further.
         dual_clip: constant c of dual-clip PPO: the loss of a token with an advantage A < 0 is at
             most ``-c A``; 0 for no bound.
-        negative_weight: factor by which negative advantages are multiplied. Below 1, successful
-            samples have more weight: pass@1 rises faster, but the samples become less diverse,
-            which lowers pass@k (Xiong et al. 2025, arXiv 2504.11343; Zhu et al. 2025, arXiv
-            2506.01347).
-        loss_length: number of tokens by which ``normalise=constant`` divides the sum over a
-            sequence.
-        kl: estimator of the KL divergence from the initial policy of the run: ``k1``, ``k2`` or
-            ``k3``, see `objectives.kl_estimate`.
-        kl_in: where the KL penalty is added: to the ``loss``, or to the ``reward`` of each token.
-        kl_coef: factor of the KL penalty. With 0 there is no penalty, and the run keeps no frozen
+        negative_weight: factor by which negative advantages are multiplied; 1 leaves them
+            unchanged. With a factor below 1, successful samples have more weight than unsuccessful
+            samples. Then pass@1 rises faster, but the samples become less diverse, which lowers
+            pass@k (Xiong et al. 2025, arXiv 2504.11343; Zhu et al. 2025, arXiv 2506.01347).
+        loss_length: number of tokens by which ``normalise=constant`` divides the sum of the token
+            losses of a sequence.
+        kl: estimator of the KL divergence between the policy and the initial policy of the run:
+            ``k1``, ``k2`` or ``k3``, see `objectives.kl_estimate`.
+        kl_in: where the KL penalty enters: ``loss`` adds the penalty to the loss, ``reward``
+            subtracts the penalty from the reward of each token.
+        kl_coef: factor of the KL penalty. With 0 there is no penalty, so the run needs no frozen
             copy of the initial parameters.
         entropy_coef: factor of the entropy bonus; 0 for no bonus.
         opd_coef: factor of the advantages that a teacher gives to tokens (on-policy distillation),
             which are added to the advantages of ``advantage``; 0 for no teacher. See
             `advantages.distillation`.
-        old_logp: the log-probabilities in the denominator of the loss's ratio: those that the
-            ``sampler`` recorded, or those that the ``trainer`` computes before the step's first
+        old_logp: source of the log-probabilities in the denominator of the loss's ratio. With
+            ``sampler``, the log-probabilities are those that the engine recorded while sampling;
+            with ``trainer``, the trainer computes the log-probabilities before the step's first
             update (the proximal policy of decoupled PPO).
         tis_cap: upper bound of the importance weight by which the loss of a token is multiplied
             (truncated importance sampling). The weight is the ratio of the trainer's to the
             sampler's probability. 0 for no importance weight. See `objectives.correction`.
-        tis_level: level of the importance weight: the ratio of the ``token`` itself, the product of
-            the ratios of its ``sequence``, or their ``geometric`` mean.
+        tis_level: level of the importance weight of a token. ``token`` takes the ratio of the token
+            itself, ``sequence`` the product of the ratios of all policy tokens in the token's
+            sequence, and ``geometric`` the geometric mean of these ratios.
         mask_low: lower bound of the ratio of the trainer's to the sampler's probability; a token
             with a smaller ratio has no loss. 0 for no bound.
         mask_high: upper bound of the ratio of the trainer's to the sampler's probability; a token
             with a larger ratio has no loss. 0 for no bound.
-        mask_level: level of the ratio that ``mask_low`` and ``mask_high`` bound; the levels are
-            those of ``tis_level``.
-        overlong_buffer: number of tokens before the budget ``rollout.max_tokens`` over which the
-            reward falls; 0 for no penalty. See `learn.shaping`.
-        overlong_penalty: amount by which the reward of a trajectory is lowered whose length equals
-            the budget.
+        mask_level: level of the ratio that ``mask_low`` and ``mask_high`` bound: ``token``,
+            ``sequence`` or ``geometric``, as in ``tis_level``.
+        overlong_buffer: number of tokens over which the reward falls with the length of the
+            trajectory. The fall begins this number of tokens before the token budget
+            ``rollout.max_tokens``. 0 for no length penalty. See `learn.shaping`.
+        overlong_penalty: amount by which the reward is lowered if the trajectory uses up the token
+            budget ``rollout.max_tokens``. Over the buffer, the reduction grows linearly from 0 to
+            this amount.
         gamma: discount factor of generalised advantage estimation.
         lam: trace decay (lambda) of generalised advantage estimation.
-        value_clip: distance from the old value beyond which a value of the critic has no gradient;
-            0 for no bound.
+        value_clip: bound on the change of the critic's values within a step: where a value has
+            moved farther than this from its value before the step, the loss does not move the value
+            any further. 0 for no bound.
         critic_learning_rate: learning rate of the critic. The critic's other optimiser settings are
             those of the policy.
-        critic_warmup_steps: number of updates over which the critic's learning rate warms up.
+        critic_warmup_steps: number of updates during which the critic's learning rate rises
+            linearly to ``critic_learning_rate``.
     """
 
     name: Annotated[str, OneOf(*NAMES)] = "grpo"
@@ -202,7 +215,7 @@ class Algorithm(Bounded):
 
         Args:
             budget: maximum number of tokens of a trajectory, from which some presets derive
-                lengths.
+                ``overlong_buffer`` and ``loss_length``.
 
         Raises:
             UserError: the settings contradict each other.
@@ -227,7 +240,7 @@ class Algorithm(Bounded):
 
     @property
     def alone(self) -> bool:
-        """Whether the advantage of a sample is independent of the other samples of its task."""
+        """Whether a sample's advantage is independent of the other samples of the same task."""
         return has_mark(self.advantage_call, "alone")
 
     @property
@@ -237,7 +250,7 @@ class Algorithm(Bounded):
 
     @property
     def whitened(self) -> bool:
-        """Whether `gae` computes token advantages, which are then standardised over the step."""
+        """Whether `gae` computes advantages from the rewards, which `whiten` then standardises."""
         return self.needs_critic or has_mark(self.advantage_call, "whitened")
 
     @property
@@ -252,19 +265,22 @@ class Algorithm(Bounded):
 
     @property
     def masks(self) -> bool:
-        """Whether tokens have no loss if their ratio trainer / sampler is out of bounds."""
+        """Whether the loss leaves out tokens whose ratio trainer / sampler is out of bounds.
+
+        The bounds are ``mask_low`` and ``mask_high``.
+        """
         return self.mask_low > 0 or self.mask_high > 0
 
     def check_stale(self, why: str) -> None:
-        """Checks that the loss corrects for samples of older policies.
+        """Checks that the loss corrects for samples that came from older policies.
 
         Args:
             why: text about the setting that allows older samples, with which the error message
                 starts.
 
         Raises:
-            UserError: the old log-probabilities are the trainer's, and neither an importance
-                weight nor a mask corrects for the sampler.
+            UserError: ``old_logp`` is ``trainer``, and neither an importance weight (``tis_cap``)
+                nor a mask (``mask_low``, ``mask_high``) corrects for the policy that sampled.
         """
         if self.old_logp == "trainer" and not self.tis_cap and not self.masks:
             raise UserError(
@@ -274,7 +290,10 @@ class Algorithm(Bounded):
 
 
 def marked(**marks: bool) -> Callable[[F], F]:
-    """Returns a decorator that marks an advantage or a loss; see `ADVANTAGES` and `LOSSES`."""
+    """Returns a decorator that declares properties of an advantage or loss function.
+
+    `ADVANTAGES` and `LOSSES` list the properties.
+    """
 
     def mark(function: F) -> F:
         vars(function).update(marks)

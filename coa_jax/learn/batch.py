@@ -25,17 +25,17 @@ from coa_jax.trajectory import Author, DistilledRecord, Trajectory
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Example:
-    """A sequence of T tokens to train on.
+    """One sequence of T tokens to train on.
 
     Attributes:
         tokens: token ids, int32 ``[T]``.
-        mask: float32 ``[T]``, 1 for tokens that the policy wrote, 0 for the others.
+        mask: float32 ``[T]``, 1 for tokens that the policy wrote, 0 for all other tokens.
         logp: float32 ``[T]``, log-probability with which the token was sampled; 0 for tokens that
             the policy did not sample.
         advantage: advantage of each token, float32 ``[T]``.
         rule: int32 ``[T]``, state of the constraint under which the token was sampled; `FREE` for
             tokens that were not sampled.  None for sequences sampled without a constraint.
-        more: further arrays ``[T]``; the keys are field names of `Batch`.
+        more: further arrays ``[T]``; each key is the field of `Batch` to which the array belongs.
     """
 
     tokens: np.ndarray
@@ -52,9 +52,9 @@ class Batch(NamedTuple):
     Attributes:
         tokens: token ids, int32 ``[R, T]``.
         positions: position of each token in its sequence, counted from 0, int32 ``[R, T]``.
-        segment_ids: index of each token's sequence in the row, counted from 1, int32 ``[R, T]``; 0
-            is padding.
-        mask: float32 ``[R, T]``, 1 for tokens that have a loss, 0 for the others.
+        segment_ids: index, within the row, of the sequence that contains the token, counted from 1,
+            int32 ``[R, T]``; 0 marks padding.
+        mask: float32 ``[R, T]``, 1 for tokens that have a loss, 0 for all other tokens.
         logp: sampling log-probabilities, float32 ``[R, T]``.
         advantage: advantage of each token, float32 ``[R, T]``.
         rule: states of the constraint, int32 ``[R, T]``, see `Example`; None without a constraint.
@@ -66,9 +66,10 @@ class Batch(NamedTuple):
         returns: the values that the critic is trained to predict, float32 ``[R, T]``.
         teacher_logp: log-probabilities under a teacher, float32 ``[R, T]``.
         age: int32 ``[R, T]``, number of steps between the policy version that sampled a token and
-            the version that learns from the token; None if the newest version sampled all tokens.
-        unfolded: layout of the rows in attention, where every sequence has its own copy of a shared
-            prompt; None if no sequences share a prompt.
+            the policy version that is trained on the token; None if the newest version sampled all
+            tokens.
+        unfolded: layout of the rows inside attention, which reads a shared prompt as if each of the
+            sequences had a copy; None if no sequences share a prompt.
     """
 
     tokens: np.ndarray
@@ -91,8 +92,8 @@ class Batch(NamedTuple):
 def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> Example:
     """Tokenises a distilled record, one part after the other.
 
-    A part that the environment wrote is encoded as the agent loop encodes an observation, so
-    training sees the same token ids as a rollout.
+    A part that the environment wrote is encoded as the agent loop encodes an observation, so that
+    training and rollouts see the same token ids for the same text.
 
     Args:
         tokenizer: tokenizer of the policy.
@@ -100,8 +101,8 @@ def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> E
         prompt: prompt style in which the policy sees the record's question.
 
     Returns:
-        The record's tokens, followed by the end-of-turn token. Only the parts of the policy and the
-        end-of-turn tokens have a loss.
+        The record's tokens, followed by the end-of-turn token. Only the parts that the policy wrote
+        and the end-of-turn tokens have a loss.
     """
     tokens = list(prompt_ids(tokenizer, record, prompt))
     mask = [0.0] * len(tokens)
@@ -129,7 +130,7 @@ def environment_ids(tokenizer: Any, protocol: Protocol, text: str) -> list[int]:
     Args:
         tokenizer: tokenizer of the policy.
         protocol: protocol of the record.
-        text: the observation, including the text that the protocol puts around it.
+        text: the observation, including the text that the protocol puts around the observation.
 
     Returns:
         The token ids of the observation.
@@ -150,14 +151,14 @@ def trajectory_example(
 ) -> Example:
     """Converts a sampled trajectory to an example.
 
-    Tokens after the last policy token have no loss and are left out.
+    The example leaves out the tokens after the last policy token, because they would have no loss.
 
     Args:
         trajectory: the trajectory, with its sampling log-probabilities.
         advantage: advantage of the whole trajectory, a scalar, or of each token, float32 ``[T]``.
         constraint: constraint under which the trajectory was sampled; None if there was no
             constraint.
-        version: version of the policy that learns from the trajectory, from which the ages of the
+        version: version of the policy that is trained on the trajectory, from which the ages of the
             tokens are computed; None leaves out the ages.
 
     Raises:
@@ -184,8 +185,9 @@ def trajectory_example(
 def token_versions(trajectory: Trajectory, version: int) -> np.ndarray:
     """Returns the policy version that sampled or prefilled each token, int32 ``[T]``.
 
-    ``policy_versions`` in the trajectory's metadata lists pairs of a position and the version of
-    the tokens from this position on. Tokens before the first listed position have ``version``.
+    ``policy_versions`` in the trajectory's metadata is a list of pairs: a position, and the policy
+    version of the tokens from this position on. Tokens before the first listed position get the
+    number ``version``.
     """
     versions = np.full(len(trajectory.tokens), version, np.int32)
     for position, sampled_by in trajectory.metadata.get("policy_versions", ()):
@@ -196,19 +198,21 @@ def token_versions(trajectory: Trajectory, version: int) -> np.ndarray:
 def pack(examples: Sequence[Example], length: int, unfolded: int = 0) -> Batch:
     """Packs sequences into rows: the longest first, each into the first row with enough space.
 
-    With ``unfolded``, sequences with the same prompt share a row, and the row stores the prompt
-    once. The row stores the first of these sequences whole. Of every other sequence the row stores
-    only the last token of the prompt, from which the first sampled token is predicted, and all
-    tokens after the prompt. Only attention sees every sequence whole, in rows of ``unfolded``
-    positions.
+    If ``unfolded`` is above 0, sequences with the same prompt share a row that stores the prompt
+    once, with the first of the sequences. Of every further sequence, the row stores the tokens
+    after the prompt, and the last token of the prompt, from which the first sampled token is
+    predicted. Inside attention, the row is expanded to ``unfolded`` positions, in which every
+    sequence begins with the whole prompt.
 
     The result depends only on the examples and their order.
 
     Args:
-        examples: the sequences.  The prompt of a sequence is all tokens before the first token with
-            a loss.  Either all sequences were sampled under a constraint, or none.
+        examples: the sequences. The prompt of a sequence consists of all tokens before the first
+            token with a loss. Either all sequences must have been sampled under a constraint, or
+            none.
         length: number of tokens of a row, T.
-        unfolded: number of positions of a row in attention, E; 0 if sequences do not share prompts.
+        unfolded: number of positions of a row inside attention, E; 0 if sequences do not share
+            prompts.
 
     Raises:
         UserError: a sequence is longer than a row.
@@ -233,8 +237,8 @@ def unpack(
     """Returns the examples with the advantages and scores that were added to their batches.
 
     Args:
-        batches: the micro-batches that `pack` and `split_rows` made of the examples, completed with
-            scores, values or advantages.
+        batches: the micro-batches that `pack` and `split_rows` made of the examples, with the
+            scores, values or advantages that were added since.
         examples: the same examples as in the call of `pack`.
         length: the same length as in the call of `pack`.
         unfolded: the same number as in the call of `pack`.
@@ -407,7 +411,7 @@ def empty_batch(rows: int, length: int, constrained: bool = False, unfolded: int
         rows: number of rows, R.
         length: number of tokens of a row, T.
         constrained: whether the batch has states of a constraint.
-        unfolded: number of positions of a row in attention, E; 0 if sequences do not share prompts.
+        unfolded: number of positions of a row inside attention, E; 0 if no prompts are shared.
     """
     shape = (rows, length)
     tokens, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
@@ -423,7 +427,7 @@ def empty_batch(rows: int, length: int, constrained: bool = False, unfolded: int
 
 
 def split_rows(batch: Batch, rows: int) -> list[Batch]:
-    """Splits a batch into micro-batches of ``rows`` rows; the last micro-batch is padded."""
+    """Splits a batch into micro-batches of ``rows`` rows each; pads the last micro-batch."""
     missing = -batch.tokens.shape[0] % rows
     if missing:
         # Zeros are padding, and `FREE` is 0.
@@ -435,7 +439,7 @@ def split_rows(batch: Batch, rows: int) -> list[Batch]:
 
 
 def stack(batches: Sequence[Batch], capacity: int) -> Batch:
-    """Stacks micro-batches of equal shape to ``[capacity, R, T]``; the end is filled with zeros."""
+    """Stacks micro-batches to ``[capacity, R, T]``, and fills unused capacity with zeros."""
 
     def stacked(*arrays: Any) -> np.ndarray:
         out = np.zeros((capacity, *arrays[0].shape), arrays[0].dtype)

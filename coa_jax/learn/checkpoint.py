@@ -45,7 +45,7 @@ _EARLIER = ("params.embed", *(f"params.{projection}.a" for projection in PROJECT
 
 
 class Damaged(Exception):
-    """Raised if the contents of a checkpoint differ from the contents that were saved."""
+    """Raised if the contents of a checkpoint are no longer the contents that were saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,8 +56,7 @@ class Restored:
         step: number of the checkpoint.
         state: parameters and optimiser state.
         extra: the JSON values that were saved, such as the position in the data.
-        more: the requested further trees of arrays, by name, without those that the checkpoint
-            lacks.
+        more: those of the requested further trees of arrays that the checkpoint contains, by name.
     """
 
     step: int
@@ -166,11 +165,11 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def overdue(self, seconds: float) -> bool:
-        """Returns whether the last save, or the start if nothing was saved, is ``seconds`` ago."""
+        """Returns whether ``seconds`` have passed since the last save (or else since creation)."""
         return time.monotonic() - self._saved >= seconds
 
     def best(self) -> int | None:
-        """Returns the number of the best checkpoint; None if no checkpoint has the metric."""
+        """Returns the number of the checkpoint with the best metric; None if none has one."""
         step = self._manager.best_step() if self.best_metric else None
         known = {} if step is None else self._manager.metrics(step) or {}
         return step if self.best_metric in known else None
@@ -184,19 +183,19 @@ class Checkpoints:
         metrics: Mapping[str, float] | None = None,
         more: Mapping[str, Any] | None = None,
     ) -> None:
-        """Begins to write a checkpoint, and returns when the arrays may be changed or donated.
+        """Begins to write a checkpoint, and returns once the arrays may be changed or donated.
 
         Args:
             step: number of the checkpoint, higher than all earlier numbers.
             state: parameters and optimiser state.
             extra: JSON values to save.
-            metrics: metrics of the step. A checkpoint can become the best checkpoint only if the
-                metric ``best`` has a finite value here.
+            metrics: metrics of the step. A checkpoint can become the best checkpoint only if
+                ``metrics`` has a finite value for the metric that selects the best checkpoint.
             more: further trees of arrays by name; each is saved in a folder of its own.
 
         Raises:
             OSError: the previous checkpoint could not be written, for example because the disk is
-                full. All checkpoints before the previous one are intact.
+                full. Older checkpoints are intact.
         """
         self.wait()
         self._before_save()
@@ -233,13 +232,13 @@ class Checkpoints:
         self._manager.check_for_errors()
 
     def newest(self, like: TrainState, more: Mapping[str, Any] | None = None) -> Restored | None:
-        """Reads the newest undamaged checkpoint; returns None if the directory has no checkpoint.
+        """Reads the newest undamaged checkpoint; returns None if there is no checkpoint.
 
-        Damaged, newer checkpoints are renamed to ``damaged-STEP``, and a warning names them.
+        A damaged checkpoint that is newer is renamed to ``damaged-STEP``, and a warning names it.
 
         Args:
-            like: a state whose shapes, dtypes and shardings the result gets, see `restore`.
-            more: further trees to read, see `restore`.
+            like: a state whose shapes, dtypes and shardings the result will have, see `restore`.
+            more: shapes of further trees to read, by name, see `restore`.
 
         Raises:
             UserError: the checkpoint belongs to another model or optimiser, the file system refuses
@@ -291,8 +290,8 @@ class Checkpoints:
 
         Args:
             step: number of the checkpoint.
-            like: a state, or the shapes of a state with shardings. The mesh may differ from the
-                mesh of the run that saved the checkpoint.
+            like: a state, or a tree of shapes and shardings in its place. The mesh may differ from
+                the mesh of the run that saved the checkpoint.
             more: shapes of further trees to read, by name; trees that the checkpoint lacks are left
                 out.
 

@@ -35,7 +35,7 @@ class Clock:
         return time.monotonic() - self._began
 
     def report(self) -> dict[str, float]:
-        """Returns the metrics ``time/...`` so far.
+        """Returns the seconds spent in each phase so far, as metrics ``time/...``.
 
         ``time/unaccounted`` is the time outside all phases.
         """
@@ -48,9 +48,9 @@ class Clock:
 
 
 class Profile:
-    """Records a profile of a range of steps with `jax.profiler`.
+    """Records a profile of a range of training steps with `jax.profiler`.
 
-    TensorBoard and xprof show such a profile.
+    TensorBoard and xprof can show the profile.
     """
 
     def __init__(self, steps: tuple[int, ...], directory: Path):
@@ -72,7 +72,7 @@ class Profile:
         self._recording = False
 
     def before(self, step: int) -> None:
-        """Starts recording the profile if the step is in the range and nothing is recorded yet.
+        """Starts the recording if the step is in the range and no recording has started yet.
 
         The first call may be for a step in the middle of the range, because a resumed run may start
         there.

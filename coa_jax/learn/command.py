@@ -24,7 +24,7 @@ C = TypeVar("C")
 
 
 def define_flags(config: str, *, workdir_required: bool = True) -> None:
-    """Defines the flags of a command that trains.
+    """Defines the command-line flags of a command that trains a model.
 
     Args:
         config: default value of ``--config``, a path.
@@ -63,7 +63,7 @@ def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tupl
         wandb_project: Weights & Biases project to which the metrics are logged; "" for none.
 
     Yields:
-        The run directory, and the path for its model.
+        The run directory, and the path at which to save the trained model.
     """
     active = processes.index() == 0
     if active:
@@ -79,7 +79,7 @@ def run_at(workdir: Path, config: Any, wandb_project: str = "") -> Iterator[tupl
 
 
 def run_fit(kind: type[C], train: Callable[[C, RunDir, Path], None]) -> None:
-    """Trains with the config that the flags name, and prints the path of the trained model.
+    """Trains with the config that the command-line flags name, and prints the model's path.
 
     Args:
         kind: class of the settings, such as `SFTConfig`.

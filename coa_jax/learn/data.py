@@ -67,8 +67,8 @@ class RecordReader:
         """Reads the record at the row with the index ``place``.
 
         Raises:
-            UserError: the row is invalid, although it was valid when the lengths were computed: the
-                file has changed.
+            UserError: the row is invalid. Because the row was valid when the lengths were computed,
+                the file must have changed since.
         """
         found = self.records[place]
         if isinstance(found, LeftOut):
@@ -89,9 +89,10 @@ class Examples:
 
     Attributes:
         sizes: number of tokens of each example, int32 ``[N]``.
-        losses: number of tokens of each packed example that have a loss, int32 ``[N]``.
+        losses: number of tokens with a loss in each packed example, int32 ``[N]``.
         makers: functions that create examples. A maker is called with an index into its own data.
-        owner: index in ``makers`` of each example's maker, int32 ``[N]``.
+        owner: for each example, the index in ``makers`` of the function that creates the example,
+            int32 ``[N]``.
         place: index of each example in the data of its maker, int64 ``[N]``.
     """
 
@@ -120,12 +121,12 @@ class Examples:
         return example
 
     def changed(self, index: int, length: int, change: Change, rng: np.random.Generator) -> Example:
-        """Changes the record of an example, and returns an example of the changed record.
+        """Applies a change to the record of an example, and returns the example of the result.
 
         Args:
             index: index of the example; its maker must be a `RecordReader`.
-            length: maximum number of tokens; if the changed record has more, the record is used
-                unchanged.
+            length: maximum number of tokens of the returned example. If the changed record has more
+                tokens, the method returns the example of the unchanged record.
             change: function that changes the record.
             rng: generator of the random numbers for the change.
         """
@@ -144,7 +145,7 @@ def examples_of(
     Args:
         maker: function that creates the example at an index of its data.
         sizes: number of tokens of each example, int32 ``[N]``.
-        losses: number of tokens of each packed example that have a loss, int32 ``[N]``.
+        losses: number of tokens with a loss in each packed example, int32 ``[N]``.
         place: index of each example in the data of the maker, int64 ``[N]``.
     """
     return Examples(sizes, losses, (maker,), np.zeros(len(sizes), np.int32), place)
@@ -158,7 +159,10 @@ def examples_in_memory(examples: Sequence[Example]) -> Examples:
 
 
 def loss_tokens(example: Example) -> int:
-    """Returns the number of tokens with a loss after packing, which masks the first token."""
+    """Returns the number of tokens of an example that have a loss in a packed row.
+
+    Packing masks the first token of a sequence, which no token precedes.
+    """
     return int(np.sum(example.mask[1:], dtype=np.float64))
 
 
@@ -180,15 +184,15 @@ def join(parts: Sequence[Examples]) -> Examples:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Update:
-    """The data of an update that a process needs.
+    """The part of an update's data that one process needs.
 
     Attributes:
-        batches: micro-batches, with only the rows that this process computes.
-        rows: number of rows of a micro-batch over all processes; 0 if ``batches`` contains all
-            rows.
+        batches: micro-batches of the update, each with only the rows that this process computes.
+        rows: number of rows of a micro-batch over all processes; 0 if ``batches`` already contains
+            the rows of all processes.
         lengths: number of tokens of each sequence of the update over all processes, row by row.
         tokens: number of tokens with a loss over all processes.
-        cursor: index of the first example after the update.
+        cursor: position in the stream of examples at which the next update begins.
     """
 
     batches: list[Batch]
@@ -200,13 +204,13 @@ class Update:
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
 class Updates(Sequence[Update]):
-    """The updates of a run that follow a cursor; each update is created on demand.
+    """The next updates of a run, from a position in the data; each is created on demand.
 
     Attributes:
         examples: examples with at most ``length`` tokens each.
         order: index of the example at each position of the endless stream of examples.
         cursor: position in the stream at which the first update begins.
-        number: number of updates.
+        number: number of updates in the sequence.
         batch_size: number of examples per update.
         rows: number of rows of a micro-batch over all processes.
         length: number of tokens of a row.
@@ -266,11 +270,11 @@ class Updates(Sequence[Update]):
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class MicroBatches(Sequence[Batch]):
-    """Micro-batches of a layout, with the rows of this process; each is created on demand.
+    """Micro-batches with the rows that this process computes; each is created on demand.
 
     Attributes:
         layout: for each row, the indices of its examples, see `first_fit`.
-        example: function that returns the example with an index.
+        example: function that takes the index of an example and returns the example.
         rows: number of rows of a micro-batch over all processes.
         length: number of tokens of a row.
         own: indices of the rows of a micro-batch that this process computes.
@@ -300,11 +304,11 @@ class MicroBatches(Sequence[Batch]):
 
 
 def shuffled(parts: Sequence[int], weights: Sequence[float], seed: int) -> grain.MapDataset:
-    """Returns an endless stream of example indices; each part is shuffled anew every epoch.
+    """Returns an endless stream of example indices, shuffled anew in every epoch.
 
     Args:
-        parts: number of examples of each part. The indices of the second part follow those of the
-            first part, and so on. Most runs have one part.
+        parts: number of examples of each part of the data; most runs have one part. The indices of
+            the second part begin after those of the first part, and so on.
         weights: relative frequency of each part in the stream.
         seed: seed of the order.
     """
@@ -319,7 +323,7 @@ def shuffled(parts: Sequence[int], weights: Sequence[float], seed: int) -> grain
 
 @contextlib.contextmanager
 def read_ahead(source: Sequence[T], workers: int, buffer: int = 2) -> Iterator[Iterator[T]]:
-    """Yields an iterator over a sequence whose items are created ahead of time.
+    """Yields an iterator over a sequence, which creates items before they are needed.
 
     Args:
         source: sequence that creates an item when the item is accessed.

@@ -86,11 +86,12 @@ def score_values(
 
 
 def scores_old(algorithm: Algorithm, updates: int) -> bool:
-    """Returns whether the policy scores the step's tokens before the step's first update.
+    """Returns whether a separate forward pass must compute the old log-probabilities.
 
-    In a step with a single update, the loss itself computes these log-probabilities, because the
-    parameters are still those of the old policy. A KL penalty in the rewards, and the advantages of
-    a teacher, need the log-probabilities earlier.
+    The old log-probabilities are those of the policy before the step's first update. In a step with
+    a single update, the loss itself computes them, because the parameters are still those of the
+    old policy. Two settings need the log-probabilities before the loss: a KL penalty in the
+    rewards, and the advantages of a teacher.
 
     Args:
         algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
@@ -115,14 +116,14 @@ def complete_experience(
     allowed: jax.Array | None = None,
     mesh: Mesh | None = None,
 ) -> tuple[list[Batch], dict[str, float]]:
-    """Adds to the batches of a step the arrays that the algorithm needs.
+    """Adds to the batches of a step those arrays that the algorithm needs for its loss.
 
     Args:
         algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
         batches: micro-batches of the whole step. If `Algorithm.whitened` is true, ``advantage``
             holds the reward of each sequence, at the sequence's last token; otherwise ``advantage``
-            holds the advantage of each token. ``teacher_logp`` is present if a server has scored
-            the tokens.
+            holds the advantage of each token. ``teacher_logp`` is present if a server has already
+            scored the tokens under the teacher.
         model: architecture of policy, critic and reference.
         policy: parameters before the step's updates.
         critic: parameters of the critic; None without a critic.
@@ -136,8 +137,9 @@ def complete_experience(
         mesh: mesh over which the rows are split; None for one device.
 
     Returns:
-        The batches, as arrays on the host, with those of ``old_logp``, ``ref_logp``, ``value``,
-        ``returns`` and ``advantage`` that the algorithm needs; and metrics of these arrays by name.
+        The batches, as arrays on the host, in which the function has set those of the fields
+        ``old_logp``, ``ref_logp``, ``value``, ``returns`` and ``advantage`` that the algorithm
+        needs; and a dictionary of metrics that summarise these fields.
     """
     in_reward = algorithm.needs_reference and algorithm.kl_in == "reward"
     settings: dict[str, Any] = {"model": model, "compute": compute, "temperature": temperature}
@@ -189,8 +191,8 @@ def complete_experience(
 def inputs(batch: Batch) -> Batch:
     """Removes from a batch the arrays that a forward pass does not read.
 
-    A jitted function is compiled again for every combination of arrays, so unused arrays would
-    cause needless compilations.
+    A jitted function is compiled again for every combination of arrays that are present, so unused
+    arrays would cause needless compilations.
     """
     return batch._replace(
         weight=None, old_logp=None, ref_logp=None, value=None, returns=None,

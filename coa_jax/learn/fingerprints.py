@@ -13,10 +13,11 @@ from coa_jax.parallel.turns import in_turn, mesh_of
 
 
 def fingerprint(tree: Any) -> list[int]:
-    """Returns a checksum of each leaf of a tree, which depends on every bit of the leaf.
+    """Returns one checksum per leaf of a tree; every bit of a leaf affects its checksum.
 
-    The checksums do not depend on the sharding. Each leaf has a compiled program of its own,
-    because XLA's CPU backend copies all arrays that one program hashes.
+    The checksums do not depend on the sharding. Each leaf is hashed by a compiled program of its
+    own, because a single program for all leaves would make XLA's CPU backend copy all of them at
+    once.
     """
     return [int(in_turn(mesh_of(leaf), _checksum, leaf)) for leaf in jax.tree.leaves(tree)]
 

@@ -36,19 +36,21 @@ _PARTS = ("data", "update", "validation", "checkpoint")
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class FitConfig(TrainingConfig):
-    """Settings of a run over a fixed set of examples, in addition to those of `TrainingConfig`.
+    """Settings of a training run on a fixed set of examples, beyond those of `TrainingConfig`.
 
-    Examples with more than ``row_length`` tokens are left out, and a warning gives their number.
+    Examples with more than ``row_length`` tokens are left out, and a warning states how many.
 
     Attributes:
         batch_size: number of examples per update.
         data_workers: number of processes per host that read, tokenise and pack the next updates; 0
-            for a thread of the training process. A thread suffices unless ``time/data`` grows.
+            for a thread of the training process. A thread suffices as long as the metric
+            ``time/data``, the time spent waiting for data, is small.
         validate_every: number of updates between two measurements of the validation loss, if the
             run has validation data.
-        keep_best: metric that selects the best checkpoint, which is kept beside the newest ones; ""
-            for no best checkpoint. A validation loss is computed with the parameters of the
-            checkpoint, ``loss`` with the parameters before the checkpoint's last update.
+        keep_best: metric that selects the best checkpoint, which is kept in addition to the newest
+            checkpoints; "" keeps no best checkpoint. A validation loss is computed with the
+            parameters of the checkpoint. The training loss (``loss``) is computed with the
+            parameters before the last update.
     """
 
     batch_size: Size
@@ -77,7 +79,7 @@ def fit(
 ) -> None:
     """Trains a model, writes metrics and checkpoints, and exports the model at the end.
 
-    An interrupted run resumes from its newest checkpoint. On SIGTERM the process completes the
+    An interrupted run resumes from its newest checkpoint. On SIGTERM, the process completes the
     current update, saves a checkpoint, and exits with code 0.
 
     Args:
@@ -87,12 +89,12 @@ def fit(
         model: architecture (with the adapters to train) and tokenizer of the model, without
             parameters.
         weights: function that reads the initial parameters, without adapters; updates donate these
-            parameters. A resumed run calls the function only if it trains adapters, whose frozen
-            base parameters no checkpoint contains.
+            parameters. A resumed run calls the function only if the run trains adapters, because no
+            checkpoint contains the frozen base parameters.
         loss: loss of an update.
         compute: dtype, operations and sharding; rows are split over the mesh of ``compute``.
-        updates: function that is called with a cursor and a number of updates, and returns these
-            updates.
+        updates: function that takes a position in the data and a number of updates, and returns
+            this number of updates from that position on.
         epoch: number of examples in one pass over the data.
         longest: number of tokens of the longest sequence; a warning is logged if the model supports
             fewer positions.
@@ -102,8 +104,8 @@ def fit(
         validate: function that computes the validation loss; None for no validation.
         evaluate: function that is called with the state and the number of the update. It returns
             the metrics of an evaluation, or {} if no evaluation is due. None for no evaluations.
-        hurry: function that ends a running evaluation when the run stops; signal handlers may call
-            it.
+        hurry: function that ends an evaluation in progress when the run must stop. A signal handler
+            calls the function.
 
     Raises:
         UserError: the settings do not fit the model or a checkpoint, or the loss or the gradient of

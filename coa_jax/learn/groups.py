@@ -25,13 +25,13 @@ from coa_jax.trajectory import StopReason, Trajectory, format_valid
 
 @dataclasses.dataclass(frozen=True)
 class Sampled:
-    """The groups of a step, gathered from all processes.
+    """The groups of samples that a step needs, gathered from all processes.
 
     Attributes:
-        composition: the choice of the groups that the step uses, see `admission.Ledger.take`.
+        composition: names the groups that the step uses, see `admission.Ledger.take`.
         used: the graded groups that the step trains on.
-        everything: all graded groups that the step examined: those in ``used``, and groups without
-            a signal (whose rewards do not differ).
+        everything: all graded groups that the step examined: the groups in ``used``, and groups
+            without a signal, whose rewards are all equal.
         dropped: groups that were dropped because they were too old; some of their samples may be
             missing.
     """
@@ -48,10 +48,10 @@ def assemble(
     dropped: Sequence[list[Trajectory]],
     wait_seconds: float,
 ) -> Sampled:
-    """Gathers the groups of a step from all processes; every process calls this function.
+    """Gathers the groups of a step from all processes; every process must call this function.
 
     Args:
-        composition: the choice of the groups that the step uses.
+        composition: names the groups that the step uses.
         groups: groups of this process that the step examined, by task index, see `stream.Share`.
         dropped: groups of this process that were dropped because they were too old.
         wait_seconds: number of seconds to wait for the slowest process, see `processes.meet`.
@@ -87,7 +87,8 @@ def request_of(
         prompt: prompt style in which the policy sees the task.
         index: index of the task in the run's stream of tasks, from which the samples' seeds are
             derived.
-        environments: creates the environment in which the samples act; None for the tool loop.
+        environments: creates the environment in which the policy acts; None if the policy only
+            calls tools.
     """
     samples = tuple(range(config.group_size))
     environment, asked = None, prompt_ids(model.tokenizer, task, prompt)
@@ -108,10 +109,11 @@ def request_of(
 async def graded(
     config: RLConfig, graders: Graders, task: Task, trajectory: Trajectory
 ) -> Trajectory:
-    """Returns a finished trajectory with those rewards that need no other sample of its group.
+    """Returns a trajectory with the rewards that do not depend on other samples of its group.
 
     Args:
-        config: settings of the run; ``config.stops`` may mask the reward.
+        config: settings of the run; ``config.stops`` may remove the reward because of the stop
+            reason.
         graders: graders of the run.
         task: task of the trajectory.
         trajectory: a finished trajectory.
@@ -125,7 +127,7 @@ async def graded(
 async def completed(
     config: RLConfig, graders: Graders, task: Task, group: Sequence[Trajectory]
 ) -> list[Trajectory]:
-    """Returns all trajectories of a group with the shaped rewards that the policy is trained on.
+    """Returns all trajectories of a group with the final rewards, on which the policy is trained.
 
     Args:
         config: settings of the run.
@@ -153,21 +155,21 @@ async def completed(
 def is_learned(config: RLConfig, group: Sequence[Trajectory]) -> bool:
     """Returns whether a step can train on a group.
 
-    With ``learn_from=signal``, the rewards of the group, before the length penalty, must differ.
-    This is the dynamic sampling of DAPO (arXiv 2503.14476 §3.2). With ``learn_from=all``, a step
-    can train on every group.
+    With ``learn_from=signal``, a step can train on a group only if the rewards of the group, before
+    the length penalty, differ. This is the dynamic sampling of DAPO (arXiv 2503.14476 §3.2). With
+    ``learn_from=all``, a step can train on every group.
     """
     return config.chosen.learn_from == "all" or has_signal(earned(group))
 
 
 def score_group(config: RLConfig, group: Sequence[Trajectory]) -> Score:
-    """Returns the numbers of trajectories of a group that solved the task, and that were graded."""
+    """Returns how many trajectories of a group solved the task, and how many were graded."""
     graded = [value for value in earned(group) if value is not None]
     return sum(value >= config.pool.solved_at for value in graded), len(graded)
 
 
 def describe_sources(config: RLConfig, sampled: Sampled) -> dict[str, float]:
-    """Returns metrics of each source of a mixture over the step's groups; {} without a mixture."""
+    """Computes metrics of the step's groups for each task source; {} without a mixture."""
     groups: dict[str, list[list[Trajectory]]] = defaultdict(list)
     for group in sampled.everything if config.mixture else ():
         groups[group[0].metadata["source"]].append(group)
@@ -250,8 +252,8 @@ def masked_by(trajectory: Trajectory) -> str:
     """Returns the reason why a trajectory has no reward to train on; "" if it has a reward.
 
     The reason is ``ungraded`` if a grader gave no verdict, and ``tool_fault`` if a tool call failed
-    because of a fault of the system rather than of the policy. For every other trajectory without a
-    reward, the reason is its stop reason.
+    through a fault of the tool and not of the policy. For every other trajectory without a reward,
+    the reason is the trajectory's stop reason.
     """
     reward, stop = trajectory.reward, trajectory.stop_reason
     if reward is None or reward.reason:

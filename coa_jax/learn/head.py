@@ -21,14 +21,14 @@ from coa_jax.model.compute import Compute
 
 @dataclasses.dataclass(frozen=True)
 class Head:
-    """Static settings of the output head, which are hashable so that programs compile with them.
+    """Settings of the output head, which are static (hashable) arguments of compiled functions.
 
     Attributes:
         compute: dtype, operations and sharding of the computation.
-        tied: whether the weight is the embedding table ``[V, D]``; otherwise it is a kernel ``[D,
-            V]``.
+        tied: whether the head's weight is the embedding table ``[V, D]``; otherwise the weight is a
+            kernel ``[D, V]`` of its own.
         temperature: number by which the logits are divided.
-        entropy: whether entropies are computed; otherwise the results are 0.
+        entropy: whether entropies are computed; if not, 0 is returned in their place.
     """
 
     compute: Compute
@@ -54,9 +54,9 @@ class Head:
 
         Returns:
             The gradient of the hidden states, float32 ``[R, C, D]``, and the gradient of the
-            weight, float32 ``[D, V]``. The gradient of a tied weight has the shape ``[D, V]`` too:
-            the matmul then reads the logits' gradient in its own layout, and one transpose at the
-            end costs less than a transpose of all logits.
+            weight, float32 ``[D, V]``. The gradient has this shape even if the weight is tied
+            (``[V, D]``): the matmul then needs no transpose of the logits' gradient, and one
+            transpose of the summed weight gradient at the end costs less.
         """
         ops, dtype = self.compute.ops, self.compute.dtype
         dz = ops.materialize(dz)
@@ -70,11 +70,11 @@ class Head:
         rules: jax.Array | None = None,
         allowed: jax.Array | None = None,
     ) -> tuple[jax.Array, jax.Array]:
-        """Computes the log-probabilities of a chunk's tokens, and entropies of their distributions.
+        """Computes the log-probabilities of a chunk's target tokens, and the entropies.
 
         Args:
             z: logits, float32 ``[R, C, V]``.
-            targets: ids of the tokens, int32 ``[R, C]``.
+            targets: ids of the tokens that the logits predict, int32 ``[R, C]``.
             rules: states of the constraint, int32 ``[R, C]``; None without a constraint.
             allowed: table of the constraint; None without a constraint.
 
@@ -104,7 +104,7 @@ class Head:
         return logp, entropy
 
     def no_gradient(self, weight: jax.Array) -> jax.Array:
-        """Returns zeros, float32 ``[D, V]``, from which the sum of weight gradients starts."""
+        """Returns zeros, float32 ``[D, V]``: the initial value of the sum of weight gradients."""
         return jnp.zeros(weight.shape[::-1] if self.tied else weight.shape, jnp.float32)
 
     def gradient(self, dw: jax.Array, weight: jax.Array) -> jax.Array:
@@ -154,7 +154,7 @@ def score(
     allowed: jax.Array | None,
     live: jax.Array,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes log-probabilities of the targets, and entropies of their distributions.
+    """Computes the log-probabilities of K chunks of target tokens, and the entropies.
 
     Args:
         head: static settings.
@@ -163,7 +163,7 @@ def score(
         targets: token ids, int32 ``[K, R, C]``.
         rules: states of the constraint, int32 ``[K, R, C]``; None without a constraint.
         allowed: table of the constraint; None without a constraint.
-        live: int32, number of chunks to compute; the results of the other chunks are 0.
+        live: int32, number of chunks to compute; the results of the chunks after these are 0.
 
     Returns:
         Log-probabilities and entropies, each float32 ``[K, R, C]``.
@@ -215,18 +215,19 @@ def weighted_sum(
     factors: jax.Array,
     live: jax.Array,
 ) -> jax.Array:
-    """Computes the sum of the targets' log-probabilities, each times a constant factor.
+    """Computes the sum of the targets' log-probabilities, each multiplied by a constant factor.
 
-    The forward pass computes the gradient too, from the same logits.
+    The forward pass computes the gradient too, so that the backward pass need not compute the
+    logits again.
 
     Args:
         head: static settings.
         hidden: final hidden states, ``[K, R, C, D]``.
         weight: weight of the head, ``[V, D]`` or ``[D, V]``, see `Head`.
         targets: token ids, int32 ``[K, R, C]``.
-        factors: factor of each log-probability, float32 ``[K, R, C]``. The factors have no
-            gradient.
-        live: int32, number of chunks to compute; other chunks add nothing to the sum.
+        factors: factor of each log-probability, float32 ``[K, R, C]``. No gradient flows into the
+            factors.
+        live: int32, number of chunks to compute; the chunks after these add nothing to the sum.
 
     Returns:
         The sum, float32 ``[]``.

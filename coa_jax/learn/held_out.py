@@ -50,27 +50,29 @@ class HeldOutConfig(Bounded):
     """Settings of the evaluations on held-out tasks during a training run.
 
     Attributes:
-        tasks: task source, see `tasks.load_tasks`. "" if ``mixture`` names the sources. In
-            reinforcement learning, "" without a mixture evaluates on the sources that the run
-            trains on.
+        tasks: task source, see `tasks.load_tasks`. Leave this "" if ``mixture`` names the sources.
+            If ``mixture`` is empty too, reinforcement learning evaluates on the sources that the
+            run trains on.
         task_options: options of the task source.
         mixture: maps the name of a source to its settings, see `tasks.mixture.Part`; each source
             has its own metrics.
         split: split of the sources on which the policy is evaluated.
         num_tasks: number of tasks of each source; 0 for all tasks.
-        samples: number of samples of each task; pass@1 is the mean over the samples.
+        samples: number of trajectories that are sampled for each task; pass@1 is the mean over
+            them.
         seed: seed for choosing the tasks and for sampling.
         temperature: sampling temperature; 0 samples greedily.
         top_p: probability mass of nucleus sampling; 1 samples from all tokens.
         top_k: number of most probable tokens from which a token is sampled; 0 for all tokens.
-        max_tokens: maximum number of tokens of a trajectory; 0 for the value of ``rollout``.
-        max_turn_tokens: maximum number of tokens that the policy writes in a row; 0 for the value
-            of ``rollout``.
-        max_tool_calls: maximum number of tool calls of a trajectory; 0 for the value of
-            ``rollout``.
-        slots: number of sequences that an evaluation decodes at the same time, if training rollouts
-            continue during the evaluation (``max_staleness`` above 0) and the evaluation therefore
-            has its own KV cache; 0 for ``engine.slots``.
+        max_tokens: maximum number of tokens of a trajectory; 0 takes ``rollout.max_tokens``.
+        max_turn_tokens: maximum number of tokens that the policy writes in one turn; 0 takes
+            ``rollout.max_turn_tokens``.
+        max_tool_calls: maximum number of tool calls of a trajectory; 0 takes
+            ``rollout.max_tool_calls``.
+        slots: number of sequences that an evaluation decodes at the same time; 0 takes
+            ``engine.slots``. The setting matters only if ``max_staleness`` is above 0: then
+            training rollouts continue during the evaluation, which therefore has a KV cache of its
+            own.
     """
 
     tasks: Place = ""
@@ -94,14 +96,14 @@ class HeldOutConfig(Bounded):
             parts_of(self)
 
     def budgets(self, config: RolloutConfig) -> RolloutConfig:
-        """Returns the budgets of an evaluated trajectory: ``config`` with the budgets set here."""
+        """Returns ``config`` with those limits replaced that this object sets for evaluations."""
         names = ("max_tokens", "max_turn_tokens", "max_tool_calls")
         own = {name: value for name in names if (value := getattr(self, name))}
         return dataclasses.replace(config, **own)
 
 
 def check_best(keep_best: str, evaluate_every: int, checkpoint_every: int) -> None:
-    """Checks that the metric ``keep_best`` exists at every checkpoint.
+    """Checks that the metric ``keep_best`` is available for every checkpoint.
 
     Args:
         keep_best: metric that selects the best checkpoint; "" for no best checkpoint.
@@ -202,7 +204,9 @@ class HeldOut:
         tokenizer: Any,
         engines: Callable[[], Sequence[Engine]],
     ) -> dict[str, float]:
-        """Evaluates the policy after a step; every process calls this and gets the same metrics.
+        """Evaluates the policy after a step, and returns the same metrics in every process.
+
+        Every process must call this method.
 
         Args:
             step: number of the step.
@@ -210,7 +214,7 @@ class HeldOut:
                 are deleted.
             tokenizer: tokenizer of the policy.
             engines: function that returns engines with these parameters and free slots. All
-                processes call it if any process still has to sample.
+                processes call the function if any process still has samples to produce.
 
         Returns:
             The metrics ``eval/...``; {} if the evaluation was abandoned.

@@ -44,15 +44,15 @@ class Learner:
         engines: decoding engines of this process.
         state: policy and its optimiser state.
         critic: critic and its optimiser state; None without a critic.
-        reference: parameters of the reference policy, see `learn.update.reference_params`; None
-            without a reference.
+        reference: parameters of the reference policy, see `learn.update.reference_params`; None if
+            the algorithm needs no reference.
         teacher: teacher model on the devices of this run, see `learn.teacher.load_teacher`; None
             without such a teacher.
         compute: dtype, operations and sharding of the updates.
         constraint: constraint under which the policy samples; None without a constraint.
         step: number of steps completed so far.
-        ledger: state of the stream of groups after ``step`` steps, see `admission.Composition`.
-        pool: state of `pool.Pool` after ``step`` steps; {} without a pool.
+        ledger: `admission.Composition.state` after ``step`` steps.
+        pool: state of the task pool (`pool.Pool`) after ``step`` steps; {} without a pool.
         total: number of steps of the run.
     """
 
@@ -139,7 +139,7 @@ class Learner:
         return restored.state, critic, reference
 
     def still_learnable(self, trajectory: Trajectory) -> bool:
-        """Returns whether a trajectory from before an interruption can still be trained on.
+        """Returns whether the run can train on a trajectory from before an interruption.
 
         The trajectory must have been sampled under the constraint of this run, or without a
         constraint if this run has none.
@@ -150,7 +150,7 @@ class Learner:
         return constrained and trajectory.protocol in self.constraint.start
 
     def learn(self, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-        """Makes the updates of the next step, see `update`, and returns their statistics."""
+        """Makes the updates of the next step on groups of samples, and returns their statistics."""
         self.state, self.critic, statistics = update(
             self._config,
             self.state,
@@ -166,11 +166,11 @@ class Learner:
         return statistics
 
     def publish(self) -> None:
-        """Copies the current policy to the engines, which must have no slot in use."""
+        """Copies the current policy to the engines; no slot of an engine may be in use."""
         publish_all(self.engines, merge_adapters(self.model.config, self.state.model))
 
     def give_back(self) -> None:
-        """Frees the memory of the engines until the next `publish`; no slot may be in use.
+        """Frees the engines' memory until the next `publish`; no slot of an engine may be in use.
 
         Engines on separate devices keep their memory, because nothing else needs the memory of
         those devices.
@@ -181,7 +181,7 @@ class Learner:
     def weights(self) -> list[DecodeParams]:
         """Returns copies of the current policy in the layout of the engines.
 
-        The engines may be decoding at the same time.
+        The engines may decode while the copies are made.
         """
         return new_copies(self.engines, merge_adapters(self.model.config, self.state.model))
 
@@ -193,8 +193,8 @@ class Learner:
         """Writes a checkpoint.
 
         Args:
-            metrics: metrics of the step, one of which may select the best checkpoint
-                (``keep_best``).
+            metrics: metrics of the step. If the setting ``keep_best`` names one of them, its value
+                decides whether the checkpoint is the best checkpoint.
         """
         more: dict[str, Any] = {} if self.critic is None else {"critic": self.critic}
         extra = {"ledger": self.ledger}
@@ -206,10 +206,10 @@ class Learner:
 def group_rows(
     algorithm: Algorithm, groups: Sequence[Sequence[Trajectory]]
 ) -> list[dict[str, Any]]:
-    """Converts the trajectories of groups to JSON objects for the traces.
+    """Converts the trajectories of groups to JSON objects for the trace files.
 
-    ``metadata.advantage`` holds the advantage of a graded trajectory, if the algorithm computes one
-    number per trajectory from the trajectory's group alone.
+    If the algorithm computes one advantage per trajectory from the rewards of its group alone,
+    ``metadata.advantage`` of each graded trajectory holds the advantage.
     """
     rows = []
     for group in groups:

@@ -41,14 +41,14 @@ _FEW = 32  # with at most this many chunks, no worker is started
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """Token counts and other findings about N rows.
+    """The number of tokens of each of N rows of data, and counts of kinds of rows.
 
     Attributes:
         sizes: number of tokens of each record, int32 ``[N]``; 0 for a row that is left out.
-        losses: number of tokens of each record that have a loss, int32 ``[N]``.
-        counts: for each reason, the number of rows that are left out; for each protocol that was
-            inferred from tags, the number of records.
-        wording: which prompts the records use.
+        losses: number of tokens with a loss in each record, int32 ``[N]``.
+        counts: number of rows that are left out, by reason; and number of records whose protocol
+            was inferred from tags, by protocol.
+        wording: the wordings of prompts that occur in the records, see `tasks.prompts.Wording`.
     """
 
     sizes: np.ndarray
@@ -92,7 +92,7 @@ class _Chunks(Sequence[Measured]):
 def measure(reader: RecordReader, workers: int, seconds: float) -> Measured:
     """Counts the tokens of all rows of a reader, or reads the counts from the cache.
 
-    All processes of a run call this function in the same order.
+    All processes of a run must call this function, in the same order.
 
     Args:
         reader: reads and tokenises the rows.
@@ -147,9 +147,10 @@ def _merged(parts: Sequence[Measured]) -> Measured:
 
 
 def fitting(reader: RecordReader, measured: Measured, length: int) -> Examples:
-    """Selects the records with at most ``length`` tokens; logs what was omitted or inferred.
+    """Selects the records with at most ``length`` tokens.
 
-    The log says how many records are omitted for which reason, and which protocols were inferred.
+    A log message states how many records are omitted for which reason, and which protocols were
+    inferred from tags.
 
     Args:
         reader: reads and tokenises the rows.

@@ -41,10 +41,11 @@ def token_logps(
     mask: Any = None,
     entropy: bool = True,
 ) -> tuple[jax.Array, jax.Array]:
-    """Computes the log-probability of every token given the tokens before it, and entropies.
+    """Computes the log-probability of every token given its predecessors, and the entropies.
 
-    The entropy at a token is that of the distribution from which the token was sampled. If the
-    batch was sampled under a constraint, both results describe the constrained distribution.
+    The entropy at a token is the entropy of the policy's distribution over the token. If the batch
+    was sampled under a constraint, log-probabilities and entropies are those of the constrained
+    distribution.
 
     Args:
         params: parameters of the policy.
@@ -52,16 +53,17 @@ def token_logps(
         batch: packed rows to score.
         compute: dtype, operations and sharding of the computation.
         temperature: number by which the logits are divided.
-        vocab_chunk: number of positions per device whose logits exist at a time; 0 for the default.
+        vocab_chunk: maximum number of positions per device for which logits are in memory at once;
+            0 takes the default.
         allowed: table of the constraint, see `engine.constraint.ConstraintTables`, if the batch was
             sampled under a constraint; otherwise None.
-        mask: ``[R, T]``, nonzero for tokens that are scored. The results of other tokens are 0, and
-            chunks of such tokens alone are skipped. None scores all tokens.
-        entropy: whether entropies are computed; otherwise they are 0.
+        mask: ``[R, T]``, nonzero for tokens that are scored. The results of all other tokens are 0;
+            chunks without a token to score are skipped. None scores all tokens.
+        entropy: whether entropies are computed; if not, 0 is returned in their place.
 
     Returns:
-        Log-probabilities and entropies, each float32 ``[R, T]``. Index 0 of a row is 0, because no
-        token precedes it.
+        Log-probabilities and entropies, each float32 ``[R, T]``. The results at index 0 of a row
+        are 0, because no token precedes the first token.
 
     Raises:
         ValueError: only one of ``allowed`` and ``batch.rule`` is given.
@@ -86,7 +88,7 @@ def weighted_logp_sum(
     *,
     vocab_chunk: int = 0,
 ) -> jax.Array:
-    """Computes the sum of the tokens' log-probabilities, each times a constant weight.
+    """Computes the sum of the tokens' log-probabilities, each multiplied by a constant weight.
 
     The result equals a weighted sum over the result of `token_logps`. Because the weights are known
     when the logits are computed, the forward pass computes the gradients too, and the backward pass
@@ -96,9 +98,11 @@ def weighted_logp_sum(
         params: parameters of the policy.
         config: architecture of the policy.
         batch: packed rows.
-        weights: constant weights, ``[R, T]``; tokens with weight 0 are not computed.
+        weights: constant weights, ``[R, T]``; log-probabilities of tokens with weight 0 are not
+            computed.
         compute: dtype, operations and sharding of the computation.
-        vocab_chunk: number of positions per device whose logits exist at a time; 0 for the default.
+        vocab_chunk: maximum number of positions per device for which logits are in memory at once;
+            0 takes the default.
 
     Returns:
         The sum, float32 ``[]``.
@@ -137,12 +141,15 @@ def chunked(rows: int, length: int, compute: Compute, vocab_chunk: int = 0) -> t
     Args:
         rows: number of rows of the batch.
         length: number of tokens of a row.
-        compute: computation whose mesh determines whether there is one device or several.
-        vocab_chunk: number of positions per device whose logits exist at a time; 0 for the default.
+        compute: settings of the computation, of which the function reads only the mesh.
+        vocab_chunk: maximum number of positions per device for which logits are in memory at once;
+            0 takes the default.
 
     Returns:
-        The number of rows R, the number of positions P per row, and the number of positions C per
-        chunk; there are ceil(P / C) chunks.
+        Three numbers: rows R, positions P per row, and positions C per chunk; there are ceil(P / C)
+        chunks. Several devices keep the rows: R is ``rows`` and P is ``length - 1``, because the
+        last token of a row predicts nothing. One device puts all rows into a single row: R is 1 and
+        P is ``rows * (length - 1)``.
     """
     if compute.one_device:
         rows, positions, each = 1, rows * (length - 1), 1

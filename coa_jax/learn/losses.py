@@ -29,7 +29,7 @@ from coa_jax.model.params import Params
 
 
 class Net(NamedTuple):
-    """The model for which a loss is computed, inside a compiled function.
+    """The model whose loss is computed, as arguments inside a compiled function.
 
     Attributes:
         params: all parameters of the model, including adapters.
@@ -101,10 +101,13 @@ class PolicyLoss:
 
 @dataclasses.dataclass(frozen=True)
 class ValueLoss:
-    """The loss of a critic: half the squared error of its values; see `objectives.value_objective`.
+    """The loss of a critic, which is half the squared error of the critic's values.
+
+    See `objectives.value_objective`.
 
     Attributes:
-        bound: distance from the old value beyond which a value has no gradient; 0 for no bound.
+        bound: bound on the change of a value since the start of the step, see
+            `Algorithm.value_clip`; 0 for no bound.
     """
 
     bound: float
@@ -116,7 +119,7 @@ class ValueLoss:
 
 
 def check_loss(algorithm: Algorithm) -> None:
-    """Checks a user's loss function on ratios around 1 and on advantages of both signs.
+    """Checks a user's loss function by calling it on ratios around 1 and advantages of both signs.
 
     Raises:
         UserError: JAX cannot trace the loss, its result has a wrong shape (see

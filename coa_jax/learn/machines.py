@@ -7,14 +7,14 @@ from typing import NamedTuple
 
 
 class Fit(NamedTuple):
-    """The settings with which a training stage of a model fits a machine.
+    """The settings with which a training stage of a model fits in the memory of a machine.
 
     Attributes:
-        length: number of tokens of a row, and number of positions of a slot.
-        fsdp, tensor: sizes of the mesh axes ``fsdp`` and ``tensor``.
+        length: number of tokens of a training row, and of positions in a slot of the engine.
+        fsdp, tensor: number of devices along the mesh axes ``fsdp`` and ``tensor``.
         lora: rank of the adapters; 0 trains all parameters.
         slots: number of slots of an engine.
-        decode: number of chips of an engine.
+        decode: number of chips of one decoding engine.
     """
 
     length: int

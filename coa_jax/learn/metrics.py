@@ -94,11 +94,13 @@ def agent_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def staleness(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, float]:
-    """Computes metrics of the ages of a step's groups.
+    """Computes metrics of the ages, in steps, of a step's groups.
 
-    The age of a group is the age of its oldest token. If any group has an age above 0, there are
-    metrics ``stale/N/...`` for each age N: the number of groups of this age, their mean length and
-    reward, and the share of the step's tokens that have this age.
+    The age of a token is the number of steps between the policy version that sampled the token and
+    the version that the step updates. The age of a group is the age of its oldest token. If any
+    group has an age above 0, metrics ``stale/N/...`` describe each age N: the number of groups of
+    this age, the mean length and mean reward of these groups, and the share of the step's policy
+    tokens that have this age.
 
     Args:
         groups: groups that the step trains on.
@@ -135,10 +137,10 @@ def _share(flags: Sequence[bool]) -> float:
 
 
 def sampling_metrics(sampled: Sampled, figures: Mapping[str, float]) -> dict[str, float]:
-    """Computes the time by phase and the throughput of sampling since the previous step.
+    """Computes the seconds per phase of sampling, and the throughput, since the previous step.
 
     Args:
-        sampled: groups of the step.
+        sampled: groups of samples of the step.
         figures: seconds and counts of this process, see `stream.Share`.
     """
     seconds, slots = max(figures["seconds"], 1e-9), max(figures["slots"], 1)
@@ -160,7 +162,8 @@ def sampling_metrics(sampled: Sampled, figures: Mapping[str, float]) -> dict[str
 def sequence_lengths(batches: Sequence[Batch]) -> list[int]:
     """Returns the number of tokens of each packed sequence.
 
-    A shared prompt is included in the length of the first sequence that uses it, and in no other.
+    A prompt that several sequences share counts only in the length of the first of them. (The other
+    sequences keep its last token.)
     """
     lengths: list[int] = []
     for batch in batches:
@@ -176,9 +179,9 @@ def train_speed(
     seconds: float,
     adapters: bool = False,
 ) -> dict[str, float]:
-    """Computes the throughput of updates and, if the chip's peak FLOP rate is known, their MFU.
+    """Computes the throughput of updates and, if the chip's peak FLOP rate is known, the MFU.
 
-    MFU is the model FLOP utilisation, see `mfu`.
+    MFU is the model FLOP utilisation over all devices, see `mfu`.
 
     Args:
         model: architecture of the model.
@@ -196,7 +199,7 @@ def train_speed(
 def mfu(flops: float, seconds: float) -> dict[str, float]:
     """Computes the model FLOP utilisation over all devices, ``perf/mfu``.
 
-    The result is {} if the chip's peak FLOP rate is unknown.
+    Returns {} if the chip's peak FLOP rate is unknown.
     """
     peak = stated_flops(jax.devices())
     if peak is None or seconds <= 0:
@@ -205,7 +208,7 @@ def mfu(flops: float, seconds: float) -> dict[str, float]:
 
 
 def memory() -> dict[str, float]:
-    """Returns the peak memory of the process and, if known, of the fullest of its devices."""
+    """Returns the peak memory of the process and, if known, of the device with the highest peak."""
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     figures = {"mem/host_peak_gb": kilobytes * (1 if sys.platform == "darwin" else 1024) / 1e9}
     devices = [device.memory_stats() for device in jax.local_devices()]

@@ -42,15 +42,15 @@ _BOUND = 20.0  # largest absolute log-ratio, so that its exponential does not ov
 def weigh(batches: Sequence[Batch], normalise: str, length: int = 1) -> list[Batch]:
     """Computes the weights w_t of the token losses l_t in an update's loss ``sum_t w_t l_t / N``.
 
-    N is the number of policy tokens of the whole update.  The weights are computed on the host from
+    N is the number of policy tokens of the whole update. The weights are computed on the host from
     the whole update, so they depend neither on packing nor on micro-batches:
 
     - ``token``: w = 1, the mean over all tokens (DAPO, arXiv 2503.14476 eq 8);
     - ``sequence``: w = N / (S n), where S is the number of sequences and n the number of policy
-      tokens of the token's sequence: the mean over sequences of the mean of each (GRPO, arXiv
-      2402.03300 eq 3);
-    - ``constant``: w = N / (S L): the mean over sequences of the sum of each, divided by a constant
-      length L (Dr. GRPO, arXiv 2503.20783 §3.2).  It favours neither short nor long sequences.
+      tokens in the token's sequence: the mean over sequences of the mean in each sequence (GRPO,
+      arXiv 2402.03300 eq 3);
+    - ``constant``: w = N / (S L): the mean over sequences of the sum in each sequence, divided by a
+      constant L. It favours neither short nor long sequences (Dr. GRPO, arXiv 2503.20783 §3.2).
 
     Args:
         batches: all micro-batches of the update, as NumPy arrays.
@@ -132,13 +132,14 @@ def surrogate(
 ) -> tuple[jax.Array, Stats]:
     """Calls the algorithm's loss function (see `algorithms.LOSSES`) on a batch.
 
-    The loss function gets those of the following arguments that it has as parameters:
+    The loss function receives those of the following arguments that are among its parameters:
 
     - ``logp`` and ``old_logp``: log-probabilities under the current and the old policy;
-    - ``log_ratio``: ``logp - old_logp``, 0 for other authors' tokens; ``ratio``: its exponential r;
+    - ``log_ratio``: ``logp - old_logp``, 0 for tokens of other authors;
+    - ``ratio``: r, the exponential of ``log_ratio``;
     - ``advantages``: A, which is 0 for tokens of other authors;
     - ``mask``: 1 for tokens that the policy wrote, 0 for tokens of other authors;
-    - ``segment_ids``: index of each token's sequence in its row, from 1;
+    - ``segment_ids``: index, within the row, of the sequence that contains the token, from 1;
     - ``entropy``: entropy of the current policy at each token;
     - ``clip_low``, ``clip_high`` and ``dual_clip``: settings of the algorithm.
 
@@ -154,7 +155,7 @@ def surrogate(
         `policy_objective` takes the mean of each metric over tokens.
 
     Raises:
-        UserError: the loss function fails, JAX cannot trace it, or it returns something else.
+        UserError: the loss function fails, JAX cannot trace it, or its results have other shapes.
     """
     name, where = algorithm.loss, "algorithm.loss"
     log_ratio = (logp - old_logp) * batch.mask
@@ -211,7 +212,7 @@ def _misfit(metrics: Any, shape: tuple[int, ...]) -> Any:
 
 
 def bounded_exp(x: jax.Array) -> jax.Array:
-    """Computes the exponential of a log-ratio that is clipped, so that it cannot overflow."""
+    """Computes the exponential of a log-ratio, which is clipped so that the result is finite."""
     return jnp.exp(jnp.clip(x, -_BOUND, _BOUND))
 
 
@@ -221,8 +222,8 @@ def clip(
     """Computes PPO's loss ``-min(r A, clip(r, 1 - low, 1 + high) A)`` (arXiv 1707.06347 eq 7).
 
     GRPO (arXiv 2402.03300) and Chain-of-Agents use the same loss; DAPO sets ``high > low`` (arXiv
-    2503.14476 eq 8).  With a dual clip c, the loss of a token with A < 0 is at most ``-c A`` (arXiv
-    1912.09729 eq 4).
+    2503.14476 eq 8). If ``dual_clip`` is c > 0, the loss of a token with A < 0 is at most ``-c A``
+    (arXiv 1912.09729 eq 4).
 
     Args:
         ratio: r, float32 ``[R, T]``.
@@ -232,7 +233,7 @@ def clip(
         dual_clip: the constant c; 0 for no dual clip.
 
     Returns:
-        The loss of each token, float32 ``[R, T]``, and whether its ratio is beyond each clip bound.
+        The loss of each token, float32 ``[R, T]``, and whether r is beyond each clip bound.
     """
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     loss = jnp.maximum(-advantages * ratio, -advantages * clipped)
@@ -256,7 +257,7 @@ def sequence_clip(
 
     The ratio is the exponential of the mean of log r over the policy tokens of the sequence. All
     tokens of a sequence have the same loss, so ``normalise=sequence`` yields the mean over
-    sequences. `surrogate` describes the parameters, `clip` the results.
+    sequences. For the parameters see `surrogate`; for the results see `clip`.
     """
     ratio = bounded_exp(segment_means(log_ratio, mask, segment_ids))
     return clip(ratio, advantages, clip_low, clip_high, dual_clip)
@@ -267,8 +268,8 @@ def cispo(
 ) -> tuple[jax.Array, Stats]:
     """Computes CISPO's loss ``-stop_gradient(clip(r)) A log p`` (arXiv 2506.13585 eq 4).
 
-    The clip bounds limit the weight of a token, but every token keeps its gradient. `surrogate`
-    describes the parameters, `clip` the results.
+    Clipping bounds the factor of a token's gradient, but no token loses its gradient. For the
+    parameters see `surrogate`; for the results see `clip`.
     """
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     loss = -jax.lax.stop_gradient(clipped) * advantages * logp
@@ -296,7 +297,7 @@ def segment_sums(x: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
 
 
 def segment_means(x: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
-    """Returns, for each token, the mean of x over its sequence's policy tokens."""
+    """Returns, for each token, the mean of x over the policy tokens of the token's sequence."""
     return segment_sums(x, segment_ids) / jnp.maximum(segment_sums(mask, segment_ids), 1.0)
 
 
@@ -304,24 +305,24 @@ def segment_means(x: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike) -> jax.
 
 
 def correction(algorithm: Algorithm, gap: jax.Array, batch: Batch) -> tuple[jax.Array, Stats]:
-    """Computes the importance weight rho, which corrects for the policy that sampled a token.
+    """Computes the importance weight rho, which corrects for sampling with another policy.
 
-    ``rho = min(k, tis_cap) [mask_low <= k' <= mask_high]`` has no gradient. The bracket is 1 if its
-    condition holds, else 0. k is the ratio p_trainer / p_sampler at the level ``tis_level``, and k'
-    is the ratio at the level ``mask_level``:
+    ``rho = min(k, C) [low <= k' <= high]`` has no gradient. The bracket is 1 if the condition in it
+    holds, else 0. C is ``tis_cap``, low is ``mask_low``, high is ``mask_high``. k is the ratio
+    p_trainer / p_sampler at the level ``tis_level``, and k' at the level ``mask_level``:
 
     - ``token``: the ratio of the token itself. ``min(k, C)`` is truncated importance sampling (Yao
       et al. 2025, https://fengyao.notion.site/off-policy-rl); ``k [low <= k <= high]`` is IcePop
       (Ring-1T, arXiv 2510.18855);
-    - ``sequence``: the product of the ratios of the sequence's policy tokens. It is unbiased, but
-      its variance grows with the length. ``k [k <= C]`` is masked importance sampling (MIS, Liu et
-      al. 2025, https://richardli.xyz/rl-collapse);
-    - ``geometric``: the geometric mean of the ratios of the sequence's policy tokens, which is
-      GSPO's ratio. The mean is biased, but has the same scale at any length.
+    - ``sequence``: the product of the ratios of the sequence's policy tokens. The product is
+      unbiased, but its variance grows with the length. ``k [k <= C]`` is masked importance sampling
+      (MIS, Liu et al. 2025, https://richardli.xyz/rl-collapse);
+    - ``geometric``: the geometric mean of these ratios, which is GSPO's ratio. The geometric mean
+      is biased, but has the same scale at any length.
 
-    Means still count a masked token. With ``old_logp=trainer`` the loss is that of decoupled PPO: r
-    bounds the step from the proximal policy, and rho corrects from the sampling policy to the
-    proximal one (Hilton et al., arXiv 2110.00641 §3; AReaL, arXiv 2505.24298 eq 5).
+    A token whose rho is 0 still counts in the number of tokens by which the loss is divided. With
+    ``old_logp=trainer``, the loss is that of decoupled PPO (arXiv 2110.00641 §3, 2505.24298 eq 5):
+    r bounds the step from the proximal policy, and rho corrects for sampling with another policy.
 
     Args:
         algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
@@ -362,13 +363,13 @@ def policy_objective(
     """Computes the loss of an algorithm from log-probabilities and entropies.
 
     The loss is ``sum_t w_t (rho_t surrogate_t + kl_coef KL_t - entropy_coef H_t)``, where w is
-    ``batch.weight``, rho comes from `correction` and the surrogate from `surrogate`.
+    ``batch.weight``, rho comes from `correction`, and H is the entropy. ``kl_in=reward`` omits KL.
 
     Args:
         logp, entropy: log-probabilities and entropies of the current policy, float32 ``[R, T]``.
         batch: packed rows, with those of ``weight``, ``old_logp`` and ``ref_logp`` that the
-            algorithm needs. With ``old_logp=trainer`` and no ``batch.old_logp``, the current policy
-            is the old policy.
+            algorithm needs. If ``algorithm.old_logp`` is ``trainer`` and ``batch.old_logp`` is
+            None, the current policy is the old policy.
         algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
 
     Returns:
@@ -416,16 +417,16 @@ def policy_objective(
 
 
 def value_objective(values: jax.Array, batch: Batch, bound: float) -> tuple[jax.Array, Stats]:
-    """Computes half the squared error of the critic's values, summed over policy tokens.
+    """Computes half the squared error of a critic's values, summed over policy tokens.
 
     With a bound, the error is the larger of those of V and ``V_old + clip(V - V_old, -bound,
-    bound)``. A value therefore has no gradient once its distance from the old value exceeds the
-    bound (code of PPO, arXiv 1707.06347; Engstrom et al., arXiv 2005.12729 §3).
+    bound)``. A value that has moved towards its target by more than the bound therefore has no
+    gradient (code of PPO, arXiv 1707.06347; Engstrom et al., arXiv 2005.12729 §3).
 
     Args:
         values: values V of the critic, float32 ``[R, T]``.
         batch: packed rows, with the critic's old values ``value`` and the targets ``returns``.
-        bound: largest distance from the old value at which a value has a gradient; 0 for no bound.
+        bound: distance from the old value at which this gradient vanishes; 0 for no bound.
 
     Returns:
         The loss summed over tokens, float32 ``[]``, and statistics by name, see `Stats`.

@@ -27,7 +27,7 @@ _MOST_PASSED_OVER = 10_000
 
 @dataclasses.dataclass(frozen=True)
 class PoolConfig(Bounded):
-    """Settings by which the tasks to sample are selected; by default no task is skipped.
+    """Settings that select the tasks to sample; by default no task is skipped.
 
     The solve rate of a task is the share of its graded trajectories in this run that solved the
     task. A task rests, which means that it is not sampled for some steps, if its solve rate is too
@@ -35,31 +35,33 @@ class PoolConfig(Bounded):
 
     Attributes:
         rest_steps: number of steps for which a task rests; 0 if no task ever rests.
-        rest_most: maximum number of steps of a rest. If the solve rate of a task is out of bounds
-            again right after a rest, the next rest is twice as long as the last one, up to this
+        rest_most: maximum number of steps of a rest. If the solve rate of a task is still too low
+            or too high after a rest, the next rest is twice as long as the last one, up to this
             maximum. 0 makes every rest ``rest_steps`` long.
         rest_below: a task rests if its solve rate is at most this share.
         rest_above: a task rests if its solve rate is at least this share.
-        memory: factor by which a task's earlier groups are weighted down each time that a new group
-            enters its solve rate. With 1 all groups have the same weight; with 0 only the newest
-            group has a weight.
-        solved_at: lowest reward, before length penalties, at which a trajectory has solved its
-            task.
-        curriculum: measure of difficulty, by which easier tasks are sampled first. The measure is
-            the name of a field in the tasks' metadata whose numbers grow with the difficulty, such
-            as ``hops``. With ``solve_rate``, tasks with a lower solve rate are harder; a task
-            without groups has its pass rate instead. "" samples all tasks from the start.
-        curriculum_steps: number of steps after which the hardest tasks are sampled too.
-        curriculum_start: maximum difficulty of the tasks that are sampled at the start, from 0 (the
-            easiest task) to 1 (the hardest task). The maximum grows linearly.
+        memory: factor by which the weights of a task's earlier groups in the solve rate are
+            multiplied whenever a new group of the task is graded. With 1, all groups have the same
+            weight; with 0, only the newest group counts.
+        solved_at: minimum reward, before length penalties, of a trajectory that counts as having
+            solved its task.
+        curriculum: source of the difficulty of a task; easier tasks are sampled first. The
+            difficulty is a number from 0 (easiest) to 1 (hardest). With the name of a field in the
+            tasks' metadata, such as ``hops``, the difficulty grows linearly from the field's
+            smallest to its largest number. With ``solve_rate``, the difficulty is 1 minus the solve
+            rate; while a task has no solve rate yet, its pass rate (see ``pass_rates``) takes the
+            place of the solve rate. "" samples all tasks from the start.
+        curriculum_steps: number of steps after which tasks of every difficulty are sampled.
+        curriculum_start: maximum difficulty, from 0 to 1, of the tasks that are sampled at the
+            start. The maximum grows linearly, and reaches 1 after ``curriculum_steps`` steps.
         pass_rates: path of the ``results.json`` of an evaluation of the base model on the same
-            tasks, from which the pass rates are read; "" reads the field ``pass_rate`` of the
-            tasks' metadata.
-        min_pass_rate: lowest pass rate of a task that is sampled; tasks with a lower pass rate are
-            never sampled.
-        max_pass_rate: highest pass rate of a task that is sampled. The Chain-of-Agents paper keeps
-            tasks with a pass rate of at most 0.3 in 32 samples (eq 8 and 9). Tasks without a pass
-            rate are sampled only if ``min_pass_rate`` is 0 and ``max_pass_rate`` is 1.
+            tasks. The pass rate of a task is the share of its graded samples that were right. ""
+            reads the pass rates from the field ``pass_rate`` of the tasks' metadata.
+        min_pass_rate: minimum pass rate of a task; tasks with a lower pass rate are never sampled.
+        max_pass_rate: maximum pass rate of a task; tasks with a higher pass rate are never sampled.
+            The Chain-of-Agents paper keeps tasks with a pass rate of at most 0.3 in 32 samples (eq
+            8 and 9). Tasks without a pass rate are sampled only if ``min_pass_rate`` is 0 and
+            ``max_pass_rate`` is 1.
     """
 
     rest_steps: Natural = 0
@@ -94,14 +96,13 @@ class PoolConfig(Bounded):
 
 
 class Known(NamedTuple):
-    """What a pool knows about a task.
+    """The counts and the rest that a pool keeps for a task.
 
     Attributes:
         solved: number of trajectories that solved the task, weighted by `PoolConfig.memory`.
         graded: number of graded trajectories, with the same weights.
         until: last step of the rest of the task; 0 if the task has not rested yet.
-        times: number of consecutive rests, between which the solve rate was never within the
-            bounds.
+        times: number of rests since the solve rate was last within the bounds.
     """
 
     solved: float = 0.0
@@ -170,9 +171,10 @@ class Pool:
             self.known[id] = now
 
     def next(self, first: int, step: int) -> int:
-        """Returns the first index from ``first`` on whose task is to be sampled.
+        """Returns the index of the next task to sample, at or after the index ``first``.
 
-        If all tasks rest, or if too many consecutive tasks rest, the result is ``first`` itself.
+        Tasks that rest, or that are still too hard for the curriculum, are skipped. If all tasks,
+        or too many consecutive tasks, would have to be skipped, the result is ``first`` itself.
 
         Args:
             first: index at which the search begins.
@@ -233,7 +235,10 @@ def _is_number(task: Task, field: str) -> bool:
 
 
 def with_pass_rates(config: PoolConfig, tasks: Sequence[Task], name: str) -> list[Task]:
-    """Returns the tasks whose pass rate is within the bounds, with the rate in their metadata.
+    """Selects the tasks whose pass rate is within the bounds, and adds pass rates to metadata.
+
+    The pass rates of ``config.pass_rates`` are written to the field ``pass_rate`` of the tasks'
+    metadata.
 
     Args:
         config: settings of the pool.
@@ -241,7 +246,8 @@ def with_pass_rates(config: PoolConfig, tasks: Sequence[Task], name: str) -> lis
         name: name of the source, used in messages.
 
     Raises:
-        UserError: the file of pass rates cannot be read, or no task is left.
+        UserError: the file of pass rates cannot be read, or no task has a pass rate within the
+            bounds.
     """
     if config.pass_rates:
         rates = _read_rates(Path(local(config.pass_rates)))

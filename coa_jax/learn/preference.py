@@ -43,21 +43,21 @@ Pair = tuple[Trajectory, Trajectory]
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class DPOConfig(FitConfig):
-    """Settings of direct preference optimisation, in addition to those of `FitConfig`.
+    """Settings of direct preference optimisation (DPO), in addition to those of `FitConfig`.
 
-    An example is a pair of trajectories, and takes one row. The initial model, ``model``, is also
-    the reference.
+    Each example is a pair of trajectories, and fills one row. The initial model, ``model``, also
+    serves as the reference model.
 
     Attributes:
         traces: path of the ``traces.jsonl`` of a run that sampled and graded trajectories.
-        phase: phase of the run from which trajectories are read, such as ``rl``; "" reads the
+        phase: phase, such as ``rl``, of that run whose trajectories are read; "" reads the
             trajectories of all phases, including evaluations.
-        beta: factor by which the difference of log-ratios is multiplied in the loss. With a smaller
-            value the policy moves farther from the reference.
+        beta: factor by which the difference of log-ratios is multiplied in the loss, see
+            `dpo_objective`. With a smaller value, the policy moves farther from the reference.
         min_gap: minimum difference between the rewards of the two trajectories of a pair.
         per_task: maximum number of pairs of one task.
-        keep_best: metric that selects the best checkpoint, which is kept beside the newest ones; ""
-            for no best checkpoint.
+        keep_best: metric that selects the best checkpoint, which is kept in addition to the newest
+            checkpoints; "" keeps no best checkpoint.
     """
 
     traces: Place
@@ -77,7 +77,7 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
         output: directory for the trained model.
 
     Raises:
-        UserError: the traces have no pair that fits the settings.
+        UserError: no two trajectories of the file form a pair under the settings.
     """
     mesh = training_mesh(config.mesh, config.rows)
     graded = read_graded(config.traces, config.phase)
@@ -123,13 +123,15 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class PairUpdates(Sequence[Update]):
-    """The updates of a run that follow a cursor; every process has all rows of an update.
+    """The next updates of a DPO run, from a position in the data.
+
+    Every process has all rows of an update.
 
     Attributes:
         pairs: pairs to train on.
         order: index of the pair at each position of the endless stream of pairs.
         cursor: position in the stream at which the first update begins.
-        number: number of updates.
+        number: number of updates in the sequence.
         config: settings of the run.
     """
 
@@ -156,14 +158,17 @@ class PairUpdates(Sequence[Update]):
 def make_pairs(
     trajectories: Sequence[Trajectory], min_gap: float, per_task: int, length: int
 ) -> list[Pair]:
-    """Pairs the trajectories of each task: best with worst, second best with second worst, etc.
+    """Pairs the trajectories of each task.
+
+    The best trajectory of a task is paired with the worst one, the second best with the second
+    worst, and so on.
 
     Args:
         trajectories: graded trajectories.
         min_gap: minimum difference between the rewards of a pair.
         per_task: maximum number of pairs of one task.
-        length: maximum number of tokens of a pair. Longer pairs are left out, and a warning gives
-            their number.
+        length: maximum number of tokens of a pair. Longer pairs are left out, and a warning states
+            how many.
     """
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
     for trajectory in trajectories:
@@ -212,7 +217,7 @@ def pair_batches(pairs: Sequence[Pair], length: int, rows: int) -> list[Batch]:
 
 @dataclasses.dataclass(frozen=True)
 class DPOLoss:
-    """The DPO loss of the pairs of a micro-batch; see `dpo_objective`.
+    """The DPO loss of a micro-batch of pairs; see `dpo_objective`.
 
     Attributes:
         beta: factor of the difference of log-ratios, see `DPOConfig`.
@@ -231,9 +236,9 @@ class DPOLoss:
 def dpo_objective(logp: jax.Array, batch: Batch, beta: float) -> tuple[jax.Array, Stats]:
     """Computes ``-log sigmoid(beta (log p_w / ref_w - log p_l / ref_l))``, summed over pairs.
 
-    This is eq 7 of the DPO paper (arXiv 2305.18290); w is the chosen and l the rejected sequence.
-    The log-ratio of a sequence is the sum over the tokens that the policy wrote, without
-    observations.
+    This is eq 7 of the DPO paper (arXiv 2305.18290). p is the policy and ref the reference model; w
+    is the chosen and l the rejected sequence. The log-ratio of a sequence is the sum of the
+    log-ratios of the tokens that the policy wrote; observations do not count.
 
     Args:
         logp: log-probabilities of the tokens under the policy, float32 ``[R, T]``.
@@ -241,7 +246,7 @@ def dpo_objective(logp: jax.Array, batch: Batch, beta: float) -> tuple[jax.Array
         beta: factor of the difference of log-ratios, see `DPOConfig`.
 
     Returns:
-        The loss, float32 ``[]``, and statistics that are summed over pairs.
+        The loss, float32 ``[]``, and statistics by name, which are summed over pairs.
     """
     assert batch.ref_logp is not None
     assert batch.weight is not None

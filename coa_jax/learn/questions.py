@@ -21,7 +21,8 @@ def questions(config: RLConfig) -> tuple[dict[str, list[Task]], Prompt, Graders]
     """Loads the training tasks of a run, with their prompt style and graders.
 
     Returns:
-        The tasks by name of their source, the prompt style, and the graders of the answers.
+        Three parts: a dictionary from the name of a source to its tasks, the prompt style, and the
+        graders of the answers.
 
     Raises:
         UserError: a source cannot be loaded, or its tasks cannot be graded.
@@ -53,16 +54,20 @@ def measured_by(
     tools: Sequence[Tool],
     environments: Environments | None = None,
 ) -> HeldOut | None:
-    """Loads the held-out tasks of a run; returns None if the run has no evaluations.
+    """Loads the held-out tasks of a run, and returns an object that evaluates the policy on them.
+
+    The result is None if the run has no evaluations.
 
     Args:
         config: settings of the run.
         run: directory of the run.
-        trained: tasks that the run trains on; a warning is logged if some of them are held out too.
+        trained: tasks that the run trains on; a warning is logged if some of these tasks are among
+            the held-out tasks too.
         prompt: prompt style in which the policy sees the tasks.
         graders: graders of the answers.
-        tools: live tools.
-        environments: creates the environment in which a sample acts; None for the tool loop.
+        tools: live tools that the policy can call.
+        environments: creates the environment in which the policy acts; None if the policy only
+            calls tools.
     """
     if not config.evaluate_every:
         return None

@@ -42,9 +42,9 @@ def oldest_of(group: Iterable[Trajectory]) -> int:
 
 
 class Spool:
-    """Stores the finished trajectories of this process until a checkpoint makes them superfluous.
+    """Stores the finished trajectories of this process until a checkpoint makes them unnecessary.
 
-    The folder has one file for each process and each policy version under which trajectories
+    The folder has one file for each pair of a process and a policy version under which trajectories
     started.
     """
 
@@ -67,7 +67,7 @@ class Spool:
         return processes.index() == (process if process < processes.count() else 0)
 
     def read(self) -> dict[tuple[int, int], list[Trajectory]]:
-        """Reads the trajectories of this process's tasks.
+        """Reads the stored trajectories of the tasks that this process samples.
 
         Returns:
             Trajectories by (task index, sample index). Trajectories of the same sample are sorted
@@ -86,7 +86,7 @@ class Spool:
         return found
 
     def add(self, trajectory: Trajectory) -> None:
-        """Appends a trajectory to the file of its policy version.
+        """Appends a trajectory to the file of the policy version under which it started.
 
         Raises:
             OSError: the row cannot be written, for example because the disk is full; earlier rows
@@ -98,12 +98,12 @@ class Spool:
         self._tasks[path].add(trajectory.metadata["prompt_id"])
 
     def prune(self, step: int, still_open: Collection[int]) -> None:
-        """Removes files that a resumption from the checkpoint of a step does not need.
+        """Removes the files that a run resumed from the checkpoint of a step would not need.
 
         Args:
             step: number of the step.
-            still_open: indices of tasks that were requested, and that are part of no step up to
-                this step.
+            still_open: indices of the tasks that were requested, but that no step up to this step
+                has used.
         """
         for path, indices in list(self._tasks.items()):
             if int(path.stem.split("-")[1]) < step and indices.isdisjoint(still_open):
@@ -116,7 +116,7 @@ class Spool:
 
 @dataclasses.dataclass(frozen=True)
 class StepRecord:
-    """The record of a step: a row of ``steps.jsonl``.
+    """The record of a step, which is a row of ``steps.jsonl``.
 
     Attributes:
         step: number of the step.
@@ -141,7 +141,7 @@ class StepRecord:
 
 
 def sample_record(trajectory: Trajectory) -> dict[str, Any]:
-    """Returns the data that a replay of a trajectory needs, and a checksum of its tokens."""
+    """Returns the data that a replay of a trajectory needs, with a checksum of the tokens."""
     return {
         "sample": trajectory.sample_id,
         "versions": versions_of(trajectory),
@@ -163,7 +163,10 @@ def checksum(trajectory: Trajectory) -> int:
 
 
 class StepLog:
-    """Reads and writes ``steps.jsonl`` of a run; process 0 writes it, and all processes read it."""
+    """Reads and writes the ``steps.jsonl`` of a run.
+
+    Process 0 writes the file, and all processes read it.
+    """
 
     def __init__(self, path: Path, active: bool):
         """Opens the file, and removes a partial row if this process writes.
@@ -180,7 +183,7 @@ class StepLog:
     def read(self, after: int = 0) -> list[StepRecord]:
         """Reads the records of the consecutive steps that follow step ``after``.
 
-        If a step was repeated, only its last record is returned.
+        If a step was recorded more than once, only its last record is returned.
         """
         rows = jsonl.read_objects(self.path)
         records = {row["step"]: StepRecord(**row) for row in rows if "used" in row}
@@ -195,13 +198,13 @@ class StepLog:
         return {row["step"]: row["parameters"] for row in rows if "parameters" in row}
 
     def write(self, record: StepRecord) -> None:
-        """Appends the record of a step; call this before the step's update."""
+        """Appends the record of a step; must be called before the step's update."""
         self._append(dataclasses.asdict(record))
 
     def learned(self, step: int, parameters: int) -> None:
         """Appends the checksum of the parameters after a step.
 
-        If the step was repeated and the checksum differs from the first time, a warning is logged.
+        If an earlier entry for the same step has another checksum, a warning is logged.
         """
         if step not in self._parameters:
             self._append({"step": step, "parameters": parameters})
@@ -211,7 +214,7 @@ class StepLog:
             )
 
     def forget(self, step: int) -> None:
-        """Removes the records of the steps after ``step``, because they cannot be repeated."""
+        """Removes the records of all steps after ``step``, which cannot be repeated."""
         self._parameters = {s: known for s, known in self._parameters.items() if s <= step}
         if self._active:
             files.drop_last_rows(self.path, lambda row: True if row["step"] > step else None)
@@ -232,7 +235,8 @@ def recorded_groups(
         size: number of samples of a full group.
 
     Returns:
-        Trajectories by task index; None if the spool lacks a trajectory of the step.
+        The trajectories of each group, by task index; None if the spool lacks a trajectory of the
+        step.
     """
     groups: dict[int, list[Trajectory]] = {}
     wanted = dict(zip(record.used, record.samples, strict=True))

@@ -40,15 +40,15 @@ class RFTConfig(FitConfig):
     Attributes:
         traces: path of the ``traces.jsonl`` of a run that sampled and graded trajectories; "" to
             train only on the records of ``data``.
-        phase: phase of the run from which trajectories are read, such as ``rl``; "" reads the
+        phase: phase, such as ``rl``, of that run whose trajectories are read; "" reads the
             trajectories of all phases, including evaluations.
         min_reward: minimum reward of a trajectory that the policy is trained on.
-        per_task: maximum number of trajectories of one task, which keeps tasks that are often
-            solved from outnumbering the others.
+        per_task: maximum number of trajectories of one task. The limit keeps tasks that are solved
+            often from dominating the training data.
         data: records to train on in addition to the trajectories, see `SFTConfig.data`; "" for no
             records.
-        protocol: protocol of records that name no protocol themselves; "" infers the protocol from
-            the tags of a record.
+        protocol: protocol of the records that name no protocol themselves; "" infers the protocol
+            of such a record from its tags.
         prompt_style: prompt style in which the policy sees the records' questions, see
             `tasks.prompts`.
         lora: LoRA adapters to train instead of the whole model.
@@ -70,7 +70,7 @@ class RFTConfig(FitConfig):
 
 
 def train(config: RFTConfig, run: RunDir, output: Path) -> None:
-    """Fine-tunes on trajectories with a sufficient reward, and writes the model to ``output``.
+    """Fine-tunes on trajectories with enough reward, and writes the model to ``output``.
 
     Args:
         config: settings of the run.
@@ -190,14 +190,14 @@ def value(trajectory: Trajectory) -> float:
 def select(
     trajectories: Sequence[Trajectory], min_reward: float, per_task: int, length: int
 ) -> list[Trajectory]:
-    """Selects, for each task, the first ``per_task`` different trajectories with enough reward.
+    """Selects, for each task, the first ``per_task`` distinct trajectories with enough reward.
 
     Args:
         trajectories: graded trajectories.
         min_reward: minimum reward of a trajectory.
         per_task: maximum number of trajectories of one task.
         length: maximum number of tokens of a trajectory. Longer trajectories are left out, and a
-            warning gives their number.
+            warning states how many.
     """
     kept: dict[str, dict[bytes, Trajectory]] = defaultdict(dict)
     long = 0

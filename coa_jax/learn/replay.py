@@ -52,10 +52,10 @@ class Repeated:
     Attributes:
         steps: number of replayed steps.
         trajectories: number of trajectories in these steps.
-        different: (step, task index, sample index) of each trajectory whose tokens or
-            log-probabilities differ from those of the run.
-        diverged: first step after which the parameters differ from those of the run; None if they
-            never differ.
+        different: triple (step, task index, sample index) for each trajectory whose tokens or
+            log-probabilities differ from those of the original run.
+        diverged: first step after which the parameters differ from those of the original run; None
+            if the parameters never differ.
     """
 
     steps: int
@@ -80,16 +80,16 @@ class Repeated:
 
     @property
     def identical(self) -> bool:
-        """Whether all trajectories and parameters equal those of the run, bit for bit."""
+        """Whether all trajectories and parameters equal those of the original run, bit for bit."""
         return self.diverged is None and not self.different
 
 
 def replay(
     config: RLConfig, run: Path, tasks: Sequence[Task], protocols: Set[str], prompt: Prompt
 ) -> Repeated:
-    """Replays a run in a single process.
+    """Repeats the recorded steps of a run in a single process, and compares the results.
 
-    The machine must be of the same kind as the machine of the run.
+    The machine must be of the same kind as the machine of the original run.
 
     Args:
         config: settings of the run.

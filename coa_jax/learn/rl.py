@@ -74,9 +74,9 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     """Trains the policy, and writes the model as a Hugging Face directory to ``output``.
 
     If the run directory contains an interrupted run, that run resumes from its newest checkpoint.
-    It first repeats the later steps that ``steps.jsonl`` records, with the trajectories in
-    ``spool/``, and then samples new groups. With ``max_staleness=0`` each sample is a function of
-    (seed, task index, sample index, parameters), so the run is a function of its seed.
+    The resumed run first repeats the later steps that ``steps.jsonl`` records, with the
+    trajectories in ``spool/``, and then samples new groups. With ``max_staleness=0``, each sample
+    is a function of (seed, task index, sample index, parameters), so a seed determines the run.
 
     On SIGTERM the process abandons the rollouts in flight, saves a checkpoint, and exits with 0.
     """
@@ -115,7 +115,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
 
 
 def repeat(config: RLConfig, run: Path) -> Repeated:
-    """Replays a run from the records of its steps; see `learn.replay`.
+    """Repeats the recorded steps of a run, and compares the results; see `learn.replay`.
 
     Raises:
         UserError: an agent program sampled the trajectories, or the run recorded no steps.
@@ -132,7 +132,7 @@ def repeat(config: RLConfig, run: Path) -> Repeated:
 
 
 class Source:
-    """Provides the steps of a run: first those recorded before an interruption, then new ones."""
+    """Provides the groups of each step: recorded groups after an interruption, then new groups."""
 
     def __init__(
         self,
@@ -254,7 +254,7 @@ class Source:
         self._stream.start()
 
     def count(self, composition: Composition) -> dict[str, float]:
-        """Updates the pool with the tasks that a step examined, and returns the pool's metrics."""
+        """Updates the task pool with the scores of a step, and returns the pool's metrics."""
         if self._pool is None:
             return {}
         # The run may have recorded this step without a pool, and so without scores.
@@ -281,7 +281,7 @@ class Source:
     def engines(self, slots: int) -> Sequence[Engine]:
         """Returns engines that have the published parameters and free slots.
 
-        The engines are those of the run, or new engines if rollouts are in flight.
+        If rollouts are in flight, the engines are new; otherwise they are those of the run.
 
         Args:
             slots: number of slots of a new engine, which shares the weights of the run's engines; 0
@@ -306,7 +306,7 @@ class Source:
             self._stream.prune(step, [index for index, _ in still_open])
 
     def abandon(self) -> None:
-        """Asks the rollouts to end, but does not wait; signal handlers may call this method."""
+        """Asks the rollouts to end, and returns at once; signal handlers may call this method."""
         self._abandoned = True
         if self._stream is not None:
             self._stream.abandon()

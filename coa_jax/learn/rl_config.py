@@ -40,32 +40,34 @@ class RLConfig(TrainingConfig):
         task_options: options of the task source.
         mixture: maps the name of a source to its ``tasks``, ``weight``, ``options``, ``num_tasks``
             and ``split``, see `tasks.mixture.Part`.
-        num_tasks: number of tasks of the training split that each source provides.
+        num_tasks: number of tasks to take from the training split of each source.
         pool: selection of the tasks that are sampled; by default no task is skipped.
         groups: number of groups that a step trains on; a group is the set of samples of one task.
         group_size: number of samples per group.
-        max_sampled: maximum number of groups that a step examines, as a multiple of ``groups``. If
-            fewer than ``groups`` of the examined groups have a signal (rewards that differ), the
-            step trains on the groups with a signal alone.
+        max_sampled: maximum number of groups that a step examines, as a multiple of ``groups``. A
+            group has a signal if its rewards differ. A step that has examined the maximum number of
+            groups trains on those of them that have a signal, even if their number is below
+            ``groups``.
         groups_in_flight: number of groups that are sampled at the same time; 0 derives the number
             from the share of groups with a signal.
-        max_staleness: greatest age, in steps, of a group that a step trains on. The age is the
+        max_staleness: maximum age, in steps, of a group that a step trains on. The age is the
             number of steps between the oldest policy version that sampled one of the group's tokens
-            and the current version. With 0, each step is sampled with the newest policy, takes
-            groups in task order, and ignores ``rollout.max_seconds`` and
-            ``rollout.max_tool_seconds``, so the run is a function of its seed. Above 0, rollouts
-            continue during updates; a group that is too old is dropped, and its task is sampled
-            again.
+            and the version that the step updates. With 0, the newest policy samples all groups of a
+            step, steps take groups in task order, and the time limits ``rollout.max_seconds`` and
+            ``rollout.max_tool_seconds`` are ignored; so the same seed reproduces the run. Above 0,
+            rollouts continue during updates; a group that is too old is dropped, and its task is
+            sampled again.
         admission: order in which steps take groups if ``max_staleness`` is above 0. ``completion``
             takes the groups that finish first, which favours short trajectories; ``task_order``
             waits for the oldest task.
-        late_samples: treatment of a group that has unfinished samples when only one more step may
-            train on the group. ``drop_group`` continues sampling, and drops the group when its age
-            exceeds ``max_staleness``. ``leave_out`` trains on the finished samples if there are two
-            or more, which favours short trajectories.
-        in_flight_weights: treatment of the KV cache of unfinished samples when the weights change:
-            ``keep`` keeps the entries of the earlier weights, ``recompute`` computes them again
-            with the new weights.
+        late_samples: treatment of a group that still has unfinished samples when only one more step
+            may train on the group (because of ``max_staleness``). ``drop_group`` continues
+            sampling, and drops the group when its age exceeds ``max_staleness``. ``leave_out``
+            trains on the finished samples if there are two or more, which favours short
+            trajectories.
+        in_flight_weights: treatment of the KV cache of unfinished samples when the weights change.
+            ``keep`` keeps the entries that the earlier weights computed; ``recompute`` computes
+            these entries again with the new weights.
         mini_batch: number of groups per optimiser update; 0 for all groups of a step. Only the last
             update of an epoch may have fewer groups.
         epochs: number of passes over the groups of a step, as in PPO. Passes after the first one
@@ -73,31 +75,32 @@ class RLConfig(TrainingConfig):
         format_reward: True if a correct answer gets a reward only if its trajectory obeys the
             protocol, as in eq 11 of the Chain-of-Agents paper; False if the answer alone decides,
             as in eq 10.
-        stops: changes to the rewards of trajectories that were cut off, see `StopRewards`.
+        stops: changes to the rewards of trajectories without an answer, see `StopRewards`.
         temperature: sampling temperature. Training divides the logits by the same temperature.
-        attention_length: number of positions per row in attention. Above 0, the samples of a task
-            in the same row share one copy of their prompt; only in attention does the row hold a
-            copy per sample (see `batch.pack`). With 0 no prompts are shared.
-        algorithm: a preset of the algorithm, with settings that override it.
+        attention_length: number of positions per row inside attention. Above 0, samples of the same
+            task are packed into a row that stores their prompt once. Attention alone needs the
+            prompt once per sample, so there the row is expanded to this number of positions (see
+            `batch.pack`). With 0, every sample has its own copy of the prompt.
+        algorithm: preset of the algorithm, and settings that override those of the preset.
         teacher: model that scores the policy's tokens; used if ``algorithm.opd_coef`` is above 0.
-        engine: static shapes of the decoding engine.
-        rollout: budgets of a trajectory, and how the policy is prompted.
+        engine: settings of the decoding engine, such as the number of slots.
+        rollout: limits of a trajectory (such as ``max_tokens``), and settings of the prompt.
         agent: a program of your own that solves the tasks, instead of the tool loop.
-        graders: how the answers are graded, see docs/grading.md.
+        graders: settings of the graders of answers, see docs/grading.md.
         environment: environment in which the policy acts, in addition to the tools; see
             docs/environments.md.
         lora: LoRA adapters to train instead of the whole model.
         keep_best: metric that selects the best checkpoint, such as ``reward/mean``. This checkpoint
-            is kept beside the newest ones; "" for no best checkpoint. Metrics of a step's rollouts
-            belong to the policy before the step's updates; the step's checkpoint and evaluation
-            have the parameters after the updates.
+            is kept in addition to the newest checkpoints; "" keeps no best checkpoint. Metrics of a
+            step's rollouts describe the policy before the step's updates; the step's checkpoint and
+            evaluation use the parameters after the updates.
         evaluate_every: number of steps between two evaluations on ``held_out``; 0 for no
             evaluations.
-        held_out: settings of the evaluations.  If it names no sources, the policy is evaluated on
-            the validation split of its training sources.
-        traces: which trajectories are written to disk, and in which file format.
-        probe_s: number of seconds within which each server that the run needs (judge, tools) must
-            answer before the first step; 0 skips this check.
+        held_out: settings of the evaluations. If ``held_out`` names no task source, the policy is
+            evaluated on the validation split of the training sources.
+        traces: settings that say which trajectories are written to disk, and in which file format.
+        probe_s: time limit, in seconds, of a check before the first step, in which each server that
+            the run needs (judge, tools) must respond; 0 skips this check.
     """
 
     tasks: Place

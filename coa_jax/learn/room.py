@@ -15,9 +15,10 @@ def check_rows(
 ) -> None:
     """Checks that the activations of a micro-batch can fit into device memory.
 
-    The check adds up only the activations that the backward pass keeps with every setting of
+    The check counts only the activations that are kept for the backward pass under every setting of
     ``remat``: the residual stream before each layer, ``[layers, rows, row_length, hidden_size]``.
-    This is a lower bound, so the check refuses no micro-batch that would fit.
+    The size of these activations is a lower bound, so the check refuses no micro-batch that would
+    fit.
 
     Args:
         model: architecture of the model.

@@ -12,13 +12,15 @@ from coa_jax.tools.base import Tool
 
 
 def sampler_of(config: RLConfig, learner: Learner, tools: Sequence[Tool], version: int) -> Sampler:
-    """Creates the sampler of a run: `EngineSampler`, or an agent program if the config names one.
+    """Creates the sampler of a run.
+
+    The sampler runs the agent program if the config names one, and is an `EngineSampler` otherwise.
 
     Args:
         config: settings of the run.
         learner: state of the run, whose engines the sampler uses from now on.
-        tools: live tools of the tool loop; an agent program does not use these tools.
-        version: policy version of the weights that the engines have.
+        tools: live tools that an `EngineSampler` uses; an agent program does not use these tools.
+        version: policy version of the weights that the engines currently have.
     """
     model, engines, budgets = learner.model, learner.engines, config.budgets
     recompute = config.in_flight_weights == "recompute"

@@ -58,34 +58,36 @@ from coa_jax.tools.make import ToolsConfig
 class SFTConfig(FitConfig):
     """Settings of supervised fine-tuning, in addition to those of `FitConfig`.
 
-    An example is a record. The updates of the Chain-of-Agents paper have 256 examples (§3.1).
+    Each example is one record. The Chain-of-Agents paper uses 256 examples per update (§3.1).
 
     Attributes:
         data: records to train on: a path, several paths separated by commas, a pattern, a folder,
             or a data set (``hf:NAME:CONFIG:SPLIT``, ``tfds:NAME:SPLIT``); see docs/data.md.
         weights: relative frequencies with which records are drawn from the paths in ``data``, one
-            number per path; () uses all records equally often.
+            number per path; () draws all records equally often.
         validation: records on which the validation loss is measured; "" for no validation.
-        protocol: protocol of records that name no protocol themselves; "" infers the protocol from
-            the tags of a record.
+        protocol: protocol of the records that name no protocol themselves; "" infers the protocol
+            of such a record from its tags.
         prompt_style: prompt style in which the policy sees the questions, see `tasks.prompts`.
-        level: level of the protocols' rules, ``lenient`` or ``paper``, which the instructions in
-            the prompt explain; "" for the level of each record.
-        format: format in which the policy is trained on the records, see `RolloutConfig.format`.
-            Records in the format ``tags`` are rewritten in this format, with their thoughts, calls
-            and answers. "" for the format of each record.
+        level: level of the protocol rules, ``lenient`` or ``paper``; the instructions in the prompt
+            explain the rules of this level. "" takes the level of each record.
+        format: conversation format in which the policy is trained on the records, see
+            `RolloutConfig.format`. Records in the format ``tags`` are rewritten in this format,
+            with their thoughts, calls and answers. "" keeps the format of each record.
         rename_share: share of the records in which names and numbers are replaced by random ones,
             see `small.augment`. Leave it 0 unless the policy is trained from random weights.
-        keep_best: metric that selects the best checkpoint, which is kept beside the newest ones; ""
-            for no best checkpoint. ``eval/...`` is a metric of the evaluations on ``held_out``.
+        keep_best: metric that selects the best checkpoint, which is kept in addition to the newest
+            checkpoints; "" keeps no best checkpoint. Metrics of the evaluations on ``held_out``
+            have names that begin with ``eval/``.
         lora: LoRA adapters to train instead of the whole model.
         evaluate_every: number of updates between two evaluations on ``held_out``, which use live
             tools; 0 for no evaluations.
         held_out: tasks and sampling settings of the evaluations.
-        engine: static shapes of the decoding engine in evaluations.
-        rollout: budgets of a trajectory in evaluations. The settings above replace its fields
-            ``prompt_style``, ``level`` and ``format``.
-        graders: how answers are graded in evaluations.
+        engine: settings of the decoding engine in evaluations, such as the number of slots.
+        rollout: limits of a trajectory in evaluations. The fields ``prompt_style``, ``level`` and
+            ``format`` of ``rollout`` are ignored; the settings of the same names above apply
+            instead.
+        graders: settings of the graders of answers in evaluations.
         tools: tools that the policy can call in evaluations.
     """
 
@@ -108,7 +110,7 @@ class SFTConfig(FitConfig):
 
     @property
     def parts(self) -> list[str]:
-        """The paths to which ``weights`` applies; without weights, ``data`` as a single path."""
+        """The paths to which ``weights`` applies; without weights, the whole of ``data``."""
         return self.data.split(",") if self.weights else [self.data]
 
     def __post_init__(self) -> None:
@@ -141,10 +143,10 @@ def train(
     augmentation: Augmentation | None = None,
     tools: Sequence[Tool] = (),
 ) -> None:
-    """Fine-tunes the model, and writes it as a Hugging Face directory to ``output``.
+    """Fine-tunes a model, and writes the result as a Hugging Face directory to ``output``.
 
     If the run directory contains an interrupted run, the run resumes from its newest checkpoint.
-    The run then ends with the same parameters as a run without the interruption.
+    The resumed run ends with the same parameters as a run without the interruption.
 
     Args:
         config: settings of the run.
@@ -155,7 +157,7 @@ def train(
         tools: live tools that the policy can call in evaluations.
 
     Raises:
-        UserError: the records, the model and the settings do not fit each other.
+        UserError: the records, the model and the settings do not fit together.
         ValueError: ``rename_share`` is set without an augmentation.
     """
     if config.rename_share and augmentation is None:

@@ -17,11 +17,12 @@ Verdict = Annotated[
 
 @dataclasses.dataclass(frozen=True)
 class StopRewards(Bounded):
-    """Changes to the reward of a trajectory without an answer, for each stop reason.
+    """Changes to the reward of a trajectory that ended without an answer, by stop reason.
 
-    ``score`` keeps the reward, ``mask`` removes the reward, and a number such as ``-0.5`` is added
-    to the reward. By default, the stop reasons ``deadline`` and ``tool_time`` mask the reward,
-    because they depend on the load of the machine rather than on the policy.
+    ``score`` keeps the reward. ``mask`` removes the reward, so the policy is not trained on the
+    trajectory. A number such as ``-0.5`` is added to the reward. By default, the stop reasons
+    ``deadline`` and ``tool_time`` mask the reward, because they depend on the load of the machine
+    rather than on the policy.
 
     Attributes:
         length: change if the token budget of the trajectory was used up.
@@ -57,14 +58,14 @@ class StopRewards(Bounded):
 def overlong_penalty(length: int, budget: int, buffer: int, penalty: float) -> float:
     """Computes DAPO's soft overlong punishment (arXiv 2503.14476 eq 13).
 
-    The punishment is 0 up to ``budget - buffer`` tokens, falls linearly to ``-penalty`` at the
-    budget, and stays at ``-penalty`` for longer trajectories. (In the code release of
-    Chain-of-Agents the punishment falls without bound.)
+    The punishment is a number to add to the reward: 0 up to ``budget - buffer`` tokens, falling
+    linearly to ``-penalty`` at ``budget`` tokens, and ``-penalty`` for longer trajectories. (In the
+    code release of Chain-of-Agents, the punishment keeps falling beyond the budget.)
 
     Args:
         length: number of tokens of the trajectory.
         budget: maximum number of tokens of a trajectory.
-        buffer: number of tokens before the budget over which the punishment grows; 0 for no
+        buffer: number of tokens over which the punishment grows, ending at the budget; 0 for no
             punishment.
         penalty: absolute value of the punishment at the budget.
     """
@@ -90,18 +91,18 @@ def shape_reward(
     Args:
         reward: reward that the graders gave.
         length: number of tokens of the whole trajectory, including prompt and observations.
-        format_reward: True if a correct answer gets a reward only if the trajectory obeys the
-            protocol (eq 11 of the Chain-of-Agents paper).
+        format_reward: whether a trajectory that breaks a rule of the protocol gets no reward, even
+            for a correct answer (eq 11 of the Chain-of-Agents paper).
         budget: maximum number of tokens of a trajectory.
-        buffer: number of tokens before the budget over which the punishment grows, see
+        buffer: number of tokens over which the punishment grows, ending at the budget, see
             `overlong_penalty`.
         penalty: punishment at the budget, see `overlong_penalty`.
         stop: number to add because of the stop reason, see `StopRewards`.
 
     Returns:
-        The shaped reward. If ``stop`` is not 0, ``parts`` holds it. If the length lowered the
-        reward, ``parts`` holds the change as ``overlong``, and the reward before this change as
-        ``earned``.
+        The shaped reward, whose ``parts`` record the changes. If ``stop`` is not 0,
+        ``parts["stop"]`` is ``stop``. If the length lowered the reward, ``parts["overlong"]`` is
+        the punishment, and ``parts["earned"]`` is the reward before the punishment.
     """
     if reward.value is None:
         return reward

@@ -37,7 +37,7 @@ class TrainState(NamedTuple):
     Attributes:
         params: trained parameters, float32: all parameters of a model, or its adapters.
         frozen: the parameters that stay fixed while adapters are trained; {} in a run without
-            adapters. Checkpoints do not contain them.
+            adapters. Checkpoints do not contain the frozen parameters.
         opt_state: state of the optimiser.
         step: number of updates so far, including skipped updates, int32 ``[]``.
         skipped: number of skipped updates so far, see `train_step`, int32 ``[]``.
@@ -71,10 +71,10 @@ class OptimizerConfig(Bounded):
         b1: decay of AdamW's first moment.
         b2: decay of AdamW's second moment.
         eps: AdamW's epsilon, which is added to the root of the second moment.
-        weight_decay: factor of AdamW's weight decay, which applies to all parameters except norms
-            and biases.
+        weight_decay: factor of AdamW's weight decay, which applies to all parameters except the
+            scales of norms and the biases.
         clip_norm: upper bound to which the global gradient norm is clipped; a large number such as
-            1e9 means that nothing is clipped.
+            1e9 turns clipping off.
         max_skipped: number of consecutive skipped updates (see `train_step`) after which training
             ends with an error.
     """
@@ -133,9 +133,9 @@ def init_state(
 ) -> TrainState:
     """Creates the state before the first update.
 
-    The moments of the optimiser are sharded like their parameters. Their shardings are given to JAX
-    explicitly, because the initial moments are zeros that do not depend on the parameters: JAX
-    would place them on the first device, and compile the training step again for the second update.
+    The moments of the optimiser are sharded like the parameters that they belong to. The function
+    gives these shardings to JAX explicitly. Otherwise JAX would place the initial moments, which
+    are zeros, on the first device, and compile the training step again for the second update.
 
     Args:
         params: trained parameters.
@@ -269,7 +269,7 @@ def train_program(
     compute: Compute,
     optimizer: OptimizerConfig,
 ) -> tuple[TrainState, Stats]:
-    """Makes one update; `train_step` calls this compiled program.
+    """Makes one update, as a compiled program that `train_step` calls.
 
     Args:
         state: state before the update; donated.
@@ -343,8 +343,8 @@ def train_step(
 ) -> tuple[TrainState, dict[str, float]]:
     """Makes one update from micro-batches of equal shape.
 
-    An update is skipped and counted if its loss or its gradient is not finite: parameters and
-    moments do not change, and the schedule of the learning rate does not advance. See
+    If the loss or the gradient is not finite, the update is skipped: parameters and moments do not
+    change, and the learning-rate schedule does not advance. Skipped updates are counted, see
     `check_updates`.
 
     Args:
@@ -352,14 +352,14 @@ def train_step(
         batches: at least one micro-batch, on the host. Only tokens with mask 1 have a loss.
         loss: loss of a micro-batch; static.
         model: architecture of the model; static.
-        compute: dtype, operations and sharding; rows are split over the mesh of ``compute``;
-            static.
+        compute: dtype, operations and sharding; static. Rows are split over the mesh of
+            ``compute``.
         optimizer: settings of the optimiser; static.
         allowed: table of the constraint under which the batches were sampled; None without a
             constraint.
-        capacity: maximum number of micro-batches of an update in this run, which becomes the size
-            of the stack. If the capacity is 0, or if an update has more micro-batches, the size is
-            the next power of two, at least 4, so that few programs are compiled.
+        capacity: maximum number of micro-batches of an update in this run. Micro-batches are padded
+            to a stack of this size, because every size needs a compilation. If the capacity is 0 or
+            too small for an update, the size is the next power of two, at least 4.
         rows: number of rows of a micro-batch over all processes, if ``batches`` contains only the
             rows of this process, see `put_batch`; 0 if ``batches`` contains all rows.
         count: number of tokens with a loss over all processes; None counts the tokens of
@@ -398,7 +398,7 @@ def check_updates(stats: dict[str, float], optimizer: OptimizerConfig) -> UserEr
     Args:
         stats: statistics of the last step, see `train_step`; the names of a critic's statistics
             begin with ``critic/``.
-        optimizer: settings of the optimiser; ``max_skipped`` is the bound.
+        optimizer: settings of the optimiser, of which only ``max_skipped`` is read.
 
     Returns:
         An error, which the caller must raise after saving the state; None if training can continue.

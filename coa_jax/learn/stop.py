@@ -24,7 +24,7 @@ _SECONDS = 1.0
 
 
 class Stop:
-    """Holds whether the run was asked to stop.
+    """Remembers whether the run was asked to stop, and agrees on stopping with other processes.
 
     Attributes:
         requested: whether this process knows that the run was asked to stop.
@@ -36,13 +36,13 @@ class Stop:
     def agreed(self, wait_seconds: float, due: bool = False) -> tuple[bool, bool]:
         """Agrees with the other processes whether to stop and whether to save a checkpoint.
 
-        Every process calls this method at the same step and gets the same result. A process that
-        stopped or saved alone would leave the other processes waiting.
+        Every process must call this method at the same step, and gets the same result. A process
+        that stopped or saved alone would leave the other processes waiting.
 
         Args:
             wait_seconds: number of seconds to wait for the slowest process, see
                 `processes.exchange`.
-            due: whether a checkpoint is due by the clock of this process.
+            due: whether, by the clock of this process, it is time for a checkpoint.
 
         Returns:
             Two booleans: whether any process was asked to stop, and whether a checkpoint is due in
@@ -64,8 +64,9 @@ def stop_on_sigterm(hurry: Callable[[], None] = lambda: None) -> Iterator[Stop]:
     seconds.
 
     Args:
-        hurry: function that is called once after a request, and that ends work for which the run
-            waits. It runs in a signal handler or, if there are several processes, in a thread.
+        hurry: function that is called once after a request to stop. The function should end work
+            for which the run would otherwise wait. It is called in a signal handler or, if there
+            are several processes, in a thread.
     """
     stop = Stop()
 

@@ -34,17 +34,17 @@ _NEWS_S = 0.25
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """The part of a step's groups that this process has sampled.
+    """Those groups of a step, or those samples of its groups, that this process has sampled.
 
     Attributes:
-        composition: the choice of the groups that the step uses.
+        composition: names the groups that the step uses.
         groups: graded groups of this process that the step examined, by task index.
         dropped: groups of this process that were dropped because they were too old; some of their
             samples may be missing.
-        figures: seconds and counts since the previous step: the figures of `Sampler.figures`;
-            ``seconds``, the elapsed wall-clock time; ``reward_s``, the time of grading, summed over
-            trajectories; ``left_out``, the number of samples that were left out; and ``slots``, the
-            number of slots.
+        figures: seconds and counts since the previous step. Besides the figures of
+            `Sampler.figures`, these are ``seconds``, the elapsed wall-clock time; ``reward_s``, the
+            time of grading, summed over trajectories; ``left_out``, the number of samples that were
+            left out (see `RLConfig.late_samples`); and ``slots``, the number of slots.
     """
 
     composition: Composition
@@ -165,11 +165,11 @@ class Stream:
         self._call(publish)
 
     def prune(self, step: int, still_open: Sequence[int]) -> None:
-        """Removes files of finished trajectories that are no longer needed; see `Spool.prune`."""
+        """Removes the files of trajectories that no resumed run would need; see `Spool.prune`."""
         self._call(lambda: self._spool.prune(step, still_open))
 
     def abandon(self) -> None:
-        """Asks the stream to end, but does not wait; signal handlers may call this method."""
+        """Asks the stream to end, and returns at once; signal handlers may call this method."""
         if not self._abandoned:
             self._abandoned = True  # a second cancellation would interrupt the stream's cleanup
             self._call(lambda: self._task.cancel() if self._task else None)

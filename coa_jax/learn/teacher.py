@@ -55,7 +55,9 @@ class TeacherConfig(ServedModel):
             constrained: whether the run samples tokens under a constraint.
 
         Raises:
-            UserError: a setting does not fit the teacher.
+            UserError: the algorithm needs a teacher and the settings name none, or the other way
+                round; or tokens are sampled in a way for which a server cannot compute
+                log-probabilities.
         """
         if opd_coef and not self.model:
             raise UserError(
@@ -89,7 +91,8 @@ class Teacher(NamedTuple):
     def fitted(self, allowed: jax.Array) -> jax.Array:
         """Fits the student's constraint table to the size of the teacher's vocabulary.
 
-        The ids beyond the tokenizer's vocabulary, which only pad the embeddings, are not allowed.
+        In the returned table, token ids beyond the tokenizer's vocabulary, which only pad the
+        teacher's embeddings, are not allowed.
 
         Args:
             allowed: table with one row of packed bits per state of the constraint, ``[states,
@@ -102,7 +105,7 @@ class Teacher(NamedTuple):
 def load_teacher(
     teacher: TeacherConfig, tokenizer: Any, dtype: str, mesh: jax.sharding.Mesh | None
 ) -> Teacher | None:
-    """Loads the local teacher; returns None if there is no teacher, or if it is on a server.
+    """Loads a local teacher; returns None if there is no teacher, or if a server runs the teacher.
 
     Args:
         teacher: settings of the teacher.
@@ -132,13 +135,14 @@ def load_teacher(
 def scored_by_server(
     teacher: TeacherConfig, groups: Sequence[Sequence[Example]], seconds: float
 ) -> list[list[Example]]:
-    """Adds the ``teacher_logp`` that a server returns to examples.
+    """Requests the teacher's log-probabilities from a server, and adds them to examples.
 
-    Each process requests the scores of a part of the examples.
+    Each process requests the log-probabilities of a part of the examples, and then all processes
+    exchange the results.
 
     Args:
         teacher: settings of the teacher.
-        groups: for each group, its examples.
+        groups: the examples of each group.
         seconds: number of seconds to wait for the slowest process.
 
     Returns:
@@ -146,7 +150,7 @@ def scored_by_server(
         ``[T]``.
 
     Raises:
-        UserError: the server returned no scores.
+        UserError: the server returned no log-probabilities.
     """
 
     async def ask(examples: Sequence[Example]) -> list[np.ndarray]:
@@ -173,7 +177,7 @@ def scored_by_server(
 
 
 async def prompt_logprobs(teacher: TeacherConfig, ids: Sequence[int]) -> np.ndarray:
-    """Requests from a server the log-probability of each token, given the tokens before it.
+    """Requests from a server the log-probability of each token, given the preceding tokens.
 
     Args:
         teacher: settings of the teacher.

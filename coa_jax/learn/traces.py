@@ -14,7 +14,9 @@ from coa_jax.trajectory import Trajectory
 
 @dataclasses.dataclass(frozen=True)
 class TracesConfig(Bounded):
-    """Settings of the trajectories that a run writes to disk; training does not depend on them.
+    """Settings of the trajectories that a run writes to disk.
+
+    Training does not depend on these settings.
 
     Attributes:
         share: share of the groups whose trajectories are written. The groups are selected by a hash

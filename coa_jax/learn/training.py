@@ -28,20 +28,21 @@ class TrainingConfig(Bounded):
         dtype: dtype of the matmul operands; parameters and their gradients stay float32.
         remat: name of the rematerialisation policy, which says which activations the backward pass
             recomputes, see `model.remat.POLICIES`.
-        optimizer: settings of AdamW and its schedule; ``total_steps`` is the length of the run in
-            updates.
+        optimizer: settings of AdamW and of its learning rate; ``total_steps`` is the number of
+            updates of the run.
         checkpoint_every: number of steps between two checkpoints.
-        checkpoint_seconds: maximum time between two checkpoints, in seconds: a step that ends at
-            least this long after the last checkpoint is saved too. The run continues while a
-            checkpoint is written. If steps are long, a preempted machine therefore loses at most
-            the step in progress.
+        checkpoint_seconds: number of seconds after which a checkpoint is due. The first step that
+            ends at least this long after the last checkpoint is saved, in addition to the steps of
+            ``checkpoint_every``. A run whose steps take longer than this therefore saves every
+            step, and loses at most the step in progress if its machine is preempted. Training
+            continues while a checkpoint is written.
         mesh: sizes of the mesh axes over which parameters and rows are sharded.
         attention: implementation of attention in training: ``auto``, or a name, see
             docs/kernels.md.
         keep_last: number of newest checkpoints to keep.
         export_dtype: dtype of the model that is exported at the end; checkpoints are float32.
-        profile_steps: first and last step that `jax.profiler` records, into WORKDIR/profile; () for
-            no profile.
+        profile_steps: first and last step that `jax.profiler` records, into the folder
+            WORKDIR/profile; () for no profile.
     """
 
     model: Place

@@ -40,7 +40,7 @@ ENVIRONMENT = "environment"
 
 
 def weight_of_turns(graders: GradersConfig) -> float:
-    """Returns the weight w that the reward ``environment`` has in the reward of a trajectory."""
+    """Returns the weight w of the reward component ``environment`` in a trajectory's reward."""
     if not graders.rewards:
         return 1.0
     given = graders.rewards.get(ENVIRONMENT, graders.rewards.get(TASKS_OWN))
@@ -69,19 +69,20 @@ def credited(
 ) -> list[np.ndarray] | None:
     """Computes the advantages of the turns of a group.
 
-    The result is None if all turns of a trajectory share the trajectory's advantage:
+    The result is None in three cases, in which all turns share the advantage of the trajectory:
 
-    - if the environment gave no rewards of turns;
-    - if ``weight`` is None;
-    - if the advantage function returns one number per token.
+    - the environment gave no rewards for turns;
+    - ``weight`` is None;
+    - the advantage function returns one number per token.
 
     Args:
         algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
         learned: trajectories with their advantages, see `advantages.advantages_of`.
-        weight: weight w of the rewards of turns; None if turns get no credit of their own.
+        weight: weight w of the turn rewards in the reward of a trajectory; None if turns get no
+            credit of their own.
 
     Returns:
-        For each trajectory the advantages A_ik of its turns, see `turn_advantages`; None in the
+        For each trajectory i the advantages A_ik of its turns k, see `turn_advantages`; None in the
         cases above.
     """
     group = [trajectory for trajectory, _ in learned]
@@ -94,16 +95,20 @@ def credited(
 def turn_advantages(
     group: Sequence[Trajectory], advantages: Sequence[float], weight: float, alone: bool
 ) -> list[np.ndarray]:
-    """Computes the advantages A_ik of the turns of a group.
+    """Computes the advantage A_ik of each turn k of each trajectory i of a group.
+
+    ``A_ik = s (G_ik - b_k)``, where G_ik is the reward R_i of the trajectory without the rewards of
+    the turns before turn k, b_k is the mean of G_ik over the group, and s is the scale of the
+    advantage function.
 
     Args:
         group: graded trajectories of one task.
         advantages: advantage A_i of each trajectory.
-        weight: weight w of the rewards of turns.
+        weight: weight w of the turn rewards in the reward of a trajectory.
         alone: whether A_i is R_i itself, without a baseline; in that case s is 1 and b_k is 0.
 
     Returns:
-        For each trajectory the advantages A_ik of its turns, float64 ``[turns]``.
+        For each trajectory i the advantages A_ik of its turns k, float64 ``[turns]``.
     """
     values = np.array([t.reward.value if t.reward else 0.0 for t in group], np.float64)
     whole = np.asarray(advantages, np.float64)
@@ -126,10 +131,11 @@ def spread_over_tokens(mask: np.ndarray, turns: np.ndarray, at_ends: bool) -> np
     """Spreads the advantages of a trajectory's turns over its tokens.
 
     Args:
-        mask: float32 ``[T]``, 1 for tokens that the policy wrote, 0 for the others.
+        mask: float32 ``[T]``, 1 for tokens that the policy wrote, 0 for all other tokens.
         turns: advantages A_ik of the trajectory's turns, float64 ``[turns]``.
-        at_ends: False gives every token of turn k the advantage A_ik. True gives only the last
-            token of turn k the value A_ik - A_i(k+1), for algorithms that sum over later tokens.
+        at_ends: False gives every token of turn k the advantage A_ik. True is for algorithms that
+            sum the values of later tokens: the last token of turn k has the value A_ik - A_i(k+1),
+            and all other tokens have the value 0.
 
     Returns:
         The value of each token, float32 ``[T]``.

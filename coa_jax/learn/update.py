@@ -37,7 +37,10 @@ from coa_jax.trajectory import Author, Trajectory
 
 
 def critic_optimizer(config: RLConfig) -> OptimizerConfig:
-    """Returns the policy's optimiser settings with the critic's learning rate and warm-up."""
+    """Returns the optimiser settings of the critic.
+
+    These are the settings of the policy, with the learning rate and the warm-up of the critic.
+    """
     return dataclasses.replace(
         config.optimizer,
         learning_rate=config.chosen.critic_learning_rate,
@@ -48,7 +51,7 @@ def critic_optimizer(config: RLConfig) -> OptimizerConfig:
 def critic_state(config: RLConfig, params: Params) -> TrainState | None:
     """Creates the state of a new critic; returns None if the algorithm has no critic.
 
-    The layers of the critic are copies of the policy's layers.
+    The critic starts with copies of the policy's layers.
     """
     if not config.chosen.needs_critic:
         return None
@@ -69,11 +72,11 @@ def critic_run_state(config: RLConfig, model: ModelConfig, mesh: Mesh | None) ->
 
 
 def reference_params(config: RLConfig, params: Params) -> Params | None:
-    """Copies the parameters for the reference policy of the KL penalty.
+    """Copies the parameters, as the reference policy of the KL penalty.
 
-    Updates do not change the copy. The result is None without a KL penalty. It is also None if
-    adapters are trained, because the reference is then the model without adapters
-    (`TrainState.frozen`).
+    Updates do not change the copy. The result is None if there is no KL penalty. The result is also
+    None if adapters are trained, because then the model without adapters (`TrainState.frozen`) is
+    the reference.
     """
     if not config.chosen.needs_reference or config.lora.rank:
         return None
@@ -93,10 +96,11 @@ def update(
     teacher: Teacher | None = None,
     version: int = 0,
 ) -> tuple[TrainState, TrainState | None, dict[str, float]]:
-    """Makes the updates of one step.
+    """Makes the updates of one step of reinforcement learning.
 
-    If no trajectory has a reward, the parameters do not change, but the step is counted.
-    Trajectories that were sampled under a constraint are trained under the same constraint.
+    If no trajectory has a reward, the parameters do not change, but the step is counted. If the
+    trajectories were sampled under a constraint, the log-probabilities in the loss are computed
+    under the same constraint.
 
     Args:
         config: settings of the run.
@@ -109,7 +113,8 @@ def update(
         reference: parameters of the reference policy, see `reference_params`; None without a
             reference.
         teacher: local teacher, see `learn.teacher.load_teacher`; None without a local teacher.
-        version: version of the policy before this step, which equals the number of earlier steps.
+        version: version number of the policy before this step, which equals the number of earlier
+            steps.
 
     Returns:
         The new states of the policy and of the critic (None without a critic), and statistics by
@@ -259,7 +264,7 @@ def _merged(updates: Sequence[dict[str, float]], first_only: bool = True) -> dic
 
 
 def quotients(means: dict[str, float]) -> dict[str, float]:
-    """Derives the final statistics of `policy_objective` from means over all tokens.
+    """Derives the reported statistics of `policy_objective` from means over all tokens.
 
     ``mismatch/ess`` is the effective sample size ``(sum rho)^2 / (n sum rho^2)`` as a share of the
     tokens (Kong 1992). ``mismatch/age_N`` is the mean over the tokens of age N, and exists only if
@@ -303,8 +308,9 @@ def group_examples(
         constraint: constraint under which the trajectories were sampled; None without a constraint.
         version: current policy version, from which the ages of tokens are computed, see
             `batch.trajectory_example`; None leaves out the ages.
-        weight: weight of the rewards of turns, which gives the turns credit of their own, see
-            `learn.turns`; None gives the same credit to the whole trajectory.
+        weight: weight of the turn rewards in the reward of a trajectory, from which each turn gets
+            an advantage of its own, see `learn.turns`. With None, all turns share the advantage of
+            the trajectory.
 
     Returns:
         One example for each sequence of each trajectory. If `Algorithm.whitened` is true,

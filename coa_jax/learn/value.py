@@ -15,7 +15,7 @@ from coa_jax.model.params import Params, abstract_params, bind
 
 
 def init_critic(params: Params) -> Params:
-    """Creates a critic with copies of the policy's layers, whose values are all 0.
+    """Creates a critic that has copies of the policy's layers, and predicts 0 for every token.
 
     Returns:
         The policy's parameters without the output head, and ``value_head``, float32 ``[D]``.
@@ -38,14 +38,17 @@ def abstract_critic(model: ModelConfig, mesh: Mesh | None) -> Params:
 
 
 def critic_config(model: ModelConfig) -> ModelConfig:
-    """Returns the architecture of a critic: the policy's, without output head and adapters."""
+    """Returns the architecture of a critic, which has neither output head nor adapters.
+
+    The layers are those of the policy.
+    """
     return dataclasses.replace(model, tie_embeddings=True, lora=LoraConfig())
 
 
 def token_values(params: Params, model: ModelConfig, batch: Batch, compute: Compute) -> jax.Array:
     """Computes the value of the state before each token.
 
-    The state before a token consists of the tokens before it in its sequence.
+    The state before a token consists of all preceding tokens of the same sequence.
 
     Args:
         params: parameters of a critic.
@@ -54,7 +57,8 @@ def token_values(params: Params, model: ModelConfig, batch: Batch, compute: Comp
         compute: dtype, operations and sharding of the computation.
 
     Returns:
-        Values, float32 ``[R, T]``. Index 0 of a row is 0, because no token precedes it.
+        Values, float32 ``[R, T]``. The value at index 0 of a row is 0, because no token precedes
+        the first token.
     """
     body = {name: value for name, value in params.items() if name != "value_head"}
     hidden, _ = bind(critic_config(model), body)(

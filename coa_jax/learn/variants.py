@@ -41,9 +41,9 @@ def parse_variants(argument: str | None, *groups: Sequence[str]) -> tuple[str, .
 
     Args:
         argument: names in any order, separated by commas; None for no names.
-        groups: groups of names. One name of each group is chosen: the name that the argument
-            contains, or otherwise the first name of the group. A first name of "" means that the
-            group is optional.
+        groups: groups of alternative names. Of each group, the function chooses the name that the
+            argument contains; if the argument contains none, the first name of the group. A first
+            name of "" means that no name of the group need be given.
 
     Returns:
         For each group, the chosen name.
@@ -66,7 +66,7 @@ def parse_variants(argument: str | None, *groups: Sequence[str]) -> tuple[str, .
 
 
 def parse_variant(argument: str | None, sizes: Sequence[str] = ("",)) -> tuple[str, bool]:
-    """Parses a size and the name ``debug``.
+    """Parses the names after the colon, which may be a size and ``debug``.
 
     Returns:
         The size, by default the first of ``sizes``; and whether the argument contains ``debug``.
@@ -76,12 +76,12 @@ def parse_variant(argument: str | None, sizes: Sequence[str] = ("",)) -> tuple[s
 
 
 def on_machine(config: ConfigDict, stage: str, size: str, machine: str) -> ConfigDict:
-    """Changes a config for a pod so that it fits a small machine.
+    """Adapts a config that was written for a TPU pod to a small machine.
 
     The function changes the lengths, the mesh and the memory settings.
 
     Args:
-        config: a config for a pod, which is changed in place.
+        config: a config for a TPU pod, which is changed in place.
         stage: ``sft`` or ``rl``.
         size: size of the model, such as ``7b``.
         machine: name of the machine, a key of `MACHINES`.

@@ -53,7 +53,7 @@ class Watch:
         return texts
 
     def start(self, row: Row, name: str) -> float | None:
-        """Returns the mean of a metric over its first rows; None until there are enough rows."""
+        """Returns the mean of a metric's first 5 values; None until there are 5."""
         seen = self._first.setdefault(name, [])
         value = _value(row, name)
         if value is not None and len(seen) < _FIRST:
@@ -62,11 +62,11 @@ class Watch:
         return sum(seen) / len(seen) if len(seen) == _FIRST else None
 
     def risen(self, row: Row, name: str) -> tuple[float, float] | None:
-        """Returns a metric's means over its first and its newest rows; None if it has not risen.
+        """Returns a metric's mean over its first 5 and its newest 5 rows; None if it has not risen.
 
         The metric has risen if each of its 5 newest values is above all of its 5 first values. If
-        the distribution of the metric does not change, this happens in one of ``C(10, 5) = 252``
-        cases (the extreme case of the rank-sum test).
+        the distribution of the metric does not change, chance alone makes the metric rise in one of
+        ``C(10, 5) = 252`` cases (the extreme case of the rank-sum test).
         """
         first = self._first.setdefault(name, [])
         last = self._last.setdefault(name, deque(maxlen=_FIRST))
@@ -76,7 +76,7 @@ class Watch:
         return sum(first) / _FIRST, sum(last) / _FIRST
 
     def last(self, row: Row, name: str) -> Sequence[float]:
-        """Returns the newest values of a metric, without the first row of the run."""
+        """Returns the newest 5 values of a metric; the first row of the run never counts."""
         seen = self._last.get(name)
         if seen is None:  # the first step includes the start of the input pipeline
             self._last[name] = deque(maxlen=_FIRST)
@@ -91,7 +91,7 @@ class Watch:
 
 
 def warnings_of(rows: Sequence[Row]) -> list[tuple[str, int, str]]:
-    """Returns (phase, step, text) of every warning about the rows of a run."""
+    """Returns every warning about the rows of a run, as a triple (phase, step, text)."""
     watches: dict[str, Watch] = {}
     found = []
     for row in rows:
@@ -189,10 +189,10 @@ _MASKED = {
 
 
 def masked_more(watch: Watch, row: Row) -> str | None:
-    """Returns a warning if the share of trajectories masked for one of the reasons has risen.
+    """Returns a warning if masking for one of the reasons has become more frequent.
 
-    The result is None otherwise. The rule exists because a policy may learn to cause failures that
-    prevent a bad reward.
+    A masked trajectory has no reward to train on. The result is None if there is nothing to warn
+    of. The rule exists because a policy may learn to cause failures that prevent a bad reward.
     """
     found = None
     for name in sorted(name for name in row if name.startswith("masked/")):
@@ -243,10 +243,12 @@ def overfitting(watch: Watch, row: Row) -> str | None:
 
 
 def starved(watch: Watch, row: Row) -> str | None:
-    """Returns a warning if the newest steps waited long for data; None otherwise.
+    """Returns a warning if the newest 5 steps spent too large a share of their time on data.
 
-    The rule compares the sums of the waiting times and of the step times over 5 steps, because a
-    single slow read does not show that the input pipeline is slow.
+    The result is None if there is nothing to warn of.
+
+    The rule divides the time spent waiting for data by the time of the steps, each summed over 5
+    steps, because a single slow read does not show that the input pipeline is slow.
     """
     waits, steps = watch.last(row, "time/data"), watch.last(row, "time/step")
     waited, total = sum(waits), sum(steps)

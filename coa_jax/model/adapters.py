@@ -35,13 +35,13 @@ _UNSUPPORTED = (
 
 @dataclasses.dataclass(frozen=True)
 class Adapter:
-    """The description of an adapter directory.
+    """The contents of an adapter directory, as far as merging needs them.
 
     Attributes:
         folder: the directory.
         base: the base model: a path, a URL, or an id of the Hugging Face Hub.
-        scale: factor of the product ``B A``: ``alpha / r``, or ``alpha / sqrt(r)`` if
-            ``use_rslora`` is set.
+        scale: factor by which the product ``B A`` of the adapter's matrices is multiplied: ``alpha
+            / r``, or ``alpha / sqrt(r)`` if ``use_rslora`` is set.
     """
 
     folder: Path
@@ -79,7 +79,7 @@ def read_adapter(folder: Path) -> Adapter | None:
 
 
 class AdaptedTensors:
-    """The tensors of a base model to which the products of an adapter are added.
+    """The tensors of a base model, to which the low-rank products of an adapter are added.
 
     The class implements the protocol `TensorSource`.
 
@@ -122,7 +122,11 @@ class AdaptedTensors:
                     )
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Reads rows of a tensor; the result is float32 if the adapter changes the tensor."""
+        """Reads rows of a tensor.
+
+        The result is float32 if the adapter changes the tensor; otherwise the dtype is that of the
+        base model.
+        """
         values = self._base.read(name, rows)
         if (module := self._modules.get(name)) is None:
             return values
@@ -132,14 +136,15 @@ class AdaptedTensors:
 
 
 def write_sum(adapters: Sequence[Adapter], base: str, output: Path) -> None:
-    """Writes a single adapter that has the effect of several adapters trained one after the other.
+    """Writes a single adapter with the effect of several adapters trained one after the other.
 
-    The rank of the written adapter is the sum of the ranks, because ``[B1 B2] [A1; A2] = B1 A1 + B2
-    A2``. Its tensors are bfloat16.
+    The rank of the written adapter is the sum of the ranks of the given adapters, because ``[B1 B2]
+    [A1; A2] = B1 A1 + B2 A2``. The written tensors are bfloat16.
 
     Args:
-        adapters: adapters of the same projections. The first adapter was trained on ``base``, and
-            every other adapter on the model into which the adapters before it were merged.
+        adapters: adapters of the same projections, in the order of their training. The first
+            adapter was trained on ``base``; every later adapter was trained on the model into which
+            its predecessors had been merged.
         base: name of the base model, which is written to ``base_model_name_or_path``.
         output: directory to which the adapter is written; it is created if necessary.
 

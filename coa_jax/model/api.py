@@ -35,11 +35,11 @@ class Model:
 
     Attributes:
         config: the architecture.
-        params: the parameters, stacked over layers; empty if only the description of the model was
-            read.
+        params: the parameters, stacked over layers; empty if the model was loaded by
+            `describe_model`.
         tokenizer: the tokenizer. A model without tokenizer files has a `MissingTokenizer`, which
             can be saved but not used.
-        card: the card of the model, which says how the policy was prompted in training, see
+        card: the card of the model, which records how the policy was prompted in training, see
             `model.card`; empty if there is no card.
     """
 
@@ -55,11 +55,11 @@ def load_model(
     """Loads a Hugging Face directory (safetensors), a GGUF file, or a LoRA adapter.
 
     Args:
-        path: one of these: a directory with ``config.json``, safetensors and, if the tokenizer is
-            used, the tokenizer files; a ``.gguf`` file, or a directory that contains a single such
-            file; a directory with a LoRA adapter of PEFT, which is added to its base model. The
-            path may be a URL of a bucket, or an id of the Hugging Face Hub (``Org/Name`` or
-            ``Org/Name@revision``).
+        path: path of one of the following: a directory with ``config.json``, safetensors and (if
+            the tokenizer is used) the tokenizer files; a ``.gguf`` file, or a directory that
+            contains a single such file; or a directory with a PEFT LoRA adapter, which is merged
+            into its base model. Instead of a local path, a URL of a bucket or an id of the Hugging
+            Face Hub (``Org/Name`` or ``Org/Name@revision``) is possible.
         dtype: dtype of the parameters, ``"float32"`` or ``"bfloat16"``. float32 represents
             bfloat16, float16 and dequantised weights without loss.
         mesh: mesh on which the parameters are placed, by the rules for training in
@@ -77,7 +77,7 @@ def load_model(
 
 
 def describe_model(path: str | Path) -> Model:
-    """Loads the architecture and tokenizer of a model, and reads no weights.
+    """Loads the architecture, the tokenizer and the card of a model, but no weights.
 
     The result is that of :func:`load_model` without parameters.
     """
@@ -171,8 +171,8 @@ def logits(model: Model, tokens: Any) -> jax.Array:
         tokens: token ids ``[batch, length]``: an array, or nested lists of equal length.
 
     Returns:
-        Logits, float32 ``[batch, length, vocab]``; position t predicts token t + 1. Matmuls are
-        computed in the dtype of the parameters.
+        Logits, float32 ``[batch, length, vocab]``; the logits at position t predict token t + 1.
+        Matmuls are computed in the dtype of the parameters.
 
     Raises:
         UserError: ``tokens`` is not two-dimensional, is empty, does not consist of integers, or
@@ -208,19 +208,20 @@ def save_model(
 ) -> None:
     """Writes a directory that transformers, vLLM and :func:`load_model` can read.
 
-    The directory holds ``config.json``, ``generation_config.json`` and safetensors. If one file of
-    tensors would exceed ``max_shard_bytes``, there are several files with an index. The files of
-    the card and of the tokenizer are written too, if the model has them; the tokenizer defines the
-    ids that end a generation. The directory appears only when it is complete. If there are several
-    processes, all of them call this function, and the first process writes.
+    The directory holds ``config.json``, ``generation_config.json`` and safetensors. If a single
+    file of tensors would exceed ``max_shard_bytes``, the tensors are split over several files with
+    an index. If the model has a card or a tokenizer, the directory holds their files too; the
+    tokenizer defines the ids that end a generation. The directory appears under its name only when
+    it is complete. If there are several processes, all of them must call this function; the first
+    process writes.
 
     Args:
         model: the model to save. The parameters are rounded only if ``dtype`` is narrower than
             their own dtype.
         path: directory to create.
         dtype: dtype of the saved tensors; None for the dtype of the parameters.
-        max_shard_bytes: maximum number of bytes of the tensors in one file. A tensor that is larger
-            gets a file of its own.
+        max_shard_bytes: maximum number of bytes of the tensors in one file; a larger tensor gets a
+            file of its own.
         overwrite: whether to replace a model that exists at ``path``. If False, ``path`` must be
             empty or absent.
 

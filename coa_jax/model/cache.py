@@ -25,11 +25,11 @@ from coa_jax.model.config import ModelConfig
 
 
 class LayerCache(NamedTuple):
-    """The pages of one layer, in buffers of their own, so that a write copies no other layer.
+    """The pages of one layer, in separate buffers, so that a write copies no other layer.
 
-    Keys and values have different layouts, so that the product of one token's query with the keys,
-    and of its attention weights with the values, reads memory in order. On CPUs this is twice as
-    fast as keys in the layout of the values.
+    Keys and values have different layouts, so that two products read memory in order: the product
+    of a token's query with the keys, and the product of the token's attention weights with the
+    values. On CPUs, this is twice as fast as storing keys in the layout of the values.
 
     Attributes:
         keys: ``[P, N, K, S]``.
@@ -53,15 +53,17 @@ class Cache(NamedTuple):
 
     Attributes:
         layers: pages of each layer.
-        table: int32 ``[B, C]``, page numbers in the order of the positions that the pages hold.
-            Entries after a sequence's last page may be any valid page number.
+        table: int32 ``[B, C]``, page numbers of each sequence, in the order of the positions that
+            the pages hold. Entries after a sequence's last page may be any valid page number.
     """
 
     layers: tuple[LayerPages, ...]
     table: jax.Array
 
     def attention(self, pages: LayerPages, positions: jax.Array, compute: Compute) -> Attend:
-        """Returns the attention function of one layer, which first writes the new keys and values.
+        """Returns the attention function of one layer.
+
+        The function first writes the new keys and values to the pages, and then attends to them.
 
         Args:
             pages: pages of the layer.
@@ -79,9 +81,9 @@ class Cache(NamedTuple):
 
 
 def cache_size(compute: Compute, cache: Cache) -> int:
-    """Returns the number of positions that the cache has for each sequence.
+    """Returns the maximum number of positions of a sequence in the cache.
 
-    A token whose position is this number or more is padding.
+    A token at a position of this number or more is treated as padding.
     """
     first = cache.layers[0]
     if isinstance(first, LayerCache):
@@ -99,7 +101,7 @@ def layer_axes(
 ) -> tuple[str | None, str | None, str | None, str | None]:
     """Returns the logical axes of the buffers of a layer.
 
-    Scales have fewer axes than keys and values, and use the first of the logical axes. If the
+    Scales have fewer axes than keys and values; their axes are the first ones of the result. If the
     number of heads is not divisible by ``tensor``, the heads are not sharded.
 
     Args:
@@ -153,7 +155,9 @@ def write(
     positions: jax.Array,
     compute: Compute,
 ) -> LayerPages:
-    """Writes new keys and values to the pages; positions outside the cache are dropped.
+    """Writes new keys and values to the pages.
+
+    Keys and values at positions outside the cache are dropped.
 
     Args:
         layer: pages of the layer.

@@ -19,7 +19,8 @@ CARD = "agent.json"
 def read_card(path: str | Path) -> dict[str, Any]:
     """Reads the card of a model directory; returns {} if the directory has no card.
 
-    The function also registers the protocols that the model's training run stored in the directory.
+    If the model's training run stored definitions of protocols in the directory, the function also
+    registers these protocols.
 
     Args:
         path: the model: a local path, a URL, or an id of the Hugging Face Hub.

@@ -35,8 +35,8 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **names: Any) -
 
     Args:
         template: a Jinja template.
-        messages: for each turn, a mapping with ``role`` and ``content``, and ``tool_calls`` if the
-            turn has tool calls.
+        messages: one mapping per turn, with ``role``, ``content`` and, if the turn has tool calls,
+            ``tool_calls``.
         names: further names that the template may use, such as ``bos_token``; their values are JSON
             values.
 

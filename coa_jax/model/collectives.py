@@ -47,9 +47,9 @@ def linear(x: jax.Array, w: jax.Array, axes: Axes, inputs: int, compute: Compute
     """Multiplies ``x [B, T, *I]`` by a kernel on a training mesh; returns float32 ``[B, T, *O]``.
 
     Args:
-        x: activations. If I is D, they are sharded as `STREAM`, otherwise like the kernel's input
-            axes.
-        w: kernel ``[*I, *O]``, sharded by ``axes``; either I or O is D.
+        x: activations. If the input axes I are D, the activations are sharded as `STREAM`;
+            otherwise the activations are sharded like the kernel's input axes.
+        w: kernel ``[*I, *O]``, sharded by ``axes``; either I or O must be the hidden size D.
         axes: logical axes of the kernel.
         inputs: number of axes of I.
         compute: mesh, strategy and dtype of the computation.

@@ -42,8 +42,8 @@ class Compute:
         dtype: dtype of matmul operands. Matmuls accumulate in float32.
         remat: name of a rematerialisation policy, which says which activations are recomputed, see
             `model.remat`.
-        attention: name of an attention implementation. ``auto`` is not allowed here:
-            `attention.choice.resolve` replaces it by a name.
+        attention: name of an attention implementation. ``auto`` is not allowed here, because
+            `attention.choice.resolve` must already have chosen an implementation.
         backend: name of the backend, a key of `BACKENDS`, see `backend_for`.
         mesh: devices over which arrays are sharded; None for a single device.
         collectives: how the matmuls of a layer are sharded over a mesh. ``compiler`` states
@@ -51,9 +51,9 @@ class Compute:
             explicitly, see `model.collectives`. ``none``, for decoding, states no shardings.
         outputs_first: whether the output axes of kernels precede their input axes, see
             `params.DecodeParams.outputs_first`.
-        interpret: whether attention kernels run on a CPU, for tests: Pallas kernels run in
-            interpret mode; cuDNN and ``ragged_paged`` are replaced by JAX's reference functions
-            with the same interface.
+        interpret: whether attention kernels are emulated on a CPU, for tests. Pallas kernels then
+            run in interpret mode, and cuDNN and ``ragged_paged`` are replaced by JAX's reference
+            functions with the same interface.
     """
 
     dtype: str = "float32"
@@ -67,7 +67,7 @@ class Compute:
 
     @property
     def ops(self) -> Any:
-        """The module with this backend's operations, whose functions are those of `model.ops`."""
+        """The module that implements the functions of `model.ops` for this backend."""
         return importlib.import_module(BACKENDS[self.backend])
 
     @property
@@ -76,7 +76,10 @@ class Compute:
         return self.mesh is None or self.mesh.size == 1
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:
-        """Constrains the sharding of a value in a training step, by its logical axis names."""
+        """Constrains the sharding of a value in a training step.
+
+        ``axes`` are the logical names of the value's axes.
+        """
         if self.mesh is None or self.collectives == "none":
             return x
         return jax.lax.with_sharding_constraint(x, sharding_for(self.mesh, axes, shape=x.shape))
@@ -100,7 +103,7 @@ def backend_for(platform: str) -> str:
 def collectives_for(platform: str, wanted: str) -> Collectives:
     """Resolves ``auto`` to ``manual`` on TPUs, and to ``compiler`` on other platforms.
 
-    The reason is the schedule of the TPU compiler: a fine-tuning step of a 32B model on v5p:4x4x8
+    On TPUs, ``manual`` leads to a better schedule: a fine-tuning step of a 32B model on v5p:4x4x8
     takes 70.4 s with ``manual`` and 77.1 s with ``compiler`` (docs/scaling.md).
     """
     if wanted == "auto":
@@ -109,7 +112,10 @@ def collectives_for(platform: str, wanted: str) -> Collectives:
 
 
 def local_compute(dtype: str = "float32", **choices: Any) -> Compute:
-    """Returns a `Compute` for this process's first device; ``choices`` are further fields."""
+    """Returns a `Compute` for the first device of this process.
+
+    ``choices`` are values of further fields of `Compute`, by name.
+    """
     platform, _ = platform_of(jax.local_devices()[0])
     return Compute(jnp.dtype(dtype).name, backend=backend_for(platform), **choices)
 
@@ -123,7 +129,7 @@ def training_compute(
     mesh: Mesh | None = None,
     collectives: str = "auto",
 ) -> Compute:
-    """Resolves the settings of a training run for the devices on which the run takes place.
+    """Resolves the settings of a training run for the devices that the run uses.
 
     Args:
         model: the architecture.

@@ -23,11 +23,11 @@ PROJECTIONS = ("q", "k", "v", "o", "gate", "up", "down")
 
 @dataclasses.dataclass(frozen=True)
 class LoraConfig(Bounded):
-    """Settings of low-rank adapters (LoRA): only adapters are trained, other parameters stay fixed.
+    """Settings of low-rank adapters (LoRA), which are trained in place of the whole model.
 
     Attributes:
         rank: rank of every adapter; 0 trains the whole model instead of adapters.
-        alpha: scale of the adapters: their results are multiplied by ``alpha / rank``.
+        alpha: scale of the adapters; the output of an adapter is multiplied by ``alpha / rank``.
         projections: names of the projections that get adapters, from `PROJECTIONS`.
     """
 
@@ -55,12 +55,12 @@ class ModelConfig:
         rope_theta: base of the rotary frequencies.
         rope_scaling: scaling of the rotary frequencies, see `model.rope`; None for no scaling.
         rms_eps: number that is added to the mean square in every RMSNorm.
-        tie_embeddings: whether the output head is the transposed embedding table.
+        tie_embeddings: whether the embedding table, transposed, also serves as the output head.
         qkv_bias: whether the q, k and v projections have a bias (as in Qwen2).
         qk_norm: whether queries and keys are normalised per head (as in Qwen3).
-        max_position: ``max_position_embeddings`` of the config file. With YaRN this may be the
-            context length of pretraining; `positions` includes the scaling of YaRN.
-        lora: adapters that are added to the kernels; rank 0 means no adapters.
+        max_position: ``max_position_embeddings`` of the config file. If the model uses YaRN, this
+            may be the context length before scaling; `positions` is the length after scaling.
+        lora: adapters that are added to the kernels; there are none if the rank is 0.
     """
 
     architecture: Architecture
@@ -97,7 +97,7 @@ class ModelConfig:
 
     @property
     def positions(self) -> int:
-        """Length of the longest context that the model supports, in tokens, including YaRN."""
+        """Maximum number of tokens of a context that the model supports, after scaling by YaRN."""
         if isinstance(self.rope_scaling, YarnRope):
             return round(self.rope_scaling.original_max_position * self.rope_scaling.factor)
         return self.max_position

@@ -29,10 +29,10 @@ def layer_params(config: ModelConfig) -> int:
 
 
 def product_params(config: ModelConfig) -> int:
-    """Returns the number of parameters by which the activations of each token are multiplied.
+    """Returns the number of parameters that take part in matmuls for each token.
 
-    An embedding table is only a lookup, and is not counted. The output head is counted, even if it
-    is tied to the embedding table.
+    The embedding table is not counted, because embedding a token is only a lookup. The output head
+    is counted, even if it is tied to the embedding table.
     """
     return layer_params(config) + config.hidden_size * config.vocab_size
 
@@ -62,7 +62,7 @@ def train_flops(
 
 
 def decode_bytes(config: ModelConfig, batch: int, context: float, itemsize: int) -> float:
-    """Returns the number of bytes that a decoding step reads: all weights, and all keys and values.
+    """Returns the number of bytes of weights, keys and values that a decoding step reads.
 
     Args:
         config: the architecture.

@@ -29,7 +29,7 @@ from coa_jax.model.rope import apply_rope, rope_tables
 
 
 class Embed(nnx.Module):
-    """Token embeddings ``[V, D]``, which are also the output head of a model with tied weights.
+    """Token embeddings ``[V, D]``, which also serve as the output head if the weights are tied.
 
     Args:
         count: size of the vocabulary, V.
@@ -71,9 +71,9 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention.
 
-    The G queries of a key/value head, its key and its value share one kernel ``[D, N, G + 2, K]``.
-    One matmul computes all of them, and tensor parallelism shards N without separating a query from
-    its keys.
+    Queries, keys and values share one kernel ``[D, N, G + 2, K]``, which holds, for each of the N
+    key/value heads, the G query heads, the key head and the value head. One matmul therefore
+    computes all of them, and tensor parallelism shards N without separating a query from its keys.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -139,7 +139,7 @@ class Attention(nnx.Module):
 class MLP(nnx.Module):
     """SwiGLU (arXiv 2002.05202): ``(silu(x W_gate) * (x W_up)) W_down``.
 
-    Gate and up share one kernel ``[D, 2, F]``.
+    W_gate and W_up share one kernel ``[D, 2, F]``.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -165,9 +165,10 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """A layer: attention, then MLP.
+    """A decoder layer, which consists of attention followed by an MLP.
 
-    Attention and MLP each normalise their input, and their output is added to the residual stream.
+    The input of attention and of the MLP is normalised, and the output is added to the residual
+    stream.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -275,7 +276,7 @@ class Decoder(nnx.Module):
 
 
 def stack(create: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
-    """Creates layers as a single module, whose parameters have the layer as their first axis.
+    """Creates layers as a single module, in which the first axis of every parameter is the layer.
 
     Args:
         create: function that creates one layer.

@@ -39,11 +39,11 @@ _ACTIVATIONS: dict[str, Any] = {
 
 @dataclasses.dataclass(frozen=True)
 class BertConfig(Bounded):
-    """The architecture of an encoder: all sizes and options that the forward pass needs.
+    """The architecture of a BERT-like encoder, as far as the forward pass needs it.
 
     The fields have the names of ``config.json``, except ``first_position`` and ``max_tokens``,
-    which are computed from other fields of the file. A field with a default may be missing in the
-    file.
+    which are computed from other fields of the file. A field that has a default here may be missing
+    in the file.
 
     Attributes:
         model_type: family of the model.
@@ -53,7 +53,7 @@ class BertConfig(Bounded):
         num_hidden_layers: number of layers.
         num_attention_heads: number of attention heads of a layer.
         layer_norm_eps: number that a layer normalisation adds to the variance.
-        first_position: index in the position embedding of a text's first token.
+        first_position: row of the position embedding that the first token of a text uses.
         max_tokens: maximum number of tokens of a text.
         type_vocab_size: number of rows of the segment embedding.
         hidden_act: name of the activation function in the feed-forward block.
@@ -100,7 +100,7 @@ LayerNorm = functools.partial(
 
 
 class EncoderLayer(nnx.Module):
-    """A layer of an encoder: attention, then MLP, with a normalisation after each sum."""
+    """An encoder layer: attention, then an MLP, each followed by a sum and a normalisation."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         c, d, f = config, config.hidden_size, config.intermediate_size
@@ -125,7 +125,11 @@ class EncoderLayer(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """The whole encoder: embeddings of tokens, positions and the first segment type, and layers."""
+    """The whole encoder.
+
+    Its input is the sum of the embeddings of the token, the position and the first segment type;
+    the layers follow.
+    """
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         c, d = config, config.hidden_size
@@ -162,7 +166,7 @@ def _abstract(config: BertConfig) -> Encoder:
 
 
 def bind(config: BertConfig, params: Params) -> Encoder:
-    """Returns the encoder with these parameters; call it inside a compiled function."""
+    """Returns the encoder with these parameters; must be called inside a compiled function."""
     return nnx.merge(nnx.graphdef(_abstract(config)), params)
 
 
@@ -204,7 +208,7 @@ def load_params(source: TensorSource, config: BertConfig, device: jax.Device) ->
 
     Raises:
         UserError: a tensor is missing or does not fit, see `hf_weights.read_params`. Tensors of
-            other parts of a model, such as a classifier, cause no error.
+            other parts of a model, such as a classifier, are ignored.
     """
     prefix = next((n.removesuffix(_WORDS) for n in source.shapes if n.endswith(_WORDS)), "")
     table = {

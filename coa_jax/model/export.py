@@ -155,7 +155,7 @@ def _plan_shards(
 def to_host(array: jax.Array) -> np.ndarray:
     """Copies a global array to the memory of this host.
 
-    If there are several processes, all of them call this function.
+    If there are several processes, all of them must call this function.
     """
     if array.is_fully_addressable:
         return np.asarray(array)

@@ -49,10 +49,12 @@ _SCALING = {
 
 
 def gguf_file(path: str | Path) -> Path | None:
-    """Finds the GGUF file of a path: the path itself, or the only GGUF file of a directory.
+    """Finds the GGUF file that a path names.
 
-    The result is None if the path is neither a GGUF file nor a directory with one, or if it is a
-    directory with ``config.json``.
+    This is the path itself if it is a GGUF file, or the only GGUF file in the directory at the
+    path.
+
+    The result is None if there is no GGUF file, or if the path is a directory with ``config.json``.
 
     Raises:
         UserError: the directory has several GGUF files and no ``config.json``.
@@ -79,8 +81,8 @@ class GgufFile:
         shapes: shape of each tensor by Hugging Face name.
 
     Raises:
-        UserError: the package ``gguf`` is not installed, the file is missing or damaged, or its
-            architecture is not supported.
+        UserError: the package ``gguf`` is not installed, the file is missing or damaged, or the
+            architecture of the model is not supported.
     """
 
     def __init__(self, path: str | Path) -> None:
@@ -122,7 +124,7 @@ class GgufFile:
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Reads rows of a tensor as float32, in the row order of Hugging Face.
 
-        The whole tensor is read and dequantised.
+        The method reads and dequantises the whole tensor, and then returns the requested rows.
         """
         from gguf import dequantize
 

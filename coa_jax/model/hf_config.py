@@ -47,8 +47,8 @@ def read_config(directory: str | Path) -> ModelConfig:
     """Reads the architecture from the ``config.json`` of a model directory.
 
     Raises:
-        UserError: the file is missing, is not a JSON object, or describes a model that the forward
-            pass does not compute; the message names the key.
+        UserError: the file is missing, is not a JSON object, or describes a model whose forward
+            pass is not implemented here; the message names the key.
     """
     path = Path(directory) / "config.json"
     if not path.exists():
@@ -101,7 +101,7 @@ def config_from_hf(hf: Mapping[str, Any], where: str = "config.json") -> ModelCo
 def config_to_hf(
     config: ModelConfig, dtype: str, eos_ids: Sequence[int] = (), pad_id: int | None = None
 ) -> dict[str, Any]:
-    """Returns the ``config.json`` of a model, for transformers 4 and 5 and for serving engines.
+    """Returns the content of a ``config.json`` for transformers 4 and 5, and for serving engines.
 
     Args:
         config: the architecture.

@@ -27,13 +27,13 @@ Split = Callable[[Any], Sequence[Any]]
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A row of a table, which says how tensors of the checkpoint form an array of the parameters.
+    """A row of a table, which maps tensors of a checkpoint to one array of the parameters.
 
     Attributes:
         tensors: names of the tensors; ``{}`` stands for the index of the layer.
-        join: function that returns the array of one layer; its arguments are the shape of that
-            array and the tensors.
-        split: function that returns the tensors of the array of one layer: the inverse of ``join``.
+        join: function that takes the shape of one layer's array and the tensors, and returns the
+            array.
+        split: inverse of ``join``: function that takes one layer's array and returns the tensors.
     """
 
     tensors: tuple[str, ...]
@@ -122,9 +122,9 @@ def tensors_of(table: Table, specs: Specs) -> dict[str, Shape]:
 
 
 def writing_order(table: Table, specs: Specs) -> Iterator[tuple[Path, Row, int]]:
-    """Yields (path, row, layer) of all tensors in the order of writing.
+    """Yields a triple (path, row, layer) for every entry of a checkpoint, in the order of writing.
 
-    The embeddings come first, then the layers one after the other, then the other arrays.
+    The embeddings come first, then the layers one after the other, then the remaining arrays.
     """
     rows = [(path, row) for path, row in table.items() if path in specs]
     for stacked, group in itertools.groupby(rows, key=lambda pair: pair[0][0] == "layers"):

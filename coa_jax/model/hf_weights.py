@@ -32,7 +32,7 @@ from coa_jax.model.params import Params, Specs, flatten, nest, specs
 
 
 class TensorSource(Protocol):
-    """A source of tensors under Hugging Face names, which are read one at a time."""
+    """A source of tensors with Hugging Face names, which can be read one at a time."""
 
     where: str
     shapes: Mapping[str, tuple[int, ...]]
@@ -50,8 +50,9 @@ def load_params(source: TensorSource, config: ModelConfig, dtype: Any, places: P
         places: sharding of each array, see `params.shardings`.
 
     Raises:
-        UserError: a tensor or the machine's memory does not fit, see `read_params`; or the tied
-            output head differs from the embedding table.
+        UserError: the tensors do not fit the architecture, or do not fit in memory, see
+            `read_params`; or the output head differs from the embedding table although the two are
+            tied.
     """
     if config.tie_embeddings and {HEAD, EMBED} <= source.shapes.keys():
         same = source.shapes[HEAD] == source.shapes[EMBED]
@@ -71,16 +72,16 @@ def load_params(source: TensorSource, config: ModelConfig, dtype: Any, places: P
 def read_params(
     source: TensorSource, table: Table, wanted: Specs, dtype: Any, places: Params, spare: str
 ) -> Params:
-    """Reads the parameters of a checkpoint.
+    """Reads the tensors of a checkpoint, and forms the parameters of an architecture from them.
 
-    On a mesh, every process reads a part of each tensor, and no two processes read the same part.
-    The files are therefore read once in total, and the devices exchange the missing parts. A
+    On a mesh, every process reads a part of each tensor, no two processes read the same part, and
+    the devices then exchange the missing parts. In total, the files are therefore read only once. A
     process holds its parts of one array at a time, never the whole model.
 
     Args:
         source: tensors of the checkpoint.
         table: the tensors that form each array.
-        wanted: the arrays that the architecture needs, see `params.specs`.
+        wanted: specifications of the arrays that the architecture needs, see `params.specs`.
         dtype: dtype of the parameters, to which the stored values are rounded.
         places: sharding of each array.
         spare: regular expression that matches the names of tensors that are ignored.
@@ -265,7 +266,7 @@ def _all_finite(values: np.ndarray) -> bool:
 def export_tensors(
     params: Params, config: ModelConfig, host: Callable[[jax.Array], np.ndarray]
 ) -> Iterator[tuple[str, np.ndarray]]:
-    """Yields (name, values) of all tensors in the order of `tensors_of`, layer by layer.
+    """Yields a pair (name, values) for every tensor, in the order of `tensors_of`.
 
     Args:
         params: parameters without adapters.

@@ -20,12 +20,12 @@ _STAGES = {
 def hub_card(
     base: str, phase: str, step: int, config: Mapping[str, Any], card: Mapping[str, Any]
 ) -> str:
-    """Returns a model card in the format of the Hub: a YAML header, followed by text.
+    """Returns the text of a model card for the Hugging Face Hub: a YAML header, then Markdown.
 
-    The card names no paths, addresses or services of those who trained the model.
+    The card contains no private details of the training: no local paths, addresses or services.
 
     Args:
-        base: name of the initial model of the training, as in the config.
+        base: path or name of the initial model, as in the config.
         phase: ``sft``, ``rl``, ``rft`` or ``dpo``.
         step: number of the checkpoint.
         config: settings of the phase.

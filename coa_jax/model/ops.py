@@ -20,10 +20,10 @@ from coa_jax.model.compute import Compute
 def einsum(spec: str, x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     """Computes ``einsum(spec, x, w)`` with operands in ``dtype`` and a float32 result.
 
-    Float32 matmuls are exact on every platform, whereas the default precision of TPUs, and of GPUs
-    with TF32, would round the operands. The matmuls of the backward pass take operands in ``dtype``
-    too. Automatic differentiation would instead multiply float32 cotangents with bfloat16 operands,
-    at the speed of float32.
+    With ``dtype`` float32, operands are not rounded on any platform, although the default precision
+    of TPUs (and of GPUs with TF32) would round them. The matmuls of the backward pass also take
+    operands in ``dtype``. Plain automatic differentiation would instead multiply float32 cotangents
+    by bfloat16 operands, at the speed of float32.
 
     Args:
         spec: subscripts of the einsum.
@@ -82,7 +82,7 @@ def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Arr
         x: activations, ``[..., *I]``.
         w: kernel, ``[*I, *O]``; ``[*O, *I]`` if ``compute.outputs_first`` is set.
         inputs: number of axes of I.
-        compute: the dtype of the operands, and ``outputs_first``.
+        compute: gives the dtype of the operands, and ``outputs_first``.
 
     Returns:
         The products, float32 ``[..., *O]``.
@@ -136,7 +136,8 @@ def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
 def swiglu(gate_up: jax.Array) -> jax.Array:
     """Computes ``silu(gate) * up`` (arXiv 2002.05202 eq 6).
 
-    The argument is gate and up in one array ``[..., 2, F]``; the result is float32 ``[..., F]``.
+    The argument ``[..., 2, F]`` holds gate at index 0 and up at index 1; the result is float32
+    ``[..., F]``.
     """
     return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
 
@@ -170,7 +171,8 @@ def row_sum(x: jax.Array) -> jax.Array:
 def materialize(x: jax.Array) -> jax.Array:
     """Returns x.
 
-    A backend whose compiler fuses too many operations may store x in a buffer of its own here.
+    A backend whose compiler fuses too many operations may override this function, to store x in a
+    buffer of its own.
     """
     return x
 
@@ -183,18 +185,20 @@ def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
         uniform: random numbers, float32 ``[B]``, in [0, 1).
 
     Returns:
-        Indices, int32 ``[B]``. An index always has a nonzero weight, unless all weights of the row
-        are zero.
+        Indices, int32 ``[B]``. The weight at a returned index is never zero, unless all weights of
+        the row are zero.
     """
     sums = jnp.cumsum(weights, axis=-1)
     return first_passed(sums, uniform * sums[:, -1], weights > 0)
 
 
 def first_passed(sums: jax.Array, target: jax.Array, has_weight: jax.Array) -> jax.Array:
-    """Returns the first index whose sum exceeds the target, or else the last index with weight.
+    """Returns the first index with weight whose cumulative sum exceeds the target.
 
-    Because of rounding, a cumulative sum may change where nothing is added, so indices without
-    weight are skipped.
+    If there is none, the result is the last index with weight.
+
+    Indices without weight are skipped, because rounding may change a cumulative sum even where
+    nothing is added.
 
     Args:
         sums: cumulative sums ``[B, N]``.

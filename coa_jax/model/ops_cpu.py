@@ -111,7 +111,8 @@ def _outputs_first(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
 def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
     """Computes logits with tied weights; see `ops.attend`.
 
-    In an embedding table the output axis comes first.
+    The output axis V of an embedding table ``[V, D]`` comes first, as in the kernels of a model
+    with ``outputs_first``.
     """
     if compute.outputs_first:
         return _outputs_first(x, table, compute.dtype)
@@ -123,10 +124,10 @@ def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
 
 @jax.custom_vjp
 def materialize(x: jax.Array) -> jax.Array:
-    """Stores x in a buffer of its own; the gradient of x has no such buffer.
+    """Stores x in a buffer of its own; the gradient of x gets no such buffer.
 
-    XLA recomputes elementwise operations in every fusion that consumes them, and is slow if it
-    fuses them with a reduction.
+    Without the buffer, XLA would recompute elementwise operations in every fusion that uses their
+    result, and would be slow where such a fusion contains a reduction.
     """
     return jax.lax.optimization_barrier(x)
 
@@ -150,8 +151,9 @@ processed beyond the longest sequence of its group.
 def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
     """Inverts the cumulative distribution; see `ops.inverse_cdf`.
 
-    Sums over blocks find the block, and then sums within the block find the index. A cumulative sum
-    over the whole vocabulary would be slow, and its bits would depend on the number of rows.
+    Sums over blocks of the vocabulary find the block of the result; sums within this block then
+    find the index. A cumulative sum over the whole vocabulary would be slow, and its bits would
+    depend on the number of rows.
     """
     rows, vocab = weights.shape
     padded = jnp.pad(weights, ((0, 0), (0, -vocab % _BLOCK))).reshape(rows, -1, _BLOCK)
@@ -167,7 +169,7 @@ def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def over_rows(function: Callable[..., jax.Array], *rows: jax.Array) -> jax.Array:
-    """Processes the sequences in groups of eight, one group after another; see `ops.over_rows`."""
+    """Applies a function to sequences, eight at a time; see `ops.over_rows`."""
     count = len(rows[0])
     if count <= _GROUP or count % _GROUP:
         return function(*rows)

@@ -31,7 +31,7 @@ Path = tuple[str, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Spec:
-    """The description of one array of the parameters.
+    """The shape and the logical axes of one array of the parameters.
 
     Attributes:
         shape: shape of the array.
@@ -118,7 +118,7 @@ def _graphs(config: ModelConfig) -> tuple[Any, Any, Any]:
 
 
 def bind(config: ModelConfig, params: Params) -> Decoder:
-    """Returns the decoder with these parameters; call it inside a compiled function.
+    """Returns the decoder with these parameters; must be called inside a compiled function.
 
     Raises:
         ValueError: the parameters or adapters do not match the architecture.
@@ -139,14 +139,14 @@ def bind(config: ModelConfig, params: Params) -> Decoder:
 class DecodeParams:
     """The parameters in the layout for decoding, without adapters.
 
-    A decoding step reads every parameter once. Slices of stacked layers would be copied inside the
-    loop over steps, so each layer has arrays of its own.
+    Each layer has arrays of its own, because the loop over decoding steps would copy slices of
+    arrays that are stacked over layers.
 
     Attributes:
         shared: all parameters outside the layers.
         layers: parameters of each layer.
         outputs_first: whether the output axes of kernels precede their input axes; static. XLA's
-            CPU backend multiplies such kernels faster (`ops_cpu`).
+            CPU backend multiplies faster by kernels in this layout (`ops_cpu`).
     """
 
     shared: Params
@@ -156,7 +156,7 @@ class DecodeParams:
     def bind(self, config: ModelConfig) -> tuple[Decoder, tuple[Layer, ...]]:
         """Returns the decoder and its layers with these parameters.
 
-        Call this method inside a compiled function.
+        This method must be called inside a compiled function.
         """
         _, shared, layer = _graphs(config)
         layers = tuple(nnx.merge(layer, params) for params in self.layers)
@@ -183,9 +183,9 @@ def unstack(params: Params, config: ModelConfig, outputs_first: bool = False) ->
 
 
 def inputs_of(config: ModelConfig) -> Mapping[Path, int]:
-    """Returns the number of input axes of each kernel by the kernel's path.
+    """Returns a mapping from the path of each kernel to the kernel's number of input axes.
 
-    The paths of kernels of the layers omit the key ``layers``.
+    The paths of kernels inside the layers omit the key ``layers``.
     """
     module = _abstract(config)
     found = {}
@@ -210,7 +210,9 @@ def _turn(params: Params, inputs: Mapping[Path, int]) -> Params:
 
 
 def init_params(config: ModelConfig, key: jax.Array, dtype: str = "float32") -> Params:
-    """Returns random parameters, including adapters, that depend only on the random key.
+    """Returns random parameters, including those of adapters.
+
+    For a given architecture and dtype, the values depend only on the random key.
 
     Args:
         config: the architecture.
@@ -249,9 +251,10 @@ def select(config: ModelConfig, params: Params, *, adapter: bool) -> Params:
 
 
 def without_adapters(config: ModelConfig) -> ModelConfig:
-    """Returns the architecture of the same model without adapters.
+    """Returns the architecture of a model without its adapters.
 
-    It describes parameters that never had adapters, and parameters into which adapters were merged.
+    The result describes parameters that never had adapters, and parameters into which the adapters
+    were merged.
     """
     return dataclasses.replace(config, lora=LoraConfig())
 

@@ -24,14 +24,15 @@ _PEFT = {
 
 
 def save_trained(model: Model, source: str, output: Path, dtype: str) -> None:
-    """Writes the model to ``output`` and, if there are adapters, the adapters beside it.
+    """Writes a model to a directory and, if it has adapters, the adapters to a second directory.
 
-    In ``output`` the adapters are merged into the model. The adapters alone are written to the
-    directory whose name is that of ``output`` followed by ``-adapters``.
+    The model in ``output`` has the adapters merged into its weights. The adapters alone are written
+    to the directory whose name is that of ``output`` followed by ``-adapters``.
 
     Args:
         model: the trained model, with adapters if its architecture has adapters.
-        source: path or name of the base model, which the configuration of the adapters names.
+        source: path or name of the base model, which is recorded in the configuration of the
+            adapters.
         output: directory that is created or replaced.
         dtype: dtype of the saved model; adapters are saved in float32.
     """
@@ -48,13 +49,13 @@ def save_trained(model: Model, source: str, output: Path, dtype: str) -> None:
 def write_adapters(directory: Path, adapters: Params, lora: LoraConfig, source: str) -> None:
     """Writes adapters in the format that ``peft.PeftModel.from_pretrained`` reads.
 
-    If there are several processes, all of them call this function, and the first process writes.
+    If there are several processes, all of them must call this function; the first process writes.
 
     Args:
         directory: directory to which the files are written; it is created if necessary.
         adapters: parameters of the adapters.
         lora: configuration of the adapters.
-        source: path or name of the base model, which the configuration names.
+        source: path or name of the base model, which is recorded in the configuration file.
     """
     tensors = adapter_tensors(adapters)
     if jax.process_index():

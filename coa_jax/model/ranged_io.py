@@ -64,7 +64,7 @@ class RangedCheckpoint:
             ) from error
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Reads rows of a tensor in its stored dtype, and fetches no other row.
+        """Reads rows of a tensor in its stored dtype, and downloads no other row.
 
         Raises:
             UserError: the dtype is not a floating-point type of 16 bits or more, or the store

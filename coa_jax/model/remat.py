@@ -54,7 +54,7 @@ Every policy recomputes the attention scores.
 
 
 def rematerialize(layer: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Applies a rematerialisation policy to a layer; the names are the keys of `POLICIES`."""
+    """Applies the rematerialisation policy ``name``, a key of `POLICIES`, to a layer."""
     policy = POLICIES[name]
     # Within a scan XLA cannot merge the forward and backward pass, so no barrier (`prevent_cse`) is
     # needed.

@@ -19,10 +19,10 @@ class Llama3Rope:
 
     Attributes:
         factor: factor by which the wavelengths of slow components are stretched.
-        low_freq_factor: number of turns over ``original_max_position`` positions; components with
-            fewer turns are stretched.
-        high_freq_factor: number of turns over ``original_max_position`` positions; components with
-            more turns stay unchanged.
+        low_freq_factor: components that make fewer turns than this over ``original_max_position``
+            positions are stretched by the whole ``factor``.
+        high_freq_factor: components that make more turns than this over ``original_max_position``
+            positions stay unchanged.
         original_max_position: context length of pretraining, in tokens.
     """
 
@@ -34,21 +34,23 @@ class Llama3Rope:
 
 @dataclasses.dataclass(frozen=True)
 class YarnRope:
-    """Scaling by YaRN (Peng et al. 2023, arXiv 2309.00071), with which Qwen has 131,072 positions.
+    """Scaling of the rotary frequencies by YaRN (Peng et al. 2023, arXiv 2309.00071).
+
+    Qwen uses YaRN for contexts of up to 131,072 tokens.
 
     Attributes:
         factor: factor by which the wavelengths of slow components are stretched.
         original_max_position: context length of pretraining, in tokens.
-        beta_fast: number of turns over ``original_max_position`` positions; components with more
-            turns stay unchanged.
-        beta_slow: number of turns over ``original_max_position`` positions; components with fewer
-            turns are stretched.
-        attention_factor: factor of cosines and sines; None computes the factor from the other
-            fields.
+        beta_fast: components that make more turns than this over ``original_max_position``
+            positions stay unchanged.
+        beta_slow: components that make fewer turns than this over ``original_max_position``
+            positions are stretched by the whole ``factor``.
+        attention_factor: factor by which cosines and sines are multiplied; None computes the factor
+            from the other fields.
         mscale, mscale_all_dim: weights of ``log(factor)`` in the numerator and the denominator of
             the attention factor; used only if both are set.
-        truncate: whether the first and the last index of the components between these two kinds,
-            which are blended, are rounded to whole numbers.
+        truncate: whether the borders of the blended range are rounded to whole numbers. The blended
+            range holds the indices of the components between ``beta_fast`` and ``beta_slow``.
     """
 
     factor: float
@@ -62,7 +64,7 @@ class YarnRope:
 
 
 def frequencies(config: ModelConfig) -> tuple[jax.Array, float]:
-    """Returns the rotary frequencies, and the factor of the cosines and sines.
+    """Returns the rotary frequencies, and the factor for cosines and sines.
 
     Returns:
         The angle per position in radians, float32 ``[K / 2]``, and the attention factor, which is 1
@@ -119,7 +121,7 @@ def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, j
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates each pair that consists of an element of the first and of the second half of K.
+    """Rotates pairs, each of an element of the first half of K and one of the second half.
 
     Args:
         x: queries or keys, ``[..., K]``.

@@ -61,7 +61,7 @@ class Checkpoint:
                 raise UserError(f"{path} lacks tensor {name}, though the index has it")
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Reads rows of a tensor in its stored dtype, and no other row.
+        """Reads rows of a tensor in its stored dtype; other rows are not read from disk.
 
         Raises:
             UserError: the dtype is not a floating-point type of 16 bits or more.

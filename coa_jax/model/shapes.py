@@ -33,10 +33,10 @@ ARCHITECTURES: dict[str, ModelConfig] = {
 def architecture_of(model: str) -> tuple[str, ModelConfig]:
     """Returns the name and the architecture of a model; reads only ``config.json``.
 
-    If the directory does not exist, the architecture is that of a name of `ARCHITECTURES` that the
-    path contains, such as ``weights/Qwen2.5-Coder-7B-Instruct``: coder and instruct models have the
-    shapes of their base model. The name ``tiny`` must be the last part of the path, because names
-    of other models contain it.
+    If the directory does not exist, the path must contain a name of `ARCHITECTURES`, as
+    ``weights/Qwen2.5-Coder-7B-Instruct`` does; coder and instruct models have the shapes of their
+    base model. The name ``tiny`` counts only as the last part of the path, because the names of
+    other models may contain this word.
 
     Raises:
         UserError: the directory does not exist, and its path contains no known name.

@@ -59,7 +59,8 @@ class MissingTokenizer:
     Every use of the placeholder raises a `UserError`.
 
     Attributes:
-        message: text of the error, which names the model's path and the files that were looked for.
+        message: text of that error, which names the model's path and the files that were looked
+            for.
     """
 
     message: str
@@ -94,7 +95,7 @@ def load_tokenizer(path: str | Path) -> Any:
 def find_tokenizer(path: str | Path) -> Any:
     """Loads a tokenizer; returns a `MissingTokenizer` if the model has no tokenizer.
 
-    In all other respects the function is like `load_tokenizer`.
+    Apart from this, the function is like `load_tokenizer`.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -270,9 +271,8 @@ def _is_byte_level(spec: dict[str, Any]) -> bool:
 def check_byte_level(tokenizer: Any) -> None:
     """Rejects a tokenizer that is not byte-level BPE, or that adds a space before every text.
 
-    With such a tokenizer, the encoding of a text may differ from the joined encodings of the text's
-    parts. SentencePiece-style tokenizers add spaces, and so does byte-level BPE with
-    ``add_prefix_space``.
+    With a rejected tokenizer, the encoding of a text might differ from the joined encodings of its
+    parts. SentencePiece-style tokenizers, and byte-level BPE with ``add_prefix_space``, add spaces.
 
     Raises:
         UserError: the tokenizer is not byte-level BPE, or adds spaces.
@@ -328,7 +328,7 @@ def _ids(plain: Any, text: str) -> list[int]:
 
 
 def decode_ids(tokenizer: Any, ids: Sequence[int]) -> str:
-    """Decodes token ids to text, which includes control tokens and is not cleaned up."""
+    """Decodes token ids to text, with control tokens, and without cleaning up spaces."""
     return tokenizer.backend_tokenizer.decode(list(map(int, ids)), skip_special_tokens=False)
 
 
@@ -357,21 +357,21 @@ def end_of_turn_id(tokenizer: Any) -> int:
 
 
 def eos_ids(tokenizer: Any) -> list[int]:
-    """Returns the ids that end a generation: those of the end of a turn and the end of text."""
+    """Returns the ids that end a generation: the end of a turn, and the end of a text."""
     added = tokenizer.get_added_vocab()
     ids = [added.get(IM_END), tokenizer.eos_token_id, added.get(END_OF_TEXT)]
     return list(dict.fromkeys(i for i in ids if i is not None))
 
 
 def chat_template(tokenizer: Any) -> str | None:
-    """Returns the chat template that transformers applies: the default one if there are several."""
+    """Returns the chat template that transformers uses: the default one if there are several."""
     template = getattr(tokenizer, "chat_template", None)
     return template.get("default") if isinstance(template, dict) else template
 
 
 @functools.lru_cache(maxsize=64)
 def stock_prompt(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...], str]:
-    """Returns the ids that a chat template writes first, and its default system message."""
+    """Returns the ids with which a chat template begins, and its default system message."""
     if not template or template == TEMPLATE:
         return (), ""
     marker = "stock-system-probe"
@@ -398,17 +398,17 @@ def stock_prompt(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...],
 def conversation_ids(
     tokenizer: Any, turns: Sequence[tuple[str, str]], *, prefix: str | None = ""
 ) -> list[int]:
-    """Returns the prompt ids of a conversation that ends with the assistant's open turn.
+    """Returns the prompt ids of a conversation, up to a turn that the assistant can continue.
 
-    The frame of the conversation is ChatML, written with the ids of control tokens; contents are
-    encoded as plain text.
+    The conversation is framed by ChatML: control tokens have their own ids, and the contents of
+    turns are encoded as plain text.
 
     Args:
         tokenizer: a tokenizer from :func:`load_tokenizer`.
         turns: (role, content) pairs. If the first turn is not a system turn, the default system
             message of the chat template is added; an empty system turn is left out.
-        prefix: text that the assistant has already written in its open turn; None if there is no
-            open turn.
+        prefix: text with which the assistant's open turn begins. With "", the result ends with the
+            header of the open turn; with None, there is no open turn.
 
     Raises:
         UserError: the tokenizer has no ChatML control tokens, its chat template does not begin like
@@ -430,8 +430,8 @@ def turn_ids(
     Args:
         tokenizer: a tokenizer from :func:`load_tokenizer`.
         turns: (role, content) pairs.
-        prefix: text that the assistant has already written in its open turn; None if there is no
-            open turn.
+        prefix: text with which the assistant's open turn begins. With "", the result ends with the
+            header of the open turn; with None, there is no open turn.
     """
     start, end = control_id(tokenizer, IM_START), control_id(tokenizer, IM_END)
     newline, ids = encode_plain(tokenizer, "\n"), list[int]()

@@ -45,7 +45,7 @@ RESULT = "tool"
 
 
 class Frames(NamedTuple):
-    """The text around tool results: before the first result, between two, and after the last."""
+    """The text before the first tool result, between two results, and after the last result."""
 
     head: str
     between: str
@@ -127,7 +127,7 @@ def tool_conversation_ids(
         tools: JSON list of the tools, in the format of OpenAI.
 
     Raises:
-        UserError: the tokenizer does not fit, see `conversation_ids`; or the chat template cannot
+        UserError: the tokenizer is unsuitable, see `conversation_ids`; or the chat template cannot
             be used.
     """
     template = chat_template(tokenizer)
@@ -147,7 +147,7 @@ def tool_conversation_ids(
 
 
 def results_as_user(turns: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Converts tool results to user turns, as in `CHATML`; consecutive results share a turn."""
+    """Converts tool results to user turns, as `CHATML` does; consecutive results share a turn."""
     found: list[tuple[str, str]] = []
     results = False
     for role, text in turns:
@@ -161,7 +161,10 @@ def results_as_user(turns: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
 
 
 def frame_ids(tokenizer: Any, text: str) -> list[int]:
-    """Returns the ids of a text that a chat template wrote, in which control tokens are real."""
+    """Returns the ids of a text that a chat template wrote.
+
+    Control tokens in the text are encoded as control tokens, not as plain text.
+    """
     return _ids(tokenizer, text, ())
 
 

@@ -15,11 +15,12 @@ class Chip:
         flops: peak rate of bfloat16 matmuls without sparsity, in FLOP/s.
         hbm_bytes: size of the memory, in bytes.
         hbm_bandwidth: memory bandwidth in bytes/s.
-        link_bandwidth: number of bytes/s that the chip can send over all its links together.
-        group: number of chips that these links connect: for a GPU, the chips of a host; 0 for the
-            whole slice of a TPU.
-        network_bandwidth: number of bytes/s that the chip can send to chips outside the group.
-        host: number of chips of a host.
+        link_bandwidth: rate at which the chip can send over all its links together, in bytes/s.
+        group: number of chips that these links connect, which for GPUs are the chips of a host; 0
+            for a TPU, whose links connect the whole slice.
+        network_bandwidth: rate at which the chip can send to chips that its links do not connect,
+            in bytes/s.
+        host: number of chips per host.
         clock: clock rate of a TPU in Hz; 0 if unknown.
         capability: compute capability of a GPU; 0 for a TPU.
         devices: number of JAX devices per chip.
@@ -94,7 +95,7 @@ KINDS = {
 def stated_flops(devices: Sequence[Any]) -> float | None:
     """Returns the sum of the devices' peak rates in bfloat16, in FLOP/s.
 
-    All devices must be of the same kind. The result is None if the kind is unknown.
+    All devices must be of the same kind. The result is None if this kind of device is unknown.
     """
     name = KINDS.get(devices[0].device_kind)
     if name is None:

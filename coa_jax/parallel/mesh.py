@@ -70,7 +70,7 @@ def make_mesh(
 
     Raises:
         UserError: a size is neither positive nor -1, there are too few devices, a process would
-            have no device in the mesh, or the devices do not form a block of a TPU slice.
+            have no device in the mesh, or the chosen devices of a TPU slice do not form a block.
     """
     every = devices is None
     processes = jax.process_count() if devices is None else processes
@@ -245,10 +245,11 @@ def sharding_for(
 ) -> NamedSharding:
     """Returns the sharding of an array whose dimensions have the given logical axes.
 
-    A dimension is split over the longest prefix of its mesh axes whose product divides the
-    dimension's size. If no prefix does, the dimension is replicated; an example is 2 key/value
-    heads on a ``tensor`` axis of size 4. A mesh axis splits only one dimension: the first dimension
-    that needs the axis.
+    The rules assign a list of mesh axes to each logical axis. A dimension is split over the longest
+    prefix of its mesh axes such that the product of their sizes divides the dimension's size. If
+    there is no such prefix, the dimension is replicated; an example is 2 key/value heads on a
+    ``tensor`` axis of size 4. If several dimensions need the same mesh axis, only the first of them
+    is split over it.
 
     Args:
         mesh: a mesh with the axes of `make_mesh`.
@@ -289,11 +290,12 @@ def gather(
     axes: Sequence[str | None],
     whole: Sequence[str],
 ) -> jax.Array:
-    """Gathers a value along some logical axes; its gradient is split along these axes again.
+    """Gathers a value along some logical axes, and splits its gradient along the same axes.
 
-    The gradient is a sum over the devices that have gathered the value. If only the value had a
-    sharding constraint, the compiler would compute the whole sum on every device. The constraint on
-    the gradient lets each device compute only its own part (a reduce-scatter).
+    The gradient of the value is a sum over the devices that have gathered the value. If only the
+    value had a sharding constraint, the compiler would compute the whole sum on every device.
+    Because the gradient has a constraint too, each device computes only its own part of the sum (a
+    reduce-scatter).
 
     Args:
         x: value that is sharded by ``axes``.

@@ -33,16 +33,16 @@ class MeshConfig(Bounded):
         fsdp: number of parts into which the batch and the parameters are split.
         tensor: number of parts into which each layer (its heads, MLP width and vocabulary) is
             split.
-        decode_tensor: number of devices over which an engine splits the model; 0 for ``tensor``. A
-            process divides its devices among engines of this size.
-        rollout_devices: number of devices of each process (the last ones in the process's order)
-            that are reserved for rollouts. The mesh has the other devices. With 0, the same devices
-            train and sample.
+        decode_tensor: number of devices over which a decoding engine splits the model; 0 takes the
+            value of ``tensor``. The devices of a process are divided among engines of this size.
+        rollout_devices: number of devices of each process that are reserved for rollouts. The last
+            devices of the process are reserved; the mesh consists of all other devices. With 0, the
+            same devices train and sample.
         collectives: strategy for the matmuls of training on a mesh. ``compiler`` leaves the
             collectives to XLA, ``manual`` writes them explicitly, and ``auto`` chooses by the
             platform.
-        wait_seconds: number of seconds after which a process that waits for others logs their
-            names. The process continues to wait after that.
+        wait_seconds: number of seconds after which a process that waits for other processes logs
+            which of them are missing. The process then continues to wait.
     """
 
     data: Axis = 1
@@ -61,8 +61,8 @@ def split_devices(
 
     Args:
         devices: devices of all processes.
-        count: number of devices of each process, the last ones in the order of ``devices``, that
-            are reserved for rollouts.
+        count: number of devices of each process that are reserved for rollouts; these are the last
+            ones of the process in the order of ``devices``.
         owners: index of the process that owns each device; () reads the owners from the devices.
 
     Returns:
@@ -160,7 +160,7 @@ def _find_each_other(mesh: Mesh) -> None:
 
 
 def replicate(array: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Copies an array that every process has to every device of the mesh."""
+    """Places an array, which every process must have, on every device of the mesh."""
     if mesh is None:
         return array
     whole, sharding = np.asarray(array), NamedSharding(mesh, PartitionSpec())
@@ -168,7 +168,7 @@ def replicate(array: jax.Array, mesh: Mesh | None) -> jax.Array:
 
 
 def own_rows(mesh: Mesh | None, rows: int) -> list[int]:
-    """Returns the indices of the rows that this process's devices compute, in ascending order.
+    """Returns the indices of the batch rows that this process computes, in ascending order.
 
     Args:
         mesh: mesh of the run; None for one device.

@@ -127,7 +127,7 @@ _joined: _Joined | None = None
 
 
 def join() -> None:
-    """Joins the other processes of the run; call this before any other use of JAX.
+    """Joins the other processes of the run; must be called before any other use of JAX.
 
     Raises:
         UserError: an environment variable is invalid, or the other processes did not join.
@@ -230,7 +230,7 @@ def count() -> int:
 
 
 def doing(what: str) -> None:
-    """Sets the activity of this process, which other processes log when they wait for it."""
+    """Records what this process is doing; other processes log this when they wait for it."""
     if _joined is not None:
         _joined.doing = what
 
@@ -239,7 +239,7 @@ def meet(what: str, seconds: float) -> None:
     """Waits until all processes have called this function (a barrier).
 
     Args:
-        what: name of the barrier; all processes reach the same barriers in the same order.
+        what: name of the barrier; all processes must reach the same barriers in the same order.
         seconds: interval at which a waiting process logs which processes are missing.
     """
     here = _joined
@@ -268,15 +268,15 @@ def _log_late(here: _Joined, what: str, waited: float, came: Collection[int]) ->
 async def exchange(value: Any, what: str, seconds: float, place: str = "") -> list[Any]:
     """Exchanges a value between all processes.
 
-    The exchange runs no program on the devices, so a thread may call this function while another
-    thread runs a program of all processes, or makes another exchange. The wait handles signals.
+    The exchange runs no program on the devices. A thread may therefore call this function while
+    another thread runs a multi-process program or makes another exchange. The wait handles signals.
 
     Args:
         value: value of this process, which must be a short JSON value.
         what: name of the exchange, used in messages.
         seconds: interval at which a waiting process logs which processes are missing.
-        place: key of the exchange in the coordination service, used by only one thread; "" for
-            ``what``.
+        place: key of the exchange in JAX's coordination service, which no other thread may use; ""
+            for ``what``.
 
     Returns:
         The values of all processes, in the order of the processes' indices.
@@ -316,7 +316,7 @@ def asked_to_stop() -> bool:
 
 
 def share(items: Sequence[T]) -> list[T]:
-    """Returns this process's share of items: every n-th item, if there are n processes."""
+    """Returns this process's share of items; if there are n processes, every n-th item."""
     return list(items[index() :: count()])
 
 
@@ -329,7 +329,7 @@ def gather(items: Sequence[T], what: str, seconds: float) -> list[T]:
         seconds: interval at which a waiting process logs which processes are missing.
 
     Returns:
-        The items of all processes, in the order of the sequence that `share` has split.
+        The items of all processes, in the order of the sequence that was split by `share`.
     """
     if _joined is None:
         return list(items)
@@ -351,7 +351,7 @@ def gather(items: Sequence[T], what: str, seconds: float) -> list[T]:
 
 
 def fail(error: BaseException, reason: str, code: int) -> NoReturn:
-    """Ends all processes because of an error of this process, which has been printed already.
+    """Ends all processes because of an error of this process that was already printed.
 
     The interpreter is not shut down, because JAX's exit handler would wait for all processes.
 

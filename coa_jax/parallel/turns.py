@@ -29,7 +29,7 @@ _TURN = threading.RLock()
 def turn(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
     """Returns the lock to hold while a multi-device program is launched.
 
-    For a single-device program, which needs no lock, the result is a context manager without
+    A single-device program needs no lock; for such a program, the returned context manager has no
     effect.
 
     Args:
@@ -49,8 +49,9 @@ def mesh_of(array: Any) -> Mesh | None:
 def in_turn(mesh: Mesh | None, program: Callable[..., T], *arguments: Any, **options: Any) -> T:
     """Launches a program while no other thread launches a program.
 
-    Simulated devices of a CPU have no queues. Programs that wait would occupy the threads that
-    other programs need, so on a CPU this function also waits until the program has ended.
+    The simulated devices of a CPU have no queues, so programs that wait for their turn would occupy
+    the threads that other programs need. On a CPU, this function therefore also waits until the
+    program has ended.
 
     Args:
         mesh: devices on which the program runs; None for one device.
@@ -59,7 +60,7 @@ def in_turn(mesh: Mesh | None, program: Callable[..., T], *arguments: Any, **opt
         **options: keyword arguments of the program.
 
     Returns:
-        The result of the program, which may still be under computation.
+        The result of the program, which the devices may still be computing.
     """
     with turn(mesh):
         result = program(*arguments, **options)

@@ -32,8 +32,8 @@ def attend_causally(
     Args:
         q: queries, float32 ``[B, T, N, G, K]``.
         k, v: keys and values, float32 ``[B, T, N, K]``.
-        mask: bool ``[B, T, T]``, True for the keys that a query sees: only itself and earlier
-            tokens.
+        mask: bool ``[B, T, T]``, True where the query of a token (second axis) sees the key of a
+            token (third axis), which must be the same or an earlier token.
         dtype: dtype of the matmul operands.
 
     Returns:

@@ -29,16 +29,17 @@ the attended values, float32 in the shape of q, and the layer's pages (None with
 
 
 class Unfolded(NamedTuple):
-    """Row layout for attention, where each continuation follows its own copy of a shared prompt.
+    """Layout of a row inside attention, where every sequence has its own copy of a shared prompt.
 
-    All other operations of a layer treat tokens independently, so a prompt that several sequences
-    of a row share is computed once. Only attention sees the unfolded row, which has a copy of the
-    prompt's queries, keys and values for each sequence. Every kernel accepts this layout.
+    If several sequences of a row share a prompt, the row itself has a single copy of the prompt,
+    because all operations of a layer except attention treat tokens independently. For attention,
+    the row is unfolded: the unfolded row has a copy of the prompt's queries, keys and values for
+    each sequence. Every attention kernel accepts the unfolded row.
 
     Attributes:
         places: int32 ``[B, E]``, index in the row of the token at each place of the unfolded row.
-        segment_ids: int32 ``[B, E]``, index of the sequence to which each place belongs, counted
-            from 1; 0 is padding.
+        segment_ids: int32 ``[B, E]``, index, within the row, of the sequence to which each place
+            belongs, counted from 1; 0 marks padding.
         back: int32 ``[B, T]``, place in the unfolded row of each token of the row. A token of a
             shared prompt has several places, one of which is listed here.
     """
@@ -61,8 +62,9 @@ def causal_attention(
     Args:
         compute: implementation, dtype and mesh of the computation.
         shape: (B, T), the shape of the batch.
-        segment_ids: int32 ``[B, T]``, index of each token's segment; a token sees only earlier
-            tokens of its own segment. None if each row is a single segment.
+        segment_ids: int32 ``[B, T]``, index, within the row, of the segment (sequence) of each
+            token; a token sees only itself and earlier tokens of its own segment. None if each row
+            is a single segment.
         unfolded: layout of rows whose sequences share a prompt, which replaces ``segment_ids``;
             None if no sequences share a prompt.
     """

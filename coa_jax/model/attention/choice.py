@@ -42,7 +42,7 @@ _KERNELS: dict[Kind, dict[str, tuple[str, str]]] = {
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """The platform, dtype and shapes of an attention computation.
+    """The platform, dtype and shapes of an attention computation, for the choice of a kernel.
 
     Attributes:
         platform: ``cpu``, ``cuda``, ``rocm`` or ``tpu``, see `platform_of`.
@@ -78,7 +78,7 @@ def platform_of(device: jax.Device) -> tuple[str, float]:
 
 
 def unmet(kind: Kind, implementation: str, case: Case) -> str:
-    """Returns why an implementation cannot run a case; "" if it can.
+    """Returns the reason why an implementation cannot run a case; "" if it can run the case.
 
     Args:
         kind: ``causal`` or ``paged``.
@@ -168,14 +168,14 @@ def _announce(line: str) -> None:
 def split_over(
     mesh: Mesh | None, function: Callable[..., jax.Array], *axes: tuple[str | None, ...]
 ) -> Callable[..., jax.Array]:
-    """Returns a function that calls a kernel on each device with the device's shards.
+    """Returns a function that calls a kernel on each device, with the shards of that device.
 
     Args:
         mesh: the devices; None returns ``function`` unchanged.
         function: function of arrays. Its result is sharded like its first argument.
-        *axes: logical axes of each argument, see `parallel.mesh.RULES`. If the size of an axis is
-            not divisible by the mesh axes, the axis stays unsharded, and each of their devices
-            computes all of it.
+        *axes: logical axes of each argument, see `parallel.mesh.RULES`. An axis whose size is not
+            divisible by the size of its mesh axes is not sharded; then each device along these mesh
+            axes computes the whole axis.
     """
     if mesh is None:
         return function

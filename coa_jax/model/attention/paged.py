@@ -42,9 +42,9 @@ def pool_axes(
 
     Args:
         implementation: name of the implementation, which determines the layout of the pool.
-        heads: logical axis of the heads; None if the heads are not sharded. If the heads cannot be
-            sharded, an array that holds a head's keys and values as two rows must not be sharded
-            between these rows either.
+        heads: logical axis of the heads; None if the heads are not sharded. Some layouts hold the
+            keys and the values of a head as two rows of one axis; with None, this axis is not
+            sharded either.
     """
     return (
         (heads, None, None, None) if implementation == "pallas_gpu" else (None, None, heads, None)
@@ -89,8 +89,8 @@ def write_pages(
         pages: the pool.
         table: page table, int32 ``[B, C]``; no two sequences may write to the same page.
         k, v: new keys and values, ``[B, T, N, K]``.
-        positions: int32 ``[B, T]``, counted from 0; keys and values at positions from ``C * S`` on
-            are dropped.
+        positions: int32 ``[B, T]``, position of each new token in its sequence, counted from 0.
+            Keys and values at positions from ``C * S`` on are dropped.
     """
     index, offset = jnp.divmod(positions, page_size(implementation, pages))
     inside = index < table.shape[1]
@@ -115,22 +115,23 @@ def attend_paged(
     table: jax.Array,
     positions: jax.Array,
 ) -> jax.Array:
-    """Computes the attention of new tokens to all positions up to their own.
+    """Computes the attention of new tokens to all positions up to and including their own.
 
-    The keys and values of the new tokens must have been written to the pages. ``pallas_gpu`` has a
-    kernel for one token per sequence. For several tokens per sequence it iterates over the pages
-    like the reference implementation, because the matmuls then take more time than the reads.
+    The keys and values of the new tokens must already be in the pages. The implementation
+    ``pallas_gpu`` has a kernel for one new token per sequence. For several new tokens per sequence,
+    this implementation calls `walk`, like the reference, because the matmuls then take more time
+    than reading the pages.
 
     Args:
-        compute: the implementation, which determines the layout of the pool, and the dtype. A mesh
-            shards the heads over ``tensor``; pages and sequences are not sharded.
+        compute: names the implementation, which determines the layout of the pool, and the dtype.
+            On a mesh, the heads are sharded over ``tensor``; pages and sequences are not sharded.
         q: rotated queries ``[B, T, N, G, K]``.
         pages: the pool.
         table: page table, int32 ``[B, C]``; entries after a sequence's last page may be any page
             number.
-        positions: int32 ``[B, T]``. A row holds consecutive positions, followed by padding, whose
-            positions are ``C * S`` or more. The result of a padding token is finite and
-            meaningless.
+        positions: int32 ``[B, T]``, positions of the new tokens. A row holds consecutive positions,
+            which may be followed by padding with positions of ``C * S`` or more. The results of
+            padding are finite, but meaningless.
 
     Returns:
         The attended values, float32, in the shape of q.
@@ -166,8 +167,8 @@ def walk(
 ) -> jax.Array:
     """Computes `attend_paged` with ordinary matmuls and a running softmax.
 
-    Each iteration of the loop reads one page of every sequence. The loop ends after the last page
-    of the longest sequence.
+    Each iteration of a loop reads one page of every sequence. The loop ends after the last page of
+    the longest sequence.
 
     Args:
         compute: dtype and backend of the computation.
