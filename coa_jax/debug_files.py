@@ -29,7 +29,7 @@ QUESTIONS = (
 
 
 def make_debug_files(folder: Path) -> None:
-    """Writes the data, policy, questions and benchmarks that debug variants use to a folder."""
+    """Writes to a folder the data, policy, questions and benchmarks that debug variants use."""
     sizes = {"tasks.train": 40, "tasks.validation": 4}
     distill(load_config("configs/distill/factbook.py", sizes), folder / "distill")
     policy = {

@@ -167,7 +167,8 @@ class Bound:
 
     Attributes:
         found: the function or class.
-        asks: names of the function's parameters that receive arguments which its kind offers.
+        asks: names of the parameters that the caller fills; each kind of extension offers a fixed
+            set of arguments.
         options: maps the names of the function's other parameters to values; parameters that keep
             their defaults are left out.
     """

@@ -109,7 +109,7 @@ class Episodes(episodes.Episodes):
 
 
 class WatchedSleep(Sleep):
-    """A tool that sleeps for a share of the given seconds, and records when it starts and ends."""
+    """A tool that sleeps for a fixed share of the seconds in its argument, and records times."""
 
     def __init__(self, watch: Watch, share: float):
         self._watch, self._share = watch, share

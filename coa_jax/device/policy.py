@@ -326,7 +326,7 @@ def _steps(
 
 
 def all_checks() -> Iterator[Check]:
-    """Checks the sampler against the trainer, and training steps, for each pair of `computes`."""
+    """Checks sampler against trainer, and then training steps, for each pair from `computes`."""
     device, host = jax.local_devices()[0], sharp_params()
     try:
         beside = jax.local_devices(backend="cpu")[0]

@@ -77,7 +77,7 @@ class AgentView:
 
 @dataclasses.dataclass(frozen=True)
 class Action:
-    """The message that a mind decides to send next as its agent, with the fields of `Message`."""
+    """The next message that a mind sends for its agent; the fields are those of `Message`."""
 
     recipient: str
     kind: Kind

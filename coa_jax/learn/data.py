@@ -89,7 +89,8 @@ class Examples:
 
     Attributes:
         sizes: number of tokens of each example, int32 ``[N]``.
-        losses: number of tokens with a loss in each packed example, int32 ``[N]``.
+        losses: number of tokens of each example that have a loss once the example is packed, int32
+            ``[N]``.
         makers: functions that create examples. A maker is called with an index into its own data.
         owner: for each example, the index in ``makers`` of the function that creates the example,
             int32 ``[N]``.

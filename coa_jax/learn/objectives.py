@@ -322,11 +322,11 @@ def correction(algorithm: Algorithm, gap: jax.Array, batch: Batch) -> tuple[jax.
 
     A token whose rho is 0 still counts in the number of tokens by which the loss is divided. With
     ``old_logp=trainer``, the loss is that of decoupled PPO (arXiv 2110.00641 §3, 2505.24298 eq 5):
-    r bounds the step from the proximal policy, and rho corrects for sampling with another policy.
+    Clipping r bounds the step from the proximal policy; rho corrects for sampling with another.
 
     Args:
         algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
-        gap: log ratio p_trainer / p_sampler of each token, float32 ``[R, T]``; 0 for other authors.
+        gap: log(p_trainer / p_sampler) of the policy's tokens, else 0, float32 ``[R, T]``.
         batch: packed rows; the function reads only ``mask`` and ``segment_ids``.
 
     Returns:

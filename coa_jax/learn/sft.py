@@ -152,8 +152,9 @@ def train(
         config: settings of the run.
         run: directory of the run, for metrics and checkpoints.
         output: directory for the trained model.
-        augmentation: creates the function that changes records at random; ``rename_share`` above 0
-            needs `small.augment.renaming`. None leaves the records unchanged.
+        augmentation: creates the function that changes records at random. If
+            ``config.rename_share`` is above 0, pass `small.augment.renaming`. With None, the
+            records stay unchanged.
         tools: live tools that the policy can call in evaluations.
 
     Raises:

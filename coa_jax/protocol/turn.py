@@ -31,7 +31,7 @@ class Pieces:
     def interrupt(self) -> None:
         """Moves ``carry`` to ``text``, because the text of a tool comes next.
 
-        Therefore the policy's next text cannot complete the mark that may have begun in ``carry``.
+        Later text of the policy can then not complete a mark that began in ``carry``.
         """
         self.text += self.carry
         self.carry = ""

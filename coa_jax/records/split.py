@@ -31,7 +31,7 @@ class Unusable(ValueError):
 
 
 def frame(protocol: Protocol, body: str) -> str:
-    """Returns a text between observation tags, with the line ends that the rollout loop writes."""
+    """Wraps a text in observation tags, with the line breaks that the rollout loop writes."""
     return f"\n<{protocol.observation}>\n{body}\n</{protocol.observation}>\n\n"
 
 
@@ -196,8 +196,8 @@ def infer_protocol(text: str, instructions: str) -> tuple[str, tuple[str, ...]]:
     If the instructions name a registered protocol, this protocol is the result. Otherwise the
     result is the protocol with the fewest tags among those that contain every used tag.
 
-    Tags that the instructions name count as used at first. If this does not determine a protocol,
-    only the tags in the text count as used.
+    The function first counts the tags in the text and the tags that the instructions name as used.
+    If these tags determine no protocol, the function counts only the tags in the text.
 
     Args:
         text: text of the policy.

@@ -58,10 +58,11 @@ class ServeConfig(Bounded):
 
     @property
     def body_limit(self) -> int:
-        """Maximum size of a request's body in bytes: ``max_body``, or a size that fits all prompts.
+        """Maximum size of a request's body in bytes.
 
-        If ``max_body`` is 0, the size is 64 KiB plus 8 bytes for each token of the maximum number
-        of prompts of maximum length. A token of English text has about 4 bytes, a token of Chinese
+        This is ``max_body`` or, if ``max_body`` is 0, a size that suffices for the largest valid
+        request: 64 KiB plus 8 bytes per token, for the maximum number of prompts of the maximum
+        length. A token of English text has about 4 bytes, a token of Chinese
         text in escaped JSON about 8.
         """
         prompts = max(2, self.max_samples)

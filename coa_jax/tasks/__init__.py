@@ -170,8 +170,8 @@ def load_splits(
 ) -> dict[str, list[Task]]:
     """Loads tasks of several splits, so that no training task is also in another split.
 
-    Every question of a file without splits may be drawn for each of the splits. The function
-    therefore removes the questions drawn for ``validation`` or ``test`` from ``train``.
+    If a file has no splits, all splits are drawn from the same questions and can overlap. The
+    function therefore removes from ``train`` the questions drawn for ``validation`` or ``test``.
 
     Args:
         source: the source, see `load_tasks`.

@@ -68,7 +68,7 @@ class Guard:
         return [ipaddress.ip_network(entry) for entry in self.allow if "/" in entry]
 
     def trusts(self, host: str, port: int) -> bool:
-        """Returns whether ``allow`` contains a host's name; all its addresses are then allowed."""
+        """Returns whether ``allow`` lists a host; if so, all addresses of the host are allowed."""
         return host in self.allow or f"{host}:{port}" in self.allow
 
     def blocks(self, url: httpx2.URL) -> bool:

@@ -59,8 +59,8 @@ class Job:
         scratch: directory in which the scratch directory is created, if the program has no private
             file system.
         bwrap: path of the program bwrap (bubblewrap); "" if it is not installed.
-        namespaces: whether Landlock is combined with namespaces, if this machine allows namespaces.
-        cgroup: whether a control group limits the memory, if this machine allows a control group.
+        namespaces: whether to combine Landlock with namespaces; no effect if the machine has none.
+        cgroup: whether to limit the memory by a control group; no effect if the machine has none.
         limits: limits of the program.
     """
 
