@@ -66,7 +66,7 @@ EXTRAS = {
     "mcp": ["mcp>=2.3"],
     # Games as environments.
     "textarena": ["textarena>=0.7.4"],
-    # Environments of openenv servers.
+    # Environments of OpenEnv servers.
     "openenv": ["websockets>=16.0"],
     # Grading of mathematical answers.
     "maths": ["math-verify>=0.9"],

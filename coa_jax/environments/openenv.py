@@ -1,4 +1,4 @@
-"""Connects to environments on openenv servers (https://github.com/meta-pytorch/OpenEnv).
+"""Connects to environments on OpenEnv servers (https://github.com/meta-pytorch/OpenEnv).
 
 Each trajectory has its own WebSocket connection to the server, that is, its own session and
 environment. Each whole turn of the policy is an action. This module does not need the package
@@ -65,7 +65,7 @@ class ServerError(Exception):
 
 
 class OpenEnv:
-    """An environment whose episode runs in a session of an openenv server."""
+    """An environment whose episode runs in a session of an OpenEnv server."""
 
     def __init__(
         self,
@@ -176,7 +176,7 @@ class OpenEnv:
         if self._place in _reached:
             return error
         return UserError(
-            f"{_URL}: no openenv server answers at {self._place} ({error}); start it, for "
+            f"{_URL}: no OpenEnv server answers at {self._place} ({error}); start it, for "
             "example by uvicorn, and see whether the address has /schema"
         )
 
@@ -216,4 +216,4 @@ class OpenEnv:
 def _warn(what: str, more: str) -> None:
     if what not in _told:
         _told.add(what)
-        logging.warning("the openenv server %s: %s", what, more)
+        logging.warning("the OpenEnv server %s: %s", what, more)

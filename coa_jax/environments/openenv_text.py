@@ -1,4 +1,4 @@
-"""Converts the policy's text to actions of openenv servers, and observations to text."""
+"""Converts the policy's text to actions of OpenEnv servers, and observations to text."""
 
 from __future__ import annotations
 

@@ -14,8 +14,8 @@ random weights.
 
 Choices:
 
-- The questions are worded by people. Half of the wordings are held out and occur only in the
-  evaluation.
+- The questions are worded by people. About a quarter of the wordings are held out, and occur only
+  in the evaluation.
 - An observation has two passages, of which at most one states the fact.
 - The brief prompt saves about 700 tokens per trajectory.
 - Adapters are trained, because they are small enough to publish and take less memory.

@@ -1,4 +1,4 @@
-"""Actions and observations of openenv servers as text."""
+"""Actions and observations of OpenEnv servers as text."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_errors_of_a_server_are_one_line():
 
 @pytest.mark.parametrize(
     ("url", "message"),
-    [("ftp://x", "give an address such as"), ("127.0.0.1:9", "no openenv server answers at")],
+    [("ftp://x", "give an address such as"), ("127.0.0.1:9", "no OpenEnv server answers at")],
 )
 def test_a_wrong_address_is_one_line(url, message):
     pytest.importorskip("websockets")
