@@ -36,7 +36,8 @@ def test_every_process_knows_the_others_and_its_lines_carry_its_number():
     ]
 
 
-def test_a_dry_run_prints_the_commands():
+def test_a_dry_run_prints_the_commands(monkeypatch):
+    monkeypatch.delenv("XLA_FLAGS", raising=False)
     done = run("2", "--devices", "3", "--port", "9", "--dry-run", "touch", "a file")
     assert done.returncode == 0
     for i, line in enumerate(done.stdout.splitlines()):

@@ -282,5 +282,5 @@ def test_private_tests_as_json_and_their_mistakes(tmp_path):
     for name in ("../q1", "", ".hidden", "a/b", "/etc/passwd"):
         with pytest.raises(UserError, match="is not a valid name for a file"):
             load_private_tests(str(tmp_path), name)
-    with pytest.raises(UserError, match="not there"):
+    with pytest.raises(UserError, match="does not exist"):
         load_private_tests(str(tmp_path / "absent"), "q1")
