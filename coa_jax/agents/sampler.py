@@ -242,7 +242,7 @@ class AgentSampler:
         self._warned = True
         logging.warning(
             "the agent's program ended on task %s (stop reason %s) without a completion of the "
-            "policy, so the sample has nothing to learn: %s; further such samples get no warning",
+            "policy, so no token of it can be trained: %s; further such samples get no warning",
             session.request.task.id, reason, _unanswered(session)
         )  # fmt: skip
 

@@ -87,7 +87,7 @@ class ForcedEpisodes(Episodes):
     workload: Workload
 
     def requests(self) -> Iterator[Request]:
-        """Yields one request per prompt, whose sample indices are the indices of the rollouts."""
+        """Yields a request per prompt, with the indices of the prompt's rollouts as samples."""
         for number, prompt in enumerate(self.workload.prompts):
             scripts = enumerate(self.workload.scripts)
             samples = tuple(i for i, script in scripts if script.prompt == number)

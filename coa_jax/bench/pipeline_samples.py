@@ -23,7 +23,7 @@ PROTOCOL, RIGHT, WRONG = "generalist", "right", "wrong"
 
 
 class _Episode(ForcedEpisode):
-    """A sample whose turns and answer the workload fixes."""
+    """A sample with the turns and the answer that the workload prescribes."""
 
     def __init__(self, request: Request, sample: int, forced: Sample, watch: Watch):
         super().__init__(request, sample, forced.script)
@@ -104,7 +104,7 @@ class Episodes(episodes.Episodes):
         return list(episode.script.calls[len(episode.tool_calls)].observation), text
 
     def frame(self, episode: Episode) -> int:
-        """Returns 0, because observations have no tokens except those of the workload."""
+        """Returns 0, because the workload gives all tokens of an observation."""
         return 0
 
 

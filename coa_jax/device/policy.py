@@ -277,7 +277,7 @@ def rl_steps(
 
 
 Steps = tuple[list[dict[str, float]], list[dict[str, float]], float]
-"""Statistics of SFT steps, those of RL steps, and the gain of rewarded samples; see `rl_steps`."""
+"""SFT statistics, RL statistics, and the gain of rewarded samples; see `rl_steps`."""
 
 
 def steps(params: Params, compute: Compute, group: list[Trajectory], device: Any) -> Steps:

@@ -19,7 +19,7 @@ from coa_jax.run_dir import differences
 
 @dataclasses.dataclass(frozen=True)
 class Journal:
-    """A journal of the teacher's finished runs, all of which have the same settings.
+    """A journal of the teacher's finished runs. All runs of a journal have the same settings.
 
     Attributes:
         path: the JSONL file.

@@ -22,7 +22,7 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params, bind
 
 CHUNK, SHARED_CHUNK = 512, 2048
-"""Defaults of ``vocab_chunk``, the number of positions per device whose logits exist at a time.
+"""Defaults of ``vocab_chunk``: the number of positions per device with logits in memory at once.
 
 The first default is for one device, the second for several devices. Several devices sum the
 gradient of the head once per chunk, so their chunks are larger.

@@ -94,12 +94,12 @@ class _Split:
 
     @property
     def stored(self) -> PartitionSpec:
-        """The partition spec of the weight as it is stored."""
+        """The partition spec with which the weight is stored."""
         return PartitionSpec(*self.weight)
 
     @property
     def whole(self) -> PartitionSpec:
-        """The partition spec of the weight as it is multiplied: sharded over ``tensor`` only."""
+        """The partition spec of the weight in a matmul: sharded over ``tensor`` only."""
         return PartitionSpec(*(None if axis == "fsdp" else axis for axis in self.weight))
 
     def run(self, function: Any, ins: Any, outs: Any, *arguments: jax.Array) -> Any:

@@ -231,7 +231,7 @@ def _rope(
         return theta, None
     # transformers may prefer a value outside the entry.
     if hf.get(_ORIGINAL) not in (None, rope.get(_ORIGINAL)):
-        raise UserError(f"{where}: {_ORIGINAL} stands outside of rope_scaling: move it there")
+        raise UserError(f"{where}: {_ORIGINAL} is outside rope_scaling: move it there")
     if kind == "yarn":
         return theta, _yarn(rope, theta, max_position, where)
     low, high = (_number(rope, f"{end}_freq_factor", where) for end in ("low", "high"))

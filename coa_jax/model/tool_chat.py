@@ -57,7 +57,7 @@ CHATML = Frames(
     "\n</tool_response>\n<tool_response>\n",
     f"\n</tool_response>{IM_END}\n{IM_START}assistant\n",
 )
-"""The text around tool results for models whose chat template does not support tools."""
+"""The text around tool results, for a chat template that does not support tools."""
 
 
 def _marked(number: int) -> str:

@@ -206,7 +206,9 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
     context = tuple((role, text) for role, text, _ in turns[:start] if text or role != "system")
     prompt = "\n".join(text for _, text, _ in turns[start:end])
     if any(unlearned[end:]):
-        raise Unusable("a turn of the assistant inside of the trajectory is marked as not learned")
+        raise Unusable(
+            "a turn of the assistant after the question is marked as excluded from training"
+        )
     if any(role == "system" for role, _, _ in turns[end:]):
         raise Unusable("a system message is in the middle of the trajectory")
     named = _named(value, protocol)
@@ -239,7 +241,7 @@ def _calls(turn: tuple[str, str, Any]) -> bool:
 
 
 def _without_loss(turn: Mapping[str, Any]) -> bool:
-    """Returns whether a turn is marked as not learned, as by OpenAI (weight) and others (loss)."""
+    """Returns whether a mark excludes a turn from training: OpenAI's weight, or loss of others."""
     return any(turn.get(key) == 0 for key in ("weight", "loss", "loss_scale", "train"))
 
 

@@ -181,7 +181,7 @@ def open_rows(path: Path) -> Rows:
                 return Rows(path, *tables.array_record(path))
             for magic, program in _COMPRESSED.items():
                 if start.startswith(magic):
-                    raise UserError(f"{path}: is compressed; give the file that {program} makes")
+                    raise UserError(f"{path}: is compressed; unpack it with {program} first")
             file.seek(0)
             if _first_character(file) == b"[":
                 spans = np.fromiter(_list_spans(path, file), np.dtype((np.int64, 2)))

@@ -121,16 +121,7 @@ class Agent:
         self._turns = Turns(1)
 
     def ask(self, question: str, on_text: Callable[[Arrival], None] | None = None) -> Trajectory:
-        """Lets the policy answer a question. This is `ask_async` for synchronous code.
-
-        Args:
-            question: question in plain text.
-            on_text: function that is called whenever the policy or a tool has produced text, with
-                the new piece of text.
-
-        Returns:
-            The trajectory, with the answer in ``answer`` and the whole text in ``text``.
-        """
+        """Lets the policy answer a question; the same as `ask_async`, for synchronous code."""
         return run_blocking(self.ask_async(question, on_text))
 
     async def ask_async(

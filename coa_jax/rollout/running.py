@@ -213,9 +213,9 @@ def unstarted(request: Request, limit: int, version: int | None) -> dict[str, An
     if len(request.prompt) >= limit:
         logging.log_first_n(
             logging.WARNING,
-            "task %s: the prompt has %d tokens, and %d are the limit of a trajectory (the smaller "
-            "one of rollout.max_tokens and engine.max_length), so the policy writes nothing; raise "
-            "the limit or choose a shorter prompt_style",
+            "task %s: the prompt has %d tokens, but a trajectory has at most %d (the smaller of "
+            "rollout.max_tokens and engine.max_length), so the policy writes nothing; raise this "
+            "limit or choose a shorter prompt_style",
             1, request.task.id, len(request.prompt), limit,
         )  # fmt: skip
     return {} if version is None else {"policy_versions": [[0, version]]}

@@ -14,7 +14,7 @@ random weights.
 
 Choices:
 
-- The questions are worded by people. About a quarter of the wordings are held out, and occur only
+- The questions have everyday wordings. About a quarter of the wordings are held out, and occur only
   in the evaluation.
 - An observation has two passages, of which at most one states the fact.
 - The brief prompt saves about 700 tokens per trajectory.

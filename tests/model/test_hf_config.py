@@ -117,7 +117,7 @@ def test_an_entry_for_yarn_is_written_as_it_was_read():
         ({"rope_scaling": {**YARN, "beta_fast": 0.5}}, "beta_slow 1 is above beta_fast 0.5"),
         ({"rope_scaling": {**YARN, "mscale": "x"}}, "mscale is 'x', which is not a positive"),
         ({"rope_scaling": {**YARN, "truncate": 1}}, "truncate is 1, which is not true or false"),
-        ({"rope_scaling": YARN, ORIGINAL: 16384}, f"{ORIGINAL} stands outside of rope_scaling"),
+        ({"rope_scaling": YARN, ORIGINAL: 16384}, f"{ORIGINAL} is outside rope_scaling"),
         ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta 1 is too small for yarn"),
         (
             {

@@ -25,7 +25,7 @@ def test_a_turn_that_its_file_does_not_learn_is_not_learned(mark):
         turn |= dict.fromkeys(mark, 1)
     assert_same(made_of({"messages": turns}, "x").record, wanted(RIVER))
     turns[3] |= mark
-    with pytest.raises(Unusable, match="marked as not learned"):
+    with pytest.raises(Unusable, match="marked as excluded from training"):
         made_of({"messages": turns}, "x")
     earlier = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", **mark}]
     turns[3] |= dict.fromkeys(mark, 1)

@@ -404,7 +404,7 @@ DAMAGED = {
     ":2: expected an object, found list": f"{ROW}\n[1]\n",
     ":2: not JSON: .* cut off": f"{ROW}\n{ROW[:-9]}",
     "text follows the list of rows": f"[{ROW}] {ROW}",
-    "is compressed; give the file that gunzip": "\x1f\x8b\x08",
+    "is compressed; unpack it with gunzip": "\x1f\x8b\x08",
     "damaged parquet": "PAR1xxxxPAR1",
     "the field 'output' cannot be int": '{"instruction": "q", "output": 7}',
     "the conversation cannot be str": '{"messages": "hello"}',

@@ -42,7 +42,7 @@ from coa_jax.distill.readers.base import (
 from coa_jax.distill.readers.calls import body_of, tag_of
 
 _FINAL = "final_answer"
-"""Name of the tool whose call gives the answer, as in smolagents."""
+"""Name of the tool that gives the answer of a run, as in smolagents."""
 
 
 def read_chat(value: Any) -> Trace:

@@ -221,7 +221,7 @@ def _works(node: ast.AST) -> bool:
 
 
 def _is_text(node: ast.AST) -> bool:
-    """Returns whether an addition concatenates strings, one of which is a literal."""
+    """Returns whether an addition concatenates strings, with a literal on at least one side."""
     if not (isinstance(node, ast.BinOp) and isinstance(node.op, ast.Add)):
         return False
     return any(
