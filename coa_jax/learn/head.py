@@ -87,14 +87,16 @@ class Head:
         # Subtract the maximum before the division, so that differences stay exact at a low
         # temperature.
         largest = jnp.max(z, axis=-1, keepdims=True, where=may, initial=-jnp.inf)
-        z = (z - jax.lax.stop_gradient(largest)) / self.temperature
+        largest = jax.lax.stop_gradient(largest)
+        own = (_pick(z, targets) - largest[..., 0]) / self.temperature
+        z = (z - largest) / self.temperature
         if may is not None:
             # Mask before the exponential: the exponential of a forbidden, larger logit may
             # overflow, and its gradient would be NaN.
             z = jnp.where(may, z, -jnp.inf)
+            own = jnp.where(_pick(may, targets), own, -jnp.inf)
         powers = ops.materialize(jnp.exp(z))
         total = ops.row_sum(powers)
-        own = _pick(z, targets)
         logp, entropy = own - jnp.log(total), jnp.zeros_like(total)
         if self.entropy:
             # Neither term is negative, so no digits cancel where one token has all of the

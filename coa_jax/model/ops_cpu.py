@@ -10,7 +10,6 @@ This module is used only on CPUs. There are two reasons for it:
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -21,6 +20,7 @@ import jax.numpy as jnp
 from coa_jax.model.compute import Compute
 from coa_jax.model.ops import attend as plain_attend
 from coa_jax.model.ops import einsum, first_passed, product, swiglu
+from coa_jax.model.ops import linear as plain_linear
 from coa_jax.model.ops_tpu import matmul_sum as row_sum
 from coa_jax.model.ops_tpu import rms_norm
 
@@ -40,9 +40,6 @@ __all__ = [
 
 # --- matmuls -------------------------------------------------------------------------------
 
-_PARTS = 4
-"""Number of parts into which the contracted axis is split for the matmul of a single row."""
-
 _TOKEN_ROWS, _BLOCK_ROWS = 16, 64
 """Number of rows of one matmul with an outputs-first kernel.
 
@@ -53,38 +50,13 @@ sequences have several new tokens.
 
 def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Array:
     """Multiplies ``x`` by the kernel ``w``; see `ops.linear`."""
-    batch = x.shape[: x.ndim - inputs]
-    x = x.reshape(*batch, -1)
     if compute.outputs_first:
+        batch = x.shape[: x.ndim - inputs]
+        x = x.reshape(*batch, -1)
         outputs = w.shape[: w.ndim - inputs]
         y = _outputs_first(x, w.reshape(math.prod(outputs), -1), compute.dtype)
         return y.reshape(*batch, *outputs)
-    outputs = w.shape[inputs:]
-    if not compute.one_device:
-        w = w.reshape(-1, *outputs)
-        kept, out = "abcdef"[: x.ndim - 1], "uvwxyz"[: len(outputs)]
-        return einsum(f"{kept}k,k{out}->{kept}{out}", x, w, compute.dtype)
-    # Multiply matrices, because XLA copies the operands of a matmul that contracts two axes, such
-    # as the matmul for the gradient of a kernel.
-    rows, w = x.reshape(-1, x.shape[-1]), w.reshape(x.shape[-1], -1)
-    matmul = _in_parts if len(rows) == 1 and not x.shape[-1] % _PARTS else _whole
-    return matmul(rows, w, compute.dtype).reshape(*batch, *outputs)
-
-
-def _whole(rows: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-    return einsum("ak,ku->au", rows, w, dtype)
-
-
-def _in_parts(rows: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-    """Multiplies a single row by a kernel, as a batch of matmuls over parts of the kernel.
-
-    This takes no longer than reading the kernel, because XLA distributes a batch of matmuls over
-    the cores. XLA does not distribute a single matrix-vector product with few columns.
-    """
-    blocks = w.reshape(_PARTS, w.shape[0] // _PARTS, -1)
-    parts = einsum("pak,pku->pau", rows.reshape(_PARTS, 1, -1), blocks, dtype)
-    # XLA fuses a sum of two arrays with the next operation; a reduction would be a separate pass.
-    return functools.reduce(jnp.add, tuple(parts))
+    return plain_linear(x, w, inputs, compute)
 
 
 def _outputs_first(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
