@@ -10,7 +10,6 @@ This module is used only on CPUs. There are two reasons for it:
 
 from __future__ import annotations
 
-import functools
 import math
 from collections.abc import Callable
 from typing import Any
@@ -18,30 +17,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from coa_jax.model import ops
 from coa_jax.model.compute import Compute
-from coa_jax.model.ops import attend as plain_attend
-from coa_jax.model.ops import einsum, first_passed, product, swiglu
+from coa_jax.model.ops import einsum, first_passed
 from coa_jax.model.ops_tpu import matmul_sum as row_sum
-from coa_jax.model.ops_tpu import rms_norm
+from coa_jax.model.ops_tpu import rms_norm as rms_norm
 
-__all__ = [
-    "attend",
-    "einsum",
-    "first_passed",
-    "inverse_cdf",
-    "linear",
-    "materialize",
-    "over_rows",
-    "product",
-    "rms_norm",
-    "row_sum",
-    "swiglu",
-]
+
+def __getattr__(name: str) -> Any:
+    """Takes the operations that this module does not define from `model.ops`."""
+    return getattr(ops, name)
+
 
 # --- matmuls -------------------------------------------------------------------------------
-
-_PARTS = 4
-"""Number of parts into which the contracted axis is split for the matmul of a single row."""
 
 _TOKEN_ROWS, _BLOCK_ROWS = 16, 64
 """Number of rows of one matmul with an outputs-first kernel.
@@ -54,37 +42,17 @@ sequences have several new tokens.
 def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Array:
     """Multiplies ``x`` by the kernel ``w``; see `ops.linear`."""
     batch = x.shape[: x.ndim - inputs]
-    x = x.reshape(*batch, -1)
     if compute.outputs_first:
         outputs = w.shape[: w.ndim - inputs]
-        y = _outputs_first(x, w.reshape(math.prod(outputs), -1), compute.dtype)
-        return y.reshape(*batch, *outputs)
-    outputs = w.shape[inputs:]
+        x, w = x.reshape(*batch, -1), w.reshape(math.prod(outputs), -1)
+        return _outputs_first(x, w, compute.dtype).reshape(*batch, *outputs)
     if not compute.one_device:
-        w = w.reshape(-1, *outputs)
-        kept, out = "abcdef"[: x.ndim - 1], "uvwxyz"[: len(outputs)]
-        return einsum(f"{kept}k,k{out}->{kept}{out}", x, w, compute.dtype)
+        return ops.linear(x, w, inputs, compute)
     # Multiply matrices, because XLA copies the operands of a matmul that contracts two axes, such
     # as the matmul for the gradient of a kernel.
-    rows, w = x.reshape(-1, x.shape[-1]), w.reshape(x.shape[-1], -1)
-    matmul = _in_parts if len(rows) == 1 and not x.shape[-1] % _PARTS else _whole
-    return matmul(rows, w, compute.dtype).reshape(*batch, *outputs)
-
-
-def _whole(rows: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-    return einsum("ak,ku->au", rows, w, dtype)
-
-
-def _in_parts(rows: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
-    """Multiplies a single row by a kernel, as a batch of matmuls over parts of the kernel.
-
-    This takes no longer than reading the kernel, because XLA distributes a batch of matmuls over
-    the cores. XLA does not distribute a single matrix-vector product with few columns.
-    """
-    blocks = w.reshape(_PARTS, w.shape[0] // _PARTS, -1)
-    parts = einsum("pak,pku->pau", rows.reshape(_PARTS, 1, -1), blocks, dtype)
-    # XLA fuses a sum of two arrays with the next operation; a reduction would be a separate pass.
-    return functools.reduce(jnp.add, tuple(parts))
+    outputs, rows = w.shape[inputs:], x.reshape(math.prod(batch), -1)
+    y = einsum("ak,ku->au", rows, w.reshape(rows.shape[1], -1), compute.dtype)
+    return y.reshape(*batch, *outputs)
 
 
 def _outputs_first(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
@@ -95,7 +63,7 @@ def _outputs_first(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     matmul depend on its shape, so all matmuls here have the same shape for any number of rows.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) == 1:  # the only slot of an engine
+    if len(rows) == 1:  # the only slot of an engine, which needs no padding
         return einsum("bk,nk->bn", rows, w, dtype).reshape(*x.shape[:-1], -1)
     size = _BLOCK_ROWS if x.ndim > 2 and x.shape[-2] > 1 else _TOKEN_ROWS
     # Without the barriers XLA would swap the operands instead of transposing them.
@@ -116,7 +84,7 @@ def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
     """
     if compute.outputs_first:
         return _outputs_first(x, table, compute.dtype)
-    return plain_attend(x, table, compute)
+    return ops.attend(x, table, compute)
 
 
 # --- sums ----------------------------------------------------------------------------------
