@@ -18,13 +18,12 @@ from coa_jax.model.adapters import CONFIG_FILE, AdaptedTensors, Adapter, read_ad
 from coa_jax.model.card import read_card
 from coa_jax.model.compute import Compute, local_compute
 from coa_jax.model.config import DTYPES, ModelConfig
-from coa_jax.model.export import write_model
+from coa_jax.model.export import save_model as save_model
 from coa_jax.model.gguf_io import GgufFile, gguf_file
 from coa_jax.model.hf_config import read_config
 from coa_jax.model.hf_weights import TensorSource, load_params
 from coa_jax.model.params import Params, bind, param_dtype, shardings
-from coa_jax.model.ranged_io import RangedCheckpoint
-from coa_jax.model.safetensors_io import Checkpoint
+from coa_jax.model.safetensors_io import Checkpoint, local_checkpoint
 from coa_jax.model.tokenizer import MissingTokenizer, find_tokenizer, gguf_tokenizer
 from coa_jax.storage import is_url, local, model_folder, weights_apart
 
@@ -118,8 +117,8 @@ def _source(path: str | Path) -> tuple[TensorSource, ModelConfig]:
         return file, file.config
     config = _config(folder)
     if (apart := weights_apart(path, folder)) is not None:
-        return RangedCheckpoint(str(path), apart), config
-    return Checkpoint(folder), config
+        return Checkpoint(str(path), apart), config
+    return local_checkpoint(folder), config
 
 
 def _config(folder: Path) -> ModelConfig:
@@ -186,9 +185,7 @@ def logits(model: Model, tokens: Any) -> jax.Array:
         raise UserError(f"tokens have shape {list(ids.shape)}: give [batch, length], not empty")
     if not np.issubdtype(ids.dtype, np.integer):
         raise UserError(f"tokens have dtype {ids.dtype}: give integer ids")
-    bad = np.argwhere((ids < 0) | (ids >= model.config.vocab_size))
-    if bad.size:
-        row, column = bad[0]
+    for row, column in np.argwhere((ids < 0) | (ids >= model.config.vocab_size))[:1]:
         raise UserError(
             f"tokens[{row}][{column}] is {ids[row, column]}, outside the vocabulary of "
             f"{model.config.vocab_size}: use the tokenizer that belongs to the model"
@@ -196,48 +193,3 @@ def logits(model: Model, tokens: Any) -> jax.Array:
     compute = local_compute(str(param_dtype(model.params)))
     tokens = jnp.asarray(ids, jnp.int32)
     return _logits(model.params, tokens, config=model.config, compute=compute)
-
-
-def save_model(
-    model: Model,
-    path: str | Path,
-    *,
-    dtype: str | None = None,
-    max_shard_bytes: int = 5 * 10**9,
-    overwrite: bool = False,
-) -> None:
-    """Writes a directory that transformers, vLLM and :func:`load_model` can read.
-
-    The directory holds ``config.json``, ``generation_config.json`` and safetensors. If a single
-    file of tensors would exceed ``max_shard_bytes``, the tensors are split over several files with
-    an index. If the model has a card or a tokenizer, the directory holds their files too; the
-    tokenizer defines the ids that end a generation. The directory appears under its name only when
-    it is complete. If there are several processes, all of them must call this function; the first
-    process writes.
-
-    Args:
-        model: the model to save. The parameters are rounded only if ``dtype`` is narrower than
-            their own dtype.
-        path: directory to create.
-        dtype: dtype of the saved tensors; None for the dtype of the parameters.
-        max_shard_bytes: maximum number of bytes of the tensors in one file; a larger tensor gets a
-            file of its own.
-        overwrite: whether to replace a model that exists at ``path``. If False, ``path`` must be
-            empty or absent.
-
-    Raises:
-        UserError: the directory is not empty, or cannot be written (no permission, full disk).
-    """
-    dtype = dtype or str(param_dtype(model.params))
-    if dtype not in (*DTYPES, "float16"):
-        raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))
-    write_model(
-        path,
-        model.config,
-        model.params,
-        model.tokenizer,
-        dtype,
-        max_shard_bytes,
-        overwrite,
-        model.card,
-    )
