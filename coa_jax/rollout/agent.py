@@ -112,10 +112,8 @@ class Agent:
             model.params,
             model.config,
             EngineConfig(slots=1, max_length=length, chunk=8, extend_buckets=buckets),
-            eos_ids(model.tokenizer),
-            constraint_for(
-                self._config, model.tokenizer, model.config.vocab_size, [self.protocol.name]
-            ),
+            eos_ids(tokenizer := model.tokenizer),
+            constraint_for(self._config, tokenizer, model.config.vocab_size, [self.protocol.name]),
         )
         self._engine.warm_up()
         self._turns = Turns(1)
