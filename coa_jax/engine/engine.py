@@ -67,18 +67,19 @@ class Engine:
         slots = config.slots
         # The state of all slots, as NumPy arrays: JAX arrays would be placed on the first device,
         # where an update may be running.
-        self._state: Any = programs.DecodeState(
-            token=np.zeros(slots, np.int32),
-            length=np.zeros(slots, np.int32),
-            limit=np.zeros(slots, np.int32),
-            active=np.zeros(slots, bool),
-            key=np.zeros((slots, 3), np.int32),
-            temperature=np.ones(slots, np.float32),
-            top_p=np.ones(slots, np.float32),
-            top_k=np.zeros(slots, np.int32),
-            rule=np.full(slots, FREE, np.int32),
-        )
-        self.length: np.ndarray = self._state.length
+        state: dict[str, Any] = {
+            "token": np.zeros(slots, np.int32),
+            "length": np.zeros(slots, np.int32),
+            "limit": np.zeros(slots, np.int32),
+            "active": np.zeros(slots, bool),
+            "key": np.zeros((slots, 3), np.int32),
+            "temperature": np.ones(slots, np.float32),
+            "top_p": np.ones(slots, np.float32),
+            "top_k": np.zeros(slots, np.int32),
+            "rule": np.full(slots, FREE, np.int32),
+        }
+        self._state: Any = programs.DecodeState(**state)
+        self.length: np.ndarray = state["length"]
         self.constraint, self._tables = constraint, None
         if constraint is not None:
             self._tables = jax.device_put(constraint.tables, layout.replicated(self.params))

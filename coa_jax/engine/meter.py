@@ -6,8 +6,7 @@ import contextlib
 import dataclasses
 import time
 from collections.abc import Iterator
-
-import numpy as np
+from typing import Any
 
 
 @dataclasses.dataclass
@@ -38,7 +37,7 @@ class Meter:
         if self._idle_since is None:
             self._idle_since = time.perf_counter()
 
-    def count_chunk(self, rows: int, tokens: np.ndarray) -> None:
+    def count_chunk(self, rows: int, tokens: Any) -> None:
         """Counts a chunk of a program with ``rows`` rows and new tokens ``[slots]``."""
         steps = int(tokens.max(initial=0))
         self.decode_steps += steps

@@ -91,14 +91,16 @@ class Checkpoint:
             raise ValueError("its header is too long")
         header = reading.parse_json(self.files.read(file, 8, 8 + length))
         header.pop("__metadata__", None)
-        for name, about in header.items():
+        at = 0
+        # The format allows neither gaps between tensors nor bytes of two tensors.
+        for name, about in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             numbers = (*about["data_offsets"], *about["shape"])
             begin, end, *shape = map(operator.index, numbers)
-            code, size = str(about["dtype"]), end - begin
-            if code in _DTYPES and size != math.prod(shape) * _DTYPES[code].itemsize:
+            if begin != at:
+                raise ValueError(f"invalid offset for tensor {name}")
+            code, at = str(about["dtype"]), end
+            if code in _DTYPES and end - begin != math.prod(shape) * _DTYPES[code].itemsize:
                 raise ValueError(f"tensor {name} does not have the bytes of its shape")
-            if min(begin, *shape, 0) < 0:
-                raise ValueError(f"tensor {name} has a negative position or size")
             self._tensors[name] = file, 8 + length + begin, code, tuple(shape)
 
     def _damaged(self, file: str, why: str) -> UserError:

@@ -29,8 +29,6 @@ class Running:
         limit: maximum number of tokens of the context.
         began: start time of the sample on the clock of the event loop, in seconds.
         environment: environment that answers the sample.
-        paused: whether the sample waits for the parameters of a later policy version, because
-            ``Request.plan`` requires this version.
         tool: task of the running tool call or reset; None if the sample waits for no tool.
         tool_request: the running tool call; None during a reset of the environment.
         tool_seconds: total duration of the tool calls so far, in seconds.
@@ -42,7 +40,6 @@ class Running:
     limit: int
     began: float
     environment: ToolLoop
-    paused: bool = False
     tool: asyncio.Task[tuple[Observation, float]] | None = None
     tool_request: ToolRequest | None = None
     tool_seconds: float = 0.0

@@ -143,8 +143,7 @@ class Scheduler:
         for run in self.running.values():
             if run.request.plan:
                 self.engine.set_limit(run.slot, run.limit_now(self.version))
-            if run.paused and not run.must_pause(self.version):
-                run.paused = False
+            if run.tool is None and not run.must_pause(self.version):
                 self.engine.set_active(run.slot, True)
 
     def _computes(self, run: Running) -> None:
@@ -239,8 +238,7 @@ class Scheduler:
             sampling=request.sampling,
             protocol=request.task.protocol if request.agent and self.config.constrain else None,
         )
-        run.paused = run.must_pause(self.version)
-        self.engine.set_active(run.slot, not run.paused)
+        self.engine.set_active(run.slot, not run.must_pause(self.version))
 
     async def _begin(self) -> None:
         """Prefills the prompts that environments have provided, and ends samples without one."""
@@ -282,7 +280,7 @@ class Scheduler:
     async def _decode(self) -> None:
         """Decodes one chunk, and gives its tokens to the samples."""
         for run in self.running.values():
-            if run.tool is None and not run.paused:
+            if run.tool is None and not run.must_pause(self.version):
                 self._computes(run)
         chunk = await self._on_device(self.engine.decode)
         written = 0
@@ -333,10 +331,8 @@ class Scheduler:
 
     def _check_ended(self, run: Running, active: bool) -> None:
         """Checks that each sample decodes, waits for a tool, or waits for parameters."""
-        if not active and run.tool is None and self.running.get(run.slot) is run:
-            run.paused = run.must_pause(self.version)
-            if run.paused:
-                return
+        waits = active or run.tool is not None or run.must_pause(self.version)
+        if not waits and self.running.get(run.slot) is run:
             raise RuntimeError(f"slot {run.slot} has ended, but its sample has not")
 
     async def _call(self, run: Running, request: ToolRequest | None) -> tuple[Observation, float]:
