@@ -112,6 +112,17 @@ def test_damaged_weights_in_a_bucket_are_named(bucket, tmp_path, content):
         Checkpoint("m", files)
 
 
+def test_weights_that_end_too_soon_in_a_bucket_are_named(bucket, tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file({"a": np.ones((300, 20), np.float32)}, file)
+    file.write_bytes(file.read_bytes()[:-8])
+    storage.upload(tmp_path, f"{bucket}/m")
+    files = storage.weights_apart(f"{bucket}/m", tmp_path)
+    assert files is not None
+    with pytest.raises(UserError, match=r"m/model\.safetensors is truncated .*within tensor a"):
+        Checkpoint("m", files).read("a")
+
+
 # --- refusals ------------------------------------------------------------------------------
 
 
