@@ -15,6 +15,7 @@ import ml_dtypes
 import numpy as np
 
 from coa_jax import files
+from coa_jax.bounds import Count, Positive, check
 from coa_jax.errors import UserError
 from coa_jax.model.hf_weights import TensorSource
 from coa_jax.model.safetensors_io import Checkpoint, LocalFiles, write_safetensors
@@ -66,14 +67,10 @@ def read_adapter(folder: Path) -> Adapter | None:
     if config.get("bias", "none") != "none":
         raise UserError(f"{path}: bias={config['bias']!r} is not supported: use 'none'")
     base = config.get("base_model_name_or_path")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(base, str) or not base:
         raise UserError(f"{path}: base_model_name_or_path is missing: name the base model there")
-    if (
-        isinstance(rank, bool) or not isinstance(rank, int) or rank < 1
-        or not isinstance(alpha, int | float) or not 0 < alpha < math.inf
-    ):  # fmt: skip
-        raise UserError(f"{path}: r and lora_alpha are not finite numbers above 0")
+    rank = check(config.get("r"), Count, f"{path}: r")
+    alpha = check(config.get("lora_alpha"), Positive, f"{path}: lora_alpha")
     return Adapter(folder, base, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
