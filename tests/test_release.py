@@ -8,12 +8,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from safetensors.numpy import load_file
 
 from coa_jax.claims import Folders, table
 from coa_jax.errors import UserError
 from coa_jax.model.adapters import read_adapter
 from coa_jax.model.card import read_card
-from coa_jax.model.safetensors_io import open_safetensors
 from coa_jax.records import read_records
 from coa_jax.release import release
 from coa_jax.report import build_report
@@ -27,9 +27,9 @@ def test_the_released_files_are_whole_and_below_ten_megabytes():
     assert sum(path.stat().st_size for path in files) < 10_000_000
     adapter = read_adapter(RELEASED / "adapter")
     assert adapter is not None and adapter.scale == 1.0
-    tensors = open_safetensors(RELEASED / "adapter" / "adapter_model.safetensors")
-    for name in tensors.keys():  # noqa: SIM118  # a file is not a mapping
-        values = tensors.get_tensor(name).astype(np.float32)
+    tensors = load_file(RELEASED / "adapter" / "adapter_model.safetensors")
+    for name, stored in tensors.items():
+        values = stored.astype(np.float32)
         assert np.isfinite(values).all() and values.any(), name
     assert read_card(RELEASED / "adapter")
     assert len(read_records(RELEASED / "data" / "train.jsonl")) > 700

@@ -34,7 +34,7 @@ from coa_jax.bench.profile import profile_parts
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.constraint import Constraint
-from coa_jax.engine.meter import MeteredEngine
+from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.model.costs import decode_bytes, forward_flops
 from coa_jax.rollout.constrain import constraint_for
@@ -42,7 +42,7 @@ from coa_jax.rollout.request import RolloutConfig
 
 
 def decode_once(
-    engine: MeteredEngine, prompts: np.ndarray, new: int, protocol: str | None = None
+    engine: Engine, prompts: np.ndarray, new: int, protocol: str | None = None
 ) -> tuple[float, float]:
     """Prefills a prompt into each slot, and samples ``new`` tokens in each slot.
 
@@ -67,9 +67,7 @@ def decode_once(
     return meter.extend_s, meter.decode_s / meter.decode_steps
 
 
-def _begin(
-    engine: MeteredEngine, prompts: np.ndarray, new: int, protocol: str | None = None
-) -> None:
+def _begin(engine: Engine, prompts: np.ndarray, new: int, protocol: str | None = None) -> None:
     engine.restart()
     rows, length = prompts.shape
     engine.extend([(slot, 0, prompt) for slot, prompt in enumerate(prompts.tolist())])
@@ -86,7 +84,7 @@ def _begin(
         engine.set_active(slot, True)
 
 
-def _drain(engine: MeteredEngine) -> None:
+def _drain(engine: Engine) -> None:
     while engine.any_active:
         engine.decode()
 
@@ -124,14 +122,14 @@ def measure_batch(
         batch, prompt + new, chunk, (32, 128, 512), dtype=dtype, decode_programs=1
     )
     began = time.perf_counter()
-    engine = MeteredEngine(subject.params, subject.config, shapes)
+    engine = Engine(subject.params, subject.config, shapes)
     prompts = np.random.default_rng(batch).integers(0, subject.config.vocab_size, (batch, prompt))
     decode_once(engine, prompts, new)
     bound, protocol = None, None
     if constraint is not None:
         # The constraint of an engine cannot change, so there is a second engine.
         (protocol,) = constraint.start
-        bound = MeteredEngine(engine.params, subject.config, shapes, (), constraint)
+        bound = Engine(engine.params, subject.config, shapes, (), constraint)
         decode_once(bound, prompts, new, protocol)
     first = time.perf_counter() - began
     runs, constrained_runs = [], []

@@ -63,7 +63,6 @@ from coa_jax.bench.pipeline_workload import FIRST_ID, Workload, read_workload
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.group import make_engines
-from coa_jax.engine.meter import MeteredEngine
 from coa_jax.errors import UserError
 from coa_jax.learn import learner, rl
 from coa_jax.learn.algorithms import Algorithm
@@ -219,7 +218,7 @@ def full_rate(config: RLConfig, workload: Workload) -> float:
         UserError: the workload has too few samples to fill the slots.
     """
     policy = load_model(config.model)
-    engines = make_engines(policy.params, policy.config, config.engine, kind=MeteredEngine)
+    engines = make_engines(policy.params, policy.config, config.engine)
     for engine in engines:
         engine.warm_up()
     watch = Watch()
@@ -237,7 +236,7 @@ def full_rate(config: RLConfig, workload: Workload) -> float:
         calls = max(len(s.script.calls) for group in workload.groups for s in group)
         budgets = RolloutConfig(max_tokens=config.engine.max_length, max_tool_calls=calls)
         tools = [WatchedSleep(watch, 0.0)]
-        stream = loop.run_episodes(engines, episodes, requests(), tools, budgets)
+        stream = loop.rollout(engines, None, requests(), tools, budgets, episodes=episodes)
         async with contextlib.aclosing(stream):
             async for _ in stream:
                 pass

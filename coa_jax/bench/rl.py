@@ -50,7 +50,6 @@ from coa_jax.bench.workload import Workload, read_workload
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.group import copies, make_engines, publish_all
-from coa_jax.engine.meter import MeteredEngine
 from coa_jax.errors import UserError
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.rl_config import RLConfig
@@ -195,7 +194,7 @@ def measure(
     model = subject.config
     compute = training_compute(model, dtype=config.dtype, remat=remat, attention=attention)
     state = init_state(subject.params, config.optimizer)
-    engines = make_engines(state.params, subject.config, shapes, kind=MeteredEngine)
+    engines = make_engines(state.params, subject.config, shapes)
     order = np.argsort([script.prompt for script in workload.scripts], kind="stable")
 
     def step(state: TrainState) -> tuple[TrainState, dict[str, float]]:

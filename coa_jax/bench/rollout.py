@@ -55,11 +55,10 @@ from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
-from coa_jax.engine.meter import MeteredEngine
 from coa_jax.learn.batch import pack, split_rows, trajectory_example
 from coa_jax.learn.logps import token_logps
 from coa_jax.model.compute import local_compute
-from coa_jax.rollout.loop import run_episodes
+from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.trajectory import Author, Trajectory
 
@@ -88,7 +87,8 @@ def run_workload(
     finished = []
 
     async def work() -> None:
-        stream = run_episodes(engines, episodes, episodes.requests(), [Sleep()], config)
+        requests, tools = episodes.requests(), [Sleep()]
+        stream = rollout(engines, None, requests, tools, config, episodes=episodes)
         async with contextlib.aclosing(stream):
             async for trajectory in stream:
                 on_finish(trajectory)
@@ -98,7 +98,7 @@ def run_workload(
     return sorted(finished, key=lambda trajectory: trajectory.sample_id)
 
 
-def mean_of(engines: Sequence[MeteredEngine], name: str) -> float:
+def mean_of(engines: Sequence[Engine], name: str) -> float:
     """Returns the mean of a measurement over engines.
 
     The engines run at the same time, so their seconds are not added up.
@@ -107,7 +107,7 @@ def mean_of(engines: Sequence[MeteredEngine], name: str) -> float:
 
 
 def measure_once(
-    engines: Sequence[MeteredEngine], workload: Workload
+    engines: Sequence[Engine], workload: Workload
 ) -> tuple[dict[str, float], list[Trajectory]]:
     """Runs a workload once, and measures it.
 
@@ -127,14 +127,14 @@ def measure_once(
     kept = sum(int(np.sum(t.author == Author.POLICY)) for t in trajectories)
     if kept != workload.generated_tokens:
         raise RuntimeError(f"{kept} tokens were sampled, not {workload.generated_tokens}")
-    places = sum(one.row_steps for one in engines)
+    places = sum(one.meter.row_steps for one in engines)
     seconds = {name: mean_of(engines, name) for name in ("decode_s", "extend_s", "idle_s")}
     figures = {
         "wall_s": wall,
         **seconds,
         "host_s": wall - sum(seconds.values()),
         "tokens_per_s": kept / wall,
-        "prefill_tokens_computed": sum(one.extended_tokens for one in engines),
+        "prefill_tokens_computed": sum(one.meter.extended_tokens for one in engines),
         "decode_steps": sum(one.meter.decode_steps for one in engines),
         "decode_occupancy": sum(one.meter.decoded_tokens for one in engines) / places,
         "decode_useful": kept / places,
@@ -179,7 +179,7 @@ def measure(
     """
     compile_count()
     began = time.perf_counter()
-    engines = make_engines(subject.params, subject.config, shapes, kind=MeteredEngine)
+    engines = make_engines(subject.params, subject.config, shapes)
     for engine in engines:
         engine.warm_up()
     warm_up = time.perf_counter() - began

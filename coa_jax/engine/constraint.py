@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Mapping, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,7 @@ _WORD = 32
 
 
 class ConstraintTables(NamedTuple):
-    """The tables of a constraint on the device, for S states and V tokens.
+    """The tables of a constraint, as NumPy arrays or on a device, for S states and V tokens.
 
     The tokens fall into K kinds: two tokens are of the same kind if, in every state, the next state
     after either of them is the same.
@@ -42,10 +42,10 @@ class ConstraintTables(NamedTuple):
             observation or the end of the trajectory follows.
     """
 
-    allowed: jax.Array
-    next_state: jax.Array
-    kind: jax.Array
-    ends: jax.Array
+    allowed: Any
+    next_state: Any
+    kind: Any
+    ends: Any
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -53,27 +53,23 @@ class Constraint:
     """The constraint of a run, which combines the automata of its protocols with a vocabulary.
 
     Attributes:
-        tables: the tables for decoding, on the default device.
+        tables: the tables for decoding, on the host.
         start: maps the name of a protocol to the state before the first token that the policy
             writes.
-        next_state, kind, ends: the tables of the same names, on the host.
         observed: int32 ``[S]``, state after an observation; `DEAD` for states in which no
             observation is expected.
     """
 
     tables: ConstraintTables
     start: Mapping[str, int]
-    next_state: np.ndarray
-    kind: np.ndarray
-    ends: np.ndarray
     observed: np.ndarray
 
     def __str__(self) -> str:
         """Describes the constraint in one line."""
-        states, kinds = self.next_state.shape
+        (states, kinds), tokens = self.tables.next_state.shape, len(self.tables.kind)
         size = sum(table.nbytes for table in self.tables) / 1e6
         return (
-            f"{', '.join(self.start)}: {states} states, {len(self.kind)} tokens of {kinds} kinds, "
+            f"{', '.join(self.start)}: {states} states, {tokens} tokens of {kinds} kinds, "
             f"{size:.1f} MB"
         )
 
@@ -104,20 +100,8 @@ def make_constraint(
             f"the vocabulary cannot spell the {lost[0]} protocol, because it lacks characters of "
             "its tags or forms: set constrain to False, or use another tokenizer"
         )
-    tables = ConstraintTables(
-        allowed=jnp.asarray(_pack(after != DEAD, kind)),
-        next_state=jnp.asarray(after),
-        kind=jnp.asarray(kind),
-        ends=jnp.asarray(ends),
-    )
-    return Constraint(
-        tables=tables,
-        start=starts,
-        next_state=after,
-        kind=kind,
-        ends=ends,
-        observed=observed,
-    )
+    tables = ConstraintTables(_pack(after != DEAD, kind), after, kind, ends)
+    return Constraint(tables, starts, observed)
 
 
 def _join(automata: Mapping[str, ByteAutomaton]) -> tuple[dict[str, int], np.ndarray]:
@@ -231,14 +215,14 @@ def token_states(
     Raises:
         ValueError: a token of the policy is not allowed at its position.
     """
-    states = np.full(len(tokens), FREE, np.int32)
+    states, tables = np.full(len(tokens), FREE, np.int32), constraint.tables
     state = start
     for place, (token, by_policy) in enumerate(zip(tokens, written, strict=True)):
         if not by_policy:
-            state = int(constraint.observed[state]) if constraint.ends[state] else state
+            state = int(constraint.observed[state]) if tables.ends[state] else state
             continue
         states[place] = state
-        state = int(constraint.next_state[state, constraint.kind[token]])
+        state = int(tables.next_state[state, tables.kind[token]])
         if state == DEAD:
             raise ValueError(f"token {place} is {token}, which its protocol does not allow there")
     return states

@@ -12,6 +12,7 @@ from coa_jax.engine import layout, programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.constraint import FREE, Constraint
 from coa_jax.engine.memory import check_room
+from coa_jax.engine.meter import Meter
 from coa_jax.engine.pages import PageTable
 from coa_jax.errors import UserError
 from coa_jax.model.compute import Compute
@@ -25,7 +26,7 @@ class Engine:
 
     The cache stays on the device; the host keeps the length and the newest token of every sequence.
     The caller decides which sequence runs in which slot, so methods about a sequence take the
-    number of its slot.
+    number of its slot. `meter` holds times and counts.
     """
 
     def __init__(
@@ -64,22 +65,26 @@ class Engine:
         self.params = params
         self.compute = compute or layout.engine_compute(model, config, self.params)
         slots = config.slots
-        self.length = np.zeros(slots, np.int32)
-        self._token = np.zeros(slots, np.int32)
-        self._limit = np.zeros(slots, np.int32)
-        self._active = np.zeros(slots, bool)
-        self._key = np.zeros((slots, 3), np.int32)
-        self._temperature = np.ones(slots, np.float32)
-        self._top_p = np.ones(slots, np.float32)
-        self._top_k = np.zeros(slots, np.int32)
-        self.constraint = constraint
-        self._tables = None
+        # The state of all slots, as NumPy arrays: JAX arrays would be placed on the first device,
+        # where an update may be running.
+        state: dict[str, Any] = {
+            "token": np.zeros(slots, np.int32),
+            "length": np.zeros(slots, np.int32),
+            "limit": np.zeros(slots, np.int32),
+            "active": np.zeros(slots, bool),
+            "key": np.zeros((slots, 3), np.int32),
+            "temperature": np.ones(slots, np.float32),
+            "top_p": np.ones(slots, np.float32),
+            "top_k": np.zeros(slots, np.int32),
+            "rule": np.full(slots, FREE, np.int32),
+        }
+        self._state: Any = programs.DecodeState(**state)
+        self.length: np.ndarray = state["length"]
+        self.constraint, self._tables = constraint, None
         if constraint is not None:
             self._tables = jax.device_put(constraint.tables, layout.replicated(self.params))
-        self._rule = np.full(slots, FREE, np.int32)
         self.stop_tokens = tuple(stop_tokens)
-        self.extended_tokens = 0  # tokens that `extend` computed, including padding
-        self.row_steps = 0  # number of rows, summed over decoding steps
+        self.meter = Meter()
         self.pages = PageTable(slots, config.pages_per_slot, config.page_size, config.pages)
         self._pages: Any = layout.new_pages(self.params, model, config, self.compute)
 
@@ -121,7 +126,11 @@ class Engine:
             self.truncate(0, 1, 0)
             self._decode(np.zeros(1, np.int32), rows)
         self.release(0)
-        self.extended_tokens = self.row_steps = 0
+        self.restart()
+
+    def restart(self) -> None:
+        """Sets the figures of `meter` to zero; all slots must be free."""
+        self.meter = Meter()
 
     def reserve(
         self, slot: int, positions: int, source: int | None = None, length: int = 0
@@ -172,31 +181,29 @@ class Engine:
             protocol: name of the protocol that the sequence must obey; the engine's constraint must
                 include this protocol. None for no constraint.
         """
+        state, limit = self._state, min(limit, self.config.max_length)
+        if not self.pages.covers(slot, limit):
+            raise RuntimeError(f"slot {slot} has no room for {limit} tokens: reserve it")
         starts = {} if self.constraint is None else self.constraint.start
-        self._rule[slot] = FREE if protocol is None else starts[protocol]
-        self.length[slot] = prompt_length
-        self._token[slot] = last_token
-        self._limit[slot] = min(limit, self.config.max_length)
-        if not self.pages.covers(slot, self._limit[slot]):
-            raise RuntimeError(
-                f"slot {slot} has no room for {self._limit[slot]} tokens: reserve it"
-            )
+        state.rule[slot] = FREE if protocol is None else starts[protocol]
+        state.length[slot], state.token[slot], state.limit[slot] = prompt_length, last_token, limit
         # NumPy integers would be truncated to 32 bits silently; Python integers raise an error.
-        self._key[slot] = [np.int32(int(number)) for number in key]
-        self._temperature[slot] = sampling.temperature
-        self._top_p[slot] = sampling.top_p
-        self._top_k[slot] = sampling.top_k
+        state.key[slot] = [np.int32(int(number)) for number in key]
+        state.temperature[slot] = sampling.temperature
+        state.top_p[slot], state.top_k[slot] = sampling.top_p, sampling.top_k
 
     def set_active(self, slot: int, active: bool) -> None:
         """Resumes decoding in a slot, or pauses decoding, for example while a tool runs."""
-        self._active[slot] = active
+        self._state.active[slot] = active
+        if not self.any_active:
+            self.meter.rest()
 
     def set_limit(self, slot: int, limit: int) -> None:
         """Changes the length, including the prompt, at which decoding of a sequence stops.
 
         The reserved pages of the slot must cover the new length.
         """
-        self._limit[slot] = min(limit, self.config.max_length)
+        self._state.limit[slot] = min(limit, self.config.max_length)
 
     def truncate(self, slot: int, length: int, last_token: int) -> None:
         """Discards the tokens of a sequence beyond ``length``.
@@ -209,18 +216,20 @@ class Engine:
             length: new length of the sequence, including the prompt.
             last_token: the token at position ``length - 1``.
         """
-        if self._rule[slot] != FREE and length != self.length[slot]:
+        if self._state.rule[slot] != FREE and length != self.length[slot]:
             raise ValueError(f"slot {slot} is constrained: its tokens cannot be forgotten")
-        self.length[slot] = length
-        self._token[slot] = last_token
+        self.length[slot], self._state.token[slot] = length, last_token
 
     def observe(self, slot: int) -> None:
         """Moves a slot's constraint, if there is one, to the state after an observation."""
         if self.constraint is not None:
-            self._rule[slot] = self.constraint.observed[self._rule[slot]]
+            rule = self._state.rule
+            rule[slot] = self.constraint.observed[rule[slot]]
 
     def extend(self, feeds: Sequence[tuple[int, int, Sequence[int]]]) -> None:
-        """Prefills tokens into the cache; the length of each slot grows to include its tokens.
+        """Prefills tokens into the cache, and waits until the device has finished.
+
+        The length of each slot grows to include its tokens.
 
         Args:
             feeds: tuples (slot, start, tokens). ``start`` is the position of the first of these
@@ -240,15 +249,17 @@ class Engine:
                 (slot, start + at, tokens[at : at + size]) for at in range(0, len(tokens), size)
             )
             self.length[slot] = end
-            self._token[slot] = tokens[-1]
+            self._state.token[slot] = tokens[-1]
         buckets = self.config.extend_buckets
-        while blocks:
-            # Use the largest program that the remaining tokens can fill, so that only the last
-            # program has padding.
-            tokens_left = len(blocks) * size
-            bucket = max((b for b in buckets if b <= tokens_left), default=buckets[0])
-            self._extend_blocks(blocks[: bucket // size], bucket)
-            del blocks[: bucket // size]
+        with self.meter.clock("extend_s"):
+            while blocks:
+                # Use the largest program that the remaining tokens can fill, so that only the last
+                # program has padding.
+                tokens_left = len(blocks) * size
+                bucket = max((b for b in buckets if b <= tokens_left), default=buckets[0])
+                self._extend_blocks(blocks[: bucket // size], bucket)
+                del blocks[: bucket // size]
+            jax.block_until_ready(self._pages)
 
     def _extend_blocks(self, blocks: Sequence[tuple[int, int, Sequence[int]]], bucket: int) -> None:
         width, config = self.config.extend_block, self.config
@@ -273,7 +284,7 @@ class Engine:
             config=self.model,
             compute=self.compute,
         )
-        self.extended_tokens += bucket
+        self.meter.extended_tokens += bucket
 
     def fork(self, source: int, targets: Sequence[int], length: int) -> None:
         """Gives slots the first ``length`` tokens of another sequence.
@@ -288,13 +299,14 @@ class Engine:
         """
         pairs: list[tuple[int, int]] = []
         for target in targets:
-            if not self.pages.covers(target, length):
-                self._reserved(self.reserve(target, self.config.max_length, source, length))
+            self._cover(target, length, source, length)
             pairs.extend(self.pages.copies(source, target, length))
             self.length[target] = length
         size = self._copy_rows
-        for at in range(0, len(pairs), size):
-            self._copy_pages(pairs[at : at + size])
+        with self.meter.clock("extend_s"):
+            for at in range(0, len(pairs), size):
+                self._copy_pages(pairs[at : at + size])
+            jax.block_until_ready(self._pages)
 
     @property
     def _copy_rows(self) -> int:
@@ -321,9 +333,13 @@ class Engine:
             The decoded chunk, as NumPy arrays over all slots. After the call, a slot whose sequence
             has ended is inactive.
         """
-        active = np.flatnonzero(self._active).astype(np.int32)
+        active = np.flatnonzero(self._state.active).astype(np.int32)
         active = active[np.argsort(self.length[active], kind="stable")]  # as in `extend`
-        return self._decode(active, next(n for n in self.config.row_sizes if n >= active.size))
+        rows = next(n for n in self.config.row_sizes if n >= active.size)
+        with self.meter.clock("decode_s"):
+            chunk = self._decode(active, rows)
+        self.meter.count_chunk(rows, chunk.count)
+        return chunk
 
     def lower_decode(self) -> jax.stages.Lowered:
         """Lowers the largest decoding program for inspection, without compiling it."""
@@ -335,24 +351,10 @@ class Engine:
     ) -> tuple[tuple[Any, ...], dict[str, Any]]:
         padded = np.zeros(rows, np.int32)
         padded[: slots.size] = slots
-
-        live: Any = np.arange(rows) < slots.size
-
-        def of(values: np.ndarray) -> Any:
-            # A JAX array would be placed on the first device, where an update may be running.
-            return values[padded]
-
-        state = programs.DecodeState(
-            token=of(self._token),
-            length=of(self.length),
-            limit=of(self._limit),
-            active=live,
-            key=of(self._key),
-            temperature=of(self._temperature),
-            top_p=of(self._top_p),
-            top_k=of(self._top_k),
-            rule=None if self.constraint is None else of(self._rule),
-        )
+        state = jax.tree.map(lambda values: values[padded], self._state)
+        state = state._replace(active=np.arange(rows) < slots.size)
+        if self.constraint is None:
+            state = state._replace(rule=None)
         arguments = (
             self.params,
             self._pages,
@@ -362,11 +364,8 @@ class Engine:
             np.int32(self.config.chunk),
             self._tables,
         )
-        return arguments, {
-            "config": self.model,
-            "capacity": max(self.config.chunk, 32),
-            "compute": self.compute,
-        }
+        capacity = max(self.config.chunk, 32)
+        return arguments, {"config": self.model, "capacity": capacity, "compute": self.compute}
 
     def _decode(self, slots: np.ndarray, rows: int) -> programs.Chunk:
         """Decodes a chunk in the given slots, with the program that has ``rows`` rows."""
@@ -374,30 +373,28 @@ class Engine:
         decoded = in_turn(self.compute.mesh, programs.decode_chunk, *arguments, **static)
         self._pages, state, chunk = decoded
         chunk, length, token, rule = jax.device_get((chunk, state.length, state.token, state.rule))
-        self.length[slots], self._token[slots] = length[: slots.size], token[: slots.size]
+        self.length[slots], self._state.token[slots] = length[: slots.size], token[: slots.size]
         if rule is not None:
-            self._rule[slots] = rule[: slots.size]
-        self.row_steps += rows * int(chunk.count.max(initial=0))
+            self._state.rule[slots] = rule[: slots.size]
         whole = jax.tree.map(
             lambda part: np.zeros((self.config.slots, *part.shape[1:]), part.dtype), chunk
         )
         for everything, part in zip(whole, chunk, strict=True):
             everything[slots] = part[: slots.size]
-        self._active = whole.active.copy()
+        self._state.active[:] = whole.active
         return whole
 
-    def _cover(self, slot: int, positions: int) -> None:
-        if not self.pages.covers(slot, positions):
-            self._reserved(self.reserve(slot, self.config.max_length))
-
-    def _reserved(self, there: bool) -> None:
-        if not there:
+    def _cover(self, slot: int, positions: int, source: int | None = None, length: int = 0) -> None:
+        """Reserves pages for ``max_length`` positions if a slot does not have enough pages."""
+        if not self.pages.covers(slot, positions) and not self.reserve(
+            slot, self.config.max_length, source, length
+        ):
             raise RuntimeError("no page is free; wait until Engine.reserve returns True")
 
     @property
     def any_active(self) -> bool:
         """Whether any slot is decoding."""
-        return bool(self._active.any())
+        return bool(self._state.active.any())
 
 
 def check_shapes(config: EngineConfig) -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Sequence
-from typing import TypeVar
 
 import jax
 
@@ -16,8 +15,6 @@ from coa_jax.engine.memory import check_room
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import DecodeParams, Params
 
-E = TypeVar("E", bound=Engine)
-
 
 def make_engines(
     params: Params,
@@ -26,9 +23,8 @@ def make_engines(
     stop_tokens: Sequence[int] = (),
     constraint: Constraint | None = None,
     tensor: int = 0,
-    kind: type[E] = Engine,  # type: ignore[assignment]
     aside: Sequence[jax.Device] = (),
-) -> list[E]:
+) -> list[Engine]:
     """Creates engines for each device group of this process, in the order of the groups.
 
     A device group is a set of devices over which one engine shards the model.
@@ -39,7 +35,6 @@ def make_engines(
         config: settings of all engines of one device group together.
         tensor: number of devices of a device group; 0 for the number of devices over which training
             shards a layer.
-        kind: class of the engines.
         aside: devices of all processes that are reserved for rollouts; () decodes on the devices of
             the parameters.
 
@@ -60,7 +55,7 @@ def make_engines(
     parts = layout.publish(params, model, config, size)
     parts = layout.move(parts, places) if places else parts
     return [
-        kind(part, model, config, stop_tokens, constraint) for part in parts for _ in range(count)
+        Engine(part, model, config, stop_tokens, constraint) for part in parts for _ in range(count)
     ]
 
 

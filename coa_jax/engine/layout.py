@@ -15,19 +15,11 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, cast
 
 import jax
 import numpy as np
-from jax.sharding import (
-    AbstractMesh,
-    AxisType,
-    Mesh,
-    NamedSharding,
-    PartitionSpec,
-    Sharding,
-    SingleDeviceSharding,
-)
+from jax.sharding import AbstractMesh, AxisType, Mesh, NamedSharding, PartitionSpec, Sharding
 
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
@@ -175,8 +167,8 @@ def publish(
     """Copies training parameters into the layout for decoding, one copy per device group.
 
     The result holds only the copies for the device groups of this process. If there are several
-    processes, all of them must call this function. For an engine with several slots on a single CPU
-    device, the output axes of kernels come first, see `DecodeParams`.
+    processes, all of them must call this function. On a single CPU device, the output axes of
+    kernels come first, see `DecodeParams`.
 
     Args:
         params: training parameters without adapters, on one device or on a mesh.
@@ -188,7 +180,7 @@ def publish(
     mesh = mesh_of(params)
     if mesh is None:
         (device,) = jax.tree.leaves(params)[0].devices()
-        outputs_first = backend_for(device.platform) == "cpu" and config.slots > 1
+        outputs_first = backend_for(device.platform) == "cpu"
         return [publish_program(model, dtype, None, outputs_first)(params)]
     program = publish_program(model, dtype, decode_mesh(mesh, tensor))
     return cut(in_turn(mesh, program, params), model)
@@ -213,7 +205,7 @@ def places_of(model: ModelConfig, mesh: Mesh) -> list[Sharding | DecodeParams]:
     return [
         decode_shardings(model, _group_mesh(group))
         if group.size > 1
-        else SingleDeviceSharding(group[0])
+        else jax.sharding.SingleDeviceSharding(group[0])
         for group in mesh.devices
         if group[0].process_index == jax.process_index()
     ]
@@ -302,7 +294,7 @@ def replicated(params: DecodeParams) -> Sharding:
     mesh = mesh_of(params)
     if mesh is None:
         (device,) = jax.tree.leaves(params)[0].devices()
-        return SingleDeviceSharding(device)
+        return jax.sharding.SingleDeviceSharding(device)
     return NamedSharding(mesh, PartitionSpec())
 
 
@@ -344,17 +336,12 @@ def paged_case(
     """
     heads = model.num_kv_heads
     dtypes = (config.dtype, config.cache_dtype or config.dtype)
-    return Case(
-        platform,
-        # A kernel has one dtype for operands and cache; the case names the dtype that the kernel
-        # will reject.
-        next((dtype for dtype in dtypes if dtype not in ("bfloat16", "float16")), config.dtype),
-        heads if heads % tensor else heads // tensor,  # all heads if they cannot be sharded
-        model.num_groups,
-        model.head_dim,
-        config.page_size,
-        capability,
-    )
+    # A kernel has one dtype for operands and cache; the case names the dtype that the kernel will
+    # reject.
+    dtype = next((name for name in dtypes if name not in ("bfloat16", "float16")), config.dtype)
+    heads = heads if heads % tensor else heads // tensor  # all heads if they cannot be sharded
+    shape = (heads, model.num_groups, model.head_dim, config.page_size)
+    return Case(platform, dtype, *shape, capability)
 
 
 def new_pages(
@@ -418,5 +405,4 @@ def mesh_of(params: Params | DecodeParams) -> Mesh | None:
     placed = jax.tree.leaves(params)[0].sharding
     if not isinstance(placed, NamedSharding) or placed.num_devices == 1:
         return None
-    assert isinstance(placed.mesh, Mesh)
-    return placed.mesh
+    return cast(Mesh, placed.mesh)

@@ -138,15 +138,14 @@ def fitted(
 def chosen(asked: EngineConfig, fit: EngineConfig) -> str:
     """Describes in words how `fitted` changed a configuration."""
     names = {"slots": "slots", "max_length": "positions", "chunk": "tokens a chunk"}
-    parts = [
-        f"{getattr(fit, name):,}{'' if value == getattr(fit, name) else f' of {value:,}'} {what}"
-        for name, what in names.items()
-        for value in [getattr(asked, name)]
-    ]
+    parts = []
+    for name, what in names.items():
+        most, count = getattr(asked, name), getattr(fit, name)
+        parts.append(f"{count:,} {what}" if count == most else f"{count:,} of {most:,} {what}")
     if fit.extend_buckets != asked.extend_buckets:
         parts.append("extend buckets of the CPU")
-    fewer = fit != asked
-    return ", ".join(parts) + (" (as many as this run and machine can use)" if fewer else "")
+    fewer = " (as many as this run and machine can use)" if fit != asked else ""
+    return ", ".join(parts) + fewer
 
 
 def _total(model: ModelConfig, config: EngineConfig, tensor: int, **other: Any) -> int:
@@ -258,13 +257,11 @@ def check_memory(
         UserError: the engine does not fit; the message names a setting with which it fits.
     """
     memory = engine_memory(model, config, tensor)
-    if free is not None and published:
-        free += memory.parameters
-    if free is not None and twice:
-        free -= memory.parameters
-    if free is None or memory.total <= free:
+    if free is None:
         return
-
+    free += memory.parameters * (published - twice)
+    if memory.total <= free:
+        return
     name, most = ("pages", config.pages) if config.pages else ("slots", config.slots)
     least = config.pages_per_slot if config.pages else 1
     fits = bisect.bisect_right(

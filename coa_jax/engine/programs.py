@@ -69,9 +69,7 @@ _Carry = tuple[jax.Array, Pages, DecodeState, Chunk]
 
 
 @functools.partial(
-    jax.jit,
-    static_argnames=("config", "capacity", "compute"),
-    donate_argnames=("pages",),
+    jax.jit, static_argnames=("config", "capacity", "compute"), donate_argnames=("pages",)
 )
 def decode_chunk(
     params: DecodeParams,

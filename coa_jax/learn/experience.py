@@ -24,7 +24,7 @@ from coa_jax.learn.teacher import Teacher
 from coa_jax.learn.value import token_values
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.export import to_host
+from coa_jax.model.hf_weights import to_host
 from coa_jax.model.params import Params, without_adapters
 from coa_jax.parallel.placement import put_batch
 from coa_jax.parallel.turns import in_turn

@@ -8,7 +8,6 @@ from typing import Any
 
 from coa_jax.engine.group import apart, give_back, make_engines, new_copies, publish_all
 from coa_jax.engine.memory import engine_memory
-from coa_jax.engine.meter import MeteredEngine
 from coa_jax.errors import UserError
 from coa_jax.learn.advantages import advantages_of
 from coa_jax.learn.algorithms import Algorithm
@@ -94,7 +93,6 @@ class Learner:
             eos_ids(model.tokenizer),
             self.constraint,
             config.mesh.decode_tensor,
-            MeteredEngine,
             rollout_devices(config.mesh),
         )
         for engine in self.engines if config.budgets.max_seconds else ():

@@ -31,7 +31,7 @@ from coa_jax.learn.metrics import sequence_lengths
 from coa_jax.learn.objectives import Stats
 from coa_jax.learn.rejection import read_graded, value
 from coa_jax.model.api import load_model
-from coa_jax.model.export import to_host
+from coa_jax.model.hf_weights import to_host
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import put_batch, training_mesh
 from coa_jax.run_dir import RunDir

@@ -131,7 +131,7 @@ def update(
         members = scored_by_server(config.teacher, members, config.mesh.wait_seconds)
     allowed = None
     if constraint is not None:
-        allowed = replicate(constraint.tables.allowed, compute.mesh)
+        allowed = replicate(jnp.asarray(constraint.tables.allowed), compute.mesh)
     if algorithm.needs_reference and config.lora.rank:
         reference = state.frozen
     step, figures = complete_experience(

@@ -10,15 +10,15 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
 
 import ml_dtypes
 import numpy as np
 
 from coa_jax import files
+from coa_jax.bounds import Count, Positive, check
 from coa_jax.errors import UserError
 from coa_jax.model.hf_weights import TensorSource
-from coa_jax.model.safetensors_io import FLOATS, open_safetensors, write_safetensors
+from coa_jax.model.safetensors_io import Checkpoint, LocalFiles, write_safetensors
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -67,14 +67,10 @@ def read_adapter(folder: Path) -> Adapter | None:
     if config.get("bias", "none") != "none":
         raise UserError(f"{path}: bias={config['bias']!r} is not supported: use 'none'")
     base = config.get("base_model_name_or_path")
-    rank, alpha = config.get("r"), config.get("lora_alpha")
     if not isinstance(base, str) or not base:
         raise UserError(f"{path}: base_model_name_or_path is missing: name the base model there")
-    if (
-        isinstance(rank, bool) or not isinstance(rank, int) or rank < 1
-        or not isinstance(alpha, int | float) or not 0 < alpha < math.inf
-    ):  # fmt: skip
-        raise UserError(f"{path}: r and lora_alpha are not finite numbers above 0")
+    rank = check(config.get("r"), Count, f"{path}: r")
+    alpha = check(config.get("lora_alpha"), Positive, f"{path}: lora_alpha")
     return Adapter(folder, base, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
@@ -94,32 +90,21 @@ class AdaptedTensors:
     def __init__(self, base: TensorSource, adapter: Adapter) -> None:
         self.where = str(adapter.folder)
         self.shapes: Mapping[str, tuple[int, ...]] = base.shapes
-        self._base, self._scale = base, adapter.scale
-        path = adapter.folder / WEIGHTS_FILE
-        self._file: Any = open_safetensors(path)
+        self._base, self._scale, self._adapter = base, adapter.scale, _weights(adapter)
+        path, shapes = adapter.folder / WEIGHTS_FILE, self._adapter.shapes
         self._modules: dict[str, str] = {}
-        names = set(self._file.keys())
-        for name in sorted(names):
+        for name in sorted(shapes):
             module = name.removesuffix(_A).removesuffix(_B)
-            if module == name or not {module + _A, module + _B} <= names:
+            if module == name or not {module + _A, module + _B} <= shapes.keys():
                 raise UserError(f"{path}: {name} is not one of a pair of tensors lora_A and lora_B")
-            self._modules[module.removeprefix(_PREFIX) + ".weight"] = module
-        for weight, module in self._modules.items():
-            a, b = (self._file.get_slice(module + half) for half in (_A, _B))
-            (*before, inputs), (outputs, *after) = a.get_shape(), b.get_shape()
-            fits = len(before) == 1 and before == after
-            if not fits or base.shapes.get(weight) != (outputs, inputs):
+            weight = module.removeprefix(_PREFIX) + ".weight"
+            self._modules[weight] = module
+            a, b = shapes[module + _A], shapes[module + _B]
+            if a[:-1] != b[1:] or len(a) != 2 or base.shapes.get(weight) != (b[0], a[1]):
                 raise UserError(
-                    f"{path}: the tensors of {module} have shapes {b.get_shape()} and "
-                    f"{a.get_shape()}, which do not fit {weight} of {base.where}: is "
-                    "base_model_name_or_path right?"
+                    f"{path}: the tensors of {module} have shapes {list(b)} and {list(a)}, which "
+                    f"do not fit {weight} of {base.where}: is base_model_name_or_path right?"
                 )
-            for half in (a, b):
-                if half.get_dtype() not in FLOATS:
-                    raise UserError(
-                        f"{path}: a tensor of {module} has dtype {half.get_dtype()}: use "
-                        + ", ".join(FLOATS)
-                    )
 
     def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
         """Reads rows of a tensor.
@@ -130,9 +115,13 @@ class AdaptedTensors:
         values = self._base.read(name, rows)
         if (module := self._modules.get(name)) is None:
             return values
-        a, b = self._file.get_tensor(module + _A), self._file.get_slice(module + _B)[rows]
+        a, b = self._adapter.read(module + _A), self._adapter.read(module + _B, rows)
         product: np.ndarray = b.astype(np.float32) @ a.astype(np.float32)
         return values.astype(np.float32) + np.float32(self._scale) * product
+
+
+def _weights(adapter: Adapter) -> Checkpoint:
+    return Checkpoint(str(adapter.folder), LocalFiles(adapter.folder, [WEIGHTS_FILE]))
 
 
 def write_sum(adapters: Sequence[Adapter], base: str, output: Path) -> None:
@@ -151,13 +140,13 @@ def write_sum(adapters: Sequence[Adapter], base: str, output: Path) -> None:
     Raises:
         UserError: the adapters change different projections, or one of them is damaged.
     """
-    opened = [open_safetensors(adapter.folder / WEIGHTS_FILE) for adapter in adapters]
-    names = set(opened[0].keys())
-    if any(set(file.keys()) != names for file in opened):
+    opened = [_weights(adapter) for adapter in adapters]
+    names = opened[0].shapes.keys()
+    if any(weights.shapes.keys() != names for weights in opened):
         raise UserError(f"{adapters[0].folder} and the others adapt different projections")
     tensors, config = {}, files.read_json_object(adapters[0].folder / CONFIG_FILE)
     for name in sorted(names):
-        parts = [file.get_tensor(name).astype(np.float32) for file in opened]
+        parts = [weights.read(name).astype(np.float32) for weights in opened]
         if name.endswith(_B):
             parts = [b * np.float32(its.scale) for b, its in zip(parts, adapters, strict=True)]
         tensors[name] = np.concatenate(parts, axis=1 if name.endswith(_B) else 0)

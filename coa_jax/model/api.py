@@ -18,13 +18,12 @@ from coa_jax.model.adapters import CONFIG_FILE, AdaptedTensors, Adapter, read_ad
 from coa_jax.model.card import read_card
 from coa_jax.model.compute import Compute, local_compute
 from coa_jax.model.config import DTYPES, ModelConfig
-from coa_jax.model.export import write_model
+from coa_jax.model.export import save_model as save_model
 from coa_jax.model.gguf_io import GgufFile, gguf_file
 from coa_jax.model.hf_config import read_config
 from coa_jax.model.hf_weights import TensorSource, load_params
 from coa_jax.model.params import Params, bind, param_dtype, shardings
-from coa_jax.model.ranged_io import RangedCheckpoint
-from coa_jax.model.safetensors_io import Checkpoint
+from coa_jax.model.safetensors_io import Checkpoint, local_checkpoint
 from coa_jax.model.tokenizer import MissingTokenizer, find_tokenizer, gguf_tokenizer
 from coa_jax.storage import is_url, local, model_folder, weights_apart
 
@@ -70,9 +69,10 @@ def load_model(
     """
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))
-    model = describe_model(path)
-    source, config = _source(path)
-    params = load_params(source, config, jnp.dtype(dtype), shardings(config, mesh))
+    model, source = _open(path, weights=True)
+    assert source is not None
+    places = shardings(model.config, mesh)
+    params = load_params(source, model.config, jnp.dtype(dtype), places)
     return dataclasses.replace(model, params=params)
 
 
@@ -81,51 +81,47 @@ def describe_model(path: str | Path) -> Model:
 
     The result is that of :func:`load_model` without parameters.
     """
-    folder = model_folder(path, weights=False)
-    if (adapter := read_adapter(folder)) is not None:
-        with _named_by(adapter):
-            base = describe_model(adapter.base)
-        own = find_tokenizer(folder)
-        tokenizer = base.tokenizer if isinstance(own, MissingTokenizer) else own
-        return _checked(folder, Model(base.config, {}, tokenizer, read_card(folder) or base.card))
-    if (gguf := gguf_file(folder)) is not None:
-        file = GgufFile(gguf)
-        model = Model(file.config, {}, gguf_tokenizer(file), read_card(folder))
-    else:
-        model = Model(_config(folder), {}, find_tokenizer(folder), read_card(folder))
-    return _checked(folder, model)
+    return _open(path, weights=False)[0]
 
 
 def load_weights(path: str | Path, mesh: jax.sharding.Mesh | None = None) -> Params:
     """Loads the parameters of a model in float32; see :func:`load_model`."""
-    source, config = _source(path)
-    return load_params(source, config, jnp.float32, shardings(config, mesh))
+    return load_model(path, mesh=mesh).params
 
 
-def _source(path: str | Path) -> tuple[TensorSource, ModelConfig]:
-    """Opens the weights of a model; returns the source of the tensors, and the architecture."""
-    folder = model_folder(path)
+def _open(path: str | Path, *, weights: bool) -> tuple[Model, TensorSource | None]:
+    """Returns a model without parameters and, if ``weights`` is set, the source of its tensors."""
+    folder = model_folder(path, weights=weights)
+    source: TensorSource | None = None
     if (adapter := read_adapter(folder)) is not None:
         with _named_by(adapter):
-            base, config = _source(adapter.base)
-        # The safetensors of a model in a bucket are read in ranges, but an adapter is small: copy
-        # the whole adapter.
-        whole = Path(local(str(path))) if is_url(path) else folder
-        return AdaptedTensors(base, dataclasses.replace(adapter, folder=whole)), config
-    gguf = gguf_file(folder)
-    if gguf is not None:
-        file = GgufFile(gguf)
-        return file, file.config
-    config = _config(folder)
-    if (apart := weights_apart(path, folder)) is not None:
-        return RangedCheckpoint(str(path), apart), config
-    return Checkpoint(folder), config
-
-
-def _config(folder: Path) -> ModelConfig:
-    if not folder.is_dir():
-        raise UserError(f"{folder} does not exist: give a model directory or a .gguf file")
-    return read_config(folder)
+            base, source = _open(adapter.base, weights=weights)
+        own = find_tokenizer(folder)
+        tokenizer = base.tokenizer if isinstance(own, MissingTokenizer) else own
+        model = Model(base.config, {}, tokenizer, read_card(folder) or base.card)
+        if source is not None:
+            # The safetensors of a model in a bucket are read in ranges, but an adapter is small:
+            # copy the whole adapter.
+            whole = Path(local(str(path))) if is_url(path) else folder
+            source = AdaptedTensors(source, dataclasses.replace(adapter, folder=whole))
+    elif (gguf := gguf_file(folder)) is not None:
+        source = file = GgufFile(gguf)
+        model = Model(file.config, {}, gguf_tokenizer(file), read_card(folder))
+    else:
+        if not folder.is_dir():
+            raise UserError(f"{folder} does not exist: give a model directory or a .gguf file")
+        model = Model(read_config(folder), {}, find_tokenizer(folder), read_card(folder))
+        if weights:
+            apart = weights_apart(path, folder)
+            source = local_checkpoint(folder) if apart is None else Checkpoint(str(path), apart)
+    if not isinstance(model.tokenizer, MissingTokenizer):
+        largest = max(model.tokenizer.get_vocab().values())
+        if largest >= model.config.vocab_size:
+            raise UserError(
+                f"{folder}: the tokenizer has ids up to {largest}, the model only "
+                f"{model.config.vocab_size} embeddings: use the tokenizer that belongs to the model"
+            )
+    return model, source
 
 
 @contextlib.contextmanager
@@ -140,18 +136,6 @@ def _named_by(adapter: Adapter) -> Iterator[None]:
             f"{adapter.folder / CONFIG_FILE}: the base model {adapter.base} cannot be loaded: "
             f"{error}"
         ) from error
-
-
-def _checked(path: Path, model: Model) -> Model:
-    """Returns the model, after checking that its tokenizer fits its embeddings."""
-    if not isinstance(model.tokenizer, MissingTokenizer):
-        largest = max(model.tokenizer.get_vocab().values())
-        if largest >= model.config.vocab_size:
-            raise UserError(
-                f"{path}: the tokenizer has ids up to {largest}, the model only "
-                f"{model.config.vocab_size} embeddings: use the tokenizer that belongs to the model"
-            )
-    return model
 
 
 @functools.partial(jax.jit, static_argnames=("config", "compute"))
@@ -186,9 +170,7 @@ def logits(model: Model, tokens: Any) -> jax.Array:
         raise UserError(f"tokens have shape {list(ids.shape)}: give [batch, length], not empty")
     if not np.issubdtype(ids.dtype, np.integer):
         raise UserError(f"tokens have dtype {ids.dtype}: give integer ids")
-    bad = np.argwhere((ids < 0) | (ids >= model.config.vocab_size))
-    if bad.size:
-        row, column = bad[0]
+    for row, column in np.argwhere((ids < 0) | (ids >= model.config.vocab_size))[:1]:
         raise UserError(
             f"tokens[{row}][{column}] is {ids[row, column]}, outside the vocabulary of "
             f"{model.config.vocab_size}: use the tokenizer that belongs to the model"
@@ -196,48 +178,3 @@ def logits(model: Model, tokens: Any) -> jax.Array:
     compute = local_compute(str(param_dtype(model.params)))
     tokens = jnp.asarray(ids, jnp.int32)
     return _logits(model.params, tokens, config=model.config, compute=compute)
-
-
-def save_model(
-    model: Model,
-    path: str | Path,
-    *,
-    dtype: str | None = None,
-    max_shard_bytes: int = 5 * 10**9,
-    overwrite: bool = False,
-) -> None:
-    """Writes a directory that transformers, vLLM and :func:`load_model` can read.
-
-    The directory holds ``config.json``, ``generation_config.json`` and safetensors. If a single
-    file of tensors would exceed ``max_shard_bytes``, the tensors are split over several files with
-    an index. If the model has a card or a tokenizer, the directory holds their files too; the
-    tokenizer defines the ids that end a generation. The directory appears under its name only when
-    it is complete. If there are several processes, all of them must call this function; the first
-    process writes.
-
-    Args:
-        model: the model to save. The parameters are rounded only if ``dtype`` is narrower than
-            their own dtype.
-        path: directory to create.
-        dtype: dtype of the saved tensors; None for the dtype of the parameters.
-        max_shard_bytes: maximum number of bytes of the tensors in one file; a larger tensor gets a
-            file of its own.
-        overwrite: whether to replace a model that exists at ``path``. If False, ``path`` must be
-            empty or absent.
-
-    Raises:
-        UserError: the directory is not empty, or cannot be written (no permission, full disk).
-    """
-    dtype = dtype or str(param_dtype(model.params))
-    if dtype not in (*DTYPES, "float16"):
-        raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))
-    write_model(
-        path,
-        model.config,
-        model.params,
-        model.tokenizer,
-        dtype,
-        max_shard_bytes,
-        overwrite,
-        model.card,
-    )

@@ -85,10 +85,7 @@ def cache_size(compute: Compute, cache: Cache) -> int:
 
     A token at a position of this number or more is treated as padding.
     """
-    first = cache.layers[0]
-    if isinstance(first, LayerCache):
-        return cache.table.shape[1] * first.values.shape[2]
-    return cache.table.shape[1] * paged.page_size(compute.attention, first)
+    return cache.table.shape[1] * paged.page_size(compute.attention, cache.layers[0])
 
 
 def page_axis(compute: Compute) -> int:
@@ -96,9 +93,7 @@ def page_axis(compute: Compute) -> int:
     return 1 if compute.attention == "pallas_gpu" else 0
 
 
-def layer_axes(
-    config: ModelConfig, compute: Compute, tensor: int
-) -> tuple[str | None, str | None, str | None, str | None]:
+def layer_axes(config: ModelConfig, compute: Compute, tensor: int) -> tuple[str | None, ...]:
     """Returns the logical axes of the buffers of a layer.
 
     Scales have fewer axes than keys and values; their axes are the first ones of the result. If the
@@ -110,9 +105,8 @@ def layer_axes(
         tensor: size of the mesh axis ``tensor``.
     """
     heads = None if config.num_kv_heads % tensor else "kv_heads"
-    if compute.attention == "xla":
-        return (None, heads, None, None)
-    return paged.pool_axes(compute.attention, heads)
+    axis = {"xla": 1, "pallas_gpu": 0, "ragged_paged": 2}[compute.attention]
+    return tuple(heads if index == axis else None for index in range(4))
 
 
 def init_layers(
@@ -134,9 +128,11 @@ def init_layers(
     heads, width = config.num_kv_heads, config.head_dim
 
     def layer() -> LayerPages:
-        if compute.attention != "xla":
-            name = compute.attention
-            return paged.init_pages(name, pages, page_size, heads, width, dtype)
+        if compute.attention == "ragged_paged":
+            return (jnp.zeros((pages, page_size, 2 * heads, width), dtype),)
+        if compute.attention == "pallas_gpu":
+            shape = (heads, pages, page_size, width)
+            return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
         keys = jnp.zeros((pages, heads, width, page_size), dtype)
         values = jnp.zeros((pages, heads, page_size, width), dtype)
         if jnp.dtype(dtype) != jnp.int8:
@@ -161,22 +157,30 @@ def write(
 
     Args:
         layer: pages of the layer.
-        table: int32 ``[B, C]``, page numbers of each sequence.
+        table: int32 ``[B, C]``, page numbers of each sequence; no two sequences may write to the
+            same page.
         k, v: new keys and values ``[B, T, N, K]``.
         positions: positions of the new tokens, int32 ``[B, T]``.
         compute: the implementation, which determines the layout of the pages.
     """
-    if not isinstance(layer, LayerCache):
-        return paged.write_pages(compute.attention, layer, table, k, v, positions)
-    pages, page_size = layer.keys.shape[0], layer.keys.shape[3]
-    index, offset = jnp.divmod(positions, page_size)
+    index, offset = jnp.divmod(positions, paged.page_size(compute.attention, layer))
     inside = index < table.shape[1]
     page = jnp.take_along_axis(table, jnp.where(inside, index, 0), axis=1)
-    page = jnp.where(inside, page, pages)
-    at = (page, slice(None), offset)
+    # A page number outside the pool, to which scatter drops writes.
+    page = jnp.where(inside, page, jnp.iinfo(jnp.int32).max)
+    if not isinstance(layer, LayerCache):
+        k, v = k.astype(layer[0].dtype), v.astype(layer[0].dtype)
+        if compute.attention == "ragged_paged":
+            b, t, n, width = k.shape
+            pairs = jnp.stack((k, v), axis=3).reshape(b, t, 2 * n, width)
+            return (layer[0].at[page, offset].set(pairs, mode="drop"),)
+        return tuple(
+            pool.at[:, page, offset].set(jnp.moveaxis(x, 2, 0), mode="drop")
+            for pool, x in zip(layer, (k, v), strict=True)
+        )
+    at, scales = (page, slice(None), offset), {}
     if layer.key_scales is None or layer.value_scales is None:
         k, v = k.astype(layer.keys.dtype), v.astype(layer.values.dtype)
-        scales = {}
     else:
         (k, key_scale), (v, value_scale) = quantize(k), quantize(v)
         scales = {
@@ -206,6 +210,9 @@ def attend_to(
 ) -> jax.Array:
     """Computes the attention of new tokens to all positions up to their own.
 
+    The kernel of ``pallas_gpu`` takes one new token per sequence. Several new tokens are computed
+    as in the reference, because the matmuls then take more time than reading the pages.
+
     Args:
         layer: pages that already hold the keys and values of the new tokens.
         q: queries, ``[B, T, N, G, K]``.
@@ -217,20 +224,29 @@ def attend_to(
     Returns:
         The attended values, float32, in the shape of q.
     """
-    if not isinstance(layer, LayerCache):
-        return paged.attend_paged(compute, q, layer, table, positions)
+    size = paged.page_size(compute.attention, layer)
+    if isinstance(layer, LayerCache):
 
-    def part(buffer: jax.Array, scales: jax.Array | None, page: jax.Array, axis: int) -> jax.Array:
-        values = buffer.at[page].get(mode="promise_in_bounds")
-        if scales is None:
-            return values
-        scale = scales.at[page].get(mode="promise_in_bounds")
-        return values.astype(jnp.float32) * jnp.expand_dims(scale, axis)
+        def part(
+            buffer: jax.Array, scales: jax.Array | None, page: jax.Array, axis: int
+        ) -> jax.Array:
+            values = buffer.at[page].get(mode="promise_in_bounds")
+            if scales is None:
+                return values
+            scale = scales.at[page].get(mode="promise_in_bounds")
+            return values.astype(jnp.float32) * jnp.expand_dims(scale, axis)
 
-    def read(page: jax.Array) -> tuple[jax.Array, jax.Array]:
-        return (
-            part(layer.keys, layer.key_scales, page, 2),
-            part(layer.values, layer.value_scales, page, 3),
-        )
+        def read(page: jax.Array) -> tuple[jax.Array, jax.Array]:
+            keys = part(layer.keys, layer.key_scales, page, 2)
+            return keys, part(layer.values, layer.value_scales, page, 3)
 
-    return paged.walk(compute, q, read, table, layer.keys.shape[3], positions)
+    elif compute.attention == "pallas_gpu" and q.shape[1] > 1:
+        pools = layer
+
+        def read(page: jax.Array) -> tuple[jax.Array, jax.Array]:
+            keys, values = (pool[:, page] for pool in pools)
+            return jnp.moveaxis(keys, (0, 3), (1, 2)), jnp.moveaxis(values, 0, 1)
+
+    else:
+        return paged.attend_with_kernel(compute, q, layer, table, positions)
+    return paged.walk(compute, q, read, table, size, positions)

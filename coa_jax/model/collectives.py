@@ -22,7 +22,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -209,32 +208,13 @@ def _split(axes: Axes, w: jax.Array, x: jax.Array, compute: Compute) -> _Split |
 # --- matmuls and their gradients ----------------------------------------------------------
 #
 # The gathered operands are returned as residuals, so that under `model.remat` the backward pass
-# gathers each operand only once.
+# gathers each operand only once.  Scalars carry the dtypes of the gradients.
 
 
-_Forward = Callable[[_Split, jax.Array, jax.Array], tuple[jax.Array, Any]]
-_Backward = Callable[[_Split, Any, jax.Array], tuple[jax.Array, jax.Array]]
+_Saved = tuple[jax.Array, ...]
 
 
-def _with_gradient(
-    forward: _Forward, backward: _Backward
-) -> Callable[[_Split, jax.Array, jax.Array], jax.Array]:
-    """Creates a differentiable matmul from a forward and a backward function.
-
-    ``forward`` returns the result, and the residuals that ``backward`` needs.
-    """
-
-    @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-    def product_of(split: _Split, x: jax.Array, w: jax.Array) -> jax.Array:
-        return forward(split, x, w)[0]
-
-    product_of.defvjp(forward, backward)
-    return product_of
-
-
-def _widen_fwd(
-    split: _Split, x: jax.Array, w: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Any]]:
+def _widen_fwd(split: _Split, x: jax.Array, w: jax.Array) -> tuple[jax.Array, _Saved]:
     outputs = "uvwx"[: w.ndim - 1]
 
     def local(x: jax.Array, w: jax.Array) -> tuple[jax.Array, ...]:
@@ -244,11 +224,11 @@ def _widen_fwd(
     ins = (split.tokens("tensor"), split.stored)
     outs = (split.tokens(None, *split.whole[1:]), split.tokens(), split.whole)
     y, whole_x, whole_w = split.run(local, ins, outs, x, w)
-    return y, (whole_x, whole_w, (jnp.zeros((), x.dtype), jnp.zeros((), w.dtype)))
+    return y, (whole_x, whole_w, jnp.zeros((), x.dtype), jnp.zeros((), w.dtype))
 
 
-def _widen_bwd(split: _Split, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
-    x, w, (of_x, of_w) = saved
+def _widen_bwd(split: _Split, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+    x, w, of_x, of_w = saved
     outputs = "uvwx"[: w.ndim - 1]
 
     def local(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -262,12 +242,15 @@ def _widen_bwd(split: _Split, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.
     return dx.astype(of_x.dtype), dw.astype(of_w.dtype)
 
 
-_widen = _with_gradient(_widen_fwd, _widen_bwd)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _widen(split: _Split, x: jax.Array, w: jax.Array) -> jax.Array:
+    return _widen_fwd(split, x, w)[0]
 
 
-def _narrow_fwd(
-    split: _Split, x: jax.Array, w: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array, Any]]:
+_widen.defvjp(_widen_fwd, _widen_bwd)
+
+
+def _narrow_fwd(split: _Split, x: jax.Array, w: jax.Array) -> tuple[jax.Array, _Saved]:
     def local(x: jax.Array, w: jax.Array) -> tuple[jax.Array, jax.Array]:
         w = split.gather_weight(w)
         return split.scatter_product("btk,kd->btd", x.astype(w.dtype), w, 1), w
@@ -277,7 +260,7 @@ def _narrow_fwd(
     return y, (x, whole_w, jnp.zeros((), w.dtype))
 
 
-def _narrow_bwd(split: _Split, saved: Any, g: jax.Array) -> tuple[jax.Array, jax.Array]:
+def _narrow_bwd(split: _Split, saved: _Saved, g: jax.Array) -> tuple[jax.Array, jax.Array]:
     x, w, of_w = saved
 
     def local(x: jax.Array, w: jax.Array, g: jax.Array) -> tuple[jax.Array, jax.Array]:
@@ -292,4 +275,9 @@ def _narrow_bwd(split: _Split, saved: Any, g: jax.Array) -> tuple[jax.Array, jax
     return dx, dw.astype(of_w.dtype)
 
 
-_narrow = _with_gradient(_narrow_fwd, _narrow_bwd)
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _narrow(split: _Split, x: jax.Array, w: jax.Array) -> jax.Array:
+    return _narrow_fwd(split, x, w)[0]
+
+
+_narrow.defvjp(_narrow_fwd, _narrow_bwd)

@@ -142,20 +142,8 @@ def training_compute(
     """
     device = jax.local_devices()[0] if mesh is None else mesh.local_devices[0]
     platform, capability = platform_of(device)
-    case = Case(
-        platform=platform,
-        dtype=jnp.dtype(dtype).name,
-        num_kv_heads=model.num_kv_heads,
-        num_groups=model.num_groups,
-        head_dim=model.head_dim,
-        capability=capability,
-    )
+    name, heads = jnp.dtype(dtype).name, (model.num_kv_heads, model.num_groups, model.head_dim)
+    case = Case(platform, name, *heads, capability=capability)
     implementation = resolve("causal", attention, case, "config.attention")
-    return Compute(
-        jnp.dtype(dtype).name,
-        remat,
-        implementation,
-        backend_for(platform),
-        mesh,
-        collectives_for(platform, collectives),
-    )
+    placed = collectives_for(platform, collectives)
+    return Compute(name, remat, implementation, backend_for(platform), mesh, placed)

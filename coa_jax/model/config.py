@@ -85,8 +85,6 @@ class ModelConfig:
             raise ValueError(
                 f"num_heads {self.num_heads} is not a multiple of num_kv_heads {self.num_kv_heads}"
             )
-        if self.head_dim < 2:
-            raise ValueError(f"head_dim is {self.head_dim}; rotary positions need pairs")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} is odd; rotary positions need pairs")
 
@@ -113,12 +111,11 @@ def warn_of_positions(model: ModelConfig, length: int, setting: str) -> None:
         setting: name of the setting that allows this length.
     """
     if length > model.positions:
-        yarn = isinstance(model.rope_scaling, YarnRope)
+        origin = "max_position_embeddings"
+        if isinstance(model.rope_scaling, YarnRope):
+            origin = "original_max_position_embeddings times YaRN's factor"
         logging.warning(
-            "%s lets sequences have %d tokens, but the model was trained for %d positions "
-            "(%s): beyond them it may write nonsense; lower %s, or train it for more",
-            setting, length, model.positions,
-            "original_max_position_embeddings times YaRN's factor" if yarn
-            else "max_position_embeddings",
-            setting,
-        )  # fmt: skip
+            f"{setting} lets sequences have {length} tokens, but the model was trained for "
+            f"{model.positions} positions ({origin}): beyond them it may write nonsense; lower "
+            f"{setting}, or train it for more"
+        )

@@ -79,18 +79,12 @@ class Attention(nnx.Module):
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
         c = config
         d, n, g, k = c.hidden_size, c.num_kv_heads, c.num_groups, c.head_dim
-        self.qkv = Linear(
-            (d,),
-            (n, g + 2, k),
-            ("embed", "kv_heads", "qkv", "head"),
-            rngs=rngs,
-            use_bias=c.qkv_bias,
-        )
+        one = ("embed", "kv_heads", "qkv", "head")
+        self.qkv = Linear((d,), (n, g + 2, k), one, rngs=rngs, use_bias=c.qkv_bias)
         heads = ("kv_heads", "groups", "head")
         self.out = Linear((n, g, k), (d,), (*heads, "embed"), rngs=rngs, stddev=_residual(c))
         self.q_norm = RMSNorm(k, "head", c.rms_eps) if c.qk_norm else None
         self.k_norm = RMSNorm(k, "head", c.rms_eps) if c.qk_norm else None
-        one = ("embed", "kv_heads", "qkv", "head")
         self.q_lora = _lora("q", (d,), (n, g, k), ("embed", *heads), c, rngs)
         self.k_lora = _lora("k", (d,), (n, 1, k), one, c, rngs)
         self.v_lora = _lora("v", (d,), (n, 1, k), one, c, rngs)
@@ -98,11 +92,7 @@ class Attention(nnx.Module):
         self.groups = g
 
     def __call__(
-        self,
-        x: jax.Array,
-        rope: tuple[jax.Array, jax.Array],
-        compute: Compute,
-        attend: Attend,
+        self, x: jax.Array, rope: tuple[jax.Array, jax.Array], compute: Compute, attend: Attend
     ) -> tuple[jax.Array, LayerPages | None]:
         """Computes the attention of ``x [B, T, D]``, which is in the compute dtype.
 

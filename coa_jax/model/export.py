@@ -7,38 +7,60 @@ import math
 import re
 import shutil
 import tempfile
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 
 from coa_jax import files
 from coa_jax.errors import UserError
 from coa_jax.model.card import CARD
-from coa_jax.model.config import ModelConfig
+from coa_jax.model.config import DTYPES
 from coa_jax.model.hf_config import config_to_hf
 from coa_jax.model.hf_table import TABLE, tensors_of
 from coa_jax.model.hf_weights import export_tensors
-from coa_jax.model.params import Params, specs
+from coa_jax.model.params import param_dtype, specs
 from coa_jax.model.safetensors_io import INDEX_FILE, SINGLE_FILE, write_safetensors
 from coa_jax.model.tokenizer import MissingTokenizer, eos_ids
-from coa_jax.parallel.turns import mesh_of, turn
+
+if TYPE_CHECKING:
+    from coa_jax.model.api import Model
 
 
-def write_model(
+def save_model(
+    model: Model,
     path: str | Path,
-    config: ModelConfig,
-    params: Params,
-    tokenizer: Any,
-    dtype: str,
-    max_shard_bytes: int,
-    overwrite: bool,
-    card: Mapping[str, Any],
+    *,
+    dtype: str | None = None,
+    max_shard_bytes: int = 5 * 10**9,
+    overwrite: bool = False,
 ) -> None:
-    """Writes a model; :func:`coa_jax.model.api.save_model` documents the arguments."""
+    """Writes a directory that transformers, vLLM and :func:`load_model` can read.
+
+    The directory holds ``config.json``, ``generation_config.json`` and safetensors. If a single
+    file of tensors would exceed ``max_shard_bytes``, the tensors are split over several files with
+    an index. If the model has a card or a tokenizer, the directory holds their files too; the
+    tokenizer defines the ids that end a generation. The directory appears under its name only when
+    it is complete. If there are several processes, all of them must call this function; the first
+    process writes.
+
+    Args:
+        model: the model to save. The parameters are rounded only if ``dtype`` is narrower than
+            their own dtype.
+        path: directory to create.
+        dtype: dtype of the saved tensors; None for the dtype of the parameters.
+        max_shard_bytes: maximum number of bytes of the tensors in one file; a larger tensor gets a
+            file of its own.
+        overwrite: whether to replace a model that exists at ``path``. If False, ``path`` must be
+            empty or absent.
+
+    Raises:
+        UserError: the directory is not empty, or cannot be written (no permission, full disk).
+    """
+    dtype = dtype or str(param_dtype(model.params))
+    if dtype not in (*DTYPES, "float16"):
+        raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))
     path = Path(path)
     if path.exists() and not path.is_dir():
         raise UserError(f"{path} is a file: choose another directory")
@@ -53,10 +75,10 @@ def write_model(
             path.parent.mkdir(parents=True, exist_ok=True)
             temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
             temporary.chmod(0o755)
-            _write_configs(temporary, config, tokenizer, dtype)
-            if card:
-                files.write_json(temporary / CARD, dict(card))
-        _write_weights(temporary, config, params, dtype, max_shard_bytes)
+            _write_configs(temporary, model, dtype)
+            if model.card:
+                files.write_json(temporary / CARD, dict(model.card))
+        _write_weights(temporary, model, dtype, max_shard_bytes)
         if temporary is not None:
             files.replace_folder(temporary, path)
     except Exception as error:
@@ -75,10 +97,11 @@ def write_model(
             shutil.rmtree(temporary, ignore_errors=True)
 
 
-def _write_configs(directory: Path, config: ModelConfig, tokenizer: Any, dtype: str) -> None:
+def _write_configs(directory: Path, model: Model, dtype: str) -> None:
+    tokenizer = model.tokenizer
     missing = isinstance(tokenizer, MissingTokenizer)
     eos, pad = ([], None) if missing else (eos_ids(tokenizer), tokenizer.pad_token_id)
-    hf = config_to_hf(config, dtype, eos, pad)
+    hf = config_to_hf(model.config, dtype, eos, pad)
     generation = {"bos_token_id": None, "eos_token_id": eos or None, "pad_token_id": pad}
     for name, content in (("config.json", hf), ("generation_config.json", generation)):
         (directory / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -102,38 +125,27 @@ def _write_tokenizer(directory: Path, tokenizer: Any) -> None:
     file.write_text(text + "\n", encoding="utf-8")
 
 
-def _write_weights(
-    directory: Path | None,
-    config: ModelConfig,
-    params: Params,
-    dtype: str,
-    max_shard_bytes: int,
-) -> None:
+def _write_weights(directory: Path | None, model: Model, dtype: str, max_shard_bytes: int) -> None:
     """Writes the weights; processes whose ``directory`` is None only help to gather them."""
-    tensors = export_tensors(params, config, to_host)
+    tensors = export_tensors(model.params, model.config)
     if directory is None:
         for _ in tensors:
             pass
         return
     itemsize = jnp.dtype(dtype).itemsize
-    shards = _plan_shards(tensors_of(TABLE, specs(config)), itemsize, max_shard_bytes)
+    shards = _plan_shards(tensors_of(TABLE, specs(model.config)), itemsize, max_shard_bytes)
     if len(shards) == 1:
-        write_safetensors(directory / SINGLE_FILE, shards[0], dtype_of(dtype), tensors)
+        write_safetensors(directory / SINGLE_FILE, shards[0], dtype, tensors)
         return
     weight_map: dict[str, str] = {}
     for i, shapes in enumerate(shards, 1):
         name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
         weight_map |= dict.fromkeys(shapes, name)
         part = (next(tensors) for _ in range(len(shapes)))
-        write_safetensors(directory / name, shapes, dtype_of(dtype), part)
+        write_safetensors(directory / name, shapes, dtype, part)
     total = sum(math.prod(shape) * itemsize for shapes in shards for shape in shapes.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")
-
-
-def dtype_of(name: str) -> np.dtype:
-    """Returns the numpy dtype of a name such as ``"bfloat16"``."""
-    return np.dtype(jnp.dtype(name))
 
 
 def _plan_shards(
@@ -150,16 +162,3 @@ def _plan_shards(
         shards[-1][name] = shape
         room -= size
     return shards
-
-
-def to_host(array: jax.Array) -> np.ndarray:
-    """Copies a global array to the memory of this host.
-
-    If there are several processes, all of them must call this function.
-    """
-    if array.is_fully_addressable:
-        return np.asarray(array)
-    from jax.experimental import multihost_utils
-
-    with turn(mesh_of(array)):
-        return multihost_utils.process_allgather(array, tiled=True)

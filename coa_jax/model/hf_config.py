@@ -8,13 +8,13 @@ and the error names the key.
 from __future__ import annotations
 
 import dataclasses
-import math
 import reprlib
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 from coa_jax import files
+from coa_jax.bounds import Between, Count, Natural, Positive, Size, check, parts
 from coa_jax.errors import UserError
 from coa_jax.model.config import Architecture, ModelConfig
 from coa_jax.model.rope import Llama3Rope, YarnRope
@@ -29,18 +29,11 @@ _MAX_POSITION: dict[Architecture, int] = {"llama": 2048, "qwen2": 32768, "qwen3"
 _ORIGINAL = "original_max_position_embeddings"
 _YARN = ("beta_fast", "beta_slow", "attention_factor", "mscale", "mscale_all_dim", "truncate")
 """Options of YaRN, which have the same names in `YarnRope`."""
-_LARGEST = 2**31 - 1  # positions, ids and sizes of arrays are int32
-_MOST = {
-    "num_hidden_layers": 10_000,
-    "num_attention_heads": 2**16,
-    "num_key_value_heads": 2**16,
-    "head_dim": 2**16,
-    "hidden_size": 2**20,
-    "intermediate_size": 2**24,
-    "rope_theta": 1e30,
-    "rms_norm_eps": 1.0,
-}
-"""The largest plausible values of a model's sizes; larger values show that a file is damaged."""
+_Heads = Annotated[int, Between(1, 2**16)]
+# Larger values show that a file is damaged.
+_Layers = Annotated[int, Between(1, 10_000)]
+_Theta = Annotated[float, Between(0, 1e30, above=True)]
+_Eps = Annotated[float, Between(0, 1, above=True)]
 
 
 def read_config(directory: str | Path) -> ModelConfig:
@@ -69,27 +62,27 @@ def config_from_hf(hf: Mapping[str, Any], where: str = "config.json") -> ModelCo
     """
     architecture = _architecture(hf, where)
     _refuse_unsupported(hf, architecture, where)
-    heads = _integer(hf, "num_attention_heads", where)
-    hidden = _integer(hf, "hidden_size", where)
-    head_dim = 128 if architecture == "qwen3" else hidden // heads
-    max_position = _integer(
-        hf, "max_position_embeddings", where, default=_MAX_POSITION[architecture]
-    )
+
+    def get(key: str, annotation: Any, default: Any = None) -> Any:
+        return _value(hf, key, annotation, where, default)
+
+    heads, hidden = get("num_attention_heads", _Heads), get("hidden_size", Size)
+    max_position = get("max_position_embeddings", Count, _MAX_POSITION[architecture])
     theta, scaling = _rope(hf, max_position, where)
     try:
         return ModelConfig(
             architecture=architecture,
-            vocab_size=_integer(hf, "vocab_size", where),
+            vocab_size=get("vocab_size", Count),
             hidden_size=hidden,
-            intermediate_size=_integer(hf, "intermediate_size", where),
-            num_layers=_integer(hf, "num_hidden_layers", where),
+            intermediate_size=get("intermediate_size", Size),
+            num_layers=get("num_hidden_layers", _Layers),
             num_heads=heads,
-            num_kv_heads=_integer(hf, "num_key_value_heads", where, default=heads),
-            head_dim=_integer(hf, "head_dim", where, default=head_dim),
+            num_kv_heads=get("num_key_value_heads", _Heads, heads),
+            head_dim=get("head_dim", _Heads, 128 if architecture == "qwen3" else hidden // heads),
             rope_theta=theta,
             rope_scaling=scaling,
-            rms_eps=_number(hf, "rms_norm_eps", where, default=1e-6),
-            tie_embeddings=_flag(hf, "tie_word_embeddings", where),
+            rms_eps=get("rms_norm_eps", _Eps, 1e-6),
+            tie_embeddings=get("tie_word_embeddings", bool, False),
             qkv_bias=architecture == "qwen2",
             qk_norm=architecture == "qwen3",
             max_position=max_position,
@@ -109,8 +102,7 @@ def config_to_hf(
         eos_ids: ids that end a generation.
         pad_id: id of the padding token; None if there is no such token.
     """
-    c = config
-    rope = _rope_to_hf(c.rope_scaling)
+    c, rope = config, _rope_to_hf(config.rope_scaling)
     hf = {
         "architectures": [HF_CLASSES[c.architecture]],
         "model_type": c.architecture,
@@ -131,26 +123,19 @@ def config_to_hf(
         "rope_scaling": rope if c.rope_scaling is not None else None,
         "rope_parameters": {**rope, "rope_theta": c.rope_theta},
         "bos_token_id": None,
-        "eos_token_id": list(eos_ids) if len(eos_ids) != 1 else eos_ids[0],
+        "eos_token_id": eos_ids[0] if len(eos_ids) == 1 else list(eos_ids) or None,
         "pad_token_id": pad_id,
         "attention_dropout": 0.0,
         "use_cache": True,
     }
-    if not eos_ids:
-        hf["eos_token_id"] = None
-    if c.architecture == "llama":
-        hf |= {"attention_bias": False, "mlp_bias": False}
-    else:
-        hf |= {"use_sliding_window": False}
-    if c.architecture == "qwen3":
-        hf |= {"attention_bias": False}
+    if c.architecture != "qwen2":
+        hf["attention_bias"] = False
+    hf["mlp_bias" if c.architecture == "llama" else "use_sliding_window"] = False
     return hf
 
 
 def _architecture(hf: Mapping[str, Any], where: str) -> Architecture:
-    names = hf.get("architectures") or []
-    if not isinstance(names, list):
-        raise UserError(f"{where}: architectures is {reprlib.repr(names)}, which is not a list")
+    names = check(hf.get("architectures") or [], list, f"{where}: architectures")
     for architecture, cls in HF_CLASSES.items():
         if cls in names or (not names and hf.get("model_type") == architecture):
             return architecture
@@ -164,12 +149,13 @@ def _architecture(hf: Mapping[str, Any], where: str) -> Architecture:
 def _refuse_unsupported(hf: Mapping[str, Any], architecture: Architecture, where: str) -> None:
     activation = hf.get("hidden_act", "silu")
     if activation not in ("silu", "swish"):
-        shown = reprlib.repr(activation)
-        raise UserError(f"{where}: hidden_act {shown} is not supported: only silu is")
+        raise UserError(
+            f"{where}: hidden_act {reprlib.repr(activation)} is not supported: only silu is"
+        )
     # In Llama and Qwen3, attention_bias also adds a bias to the output projection. Qwen2 ignores
     # the key: its q, k and v always have a bias.
     for key in ("attention_bias", "mlp_bias"):
-        if _flag(hf, key, where) and (key == "mlp_bias" or architecture != "qwen2"):
+        if _value(hf, key, bool, where, False) and (key == "mlp_bias" or architecture != "qwen2"):
             raise UserError(f"{where}: {key} true is not supported for {architecture} models")
     if hf.get("quantization_config"):
         raise UserError(
@@ -183,21 +169,16 @@ def _refuse_unsupported(hf: Mapping[str, Any], architecture: Architecture, where
 
 
 def _uses_sliding_window(hf: Mapping[str, Any], architecture: Architecture, where: str) -> bool:
-    kinds = hf.get("layer_types") or ()
-    if not isinstance(kinds, Sequence):
-        raise UserError(f"{where}: layer_types {reprlib.repr(kinds)} is not a list")
+    kinds = check(hf.get("layer_types") or [], list, f"{where}: layer_types")
     if any(kind != "full_attention" for kind in kinds):
         return True
     if architecture == "llama" or not hf.get("use_sliding_window"):
         return False
     # Layers from max_window_layers on use the window. The released Qwen2 configs have a window, but
     # set max_window_layers to the number of layers, so no layer uses the window.
-    window = hf.get("sliding_window", 4096)
-    first = hf.get("max_window_layers", 28)
-    if isinstance(first, bool) or not isinstance(first, int):
-        shown = reprlib.repr(first)
-        raise UserError(f"{where}: max_window_layers is {shown}, which is not a whole number")
-    return window is not None and first < _integer(hf, "num_hidden_layers", where)
+    first = check(hf.get("max_window_layers", 28), Natural, f"{where}: max_window_layers")
+    layers: int = _value(hf, "num_hidden_layers", _Layers, where)
+    return hf.get("sliding_window", 4096) is not None and first < layers
 
 
 def _rope(
@@ -216,17 +197,18 @@ def _rope(
                 f"{where}: rope_parameters and rope_scaling differ; keep only the right entry"
             )
     bases = {**hf, **(hf.get("rope_parameters") or {}), **rope}
-    theta = _number(bases, "rope_theta", where, default=10_000.0)
+    theta = _value(bases, "rope_theta", _Theta, where, 10_000.0)
     kind = rope.get("rope_type", rope.get("type", "default"))
     if kind not in ("default", "llama3", "yarn"):
-        shown = reprlib.repr(kind)
         raise UserError(
-            f"{where}: rope type {shown} is not supported: only default, llama3 and yarn"
+            f"{where}: rope type {reprlib.repr(kind)} is not supported: only default, llama3 and "
+            "yarn"
         )
     partial = rope.get("partial_rotary_factor", hf.get("partial_rotary_factor", 1.0))
     if partial not in (1, None):
-        shown = reprlib.repr(partial)
-        raise UserError(f"{where}: partial_rotary_factor {shown} is not supported: only 1 is")
+        raise UserError(
+            f"{where}: partial_rotary_factor {reprlib.repr(partial)} is not supported: only 1 is"
+        )
     if kind == "default":
         return theta, None
     # transformers may prefer a value outside the entry.
@@ -234,14 +216,14 @@ def _rope(
         raise UserError(f"{where}: {_ORIGINAL} is outside rope_scaling: move it there")
     if kind == "yarn":
         return theta, _yarn(rope, theta, max_position, where)
-    low, high = (_number(rope, f"{end}_freq_factor", where) for end in ("low", "high"))
+    low, high = (_value(rope, f"{end}_freq_factor", Positive, where) for end in ("low", "high"))
     if low >= high:
         raise UserError(f"{where}: low_freq_factor {low:g} is not below high_freq_factor {high:g}")
     return theta, Llama3Rope(
-        factor=_number(rope, "factor", where),
+        factor=_value(rope, "factor", Positive, where),
         low_freq_factor=low,
         high_freq_factor=high,
-        original_max_position=_integer(rope, _ORIGINAL, where),
+        original_max_position=_value(rope, _ORIGINAL, Count, where),
     )
 
 
@@ -250,19 +232,19 @@ def _yarn(rope: Mapping[str, Any], theta: float, max_position: int, where: str) 
     # The key "finetuned" says that the weights were trained with the scaling; it changes no
     # arithmetic.
     if unknown := sorted(rope.keys() - known - {*_YARN, "finetuned"}):
-        shown = reprlib.repr(unknown[0])
         raise UserError(
-            f"{where}: {shown} of the yarn rope is not supported: only {', '.join(_YARN)}"
+            f"{where}: {reprlib.repr(unknown[0])} of the yarn rope is not supported: only "
+            + ", ".join(_YARN)
         )
-    options: dict[str, Any] = {
-        key: _number(rope, key, where) for key in _YARN[:-1] if rope.get(key) is not None
+    options = {
+        key: _value(rope, key, Positive, where) for key in _YARN[:-1] if rope.get(key) is not None
     }
     if "truncate" in rope:  # transformers reads null as false
-        options["truncate"] = _flag(rope, "truncate", where)
+        options["truncate"] = _value(rope, "truncate", bool, where, False)
     yarn = YarnRope(
-        factor=_number(rope, "factor", where),
+        factor=_value(rope, "factor", Positive, where),
         # If the file has no such key, max_position_embeddings is the length before the scaling.
-        original_max_position=_integer(rope, _ORIGINAL, where, default=max_position),
+        original_max_position=_value(rope, _ORIGINAL, Count, where, max_position),
         **options,
     )
     if yarn.beta_slow > yarn.beta_fast:
@@ -291,28 +273,20 @@ def _scaling(rope: Mapping[str, Any]) -> dict[str, Any]:
     return {"rope_type": rope.get("type", "default"), **rest}
 
 
-def _flag(hf: Mapping[str, Any], key: str, where: str) -> bool:
-    value = hf.get(key)
-    if not isinstance(value, bool | None):
-        raise UserError(f"{where}: {key} is {reprlib.repr(value)}, which is not true or false")
-    return bool(value)
+def _value(
+    hf: Mapping[str, Any], key: str, annotation: Any, where: str, default: Any = None
+) -> Any:
+    """Returns a value of a parsed file after checking its type and bounds, see `bounds.check`.
 
-
-def _number(hf: Mapping[str, Any], key: str, where: str, default: float | None = None) -> float:
-    value = hf.get(key)
-    value = default if value is None else value
+    Args:
+        hf: the parsed file, or an object in the file.
+        key: key of the value.
+        annotation: type and bounds of the value.
+        where: name of the file, used in error messages.
+        default: result if the key is absent or null; None if the file must have the key.
+    """
+    value = default if hf.get(key) is None else hf[key]
     if value is None:
         raise UserError(f"{where}: {key} is missing")
-    shown = f"{where}: {key} is {reprlib.repr(value)}"
-    if isinstance(value, bool) or not isinstance(value, (int, float)) or not 0 < value < math.inf:
-        raise UserError(f"{shown}, which is not a positive number")
-    if value > (most := _MOST.get(key, _LARGEST)):
-        raise UserError(f"{shown}; the maximum is {most:g}")
-    return float(value)
-
-
-def _integer(hf: Mapping[str, Any], key: str, where: str, default: int | None = None) -> int:
-    value = _number(hf, key, where, default)
-    if value != int(value):
-        raise UserError(f"{where}: {key} is {value!r}, which is not a whole number")
-    return int(value)
+    value = check(value, annotation, f"{where}: {key}")
+    return float(value) if parts(annotation)[0] is float else value

@@ -29,6 +29,7 @@ from coa_jax.model.hf_table import (
     writing_order,
 )
 from coa_jax.model.params import Params, Specs, flatten, nest, specs
+from coa_jax.parallel.turns import mesh_of, turn
 
 
 class TensorSource(Protocol):
@@ -263,17 +264,29 @@ def _all_finite(values: np.ndarray) -> bool:
     )
 
 
-def export_tensors(
-    params: Params, config: ModelConfig, host: Callable[[jax.Array], np.ndarray]
-) -> Iterator[tuple[str, np.ndarray]]:
+def export_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, np.ndarray]]:
     """Yields a pair (name, values) for every tensor, in the order of `tensors_of`.
+
+    If there are several processes, all of them must consume the iterator.
 
     Args:
         params: parameters without adapters.
         config: the architecture.
-        host: function that copies an array to this host.
     """
     arrays = dict(flatten(params))
     for path, row, layer in writing_order(TABLE, specs(config)):
         array = arrays[path][layer] if path[0] == "layers" else arrays[path]
-        yield from zip(names(row, layer), row.split(host(array)), strict=True)
+        yield from zip(names(row, layer), row.split(to_host(array)), strict=True)
+
+
+def to_host(array: jax.Array) -> np.ndarray:
+    """Copies a global array to the memory of this host.
+
+    If there are several processes, all of them must call this function.
+    """
+    if array.is_fully_addressable:
+        return np.asarray(array)
+    from jax.experimental import multihost_utils
+
+    with turn(mesh_of(array)):
+        return multihost_utils.process_allgather(array, tiled=True)

@@ -49,28 +49,26 @@ def hub_card(
         for name in ("learning_rate", "total_steps", "warmup_steps")
         if _is_plain(optimizer.get(name))
     }
+    lines = "\n".join(head)
     table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows.items())
-    return "\n".join(
-        [
-            "---",
-            *head,
-            "---",
-            "",
-            "# A Chain-of-Agents policy",
-            "",
-            "This model plays the roles of a multi-agent system itself: it thinks, plans, calls",
-            "tools and checks its answer in one context ([paper](https://arxiv.org/abs/2508.13167)).",
-            "",
-            "| | |",
-            "|---|---|",
-            table,
-            "",
-            "`agent.json` holds the prompt and the protocol of the training.",
-            "",
-            f"Trained with coa_jax {coa_jax.__version__}.",
-            "",
-        ]
-    )
+    return f"""\
+---
+{lines}
+---
+
+# A Chain-of-Agents policy
+
+This model plays the roles of a multi-agent system itself: it thinks, plans, calls
+tools and checks its answer in one context ([paper](https://arxiv.org/abs/2508.13167)).
+
+| | |
+|---|---|
+{table}
+
+`agent.json` holds the prompt and the protocol of the training.
+
+Trained with coa_jax {coa_jax.__version__}.
+"""
 
 
 def _is_plain(value: Any) -> bool:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import jax
 import jax.numpy as jnp
 from flax import nnx
@@ -46,8 +48,7 @@ class Linear(nnx.Module):
         """
         values = jax.random.normal(rngs.params(), (*inputs, *outputs)) * stddev
         self.kernel = nnx.Param(values, axes=axes)
-        bias_axes = axes[len(inputs) :]
-        self.bias = nnx.Param(jnp.zeros(outputs), axes=bias_axes) if use_bias else None
+        self.bias = nnx.Param(jnp.zeros(outputs), axes=axes[len(inputs) :]) if use_bias else None
         self.axes, self.inputs = axes, len(inputs)
 
     def __call__(self, x: jax.Array, compute: Compute) -> jax.Array:
@@ -90,10 +91,8 @@ class Lora(nnx.Module):
             config: rank and scale of the adapter.
             rngs: random keys from which the initial values are drawn.
         """
-        count, size = len(inputs), 1
-        for length in inputs:
-            size *= length
-        a = jax.random.normal(rngs.params(), (*inputs, config.rank)) * (3 * size) ** -0.5
+        count, stddev = len(inputs), (3 * math.prod(inputs)) ** -0.5
+        a = jax.random.normal(rngs.params(), (*inputs, config.rank)) * stddev
         self.a = nnx.LoRAParam(a, axes=(*axes[:count], "rank"))
         self.b = nnx.LoRAParam(jnp.zeros((config.rank, *outputs)), axes=("rank", *axes[count:]))
         self.inputs, self.scale = count, config.alpha / config.rank

@@ -1,6 +1,7 @@
 """The operations of the decoder in ordinary JAX, as textbooks write them.
 
-Each backend is a module with these functions; `Compute.ops` is the module in use. Matmuls take
+Each backend is a module with these functions; `Compute.ops` is the module in use. The modules of
+other backends define only the operations that their compiler needs in another form. Matmuls take
 operands in the compute dtype and accumulate in float32. All other operations compute in float32.
 """
 
@@ -52,14 +53,6 @@ def product(spec: str, x: jax.Array, w: jax.Array) -> jax.Array:
 _einsum = jax.custom_vjp(product, nondiff_argnums=(0,))
 
 
-def _einsum_fwd(
-    spec: str, x: jax.Array, w: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    # This calls `product` directly, because the policies of `model.remat` cannot see into a
-    # function with a custom VJP.
-    return product(spec, x, w), (x, w)
-
-
 def _einsum_bwd(
     spec: str, operands: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -72,7 +65,9 @@ def _einsum_bwd(
     return dx.astype(x.dtype), dw.astype(w.dtype)
 
 
-_einsum.defvjp(_einsum_fwd, _einsum_bwd)
+# The forward pass calls `product` directly, because the policies of `model.remat` cannot see into a
+# function with a custom VJP.
+_einsum.defvjp(lambda spec, x, w: (product(spec, x, w), (x, w)), _einsum_bwd)
 
 
 def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Array:
@@ -142,10 +137,6 @@ def swiglu(gate_up: jax.Array) -> jax.Array:
     return jax.nn.silu(gate_up[..., 0, :]) * gate_up[..., 1, :]
 
 
-def _swiglu_fwd(gate_up: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return swiglu(gate_up), gate_up
-
-
 def _swiglu_bwd(gate_up: jax.Array, g: jax.Array) -> tuple[jax.Array]:
     # One formula computes the gradients of both halves. Automatic differentiation would pad the
     # gradient of each half and add the two, which takes 1.7 % of a step of a 32B model in the
@@ -157,7 +148,7 @@ def _swiglu_bwd(gate_up: jax.Array, g: jax.Array) -> tuple[jax.Array]:
     return (g[..., None, :] * share * other * jnp.where(of_gate, slope, 1.0),)
 
 
-swiglu.defvjp(_swiglu_fwd, _swiglu_bwd)
+swiglu.defvjp(lambda gate_up: (swiglu(gate_up), gate_up), _swiglu_bwd)
 
 
 # --- reductions over the vocabulary and over keys ------------------------------------------

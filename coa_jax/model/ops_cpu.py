@@ -17,26 +17,17 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from coa_jax.model import ops
 from coa_jax.model.compute import Compute
-from coa_jax.model.ops import attend as plain_attend
-from coa_jax.model.ops import einsum, first_passed, product, swiglu
-from coa_jax.model.ops import linear as plain_linear
+from coa_jax.model.ops import einsum, first_passed
 from coa_jax.model.ops_tpu import matmul_sum as row_sum
-from coa_jax.model.ops_tpu import rms_norm
+from coa_jax.model.ops_tpu import rms_norm as rms_norm
 
-__all__ = [
-    "attend",
-    "einsum",
-    "first_passed",
-    "inverse_cdf",
-    "linear",
-    "materialize",
-    "over_rows",
-    "product",
-    "rms_norm",
-    "row_sum",
-    "swiglu",
-]
+
+def __getattr__(name: str) -> Any:
+    """Takes the operations that this module does not define from `model.ops`."""
+    return getattr(ops, name)
+
 
 # --- matmuls -------------------------------------------------------------------------------
 
@@ -56,7 +47,7 @@ def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Arr
         outputs = w.shape[: w.ndim - inputs]
         y = _outputs_first(x, w.reshape(math.prod(outputs), -1), compute.dtype)
         return y.reshape(*batch, *outputs)
-    return plain_linear(x, w, inputs, compute)
+    return ops.linear(x, w, inputs, compute)
 
 
 def _outputs_first(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
@@ -67,7 +58,7 @@ def _outputs_first(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
     matmul depend on its shape, so all matmuls here have the same shape for any number of rows.
     """
     rows = x.reshape(-1, x.shape[-1])
-    if len(rows) == 1:  # the only slot of an engine
+    if len(rows) == 1:  # the only slot of an engine, which needs no padding
         return einsum("bk,nk->bn", rows, w, dtype).reshape(*x.shape[:-1], -1)
     size = _BLOCK_ROWS if x.ndim > 2 and x.shape[-2] > 1 else _TOKEN_ROWS
     # Without the barriers XLA would swap the operands instead of transposing them.
@@ -88,7 +79,7 @@ def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
     """
     if compute.outputs_first:
         return _outputs_first(x, table, compute.dtype)
-    return plain_attend(x, table, compute)
+    return ops.attend(x, table, compute)
 
 
 # --- sums ----------------------------------------------------------------------------------

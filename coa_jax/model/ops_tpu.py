@@ -8,37 +8,18 @@ shorter by 2 % or more.
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from coa_jax.model.ops import (
-    attend,
-    einsum,
-    first_passed,
-    inverse_cdf,
-    linear,
-    materialize,
-    over_rows,
-    product,
-    row_sum,
-    swiglu,
-)
+from coa_jax.model import ops
+from coa_jax.model.ops import einsum
 
-__all__ = [
-    "attend",
-    "einsum",
-    "first_passed",
-    "inverse_cdf",
-    "linear",
-    "materialize",
-    "matmul_sum",
-    "over_rows",
-    "product",
-    "rms_norm",
-    "row_sum",
-    "swiglu",
-]
+
+def __getattr__(name: str) -> Any:
+    """Takes the operations that this module does not define from `model.ops`."""
+    return getattr(ops, name)
 
 
 @jax.custom_vjp
@@ -54,15 +35,11 @@ def matmul_sum(x: jax.Array) -> jax.Array:
     return einsum("...d,dk->...k", x, ones, jnp.float32)[..., 0]
 
 
-def _matmul_sum_fwd(x: jax.Array) -> tuple[jax.Array, jax.Array]:
-    return matmul_sum(x), x
-
-
 def _matmul_sum_bwd(x: jax.Array, g: jax.Array) -> tuple[jax.Array]:
     return (jnp.broadcast_to(g[..., None], x.shape).astype(x.dtype),)
 
 
-matmul_sum.defvjp(_matmul_sum_fwd, _matmul_sum_bwd)
+matmul_sum.defvjp(lambda x: (matmul_sum(x), x), _matmul_sum_bwd)
 
 
 def rms_norm(x: jax.Array, scale: jax.Array, eps: float) -> jax.Array:
@@ -84,12 +61,6 @@ def _inverse_rms(eps: float, x: jax.Array) -> jax.Array:
     return jax.lax.rsqrt(matmul_sum(x * x)[..., None] / x.shape[-1] + eps)
 
 
-def _rms_norm_fwd(
-    eps: float, x: jax.Array, scale: jax.Array
-) -> tuple[jax.Array, tuple[jax.Array, jax.Array]]:
-    return _rms_norm(eps, x, scale), (x, scale)
-
-
 def _rms_norm_bwd(
     eps: float, saved: tuple[jax.Array, jax.Array], g: jax.Array
 ) -> tuple[jax.Array, jax.Array]:
@@ -104,4 +75,4 @@ def _rms_norm_bwd(
     return dx, d_scale.astype(scale.dtype)
 
 
-_rms_norm.defvjp(_rms_norm_fwd, _rms_norm_bwd)
+_rms_norm.defvjp(lambda eps, x, scale: (_rms_norm(eps, x, scale), (x, scale)), _rms_norm_bwd)

@@ -352,10 +352,8 @@ def decode_shardings(config: ModelConfig, mesh: Mesh | AbstractMesh) -> DecodePa
 
 def abstract_params(config: ModelConfig, mesh: Mesh | None) -> Params:
     """Returns the shapes and shardings of float32 training parameters, without their values."""
-    places = dict(flatten(shardings(config, mesh)))
-    return nest(
-        {
-            path: jax.ShapeDtypeStruct(spec.shape, jnp.float32, sharding=places[path])
-            for path, spec in specs(config).items()
-        }
-    )
+    found = {}
+    for path, place in flatten(shardings(config, mesh)):
+        shape = specs(config)[path].shape
+        found[path] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
+    return nest(found)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import dataclasses
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
 
 from coa_jax.files import write_json
+from coa_jax.model.adapters import CONFIG_FILE, WEIGHTS_FILE
 from coa_jax.model.api import Model, save_model
 from coa_jax.model.config import LoraConfig
-from coa_jax.model.export import to_host
+from coa_jax.model.hf_weights import to_host
 from coa_jax.model.params import Params, merge_adapters, select, without_adapters
 from coa_jax.model.safetensors_io import write_safetensors
 
@@ -62,9 +62,20 @@ def write_adapters(directory: Path, adapters: Params, lora: LoraConfig, source: 
         return
     directory.mkdir(parents=True, exist_ok=True)
     shapes = {name: tensor.shape for name, tensor in tensors.items()}
-    path = directory / "adapter_model.safetensors"
-    write_safetensors(path, shapes, np.dtype(np.float32), tensors.items())
-    write_json(directory / "adapter_config.json", adapter_config(lora, source))
+    write_safetensors(directory / WEIGHTS_FILE, shapes, np.float32, tensors.items())
+    config = {
+        "peft_type": "LORA",
+        "task_type": "CAUSAL_LM",
+        "base_model_name_or_path": source,
+        "r": lora.rank,
+        "lora_alpha": lora.alpha,
+        "lora_dropout": 0.0,
+        "bias": "none",
+        "fan_in_fan_out": False,
+        "inference_mode": True,
+        "target_modules": [f"{name}_proj" for name in lora.projections],
+    }
+    write_json(directory / CONFIG_FILE, config)
 
 
 def adapter_tensors(adapters: Params) -> dict[str, np.ndarray]:
@@ -82,19 +93,3 @@ def adapter_tensors(adapters: Params) -> dict[str, np.ndarray]:
             tensors[f"{prefix}.lora_A.weight"] = a[layer].reshape(-1, a.shape[-1]).T
             tensors[f"{prefix}.lora_B.weight"] = b[layer].reshape(b.shape[1], -1).T
     return tensors
-
-
-def adapter_config(lora: LoraConfig, source: str) -> dict[str, Any]:
-    """Returns the content of PEFT's ``adapter_config.json``."""
-    return {
-        "peft_type": "LORA",
-        "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": source,
-        "r": lora.rank,
-        "lora_alpha": lora.alpha,
-        "lora_dropout": 0.0,
-        "bias": "none",
-        "fan_in_fan_out": False,
-        "inference_mode": True,
-        "target_modules": [f"{name}_proj" for name in lora.projections],
-    }

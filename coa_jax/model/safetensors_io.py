@@ -1,105 +1,153 @@
 """Reads and writes safetensors files with only one tensor in memory at a time.
 
-The safetensors library reads the files. The library can only write tensors that are all in memory,
-so this module writes files itself: eight bytes with the length of the header, a JSON header (name
--> dtype, shape, byte range), and the data.
+A file consists of eight bytes with the length of the header, a JSON header (name -> dtype, shape,
+byte range), and the data. The files can be on this machine, in a bucket, or on the Hugging Face
+Hub. Only the bytes of requested rows are read.
 """
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
+import operator
 import os
 import reprlib
 import struct
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
+import ml_dtypes
 import numpy as np
-from safetensors import SafetensorError, safe_open
 
 from coa_jax import files, reading
 from coa_jax.errors import UserError
 
 SINGLE_FILE = "model.safetensors"
 INDEX_FILE = "model.safetensors.index.json"
-_CODES = {"float64": "F64", "float32": "F32", "float16": "F16", "bfloat16": "BF16"}
-"""Maps the name of a dtype to its code in the file format."""
-FLOATS = tuple(_CODES.values())
-"""Codes of the dtypes that stored weights may have."""
+_DTYPES = {
+    "F64": np.dtype(np.float64),
+    "F32": np.dtype(np.float32),
+    "F16": np.dtype(np.float16),
+    "BF16": np.dtype(ml_dtypes.bfloat16),
+}
+"""The dtypes that stored weights may have, by their codes in the file format."""
+_LARGEST = 100 << 20
+"""Number of bytes of the largest header that the format allows."""
+
+
+class Files(Protocol):
+    """The files of a folder, from which ranges of bytes can be read."""
+
+    @property
+    def names(self) -> Sequence[str]: ...
+
+    def read(self, name: str, start: int, stop: int) -> bytes: ...
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalFiles:
+    """Files of a folder of this machine; implements `Files`."""
+
+    folder: Path
+    names: Sequence[str]
+
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Reads the bytes ``[start, stop)`` of a file; fewer if the file ends before ``stop``."""
+        with reading.open_file(self.folder / name) as file:
+            file.seek(start)
+            return file.read(stop - start)
 
 
 class Checkpoint:
-    """The tensors of a model directory, which holds a single file, or shards with an index.
+    """The tensors of a model, in one or more files.
 
     Attributes:
-        where: path of the directory, used in error messages.
+        where: path, URL or id of the model, used in error messages.
+        files: the files that hold the tensors.
         shapes: shape of each tensor by name.
-        files: paths of the files that hold the tensors.
+
+    Raises:
+        UserError: there is no tensor, a file cannot be read, or a file is damaged; the message
+            names the file.
+    """
+
+    def __init__(self, where: str, files: Files) -> None:
+        self.where, self.files = where, files
+        self._tensors: dict[str, tuple[str, int, str, tuple[int, ...]]] = {}
+        for file in files.names:
+            try:
+                self._read_header(file)
+            except (struct.error, *reading.MALFORMED) as error:
+                raise self._damaged(file, reading.reason(error)) from error
+        if not self._tensors:
+            raise UserError(f"{where} has no safetensors weights: give a directory with some")
+        self.shapes: Mapping[str, tuple[int, ...]] = {n: t[-1] for n, t in self._tensors.items()}
+
+    def _read_header(self, file: str) -> None:
+        (length,) = struct.unpack("<Q", self.files.read(file, 0, 8))
+        if length > _LARGEST:
+            raise ValueError("its header is too long")
+        header = reading.parse_json(self.files.read(file, 8, 8 + length))
+        header.pop("__metadata__", None)
+        at = 0
+        # The format allows neither gaps between tensors nor bytes of two tensors.
+        for name, about in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
+            numbers = (*about["data_offsets"], *about["shape"])
+            begin, end, *shape = map(operator.index, numbers)
+            if begin != at:
+                raise ValueError(f"invalid offset for tensor {name}")
+            code, at = str(about["dtype"]), end
+            if code in _DTYPES and end - begin != math.prod(shape) * _DTYPES[code].itemsize:
+                raise ValueError(f"tensor {name} does not have the bytes of its shape")
+            self._tensors[name] = file, 8 + length + begin, code, tuple(shape)
+
+    def _damaged(self, file: str, why: str) -> UserError:
+        path = f"{self.where}/{file}"
+        return UserError(f"{path} is truncated or not a safetensors file ({why}): fetch it again")
+
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Reads rows of a tensor in its stored dtype, and no other bytes of the file.
+
+        Raises:
+            UserError: the dtype is not a floating-point type of 16 bits or more, the file is
+                truncated, or the store refuses the request.
+        """
+        file, start, code, shape = self._tensors[name]
+        if code not in _DTYPES:
+            raise UserError(
+                f"{self.where}/{file}: tensor {name} has dtype {code}: use " + ", ".join(_DTYPES)
+            )
+        count, *rest = shape or (1,)
+        first, last, _ = rows.indices(count)
+        last = max(first, last)
+        size = math.prod(rest) * _DTYPES[code].itemsize
+        data = self.files.read(file, start + first * size, start + last * size)
+        if len(data) != (last - first) * size:
+            raise self._damaged(file, f"it ends within tensor {name}")
+        values = np.frombuffer(data, _DTYPES[code])
+        return values.reshape((last - first, *rest) if shape else ())
+
+
+def local_checkpoint(directory: str | Path) -> Checkpoint:
+    """Opens the weights of a model directory: a single file, or shards with an index.
 
     Raises:
         UserError: the directory has no weights, a shard is missing, the index disagrees with its
             shards, or a file is damaged; the message names the file.
     """
-
-    def __init__(self, directory: str | Path) -> None:
-        self.where = str(directory)
-        self._tensors: dict[str, tuple[Path, Any]] = {}
-        weight_map = _weight_map(Path(directory))
-        self.files = sorted(set(weight_map.values())) or [Path(directory) / SINGLE_FILE]
-        for path in self.files:
-            file = open_safetensors(path)
-            for name in file.keys():  # noqa: SIM118  # a file is not a mapping
-                self._tensors[name] = path, file
-        self.shapes: Mapping[str, tuple[int, ...]] = {
-            name: tuple(file.get_slice(name).get_shape())
-            for name, (_, file) in self._tensors.items()
-        }
-        for name, path in weight_map.items():
-            if name not in self._tensors:
-                raise UserError(f"{path} lacks tensor {name}, though the index has it")
-
-    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
-        """Reads rows of a tensor in its stored dtype; other rows are not read from disk.
-
-        Raises:
-            UserError: the dtype is not a floating-point type of 16 bits or more.
-        """
-        path, file = self._tensors[name]
-        stored = file.get_slice(name)
-        if (code := stored.get_dtype()) not in FLOATS:
-            raise UserError(
-                f"{path}: tensor {name} has dtype {code}: use weights in " + ", ".join(FLOATS)
-            )
-        values: np.ndarray = stored[rows]
-        return values
+    directory = Path(directory)
+    weight_map = _weight_map(directory)
+    names = sorted(set(weight_map.values())) or [SINGLE_FILE]
+    checkpoint = Checkpoint(str(directory), LocalFiles(directory, names))
+    for name, file in weight_map.items():
+        if name not in checkpoint.shapes:
+            raise UserError(f"{directory / file} lacks tensor {name}, though the index has it")
+    return checkpoint
 
 
-def open_safetensors(path: Path) -> Any:
-    """Opens a file with the safetensors library, which maps the file into memory.
-
-    Raises:
-        UserError: the file is missing, truncated, too large or not a safetensors file.
-    """
-    if not path.exists():
-        raise UserError(f"{path} is missing: fetch the model again")
-    reading.open_file(path).close()
-    try:
-        return safe_open(path, framework="np")
-    except (SafetensorError, OSError) as error:
-        raise UserError(
-            f"{path} is truncated or not a safetensors file ({reading.reason(error)}): "
-            "fetch it again"
-        ) from None
-    except MemoryError:
-        raise UserError(
-            f"{path} has {path.stat().st_size:,} bytes, too many to map into memory: raise the "
-            "limit of the address space (ulimit -v), or fetch the file again"
-        ) from None
-
-
-def _weight_map(directory: Path) -> dict[str, Path]:
+def _weight_map(directory: Path) -> dict[str, str]:
     """Returns the file of each tensor from the directory's index; {} if there is a single file."""
     index = directory / INDEX_FILE
     if not index.exists():
@@ -112,13 +160,12 @@ def _weight_map(directory: Path) -> dict[str, Path]:
     weight_map = files.read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index} has no object 'weight_map' with tensors: fetch it again")
-    odd = [name for name in weight_map.values() if not _is_file_name(name)]
-    if odd:
-        raise UserError(f"{index} names the file {reprlib.repr(odd[0])}: give plain file names")
-    for shard in sorted(set(weight_map.values())):
+    for shard in weight_map.values():
+        if not _is_file_name(shard):
+            raise UserError(f"{index} names the file {reprlib.repr(shard)}: give plain file names")
         if not (directory / shard).exists():
             raise UserError(f"{directory / shard} is missing, though {INDEX_FILE} names it")
-    return {name: directory / shard for name, shard in weight_map.items()}
+    return weight_map
 
 
 def _is_file_name(name: Any) -> bool:
@@ -145,11 +192,12 @@ def write_safetensors(
         ValueError: the names or shapes of ``tensors`` differ from those of ``shapes``.
     """
     dtype = np.dtype(dtype)
+    (code,) = (code for code, known in _DTYPES.items() if known == dtype)
     header: dict[str, Any] = {"__metadata__": {"format": "pt"}}
     offset = 0
     for name, shape in shapes.items():
         end = offset + math.prod(shape) * dtype.itemsize
-        header[name] = {"dtype": _CODES[dtype.name], "shape": shape, "data_offsets": [offset, end]}
+        header[name] = {"dtype": code, "shape": shape, "data_offsets": [offset, end]}
         offset = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)

@@ -40,12 +40,9 @@ def load_policy(path: str | Path, dtype: str = "float32") -> Model:
     Raises:
         UserError: there is no model at the path, or the model is not supported.
     """
-    if storage.is_url(path):
-        trained: str | Path = storage.join(str(path), "model")
-        there = storage.exists(storage.join(str(trained), "config.json"))
-    else:
-        trained = Path(path) / "model"
-        there = (trained / "config.json").is_file()
+    trained = storage.join(str(path), "model")
+    config = storage.join(trained, "config.json")
+    there = storage.exists(config) if storage.is_url(path) else Path(config).is_file()
     return load_model(trained if there else path, dtype)
 
 
@@ -112,10 +109,8 @@ class Agent:
             model.params,
             model.config,
             EngineConfig(slots=1, max_length=length, chunk=8, extend_buckets=buckets),
-            eos_ids(model.tokenizer),
-            constraint_for(
-                self._config, model.tokenizer, model.config.vocab_size, [self.protocol.name]
-            ),
+            eos_ids(tokenizer := model.tokenizer),
+            constraint_for(self._config, tokenizer, model.config.vocab_size, [self.protocol.name]),
         )
         self._engine.warm_up()
         self._turns = Turns(1)

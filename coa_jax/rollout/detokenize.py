@@ -3,21 +3,10 @@
 from __future__ import annotations
 
 import codecs
-import functools
 import weakref
 from typing import Any
 
 from coa_jax.model.tokenizer import check_byte_level
-
-
-@functools.cache
-def _byte_of_character() -> dict[str, int]:
-    """Returns a mapping from the printable characters of byte-level BPE to their bytes."""
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    table = {chr(byte): byte for byte in printable}
-    others = [byte for byte in range(256) if byte not in set(printable)]
-    table.update({chr(256 + i): byte for i, byte in enumerate(others)})
-    return table
 
 
 class TokenTable:
@@ -29,12 +18,15 @@ class TokenTable:
         Raises:
             UserError: the tokenizer is not byte-level.
         """
+        from transformers.convert_slow_tokenizer import bytes_to_unicode
+
         check_byte_level(tokenizer)
         added = {
             token_id: str(token.content).encode()
             for token_id, token in tokenizer.added_tokens_decoder.items()
         }
-        stand_ins = _byte_of_character()
+        # The printable characters of byte-level BPE stand for bytes.
+        stand_ins = {character: bytes([byte]) for byte, character in bytes_to_unicode().items()}
         self._bytes: list[bytes] = []
         # The table ends at the largest id, because a vocabulary may have gaps.
         size = max(tokenizer.get_vocab().values()) + 1
@@ -44,9 +36,7 @@ class TokenTable:
             elif token is None:
                 self._bytes.append(b"")
             else:
-                self._bytes.append(
-                    b"".join(bytes([stand_ins[c]]) if c in stand_ins else c.encode() for c in token)
-                )
+                self._bytes.append(b"".join(stand_ins.get(c) or c.encode() for c in token))
 
     def __getitem__(self, token_id: int) -> bytes:
         """Returns the bytes of a token.
@@ -64,10 +54,9 @@ def token_table(tokenizer: Any) -> TokenTable:
 
     The table is cached per tokenizer, because every rollout needs the table.
     """
-    table = _tables.get(tokenizer)
-    if table is None:
-        table = _tables[tokenizer] = TokenTable(tokenizer)
-    return table
+    if tokenizer not in _tables:
+        _tables[tokenizer] = TokenTable(tokenizer)
+    return _tables[tokenizer]
 
 
 class TextStream:

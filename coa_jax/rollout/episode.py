@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import dataclasses
 from collections.abc import Sequence
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from coa_jax.model.tool_chat import Frames
-from coa_jax.protocol import BAD_CALL, THINK, Monitor, Parser, Protocol, Segment, make_parser
+from coa_jax.protocol import BAD_CALL, Monitor, Parser, Protocol, Segment, make_parser
 from coa_jax.rollout.cut import kept_spans
 from coa_jax.rollout.detokenize import TextStream, TokenTable
 from coa_jax.rollout.observation import REPLY, plain_frame
@@ -45,6 +46,8 @@ class Episode:
         versions: (position, policy version) pairs. Each policy version sampled the tokens from its
             position up to the position of the next pair, see `computed_by`.
         turn_over: whether the policy has ended a whole turn that an environment must answer.
+        turn_tokens: number of tokens that the policy wrote since the prompt or the last
+            observation.
     """
 
     def __init__(
@@ -76,13 +79,14 @@ class Episode:
         """
         self.task_id, self.sample_id, self.question = task_id, sample_id, question
         self.protocol = protocol
-        self.tokens: list[int] = list(prompt)
+        self.tokens: list[int] = []
         self.context = self.tokens
-        self._prompt_length = len(prompt)
         self.tool_calls: list[ToolCall] = []
-        self._author: list[int] = [Author.PROMPT] * len(prompt)
-        self._logp: list[float] = [0.0] * len(prompt)
+        self._author: list[int] = []
+        self._logp: list[float] = []
+        self.begin(prompt, question)
         self.turn_over = False
+        self.turn_tokens = 0
         self._turn_text = 0  # number of policy characters before the current turn
         self._parser = make_parser(protocol)
         self._frames = frames
@@ -96,7 +100,6 @@ class Episode:
         self._ends: list[tuple[int, int]] = []
         self._spans: list[SegmentSpan] = []
         self._emitted = 0  # number of policy characters that are in spans
-        self._turn = 0  # number of policy tokens since the prompt or the last observation
         self._taken = 0  # number of policy characters that take_text has returned
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
@@ -110,17 +113,13 @@ class Episode:
             A `ToolRequest` if the token completes a tool call, a stop reason if the token ends the
             episode, else None.
         """
-        self.tokens.append(token)
-        if self.context is not self.tokens:
-            self.context.append(token)
-        self._author.append(Author.POLICY)
-        self._logp.append(logp)
+        self._append((token,), Author.POLICY, logp)
         if token in self._end_tokens:
             return self._end_turn()
         text = self._stream.feed(token)
         self._policy_text += text
         self._ends.append((len(self._policy_text), len(self.tokens)))
-        self._turn += 1
+        self.turn_tokens += 1
         return self._take(self._parser.feed(text))
 
     def _take(self, segments: Sequence[Segment]) -> ToolRequest | StopReason | None:
@@ -180,11 +179,16 @@ class Episode:
             prompt: token ids of the prompt.
             question: question in the prompt; "" keeps the question of the task.
         """
-        self.tokens.extend(prompt)
+        self._append(prompt, Author.PROMPT)
         self._prompt_length = len(prompt)
-        self._author.extend([Author.PROMPT] * len(prompt))
-        self._logp.extend([0.0] * len(prompt))
         self.question = question or self.question
+
+    def _append(self, tokens: Sequence[int], author: Author, logp: float = 0.0) -> None:
+        self.tokens.extend(tokens)
+        if self.context is not self.tokens:
+            self.context.extend(tokens)
+        self._author.extend([author] * len(tokens))
+        self._logp.extend([logp] * len(tokens))
 
     def end_turn(self) -> str:
         """Ends a whole turn, which the environment will answer.
@@ -239,23 +243,13 @@ class Episode:
             self.turn_over = False
         self._parser.interrupt()
         self._add_rest()
-        start = len(self.tokens)
-        self.tokens.extend(tokens)
-        if self.context is not self.tokens:
-            self.context.extend(tokens)
-        self._author.extend([Author.ENVIRONMENT] * len(tokens))
-        self._logp.extend([0.0] * len(tokens))
+        start, role = len(self.tokens), self.protocol.observation
+        self._append(tokens, Author.ENVIRONMENT)
+        content = call.observation if self.protocol.format is not None else None
         self._spans.append(
-            SegmentSpan(
-                self.protocol.observation,
-                Author.ENVIRONMENT,
-                text,
-                start,
-                len(self.tokens),
-                call.observation if self.protocol.format is not None else None,
-            )
+            SegmentSpan(role, Author.ENVIRONMENT, text, start, len(self.tokens), content)
         )
-        self._turn, self._turn_text = 0, len(self._policy_text)
+        self.turn_tokens, self._turn_text = 0, len(self._policy_text)
         if self._monitor is not None:
             self._monitor.observe(text)
 
@@ -279,22 +273,8 @@ class Episode:
         same = min(len(before), len(self.context))
         return next((place for place, (old, new) in pairs if old != new), same)
 
-    @property
-    def turn_tokens(self) -> int:
-        """Number of tokens that the policy wrote since the prompt or the last observation."""
-        return self._turn
-
-    @property
-    def last_think(self) -> str:
-        """Body of the last closed segment ``think``; "" if there is none."""
-        return self._last_body(THINK)
-
-    @property
-    def last_answer(self) -> str:
-        """Body of the closed answer; "" if there is none."""
-        return self._last_body(self.protocol.answer)
-
-    def _last_body(self, role: str) -> str:
+    def last_body(self, role: str) -> str:
+        """Returns the body of the last closed segment of a role; "" if there is none."""
         bodies = (span.body for span in reversed(self._spans) if span.role == role)
         return next((body for body in bodies if body), "")
 
@@ -357,29 +337,12 @@ class Episode:
     def _append_policy(
         self, role: str | None, start: int, end: int, content: str | None = None
     ) -> None:
-        self._spans.append(
-            SegmentSpan(
-                role,
-                Author.POLICY,
-                self._policy_text[start:end],
-                self._token_of(start),
-                self._token_of(end - 1) + 1,
-                content,
-            )
-        )
+        first, last = self._token_of(start), self._token_of(end - 1)
+        text = self._policy_text[start:end]
+        self._spans.append(SegmentSpan(role, Author.POLICY, text, first, last + 1, content))
         self._emitted = end
 
     def _token_of(self, character: int) -> int:
-        """Returns the index of the token that completes a character of the policy's text.
-
-        Args:
-            character: index of the character.
-        """
-        low, high = 0, len(self._ends) - 1
-        while low < high:
-            middle = (low + high) // 2
-            if self._ends[middle][0] > character:
-                high = middle
-            else:
-                low = middle + 1
-        return self._ends[low][1] - 1
+        """Returns the index of the token that completes a character of the policy's text."""
+        place = bisect.bisect_right(self._ends, character, key=lambda end: end[0])
+        return self._ends[min(place, len(self._ends) - 1)][1] - 1

@@ -22,11 +22,7 @@ class Inbox:
     """
 
     def __init__(
-        self,
-        requests: Iterable[Request] = (),
-        *,
-        closed: bool = False,
-        version: int | None = None,
+        self, requests: Iterable[Request] = (), *, closed: bool = False, version: int | None = None
     ):
         """Creates an inbox with initial requests.
 
@@ -56,7 +52,7 @@ class Inbox:
 
     def _tell(self) -> None:
         for reader in self.readers:
-            reader.wake()
+            reader.news.set()
 
     def put(self, request: Request) -> None:
         """Adds a request to the end of the queue.
@@ -75,10 +71,8 @@ class Inbox:
         Args:
             request: the request; the same object as in `put`, not an equal one.
         """
-        for reader in self.readers:
-            reader.cancel(request)
-        if not self.readers:
-            self._cancelled.append(request)
+        for cancelled in [reader.cancelled for reader in self.readers] or [self._cancelled]:
+            cancelled.append(request)
         self._tell()
 
     def publish(self, parts: Sequence[DecodeParams], version: int, recompute: bool = False) -> None:
@@ -121,6 +115,8 @@ class Reader:
         waiting: (request, sample number) of each sample that waits for a slot of this engine.
         weights: (parameters, policy version, whether to recompute KV caches) of the last
             `Inbox.publish`; None if the engine has already loaded these parameters.
+        cancelled: requests that were cancelled since the last `take_cancelled`.
+        news: event that is set when the inbox changes.
     """
 
     def __init__(self, inbox: Inbox, cancelled: list[Request]):
@@ -131,8 +127,8 @@ class Reader:
             cancelled: requests that were cancelled before the reader existed.
         """
         self.weights: tuple[DecodeParams, int, bool] | None = None
-        self._inbox, self._cancelled = inbox, cancelled
-        self._news = asyncio.Event()
+        self._inbox, self.cancelled = inbox, cancelled
+        self.news = asyncio.Event()
         self.waiting: deque[tuple[Request, int]] = deque()
 
     def sample(self) -> tuple[Request, int] | None:
@@ -151,26 +147,18 @@ class Reader:
             self.waiting.append(longest.pop())
         return self.waiting[0] if self.waiting else None
 
-    def cancel(self, request: Request) -> None:
-        """Stores a cancelled request until `take_cancelled` is called."""
-        self._cancelled.append(request)
-
     def take_cancelled(self) -> list[Request]:
         """Returns the requests that were cancelled since the last call of this method.
 
         Other readers may have taken some samples of these requests.
         """
-        cancelled, self._cancelled = self._cancelled, []
+        cancelled, self.cancelled = self.cancelled, []
         return cancelled
-
-    def wake(self) -> None:
-        """Wakes the task that waits in `changed`."""
-        self._news.set()
 
     async def changed(self) -> None:
         """Waits until the inbox has changed since the last call of this method.
 
         `Inbox.put`, `Inbox.cancel`, `Inbox.publish` and `Inbox.close` change the inbox.
         """
-        await self._news.wait()
-        self._news.clear()
+        await self.news.wait()
+        self.news.clear()

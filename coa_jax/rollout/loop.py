@@ -23,7 +23,7 @@ from coa_jax.trajectory import Trajectory
 T = TypeVar("T")
 
 
-def rollout(
+async def rollout(
     engine: Engine | Sequence[Engine],
     tokenizer: Any,
     requests: Iterable[Request] | Inbox,
@@ -32,38 +32,7 @@ def rollout(
     on_text: Callable[[Arrival], None] | None = None,
     on_tokens: Callable[[int], None] | None = None,
     on_start: Callable[[Scheduler], None] | None = None,
-) -> AsyncGenerator[Trajectory, None]:
-    """Runs requests, and returns a generator of the trajectories in the order in which they end.
-
-    The text of the policy is parsed to find tool calls.
-
-    Args:
-        engine, requests, tools, config, on_text, on_tokens, on_start: see `run_episodes`.
-        tokenizer: tokenizer of the policy.
-
-    Returns:
-        An asynchronous generator of trajectories without rewards, see `run_episodes`.
-    """
-    engines = _all(engine)
-    episodes = TextEpisodes(
-        tokenizer,
-        token_table(tokenizer),
-        frozenset(int(t) for t in engines[0].stop_tokens),
-        config.max_observation_tokens,
-        config.strict,
-    )
-    return run_episodes(engines, episodes, requests, tools, config, on_text, on_tokens, on_start)
-
-
-async def run_episodes(
-    engine: Engine | Sequence[Engine],
-    episodes: Episodes,
-    requests: Iterable[Request] | Inbox,
-    tools: Sequence[Tool],
-    config: RolloutConfig,
-    on_text: Callable[[Arrival], None] | None = None,
-    on_tokens: Callable[[int], None] | None = None,
-    on_start: Callable[[Scheduler], None] | None = None,
+    episodes: Episodes | None = None,
 ) -> AsyncGenerator[Trajectory, None]:
     """Runs requests, and yields each trajectory as soon as it ends.
 
@@ -72,7 +41,7 @@ async def run_episodes(
             All slots must be free. A request goes to an engine with free slots, and an idle engine
             also takes samples that wait for a slot of another engine. Trajectories do not depend on
             the engine that samples them.
-        episodes: creates the episodes of samples, and encodes the results of tools.
+        tokenizer: tokenizer of the policy; None if ``episodes`` is given.
         requests: requests, or an `Inbox` to which requests are added at any time. An iterable is
             consumed lazily: the next request is taken when a slot is free.
         tools: tools that the policy can call. A call of any other tool gets the observation that
@@ -84,14 +53,21 @@ async def run_episodes(
             the policy wrote in the chunk.
         on_start: function that is called once per engine, with the engine's scheduler, before the
             engine samples tokens.
+        episodes: creates the episodes of samples, and encodes the results of tools; None for
+            `TextEpisodes`, which parse the text of the policy to find tool calls.
 
     Yields:
         Trajectories without rewards, in the order in which they end.
     """
+    engines = [engine] if isinstance(engine, Engine) else engine
+    if episodes is None:
+        ends = frozenset(int(token) for token in engines[0].stop_tokens)
+        most = config.max_observation_tokens
+        episodes = TextEpisodes(tokenizer, token_table(tokenizer), ends, most, config.strict)
     inbox = requests if isinstance(requests, Inbox) else Inbox(requests, closed=True)
     schedulers: list[Scheduler] = []
     try:
-        for one in _all(engine):
+        for one in engines:
             schedulers.append(Scheduler(one, episodes, inbox, tools, config, on_text, on_tokens))
             if on_start is not None:
                 on_start(schedulers[-1])
@@ -101,10 +77,6 @@ async def run_episodes(
     finally:
         # Schedulers are closed here, because one loop's end cancels the code inside other loops.
         await asyncio.gather(*(scheduler.close() for scheduler in schedulers))
-
-
-def _all(engine: Engine | Sequence[Engine]) -> Sequence[Engine]:
-    return [engine] if isinstance(engine, Engine) else engine
 
 
 async def _run(scheduler: Scheduler) -> AsyncGenerator[Trajectory, None]:

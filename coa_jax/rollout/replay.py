@@ -47,12 +47,7 @@ from coa_jax.model.api import Model, load_model
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.progress import progress
 from coa_jax.protocol import find_format, get_protocol
-from coa_jax.rollout.compare import (
-    STOPPED_FROM_OUTSIDE,
-    Comparison,
-    compare,
-    describe_difference,
-)
+from coa_jax.rollout.compare import STOPPED_FROM_OUTSIDE, Comparison, compare, describe_difference
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Request, RolloutConfig
@@ -78,19 +73,13 @@ class Recording:
 
     Attributes:
         trajectory: the recorded trajectory.
-        prompt: token ids of the prompt.
-        seed, prompt_id: the first two parts of the trajectory's random key. The sample number is
-            the third part.
-        sampling: sampling settings of the trajectory.
+        request: request for the same sample, with recorded answers of the environment.
         rollout: budgets of the trajectory.
         engine: shapes of the engine that sampled the trajectory.
     """
 
     trajectory: Trajectory
-    prompt: tuple[int, ...]
-    seed: int
-    prompt_id: int
-    sampling: SamplingParams
+    request: Request
     rollout: RolloutConfig
     engine: EngineConfig
 
@@ -137,15 +126,18 @@ def recording(trajectory: Trajectory) -> Recording:
         engine = EngineConfig(**{**shapes, "extend_buckets": tuple(shapes["extend_buckets"])})
     except UserError as error:
         raise ValueError(str(error)) from error
-    return Recording(
-        trajectory=trajectory,
+    begun = metadata.get("begun")
+    request = Request(
+        task=Task(trajectory.task_id, trajectory.question, trajectory.protocol, (), "replay"),
         prompt=tuple(prompt.tolist()),
         seed=int(metadata["sampling"]["seed"]),
         prompt_id=int(metadata["prompt_id"]),
+        samples=(trajectory.sample_id,),
         sampling=sampling,
-        rollout=RolloutConfig(**jsonl.fields(RolloutConfig, budgets)),
-        engine=engine,
+        environment=recorded_session(begun) if begun else None,
     )
+    rollout_config = RolloutConfig(**jsonl.fields(RolloutConfig, budgets))
+    return Recording(trajectory, request, rollout_config, engine)
 
 
 def read_recordings(path: str, phase: str, step: int | None, limit: int) -> list[Recording]:
@@ -291,7 +283,12 @@ def replay(
     replayed: dict[int, Trajectory] = {}
 
     async def run(config: RolloutConfig, engine: Engine, indices: Sequence[int]) -> None:
-        requests = [_request(index, recordings[index]) for index in indices]
+        # The index is the id of a task, because recorded ids may repeat.
+        recorded = {str(index): recordings[index].request for index in indices}
+        requests = [
+            dataclasses.replace(request, task=dataclasses.replace(request.task, id=name))
+            for name, request in recorded.items()
+        ]
         tools = _recorded_tools({index: recordings[index] for index in indices})
         stream = rollout(engine, model.tokenizer, requests, tools, config)
         async with contextlib.aclosing(stream):
@@ -306,21 +303,6 @@ def replay(
         timeless = dataclasses.replace(config, max_seconds=0.0, max_tool_seconds=0.0)
         asyncio.run(run(timeless, engine, indices))
     return [compare(r.trajectory, replayed[index]) for index, r in enumerate(recordings)]
-
-
-def _request(index: int, recorded: Recording) -> Request:
-    """Returns the request for a replay. Its task id is the index, because task ids may repeat."""
-    trajectory = recorded.trajectory
-    begun = trajectory.metadata.get("begun")
-    return Request(
-        task=Task(str(index), trajectory.question, trajectory.protocol, (), "replay"),
-        prompt=recorded.prompt,
-        seed=recorded.seed,
-        prompt_id=recorded.prompt_id,
-        samples=(trajectory.sample_id,),
-        sampling=recorded.sampling,
-        environment=recorded_session(begun) if begun else None,
-    )
 
 
 def _recorded_tools(recordings: Mapping[int, Recording]) -> list[RecordedTool]:
@@ -395,14 +377,13 @@ def given_shapes(values: Any) -> dict[str, Any]:
         UserError: ``--extend_buckets`` is not a list of positive integers in ascending order.
     """
     shapes = {name: getattr(values, name) for name in _SHAPES if getattr(values, name) is not None}
-    if values.extend_buckets is not None:
-        texts = [text.strip() for text in values.extend_buckets]
-        sizes = [int(text) for text in texts if text.isdecimal()]
-        if len(sizes) < len(texts) or not sizes or sizes != sorted({*sizes} - {0}):
+    if (texts := values.extend_buckets) is not None:
+        sizes = tuple(int(text) for text in texts if text.strip().isdecimal())
+        if len(sizes) < len(texts) or not sizes or list(sizes) != sorted({*sizes} - {0}):
             raise UserError(
                 f"--extend_buckets={','.join(texts)}: give ascending numbers, as 32,128"
             )
-        shapes["extend_buckets"] = tuple(sizes)
+        shapes["extend_buckets"] = sizes
     return shapes
 
 

@@ -11,6 +11,7 @@ from absl import logging
 
 from coa_jax.environments.base import ANSWER, TURN
 from coa_jax.environments.session import ToolLoop
+from coa_jax.protocol import THINK
 from coa_jax.rollout.episode import Episode, ToolRequest
 from coa_jax.rollout.request import Request, RolloutConfig, tool_context
 from coa_jax.tools.base import Observation, ToolContext
@@ -25,10 +26,9 @@ class Running:
         request: request to which the sample belongs.
         episode: tokens of the sample.
         slot: index of the slot in the engine.
+        limit: maximum number of tokens of the context.
         began: start time of the sample on the clock of the event loop, in seconds.
         environment: environment that answers the sample.
-        paused: whether the sample waits for the parameters of a later policy version, because
-            ``Request.plan`` requires this version.
         tool: task of the running tool call or reset; None if the sample waits for no tool.
         tool_request: the running tool call; None during a reset of the environment.
         tool_seconds: total duration of the tool calls so far, in seconds.
@@ -37,9 +37,9 @@ class Running:
     request: Request
     episode: Episode
     slot: int
+    limit: int
     began: float
     environment: ToolLoop
-    paused: bool = False
     tool: asyncio.Task[tuple[Observation, float]] | None = None
     tool_request: ToolRequest | None = None
     tool_seconds: float = 0.0
@@ -53,7 +53,7 @@ class Running:
         if event is StopReason.EOS and self.environment.whole_turns:
             return ToolRequest(TURN, self.episode.end_turn())
         if event is StopReason.ANSWER and ANSWER in self.environment.own:
-            return ToolRequest(ANSWER, self.episode.last_answer)
+            return ToolRequest(ANSWER, self.episode.last_body(self.episode.protocol.answer))
         return event
 
     def context(self, config: RolloutConfig, now: float) -> ToolContext:
@@ -68,7 +68,7 @@ class Running:
             f"{self.request.task.id}/{self.episode.sample_id}",
             self.episode.tool_calls,
             question=self.episode.question,
-            think=self.episode.last_think,
+            think=self.episode.last_body(THINK),
             seconds=now - self.began,
             tool_seconds=self.tool_seconds,
         )
@@ -82,11 +82,10 @@ class Running:
         if self.episode.versions:
             found["policy_versions"] = [list(pair) for pair in self.episode.versions]
         if self.environment.begun:
-            messages = [list(message) for message in self.environment.begun]
             found["begun"] = {
                 "whole_turns": self.environment.whole_turns,
                 "own": sorted(self.environment.own),
-                "messages": messages,
+                "messages": [list(message) for message in self.environment.begun],
             }
         return found
 
@@ -126,6 +125,60 @@ class Running:
         """
         tokens = len(self.episode.tokens)
         return any(at <= tokens and later > (version or 0) for at, later in self.request.plan)
+
+    def limit_now(self, version: int | None) -> int:
+        """Returns the number of tokens up to which the sample can decode at present.
+
+        This is ``limit``, unless ``Request.plan`` requires a later policy version from an earlier
+        position on, or ``Request.ends`` ends the sample earlier.
+
+        Args:
+            version: policy version of the present parameters; None counts as 0.
+        """
+        plan, ends = self.request.plan, self.request.ends
+        later = [position for position, planned in plan if planned > (version or 0)]
+        return min([self.limit, *later[:1], *([ends[0]] if ends else [])])
+
+    def used_up(self, config: RolloutConfig, now: float) -> StopReason | None:
+        """Returns the stop reason if a budget of the trajectory is exhausted, else None.
+
+        Args:
+            config: budgets of the trajectory.
+            now: present time on the clock of the event loop, in seconds.
+        """
+        ends = self.request.ends
+        if ends is not None and len(self.episode.tokens) >= ends[0]:
+            return ends[1]
+        if len(self.episode.context) >= self.limit:
+            return StopReason.LENGTH
+        if not self.request.agent:
+            return None
+        if config.max_tool_seconds and self.tool_seconds >= config.max_tool_seconds:
+            return StopReason.TOOL_TIME
+        if config.max_seconds and now - self.began > config.max_seconds:
+            return StopReason.DEADLINE
+        return None
+
+    def record(self, request: ToolRequest, observation: Observation, start: float) -> ToolCall:
+        """Returns the record of a finished tool call.
+
+        Args:
+            request: the call.
+            observation: result of the call.
+            start: start time of the call on the clock of the event loop, in seconds.
+        """
+        return ToolCall(
+            tool=request.tool,
+            arguments=request.arguments,
+            observation=observation.text,
+            outcome=observation.outcome,
+            ok=observation.ok,
+            start=start - self.began,
+            end=start - self.began + observation.seconds,
+            detail=observation.detail,
+            reward=observation.reward,
+            done=observation.done,
+        )
 
 
 def prefills_of(
@@ -175,31 +228,6 @@ def source_of(
     return source, common
 
 
-def recorded(
-    run: Running, request: ToolRequest, observation: Observation, start: float
-) -> ToolCall:
-    """Returns the record of a finished tool call.
-
-    Args:
-        run: sample that made the call.
-        request: the call.
-        observation: result of the call.
-        start: start time of the call on the clock of the event loop, in seconds.
-    """
-    return ToolCall(
-        tool=request.tool,
-        arguments=request.arguments,
-        observation=observation.text,
-        outcome=observation.outcome,
-        ok=observation.ok,
-        start=start - run.began,
-        end=start - run.began + observation.seconds,
-        detail=observation.detail,
-        reward=observation.reward,
-        done=observation.done,
-    )
-
-
 def unstarted(request: Request, limit: int, version: int | None) -> dict[str, Any]:
     """Returns the metadata of a sample that ends before it gets a slot.
 
@@ -211,50 +239,11 @@ def unstarted(request: Request, limit: int, version: int | None) -> dict[str, An
         version: current version of the policy; None if it does not change.
     """
     if len(request.prompt) >= limit:
-        logging.log_first_n(
-            logging.WARNING,
-            "task %s: the prompt has %d tokens, but a trajectory has at most %d (the smaller of "
-            "rollout.max_tokens and engine.max_length), so the policy writes nothing; raise this "
-            "limit or choose a shorter prompt_style",
-            1, request.task.id, len(request.prompt), limit,
-        )  # fmt: skip
+        warning = (
+            f"task {request.task.id}: the prompt has {len(request.prompt)} tokens, but a "
+            f"trajectory has at most {limit} (the smaller of rollout.max_tokens and "
+            "engine.max_length), so the policy writes nothing; raise this limit or choose a "
+            "shorter prompt_style"
+        )
+        logging.log_first_n(logging.WARNING, "%s", 1, warning)
     return {} if version is None else {"policy_versions": [[0, version]]}
-
-
-def limit_now(request: Request, limit: int, version: int | None) -> int:
-    """Returns the number of tokens up to which a sample can decode with the present parameters.
-
-    This is ``limit``, unless ``Request.plan`` requires a later policy version from an earlier
-    position on, or ``Request.ends`` ends the sample earlier.
-
-    Args:
-        request: request of the sample.
-        limit: maximum number of tokens of the trajectory.
-        version: policy version of the present parameters; None counts as 0.
-    """
-    later = [position for position, planned in request.plan if planned > (version or 0)]
-    end = [request.ends[0]] if request.ends else []
-    return min([limit, *later[:1], *end])
-
-
-def used_up(run: Running, config: RolloutConfig, limit: int) -> StopReason | None:
-    """Returns the stop reason if a budget of the trajectory is exhausted, else None.
-
-    Args:
-        run: the sample.
-        config: budgets of the trajectory.
-        limit: maximum number of tokens of the context.
-    """
-    ends = run.request.ends
-    if ends is not None and len(run.episode.tokens) >= ends[0]:
-        return ends[1]
-    if len(run.episode.context) >= limit:
-        return StopReason.LENGTH
-    if not run.request.agent:
-        return None
-    if config.max_tool_seconds and run.tool_seconds >= config.max_tool_seconds:
-        return StopReason.TOOL_TIME
-    seconds = asyncio.get_running_loop().time() - run.began
-    if config.max_seconds and seconds > config.max_seconds:
-        return StopReason.DEADLINE
-    return None

@@ -12,11 +12,10 @@ from typing import Any, Protocol
 
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import take_copies
-from coa_jax.engine.meter import MeteredEngine
 from coa_jax.model.params import DecodeParams
 from coa_jax.rollout.episodes import Episodes
 from coa_jax.rollout.inbox import Inbox
-from coa_jax.rollout.loop import rollout, run_episodes
+from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.rollout.scheduler import Scheduler
 from coa_jax.tools.base import Tool
@@ -94,12 +93,9 @@ class EngineSampler:
         self._inbox = Inbox(version=version)
         self._schedulers: list[Scheduler] = []
         start = self._schedulers.append
-        if episodes is None:
-            self._stream = rollout(engines, tokenizer, self._inbox, tools, config, on_start=start)
-        else:
-            self._stream = run_episodes(
-                engines, episodes, self._inbox, tools, config, on_start=start
-            )
+        self._stream = rollout(
+            engines, tokenizer, self._inbox, tools, config, on_start=start, episodes=episodes
+        )
 
     def submit(self, request: Request) -> None:
         """Adds a request, see `Sampler.submit`."""
@@ -154,8 +150,6 @@ class EngineSampler:
     def figures(self) -> dict[str, float]:
         """Returns times and counts of all engines since the start.
 
-        Each engine must be a `MeteredEngine`.
-
         Returns:
             A mapping with these keys:
 
@@ -167,8 +161,7 @@ class EngineSampler:
             * ``decoded_tokens``: number of tokens that the policy sampled.
             * ``row_steps``: number of rows of each decode step, summed over the decode steps.
         """
-        metered = [engine for engine in self._engines if isinstance(engine, MeteredEngine)]
-        meters = [engine.meter for engine in metered]
+        meters = [engine.meter for engine in self._engines]
         seconds = {
             name: sum(getattr(meter, name) for meter in meters) / len(meters)
             for name in ("decode_s", "extend_s", "idle_s")
@@ -179,5 +172,5 @@ class EngineSampler:
             "waiting_s": sum(scheduler.waiting_s for scheduler in self._schedulers),
             "slots": sum(engine.config.slots for engine in self._engines),
             "decoded_tokens": sum(meter.decoded_tokens for meter in meters),
-            "row_steps": sum(engine.row_steps for engine in self._engines),
+            "row_steps": sum(meter.row_steps for meter in meters),
         }

@@ -19,12 +19,11 @@ from typing import Any
 from coa_jax.engine.engine import Engine
 from coa_jax.environments.base import ANSWER, RESET
 from coa_jax.environments.session import ToolLoop
-from coa_jax.rollout import running
 from coa_jax.rollout.episode import ToolRequest
 from coa_jax.rollout.episodes import Episodes
 from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.request import Arrival, Request, RolloutConfig, described
-from coa_jax.rollout.running import Running, limit_now, prefills_of, recorded
+from coa_jax.rollout.running import Running, prefills_of, source_of, unstarted
 from coa_jax.tools.base import Observation, Tool
 from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
 
@@ -42,7 +41,7 @@ class Scheduler:
         on_text: Callable[[Arrival], None] | None,
         on_tokens: Callable[[int], None] | None = None,
     ):
-        """Takes an engine whose slots are all free; `run_episodes` describes the arguments."""
+        """Takes an engine whose slots are all free; `rollout` describes the arguments."""
         if config.constrain and engine.constraint is None:
             raise ValueError("config.constrain is set, but the engine has no constraint")
         self.engine, self.episodes, self.config = engine, episodes, config
@@ -57,7 +56,7 @@ class Scheduler:
         self.running: dict[int, Running] = {}
         # Slot -> request whose prompt is in the slot's KV cache, even if the sample has ended.
         self.held: dict[int, Request] = {}
-        self.refused: list[Trajectory] = []
+        self.ended: list[Trajectory] = []  # since the last `turn`
         self.ending: set[asyncio.Future[Any]] = set()  # cancelled tasks that still run
         self.closing: set[asyncio.Task[None]] = set()  # environments that are being closed
         # A thread of its own, because tools may block all default threads of the event loop.
@@ -77,9 +76,9 @@ class Scheduler:
             length, limit = len(request.prompt), self._limit(request)
             if length >= limit:  # the prompt leaves no room for a token
                 self.reader.waiting.popleft()
-                self.refused.append(self._refuse(request, sample, StopReason.LENGTH))
+                self._refuse(request, sample, StopReason.LENGTH)
                 continue
-            source, common = running.source_of(request, self.held, self.free)
+            source, common = source_of(request, self.held, self.free)
             slot = source if source is not None and source in self.free else self.free[0]
             if not self._reserve(slot, limit, source, common):
                 break
@@ -100,7 +99,7 @@ class Scheduler:
             await self._on_device(self._prefill, prefills, forks, lengths)
         for request, sample, slot in placed:
             self._start(request, sample, slot)
-        return bool(self.running or self.refused)
+        return bool(self.running or self.ended)
 
     async def arrival(self) -> bool:
         """Waits until a request arrives; returns False if the inbox is closed."""
@@ -143,11 +142,8 @@ class Scheduler:
             await self._on_device(self.engine.extend, feeds)
         for run in self.running.values():
             if run.request.plan:
-                self.engine.set_limit(
-                    run.slot, limit_now(run.request, self._limit(run.request), self.version)
-                )
-            if run.paused and not run.must_pause(self.version):
-                run.paused = False
+                self.engine.set_limit(run.slot, run.limit_now(self.version))
+            if run.tool is None and not run.must_pause(self.version):
                 self.engine.set_active(run.slot, True)
 
     def _computes(self, run: Running) -> None:
@@ -166,11 +162,11 @@ class Scheduler:
                 self.reader.waiting.extend((request, sample) for sample in request.samples)
             for waiting in [pair for pair in self.reader.waiting if pair[0] is request]:
                 self.reader.waiting.remove(waiting)
-                self.refused.append(self._refuse(*waiting, StopReason.CANCELLED))
+                self._refuse(*waiting, StopReason.CANCELLED)
             for run in [run for run in self.running.values() if run.request is request]:
                 if run.tool is not None:
                     self._end(run.tool)
-                self.refused.append(self._finish(run, StopReason.CANCELLED))
+                self._finish(run, StopReason.CANCELLED)
 
     def _end(self, task: asyncio.Future[Any]) -> None:
         """Cancels a task without waiting for its end; `close` waits."""
@@ -211,17 +207,19 @@ class Scheduler:
         self.device_call = loop.run_in_executor(self.thread, function, *arguments)
         return await asyncio.shield(self.device_call)
 
-    def _refuse(self, request: Request, sample: int, reason: StopReason) -> Trajectory:
-        """Returns the trajectory of a sample that cannot start; it has no policy tokens."""
+    def _refuse(self, request: Request, sample: int, reason: StopReason) -> None:
+        """Ends a sample that cannot start; its trajectory has no policy tokens."""
         metadata = described(request, self.config, self.engine.config, 0.0)
-        metadata |= running.unstarted(request, self._limit(request), self.version)
-        return self.episodes.begin(request, sample).finish(reason, request.task.gold, metadata)
+        metadata |= unstarted(request, self._limit(request), self.version)
+        episode = self.episodes.begin(request, sample)
+        self.ended.append(episode.finish(reason, request.task.gold, metadata))
 
     def _start(self, request: Request, sample: int, slot: int) -> None:
         opened = request.environment
         environment = opened(sample, self.tools) if opened else ToolLoop(self.tools)
         now, episode = asyncio.get_running_loop().time(), self.episodes.begin(request, sample)
-        self.running[slot] = run = Running(request, episode, slot, now, environment)
+        run = Running(request, episode, slot, self._limit(request), now, environment)
+        self.running[slot] = run
         self._computes(run)
         if request.prompt:
             self._write(run)
@@ -235,17 +233,15 @@ class Scheduler:
             run.slot,
             len(run.episode.tokens),
             last_token=run.episode.tokens[-1],
-            limit=limit_now(request, self._limit(request), self.version),
+            limit=run.limit_now(self.version),
             key=(request.seed, request.prompt_id, run.episode.sample_id),
             sampling=request.sampling,
             protocol=request.task.protocol if request.agent and self.config.constrain else None,
         )
-        run.paused = run.must_pause(self.version)
-        self.engine.set_active(run.slot, not run.paused)
+        self.engine.set_active(run.slot, not run.must_pause(self.version))
 
-    async def _begin(self) -> list[Trajectory]:
-        """Prefills the prompts that environments have provided; returns samples without one."""
-        finished: list[Trajectory] = []
+    async def _begin(self) -> None:
+        """Prefills the prompts that environments have provided, and ends samples without one."""
         prompts: dict[tuple[int, ...], list[Running]] = {}
         for run in [run for run in self.running.values() if run.is_reset]:
             seen, start = run.take_result()
@@ -253,42 +249,24 @@ class Scheduler:
                 prompt = self.episodes.prompt(run.environment.begun)
                 self._computes(run)
                 run.episode.begin(prompt, run.environment.question)
-                if len(prompt) < self._limit(run.request):
+                if len(prompt) < run.limit:
                     prompts.setdefault(prompt, []).append(run)
                     continue
             else:
-                run.episode.tool_calls.append(recorded(run, ToolRequest(RESET, ""), seen, start))
-            finished.append(self._finish(run, self._spent(run) or StopReason.FAULT))
+                run.episode.tool_calls.append(run.record(ToolRequest(RESET, ""), seen, start))
+            self._finish(run, self._spent(run) or StopReason.FAULT)
         if prompts:
             await self._on_device(self._prefill, *prefills_of(prompts))
             for run in itertools.chain(*prompts.values()):
                 self._write(run)
-        return finished
 
     async def turn(self) -> list[Trajectory]:
-        """Collects tool results, decodes one chunk, starts tools; returns finished samples."""
-        finished, self.refused = self.refused, []
-        finished += await self._begin()
-        finished += await self._collect()
+        """Collects tool results, decodes one chunk, starts tools; returns ended samples."""
+        await self._begin()
+        await self._collect()
         if self.engine.any_active:
-            for run in self.running.values():
-                if run.tool is None and not run.paused:
-                    self._computes(run)
-            chunk = await self._on_device(self.engine.decode)
-            written = 0
-            for run in list(self.running.values()):
-                if run.tool is None and chunk.count[run.slot]:
-                    count = int(chunk.count[run.slot])
-                    tokens = chunk.tokens[run.slot, :count].tolist()
-                    logps = chunk.logps[run.slot, :count].tolist()
-                    written -= len(run.episode.tokens)
-                    finished += self._advance(run, tokens, logps)
-                    written += len(run.episode.tokens)
-                    self._check_ended(run, bool(chunk.active[run.slot]))
-            if self.on_tokens:
-                self.on_tokens(written)
-            await asyncio.sleep(0)
-        elif not finished and self.running:
+            await self._decode()
+        elif not self.ended and self.running:
             runs = self.running.values()
             calls = {run.tool for run in runs if run.tool is not None and not run.tool.done()}
             news = asyncio.ensure_future(self.reader.changed())
@@ -296,16 +274,34 @@ class Scheduler:
                 await asyncio.wait({*calls, news}, return_when=asyncio.FIRST_COMPLETED)
             finally:
                 self._end(news)
-        return finished
+        ended, self.ended = self.ended, []
+        return ended
 
-    def _advance(
-        self, run: Running, tokens: Sequence[int], logps: Sequence[float]
-    ) -> list[Trajectory]:
+    async def _decode(self) -> None:
+        """Decodes one chunk, and gives its tokens to the samples."""
+        for run in self.running.values():
+            if run.tool is None and not run.must_pause(self.version):
+                self._computes(run)
+        chunk = await self._on_device(self.engine.decode)
+        written = 0
+        for run in list(self.running.values()):
+            if run.tool is None and chunk.count[run.slot]:
+                count, before = int(chunk.count[run.slot]), len(run.episode.tokens)
+                tokens = chunk.tokens[run.slot, :count].tolist()
+                self._advance(run, tokens, chunk.logps[run.slot, :count].tolist())
+                written += len(run.episode.tokens) - before
+                self._check_ended(run, bool(chunk.active[run.slot]))
+        if self.on_tokens:
+            self.on_tokens(written)
+        await asyncio.sleep(0)
+
+    def _advance(self, run: Running, tokens: Sequence[int], logps: Sequence[float]) -> None:
+        """Gives a sample its new tokens, up to the token that calls a tool or ends the sample."""
         episode = run.episode
         limit = self.config.max_turn_tokens if run.request.agent else 0
         for token, logp in zip(tokens, logps, strict=True):
             if not math.isfinite(logp):  # the logits are NaN, so no token was really sampled
-                return [self._finish(run, StopReason.FAULT)]
+                return self._finish(run, StopReason.FAULT)
             event = episode.feed(token, logp)
             self._tell(run, Author.POLICY, episode.take_text() if self.on_text else "")
             if event is None and limit and episode.turn_tokens >= limit:
@@ -313,16 +309,14 @@ class Scheduler:
             if event is None:
                 continue
             event = run.asked(event)
-            if isinstance(event, StopReason):
-                return [self._finish(run, event)]
-            if spent := self._begin_call(run, event):
-                return [self._finish(run, spent)]
+            over = event if isinstance(event, StopReason) else self._begin_call(run, event)
+            if over:
+                return self._finish(run, over)
             # Discards the tokens that were sampled after the closing tag.
             self.engine.truncate(run.slot, len(episode.context), token)
-            self.engine.set_active(run.slot, False)
-            return []
-        spent = self._spent(run)
-        return [self._finish(run, spent)] if spent else []
+            return self.engine.set_active(run.slot, False)
+        if spent := self._spent(run):
+            self._finish(run, spent)
 
     def _begin_call(self, run: Running, request: ToolRequest) -> StopReason | None:
         """Starts a tool call; returns the stop reason if a budget does not permit the call."""
@@ -337,10 +331,8 @@ class Scheduler:
 
     def _check_ended(self, run: Running, active: bool) -> None:
         """Checks that each sample decodes, waits for a tool, or waits for parameters."""
-        if not active and run.tool is None and self.running.get(run.slot) is run:
-            run.paused = run.must_pause(self.version)
-            if run.paused:
-                return
+        waits = active or run.tool is not None or run.must_pause(self.version)
+        if not waits and self.running.get(run.slot) is run:
             raise RuntimeError(f"slot {run.slot} has ended, but its sample has not")
 
     async def _call(self, run: Running, request: ToolRequest | None) -> tuple[Observation, float]:
@@ -357,10 +349,9 @@ class Scheduler:
         run.tool_seconds += clock() - start
         return observation, start
 
-    async def _collect(self) -> list[Trajectory]:
+    async def _collect(self) -> None:
         """Appends the results of finished tool calls to their episodes and to the KV cache."""
         feeds: list[tuple[int, int, Sequence[int]]] = []
-        finished: list[Trajectory] = []
         for run in list(self.running.values()):
             request = run.tool_request
             if run.tool is None or request is None or not run.tool.done():
@@ -377,18 +368,18 @@ class Scheduler:
                 ids, body = self.episodes.encode(episode, observation.text, room)
             elif over is None:
                 over = StopReason.LENGTH
-            record = recorded(run, request, dataclasses.replace(observation, text=body), start)
+            record = run.record(request, dataclasses.replace(observation, text=body), start)
             text = body.join(frame) if ids else ""
             episode.observe(ids, text, record)
             self._tell(run, Author.ENVIRONMENT, text, record)
-            most = self._limit(run.request) - self.config.max_turn_tokens
+            most = run.limit - self.config.max_turn_tokens
             if self.config.cut_context and len(episode.context) > most:
                 start_at = min(start_at, episode.cut(most))
             over = over or self._spent(run)
             if not over and (further := episode.next_call()):
                 over = self._begin_call(run, further)
             if over:
-                finished.append(self._finish(run, over))
+                self._finish(run, over)
             else:
                 self.engine.observe(run.slot)
                 feeds.append((run.slot, start_at, episode.context[start_at:]))
@@ -396,7 +387,6 @@ class Scheduler:
             await self._on_device(self.engine.extend, feeds)
         for slot, _, _ in feeds:
             self.engine.set_active(slot, self.running[slot].tool is None)
-        return finished
 
     def _tell(self, run: Running, author: Author, text: str, call: ToolCall | None = None) -> None:
         if self.on_text and text:
@@ -405,18 +395,16 @@ class Scheduler:
 
     def _room(self, run: Running) -> int:
         """Returns the number of tokens left for the body of an observation."""
-        limit, frame = self._limit(run.request), self.episodes.frame(run.episode)
-        room = limit - len(run.episode.context) - frame
+        used = len(run.episode.context)
         if self.config.cut_context:  # removing older steps can make more room
-            spared = 2 * self.config.max_turn_tokens + len(run.request.prompt)
-            room = max(room, limit - spared - frame)
-        return room
+            used = min(used, 2 * self.config.max_turn_tokens + len(run.request.prompt))
+        return run.limit - used - self.episodes.frame(run.episode)
 
     def _spent(self, run: Running) -> StopReason | None:
         """Returns the stop reason if a budget of the trajectory is exhausted, else None."""
-        return running.used_up(run, self.config, self._limit(run.request))
+        return run.used_up(self.config, asyncio.get_running_loop().time())
 
-    def _finish(self, run: Running, reason: StopReason) -> Trajectory:
+    def _finish(self, run: Running, reason: StopReason) -> None:
         self.engine.set_active(run.slot, False)
         del self.running[run.slot]
         self.free.append(run.slot)
@@ -428,10 +416,9 @@ class Scheduler:
             closing.add_done_callback(self.closing.discard)
         if self.config.cut_context:
             metadata["cut_tokens"] = len(run.episode.tokens) - len(run.episode.context)
-        trajectory = run.episode.finish(reason, run.request.task.gold, metadata)
+        self.ended.append(run.episode.finish(reason, run.request.task.gold, metadata))
         # The last bytes may be an incomplete character, which only `finish` turns into text.
         self._tell(run, Author.POLICY, run.episode.take_text())
-        return trajectory
 
     async def close(self) -> None:
         """Cancels running tools, closes environments and frees every slot."""

@@ -28,7 +28,7 @@ from coa_jax.model import encoder
 from coa_jax.model.compute import REFERENCE
 from coa_jax.model.encoder import BertConfig, bind, load_params, read_bert_config
 from coa_jax.model.params import Params
-from coa_jax.model.safetensors_io import Checkpoint
+from coa_jax.model.safetensors_io import local_checkpoint
 from coa_jax.storage import model_folder
 
 _SHORTEST = 16
@@ -114,13 +114,14 @@ class Encoder:
         self.config, self.width = config, bert.hidden_size
         self._longest = min(config.max_tokens, _longest(folder, bert.max_tokens))
         self._device = _device(config.device)
-        checkpoint = Checkpoint(folder)
+        checkpoint = local_checkpoint(folder)
         params = load_params(checkpoint, bert, self._device)
         self._program = functools.partial(_embed, params, config=bert, pooling=pooling)
         self._tokenizer = _tokenizer(folder / "tokenizer.json", self._longest)
         if (ids := self._tokenizer.get_vocab_size()) > (rows := bert.vocab_size):
             raise ValueError(f"its tokenizer has {ids:,} tokens, but only {rows:,} embeddings")
-        files = [*checkpoint.files, folder / "config.json", folder / "tokenizer.json"]
+        names = (*checkpoint.files.names, "config.json", "tokenizer.json")
+        files = [folder / name for name in names]
         self.fingerprint = _fingerprint(files, config, self._longest, pooling)
 
     def queries(self, texts: Sequence[str]) -> np.ndarray:

@@ -220,9 +220,9 @@ def test_a_turn_prefills_only_what_is_new_and_no_bit_depends_on_that(monkeypatch
     for reuse in (True, False):
         if not reuse:
             monkeypatch.setattr(running, "source_of", lambda *_: (None, 0))
-        before = engine(max_length=LENGTH).extended_tokens
+        before = engine(max_length=LENGTH).meter.extended_tokens
         (found[reuse],) = solve(sampler("conversation"), [one(temperature=3.0)])
-        computed[reuse] = engine(max_length=LENGTH).extended_tokens - before
+        computed[reuse] = engine(max_length=LENGTH).meter.extended_tokens - before
     assert found[True].metadata["agent_turns"] == 10
     np.testing.assert_array_equal(found[True].tokens, found[False].tokens)
     np.testing.assert_array_equal(found[True].logp, found[False].logp)

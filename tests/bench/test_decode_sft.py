@@ -12,7 +12,7 @@ from coa_jax.bench import decode, sft
 from coa_jax.bench.models import Subject
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.constraint import token_states
-from coa_jax.engine.meter import MeteredEngine
+from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.model.costs import train_flops
 from coa_jax.rollout.constrain import constraint_for
@@ -22,14 +22,14 @@ from tests.bench.small_workload import subject
 
 
 def test_decoding_samples_what_was_asked_for():
-    engine = MeteredEngine(subject().params, subject().config, EngineConfig(3, 30, 4, (32,)))
+    engine = Engine(subject().params, subject().config, EngineConfig(3, 30, 4, (32,)))
     prompts = np.arange(60).reshape(3, 20)
     prefill, seconds = decode.decode_once(engine, prompts, new=10)
     assert prefill > 0 and seconds > 0
     assert engine.length.tolist() == [30, 30, 30]
     assert engine.meter.decode_steps == 10
     # Blocks of 16 tokens, two of each prompt, in programs of two blocks.
-    assert engine.extended_tokens == 96
+    assert engine.meter.extended_tokens == 96
 
 
 @pytest.mark.slow
@@ -38,7 +38,7 @@ def test_what_is_measured_as_constrained_is_sampled_under_the_constraint(monkeyp
     learnt = Subject("learnt", model.config, model.params, model.tokenizer)
     size, budget = model.config.vocab_size, RolloutConfig(constrain=True)
     constraint = constraint_for(budget, model.tokenizer, size, ["generalist"])
-    decode_once, decode_chunk = decode.decode_once, MeteredEngine.decode
+    decode_once, decode_chunk = decode.decode_once, Engine.decode
     runs = []
 
     def run_and_keep(engine, prompts, new, protocol=None):
@@ -60,7 +60,7 @@ def test_what_is_measured_as_constrained_is_sampled_under_the_constraint(monkeyp
         return True
 
     monkeypatch.setattr(decode, "decode_once", run_and_keep)
-    monkeypatch.setattr(MeteredEngine, "decode", decode_and_keep)
+    monkeypatch.setattr(Engine, "decode", decode_and_keep)
     shapes = {"prompt": 8, "new": 24, "chunk": 8, "dtype": "float32", "repeats": 1}
     decode.measure_batch(learnt, 4, constraint, **shapes)
     assert [protocol for protocol, _ in runs] == [None, "generalist"] * 2

@@ -13,7 +13,7 @@ from coa_jax.bench.measure import compile_count
 from coa_jax.bench.models import load_subject
 from coa_jax.bench.rollout import logp_gap, measure, measure_once, run_workload
 from coa_jax.bench.shapes import engine_shapes
-from coa_jax.engine.meter import MeteredEngine
+from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.trajectory import Author, StopReason
 from tests.bench.small_workload import rollout, subject, workload
@@ -29,7 +29,7 @@ def engine(work, slots=4, chunk=4, block=8, buckets=(32,), max_length=128):
         extend_buckets=buckets,
         extend_block=block,
     )
-    return MeteredEngine(subject().params, subject().config, shapes)
+    return Engine(subject().params, subject().config, shapes)
 
 
 @pytest.fixture(scope="module")

@@ -120,9 +120,9 @@ def write_gguf(path: Path, model: Path) -> None:
 
 def _add_tensors(writer: Any, model: Path) -> None:
     from coa_jax.model.gguf_io import _LAYER, _TOP
-    from coa_jax.model.safetensors_io import Checkpoint
+    from coa_jax.model.safetensors_io import local_checkpoint
 
-    source = Checkpoint(model)
+    source = local_checkpoint(model)
     names = {theirs: ours for ours, theirs in _TOP.items()}
     layer = {theirs: ours for ours, theirs in _LAYER.items()}
     for name in source.shapes:

@@ -77,12 +77,12 @@ def test_the_tables_equal_a_walk_over_the_bytes_of_every_token(pieces, missing):
         return
     made = make_constraint({"mhqa": built}, tokens, 300)
     first = made.start["mhqa"]
-    states = jnp.arange(made.next_state.shape[0])
+    states = jnp.arange(made.tables.next_state.shape[0])
     allowed = np.asarray(allowed_tokens(made.tables.allowed, states, 300))
     assert allowed[FREE].all()
     for state, found in expected.items():
         assert np.flatnonzero(allowed[first + state]).tolist() == sorted(found)
-        after = made.next_state[first + state, made.kind]
+        after = made.tables.next_state[first + state, made.tables.kind]
         assert {i: after[i] - first for i in found} == found
         assert (np.delete(after, list(found)) == DEAD).all()
 
@@ -97,14 +97,16 @@ def test_every_state_that_can_be_reached_has_an_allowed_token_or_ends_a_turn():
         if state in reached or state == DEAD:
             continue
         reached.add(state)
-        after = made.next_state[state]
-        assert made.ends[state] != (after != DEAD).any()
+        after = made.tables.next_state[state]
+        assert made.tables.ends[state] != (after != DEAD).any()
         todo += [*np.unique(after), made.observed[state]]
     text = b"<think>a</think><plan>a</plan><think>a</think><"
     state = made.start["universal"]
     for byte in text:
-        state = made.next_state[state, made.kind[tokens.index(bytes([byte]))]]
-    may = {tokens[i] for i in np.flatnonzero(made.next_state[state, made.kind] != DEAD)}
+        state = made.tables.next_state[state, made.tables.kind[tokens.index(bytes([byte]))]]
+    may = {
+        tokens[i] for i in np.flatnonzero(made.tables.next_state[state, made.tables.kind] != DEAD)
+    }
     assert may == {b"w", b"c", b"s"}  # web_search, crawl_page, suggested_answer
 
 
@@ -115,8 +117,8 @@ def test_several_protocols_stand_side_by_side():
         alone = make_constraint({name: automaton(name)}, CHARACTERS, 256)
         shift = both.start[name] - alone.start[name]
         own = slice(both.start[name], both.start[name] + len(automaton(name).transitions))
-        after = both.next_state[own][:, both.kind]
-        expected = alone.next_state[1:][:, alone.kind]
+        after = both.tables.next_state[own][:, both.tables.kind]
+        expected = alone.tables.next_state[1:][:, alone.tables.kind]
         assert (after == np.where(expected == DEAD, DEAD, expected + shift)).all()
 
 
@@ -128,8 +130,8 @@ def test_states_of_a_trajectory_are_recomputed_from_its_tokens():
     states = token_states(made, made.start["mhqa"], tokens, written)
     assert states[2] == made.start["mhqa"]
     assert (states[[0, 1, -8, -9, -10]] == FREE).all()
-    closed = made.next_state[states[2 + len(turn) - 1], made.kind[ord(">")]]
-    assert made.ends[closed] and states[-7] == made.observed[closed]
+    closed = made.tables.next_state[states[2 + len(turn) - 1], made.tables.kind[ord(">")]]
+    assert made.tables.ends[closed] and states[-7] == made.observed[closed]
     with pytest.raises(ValueError, match="token 3 is 98"):
         token_states(made, made.start["mhqa"], list(b"<thb"), [True] * 4)
 

@@ -241,7 +241,7 @@ from tests.random_params import random_params
 
 config = ModelConfig("qwen2", 384, 48, 96, 2, 8, 4, 16, qkv_bias=True, tie_embeddings=False)
 params = random_params(config)
-(expected,) = layout.publish(params, config, EngineConfig(slots=1))
+expected = layout.publish_program(config, "float32", None)(params)
 # As on a slice: devices 0, 1, 4 and 5 are of one host, the rest of another.
 axes = layout.group_axes(np.array([0, 0, 1, 1, 0, 0, 1, 1]), 4)
 for sizes in ((1, 2, 4), (1, 8, 1), (2, 2, 2)):

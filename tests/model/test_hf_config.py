@@ -115,8 +115,8 @@ def test_an_entry_for_yarn_is_written_as_it_was_read():
         ({"rope_scaling": {"rope_type": "yarn"}}, "factor is missing"),
         ({"rope_scaling": {**YARN, "attn_factor": 2.0}}, "'attn_factor' of the yarn rope is not"),
         ({"rope_scaling": {**YARN, "beta_fast": 0.5}}, "beta_slow 1 is above beta_fast 0.5"),
-        ({"rope_scaling": {**YARN, "mscale": "x"}}, "mscale is 'x', which is not a positive"),
-        ({"rope_scaling": {**YARN, "truncate": 1}}, "truncate is 1, which is not true or false"),
+        ({"rope_scaling": {**YARN, "mscale": "x"}}, "mscale is 'x'; give a number above 0"),
+        ({"rope_scaling": {**YARN, "truncate": 1}}, "truncate is 1; give True or False"),
         ({"rope_scaling": YARN, ORIGINAL: 16384}, f"{ORIGINAL} is outside rope_scaling"),
         ({"rope_scaling": YARN, "rope_theta": 1.0}, "rope_theta 1 is too small for yarn"),
         (
@@ -127,7 +127,7 @@ def test_an_entry_for_yarn_is_written_as_it_was_read():
             "rope_parameters and rope_scaling differ; keep only the right entry",
         ),
         ({"rope_scaling": "yarn"}, "rope_scaling 'yarn' is not an object"),
-        ({"layer_types": 3}, "layer_types 3 is not a list"),
+        ({"layer_types": 3}, "layer_types is 3; give a list"),
         ({"num_hidden_layers": float("inf")}, "num_hidden_layers is inf"),
         ({"rope_scaling": {"rope_type": "llama3", "factor": 4.0}}, "low_freq_factor is missing"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5"),
@@ -135,16 +135,19 @@ def test_an_entry_for_yarn_is_written_as_it_was_read():
         ({"layer_types": ["full_attention", "sliding_attention"]}, "sliding window"),
         ({"hidden_size": None}, "hidden_size is missing"),
         ({"num_hidden_layers": "16"}, "num_hidden_layers is '16'"),
-        ({"num_hidden_layers": 1.5}, "not a whole number"),
+        ({"num_hidden_layers": 1.5}, "num_hidden_layers is 1.5; give a whole number"),
         ({"num_key_value_heads": 5}, "not a multiple of num_kv_heads 5"),
         ({"head_dim": 63}, "head_dim 63 is odd"),
-        ({"head_dim": 0}, "head_dim is 0, which is not a positive number"),
-        ({"head_dim": None, "num_attention_heads": 2**15}, "head_dim is 0, which is not a"),
-        ({"architectures": -1}, "architectures is -1, which is not a list"),
-        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; the maximum"),
-        ({"vocab_size": 10**400}, "vocab_size is 10000.*; the maximum is 2.1"),
-        ({"rms_norm_eps": 1e300}, r"rms_norm_eps is 1e\+300; the maximum is 1"),
-        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no', which is not true or false"),
+        ({"head_dim": 0}, "head_dim is 0; give a whole number from 1"),
+        (
+            {"head_dim": None, "num_attention_heads": 2**15},
+            "head_dim is 0; give a whole number from 1",
+        ),
+        ({"architectures": -1}, "architectures is -1; give a list"),
+        ({"num_hidden_layers": 10**12}, "num_hidden_layers is 1000000000000; give .* to 10000"),
+        ({"vocab_size": 10**400}, "vocab_size is a whole number of .* bits; give .* to 2147483647"),
+        ({"rms_norm_eps": 1e300}, r"rms_norm_eps is 1e\+300; give a number above 0 and at most 1"),
+        ({"tie_word_embeddings": "no"}, "tie_word_embeddings is 'no'; give True or False"),
         (
             {
                 "rope_scaling": {
@@ -166,7 +169,7 @@ def test_what_the_forward_pass_does_not_compute_is_refused_by_name(change, messa
 def test_a_window_in_use_is_refused():
     with pytest.raises(UserError, match="sliding window"):
         config_from_hf({**QWEN25, "max_window_layers": 21})
-    with pytest.raises(UserError, match="max_window_layers is None, which is not a whole number"):
+    with pytest.raises(UserError, match="max_window_layers is None; give a whole number"):
         config_from_hf({**QWEN25, "max_window_layers": None})
     assert config_from_hf({**QWEN25, "max_window_layers": 21, "use_sliding_window": False})
 

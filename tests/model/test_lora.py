@@ -250,9 +250,9 @@ def test_an_adapter_directory_is_a_model(base, tmp_path):
         ({"bias": "all"}, "bias='all' is not supported"),
         ({"base_model_name_or_path": None}, "base_model_name_or_path is missing"),
         ({"base_model_name_or_path": "/no/such"}, "the base model /no/such cannot be loaded"),
-        ({"r": 0}, "r and lora_alpha are not finite numbers above 0"),
-        ({"lora_alpha": 0}, "r and lora_alpha are not finite numbers above 0"),
-        ({"r": True}, "r and lora_alpha are not finite numbers above 0"),
+        ({"r": 0}, "r is 0; give a whole number from 1"),
+        ({"lora_alpha": 0}, "lora_alpha is 0; give a number above 0"),
+        ({"r": True}, "r is True; give a whole number"),
     ],
 )
 def test_an_adapter_that_cannot_be_applied_is_refused(base, tmp_path, changes, message):

@@ -59,18 +59,15 @@ def gradients_agree(function, reference, *arguments, tolerance=1e-4):
         close(actual, expected, tolerance)
 
 
-def test_both_backends_have_the_same_operations(cpu_ops):
-    reference, cpu = (importlib.import_module(BACKENDS[name]) for name in ("reference", "cpu"))
-    functions = {
-        name: value
-        for name, value in vars(reference).items()
-        if not name.startswith("_") and getattr(value, "__module__", "") == reference.__name__
-    }
-    assert {*functions} == {*cpu.__all__}
-    for name, function in functions.items():
-        assert [*inspect.signature(function).parameters] == [
-            *inspect.signature(getattr(cpu, name)).parameters
-        ], name
+@pytest.mark.parametrize("backend", ["cpu", "tpu"])
+def test_every_backend_has_the_operations_of_the_reference(cpu_ops, backend):
+    reference, other = (importlib.import_module(BACKENDS[name]) for name in ("reference", backend))
+    for name, function in vars(reference).items():
+        if not name.startswith("_") and getattr(function, "__module__", "") == reference.__name__:
+            parameters = inspect.signature(getattr(other, name)).parameters
+            assert [*parameters] == [*inspect.signature(function).parameters], name
+    with pytest.raises(AttributeError):
+        getattr(other, "no_operation")  # noqa: B009
 
 
 # --- matmuls -------------------------------------------------------------------------------

@@ -178,7 +178,7 @@ def test_log_probabilities_are_those_among_the_allowed_tokens():
         hidden, _ = decoder(ids, jnp.arange(ids.shape[1])[None], compute)
         logits = np.asarray(decoder.logits(hidden, compute)[0], np.float64) / 1.3
         for state, token, logp, index in policy_tokens(trajectory):
-            may = made.next_state[state, made.kind] != DEAD
+            may = made.tables.next_state[state, made.tables.kind] != DEAD
             assert may[token]
             expected = logits[index - 1, token] - np.logaddexp.reduce(logits[index - 1, may])
             assert logp == pytest.approx(expected, abs=1e-4)
@@ -226,10 +226,10 @@ def test_a_slot_ends_with_the_token_that_closes_a_call_or_the_answer():
         states += chunk.tokens[0, : chunk.count[0]].tolist()
     state = made.start["mhqa"]
     for token in states[:-1]:
-        state = made.next_state[state, made.kind[token]]
-        assert not made.ends[state]
-    state = made.next_state[state, made.kind[states[-1]]]
-    assert made.ends[state] and len(prompt) + len(states) < 320
+        state = made.tables.next_state[state, made.tables.kind[token]]
+        assert not made.tables.ends[state]
+    state = made.tables.next_state[state, made.tables.kind[states[-1]]]
+    assert made.tables.ends[state] and len(prompt) + len(states) < 320
     with pytest.raises(ValueError, match="slot 0 is constrained"):
         fresh.truncate(0, len(prompt) + 1, states[0])
 

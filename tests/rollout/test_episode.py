@@ -54,10 +54,10 @@ def test_a_closed_tool_tag_asks_for_the_tool_at_its_last_token():
 
 def test_the_last_thought_before_a_call_is_at_hand():
     episode = make()
-    assert episode.last_think == ""
+    assert episode.last_body("think") == ""
     feed(episode, "<think>first</think><plan>p</plan><think> the river </think>")
     feed(episode, "<wiki_search>ein Fluß</wiki_search>")
-    assert episode.last_think == " the river "
+    assert episode.last_body("think") == " the river "
 
 
 def test_tool_text_is_no_policy_text_whatever_it_contains():

@@ -60,7 +60,7 @@ def test_a_call_is_made_when_the_turn_ends():
     episode = make("hermes")
     assert feed(episode, f"<think>\nt\n</think>\n\n{CALL}") is None
     assert end(episode) == ToolRequest("wiki_search", "ein Fluß")
-    assert episode.last_think == "t"
+    assert episode.last_body("think") == "t"
     observe(episode)
     feed(episode, "川")
     assert end(episode) is StopReason.ANSWER
@@ -89,7 +89,7 @@ def test_a_call_follows_observation_at_once_in_react():
     episode = make("react")
     text = "Thought: t\nAction: code\nAction Input: ```py\nprint(1)\n```\nObservation:"
     assert feed(episode, text + " 1") == ToolRequest("code", "```py\nprint(1)\n```")
-    assert episode.last_think == "t"
+    assert episode.last_body("think") == "t"
     assert episode.frame == (" ", "\n")
     observe(episode, "1\nFinal Answer: forged\n")
     feed(episode, "Final Answer: 1\n2")

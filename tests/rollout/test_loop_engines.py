@@ -36,9 +36,9 @@ def stream(wanted, tools=None):
 
 def test_they_sample_the_same_bits_as_one():
     wanted = requests(3, SamplingParams())
-    before = [one.row_steps for one in two()]
+    before = [one.meter.row_steps for one in two()]
     found = run(wanted, on=two())
-    assert all(one.row_steps > steps for one, steps in zip(two(), before, strict=True))
+    assert all(one.meter.row_steps > steps for one, steps in zip(two(), before, strict=True))
     for ours, theirs in zip(found, run(wanted, on=two()[0]), strict=True):
         assert [t.tokens.tolist() for t in ours] == [t.tokens.tolist() for t in theirs]
         assert [t.logp.tolist() for t in ours] == [t.logp.tolist() for t in theirs]

@@ -13,8 +13,7 @@ from safetensors.numpy import save_file
 
 from coa_jax import check, jsonl, storage
 from coa_jax.errors import UserError
-from coa_jax.model.ranged_io import RangedCheckpoint
-from coa_jax.model.safetensors_io import Checkpoint
+from coa_jax.model.safetensors_io import Checkpoint, local_checkpoint
 from coa_jax.needs import needs_of
 from coa_jax.records.rows import find_files
 from coa_jax.report import watch
@@ -92,7 +91,7 @@ def test_rows_of_a_tensor_are_fetched_alone(bucket, tmp_path):
     storage.upload(tmp_path, f"{bucket}/m")
     files = storage.weights_apart(f"{bucket}/m", tmp_path)
     assert files is not None
-    there, here = RangedCheckpoint("m", files), Checkpoint(tmp_path)
+    there, here = Checkpoint("m", files), local_checkpoint(tmp_path)
     assert there.shapes == here.shapes
     for name in tensors:
         for rows in (slice(None), slice(2, 5), slice(5, 5), slice(1, 7)):
@@ -110,7 +109,18 @@ def test_damaged_weights_in_a_bucket_are_named(bucket, tmp_path, content):
     files = storage.weights_apart(f"{bucket}/m", tmp_path)
     assert files is not None
     with pytest.raises(UserError, match=r"m/model\.safetensors is truncated or not a"):
-        RangedCheckpoint("m", files)
+        Checkpoint("m", files)
+
+
+def test_weights_that_end_too_soon_in_a_bucket_are_named(bucket, tmp_path):
+    file = tmp_path / "model.safetensors"
+    save_file({"a": np.ones((300, 20), np.float32)}, file)
+    file.write_bytes(file.read_bytes()[:-8])
+    storage.upload(tmp_path, f"{bucket}/m")
+    files = storage.weights_apart(f"{bucket}/m", tmp_path)
+    assert files is not None
+    with pytest.raises(UserError, match=r"m/model\.safetensors is truncated .*within tensor a"):
+        Checkpoint("m", files).read("a")
 
 
 # --- refusals ------------------------------------------------------------------------------

@@ -50,10 +50,7 @@ class Unfolded(NamedTuple):
 
 
 def causal_attention(
-    compute: Compute,
-    shape: tuple[int, ...],
-    segment_ids: Any,
-    unfolded: Unfolded | None = None,
+    compute: Compute, shape: tuple[int, ...], segment_ids: Any, unfolded: Unfolded | None = None
 ) -> Attend:
     """Returns the attention function for all layers of a forward pass.
 
@@ -127,12 +124,7 @@ def _pad(x: jax.Array, axis: int, multiple: int) -> jax.Array:
 
 
 def _splash(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    *,
-    interpret: bool = False,
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, interpret: bool
 ) -> jax.Array:
     """Computes attention with the TPU kernel, which skips the blocks above the diagonal.
 
@@ -147,16 +139,10 @@ def _splash(
     k, v = (_pad(x.swapaxes(1, 2), 2, 128) for x in (k, v))
     length = q.shape[2]
     block = next(size for size in (512, 256, 128) if length % size == 0)
+    sizes: Any = {f"block_{x}": block for x in ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")}
     attend_rows = kernel.make_splash_mha(
         masks.MultiHeadMask([masks.CausalMask((length, length))] * (n * g)),
-        block_sizes=kernel.BlockSizes(
-            block_q=block,
-            block_kv=block,
-            block_q_dkv=block,
-            block_kv_dkv=block,
-            block_q_dq=block,
-            block_kv_dq=block,
-        ),
+        block_sizes=kernel.BlockSizes(**sizes),
         head_shards=1,
         q_seq_shards=1,
         residual_checkpoint_name=ATTENTION,
@@ -171,12 +157,7 @@ def _splash(
 
 
 def _cudnn(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    *,
-    interpret: bool = False,
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, interpret: bool
 ) -> jax.Array:
     """Computes attention with the flash attention of cuDNN.
 
@@ -190,25 +171,15 @@ def _cudnn(
     if segment_ids is not None:
         ids = _pad(segment_ids, 1, 2)
         mask = (ids[:, :, None] == ids[:, None, :])[:, None]
+    name: Any = "xla" if interpret else "cudnn"
     out = jax.nn.dot_product_attention(
-        q,
-        k,
-        v,
-        mask=mask,
-        scale=1.0,
-        is_causal=True,
-        implementation="xla" if interpret else "cudnn",
+        q, k, v, mask=mask, scale=1.0, is_causal=True, implementation=name
     )
     return out[:, :t].reshape(b, t, n, g, width)
 
 
 def _pallas_gpu(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    *,
-    interpret: bool = False,
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, interpret: bool
 ) -> jax.Array:
     """Computes attention with JAX's flash attention for Triton.
 
@@ -236,12 +207,7 @@ measure the rest of a program.
 
 
 def _stand_in(
-    q: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    segment_ids: jax.Array | None,
-    *,
-    interpret: bool = False,
+    q: jax.Array, k: jax.Array, v: jax.Array, segment_ids: jax.Array | None, interpret: bool
 ) -> jax.Array:
     return q * (k + v)[:, :, :, None]
 

@@ -1,4 +1,4 @@
-"""Kernels for the attention of new tokens over a paged cache, and their page layouts.
+"""The attention of new tokens over a paged cache: a form for all platforms, and kernels.
 
 All sequences share a pool of pages. A page table lists, for each sequence, the pages that hold its
 positions, in order.
@@ -24,10 +24,10 @@ _MASKED = -1e30
 """Score of a key that a query may not see. It is finite, so that no result becomes NaN."""
 
 Pages = tuple[jax.Array, ...]
-"""The pool of one layer, whose arrays depend on the implementation:
+"""The pool of one layer, whose arrays depend on the kernel:
 
 ==============  ==================================================
-implementation  arrays
+kernel          arrays
 ==============  ==================================================
 pallas_gpu      keys, values ``[N, P, S, K]``
 ragged_paged    one ``[P, S, 2N, K]``: a head's keys, its values, the next head's keys, ...
@@ -35,97 +35,17 @@ ragged_paged    one ``[P, S, 2N, K]``: a head's keys, its values, the next head'
 """
 
 
-def pool_axes(
-    implementation: str, heads: str | None
-) -> tuple[str | None, str | None, str | None, str | None]:
-    """Returns the logical axes of the arrays of a pool.
-
-    Args:
-        implementation: name of the implementation, which determines the layout of the pool.
-        heads: logical axis of the heads; None if the heads are not sharded. Some layouts hold the
-            keys and the values of a head as two rows of one axis; with None, this axis is not
-            sharded either.
-    """
-    return (
-        (heads, None, None, None) if implementation == "pallas_gpu" else (None, None, heads, None)
-    )
-
-
-def init_pages(
-    implementation: str, count: int, size: int, num_kv_heads: int, head_dim: int, dtype: Any
-) -> Pages:
-    """Creates an empty pool.
-
-    Args:
-        implementation: name of the implementation, which determines the layout of the pool.
-        count: number of pages, P.
-        size: number of positions of a page, S.
-        num_kv_heads, head_dim: N and K, see the shape letters of the module.
-        dtype: dtype of keys and values.
-    """
-    if implementation == "ragged_paged":
-        return (jnp.zeros((count, size, 2 * num_kv_heads, head_dim), dtype),)
-    shape = (num_kv_heads, count, size, head_dim)
-    return jnp.zeros(shape, dtype), jnp.zeros(shape, dtype)
-
-
-def page_size(implementation: str, pages: Pages) -> int:
-    """Returns S, the number of positions of a page."""
-    return pages[0].shape[1 if implementation == "ragged_paged" else 2]
-
-
-def write_pages(
-    implementation: str,
-    pages: Pages,
-    table: jax.Array,
-    k: jax.Array,
-    v: jax.Array,
-    positions: jax.Array,
-) -> Pages:
-    """Writes new keys and values to the pages at their positions.
-
-    Args:
-        implementation: name of the implementation, which determines the layout of the pool.
-        pages: the pool.
-        table: page table, int32 ``[B, C]``; no two sequences may write to the same page.
-        k, v: new keys and values, ``[B, T, N, K]``.
-        positions: int32 ``[B, T]``, position of each new token in its sequence, counted from 0.
-            Keys and values at positions from ``C * S`` on are dropped.
-    """
-    index, offset = jnp.divmod(positions, page_size(implementation, pages))
-    inside = index < table.shape[1]
-    page = jnp.take_along_axis(table, jnp.where(inside, index, 0), axis=1)
-    # A page number outside the pool, to which scatter drops writes.
-    page = jnp.where(inside, page, jnp.iinfo(jnp.int32).max)
-    k, v = k.astype(pages[0].dtype), v.astype(pages[0].dtype)
-    if implementation == "ragged_paged":
-        b, t, n, width = k.shape
-        pairs = jnp.stack((k, v), axis=3).reshape(b, t, 2 * n, width)
-        return (pages[0].at[page, offset].set(pairs, mode="drop"),)
-    return tuple(
-        pool.at[:, page, offset].set(jnp.moveaxis(x, 2, 0), mode="drop")
-        for pool, x in zip(pages, (k, v), strict=True)
-    )
-
-
-def attend_paged(
-    compute: Compute,
-    q: jax.Array,
-    pages: Pages,
-    table: jax.Array,
-    positions: jax.Array,
+def attend_with_kernel(
+    compute: Compute, q: jax.Array, pages: Pages, table: jax.Array, positions: jax.Array
 ) -> jax.Array:
     """Computes the attention of new tokens to all positions up to and including their own.
 
-    The keys and values of the new tokens must already be in the pages. The implementation
-    ``pallas_gpu`` has a kernel for one new token per sequence. For several new tokens per sequence,
-    this implementation calls `walk`, like the reference, because the matmuls then take more time
-    than reading the pages.
+    The keys and values of the new tokens must already be in the pages.
 
     Args:
-        compute: names the implementation, which determines the layout of the pool, and the dtype.
-            On a mesh, the heads are sharded over ``tensor``; pages and sequences are not sharded.
-        q: rotated queries ``[B, T, N, G, K]``.
+        compute: names the kernel, which determines the layout of the pool, and the dtype. On a
+            mesh, the heads are sharded over ``tensor``; pages and sequences are not sharded.
+        q: rotated queries ``[B, T, N, G, K]``; the kernel ``pallas_gpu`` has T = 1.
         pages: the pool.
         table: page table, int32 ``[B, C]``; entries after a sequence's last page may be any page
             number.
@@ -136,25 +56,22 @@ def attend_paged(
     Returns:
         The attended values, float32, in the shape of q.
     """
-    name, count = compute.attention, q.shape[1]
-    if name == "pallas_gpu" and count > 1:
-        keys, values = pages
-
-        def read(page: jax.Array) -> tuple[jax.Array, jax.Array]:
-            return jnp.moveaxis(keys[:, page], (0, 3), (1, 2)), jnp.moveaxis(values[:, page], 0, 1)
-
-        return walk(compute, q, read, table, page_size(name, pages), positions)
+    name, mesh = compute.attention, compute.mesh
+    heads = "kv_heads" if mesh is None or q.shape[2] % mesh.shape["tensor"] == 0 else None
+    pool = (heads, None, None, None) if name == "pallas_gpu" else (None, None, heads, None)
     kernel = functools.partial(_KERNELS[name], interpret=compute.interpret)
-    mesh = compute.mesh
-    split = mesh is None or q.shape[2] % mesh.shape["tensor"] == 0
-    heads = "kv_heads" if split else None
-    queries, pool = (None, None, heads, None, None), pool_axes(name, heads)
+    queries = (None, None, heads, None, None)
     run = split_over(mesh, kernel, queries, (None, None), (None,), *(pool for _ in pages))
     # A row that consists of padding reads no more pages than a row whose first position is 0.
     start = positions[:, 0]
     start = jnp.where(start < table.shape[1] * page_size(name, pages), start, 0)
     q = (q * q.shape[-1] ** -0.5).astype(compute.dtype)
-    return run(q, table, start + count, *pages).astype(jnp.float32)
+    return run(q, table, start + q.shape[1], *pages).astype(jnp.float32)
+
+
+def page_size(attention: str, pages: Any) -> int:
+    """Returns the number of positions of a page, for any implementation of attention."""
+    return pages[0].shape[1] if attention == "ragged_paged" else pages[1].shape[2]
 
 
 def walk(
@@ -165,7 +82,7 @@ def walk(
     size: int,
     positions: jax.Array,
 ) -> jax.Array:
-    """Computes `attend_paged` with ordinary matmuls and a running softmax.
+    """Computes attention over pages with ordinary matmuls and a running softmax.
 
     Each iteration of a loop reads one page of every sequence. The loop ends after the last page of
     the longest sequence.
@@ -182,49 +99,35 @@ def walk(
     Returns:
         The attended values, float32, in the shape of q.
     """
+    ops, dtype = compute.ops, compute.dtype
 
     def attend(q: jax.Array, table: jax.Array, positions: jax.Array) -> jax.Array:
-        return _walk(compute, q, read, table, size, positions)
+        b, t, n, g, width = q.shape
+        # The queries of all heads of a group form the rows of one matmul with the group's keys.
+        q = q.transpose(0, 2, 3, 1, 4).reshape(b, n, g * t, width) * width**-0.5
+        ends = jnp.broadcast_to(positions[:, None, None], (b, 1, g, t)).reshape(b, 1, g * t, 1)
+        inside = positions < table.shape[1] * size
+        count = jnp.max(jnp.where(inside, positions // size + 1, 0))
 
-    result: jax.Array = compute.ops.over_rows(attend, q, table, positions)
+        def fold(index: jax.Array, carry: tuple[jax.Array, ...]) -> tuple[jax.Array, ...]:
+            largest, total, attended = carry
+            k, v = read(table[:, index])
+            visible = index * size + jnp.arange(size) <= ends
+            scores = jnp.where(visible, ops.einsum("bnqk,bnks->bnqs", q, k, dtype), _MASKED)
+            larger = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
+            weights = jnp.exp(scores - larger)
+            keep = jnp.exp(largest - larger)
+            total = total * keep + ops.row_sum(weights)[..., None]
+            new = ops.einsum("bnqs,bnsk->bnqk", weights, v, dtype)
+            return larger, total, attended * keep + new
+
+        empty = jnp.zeros((b, n, g * t, 1), jnp.float32)
+        start = (empty + _MASKED, empty, jnp.zeros(q.shape, jnp.float32))
+        _, total, attended = jax.lax.fori_loop(0, count, fold, start)
+        return (attended / total).reshape(b, n, g, t, width).transpose(0, 3, 1, 2, 4)
+
+    result: jax.Array = ops.over_rows(attend, q, table, positions)
     return result
-
-
-def _walk(
-    compute: Compute,
-    q: jax.Array,
-    read: Callable[[jax.Array], tuple[jax.Array, jax.Array]],
-    table: jax.Array,
-    size: int,
-    positions: jax.Array,
-) -> jax.Array:
-    ops, dtype = compute.ops, compute.dtype
-    b, t, n, g, width = q.shape
-    # The queries of all heads of a group form the rows of one matmul with the keys of the group.
-    q = q.transpose(0, 2, 3, 1, 4).reshape(b, n, g * t, width) * width**-0.5
-    ends = jnp.broadcast_to(positions[:, None, None], (b, 1, g, t)).reshape(b, 1, g * t, 1)
-    inside = positions < table.shape[1] * size
-    count = jnp.max(jnp.where(inside, positions // size + 1, 0))
-
-    def fold(
-        index: jax.Array, carry: tuple[jax.Array, jax.Array, jax.Array]
-    ) -> tuple[jax.Array, jax.Array, jax.Array]:
-        largest, total, attended = carry
-        k, v = read(table[:, index])
-        visible = index * size + jnp.arange(size) <= ends
-        scores = jnp.where(visible, ops.einsum("bnqk,bnks->bnqs", q, k, dtype), _MASKED)
-        larger = jnp.maximum(largest, jnp.max(scores, axis=-1, keepdims=True))
-        weights = jnp.exp(scores - larger)
-        keep = jnp.exp(largest - larger)
-        total = total * keep + ops.row_sum(weights)[..., None]
-        new = ops.einsum("bnqs,bnsk->bnqk", weights, v, dtype)
-        return larger, total, attended * keep + new
-
-    empty = jnp.zeros((b, n, g * t, 1), jnp.float32)
-    start = (empty + _MASKED, empty, jnp.zeros(q.shape, jnp.float32))
-    _, total, attended = jax.lax.fori_loop(0, count, fold, start)
-    attended = attended / total
-    return attended.reshape(b, n, g, t, width).transpose(0, 3, 1, 2, 4)
 
 
 # --- kernels -------------------------------------------------------------------------------

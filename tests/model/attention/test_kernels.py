@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.model.attention import paged
+from coa_jax.model import cache
 from coa_jax.model.attention.causal import causal_attention
 from coa_jax.model.attention.choice import Case, implementations, platform_of, unmet
 from coa_jax.model.compute import REFERENCE, Compute
+from coa_jax.model.config import ModelConfig
 
 TOLERANCE = {"float32": 1e-5, "bfloat16": 0.03}
 TRITON = Compute("bfloat16", attention="pallas_gpu")
@@ -130,6 +131,12 @@ KERNELS = [name for name in implementations("paged") if name != "xla"]
 SHAPE = {"num_kv_heads": 2, "num_groups": 3, "head_dim": 128, "page_size": 16}
 
 
+def pool(name, count, size, heads, width, dtype):
+    """The empty pages of one layer."""
+    config = ModelConfig("llama", 8, 8, 8, 1, heads, heads, width)
+    return cache.init_layers(config, count, size, dtype, Compute(attention=name))[0]
+
+
 def filled(name, dtype, rng, batch, pages_each):
     """A pool in which ``batch`` sequences own pages in no order, among rubbish."""
     heads, width, size = SHAPE["num_kv_heads"], SHAPE["head_dim"], SHAPE["page_size"]
@@ -137,10 +144,10 @@ def filled(name, dtype, rng, batch, pages_each):
     k, v = rng.normal(size=(2, batch, length, heads, width)).astype(np.float32)
     count = batch * pages_each + 3
     table = rng.permutation(count)[: batch * pages_each].reshape(batch, -1).astype(np.int32)
-    pages = paged.init_pages(name, count, size, heads, width, dtype)
-    pages = jax.tree.map(lambda x: x + 7, pages)
-    positions = np.broadcast_to(np.arange(length), (batch, length))
-    return paged.write_pages(name, pages, jnp.asarray(table), k, v, positions), table, k, v
+    pages = jax.tree.map(lambda x: x + 7, pool(name, count, size, heads, width, dtype))
+    positions = jnp.broadcast_to(jnp.arange(length), (batch, length))
+    pages = cache.write(pages, jnp.asarray(table), k, v, positions, Compute(attention=name))
+    return pages, table, k, v
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
@@ -156,10 +163,10 @@ def test_paged_attention_equals_numpy(name, new, dtype):
     start = np.array([0, 2 * size - new, end - new, end])
     positions = (start[:, None] + np.arange(new)).astype(np.int32)
     q = rng.normal(size=(batch, new, 2, 3, SHAPE["head_dim"])).astype(np.float32)
-    run = functools.partial(paged.attend_paged, compute)
+    run = functools.partial(cache.attend_to, compute=compute)
     if name != "ragged_paged" or not compute.interpret:  # its stand-in is a Python loop
         run = jax.jit(run)
-    out = np.asarray(run(q, pages, jnp.asarray(table), jnp.asarray(positions)))
+    out = np.asarray(run(pages, q, jnp.asarray(table), jnp.asarray(positions)))
     mask = np.arange(end) <= positions[..., None]
     expected = numpy_attention(q, k, v, mask)
     np.testing.assert_allclose(out[:3], expected[:3], rtol=0, atol=TOLERANCE[dtype])
@@ -170,11 +177,11 @@ def test_several_new_tokens_on_a_gpu_take_no_memory_for_pages_that_are_not_there
     shape, size = (4, 16, 2, 3, 64), 16
 
     def scratch(pages_each):
-        pages = paged.init_pages("pallas_gpu", 300, size, 2, 64, "bfloat16")
+        pages = pool("pallas_gpu", 300, size, 2, 64, "bfloat16")
         table = jnp.zeros((4, pages_each), jnp.int32)
-        run = functools.partial(paged.attend_paged, TRITON)
-        compiled = jax.jit(run).lower(jnp.zeros(shape), pages, table, jnp.zeros((4, 16), jnp.int32))
-        return compiled.compile().memory_analysis().temp_size_in_bytes
+        run = jax.jit(functools.partial(cache.attend_to, compute=TRITON))
+        lowered = run.lower(pages, jnp.zeros(shape), table, jnp.zeros((4, 16), jnp.int32))
+        return lowered.compile().memory_analysis().temp_size_in_bytes
 
     assert scratch(64) < 1.1 * scratch(4)
 
@@ -197,14 +204,14 @@ def test_what_is_written_to_pages_is_gathered_from_them(data):
     length = pages_each * size
     rng = np.random.default_rng(data.draw(st.integers(0, 2**31)))
     table = rng.permutation(9)[:6].reshape(batch, pages_each).astype(np.int32)
-    pages = paged.init_pages(name, 9, size, 2, 8, "float32")
+    pages, compute = pool(name, 9, size, 2, 8, "float32"), Compute(attention=name)
     kept = np.zeros((2, batch, length, 2, 8), np.float32)
     for _ in range(data.draw(st.integers(1, 3))):
         # Consecutive positions that may run over the end, where they are dropped.
         start = rng.integers(0, length + 2, batch)
         positions = (start[:, None] + np.arange(5)).astype(np.int32)
         new = rng.normal(size=(2, batch, 5, 2, 8)).astype(np.float32)
-        pages = paged.write_pages(name, pages, jnp.asarray(table), *new, positions)
+        pages = cache.write(pages, jnp.asarray(table), *new, jnp.asarray(positions), compute)
         for row, at in np.argwhere(positions < length):
             kept[:, row, positions[row, at]] = new[:, row, at]
     np.testing.assert_array_equal(np.stack(gathered(name, pages, table)), kept)
@@ -245,8 +252,8 @@ def test_the_training_kernel_for_triton_is_lowered_for_cuda(packed):
 def test_the_decoding_kernel_for_triton_is_lowered_for_cuda():
     pool = jax.ShapeDtypeStruct((2, 32, 16, 128), jnp.bfloat16)
     traced = jax.jit(
-        lambda q, keys, values, table, positions: paged.attend_paged(
-            TRITON, q, (keys, values), table, positions
+        lambda q, keys, values, table, positions: cache.attend_to(
+            (keys, values), q, table, positions, TRITON
         )
     ).trace(
         jax.ShapeDtypeStruct((4, 1, 2, 3, 128), jnp.float32),

@@ -21,9 +21,8 @@ from coa_jax.engine import programs
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.losses import SFTLoss
 from coa_jax.learn.step import gradient_sums
-from coa_jax.model.attention import paged
+from coa_jax.model import cache
 from coa_jax.model.attention.choice import Case, resolve
-from coa_jax.model.cache import init_layers
 from coa_jax.model.compute import Compute, training_compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import abstract_params, init_params, unstack
@@ -86,7 +85,6 @@ def decoding(topology: str, tensor: int, new: int) -> None:
     """One layer of a cached step: write the new keys and values, attend to all."""
     mesh = mesh_of(topology, 1, 1, tensor)
     compute = decode_compute(mesh)
-    name = compute.attention
     rows, pages_each, size = 8, 16, CASE.page_size
     heads, groups, width = CASE.num_kv_heads, CASE.num_groups, CASE.head_dim
 
@@ -94,11 +92,12 @@ def decoding(topology: str, tensor: int, new: int) -> None:
         return jax.ShapeDtypeStruct(shape, dtype, sharding=sharding_for(mesh, axes, shape=shape))
 
     def step(q, pages, table, k, v, positions):
-        pages = paged.write_pages(name, pages, table, k, v, positions)
-        return paged.attend_paged(compute, q, pages, table, positions), pages
+        pages = cache.write(pages, table, k, v, positions, compute)
+        return cache.attend_to(pages, q, table, positions, compute), pages
 
-    pool = jax.eval_shape(
-        lambda: paged.init_pages(name, rows * pages_each, size, heads, width, jnp.bfloat16)
+    config = ModelConfig("llama", 8, 8, 8, 1, heads * groups, heads, width)
+    (pool,) = jax.eval_shape(
+        lambda: cache.init_layers(config, rows * pages_each, size, jnp.bfloat16, compute)
     )
     fresh = array((rows, new, heads, width), "float32", None, None, "kv_heads")
     arguments = (
@@ -135,7 +134,7 @@ def engine(topology: str) -> None:
             unstack(init_params(MODEL, jax.random.key(0)), MODEL),
         )
     )
-    layers = placed(lambda: init_layers(MODEL, rows * pages_each, size, "bfloat16", compute))
+    layers = placed(lambda: cache.init_layers(MODEL, rows * pages_each, size, "bfloat16", compute))
     state = placed(
         lambda: programs.DecodeState(
             *(jnp.zeros(rows, dtype) for dtype in ("int32", "int32", "int32", "bool")),
