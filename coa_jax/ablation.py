@@ -168,13 +168,7 @@ class Ablation:
         named = {tool.name: tool for tool in self.tools}
         with progress(f"distil seed {seed}", total=len(tasks)) as bar:
             split = distill_split(
-                "train",
-                tasks,
-                named,
-                teacher,
-                folder / "data",
-                self.config["tools"],
-                bar.reach,
+                "train", tasks, named, teacher, folder / "data", self.config["tools"], bar.reach
             )
         told = {}
         for name, records, dropped in self._sets(tasks, split, seed):

@@ -35,6 +35,12 @@ from coa_jax.rollout.request import RolloutConfig
 from coa_jax.settings import build
 from coa_jax.tools.make import ToolsConfig
 
+_ROLLOUT = (
+    *("max_tokens", "max_turn_tokens", "max_tool_calls", "max_observation_tokens"),
+    *("prompt_style", "constrain", "level", "format"),
+)
+"""Flags that are settings of `RolloutConfig`."""
+
 
 def questions(arguments: Sequence[str], stream: IO[str]) -> Iterator[tuple[str, bool]]:
     """Yields pairs (question, whether the user typed the question at a prompt).
@@ -144,16 +150,7 @@ def main(argv: list[str]) -> None:
         protocol=protocol,
         sampling=SamplingParams(values.temperature, values.top_p),
         seed=values.seed,
-        rollout=RolloutConfig(
-            max_tokens=values.max_tokens,
-            max_turn_tokens=values.max_turn_tokens,
-            max_tool_calls=values.max_tool_calls,
-            max_observation_tokens=values.max_observation_tokens,
-            prompt_style=values.prompt_style,
-            constrain=values.constrain,
-            level=values.level,
-            format=values.format,
-        ),
+        rollout=RolloutConfig(**{name: values[name].value for name in _ROLLOUT}),
         environment=build(
             EnvironmentConfig, values.config.get("environment", {}), "config.environment"
         ),

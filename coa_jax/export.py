@@ -40,10 +40,7 @@ from coa_jax.model.api import Model, describe_model, load_weights, save_model
 from coa_jax.model.card import CARD, read_card
 from coa_jax.model.config import LoraConfig
 from coa_jax.model.hub_card import hub_card
-from coa_jax.model.params import (
-    merge_adapters,
-    without_adapters,
-)
+from coa_jax.model.params import merge_adapters, without_adapters
 from coa_jax.parallel.mesh import make_mesh
 from coa_jax.parallel.placement import MeshConfig, training_mesh
 from coa_jax.protocol import find_protocols, write_protocols

@@ -37,7 +37,7 @@ from typing import Annotated, Any
 
 from ml_collections import ConfigDict
 
-from coa_jax.bounds import Bounded, OneOf, Text, check, parts, present, shown
+from coa_jax.bounds import Bounded, OneOf, Text, check, frozen, parts, present, shown
 from coa_jax.errors import UserError
 from coa_jax.overrides import suggest
 
@@ -378,7 +378,7 @@ def _value(found: Callable[..., Any], name: str, value: Any, where: str, text: b
             value = ast.literal_eval(value)
     if kind is bool and value in (0, 1):
         value = bool(value)
-    value = _frozen(value)
+    value = frozen(value)
     return check(value, annotation, where) if kind in _CHECKED else value
 
 
@@ -390,10 +390,6 @@ def _types(found: Callable[..., Any]) -> dict[str, Any]:
         return typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError, AttributeError):
         return {}
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def read_options(text: str, where: str) -> dict[str, str]:

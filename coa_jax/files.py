@@ -46,14 +46,10 @@ def replace(path: Path, data: bytes) -> None:
         OSError: the data cannot be written. The error contains the name of the file, whose old
             content is unchanged.
     """
-
-    def write(file: IO[bytes]) -> None:
-        file.write(data)
-
-    replace_with(path, write)
+    replace_with(path, lambda file: file.write(data))
 
 
-def replace_with(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+def replace_with(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Replaces a file atomically, like `replace`, with content that a function writes.
 
     Args:
@@ -220,12 +216,19 @@ def drop_last_rows(path: Path, goes: Callable[[dict[str, Any]], bool | None]) ->
 
 
 def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yields the position and the bytes of each line, the last line first."""
+    """Yields the position and the bytes of each line, the last line first.
+
+    Raises:
+        UserError: a line is too long, so that no damaged file fills the memory.
+    """
     position, block = file.seek(0, os.SEEK_END), b""
     while position or block:
         start = block.rfind(b"\n", 0, max(len(block) - 1, 0)) + 1
         if not start and position:
-            _check_line(file, len(block))
+            if len(block) > reading.MAX_LINE:
+                raise UserError(
+                    f"{file.name}: its last line has more than {reading.MAX_LINE:,} bytes"
+                )
             size = min(position, max(65536, len(block)))
             position -= size
             file.seek(position)
@@ -233,12 +236,6 @@ def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
             continue
         yield position + start, block[start:]
         block = block[:start]
-
-
-def _check_line(file: IO[bytes], length: int) -> None:
-    """Raises UserError for a line that is too long, so that no damaged file fills the memory."""
-    if length > reading.MAX_LINE:
-        raise UserError(f"{file.name}: its last line has more than {reading.MAX_LINE:,} bytes")
 
 
 def _copy(source: IO[bytes], target: IO[bytes], count: int) -> None:
@@ -253,22 +250,11 @@ def cut_torn_line(path: Path) -> None:
 
     A process that is killed while it writes leaves such text.
     """
-    if not path.exists():
-        return
-    reading.open_file(path).close()
-    with open(path, "rb+") as file:
-        position = end = file.seek(0, os.SEEK_END)
-        while position > 0:
-            _check_line(file, end - position)
-            start = max(0, position - 65536)
-            file.seek(start)
-            newline = file.read(position - start).rfind(b"\n")
-            if newline >= 0:
-                position = start + newline + 1
-                break
-            position = start
-        if position < end:
-            file.truncate(position)
+    if path.exists():
+        with reading.open_file(path) as file:
+            place, line = next(_lines_backwards(file), (0, b"\n"))
+        if not line.endswith(b"\n"):
+            os.truncate(path, place)
 
 
 @contextlib.contextmanager

@@ -205,11 +205,7 @@ class RunDir:
         return [row for row in rows if row.get("phase") == phase]
 
     def traces(
-        self,
-        step: int,
-        phase: str,
-        rows: Iterable[Mapping[str, Any] | str],
-        form: str = "jsonl",
+        self, step: int, phase: str, rows: Iterable[Mapping[str, Any] | str], form: str = "jsonl"
     ) -> None:
         """Appends trajectories to `traces.jsonl`, or writes them as a shard to `traces/`.
 

@@ -20,12 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from coa_jax import jsonl, shards
-from coa_jax.protocol import (
-    Violation,
-    find_protocols,
-    get_protocol,
-    part_violations,
-)
+from coa_jax.protocol import Violation, find_protocols, get_protocol, part_violations
 from coa_jax.protocol import violations as text_violations
 from coa_jax.storage import local
 

@@ -285,10 +285,7 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
 
 
 def gather(
-    x: jax.Array,
-    mesh: Mesh | None,
-    axes: Sequence[str | None],
-    whole: Sequence[str],
+    x: jax.Array, mesh: Mesh | None, axes: Sequence[str | None], whole: Sequence[str]
 ) -> jax.Array:
     """Gathers a value along some logical axes, and splits its gradient along the same axes.
 
