@@ -206,9 +206,7 @@ class Ablation:
         """
         folder = self.workdir / f"seed{seed}" / name
         with RunDir(folder) as run:
-            summary = folder / "summary.json"
-            known = files.read_json_object(summary) if summary.exists() else {}
-            if "grades" not in known:
+            if "grades" not in run.blocks():
                 began = time.monotonic()
                 self.base(seed)
                 config = self.command.sft_config(folder.parent, name, seed)
@@ -225,7 +223,7 @@ class Ablation:
                 )
                 took = {"sft": trained - began, "evaluate": time.monotonic() - trained}
                 run.summary({"grades": _grades(outcome), "timings_s": took})
-        return files.read_json_object(folder / "summary.json")
+            return run.blocks()
 
 
 def _arm(teacher: Mapping[str, Any], arm: Any, where: str) -> dict[str, Any]:
