@@ -25,7 +25,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from coa_jax import files
+from coa_jax import files, markdown
 from coa_jax.cli import run_main
 from coa_jax.errors import UserError
 from coa_jax.evaluate.compare import bootstrap_interval
@@ -360,19 +360,17 @@ CLAIMS: tuple[Claim, ...] = (
 
 def table(folders: Folders) -> str:
     """Formats the claims as a Markdown table."""
-    lines = [
-        "| about | the paper | here | figure (95 %) | n | by seed | command |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+    head = ("about", "the paper", "here", "figure (95 %)", "n", "by seed", "command")
+    rows = [
+        (claim.topic, claim.paper, claim.what, *_shown(claim.figure(folders)), f"`{claim.command}`")
+        for claim in CLAIMS
     ]
-    for claim in CLAIMS:
-        figure = claim.figure(folders)
-        shown = ("not measured yet", "", "") if figure is None else _shown(figure)
-        cells = (claim.topic, claim.paper, claim.what, *shown, f"`{claim.command}`")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+    return "\n".join([*markdown.table(head, rows), ""])
 
 
-def _shown(figure: Figure) -> tuple[str, str, str]:
+def _shown(figure: Figure | None) -> tuple[str, str, str]:
+    if figure is None:
+        return "not measured yet", "", ""
     if not figure.n:
         return "nothing to count", "0", ""
     sign = "+" if figure.signed else ""
