@@ -119,10 +119,8 @@ class Kind:
         """
         found = {entry.value for entry in self._installed().select(name=name)}
         if len(found) > 1:
-            raise UserError(
-                f"the {self.noun} {name!r} is in several installed packages: "
-                f"{', '.join(sorted(found))}; name one of these"
-            )
+            several = f"the {self.noun} {name!r} is in several installed packages"
+            raise UserError(f"{several}: {', '.join(sorted(found))}; name one of these")
         return "".join(found)
 
     def _installed(self) -> importlib.metadata.EntryPoints:
@@ -211,11 +209,8 @@ def find(kind: Kind, name: str, where: str) -> Callable[..., Any]:
     if found is None:
         path = name if is_path(name) else kind.path_of(name)
         if not path:
-            near = suggest(name, kind.names())
-            raise UserError(
-                f"{where}: there is no {kind.noun} {name!r}{near}; a custom one is named as"
-                " package.module:name"
-            )
+            fault = f"there is no {kind.noun} {name!r}{suggest(name, kind.names())}"
+            raise UserError(f"{where}: {fault}; name your own as package.module:name")
         found = path
     if isinstance(found, str):
         found = _load(kind, found, where)
@@ -332,10 +327,9 @@ def bind(
         options = options.to_dict()
     for option in options:
         if option not in known and not any_option:
-            has = suggest(str(option), known) or (
-                f"; there are {', '.join(known)}" if known else ""
-            )
-            raise UserError(f"{where}: {name} has no option {option!r}{has or '; it has none'}")
+            listed = f"; there are {', '.join(known)}" if known else "; it has none"
+            has = suggest(str(option), known) or listed
+            raise UserError(f"{where}: {name} has no option {option!r}{has}")
     given = {
         option: _value(found, option, value, f"{where}: the option {option} of {name}", text)
         for option, value in options.items()
@@ -343,17 +337,13 @@ def bind(
     for parameter in known:
         if parameter not in given and named[parameter].default is kinds.empty:
             offers = ", ".join(kind.offers) or "nothing"
-            raise UserError(
-                f"{where}: {name} needs {parameter!r}{_near(parameter, kind.offers)}; {kind.one}"
-                f" gets these arguments by name: {offers}; and its own options"
-            )
+            needs = f"{name} needs {parameter!r}{_near(parameter, kind.offers)}"
+            gets = f"{kind.one} gets these arguments by name: {offers}; and its own options"
+            raise UserError(f"{where}: {needs}; {gets}")
     asks = frozenset(named) & frozenset(kind.offers)
     if only or (kind.needs and not asks & set(kind.needs)):
-        takes = str(inspect.signature(found))
-        raise UserError(
-            f"{where}: {name} takes {takes}; {kind.one} has a parameter "
-            f"{' or '.join(kind.needs or kind.offers)}, passed by name"
-        )
+        has = f"{kind.one} has a parameter {' or '.join(kind.needs or kind.offers)}, passed by name"
+        raise UserError(f"{where}: {name} takes {inspect.signature(found)}; {has}")
     return Bound(found, asks, types.MappingProxyType(given))
 
 

@@ -226,9 +226,7 @@ def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
         start = block.rfind(b"\n", 0, max(len(block) - 1, 0)) + 1
         if not start and position:
             if len(block) > reading.MAX_LINE:
-                raise UserError(
-                    f"{file.name}: its last line has more than {reading.MAX_LINE:,} bytes"
-                )
+                raise UserError(f"{file.name}: a line has more than {reading.MAX_LINE:,} bytes")
             size = min(position, max(65536, len(block)))
             position -= size
             file.seek(position)

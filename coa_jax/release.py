@@ -101,9 +101,8 @@ coa-jax report --workdir={place}
 def _adapter(run: Path, stage: str) -> Adapter:
     folder = run / "models" / f"{stage}-adapters"
     if (adapter := read_adapter(folder)) is None:
-        raise UserError(
-            f"{folder} has no adapter: finish the pipeline, with config.{stage}.lora.rank above 0"
-        )
+        advice = f"finish the pipeline, with config.{stage}.lora.rank above 0"
+        raise UserError(f"{folder} has no adapter: {advice}")
     return adapter
 
 

@@ -156,10 +156,8 @@ class RunDir:
             UserError: the directory holds a run with another config.
         """
         if changes := self.config_changes(config):
-            raise UserError(
-                f"{self.path} has a run with another config ({changes[0]}): give the same config "
-                "to continue this run, or another --workdir"
-            )
+            fault = f"{self.path} has a run with another config ({changes[0]})"
+            raise UserError(f"{fault}: give the same config to continue it, or another --workdir")
         self.write_config(config)
 
     def keep_json(self, name: str, value: Mapping[str, Any]) -> None:

@@ -202,11 +202,9 @@ class Trajectory:
     def __post_init__(self) -> None:
         for name, dtype in (("tokens", np.int32), ("author", np.uint8), ("logp", np.float32)):
             object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
-        if not self.tokens.shape == self.author.shape == self.logp.shape == (len(self.tokens),):
-            raise ValueError(
-                "tokens, author and logp must have one shape [T], not "
-                f"{self.tokens.shape}, {self.author.shape} and {self.logp.shape}"
-            )
+        shapes = self.tokens.shape, self.author.shape, self.logp.shape
+        if set(shapes) != {(len(self.tokens),)}:
+            raise ValueError(f"tokens, author and logp must have one shape [T], not {shapes}")
 
     def to_json(self) -> dict[str, Any]:
         """Returns the trajectory as a JSON object, from which ``from_json`` restores every bit.

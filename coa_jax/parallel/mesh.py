@@ -86,15 +86,11 @@ def make_mesh(
     need = math.prod(sizes)
     if need > count:
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={need}"
-        on_cpu = f", or on CPU set {flag}" if every else ""
-        raise UserError(
-            f"mesh {text} needs {need} devices, and there are {count}: change the sizes{on_cpu}"
-        )
+        advice = f"change the sizes{f', or on CPU set {flag}' if every else ''}"
+        raise UserError(f"mesh {text} needs {need} devices, and there are {count}: {advice}")
     if processes > 1 and need != count:
-        raise UserError(
-            f"mesh {text} has {need} of the {count} devices of {processes} processes, but it must "
-            "have all of them: give -1 for one size, which then takes the remaining devices"
-        )
+        fault = f"mesh {text} has {need} of the {count} devices of {processes} processes"
+        raise UserError(f"{fault}, but it must have all of them: give -1 for one of the sizes")
     return _laid_out(sizes, devices[:need], text)
 
 
@@ -111,10 +107,8 @@ def _laid_out(sizes: Sequence[int], devices: Sequence[jax.Device], text: str) ->
         order = sorted(devices, key=lambda device: device.id)
         return Mesh(np.array(order, object).reshape(sizes), AXES, axis_types=auto)
     if slices > 1:
-        raise UserError(
-            f"mesh {text} has devices of {slices} TPU slices, and a run needs a single slice: "
-            "start the run on a larger slice"
-        )
+        fault = f"has devices of {slices} TPU slices, and a run needs a single slice"
+        raise UserError(f"mesh {text} {fault}: start the run on a larger slice")
     if devices[0].platform == "tpu":
         return Mesh(_on_torus(sizes, devices, text), AXES, axis_types=auto)
     return jax.make_mesh(tuple(sizes), AXES, axis_types=auto, devices=devices)

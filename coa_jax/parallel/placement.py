@@ -77,10 +77,8 @@ def split_devices(
         theirs.setdefault(owner, []).append(device)
     least = min(map(len, theirs.values()))
     if count and count >= least:
-        raise UserError(
-            f"mesh.rollout_devices is {count} and a process has {least} device"
-            f"{'s' if least > 1 else ''}: leave at least one for training"
-        )
+        fault = f"mesh.rollout_devices is {count}, and a process has only {least}"
+        raise UserError(f"{fault}: leave at least one device for training")
     aside = [device for own in theirs.values() for device in own[len(own) - count :]]
     taken = set(aside)
     return [device for device in devices if device not in taken], aside

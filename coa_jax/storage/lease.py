@@ -60,10 +60,9 @@ class Lease:
         first, since = self._read(), time.monotonic()
         while (now := self._read()) is not None and not _is_gone(now):
             if first is None or now != first:
-                raise UserError(
-                    f"workdir {self.url}: in use by process {now.get('pid')} on {now.get('host')};"
-                    " wait for it, stop it or choose another --workdir"
-                )
+                user = f"in use by process {now.get('pid')} on {now.get('host')}"
+                advice = "wait for it, stop it or choose another --workdir"
+                raise UserError(f"workdir {self.url}: {user}; {advice}")
             waited = time.monotonic() - since
             if waited >= self._seconds:
                 logging.warning(
@@ -80,10 +79,7 @@ class Lease:
                 # Another run that takes the lease at the same time may write its object now.
                 time.sleep(min(0.2, self._seconds / 20))
         if self._read_token() != self._token:
-            raise UserError(
-                f"workdir {self.url}: another run has just taken this directory; choose another "
-                "--workdir"
-            )
+            raise UserError(f"workdir {self.url}: another run has just taken it; choose another")
 
     def _read(self) -> dict[str, Any] | None:
         with telling(self.url):
