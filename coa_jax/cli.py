@@ -229,12 +229,8 @@ def config_flag(default: str) -> None:
     """
     global _config_default
     _config_default = default
-    config_flags.DEFINE_config_file(
-        "config",
-        None,
-        f"config file, as FILE.py or FILE.py:ARGUMENT (default {default})",
-        sys_argv=_config_argv,
-    )
+    about = f"config file, as FILE.py or FILE.py:ARGUMENT (default {default})"
+    config_flags.DEFINE_config_file("config", None, about, sys_argv=_config_argv)
 
 
 def workdir_flag(what: str, default: str | None = None, *, required: bool = True) -> None:
@@ -253,9 +249,7 @@ def _is_directory_name(value: str | None) -> bool:
     if value is not None and not value.strip():
         raise flags.ValidationError("it is empty; name a directory (is a variable not set?)")
     if value is not None and value.startswith("~"):
-        raise flags.ValidationError(
-            "shells do not expand ~ after a flag; write $HOME, or the whole path"
-        )
+        raise flags.ValidationError("shells do not expand ~ after a flag; write $HOME instead")
     return True
 
 
@@ -314,12 +308,9 @@ def _resolve(spec: str) -> str:
     for root in (Path(), ROOT):
         if path and (root / path).is_file():
             return f"{(root / path).resolve()}{colon}{argument}"
-    raise UserError(f"--config={spec}: no such file {path!r}{_suggest_file(path)}")
-
-
-def _suggest_file(path: str) -> str:
     hint = suggest(path, map(str, config_files()))
-    return hint or "; `coa-jax configs` lists those that come with the package"
+    hint = hint or "; `coa-jax configs` lists those that come with the package"
+    raise UserError(f"--config={spec}: no such file {path!r}{hint}")
 
 
 def _parse_flags(argv: list[str], positional: bool, opens_places: bool) -> list[str]:

@@ -207,11 +207,10 @@ def find(kind: Kind, name: str, where: str) -> Callable[..., Any]:
     """
     found = kind.given.get(name, kind.built_in.get(name))
     if found is None:
-        path = name if is_path(name) else kind.path_of(name)
-        if not path:
-            fault = f"there is no {kind.noun} {name!r}{suggest(name, kind.names())}"
-            raise UserError(f"{where}: {fault}; name your own as package.module:name")
-        found = path
+        found = name if is_path(name) else kind.path_of(name)
+    if found == "":
+        fault = f"there is no {kind.noun} {name!r}{suggest(name, kind.names())}"
+        raise UserError(f"{where}: {fault}; name your own as package.module:name")
     if isinstance(found, str):
         found = _load(kind, found, where)
     if not callable(found):
