@@ -7,7 +7,6 @@ logical axes of each array, and rules map each logical axis to mesh axes.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import types
@@ -298,23 +297,11 @@ def gather(
         return x
     kept = [None if axis in whole else axis for axis in axes]
     before, after = (sharding_for(mesh, names, shape=x.shape) for names in (axes, kept))
-    return _moved(x, before, after)
+    constrain_to = jax.lax.with_sharding_constraint
 
+    @jax.custom_vjp
+    def moved(x: jax.Array) -> jax.Array:
+        return constrain_to(constrain_to(x, before), after)
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _moved(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Array:
-    x = jax.lax.with_sharding_constraint(x, before)
-    return jax.lax.with_sharding_constraint(x, after)
-
-
-def _moved_fwd(x: jax.Array, before: NamedSharding, after: NamedSharding) -> tuple[jax.Array, None]:
-    return _moved(x, before, after), None
-
-
-def _moved_bwd(
-    before: NamedSharding, after: NamedSharding, saved: None, g: jax.Array
-) -> tuple[jax.Array]:
-    return (jax.lax.with_sharding_constraint(g, before),)
-
-
-_moved.defvjp(_moved_fwd, _moved_bwd)
+    moved.defvjp(lambda x: (moved(x), None), lambda _, g: (constrain_to(g, before),))
+    return moved(x)
