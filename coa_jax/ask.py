@@ -111,18 +111,13 @@ def tools_of(config: ConfigDict, names: Sequence[str] | None, top_k: int | None)
     if "tools" not in config:
         raise UserError("--config: the file has no group 'tools'; use configs/evaluate/web.py")
     tools = build(ToolsConfig, config.tools, "config.tools")
-    if names is not None:
-        tools = _with_flag(tools, names=tuple(names))
-    return tools if top_k is None else _with_flag(tools, top_k=top_k)
-
-
-def _with_flag(tools: ToolsConfig, **flag: Any) -> ToolsConfig:
-    """Returns tools with one other setting; an error names the command line's flag."""
-    try:
-        return dataclasses.replace(tools, **flag)
-    except UserError as error:
-        name = "tools" if "names" in flag else next(iter(flag))
-        raise UserError(f"--{name}: {error}") from None
+    chosen = None if names is None else tuple(names)
+    for flag, setting, value in (("tools", "names", chosen), ("top_k", "top_k", top_k)):
+        try:
+            tools = tools if value is None else dataclasses.replace(tools, **{setting: value})
+        except UserError as error:
+            raise UserError(f"--{flag}: {error}") from None
+    return tools
 
 
 def main(argv: list[str]) -> None:
@@ -144,6 +139,7 @@ def main(argv: list[str]) -> None:
             )
     if sys.stderr.isatty():
         print(f"loading {values.model} ...", file=sys.stderr)
+    environment = values.config.get("environment", {})
     agent = Agent(
         values.model,
         tools,
@@ -151,9 +147,7 @@ def main(argv: list[str]) -> None:
         sampling=SamplingParams(values.temperature, values.top_p),
         seed=values.seed,
         rollout=RolloutConfig(**{name: values[name].value for name in _ROLLOUT}),
-        environment=build(
-            EnvironmentConfig, values.config.get("environment", {}), "config.environment"
-        ),
+        environment=build(EnvironmentConfig, environment, "config.environment"),
     )
     screen = Screen(sys.stdout)
     with asyncio.Runner() as runner:

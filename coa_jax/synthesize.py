@@ -178,17 +178,15 @@ def _with_tools(
 ) -> WithTools:
     """Returns the team that solves with tools; without a model, scripted rules decide for it."""
     team, judge = command.with_tools, command.judge
+    label = "scripted" if model is None else model.config.label
+    tools, most = config.tools.to_dict(), team.max_messages
     return WithTools(
         {tool.name: tool for tool in make_tools(command.tools)},
         scripted_minds() if model is None else language_minds(model),
-        DistillConfig(concurrency=team.concurrency, max_messages=team.max_messages),
+        DistillConfig(concurrency=team.concurrency, max_messages=most),
         team.attempts,
         workdir / "runs.jsonl",
-        {
-            "minds": "scripted" if model is None else model.config.label,
-            "tools": config.tools.to_dict(),
-            "max_messages": team.max_messages,
-        },
+        {"minds": label, "tools": tools, "max_messages": most},
         Judge(judge) if judge else None,
     )
 
