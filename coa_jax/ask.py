@@ -140,13 +140,14 @@ def main(argv: list[str]) -> None:
     if sys.stderr.isatty():
         print(f"loading {values.model} ...", file=sys.stderr)
     environment = values.config.get("environment", {})
+    budgets: dict[str, Any] = {name: values[name].value for name in _ROLLOUT}
     agent = Agent(
         values.model,
         tools,
         protocol=protocol,
         sampling=SamplingParams(values.temperature, values.top_p),
         seed=values.seed,
-        rollout=RolloutConfig(**{name: values[name].value for name in _ROLLOUT}),
+        rollout=RolloutConfig(**budgets),
         environment=build(EnvironmentConfig, environment, "config.environment"),
     )
     screen = Screen(sys.stdout)
