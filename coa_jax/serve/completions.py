@@ -65,7 +65,12 @@ async def _answer(service: Service, body: TextRequest, visits: Sequence[Visit]) 
     if body.max_tokens == 0:
         groups = [[Choice(visit)] for visit in visits]
     else:
-        groups = await asyncio.gather(*(exchange.gather(service, visit) for visit in visits))
+        tasks = [asyncio.ensure_future(exchange.gather(service, visit)) for visit in visits]
+        try:
+            groups = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # if one prompt is refused, the others are not sampled in vain
+                task.cancel()
     choices = list(itertools.chain(*groups))
     wanted = body.logprobs is not None or body.prompt_logprobs is not None
     scored = [await service.score(choice.ids) if wanted else [] for choice in choices]
