@@ -24,7 +24,6 @@ from coa_jax.evaluate.run import EvaluateConfig, evaluate, evaluate_model, load,
 from coa_jax.learn import rl, sft
 from coa_jax.learn.command import run_at
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.sft import SFTConfig
 from coa_jax.report.benchmark import write_page
 from coa_jax.rollout.agent import Agent, load_policy
 from coa_jax.run_dir import RunDir
@@ -135,7 +134,7 @@ class RLRun(RLConfig):
 
 
 def train_sft(
-    config: Config | SFTConfig,
+    config: Config | sft.SFTConfig,
     workdir: str | Path,
     *,
     records: Sequence[DistilledRecord] | None = None,
@@ -159,7 +158,7 @@ def train_sft(
     values, path = {**_values(config), **_plain(changes)}, run_folder(workdir)
     if records is not None:
         values["data"] = str(path / "records.jsonl")
-    found = build(SFTConfig, values)
+    found = build(sft.SFTConfig, values)
 
     def train() -> None:
         with run_at(path, values, wandb_project) as (run, output):
