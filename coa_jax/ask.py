@@ -111,11 +111,12 @@ def tools_of(config: ConfigDict, names: Sequence[str] | None, top_k: int | None)
     if "tools" not in config:
         raise UserError("--config: the file has no group 'tools'; use configs/evaluate/web.py")
     tools = build(ToolsConfig, config.tools, "config.tools")
-    chosen = None if names is None else tuple(names)
-    for flag, setting, value in (("tools", "names", chosen), ("top_k", "top_k", top_k)):
+    given: dict[str, Any] = {"names": None if names is None else tuple(names), "top_k": top_k}
+    for setting, value in given.items():
         try:
             tools = tools if value is None else dataclasses.replace(tools, **{setting: value})
         except UserError as error:
+            flag = "tools" if setting == "names" else setting
             raise UserError(f"--{flag}: {error}") from None
     return tools
 

@@ -42,9 +42,9 @@ async def chat_completion(
         body = await exchange.read_request(service, request, ChatRequest)
         visit = await service.read(prepare or _visit, service, body)
     if body.stream:
-        begin = exchange.head("chat.completion.chunk", body.model)
-        write = functools.partial(_stream, service, body, visit)
-        return await exchange.open_stream(service, visit, request, body, begin, write)
+        write = functools.partial(_stream, service, body)
+        kind = "chat.completion.chunk"
+        return await exchange.open_stream(service, visit, request, body, kind, write)
     with service.scoring(bool(body.top_logprobs) or body.prompt_logprobs is not None):
         return await while_connected(request.receive, _answer(service, body, visit))
 
@@ -191,12 +191,10 @@ def _agent(last: Event) -> dict[str, Any]:
 
 
 async def _stream(
-    service: Service,
-    body: ChatRequest,
-    visit: Visit,
-    events: AsyncIterator[Event],
-    choices: list[Choice],
+    service: Service, body: ChatRequest, events: AsyncIterator[Event], choices: list[Choice]
 ) -> AsyncIterator[dict[str, Any]]:
+    visit = choices[0].visit
+
     def delta(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
 

@@ -44,9 +44,9 @@ async def text_completion(service: Service, request: Request) -> Response:
     limit = 1 if body.max_tokens == 0 else body.max_tokens
     visits = [exchange.make_visit(service, body, ids, limit) for ids in prompts]
     if body.stream:
-        begin = exchange.head("text_completion", body.model)
         write = functools.partial(_stream, service, body)
-        return await exchange.open_stream(service, visits[0], request, body, begin, write)
+        kind = "text_completion"
+        return await exchange.open_stream(service, visits[0], request, body, kind, write)
     with service.scoring(body.logprobs is not None or body.prompt_logprobs is not None):
         return await while_connected(request.receive, _answer(service, body, visits))
 

@@ -176,7 +176,7 @@ async def open_stream(
     visit: Visit,
     request: Request,
     body: Sampling,
-    begin: Mapping[str, Any],
+    kind: str,
     write: Callable[[AsyncIterator[Event], list[Choice]], AsyncIterator[dict[str, Any]]],
 ) -> StreamingResponse:
     """Runs a request and returns a stream of server-sent events.
@@ -186,7 +186,7 @@ async def open_stream(
         visit: the request for the rollout loop.
         request: the HTTP request of the client.
         body: validated body of the client's request.
-        begin: the fields with which every chunk begins.
+        kind: type of the chunks, see `head`.
         write: function that yields the choice of each chunk. It receives the events of the
             request's samples, which it must add to the completions in the given list.
 
@@ -200,9 +200,9 @@ async def open_stream(
     choices = [Choice(visit) for _ in visit.samples]
     with_usage = body.stream_options is not None and body.stream_options.include_usage
 
-    no_usage = {"usage": None} if with_usage else {}
-
     async def chunks() -> AsyncGenerator[str, None]:
+        begin = head(kind, body.model)
+        no_usage = {"usage": None} if with_usage else {}
         try:
             async for choice in write(_chain(first, events), choices):
                 yield _sent({**begin, "choices": [choice], **no_usage})
