@@ -159,7 +159,7 @@ def _phase_config(config: Mapping[str, Any], phase: str, workdir: Path) -> Mappi
     if "optimizer" in config.get(phase, {}):
         start = "base" if phase == "sft" else "sft"
         return {**config[phase], "model": str(workdir / "models" / start)}
-    raise UserError(f"{workdir}/config.json names no model and optimizer: it is of no training run")
+    raise UserError(f"{workdir}/config.json names no model and optimizer: this is no training run")
 
 
 def define_flags() -> None:
