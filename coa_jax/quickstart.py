@@ -313,10 +313,6 @@ class Pipeline:
         shutil.rmtree(output, ignore_errors=True)
         release(self.run.path, output)
 
-    def report(self) -> None:
-        """Builds the HTML report of the run."""
-        build_report(self.run.path)
-
 
 def stages_of(pipeline: Pipeline) -> list[tuple[str, Callable[[], None]]]:
     """Returns (name, function) for each stage, in the order of execution.
@@ -384,7 +380,7 @@ def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
             stage()
             timings[name] = round(time.monotonic() - start, 2)
             run.summary({"timings_s": timings})
-        pipeline.report()
+        build_report(run.path)
         return run.blocks()
 
 
