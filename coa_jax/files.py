@@ -185,19 +185,18 @@ def drop_last_rows(path: Path, goes: Callable[[dict[str, Any]], bool | None]) ->
         return
     kept: list[tuple[int, int]] = []  # position and length of rows, the last row first
     first, behind = None, 0
-    with reading.open_file(path) as file:
-        for place, line in _lines_backwards(file):
-            where = f"{path}, byte {place}"
-            try:
-                verdict = goes(parse_row(line, where))
-            except reading.MALFORMED as error:
-                raise UserError(f"{where}: {reading.reason(error)}") from error
-            if verdict is None:
-                break
-            if verdict:
-                first, behind = place, len(kept)
-            else:
-                kept.append((place, len(line)))
+    for place, line in _lines_backwards(path):
+        where = f"{path}, byte {place}"
+        try:
+            verdict = goes(parse_row(line, where))
+        except reading.MALFORMED as error:
+            raise UserError(f"{where}: {reading.reason(error)}") from error
+        if verdict is None:
+            break
+        if verdict:
+            first, behind = place, len(kept)
+        else:
+            kept.append((place, len(line)))
     if first is None:
         return
     rest = kept[:behind][::-1]
@@ -215,25 +214,27 @@ def drop_last_rows(path: Path, goes: Callable[[dict[str, Any]], bool | None]) ->
     replace_with(path, write)
 
 
-def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
-    """Yields the position and the bytes of each line, the last line first.
+def _lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
+    """Yields the position and the bytes of each line, the last line first."""
+    with reading.open_file(path) as file:
+        position, block = file.seek(0, os.SEEK_END), b""
+        while position or block:
+            start = block.rfind(b"\n", 0, max(len(block) - 1, 0)) + 1
+            if not start and position:
+                _check_line(path, len(block))
+                size = min(position, max(65536, len(block)))
+                position -= size
+                file.seek(position)
+                block = file.read(size) + block
+                continue
+            yield position + start, block[start:]
+            block = block[:start]
 
-    Raises:
-        UserError: a line is too long, so that no damaged file fills the memory.
-    """
-    position, block = file.seek(0, os.SEEK_END), b""
-    while position or block:
-        start = block.rfind(b"\n", 0, max(len(block) - 1, 0)) + 1
-        if not start and position:
-            if len(block) > reading.MAX_LINE:
-                raise UserError(f"{file.name}: a line has more than {reading.MAX_LINE:,} bytes")
-            size = min(position, max(65536, len(block)))
-            position -= size
-            file.seek(position)
-            block = file.read(size) + block
-            continue
-        yield position + start, block[start:]
-        block = block[:start]
+
+def _check_line(path: Path, length: int) -> None:
+    """Raises UserError for a line that is too long, so that no damaged file fills the memory."""
+    if length > reading.MAX_LINE:
+        raise UserError(f"{path}: its last line has more than {reading.MAX_LINE:,} bytes")
 
 
 def _copy(source: IO[bytes], target: IO[bytes], count: int) -> None:
@@ -248,11 +249,19 @@ def cut_torn_line(path: Path) -> None:
 
     A process that is killed while it writes leaves such text.
     """
-    if path.exists():
-        with reading.open_file(path) as file:
-            place, line = next(_lines_backwards(file), (0, b"\n"))
-        if not line.endswith(b"\n"):
-            os.truncate(path, place)
+    if not path.exists():
+        return
+    with reading.open_file(path) as file:
+        position = end = file.seek(0, os.SEEK_END)
+        newline = -1
+        while position and newline < 0:
+            _check_line(path, end - position)
+            start = max(0, position - 65536)
+            file.seek(start)
+            newline = file.read(position - start).rfind(b"\n")
+            position = start + newline + 1 if newline >= 0 else start
+    if position < end:
+        os.truncate(path, position)
 
 
 @contextlib.contextmanager
