@@ -79,7 +79,8 @@ class Lease:
                 # Another run that takes the lease at the same time may write its object now.
                 time.sleep(min(0.2, self._seconds / 20))
         if self._read_token() != self._token:
-            raise UserError(f"workdir {self.url}: another run has just taken it; choose another")
+            advice = "another run has just taken it; choose another --workdir"
+            raise UserError(f"workdir {self.url}: {advice}")
 
     def _read(self) -> dict[str, Any] | None:
         with telling(self.url):

@@ -202,7 +202,7 @@ class Mirror:
             block = data.read(chunk.size)
             self._fs.pipe_file(place, block)
             return dataclasses.replace(chunk, size=len(block), crc=zlib.crc32(block))
-        self._fs.put_file(data.name, place)
+        self._fs.put_file(str(data.name), place)
         size = int(self._fs.info(place)["size"])
         return dataclasses.replace(chunk, size=size, crc=_checksum(data, size))
 
