@@ -47,6 +47,8 @@ __all__ = [
 ]
 
 _HOMES = {
+    "load_config": "coa_jax.cli",
+    **dict.fromkeys(("Agent", "load_policy"), "coa_jax.rollout.agent"),
     **dict.fromkeys(("load_model", "logits", "save_model"), "coa_jax.model.api"),
     **dict.fromkeys(("failure_of", "read_run", "show", "show_tokens"), "coa_jax.report.notebook"),
 }
