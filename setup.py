@@ -194,6 +194,7 @@ setuptools.setup(
             "py.typed",
             "serve/page.html",
             "constraints/*.txt",
+            "templates/*.md",
             "templates/*/*",
             "bench/workloads/*.json",
         ]

@@ -47,25 +47,22 @@ __all__ = [
 ]
 
 _HOMES = {
-    **dict.fromkeys(
-        ("Evaluation", "Trained", "create_policy", "evaluate_policy", "train_rl", "train_sft"),
-        "coa_jax.api",
-    ),
+    "load_config": "coa_jax.cli",
     **dict.fromkeys(("Agent", "load_policy"), "coa_jax.rollout.agent"),
     **dict.fromkeys(("load_model", "logits", "save_model"), "coa_jax.model.api"),
     **dict.fromkeys(("failure_of", "read_run", "show", "show_tokens"), "coa_jax.report.notebook"),
-    "load_config": "coa_jax.cli",
 }
+"""Maps names to the modules that define them; all other names come from `coa_jax.api`."""
 
 
 def __getattr__(name: str) -> Any:
     """Imports an exported name from the module that defines it (PEP 562)."""
-    if name not in _HOMES:
+    if name not in __all__:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
-    value = getattr(importlib.import_module(_HOMES[name]), name)
+    value = getattr(importlib.import_module(_HOMES.get(name, "coa_jax.api")), name)
     globals()[name] = value
     return value
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *_HOMES})
+    return sorted({*globals(), *__all__})

@@ -16,43 +16,31 @@ from pathlib import Path
 
 from coa_jax.installed import first_line
 
+_BENCHES = (
+    *("decode", "input", "sft", "rl", "rollout", "pipeline", "pipeline-workload", "stalls"),
+    "workload",
+)
+
+
+def _same(*names: str) -> dict[str, str]:
+    """Maps the names of commands to modules of the same names."""
+    return dict(zip(names, names, strict=True))
+
+
 COMMANDS = {
-    "quickstart": "quickstart",
-    "distill": "distill",
-    "scratch": "scratch",
-    "sft": "sft",
-    "rl": "rl",
-    "rft": "rft",
-    "dpo": "dpo",
-    "evaluate": "evaluate",
-    "compare": "compare",
-    "ask": "ask",
-    "serve": "serve",
-    "report": "report",
+    **_same("quickstart", "distill", "scratch", "sft", "rl", "rft", "dpo", "evaluate", "compare"),
+    **_same("ask", "serve", "report"),
     "watch": "report.watch",
     "sweep": "report.sweep",
-    "export": "export",
-    "synthesize": "synthesize",
+    **_same("export", "synthesize"),
     "inspect": "distill.inspect",
     "export-data": "distill.export",
-    "ablation": "ablation",
-    "economy": "economy",
-    "claims": "claims",
-    "release": "release",
+    **_same("ablation", "economy", "claims", "release"),
     "replay": "rollout.replay",
-    "aot": "aot",
-    "needs": "needs",
+    **_same("aot", "needs"),
     "doctor": "device.doctor",
     "tool-server": "tools.tool_server",
-    "bench-decode": "bench.decode",
-    "bench-input": "bench.input",
-    "bench-sft": "bench.sft",
-    "bench-rl": "bench.rl",
-    "bench-rollout": "bench.rollout",
-    "bench-pipeline": "bench.pipeline",
-    "bench-pipeline-workload": "bench.pipeline_workload",
-    "bench-stalls": "bench.stalls",
-    "bench-workload": "bench.workload",
+    **{f"bench-{name}": f"bench.{name.replace('-', '_')}" for name in _BENCHES},
     "configs": "copy_configs",
     "new": "new",
     "debug-files": "debug_files",

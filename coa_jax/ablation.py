@@ -35,6 +35,7 @@ from coa_jax.evaluate.metrics import student_t
 from coa_jax.evaluate.run import EvaluateConfig, evaluate_model, load
 from coa_jax.learn import sft
 from coa_jax.learn.sft import SFTConfig
+from coa_jax.markdown import table
 from coa_jax.progress import progress
 from coa_jax.records import read_records
 from coa_jax.run_dir import RunDir
@@ -168,13 +169,7 @@ class Ablation:
         named = {tool.name: tool for tool in self.tools}
         with progress(f"distil seed {seed}", total=len(tasks)) as bar:
             split = distill_split(
-                "train",
-                tasks,
-                named,
-                teacher,
-                folder / "data",
-                self.config["tools"],
-                bar.reach,
+                "train", tasks, named, teacher, folder / "data", self.config["tools"], bar.reach
             )
         told = {}
         for name, records, dropped in self._sets(tasks, split, seed):
@@ -212,26 +207,19 @@ class Ablation:
         """
         folder = self.workdir / f"seed{seed}" / name
         with RunDir(folder) as run:
-            summary = folder / "summary.json"
-            known = files.read_json_object(summary) if summary.exists() else {}
-            if "grades" not in known:
+            if "grades" not in run.blocks():
                 began = time.monotonic()
                 self.base(seed)
                 config = self.command.sft_config(folder.parent, name, seed)
                 sft.train(config, run, folder / "model", renaming(config.rename_share))
                 trained = time.monotonic()
+                tools = self.tools, self.config["tools"]
                 outcome = evaluate_model(
-                    folder / "model",
-                    self.held_out,
-                    self.evaluation,
-                    run,
-                    "policy",
-                    self.tools,
-                    self.config["tools"],
+                    folder / "model", self.held_out, self.evaluation, run, "policy", *tools
                 )
                 took = {"sft": trained - began, "evaluate": time.monotonic() - trained}
                 run.summary({"grades": _grades(outcome), "timings_s": took})
-        return files.read_json_object(folder / "summary.json")
+            return run.blocks()
 
 
 def _arm(teacher: Mapping[str, Any], arm: Any, where: str) -> dict[str, Any]:
@@ -335,40 +323,40 @@ def report(
         sets: for each arm, the statistics of its training set for each seed.
         updates: number of SFT updates of each policy.
     """
+    rates, differences, dropped = [], [], []
+    for name, entry in told.items():
+        rate, records = entry["pass_at_1"], ", ".join(str(one["records"]) for one in sets[name])
+        seeds = ", ".join(f"{value:.3f}" for value in rate["seeds"])
+        rates.append((name, records, seeds, _with(rate["mean"], rate["ci95"], "")))
+        for other, less in entry["minus"].items():
+            over = (_with(less["mean"], less[key], "+") for key in ("ci95", "ci95_tasks"))
+            differences.append((f"{name} - {other}", *over))
+    for name, by_seed in sets.items():
+        for number, one in enumerate(by_seed, 1):
+            shares = [f"{one[key]:.3f}" for key in ("with_reflection", "with_correction")]
+            why = ", ".join(f"{why} {count}" for why, count in one["dropped"].items())
+            dropped.append((name, number, *shares, why or "nothing"))
+    means = "mean (over seeds)", "mean (over tasks, with these seeds)"
     lines = [
         "# SFT on differently filtered sets",
         "",
         f"Every policy makes {updates} updates from the same start; the same held-out tasks. "
         "Intervals are 95 %.",
         "",
-        "| arm | records | pass@1 by seed | mean (over seeds, Student's t) |",
-        "| --- | --- | --- | --- |",
+        *table(("arm", "records", "pass@1 by seed", "mean (over seeds, Student's t)"), rates),
+        "",
+        *table(("difference", *means), differences),
+        "",
+        *table(("arm", "set", "with reflection", "with correction", "dropped"), dropped),
+        "",
     ]
-    for name, entry in told.items():
-        rate, records = entry["pass_at_1"], ", ".join(str(one["records"]) for one in sets[name])
-        seeds = ", ".join(f"{value:.3f}" for value in rate["seeds"])
-        lines.append(f"| {name} | {records} | {seeds} | {_with(rate['mean'], rate['ci95'], '')} |")
-    lines += ["", "| difference | mean (over seeds) | mean (over tasks, with these seeds) |"]
-    lines += ["| --- | --- | --- |"]
-    for name, entry in told.items():
-        for other, less in entry["minus"].items():
-            over = (_with(less["mean"], less[key], "+") for key in ("ci95", "ci95_tasks"))
-            lines.append(f"| {name} - {other} | {' | '.join(over)} |")
-    lines += ["", "| arm | set | with reflection | with correction | dropped |"]
-    lines += ["| --- | --- | --- | --- | --- |"]
-    for name, by_seed in sets.items():
-        for number, one in enumerate(by_seed, 1):
-            dropped = ", ".join(f"{why} {count}" for why, count in one["dropped"].items())
-            shares = f"{one['with_reflection']:.3f} | {one['with_correction']:.3f}"
-            lines.append(f"| {name} | {number} | {shares} | {dropped or 'nothing'} |")
-    return "\n".join([*lines, ""])
+    return "\n".join(lines)
 
 
 def _with(mean: float, interval: Sequence[float] | None, sign: str) -> str:
-    text = f"{mean:{sign}.3f}"
-    return (
-        text if interval is None else f"{text} ({interval[0]:{sign}.3f} to {interval[1]:{sign}.3f})"
-    )
+    if interval is None:
+        return f"{mean:{sign}.3f}"
+    return f"{mean:{sign}.3f} ({interval[0]:{sign}.3f} to {interval[1]:{sign}.3f})"
 
 
 def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
@@ -389,8 +377,7 @@ def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
                 rows[name].append(done["grades"])
                 # A run directory that an older version wrote may lack the timings.
                 took[f"seed{seed}/{name}"] = sum(done.get("timings_s", {}).values())
-                block = done["policy"]
-                rate = shown_rate(block["pass_at_1"])
+                rate = shown_rate(done["policy"]["pass_at_1"])
                 print(f"  pass@1 {rate}, {figures[name]['records']} records")
         grades = {name: np.array(values, float) for name, values in rows.items()}
         told = results(grades, work.command.references)

@@ -24,7 +24,6 @@ from coa_jax.evaluate.run import EvaluateConfig, evaluate, evaluate_model, load,
 from coa_jax.learn import rl, sft
 from coa_jax.learn.command import run_at
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.sft import SFTConfig
 from coa_jax.report.benchmark import write_page
 from coa_jax.rollout.agent import Agent, load_policy
 from coa_jax.run_dir import RunDir
@@ -135,7 +134,7 @@ class RLRun(RLConfig):
 
 
 def train_sft(
-    config: Config | SFTConfig,
+    config: Config | sft.SFTConfig,
     workdir: str | Path,
     *,
     records: Sequence[DistilledRecord] | None = None,
@@ -159,7 +158,7 @@ def train_sft(
     values, path = {**_values(config), **_plain(changes)}, run_folder(workdir)
     if records is not None:
         values["data"] = str(path / "records.jsonl")
-    found = build(SFTConfig, values)
+    found = build(sft.SFTConfig, values)
 
     def train() -> None:
         with run_at(path, values, wandb_project) as (run, output):
@@ -215,8 +214,7 @@ def train_rl(
 
 def _trained(train: Callable[[], None], path: Path, phase: str) -> Trained:
     apart(train)
-    metrics = path / "metrics.jsonl"
-    rows = jsonl.read_objects(metrics)
+    rows = jsonl.read_objects(path / "metrics.jsonl")
     return Trained(path, [row for row in rows if row.get("phase") == phase])
 
 
@@ -257,20 +255,17 @@ class Evaluation:
     @property
     def figures(self) -> Mapping[str, Any]:
         """All measured figures, such as ``pass_at_1``, by name."""
-        found: Mapping[str, Any] = self.outcome["figures"]
-        return found
+        return self.outcome["figures"]
 
     @property
     def pass_at_1(self) -> float | None:
         """Share of right samples, averaged over tasks; None if no sample was graded."""
-        value: float | None = self.figures["pass_at_1"]
-        return value
+        return self.figures["pass_at_1"]
 
     @property
     def interval(self) -> tuple[float, float]:
         """95 % confidence interval of ``pass_at_1``."""
-        low, high = self.figures["ci95"]
-        return low, high
+        return tuple(self.figures["ci95"])
 
     @property
     def rows(self) -> list[dict[str, Any]]:
@@ -381,8 +376,7 @@ def _measured(config: EvaluateRun, run: RunDir, fresh: bool) -> dict[str, Any]:
 def _values(config: Any) -> dict[str, Any]:
     """Returns settings by name."""
     if isinstance(config, ConfigDict):
-        found: dict[str, Any] = config.to_dict()
-        return found
+        return config.to_dict()
     if dataclasses.is_dataclass(config) and not isinstance(config, type):
         return dataclasses.asdict(config)
     return _plain(config)

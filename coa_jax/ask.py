@@ -35,6 +35,12 @@ from coa_jax.rollout.request import RolloutConfig
 from coa_jax.settings import build
 from coa_jax.tools.make import ToolsConfig
 
+_ROLLOUT = (
+    *("max_tokens", "max_turn_tokens", "max_tool_calls", "max_observation_tokens"),
+    *("prompt_style", "constrain", "level", "format"),
+)
+"""Flags that are settings of `RolloutConfig`."""
+
 
 def questions(arguments: Sequence[str], stream: IO[str]) -> Iterator[tuple[str, bool]]:
     """Yields pairs (question, whether the user typed the question at a prompt).
@@ -105,18 +111,14 @@ def tools_of(config: ConfigDict, names: Sequence[str] | None, top_k: int | None)
     if "tools" not in config:
         raise UserError("--config: the file has no group 'tools'; use configs/evaluate/web.py")
     tools = build(ToolsConfig, config.tools, "config.tools")
-    if names is not None:
-        tools = _with_flag(tools, names=tuple(names))
-    return tools if top_k is None else _with_flag(tools, top_k=top_k)
-
-
-def _with_flag(tools: ToolsConfig, **flag: Any) -> ToolsConfig:
-    """Returns tools with one other setting; an error names the command line's flag."""
-    try:
-        return dataclasses.replace(tools, **flag)
-    except UserError as error:
-        name = "tools" if "names" in flag else next(iter(flag))
-        raise UserError(f"--{name}: {error}") from None
+    given: dict[str, Any] = {"names": None if names is None else tuple(names), "top_k": top_k}
+    for setting, value in given.items():
+        try:
+            tools = tools if value is None else dataclasses.replace(tools, **{setting: value})
+        except UserError as error:
+            flag = "tools" if setting == "names" else setting
+            raise UserError(f"--{flag}: {error}") from None
+    return tools
 
 
 def main(argv: list[str]) -> None:
@@ -138,25 +140,16 @@ def main(argv: list[str]) -> None:
             )
     if sys.stderr.isatty():
         print(f"loading {values.model} ...", file=sys.stderr)
+    environment = values.config.get("environment", {})
+    budgets: dict[str, Any] = {name: values[name].value for name in _ROLLOUT}
     agent = Agent(
         values.model,
         tools,
         protocol=protocol,
         sampling=SamplingParams(values.temperature, values.top_p),
         seed=values.seed,
-        rollout=RolloutConfig(
-            max_tokens=values.max_tokens,
-            max_turn_tokens=values.max_turn_tokens,
-            max_tool_calls=values.max_tool_calls,
-            max_observation_tokens=values.max_observation_tokens,
-            prompt_style=values.prompt_style,
-            constrain=values.constrain,
-            level=values.level,
-            format=values.format,
-        ),
-        environment=build(
-            EnvironmentConfig, values.config.get("environment", {}), "config.environment"
-        ),
+        rollout=RolloutConfig(**budgets),
+        environment=build(EnvironmentConfig, environment, "config.environment"),
     )
     screen = Screen(sys.stdout)
     with asyncio.Runner() as runner:

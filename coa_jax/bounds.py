@@ -172,13 +172,11 @@ Prose = Annotated[str, Text()]
 Place = Annotated[str, Text(4096, r"[^\x00-\x1f\x7f]*")]
 """Name of a file, a directory, a model or a task source; "" for none, if the field allows it."""
 Address = Annotated[
-    str,
-    Text(4096, r"(https?://\S+)?", 'an address such as http://localhost:8000/v1, or ""'),
+    str, Text(4096, r"(https?://\S+)?", 'an address such as http://localhost:8000/v1, or ""')
 ]
 """URL of a service; "" for none."""
 Variable = Annotated[
-    str,
-    Text(200, r"([A-Za-z_]\w*)?", 'the name of an environment variable, or ""', hidden=True),
+    str, Text(200, r"([A-Za-z_]\w*)?", 'the name of an environment variable, or ""', hidden=True)
 ]
 """The name of an environment variable; "" for none."""
 Name = Annotated[str, Text(100, r"(?!\.)[\w.+-]+", "a name of letters, digits and . _ + -")]
@@ -266,6 +264,16 @@ def annotation_of(annotation: Any) -> Any:
     """Removes the bounds from an annotation; bounds on the items of a tuple are kept."""
     annotated = typing.get_origin(annotation) is Annotated
     return typing.get_args(annotation)[0] if annotated else annotation
+
+
+def frozen(value: Any) -> Any:
+    """Converts lists to tuples: dataclasses that are static arguments of jit must be hashable."""
+    return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
+
+
+def has_default(field: dataclasses.Field[Any]) -> bool:
+    """Returns whether a field of a dataclass has a default value."""
+    return (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
 
 
 def shown(value: Any) -> str:

@@ -104,18 +104,13 @@ def _lines(command: str, values: dict[str, Any], workdir: str | None) -> Iterato
     wandb = bool(flags.FLAGS["wandb_project"].value)
     wanted = needs.needs_of(command, values, wandb, workdir or "")
     yield from _here(wanted)
-    if config is None:
-        config = _without_fault(command, values)
+    if config is None:  # a missing judge must hide no other fault
+        rest = {key: value for key, value in values.items() if key != "graders"}
+        config = _tried("", lambda: (build(SETTINGS[command], rest), ""))[0]
     if config is not None:
         yield from _run(command, config)
     yield from _places(workdir or "", config)
     yield "cost", True, needs.worst_case(values)
-
-
-def _without_fault(command: str, values: dict[str, Any]) -> Any:
-    """Reads the settings without ``graders``, so that a missing judge hides no other fault."""
-    rest = {key: value for key, value in values.items() if key != "graders"}
-    return _tried("", lambda: (build(SETTINGS[command], rest), ""))[0]
 
 
 def _tried(name: str, look: Callable[[], tuple[Any, str]]) -> tuple[Any, Line]:
@@ -153,10 +148,13 @@ def _run(command: str, config: Any) -> Iterator[Line]:
     """Checks the model, data, tools and judge by opening each of them as the run would."""
     if not getattr(config, "endpoint", None):
         yield _tried("model", lambda: (None, _model(config.model)))[1]
-    tools = config.tools if hasattr(config, "tools") and _asks_tools(config) else None
+    environment = getattr(config, "environment", EnvironmentConfig())
+    # SFT calls tools only in its evaluations, and an agent program has its own tools.
+    asks = config.evaluate_every > 0 if isinstance(config, SFTConfig) else hasattr(config, "tools")
+    tools = config.tools if asks and not getattr(config, "agent", None) else None
     made: Line = "tools", True, ""
     if tools is not None:
-        made = _tried("tools", lambda: (make_tools(tools, tags_of(_environment(config))), ""))[1]
+        made = _tried("tools", lambda: (make_tools(tools, tags_of(environment)), ""))[1]
     if isinstance(config, SFTConfig):
         for name in ("data", "validation"):
             for path in filter(None, getattr(config, name).split(",")):
@@ -169,37 +167,19 @@ def _run(command: str, config: Any) -> Iterator[Line]:
         yield line
     seconds = getattr(config, "probe_s", 0.0) or 10.0
     graders = getattr(config, "graders", None) if line[2] else None
-    found, line = _tried(
-        "servers",
-        lambda: (
-            look(
-                seconds,
-                tasks=asked or (),
-                graders=graders,
-                tools=tools,
-                answered=tags_of(_environment(config)),
-            ),
-            "",
-        ),
-    )
+
+    def servers() -> tuple[Any, str]:
+        answered = tags_of(environment)
+        told = look(seconds, tasks=asked or (), graders=graders, tools=tools, answered=answered)
+        return told, ""
+
+    found, line = _tried("servers", servers)
     if not line[1]:
         yield line
     for each in found or ():
         yield each.name, each.ok, each.text
     if not made[1] and all(each.ok for each in found or ()):
         yield made
-
-
-def _environment(config: Any) -> EnvironmentConfig:
-    found: EnvironmentConfig = getattr(config, "environment", EnvironmentConfig())
-    return found
-
-
-def _asks_tools(config: Any) -> bool:
-    """Returns whether the run calls tools; SFT calls tools only in its evaluations."""
-    if isinstance(config, SFTConfig):
-        return config.evaluate_every > 0
-    return not config.agent
 
 
 def _model(path: str) -> str:
@@ -251,9 +231,9 @@ def _places(workdir: str, config: Any) -> Iterator[Line]:
         yield _tried("programs", lambda: (None, _compiled(setup.where)))[1]
 
 
-def _written(folder: Path, name: str = "") -> str:
+def _written(folder: Path) -> str:
     """Checks that a folder can be written: creates it, and writes and removes a file."""
-    probe = folder / f".check-{name or os.getpid()}"
+    probe = folder / f".check-{os.getpid()}"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         probe.write_bytes(b"")
@@ -280,7 +260,7 @@ def _writable(place: str) -> str:
     processes.meet("the end of the check of the work directory", _WAIT_S)
     with contextlib.suppress(OSError):
         mine.unlink()
-    if isinstance(fault, UserError):
+    if fault is not None:
         raise fault
     if others:
         raise UserError(
@@ -353,9 +333,8 @@ def _disk(workdir: Path, setup: arrays.Setup) -> str:
     model = sum(math.prod(x.shape) * 2 for x in jax.tree.leaves(arrays.parameters(setup)))
     count = config.keep_last + 1 + bool(config.keep_best)
     needed = count * size + model
-    folder = next(
-        path for path in (workdir.absolute(), *workdir.absolute().parents) if path.exists()
-    )
+    place = workdir.absolute()
+    folder = next(path for path in (place, *place.parents) if path.exists())
     free = shutil.disk_usage(folder).free
     text = f"{needed / 1e9:.1f} GB for {count} checkpoints and the model, {free / 1e9:.1f} GB free"
     if free < needed:

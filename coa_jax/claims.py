@@ -16,15 +16,16 @@ do not include the variation between seeds, so the table also lists the figure o
 from __future__ import annotations
 
 import dataclasses
+import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 from absl import flags
 
-from coa_jax import files
+from coa_jax import files, markdown
 from coa_jax.cli import run_main
 from coa_jax.errors import UserError
 from coa_jax.evaluate.compare import bootstrap_interval
@@ -101,23 +102,26 @@ class Folders:
         return [entry for entry in found if entry] if all(found) else []
 
 
+Measure = Callable[[Folders], Figure | None]
+
+
 @dataclasses.dataclass(frozen=True)
 class Claim:
     """A row of the table.
 
     Attributes:
         topic: subject of the claim, for the first column.
-        paper: figure that the paper reports, and where in the paper.
         what: description of what is measured here.
         figure: function that computes the figure from the run folders. It returns None if files are
             missing.
+        paper: figure that the paper reports, and where in the paper.
         command: command that creates the result files.
     """
 
     topic: str
-    paper: str
     what: str
-    figure: Callable[[Folders], Figure | None]
+    figure: Measure
+    paper: str = "no figure"
     command: str = MAIN
 
 
@@ -141,173 +145,159 @@ def solved_of(outcome: Mapping[str, Any], **where: Any) -> dict[str, list[bool]]
     }
 
 
-def rate(stage: str, plain: bool = False, **where: Any) -> Callable[[Folders], Figure | None]:
-    """Returns a function that computes pass@1 of a stage from run folders.
+def measure(compute: Callable[..., Figure | None]) -> Callable[..., Measure]:
+    """Makes a function that takes all arguments of ``compute`` except the first, the folders."""
 
-    Args:
-        stage: name of the stage.
-        plain: whether to read the folders of plain tool calling.
-        **where: values that fields of a task must have; tasks with other values are left out.
-    """
+    @functools.wraps(compute)
+    def given(*arguments: Any, **named: Any) -> Measure:
+        return lambda folders: compute(folders, *arguments, **named)
 
-    def figure(folders: Folders) -> Figure | None:
-        seeds = [
-            [group for group in solved_of(outcome, **where).values() if group]
-            for outcome in folders.outcomes(stage, plain)
-        ]
-        return _of_groups(seeds)
+    return given
 
-    return figure
+
+def _pooled(
+    seeds: Sequence[Sequence[float]],
+    interval: Callable[[Sequence[float]], tuple[float, float] | None],
+    signed: bool = False,
+) -> Figure | None:
+    """Combines the values of all tasks, given for each seed; None if there are no seeds."""
+    every = list(itertools.chain(*seeds))
+    values = tuple(_mean(seed) for seed in seeds if seed)
+    found = interval(every) if every else None
+    return Figure(_mean(every), found, len(every), values, signed) if seeds else None
 
 
 def _of_groups(seeds: Sequence[Sequence[Sequence[bool]]]) -> Figure | None:
+    """Combines the grades of the samples of all tasks, given for each seed."""
     groups = list(itertools.chain(*seeds))
-    if not seeds:
+    means = [[_mean(group) for group in seed] for seed in seeds]
+    return _pooled(means, lambda _: mean_interval(groups))
+
+
+def _by_bootstrap(seeds: Sequence[Sequence[float]], signed: bool = False) -> Figure | None:
+    """Combines the values of all tasks by a bootstrap; None if a seed has no tasks."""
+    if not all(seeds):
         return None
-    values = tuple(_mean([_mean(group) for group in seed]) for seed in seeds if seed)
-    value = _mean([_mean(group) for group in groups])
-    return Figure(value, mean_interval(groups) if groups else None, len(groups), values)
+    return _pooled(seeds, lambda every: bootstrap_interval(np.array(every)), signed)
+
+
+def _of_seeds(values: Sequence[float | None], n: int) -> Figure | None:
+    """Returns the mean of one value for each seed; None if a value is missing."""
+    known = tuple(float(value) for value in values if value is not None)
+    whole = known and len(known) == len(values)
+    return Figure(_mean(known), None, n, known) if whole else None
 
 
 def _mean(values: Sequence[float]) -> float:
     return float(mean(values) or 0)
 
 
+@measure
+def rate(folders: Folders, stage: str, plain: bool = False, **where: Any) -> Figure | None:
+    """Computes pass@1 of a stage.
+
+    Args:
+        folders: the run folders.
+        stage: name of the stage.
+        plain: whether to read the folders of plain tool calling.
+        **where: values that fields of a task must have; tasks with other values are left out.
+    """
+    outcomes = folders.outcomes(stage, plain)
+    return _of_groups([[g for g in solved_of(one, **where).values() if g] for one in outcomes])
+
+
+@measure
 def difference(
-    stage: str, other: str, plain: bool = False, **where: Any
-) -> Callable[[Folders], Figure | None]:
-    """Returns a function that computes pass@1 of a stage minus pass@1 of the stage ``other``.
+    folders: Folders, stage: str, other: str, plain: bool = False, **where: Any
+) -> Figure | None:
+    """Computes pass@1 of a stage minus pass@1 of the stage ``other``.
 
     The function compares only tasks with graded samples in both stages. If ``plain`` is True,
     ``other`` is read from the folders of plain tool calling. ``where`` selects tasks as in `rate`.
     """
+    by_seed = []
+    for pair in zip(folders.outcomes(stage), folders.outcomes(other, plain), strict=False):
+        a, b = (solved_of(outcome, **where) for outcome in pair)
+        common = [name for name in a if a[name] and b.get(name)]
+        by_seed.append([_mean(a[name]) - _mean(b[name]) for name in common])
+    return _by_bootstrap(by_seed, signed=True)
 
-    def figure(folders: Folders) -> Figure | None:
-        pairs = list(zip(folders.outcomes(stage), folders.outcomes(other, plain), strict=False))
-        by_seed = []
-        for one, two in pairs:
-            a, b = solved_of(one, **where), solved_of(two, **where)
-            common = [name for name in a if a[name] and b.get(name)]
-            by_seed.append([_mean(a[name]) - _mean(b[name]) for name in common])
-        if not by_seed or not all(by_seed):
-            return None
-        every = np.array(list(itertools.chain(*by_seed)))
-        values = tuple(map(_mean, by_seed))
-        return Figure(_mean(every.tolist()), bootstrap_interval(every), len(every), values, True)
 
+@measure
+def at_k(folders: Folders, stage: str, k: int) -> Figure | None:
+    """Computes pass@k, the probability that at least one of k samples is right."""
+    seeds = [solved_of(outcome).values() for outcome in folders.outcomes(stage)]
+    return _by_bootstrap(
+        [[pass_at_k(len(g), sum(g), k) for g in groups if len(g) >= k] for groups in seeds]
+    )
+
+
+@measure
+def scaled(folders: Folders, stage: str, prefix: str) -> Figure | None:
+    """Computes pass@1 of the samples chosen by ``prefix``, such as ``majority``."""
+    entries = [
+        entry
+        for outcome in folders.outcomes(stage)
+        for name, entry in outcome["figures"]["scaling"].items()
+        if name.startswith(prefix) and entry["pass_at_1"] is not None
+    ]
+    n = sum(entry["n"] for entry in entries)
+    figure = _of_seeds([entry["pass_at_1"] for entry in entries], n)
+    if figure is not None and len(entries) == 1:
+        figure = dataclasses.replace(figure, interval=tuple(entries[0]["ci95"]))
     return figure
 
 
-def at_k(stage: str, k: int) -> Callable[[Folders], Figure | None]:
-    """Returns a function for pass@k, the probability that at least one of k samples is right."""
-
-    def figure(folders: Folders) -> Figure | None:
-        seeds = []
-        for outcome in folders.outcomes(stage):
-            groups = [g for g in solved_of(outcome).values() if len(g) >= k]
-            seeds.append([pass_at_k(len(g), sum(g), k) for g in groups])
-        if not seeds or not all(seeds):
-            return None
-        every = np.array(list(itertools.chain(*seeds)))
-        values = tuple(map(_mean, seeds))
-        return Figure(_mean(every.tolist()), bootstrap_interval(every), len(every), values)
-
-    return figure
+@measure
+def well_formed(folders: Folders, stage: str, *tools: str) -> Figure | None:
+    """Computes the share of calls of ``tools`` whose outcome is ``ok``."""
+    seeds = []
+    for outcome in folders.outcomes(stage):
+        entries = outcome["figures"]["costs"]["tools"].items()
+        counts = [entry["outcomes"].items() for name, entry in entries if name in tools]
+        kinds = itertools.chain(*counts)
+        seeds.append([[kind == "ok"] for kind, count in kinds for _ in range(count)])
+    return _of_groups(seeds)
 
 
-def scaled(stage: str, prefix: str) -> Callable[[Folders], Figure | None]:
-    """Returns a function for pass@1 of the samples chosen by ``prefix``, such as ``majority``."""
-
-    def figure(folders: Folders) -> Figure | None:
-        entries = [
-            entry
-            for outcome in folders.outcomes(stage)
-            for name, entry in outcome["figures"]["scaling"].items()
-            if name.startswith(prefix) and entry["pass_at_1"] is not None
+@measure
+def helped(folders: Folders, stage: str, *tools: str) -> Figure | None:
+    """Computes the share of samples that are right and called one of ``tools``."""
+    seeds = [
+        [
+            [s["value"] == 1.0 and not set(tools).isdisjoint(s["calls"]) for s in graded]
+            for task in outcome["tasks"]
+            if (graded := [s for s in task["samples"] if s["value"] is not None])
         ]
-        if not entries:
-            return None
-        values = tuple(float(entry["pass_at_1"]) for entry in entries)
-        n = sum(entry["n"] for entry in entries)
-        interval = tuple(entries[0]["ci95"]) if len(entries) == 1 else None
-        return Figure(_mean(values), interval, n, values)
-
-    return figure
+        for outcome in folders.outcomes(stage)
+    ]
+    return _of_groups(seeds)
 
 
-def well_formed(stage: str, *tools: str) -> Callable[[Folders], Figure | None]:
-    """Returns a function that computes the share of calls of ``tools`` whose outcome is ``ok``."""
-
-    def figure(folders: Folders) -> Figure | None:
-        seeds = [list(_calls(outcome, tools)) for outcome in folders.outcomes(stage)]
-        return _of_groups([[[call] for call in seed] for seed in seeds])
-
-    return figure
-
-
-def _calls(outcome: Mapping[str, Any], tools: Sequence[str]) -> Iterator[bool]:
-    """Yields for each call of the given tools whether its outcome is ``ok``."""
-    for name, entry in outcome["figures"]["costs"]["tools"].items():
-        if name in tools:
-            for kind, count in entry["outcomes"].items():
-                yield from [kind == "ok"] * count
-
-
-def helped(stage: str, *tools: str) -> Callable[[Folders], Figure | None]:
-    """Returns a function for the share of samples that are right and called one of ``tools``."""
-
-    def figure(folders: Folders) -> Figure | None:
-        seeds = [
-            [
-                [s["value"] == 1.0 and not set(tools).isdisjoint(s["calls"]) for s in graded]
-                for task in outcome["tasks"]
-                if (graded := [s for s in task["samples"] if s["value"] is not None])
-            ]
-            for outcome in folders.outcomes(stage)
-        ]
-        return _of_groups(seeds)
-
-    return figure
-
-
-def saved(key: str) -> Callable[[Folders], Figure | None]:
-    """Returns a function that computes the share of the teacher's tokens that the policy saves.
+@measure
+def saved(folders: Folders, key: str) -> Figure | None:
+    """Computes the share of the teacher's tokens that the policy saves.
 
     ``key`` names the tokens to compare, for example ``both_solved``, see `distill.economy`.
     """
-
-    def figure(folders: Folders) -> Figure | None:
-        blocks = [block for block in folders.summaries("economy") if "saved" in block]
-        if not blocks:
-            return None
-        values = tuple(float(block["saved"][key]) for block in blocks)
-        n = sum(block["both_solved"]["samples"] for block in blocks)
-        return Figure(_mean(values), None, n, values)
-
-    return figure
+    blocks = [block for block in folders.summaries("economy") if "saved" in block]
+    n = sum(block["both_solved"]["samples"] for block in blocks)
+    return _of_seeds([block["saved"][key] for block in blocks], n)
 
 
-def calls_per_solved(stage: str) -> Callable[[Folders], Figure | None]:
-    """Returns a function that computes the tool calls of all samples per solved sample."""
-
-    def figure(folders: Folders) -> Figure | None:
-        costs = [outcome["figures"]["costs"] for outcome in folders.outcomes(stage)]
-        values = tuple(cost["calls_per_solved"] for cost in costs)
-        if not values or None in values:
-            return None
-        n = sum(outcome["figures"]["n"] for outcome in folders.outcomes(stage))
-        return Figure(_mean(values), None, n, values)
-
-    return figure
+@measure
+def calls_per_solved(folders: Folders, stage: str) -> Figure | None:
+    """Computes the tool calls of all samples per solved sample."""
+    found = [outcome["figures"] for outcome in folders.outcomes(stage)]
+    n = sum(figures["n"] for figures in found)
+    return _of_seeds([figures["costs"]["calls_per_solved"] for figures in found], n)
 
 
 def team_calls_per_solved(folders: Folders) -> Figure | None:
     """Computes the teacher's tool calls per solved task; None without statistics of the teacher."""
     blocks = [block for block in folders.summaries("teacher") if block["pass_at_1"]]
-    if not blocks:
-        return None
-    values = tuple(block["tool_calls_per_task"] / block["pass_at_1"] for block in blocks)
-    return Figure(_mean(values), None, sum(block["n"] for block in blocks), values)
+    values = [block["tool_calls_per_task"] / block["pass_at_1"] for block in blocks]
+    return _of_seeds(values, sum(block["n"] for block in blocks))
 
 
 # --- the claims ------------------------------------------------------------------------------
@@ -315,80 +305,54 @@ def team_calls_per_solved(folders: Folders) -> Figure | None:
 _TOPICS = ("single", "chain", "comparison", "counting", "arithmetic")
 _NATURAL = ("single", "two-step", "comparison", "counting", "arithmetic")
 _UNSEEN = ("units", "calendar")
-_NO_FIGURE = "no figure"
-
 CLAIMS: tuple[Claim, ...] = (
-    Claim("base", _NO_FIGURE, "base model, prompted with the protocol: pass@1", rate("base")),
-    Claim("SFT", "GAIA 50.5 (32B, Tab 8)", "SFT: pass@1", rate("sft")),
-    Claim("RL", "GAIA 55.3 (32B, Tab 8)", "SFT + RL: pass@1", rate("rl")),
-    Claim("RL", "GAIA +4.8; MHQA 7B-base +2.2", "RL minus SFT", difference("rl", "sft")),
-    Claim("control", _NO_FIGURE, "SFT for the time of RL: pass@1", rate("sft_more")),
-    Claim("control", _NO_FIGURE, "RL minus SFT for its time", difference("rl", "sft_more")),
-    Claim("control", _NO_FIGURE, "RFT: pass@1", rate("rft")),
-    Claim("control", _NO_FIGURE, "RL minus RFT", difference("rl", "rft")),
-    *(
-        Claim("by kind", _NO_FIGURE, f"RL, {topic}: pass@1", rate("rl", topic=topic))
-        for topic in _TOPICS
-    ),
-    Claim("by kind", _NO_FIGURE, "RL, maths: pass@1", rate("rl", source="maths")),
-    *(
-        Claim("by hops", _NO_FIGURE, f"RL, {hops} searches: pass@1", rate("rl", hops=hops))
-        for hops in (1, 2, 3)
-    ),
-    Claim("wordings", _NO_FIGURE, "RL, known wordings: pass@1", rate("rl", wording="known")),
-    Claim("wordings", _NO_FIGURE, "RL, held-out wordings: pass@1", rate("rl", wording="new")),
+    Claim("base", "base model, prompted with the protocol: pass@1", rate("base")),
+    Claim("SFT", "SFT: pass@1", rate("sft"), "GAIA 50.5 (32B, Tab 8)"),
+    Claim("RL", "SFT + RL: pass@1", rate("rl"), "GAIA 55.3 (32B, Tab 8)"),
+    Claim("RL", "RL minus SFT", difference("rl", "sft"), "GAIA +4.8; MHQA 7B-base +2.2"),
+    Claim("control", "SFT for the time of RL: pass@1", rate("sft_more")),
+    Claim("control", "RL minus SFT for its time", difference("rl", "sft_more")),
+    Claim("control", "RFT: pass@1", rate("rft")),
+    Claim("control", "RL minus RFT", difference("rl", "rft")),
+    *(Claim("by kind", f"RL, {topic}: pass@1", rate("rl", topic=topic)) for topic in _TOPICS),
+    Claim("by kind", "RL, maths: pass@1", rate("rl", source="maths")),
+    *(Claim("by hops", f"RL, {n} searches: pass@1", rate("rl", hops=n)) for n in (1, 2, 3)),
+    Claim("wordings", "RL, known wordings: pass@1", rate("rl", wording="known")),
+    Claim("wordings", "RL, held-out wordings: pass@1", rate("rl", wording="new")),
+    Claim("wordings", "RL minus SFT, held-out wordings", difference("rl", "sft", wording="new")),
+    Claim("natural", "SFT, natural questions: pass@1", rate("natural_sft")),
+    Claim("natural", "RL, natural questions: pass@1", rate("natural_rl")),
+    Claim("natural", "RL minus SFT, natural", difference("natural_rl", "natural_sft")),
+    *(Claim("natural", f"RL, natural, {kind}", rate("natural_rl", kind=kind)) for kind in _NATURAL),
     Claim(
-        "wordings",
-        _NO_FIGURE,
-        "RL minus SFT, held-out wordings",
-        difference("rl", "sft", wording="new"),
-    ),
-    Claim("natural", _NO_FIGURE, "SFT, natural questions: pass@1", rate("natural_sft")),
-    Claim("natural", _NO_FIGURE, "RL, natural questions: pass@1", rate("natural_rl")),
-    Claim("natural", _NO_FIGURE, "RL minus SFT, natural", difference("natural_rl", "natural_sft")),
-    *(
-        Claim("natural", _NO_FIGURE, f"RL, natural, {kind}", rate("natural_rl", kind=kind))
-        for kind in _NATURAL
+        "chain of agents", "SFT, plain tool calling: pass@1", rate("sft", plain=True),
+        "ahead of tool calling (§4)", PLAIN,
     ),
     Claim(
-        "chain of agents",
-        "ahead of tool calling (§4)",
-        "SFT, plain tool calling: pass@1",
-        rate("sft", plain=True),
-        PLAIN,
+        "chain of agents", "RL minus RL of plain tool calling", difference("rl", "rl", plain=True),
+        "GAIA 55.3, WebThinker-RL 48.5 (Tab 8)", PLAIN,
     ),
+    Claim("economy", "tokens saved, both solved", saved("both_solved"), "84.6 % (§5.1)"),
+    Claim("economy", "the same, prompts resent", saved("both_solved_resent"), "84.6 % (§5.1)"),
+    Claim("economy", "tool calls per solved task: RL", calls_per_solved("rl"), "fewest (Fig 5)"),
+    Claim("economy", "tool calls per solved task: team", team_calls_per_solved, "more (Fig 5)"),
+    Claim("scaling", "pass@1 of four samples", rate("scaling"), "GAIA 55.3 (Tab 13)"),
+    Claim("scaling", "pass@3", at_k("scaling", 3), "GAIA 69.9 (Tab 13)"),
+    Claim("scaling", "majority of four", scaled("scaling", "majority")),
     Claim(
-        "chain of agents",
-        "GAIA 55.3, WebThinker-RL 48.5 (Tab 8)",
-        "RL minus RL of plain tool calling",
-        difference("rl", "rl", plain=True),
-        PLAIN,
-    ),
-    Claim("economy", "84.6 % (§5.1)", "tokens saved, both solved", saved("both_solved")),
-    Claim("economy", "84.6 % (§5.1)", "the same, prompts resent", saved("both_solved_resent")),
-    Claim("economy", "fewest (Fig 5)", "tool calls per solved task: RL", calls_per_solved("rl")),
-    Claim("economy", "more (Fig 5)", "tool calls per solved task: team", team_calls_per_solved),
-    Claim("scaling", "GAIA 55.3 (Tab 13)", "pass@1 of four samples", rate("scaling")),
-    Claim("scaling", "GAIA 69.9 (Tab 13)", "pass@3", at_k("scaling", 3)),
-    Claim("scaling", _NO_FIGURE, "majority of four", scaled("scaling", "majority")),
-    Claim(
-        "scaling",
+        "scaling", "best of 3, picked by a judge", scaled("scaling", "best_of"),
         "GAIA 57.3 (Tab 13)",
-        "best of 3, picked by a judge",
-        scaled("scaling", "best_of"),
         f"{MAIN} --config.measures.scaling.evaluate.best_of.n=3 with best_of.chat.url of a judge",
     ),
     Claim(
-        "unseen tools",
+        "unseen tools", "calls that the tools understood", well_formed("unseen", *_UNSEEN),
         "qualitative (§5.2)",
-        "calls that the tools understood",
-        well_formed("unseen", *_UNSEEN),
     ),
-    Claim("unseen tools", "qualitative (§5.2)", "pass@1", rate("unseen")),
+    Claim("unseen tools", "pass@1", rate("unseen"), "qualitative (§5.2)"),
     Claim(
-        "unseen tools", "qualitative (§5.2)", "solved with such a call", helped("unseen", *_UNSEEN)
+        "unseen tools", "solved with such a call", helped("unseen", *_UNSEEN), "qualitative (§5.2)"
     ),
-)
+)  # fmt: skip
 
 
 # --- the table -------------------------------------------------------------------------------
@@ -396,19 +360,17 @@ CLAIMS: tuple[Claim, ...] = (
 
 def table(folders: Folders) -> str:
     """Formats the claims as a Markdown table."""
-    lines = [
-        "| about | the paper | here | figure (95 %) | n | by seed | command |",
-        "| --- | --- | --- | --- | --- | --- | --- |",
+    head = ("about", "the paper", "here", "figure (95 %)", "n", "by seed", "command")
+    rows = [
+        (claim.topic, claim.paper, claim.what, *_shown(claim.figure(folders)), f"`{claim.command}`")
+        for claim in CLAIMS
     ]
-    for claim in CLAIMS:
-        figure = claim.figure(folders)
-        shown = ("not measured yet", "", "") if figure is None else _shown(figure)
-        cells = (claim.topic, claim.paper, claim.what, *shown, f"`{claim.command}`")
-        lines.append(f"| {' | '.join(cells)} |")
-    return "\n".join([*lines, ""])
+    return "\n".join([*markdown.table(head, rows), ""])
 
 
-def _shown(figure: Figure) -> tuple[str, str, str]:
+def _shown(figure: Figure | None) -> tuple[str, str, str]:
+    if figure is None:
+        return "not measured yet", "", ""
     if not figure.n:
         return "nothing to count", "0", ""
     sign = "+" if figure.signed else ""

@@ -37,7 +37,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 from ml_collections.config_flags import config_path
 
-from coa_jax.errors import UserError
+from coa_jax.errors import UserError, causes_of
 from coa_jax.extensions import importable
 from coa_jax.installed import ROOT, config_files
 from coa_jax.overrides import (
@@ -143,7 +143,7 @@ def explain(error: BaseException) -> str | None:
     """Returns the message for an error that the user can correct; None for a bug in coa_jax."""
     if isinstance(error, UserError | flags.Error | app.UsageError):
         return _one_line(shown(str(error)))
-    for cause in _chain(error):
+    for cause in causes_of(error):
         if isinstance(cause, OSError) and cause.errno in _FULL:
             return _disk_full(cause.filename or _workdir(), _FULL[cause.errno])
         # Checkpoint libraries report a full disk as text in their own exceptions.
@@ -156,23 +156,6 @@ def explain(error: BaseException) -> str | None:
         reason = error.strerror or type(error).__name__
         return f"cannot use {_name(error.filename)}: {reason}; choose a path you may use"
     return None
-
-
-def _chain(error: BaseException) -> Iterator[BaseException]:
-    """Yields an exception, the exceptions that it groups, and the causes of each."""
-    seen: set[int] = set()
-    todo: list[BaseException | None] = [error]
-    while todo:
-        following = todo.pop(0)
-        if following is None or id(following) in seen:
-            continue
-        seen.add(id(following))
-        yield following
-        todo += following.exceptions if isinstance(following, BaseExceptionGroup) else ()
-        todo.append(
-            following.__cause__
-            or (None if following.__suppress_context__ else following.__context__)
-        )
 
 
 def _disk_full(path: str | bytes | int | None, reason: str) -> str:
@@ -246,12 +229,8 @@ def config_flag(default: str) -> None:
     """
     global _config_default
     _config_default = default
-    config_flags.DEFINE_config_file(
-        "config",
-        None,
-        f"config file, as FILE.py or FILE.py:ARGUMENT (default {default})",
-        sys_argv=_config_argv,
-    )
+    about = f"config file, as FILE.py or FILE.py:ARGUMENT (default {default})"
+    config_flags.DEFINE_config_file("config", None, about, sys_argv=_config_argv)
 
 
 def workdir_flag(what: str, default: str | None = None, *, required: bool = True) -> None:
@@ -270,9 +249,7 @@ def _is_directory_name(value: str | None) -> bool:
     if value is not None and not value.strip():
         raise flags.ValidationError("it is empty; name a directory (is a variable not set?)")
     if value is not None and value.startswith("~"):
-        raise flags.ValidationError(
-            "shells do not expand ~ after a flag; write $HOME, or the whole path"
-        )
+        raise flags.ValidationError("shells do not expand ~ after a flag; write $HOME instead")
     return True
 
 
@@ -331,12 +308,9 @@ def _resolve(spec: str) -> str:
     for root in (Path(), ROOT):
         if path and (root / path).is_file():
             return f"{(root / path).resolve()}{colon}{argument}"
-    raise UserError(f"--config={spec}: no such file {path!r}{_suggest_file(path)}")
-
-
-def _suggest_file(path: str) -> str:
     hint = suggest(path, map(str, config_files()))
-    return hint or "; `coa-jax configs` lists those that come with the package"
+    hint = hint or "; `coa-jax configs` lists those that come with the package"
+    raise UserError(f"--config={spec}: no such file {path!r}{hint}")
 
 
 def _parse_flags(argv: list[str], positional: bool, opens_places: bool) -> list[str]:

@@ -13,10 +13,9 @@ questions side by side.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,8 @@ from absl import flags
 from coa_jax import files
 from coa_jax.cli import run_main
 from coa_jax.errors import UserError
-from coa_jax.evaluate.compare import Comparison, compare, differing, load, text
-from coa_jax.report.pair import Result, Side, pair_page, read_side
+from coa_jax.evaluate.compare import compare, differing, load, text
+from coa_jax.report.pair import Result, pair_page, read_side
 from coa_jax.report.traces import STAGES
 from coa_jax.storage import is_url, output, shown, visited
 
@@ -72,18 +71,6 @@ def compared(a: Mapping[str, Outcome], b: Mapping[str, Outcome]) -> list[tuple[s
     return found
 
 
-@contextlib.contextmanager
-def both_runs(a: str, b: str) -> Iterator[tuple[Side, Side]]:
-    """Reads two run directories and yields them to a ``with`` block.
-
-    If the second directory is in a bucket, files that the block writes to it are uploaded at the
-    end of the block.
-    """
-    with visited(a) as first, visited(b) as second:
-        sides = read_side(first), read_side(second)
-        yield sides
-
-
 def compare_runs(a: str, b: str, page: str) -> dict[str, dict[str, Any]]:
     """Compares two run directories, prints the results, and writes the page.
 
@@ -94,7 +81,9 @@ def compare_runs(a: str, b: str, page: str) -> dict[str, dict[str, Any]]:
     Returns:
         The comparison of each stage, keyed by the name of the stage in ``a``.
     """
-    with both_runs(a, b) as (first, second):
+    # If the second directory is in a bucket, the page is uploaded at the end of the block.
+    with visited(a) as one, visited(b) as other:
+        first, second = read_side(one), read_side(other)
         found = compared(outcomes(first.path), outcomes(second.path))
         print("\n\n".join(told for told, _ in found) or "no evaluation to compare")
         html = pair_page(first, second, [result for _, result in found])
@@ -103,14 +92,6 @@ def compare_runs(a: str, b: str, page: str) -> dict[str, dict[str, Any]]:
             files.replace(path, html.encode("utf-8", "replace"))
             print(f"report -> {page or shown(path)}")
     return {result.a["stage"]: dict(result.comparison) for _, result in found}
-
-
-def compare_files(a: str, b: str) -> dict[str, Any]:
-    """Compares two result files; prints and returns the result."""
-    first, second = load(a), load(b)
-    found: Comparison = compare(first, second)
-    print(text(first, second, found))
-    return dataclasses.asdict(found)
 
 
 def define_flags() -> None:
@@ -144,7 +125,10 @@ def run(places: Sequence[str], out: str = "", page: str = "") -> None:
             raise UserError("give two runs or two result files, not one of each")
         if page:
             raise UserError("--page needs two run directories")
-        value: dict[str, Any] = compare_files(a, b)
+        first, second = load(a), load(b)
+        found = compare(first, second)
+        print(text(first, second, found))
+        value: dict[str, Any] = dataclasses.asdict(found)
     else:
         value = {"stages": compare_runs(a, b, page)}
     if out:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,11 @@ def read_traces(path: str, phase: str) -> list[Trajectory]:
         known = ", ".join(sorted(seen)) or "nothing"
         raise UserError(f"{path}: no trajectory of the phase {phase!r}; it has {known}")
     return traces
+
+
+def token_counter(tokenizer: Any) -> Callable[[str], int]:
+    """Returns a function that counts the tokens of a text."""
+    return lambda text: len(encode_plain(tokenizer, text))
 
 
 def check_tokens(tokenizer: Any, traces: Sequence[Trajectory], model: str) -> None:
@@ -172,8 +177,8 @@ def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
         slips = {n: getattr(teacher, n) for n in ("mistake_rate", "unrecovered_rate", "seed")}
         made_by = {"minds": asked, **slips, "tools": settings}
         journal = open_journal(workdir / "team.jsonl", made_by)
-        known = sum(task.id in journal.done for task in tasks)
-        with progress("team", total=len(tasks), initial=known) as bar:
+        before = sum(task.id in journal.done for task in tasks)
+        with progress("team", total=len(tasks), initial=before) as bar:
 
             def keep(_: Task, log: Any) -> None:
                 journal.append(log)
@@ -182,12 +187,8 @@ def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
             work = run_teacher(tasks, tools, teacher, minds, journal.done, keep)
             logs = asyncio.run(work if endpoint is None else endpoint.closing(work))
         runs = {run.task.id: run for run in graded_runs(tasks, logs, teacher.judges)}
-        told = policy_economy(
-            runs,
-            [trace for trace in traces if trace.task_id in runs],
-            list(tools),
-            lambda text: len(encode_plain(tokenizer, text)),
-        )
+        known = [trace for trace in traces if trace.task_id in runs]
+        told = policy_economy(runs, known, list(tools), token_counter(tokenizer))
         told |= {"tasks": len(tasks), "team_model": model, "phase": config.phase}
         if endpoint is not None:
             told["spent"] = endpoint.spent.to_json()

@@ -1,6 +1,8 @@
-"""The exception for errors that the user can correct."""
+"""The exception for errors that the user can correct, and the causes of exceptions."""
 
 from __future__ import annotations
+
+from collections.abc import Iterator
 
 
 class UserError(Exception):
@@ -10,3 +12,18 @@ class UserError(Exception):
     message without a traceback and exit with code 2. Every other exception is a bug of coa_jax and
     keeps its traceback.
     """
+
+
+def causes_of(error: BaseException) -> Iterator[BaseException]:
+    """Yields an exception, the exceptions that it groups, and the causes of each."""
+    seen: set[int] = set()
+    todo: list[BaseException | None] = [error]
+    while todo:
+        following = todo.pop(0)
+        if following is None or id(following) in seen:
+            continue
+        seen.add(id(following))
+        yield following
+        todo += following.exceptions if isinstance(following, BaseExceptionGroup) else ()
+        hidden = None if following.__suppress_context__ else following.__context__
+        todo.append(following.__cause__ or hidden)

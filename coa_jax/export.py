@@ -40,10 +40,7 @@ from coa_jax.model.api import Model, describe_model, load_weights, save_model
 from coa_jax.model.card import CARD, read_card
 from coa_jax.model.config import LoraConfig
 from coa_jax.model.hub_card import hub_card
-from coa_jax.model.params import (
-    merge_adapters,
-    without_adapters,
-)
+from coa_jax.model.params import merge_adapters, without_adapters
 from coa_jax.parallel.mesh import make_mesh
 from coa_jax.parallel.placement import MeshConfig, training_mesh
 from coa_jax.protocol import find_protocols, write_protocols
@@ -97,16 +94,10 @@ def export(
     if best:
         step = checkpoints.best()
         if step is None:
-            raise UserError(
-                f"{directory} has no best checkpoint: config.keep_best of the run is "
-                f"{metric!r}; give --step"
-            )
+            raise UserError(f"{directory} has no checkpoint by keep_best={metric!r}; give --step")
     step = steps[-1] if step is None else step
     if step not in steps:
-        raise UserError(
-            f"{directory} contains no checkpoint {step}: the newest is {steps[-1]}, and a run "
-            "removes older checkpoints"
-        )
+        raise UserError(f"{directory} contains no checkpoint {step}: the newest is {steps[-1]}")
     mesh = build(MeshConfig, config.get("mesh", {}), "config.mesh")
     model = _restored(checkpoints, step, config, _mesh(mesh))
     card = workdir / f"{phase}-{CARD}"
@@ -142,10 +133,8 @@ def _restored(
     try:
         restored = checkpoints.restore(step, state)
     except Damaged as error:
-        raise UserError(
-            f"{checkpoints.directory}: checkpoint {step} is damaged ({error}); choose another one "
-            "with --step"
-        ) from error
+        where = f"{checkpoints.directory}: checkpoint {step}"
+        raise UserError(f"{where} is damaged ({error}); choose another --step") from error
     finally:
         checkpoints.close()
     params = merge_adapters(model, restored.state.model)
@@ -170,9 +159,7 @@ def _phase_config(config: Mapping[str, Any], phase: str, workdir: Path) -> Mappi
     if "optimizer" in config.get(phase, {}):
         start = "base" if phase == "sft" else "sft"
         return {**config[phase], "model": str(workdir / "models" / start)}
-    raise UserError(
-        f"{workdir / 'config.json'} names no model and optimizer: this is not a training run"
-    )
+    raise UserError(f"{workdir}/config.json names no model and optimizer: this is no training run")
 
 
 def define_flags() -> None:

@@ -37,7 +37,7 @@ from typing import Annotated, Any
 
 from ml_collections import ConfigDict
 
-from coa_jax.bounds import Bounded, OneOf, Text, check, parts, present, shown
+from coa_jax.bounds import Bounded, OneOf, Text, check, frozen, parts, present, shown
 from coa_jax.errors import UserError
 from coa_jax.overrides import suggest
 
@@ -119,10 +119,8 @@ class Kind:
         """
         found = {entry.value for entry in self._installed().select(name=name)}
         if len(found) > 1:
-            raise UserError(
-                f"the {self.noun} {name!r} is in several installed packages: "
-                f"{', '.join(sorted(found))}; name one of these"
-            )
+            several = f"the {self.noun} {name!r} is in several installed packages"
+            raise UserError(f"{several}: {', '.join(sorted(found))}; name one of these")
         return "".join(found)
 
     def _installed(self) -> importlib.metadata.EntryPoints:
@@ -209,14 +207,10 @@ def find(kind: Kind, name: str, where: str) -> Callable[..., Any]:
     """
     found = kind.given.get(name, kind.built_in.get(name))
     if found is None:
-        path = name if is_path(name) else kind.path_of(name)
-        if not path:
-            near = suggest(name, kind.names())
-            raise UserError(
-                f"{where}: there is no {kind.noun} {name!r}{near}; a custom one is named as"
-                " package.module:name"
-            )
-        found = path
+        found = name if is_path(name) else kind.path_of(name)
+    if found == "":
+        fault = f"there is no {kind.noun} {name!r}{suggest(name, kind.names())}"
+        raise UserError(f"{where}: {fault}; name your own as package.module:name")
     if isinstance(found, str):
         found = _load(kind, found, where)
     if not callable(found):
@@ -332,10 +326,9 @@ def bind(
         options = options.to_dict()
     for option in options:
         if option not in known and not any_option:
-            has = suggest(str(option), known) or (
-                f"; there are {', '.join(known)}" if known else ""
-            )
-            raise UserError(f"{where}: {name} has no option {option!r}{has or '; it has none'}")
+            listed = f"; there are {', '.join(known)}" if known else "; it has none"
+            has = suggest(str(option), known) or listed
+            raise UserError(f"{where}: {name} has no option {option!r}{has}")
     given = {
         option: _value(found, option, value, f"{where}: the option {option} of {name}", text)
         for option, value in options.items()
@@ -343,17 +336,13 @@ def bind(
     for parameter in known:
         if parameter not in given and named[parameter].default is kinds.empty:
             offers = ", ".join(kind.offers) or "nothing"
-            raise UserError(
-                f"{where}: {name} needs {parameter!r}{_near(parameter, kind.offers)}; {kind.one}"
-                f" gets these arguments by name: {offers}; and its own options"
-            )
+            needs = f"{name} needs {parameter!r}{_near(parameter, kind.offers)}"
+            gets = f"{kind.one} gets these arguments by name: {offers}; and its own options"
+            raise UserError(f"{where}: {needs}; {gets}")
     asks = frozenset(named) & frozenset(kind.offers)
     if only or (kind.needs and not asks & set(kind.needs)):
-        takes = str(inspect.signature(found))
-        raise UserError(
-            f"{where}: {name} takes {takes}; {kind.one} has a parameter "
-            f"{' or '.join(kind.needs or kind.offers)}, passed by name"
-        )
+        has = f"{kind.one} has a parameter {' or '.join(kind.needs or kind.offers)}, passed by name"
+        raise UserError(f"{where}: {name} takes {inspect.signature(found)}; {has}")
     return Bound(found, asks, types.MappingProxyType(given))
 
 
@@ -378,7 +367,7 @@ def _value(found: Callable[..., Any], name: str, value: Any, where: str, text: b
             value = ast.literal_eval(value)
     if kind is bool and value in (0, 1):
         value = bool(value)
-    value = _frozen(value)
+    value = frozen(value)
     return check(value, annotation, where) if kind in _CHECKED else value
 
 
@@ -390,10 +379,6 @@ def _types(found: Callable[..., Any]) -> dict[str, Any]:
         return typing.get_type_hints(function, include_extras=True)
     except (NameError, TypeError, AttributeError):
         return {}
-
-
-def _frozen(value: Any) -> Any:
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def read_options(text: str, where: str) -> dict[str, str]:

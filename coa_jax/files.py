@@ -46,14 +46,10 @@ def replace(path: Path, data: bytes) -> None:
         OSError: the data cannot be written. The error contains the name of the file, whose old
             content is unchanged.
     """
-
-    def write(file: IO[bytes]) -> None:
-        file.write(data)
-
-    replace_with(path, write)
+    replace_with(path, lambda file: file.write(data))
 
 
-def replace_with(path: Path, write: Callable[[IO[bytes]], None]) -> None:
+def replace_with(path: Path, write: Callable[[IO[bytes]], object]) -> None:
     """Replaces a file atomically, like `replace`, with content that a function writes.
 
     Args:
@@ -189,19 +185,18 @@ def drop_last_rows(path: Path, goes: Callable[[dict[str, Any]], bool | None]) ->
         return
     kept: list[tuple[int, int]] = []  # position and length of rows, the last row first
     first, behind = None, 0
-    with reading.open_file(path) as file:
-        for place, line in _lines_backwards(file):
-            where = f"{path}, byte {place}"
-            try:
-                verdict = goes(parse_row(line, where))
-            except reading.MALFORMED as error:
-                raise UserError(f"{where}: {reading.reason(error)}") from error
-            if verdict is None:
-                break
-            if verdict:
-                first, behind = place, len(kept)
-            else:
-                kept.append((place, len(line)))
+    for place, line in _lines_backwards(path):
+        where = f"{path}, byte {place}"
+        try:
+            verdict = goes(parse_row(line, where))
+        except reading.MALFORMED as error:
+            raise UserError(f"{where}: {reading.reason(error)}") from error
+        if verdict is None:
+            break
+        if verdict:
+            first, behind = place, len(kept)
+        else:
+            kept.append((place, len(line)))
     if first is None:
         return
     rest = kept[:behind][::-1]
@@ -219,26 +214,27 @@ def drop_last_rows(path: Path, goes: Callable[[dict[str, Any]], bool | None]) ->
     replace_with(path, write)
 
 
-def _lines_backwards(file: IO[bytes]) -> Iterator[tuple[int, bytes]]:
+def _lines_backwards(path: Path) -> Iterator[tuple[int, bytes]]:
     """Yields the position and the bytes of each line, the last line first."""
-    position, block = file.seek(0, os.SEEK_END), b""
-    while position or block:
-        start = block.rfind(b"\n", 0, max(len(block) - 1, 0)) + 1
-        if not start and position:
-            _check_line(file, len(block))
-            size = min(position, max(65536, len(block)))
-            position -= size
-            file.seek(position)
-            block = file.read(size) + block
-            continue
-        yield position + start, block[start:]
-        block = block[:start]
+    with reading.open_file(path) as file:
+        position, block = file.seek(0, os.SEEK_END), b""
+        while position or block:
+            start = block.rfind(b"\n", 0, max(len(block) - 1, 0)) + 1
+            if not start and position:
+                _check_line(path, len(block))
+                size = min(position, max(65536, len(block)))
+                position -= size
+                file.seek(position)
+                block = file.read(size) + block
+                continue
+            yield position + start, block[start:]
+            block = block[:start]
 
 
-def _check_line(file: IO[bytes], length: int) -> None:
+def _check_line(path: Path, length: int) -> None:
     """Raises UserError for a line that is too long, so that no damaged file fills the memory."""
     if length > reading.MAX_LINE:
-        raise UserError(f"{file.name}: its last line has more than {reading.MAX_LINE:,} bytes")
+        raise UserError(f"{path}: its last line has more than {reading.MAX_LINE:,} bytes")
 
 
 def _copy(source: IO[bytes], target: IO[bytes], count: int) -> None:
@@ -255,20 +251,17 @@ def cut_torn_line(path: Path) -> None:
     """
     if not path.exists():
         return
-    reading.open_file(path).close()
-    with open(path, "rb+") as file:
+    with reading.open_file(path) as file:
         position = end = file.seek(0, os.SEEK_END)
-        while position > 0:
-            _check_line(file, end - position)
+        newline = -1
+        while position and newline < 0:
+            _check_line(path, end - position)
             start = max(0, position - 65536)
             file.seek(start)
             newline = file.read(position - start).rfind(b"\n")
-            if newline >= 0:
-                position = start + newline + 1
-                break
-            position = start
-        if position < end:
-            file.truncate(position)
+            position = start + newline + 1 if newline >= 0 else start
+    if position < end:
+        os.truncate(path, position)
 
 
 @contextlib.contextmanager

@@ -110,14 +110,14 @@ def untested() -> str:
     if known_python and _minor(old_jax) <= _minor(jax) <= _minor(new_jax):
         return ""
     file = next((path for version, _, path in tested if version == python), newest)
-    if (script := _script()) and Path(sys.prefix) == _CHECKOUT / ".venv":
+    advice = shlex.join(["pip", "install", "-c", str(file), "jax", "flax"])
+    if not known_python:
+        advice = f"take Python {old_python} to {new_python}"
+    elif (script := _script()) and Path(sys.prefix) == _CHECKOUT / ".venv":
         advice = f"CONSTRAINTS={file.stem} {script}"
-    else:
-        advice = shlex.join(["pip", "install", "-c", str(file), "jax", "flax"])
     return (
         f"Python {python} with jax {jax} is not tested (Python {old_python} with jax {old_jax} to "
-        f"Python {new_python} with jax {new_jax} are); if something fails, "
-        + (advice if known_python else f"take Python {old_python} to {new_python}")
+        f"Python {new_python} with jax {new_jax} are); if something fails, {advice}"
     )
 
 

@@ -24,6 +24,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from coa_jax import files, reading
+from coa_jax.bounds import has_default
 from coa_jax.errors import UserError
 
 T = TypeVar("T")
@@ -84,9 +85,7 @@ DECODER = json.JSONDecoder(object_hook=_restore, parse_constant=_reject)
 """Decoder with the settings of `loads`, for a text in which more text follows the JSON value."""
 
 
-@functools.cache
-def _hints(cls: type) -> dict[str, Any]:
-    return typing.get_type_hints(cls)
+_hints = functools.cache(typing.get_type_hints)
 
 
 def _fits(hint: Any, value: Any) -> bool:
@@ -94,7 +93,7 @@ def _fits(hint: Any, value: Any) -> bool:
     if isinstance(hint, types.UnionType):
         return any(_fits(arm, value) for arm in typing.get_args(hint))
     kind, inner = typing.get_origin(hint) or hint, typing.get_args(hint)
-    if kind is Any or kind is typing.Literal or (isinstance(kind, type) and _is_enum(kind)):
+    if kind in (Any, typing.Literal) or (isinstance(kind, type) and issubclass(kind, enum.Enum)):
         return True  # the constructor of the dataclass checks the value
     if kind is float:
         return isinstance(value, float) or (isinstance(value, int) and abs(value) <= _LARGEST)
@@ -107,10 +106,6 @@ def _fits(hint: Any, value: Any) -> bool:
     if kind in (tuple, np.ndarray):
         return isinstance(value, list)
     return isinstance(value, dict if dataclasses.is_dataclass(kind) else kind)
-
-
-def _is_enum(kind: type) -> bool:
-    return issubclass(kind, enum.Enum)
 
 
 def fields(cls: type, value: Any) -> dict[str, Any]:
@@ -126,8 +121,7 @@ def fields(cls: type, value: Any) -> dict[str, Any]:
     chosen = {}
     for field in dataclasses.fields(cls):
         name, hint = field.name, _hints(cls)[field.name]
-        optional = (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
-        if name not in value and optional:
+        if name not in value and has_default(field):
             continue
         if not _fits(hint, value[name]):
             shown = reprlib.repr(value[name])

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import importlib.metadata
 import json
+import math
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -180,10 +181,8 @@ def worst_case(config: Mapping[str, Any]) -> str:
 def _most_samples(config: Mapping[str, Any]) -> tuple[int, str]:
     """Returns the maximum number of samples of a run, and how this number is computed, in words."""
     if "groups" in config:
-        updates = config["epochs"] * -(
-            -config["groups"] // (config["mini_batch"] or config["groups"])
-        )
-        steps = config["optimizer"]["total_steps"] // updates
+        mini_batches = math.ceil(config["groups"] / (config["mini_batch"] or config["groups"]))
+        steps = config["optimizer"]["total_steps"] // (config["epochs"] * mini_batches)
         groups, size = int(config["groups"] * config["max_sampled"]), config["group_size"]
         return steps * groups * size, f"{steps} steps x {groups} groups x {size} samples"
     tasks, samples = int(config.get("num_tasks", 0)), int(config.get("samples", 0) or 0)
@@ -224,17 +223,11 @@ def _price_of_chat(chat: Mapping[str, Any], chars: float) -> float:
 
 def has_extra(extra: str) -> bool:
     """Returns whether all packages of an extra of setup.py are installed."""
-    return all(map(_is_installed, requirements_of(extra)))
-
-
-def _is_installed(requirement: str) -> bool:
-    name = re.match(r"[\w.-]+", requirement)
-    assert name is not None
+    names = [re.split(r"[^\w.-]", requirement)[0] for requirement in requirements_of(extra)]
     try:
-        importlib.metadata.version(name[0])
+        return all(map(importlib.metadata.version, names))
     except importlib.metadata.PackageNotFoundError:
         return False
-    return True
 
 
 def define_flags() -> None:

@@ -21,23 +21,7 @@ TEMPLATES = Path(__file__).parent / "templates"
 """Directory with a folder for each kind of extension.
 
 A folder contains the files of the extension, with NAME in place of its name, and the options of
-a run.
-"""
-
-_README = """# {name}
-
-{what}
-
-In this folder:
-
-```bash
-python -m pytest       # runs the test
-coa-jax debug-files    # writes a tiny policy and questions to runs/debug
-coa-jax rl --config=configs/rl/tiny.py --workdir=runs/{name} \\
-    {options}
-```
-
-The same options work with every RL config. docs/extending.md of coa_jax describes all extensions.
+a run. ``extension.md`` is the template of every extension's README.
 """
 
 
@@ -72,7 +56,8 @@ def write_new(kind: str, name: str) -> list[Path]:
     }
     options = " \\\n    ".join(texts.pop("options.txt").splitlines())
     what = texts["NAME.py.txt"].partition('"""')[2].partition('"""')[0]
-    texts["README.md"] = _README.format(name=name, what=what, options=options)
+    readme = (TEMPLATES / "extension.md").read_text(encoding="utf-8")
+    texts["README.md"] = readme.format(name=name, what=what, options=options)
     target.mkdir()
     written = []
     for file, text in texts.items():

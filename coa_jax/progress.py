@@ -8,6 +8,7 @@ with progress("SFT", total=400) as bar:
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -21,45 +22,32 @@ from rich.progress import BarColumn, Progress, TextColumn
 _REDRAW = 0.25
 
 
+@dataclasses.dataclass
 class Bar:
     """A progress bar, which counts the finished units of work; created by `progress`.
 
     Attributes:
+        total: number of units; None if unknown.
         done: number of finished units, including those that the run finished before it was resumed.
+        show: function that is called with each status text.
+        interval: minimum number of seconds between two status texts.
+        clock: function that returns the time in seconds.
         counts: amounts of other quantities by name, such as tokens. They also grow while a unit is
             in progress.
         stats: latest values of numbers to show, by name.
     """
 
-    def __init__(
-        self,
-        label: str,
-        total: int | None,
-        initial: int,
-        show: Callable[[str], None],
-        interval: float,
-        clock: Callable[[], float],
-    ) -> None:
-        """Creates the bar and starts its clock.
+    total: int | None
+    done: int
+    show: Callable[[str], None]
+    interval: float
+    clock: Callable[[], float]
+    counts: dict[str, int] = dataclasses.field(default_factory=dict)
+    stats: dict[str, Any] = dataclasses.field(default_factory=dict)
 
-        Args:
-            label: name of the stage.
-            total: number of units; None if unknown.
-            initial: number of units that were finished before the run was resumed.
-            show: function that is called with each status text.
-            interval: minimum number of seconds between two status texts.
-            clock: function that returns the time in seconds.
-        """
-        self.label = label
-        self.total = total
-        self.done = initial
-        self.counts: dict[str, int] = {}
-        self.stats: dict[str, Any] = {}
-        self._initial = initial
-        self._show = show
-        self._interval = interval
-        self._clock = clock
-        self._start = self._shown = clock()
+    def __post_init__(self) -> None:
+        self._before = self.done
+        self._start = self._shown = self.clock()
 
     def update(self, n: int = 1, **stats: Any) -> None:
         """Adds `n` finished units, and stores values to show (numbers, scalar arrays or text)."""
@@ -78,15 +66,15 @@ class Bar:
         self._show_when_due()
 
     def _show_when_due(self) -> None:
-        now = self._clock()
-        if now - self._shown >= self._interval:
+        now = self.clock()
+        if now - self._shown >= self.interval:
             self._shown = now
-            self._show(self.status())
+            self.show(self.status())
 
     def status(self) -> str:
         """Returns the status: `120/400 30% 2.1/s 2m13s left, 5,120 tokens 40.2/s, loss 1.234`."""
-        seconds = self._clock() - self._start
-        rate = (self.done - self._initial) / seconds if seconds > 0 else 0.0
+        seconds = self.clock() - self._start
+        rate = (self.done - self._before) / seconds if seconds > 0 else 0.0
         words = [f"{self.done}" if self.total is None else f"{self.done}/{self.total}"]
         if self.total:
             words.append(f"{100 * self.done // self.total}%")
@@ -101,7 +89,7 @@ class Bar:
 
     def elapsed(self) -> str:
         """Returns the time since the bar was created."""
-        return duration(self._clock() - self._start)
+        return duration(self.clock() - self._start)
 
 
 @contextlib.contextmanager
@@ -132,7 +120,7 @@ def progress(
     """
     stream = sys.stderr if stream is None else stream
     if not enabled:
-        yield Bar(label, total, initial, lambda text: None, interval, clock)
+        yield Bar(total, initial, lambda text: None, interval, clock)
         return
     console = Console(file=stream)
     if console.is_terminal and not console.is_dumb_terminal:
@@ -143,7 +131,7 @@ def progress(
     def line(text: str) -> None:
         print(f"{label} {text}", file=stream, flush=True)
 
-    bar = Bar(label, total, initial, line, interval, clock)
+    bar = Bar(total, initial, line, interval, clock)
     line(bar.status())
     try:
         yield bar
@@ -157,17 +145,16 @@ def progress(
 def _terminal_bar(
     console: Console, label: str, total: int | None, initial: int, clock: Callable[[], float]
 ) -> Iterator[Bar]:
-    columns = (TextColumn("{task.description}"), BarColumn(), TextColumn("{task.fields[status]}"))
     # A value may contain square brackets, which markup would interpret.
-    for column in (columns[0], columns[2]):
-        column.markup = False
-    with Progress(*columns, console=console) as rich_bar:
+    name = TextColumn("{task.description}", markup=False)
+    status = TextColumn("{task.fields[status]}", markup=False)
+    with Progress(name, BarColumn(), status, console=console) as rich_bar:
         task = rich_bar.add_task(label, total=total, completed=initial, status="")
 
         def draw(text: str) -> None:
             rich_bar.update(task, completed=bar.done, status=text)
 
-        bar = Bar(label, total, initial, draw, _REDRAW, clock)
+        bar = Bar(total, initial, draw, _REDRAW, clock)
         draw(bar.status())
         try:
             yield bar

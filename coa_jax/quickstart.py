@@ -11,7 +11,6 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
-import json
 import shutil
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -27,7 +26,7 @@ from coa_jax.distill import DistillConfig, evaluate_teacher
 from coa_jax.distill.dataset import distill_split
 from coa_jax.distill.economy import policy_economy
 from coa_jax.distill.pipeline import graded_runs, run_teacher
-from coa_jax.economy import read_traces
+from coa_jax.economy import read_traces, token_counter
 from coa_jax.errors import UserError
 from coa_jax.evaluate.figures import shown_rate, table
 from coa_jax.evaluate.run import EvaluateConfig, evaluate_model, load
@@ -37,7 +36,7 @@ from coa_jax.learn.rejection import RFTConfig
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.model.api import describe_model, load_model, save_model
-from coa_jax.model.tokenizer import encode_plain, load_tokenizer
+from coa_jax.model.tokenizer import load_tokenizer
 from coa_jax.progress import progress
 from coa_jax.protocol import TAGS, FormatName, Level
 from coa_jax.records import read_records
@@ -199,6 +198,7 @@ class Pipeline:
         self.told_tools = config.tools.to_dict()
         self.data, self.models = run.path / "data", run.path / "models"
         self.tools = make_tools(self.config.tools)
+        self.named = {tool.name: tool for tool in self.tools}
         self.evaluation, self.teacher = self.config.evaluate, self.config.teacher
         if form := self.config.format:
             budgets = dataclasses.replace(self.evaluation.rollout, format=form)
@@ -206,12 +206,10 @@ class Pipeline:
         rollout = self.evaluation.rollout
         self.held_out = with_level(load(self.evaluation), rollout.level, rollout.format)
         self.evaluations = {
-            "base": self._changed(self.config.base, "config.base"),
-            **{
-                name: self._changed(measure.evaluate, f"config.measures.{name}.evaluate")
-                for name, measure in self.measures.items()
-            },
+            name: self._changed(measure.evaluate, f"config.measures.{name}.evaluate")
+            for name, measure in self.measures.items()
         }
+        self.evaluations["base"] = self._changed(self.config.base, "config.base")
 
     def _changed(self, changes: Mapping[str, Any], where: str) -> EvaluateConfig:
         """Returns the settings of the evaluations with changes."""
@@ -225,18 +223,11 @@ class Pipeline:
     def distill(self) -> None:
         """Lets the teacher solve the training tasks and the validation tasks."""
         source = self.config.distill
-        named = {tool.name: tool for tool in self.tools}
         for split, tasks in source.load().items():
             with progress(f"distil {split}", total=len(tasks)) as bar:
-                distill_split(
-                    split,
-                    with_level(tasks, source.level),
-                    named,
-                    self.teacher,
-                    self.data,
-                    self.told_tools,
-                    bar.reach,
-                )
+                tasks = with_level(tasks, source.level)
+                settings = self.teacher, self.data, self.told_tools
+                distill_split(split, tasks, self.named, *settings, bar.reach)
 
     def base(self) -> None:
         """Creates the untrained policy, or copies the pretrained policy."""
@@ -250,13 +241,10 @@ class Pipeline:
     def evaluate_teacher(self) -> None:
         """Evaluates the teacher on the held-out tasks, over all its runs before any filter."""
         tokenizer = load_model(self.models / "base").tokenizer
-        named = {tool.name: tool for tool in self.tools}
         tasks = self.held_out
         if self.config.format:  # the teacher always writes chains of agents
             tasks = with_level(tasks, "", TAGS)
-        block = evaluate_teacher(
-            tasks, named, self.teacher, lambda text: len(encode_plain(tokenizer, text))
-        )
+        block = evaluate_teacher(tasks, self.named, self.teacher, token_counter(tokenizer))
         self.run.summary({"teacher": block})
 
     def sft(self) -> None:
@@ -310,16 +298,13 @@ class Pipeline:
     def economy(self) -> None:
         """Counts the tokens that the teacher and RL's policy need for the held-out tasks."""
         tokenizer = load_tokenizer(self.models / "rl")
-        named = {tool.name: tool for tool in self.tools}
         traces = read_traces(str(self.run.path / "traces.jsonl"), "evaluate-rl")
-        logs = asyncio.run(run_teacher(self.held_out, named, self.teacher, self.teacher.minds()))
-        runs = graded_runs(self.held_out, logs, self.teacher.judges)
-        told = policy_economy(
-            {run.task.id: run for run in runs},
-            traces,
-            list(named),
-            lambda text: len(encode_plain(tokenizer, text)),
+        logs = asyncio.run(
+            run_teacher(self.held_out, self.named, self.teacher, self.teacher.minds())
         )
+        runs = graded_runs(self.held_out, logs, self.teacher.judges)
+        by_task = {run.task.id: run for run in runs}
+        told = policy_economy(by_task, traces, list(self.named), token_counter(tokenizer))
         self.run.summary({"economy": told}, anew=True)
 
     def release(self) -> None:
@@ -328,10 +313,6 @@ class Pipeline:
         shutil.rmtree(output, ignore_errors=True)
         release(self.run.path, output)
 
-    def report(self) -> None:
-        """Builds the HTML report of the run."""
-        build_report(self.run.path)
-
 
 def stages_of(pipeline: Pipeline) -> list[tuple[str, Callable[[], None]]]:
     """Returns (name, function) for each stage, in the order of execution.
@@ -339,21 +320,13 @@ def stages_of(pipeline: Pipeline) -> list[tuple[str, Callable[[], None]]]:
     Raises:
         UserError: an additional evaluation names an unknown policy, or has the name of a stage.
     """
-    names = ["base", "sft", "rl"]
-    stages: list[tuple[str, Callable[[], None]]] = [
-        ("distill", pipeline.distill),
-        ("base", pipeline.base),
-        ("evaluate_teacher", pipeline.evaluate_teacher),
-        ("evaluate_base", lambda: pipeline.evaluate("base")),
-        ("sft", pipeline.sft),
-        ("evaluate_sft", lambda: pipeline.evaluate("sft")),
-        ("rl", pipeline.rl),
-        ("evaluate_rl", lambda: pipeline.evaluate("rl")),
-    ]
-    controls = {"sft_more": pipeline.config.sft_more, "rft": bool(pipeline.config.rft)}
-    for name in (name for name, wanted in controls.items() if wanted):
-        names.append(name)
+    controls = {"sft_more": pipeline.config.sft_more, "rft": pipeline.config.rft}
+    names = ["base", "sft", "rl", *(name for name, wanted in controls.items() if wanted)]
+    stages: list[tuple[str, Callable[[], None]]] = [("distill", pipeline.distill)]
+    for name in names:
         stages.append((name, getattr(pipeline, name)))
+        if name == "base":
+            stages.append(("evaluate_teacher", pipeline.evaluate_teacher))
         stages.append((f"evaluate_{name}", functools.partial(pipeline.evaluate, name)))
     if pipeline.config.economy:
         stages.append(("economy", pipeline.economy))
@@ -395,7 +368,7 @@ def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
         pipeline = Pipeline(config, run)
         stages = stages_of(pipeline)
         names = [name for name, _ in stages]
-        timings = dict(_summary(run).get("timings_s", {}))
+        timings = dict(run.blocks().get("timings_s", {}))
         for number, (name, stage) in enumerate(stages, 1):
             if name in timings:
                 print(f"{name}: done before", flush=True)
@@ -407,13 +380,8 @@ def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
             stage()
             timings[name] = round(time.monotonic() - start, 2)
             run.summary({"timings_s": timings})
-        pipeline.report()
-        return _summary(run)
-
-
-def _summary(run: RunDir) -> dict[str, Any]:
-    path = run.path / "summary.json"
-    return json.loads(path.read_text()) if path.exists() else {}
+        build_report(run.path)
+        return run.blocks()
 
 
 def define_flags() -> None:
@@ -437,11 +405,9 @@ def main(argv: list[str]) -> None:
     warn_untested()
     summary = run_pipeline(config, run_folder(flags.FLAGS.workdir))
     for stage in ("teacher", "base", "sft", "rl", "sft_more", "rft"):
-        if stage not in summary:
-            continue
-        block = summary[stage]
-        low, high = block["ci95"]
-        print(f"{stage:8} pass@1 {shown_rate(block['pass_at_1'])}  95 % {low:.3f}-{high:.3f}")
+        if block := summary.get(stage):
+            low, high = block["ci95"]
+            print(f"{stage:8} pass@1 {shown_rate(block['pass_at_1'])}  95 % {low:.3f}-{high:.3f}")
     print(f"report -> {flags.FLAGS.workdir}/report/index.html")
 
 

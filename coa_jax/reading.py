@@ -191,9 +191,8 @@ def reason(error: BaseException) -> str:
     if isinstance(error, KeyError):
         return f"the field {error} is missing"
     if isinstance(error, json.JSONDecodeError):
-        return f"not JSON: {error.msg} at column {error.colno}" + (
-            f" of line {error.lineno}" if error.lineno > 1 else ""
-        )
+        line = f" of line {error.lineno}" if error.lineno > 1 else ""
+        return f"not JSON: {error.msg} at column {error.colno}{line}"
     if isinstance(error, UnicodeDecodeError):
         return f"not UTF-8: byte {error.start}"
     if isinstance(error, RecursionError):

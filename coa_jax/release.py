@@ -33,6 +33,7 @@ from coa_jax.records import read_records
 from coa_jax.trajectory import iterate_trajectories
 
 _STAGES = ("sft", "rl")
+_README = Path(__file__).parent / "templates" / "release.md"
 _COPIED = ("config.json", "summary.json", "metrics.jsonl")
 
 
@@ -77,33 +78,15 @@ def _readme(output: Path, config: dict[str, Any], new: Path) -> str:
         f"{summary[stage]['pass_at_1']:.3f} after {stage.upper()} ({summary[stage]['n']} tasks)"
         for stage in _STAGES
     ]
-    return f"""# A chain-of-agents policy: adapter, data and traces
-
-This directory holds files of a training run with `coa_jax`. The run fine-tuned the base model
-`{config["model"]}` by SFT and then by RL. On the held-out tasks of the run, pass@1 (the share of
-right answers) is {" and ".join(rates)}.
-
-- `adapter/`: one LoRA adapter in the format of PEFT, which combines the adapters of SFT and RL
-- `data/`: the distilled trajectories that SFT used as training data, with a data card
-- `traces/`: the trajectories of two evaluations, after SFT and after RL
-- `summary.json`, `metrics.jsonl`, `evaluate/`: results and metrics of the run
-
-The first command asks the trained policy a question. The second command builds an HTML report of
-the run:
-
-```bash
-coa-jax ask --model={place}/adapter "How many inhabitants does Chad have?"
-coa-jax report --workdir={place}
-```
-"""
+    text = _README.read_text(encoding="utf-8")
+    return text.format(place=place, model=config["model"], rates=" and ".join(rates))
 
 
 def _adapter(run: Path, stage: str) -> Adapter:
     folder = run / "models" / f"{stage}-adapters"
     if (adapter := read_adapter(folder)) is None:
-        raise UserError(
-            f"{folder} has no adapter: finish the pipeline, with config.{stage}.lora.rank above 0"
-        )
+        advice = f"finish the pipeline, with config.{stage}.lora.rank above 0"
+        raise UserError(f"{folder} has no adapter: {advice}")
     return adapter
 
 

@@ -19,7 +19,6 @@ import os
 import socket
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any
 
 from absl import logging
@@ -104,12 +103,7 @@ class RunDir:
     def __enter__(self) -> RunDir:
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        traceback: TracebackType | None,
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def close(self) -> None:
@@ -162,10 +156,8 @@ class RunDir:
             UserError: the directory holds a run with another config.
         """
         if changes := self.config_changes(config):
-            raise UserError(
-                f"{self.path} has a run with another config ({changes[0]}): give the same config "
-                "to continue this run, or another --workdir"
-            )
+            fault = f"{self.path} has a run with another config ({changes[0]})"
+            raise UserError(f"{fault}: give the same config to continue it, or another --workdir")
         self.write_config(config)
 
     def keep_json(self, name: str, value: Mapping[str, Any]) -> None:
@@ -193,8 +185,7 @@ class RunDir:
             self._events[phase] = EventFile(directory, self._purge_from.pop(phase, None))
         self._events[phase].scalars(int(step), values)
         if self._wandb_project and self._wandb is None:
-            config = self.path / "config.json"
-            known = files.read_json_object(config) if config.exists() else {}
+            known = _read_object(self.path / "config.json")
             self._wandb = WandbRun(self.path, self._wandb_project, known)
         if self._wandb is not None:
             self._wandb.scalars(phase, int(step), values)
@@ -205,11 +196,7 @@ class RunDir:
         return [row for row in rows if row.get("phase") == phase]
 
     def traces(
-        self,
-        step: int,
-        phase: str,
-        rows: Iterable[Mapping[str, Any] | str],
-        form: str = "jsonl",
+        self, step: int, phase: str, rows: Iterable[Mapping[str, Any] | str], form: str = "jsonl"
     ) -> None:
         """Appends trajectories to `traces.jsonl`, or writes them as a shard to `traces/`.
 
@@ -273,14 +260,21 @@ class RunDir:
         """
         if not self.active:
             return
-        path = self.path / "summary.json"
-        merged = files.read_json_object(path) if path.exists() else {}
+        merged = self.blocks()
         for name, block in _plain(blocks).items():
             earlier = merged.get(name)
             if not anew and isinstance(block, dict) and isinstance(earlier, dict):
                 block = {**earlier, **block}
             merged[name] = block
-        files.write_json(path, merged)
+        self.keep_json("summary.json", merged)
+
+    def blocks(self) -> dict[str, Any]:
+        """Reads the blocks of `summary.json`; {} if there is no file."""
+        return _read_object(self.path / "summary.json")
+
+
+def _read_object(path: Path) -> dict[str, Any]:
+    return files.read_json_object(path) if path.exists() else {}
 
 
 def _open_locked(path: Path) -> int:

@@ -11,7 +11,7 @@ from typing import Any, TypeVar, cast
 
 from ml_collections import ConfigDict
 
-from coa_jax.bounds import present, shown
+from coa_jax.bounds import frozen, has_default, present, shown
 from coa_jax.errors import UserError
 
 T = TypeVar("T")
@@ -49,11 +49,7 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
     arguments = {}
     for name, field in known.items():
         if name not in values:
-            required = (
-                field.default is dataclasses.MISSING
-                and field.default_factory is dataclasses.MISSING
-            )
-            if required:
+            if not has_default(field):
                 raise UserError(f"{where}.{name} is missing; give it in the config file")
             continue
         value = values[name]
@@ -65,7 +61,7 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
             value = (_literal(value.strip()) or value) if value else ()
         else:
             try:
-                value = _frozen(value.to_dict() if isinstance(value, ConfigDict) else value)
+                value = frozen(value.to_dict() if isinstance(value, ConfigDict) else value)
             except RecursionError:
                 raise UserError(f"{where}.{name} is nested too deeply; give a flat value") from None
         arguments[name] = value
@@ -79,11 +75,6 @@ def build(cls: type[T], values: Mapping[str, Any] | ConfigDict, where: str = "co
 def _types(cls: type[Any]) -> dict[str, Any]:
     """Returns the types of a dataclass's fields, without bounds and without ``| None``, by name."""
     return {name: present(kind) for name, kind in typing.get_type_hints(cls).items()}
-
-
-def _frozen(value: Any) -> Any:
-    """Converts lists to tuples: dataclasses that are static arguments of jit must be hashable."""
-    return tuple(map(_frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def _parts(value: Any, kind: Any, where: str) -> tuple[Any, ...]:
@@ -124,7 +115,7 @@ def _literal(text: str) -> tuple[Any, ...] | None:
     except (ValueError, SyntaxError, RecursionError, MemoryError):
         # For example "[::1]", the address of a host, or nesting too deep for the parser.
         return None
-    return _frozen(value) if isinstance(value, tuple | list) else None
+    return frozen(value) if isinstance(value, tuple | list) else None
 
 
 def complete(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:

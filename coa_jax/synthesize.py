@@ -14,6 +14,7 @@ the same command reuses these files, so no call of a model is paid twice.
 from __future__ import annotations
 
 import asyncio
+import collections
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
@@ -155,26 +156,21 @@ async def _work(
 
 def endpoints_of(command: Command) -> dict[str, EndpointConfig]:
     """Returns the configured models that write (``endpoint``) and solve (``solver``) questions."""
-    both = {"endpoint": command.endpoint, "solver": command.solver}
-    found = {name: settings for name, settings in both.items() if settings}
-    if len(found) == 2:
-        found["solver"] = _with_those_of(found["endpoint"], found["solver"])
-    return found
-
-
-def _with_those_of(endpoint: EndpointConfig, solver: EndpointConfig) -> EndpointConfig:
-    """Returns the solver's settings, in which the endpoint's fill in a missing model or address.
-
-    The API key of the endpoint is sent only to the address of the endpoint.
-    """
+    endpoint, solver = command.endpoint, command.solver
+    both = {"endpoint": endpoint, "solver": solver}
+    if not endpoint or not solver:
+        return {name: settings for name, settings in both.items() if settings}
+    # The endpoint's settings fill in a missing model or address of the solver. The API key of the
+    # endpoint is sent only to the address of the endpoint.
     reached = EndpointConfig(solver.url) if solver.url else endpoint
-    return dataclasses.replace(
+    solver = dataclasses.replace(
         solver,
         url=reached.url,
         key_env=solver.key_env or reached.key_env,
         model=solver.model or endpoint.model,
         prices=(*solver.prices, *endpoint.prices),
     )
+    return {"endpoint": endpoint, "solver": solver}
 
 
 def _with_tools(
@@ -182,17 +178,15 @@ def _with_tools(
 ) -> WithTools:
     """Returns the team that solves with tools; without a model, scripted rules decide for it."""
     team, judge = command.with_tools, command.judge
+    label = "scripted" if model is None else model.config.label
+    tools, most = config.tools.to_dict(), team.max_messages
     return WithTools(
         {tool.name: tool for tool in make_tools(command.tools)},
         scripted_minds() if model is None else language_minds(model),
-        DistillConfig(concurrency=team.concurrency, max_messages=team.max_messages),
+        DistillConfig(concurrency=team.concurrency, max_messages=most),
         team.attempts,
         workdir / "runs.jsonl",
-        {
-            "minds": "scripted" if model is None else model.config.label,
-            "tools": config.tools.to_dict(),
-            "max_messages": team.max_messages,
-        },
+        {"minds": label, "tools": tools, "max_messages": most},
         Judge(judge) if judge else None,
     )
 
@@ -202,16 +196,13 @@ def figures_of(items: Sequence[Item]) -> dict[str, Any]:
     rates = [item.figures["closed_book"] for item in items]
     bins, _ = np.histogram(rates, [0.0, 1e-9, 0.1, 0.2, 0.3, 1.0])
     names = ("0", "to 0.1", "to 0.2", "to 0.3", "above")
-    splits: dict[str, int] = {}
-    for item in items:
-        splits[item.draft.split] = splits.get(item.draft.split, 0) + 1
+    splits = collections.Counter(item.draft.split for item in items)
+    calls = [item.figures["tool_calls"] for item in items]
     return {
         "tasks": len(items),
         "by_split": dict(sorted(splits.items())),
         "closed_book_rates": dict(zip(names, bins.tolist(), strict=True)),
-        "tool_calls_mean": float(np.mean([item.figures["tool_calls"] for item in items]))
-        if items
-        else None,
+        "tool_calls_mean": float(np.mean(calls)) if calls else None,
     }
 
 

@@ -20,12 +20,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 from coa_jax import jsonl, shards
-from coa_jax.protocol import (
-    Violation,
-    find_protocols,
-    get_protocol,
-    part_violations,
-)
+from coa_jax.protocol import Violation, find_protocols, get_protocol, part_violations
 from coa_jax.protocol import violations as text_violations
 from coa_jax.storage import local
 
@@ -101,9 +96,7 @@ class ToolCall:
 
     def to_json(self) -> dict[str, Any]:
         """Returns the call as a JSON object, without ``reward`` and ``done`` at their defaults."""
-        value = dataclasses.asdict(self)
-        absent = {"reward": None, "done": False}
-        return {k: v for k, v in value.items() if k not in absent or v != absent[k]}
+        return _without(dataclasses.asdict(self), reward=None, done=False)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -160,10 +153,9 @@ class SegmentSpan:
         return text[len(opening) : -len(closing)]
 
 
-def _span_json(span: SegmentSpan) -> dict[str, Any]:
-    """Returns a span as a JSON object; ``content`` is left out if it is None."""
-    value = dataclasses.asdict(span)
-    return value if span.content is not None else {k: value[k] for k in value if k != "content"}
+def _without(value: dict[str, Any], **absent: Any) -> dict[str, Any]:
+    """Returns a JSON object without the entries that have the given values."""
+    return {k: v for k, v in value.items() if k not in absent or v != absent[k]}
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -210,11 +202,9 @@ class Trajectory:
     def __post_init__(self) -> None:
         for name, dtype in (("tokens", np.int32), ("author", np.uint8), ("logp", np.float32)):
             object.__setattr__(self, name, np.asarray(getattr(self, name), dtype))
-        if not self.tokens.shape == self.author.shape == self.logp.shape == (len(self.tokens),):
-            raise ValueError(
-                "tokens, author and logp must have one shape [T], not "
-                f"{self.tokens.shape}, {self.author.shape} and {self.logp.shape}"
-            )
+        shapes = self.tokens.shape, self.author.shape, self.logp.shape
+        if set(shapes) != {(len(self.tokens),)}:
+            raise ValueError(f"tokens, author and logp must have one shape [T], not {shapes}")
 
     def to_json(self) -> dict[str, Any]:
         """Returns the trajectory as a JSON object, from which ``from_json`` restores every bit.
@@ -227,13 +217,13 @@ class Trajectory:
         value["tokens"] = self.tokens.tolist()
         value["author"] = [[int(a), len(list(g))] for a, g in itertools.groupby(self.author)]
         value["logp"] = jsonl.encode_float32(self.logp)
-        value["segments"] = [_span_json(span) for span in self.segments]
+        value["segments"] = [
+            _without(dataclasses.asdict(span), content=None) for span in self.segments
+        ]
         value["tool_calls"] = [call.to_json() for call in self.tool_calls]
         value["reward"] = None if self.reward is None else dataclasses.asdict(self.reward)
         value["branches"] = [branch.to_json() for branch in self.branches]
-        if not self.branches:
-            del value["branches"]
-        return value
+        return _without(value, branches=[])
 
     @classmethod
     def from_json(cls, value: Any) -> Trajectory:
@@ -277,10 +267,8 @@ class Trajectory:
     @property
     def answer(self) -> str | None:
         """Body of the policy's answer; None if the policy wrote no complete answer."""
-        for span in self.segments:
-            if span.role == "answer" and span.author == Author.POLICY and span.body is not None:
-                return span.body
-        return None
+        own = (span for span in self.segments if span.author == Author.POLICY)
+        return next((s.body for s in own if s.role == "answer" and s.body is not None), None)
 
     @property
     def num_policy_tokens(self) -> int:

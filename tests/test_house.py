@@ -22,7 +22,7 @@ PACKAGE = REPOSITORY / "coa_jax"
 ROOMS = (
     ("errors",),
     ("reading",),
-    ("bounds", "files", "installed", "intervals", "overrides", "progress"),
+    ("bounds", "files", "installed", "intervals", "markdown", "overrides", "progress"),
     ("extensions",),
     ("storage",),
     ("parallel",),

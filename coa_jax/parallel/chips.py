@@ -24,6 +24,7 @@ class Chip:
         clock: clock rate of a TPU in Hz; 0 if unknown.
         capability: compute capability of a GPU; 0 for a TPU.
         devices: number of JAX devices per chip.
+        kinds: names of the chip in JAX, ``device_kind``.
     """
 
     flops: float
@@ -36,6 +37,18 @@ class Chip:
     clock: float = 0.0
     capability: float = 0.0
     devices: int = 1
+    kinds: tuple[str, ...] = ()
+
+
+def _gpu(
+    flops: float, gigabytes: int, bandwidth: float, links: float, capability: float, kind: str,
+    group: int = 8, host: int = 8,
+) -> Chip:  # fmt: skip
+    """Describes a GPU, whose network adapter has 400 Gbit/s, or 200 Gbit/s before Hopper."""
+    network, memory = 25e9 if capability < 9 else 50e9, gigabytes * 10**9
+    return Chip(
+        flops, memory, bandwidth, links, group, network, host, capability=capability, kinds=(kind,)
+    )
 
 
 # Sources for TPUs: the system architecture pages of Cloud TPU. They state the memory in GiB, and
@@ -43,52 +56,29 @@ class Chip:
 # rate divided by the FLOPs per cycle of all matrix units of 128 x 128. Sources for GPUs: NVIDIA's
 # data sheets of A100, H100, H200, "DGX B200", "GB200 NVL72", L4 and L40S. If FLOP/s are stated only
 # with sparsity, half of the figure is used. NVLink and PCIe are stated for both directions, so half
-# of the figure is used. Boards without NVLink send over PCIe. Each GPU has a 400 Gbit/s network
-# adapter (A100, L4 and L40S: 200 Gbit/s).
+# of the figure is used. Boards without NVLink send over PCIe.
 CHIPS: dict[str, Chip] = {
-    "v4": Chip(275e12, 32 << 30, 1228e9, 300e9, clock=1.05e9),
-    "v5e": Chip(197e12, 16 << 30, 819e9, 200e9, clock=1.5e9),
-    "v5p": Chip(459e12, 95 << 30, 2765e9, 600e9, clock=1.75e9),
-    "v6e": Chip(918e12, 32 << 30, 1640e9, 448e9),
-    "v7x": Chip(2307e12, 192 << 30, 7380e9, 600e9, devices=2),
-    "a100": Chip(312e12, 80 * 10**9, 2039e9, 300e9, 8, 25e9, 8, capability=8.0),
-    "a100_40gb": Chip(312e12, 40 * 10**9, 1555e9, 300e9, 8, 25e9, 8, capability=8.0),
-    "a100_pcie": Chip(312e12, 80 * 10**9, 1935e9, 32e9, 8, 25e9, 8, capability=8.0),
-    "a100_pcie_40gb": Chip(312e12, 40 * 10**9, 1555e9, 32e9, 8, 25e9, 8, capability=8.0),
-    "h100": Chip(989e12, 80 * 10**9, 3350e9, 450e9, 8, 50e9, 8, capability=9.0),
-    "h100_pcie": Chip(756e12, 80 * 10**9, 2000e9, 64e9, 8, 50e9, 8, capability=9.0),
-    "h100_nvl": Chip(835e12, 94 * 10**9, 3900e9, 64e9, 8, 50e9, 8, capability=9.0),
-    "h200": Chip(989e12, 141 * 10**9, 4800e9, 450e9, 8, 50e9, 8, capability=9.0),
-    "h200_nvl": Chip(835e12, 141 * 10**9, 4800e9, 64e9, 8, 50e9, 8, capability=9.0),
-    "b200": Chip(2250e12, 180 * 10**9, 8000e9, 900e9, 8, 50e9, 8, capability=10.0),
-    "gb200": Chip(2500e12, 186 * 10**9, 8000e9, 900e9, 72, 50e9, 4, capability=10.0),
-    "l4": Chip(121e12, 24 * 10**9, 300e9, 32e9, 8, 25e9, 8, capability=8.9),
-    "l40s": Chip(362e12, 48 * 10**9, 864e9, 32e9, 8, 25e9, 8, capability=8.9),
+    "v4": Chip(275e12, 32 << 30, 1228e9, 300e9, clock=1.05e9, kinds=("TPU v4",)),
+    "v5e": Chip(197e12, 16 << 30, 819e9, 200e9, clock=1.5e9, kinds=("TPU v5 lite", "TPU v5e")),
+    "v5p": Chip(459e12, 95 << 30, 2765e9, 600e9, clock=1.75e9, kinds=("TPU v5", "TPU v5p")),
+    "v6e": Chip(918e12, 32 << 30, 1640e9, 448e9, kinds=("TPU v6 lite", "TPU v6e")),
+    "v7x": Chip(2307e12, 192 << 30, 7380e9, 600e9, devices=2, kinds=("TPU7x",)),
+    "a100": _gpu(312e12, 80, 2039e9, 300e9, 8.0, "NVIDIA A100-SXM4-80GB"),
+    "a100_40gb": _gpu(312e12, 40, 1555e9, 300e9, 8.0, "NVIDIA A100-SXM4-40GB"),
+    "a100_pcie": _gpu(312e12, 80, 1935e9, 32e9, 8.0, "NVIDIA A100 80GB PCIe"),
+    "a100_pcie_40gb": _gpu(312e12, 40, 1555e9, 32e9, 8.0, "NVIDIA A100-PCIE-40GB"),
+    "h100": _gpu(989e12, 80, 3350e9, 450e9, 9.0, "NVIDIA H100 80GB HBM3"),
+    "h100_pcie": _gpu(756e12, 80, 2000e9, 64e9, 9.0, "NVIDIA H100 PCIe"),
+    "h100_nvl": _gpu(835e12, 94, 3900e9, 64e9, 9.0, "NVIDIA H100 NVL"),
+    "h200": _gpu(989e12, 141, 4800e9, 450e9, 9.0, "NVIDIA H200"),
+    "h200_nvl": _gpu(835e12, 141, 4800e9, 64e9, 9.0, "NVIDIA H200 NVL"),
+    "b200": _gpu(2250e12, 180, 8000e9, 900e9, 10.0, "NVIDIA B200"),
+    "gb200": _gpu(2500e12, 186, 8000e9, 900e9, 10.0, "NVIDIA GB200", group=72, host=4),
+    "l4": _gpu(121e12, 24, 300e9, 32e9, 8.9, "NVIDIA L4"),
+    "l40s": _gpu(362e12, 48, 864e9, 32e9, 8.9, "NVIDIA L40S"),
 }
 
-KINDS = {
-    "TPU v4": "v4",
-    "TPU v5 lite": "v5e",
-    "TPU v5e": "v5e",
-    "TPU v5": "v5p",
-    "TPU v5p": "v5p",
-    "TPU v6 lite": "v6e",
-    "TPU v6e": "v6e",
-    "TPU7x": "v7x",
-    "NVIDIA A100-SXM4-80GB": "a100",
-    "NVIDIA A100-SXM4-40GB": "a100_40gb",
-    "NVIDIA A100 80GB PCIe": "a100_pcie",
-    "NVIDIA A100-PCIE-40GB": "a100_pcie_40gb",
-    "NVIDIA H100 80GB HBM3": "h100",
-    "NVIDIA H100 PCIe": "h100_pcie",
-    "NVIDIA H100 NVL": "h100_nvl",
-    "NVIDIA H200": "h200",
-    "NVIDIA H200 NVL": "h200_nvl",
-    "NVIDIA B200": "b200",
-    "NVIDIA GB200": "gb200",
-    "NVIDIA L4": "l4",
-    "NVIDIA L40S": "l40s",
-}
+KINDS = {kind: name for name, chip in CHIPS.items() for kind in chip.kinds}
 """Maps the device kind in JAX to a key of `CHIPS`."""
 
 

@@ -7,7 +7,6 @@ logical axes of each array, and rules map each logical axis to mesh axes.
 
 from __future__ import annotations
 
-import functools
 import itertools
 import math
 import types
@@ -86,15 +85,11 @@ def make_mesh(
     need = math.prod(sizes)
     if need > count:
         flag = f"XLA_FLAGS=--xla_force_host_platform_device_count={need}"
-        on_cpu = f", or on CPU set {flag}" if every else ""
-        raise UserError(
-            f"mesh {text} needs {need} devices, and there are {count}: change the sizes{on_cpu}"
-        )
+        advice = f"change the sizes{f', or on CPU set {flag}' if every else ''}"
+        raise UserError(f"mesh {text} needs {need} devices, and there are {count}: {advice}")
     if processes > 1 and need != count:
-        raise UserError(
-            f"mesh {text} has {need} of the {count} devices of {processes} processes, but it must "
-            "have all of them: give -1 for one size, which then takes the remaining devices"
-        )
+        fault = f"mesh {text} has {need} of the {count} devices of {processes} processes"
+        raise UserError(f"{fault}, but it must have all of them: give -1 for one of the sizes")
     return _laid_out(sizes, devices[:need], text)
 
 
@@ -111,10 +106,8 @@ def _laid_out(sizes: Sequence[int], devices: Sequence[jax.Device], text: str) ->
         order = sorted(devices, key=lambda device: device.id)
         return Mesh(np.array(order, object).reshape(sizes), AXES, axis_types=auto)
     if slices > 1:
-        raise UserError(
-            f"mesh {text} has devices of {slices} TPU slices, and a run needs a single slice: "
-            "start the run on a larger slice"
-        )
+        fault = f"has devices of {slices} TPU slices, and a run needs a single slice"
+        raise UserError(f"mesh {text} {fault}: start the run on a larger slice")
     if devices[0].platform == "tpu":
         return Mesh(_on_torus(sizes, devices, text), AXES, axis_types=auto)
     return jax.make_mesh(tuple(sizes), AXES, axis_types=auto, devices=devices)
@@ -285,10 +278,7 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
 
 
 def gather(
-    x: jax.Array,
-    mesh: Mesh | None,
-    axes: Sequence[str | None],
-    whole: Sequence[str],
+    x: jax.Array, mesh: Mesh | None, axes: Sequence[str | None], whole: Sequence[str]
 ) -> jax.Array:
     """Gathers a value along some logical axes, and splits its gradient along the same axes.
 
@@ -307,23 +297,11 @@ def gather(
         return x
     kept = [None if axis in whole else axis for axis in axes]
     before, after = (sharding_for(mesh, names, shape=x.shape) for names in (axes, kept))
-    return _moved(x, before, after)
+    constrain_to = jax.lax.with_sharding_constraint
 
+    @jax.custom_vjp
+    def moved(x: jax.Array) -> jax.Array:
+        return constrain_to(constrain_to(x, before), after)
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(1, 2))
-def _moved(x: jax.Array, before: NamedSharding, after: NamedSharding) -> jax.Array:
-    x = jax.lax.with_sharding_constraint(x, before)
-    return jax.lax.with_sharding_constraint(x, after)
-
-
-def _moved_fwd(x: jax.Array, before: NamedSharding, after: NamedSharding) -> tuple[jax.Array, None]:
-    return _moved(x, before, after), None
-
-
-def _moved_bwd(
-    before: NamedSharding, after: NamedSharding, saved: None, g: jax.Array
-) -> tuple[jax.Array]:
-    return (jax.lax.with_sharding_constraint(g, before),)
-
-
-_moved.defvjp(_moved_fwd, _moved_bwd)
+    moved.defvjp(lambda x: (moved(x), None), lambda _, g: (constrain_to(g, before),))
+    return moved(x)

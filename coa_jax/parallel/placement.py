@@ -77,10 +77,8 @@ def split_devices(
         theirs.setdefault(owner, []).append(device)
     least = min(map(len, theirs.values()))
     if count and count >= least:
-        raise UserError(
-            f"mesh.rollout_devices is {count} and a process has {least} device"
-            f"{'s' if least > 1 else ''}: leave at least one for training"
-        )
+        fault = f"mesh.rollout_devices is {count}, and a process has only {least}"
+        raise UserError(f"{fault}: leave at least one device for training")
     aside = [device for own in theirs.values() for device in own[len(own) - count :]]
     taken = set(aside)
     return [device for device in devices if device not in taken], aside
@@ -110,7 +108,7 @@ def training_mesh(config: MeshConfig, rows: int = 0, *, rollouts: bool = False) 
         raise UserError(f"mesh.rollout_devices is {aside}, and this run has no rollouts: give 0")
     devices, _ = split_devices(jax.devices(), aside)
     processes, sizes = jax.process_count(), (config.data, config.fsdp, config.tensor)
-    there, mesh = jax.device_count() - aside * processes, None
+    mesh = None
     if sizes != (1, 1, 1) or processes > 1:
         try:
             mesh = make_mesh(*sizes, devices, processes) if aside else make_mesh(*sizes)
@@ -118,21 +116,13 @@ def training_mesh(config: MeshConfig, rows: int = 0, *, rollouts: bool = False) 
             beside = f" (beside {aside} mesh.rollout_devices of each process)" if aside else ""
             raise UserError(f"{error}{beside}") from error
     used = 1 if mesh is None else mesh.size
-    if used < there:
-        logging.warning(
-            "the mesh has %d of %d devices, and the others are idle: config.mesh.fsdp=-1 takes the "
-            "remaining devices",
-            used,
-            there,
-        )
+    if used < len(devices):
+        told = f"the mesh has {used} of {len(devices)} devices, and the others are idle"
+        logging.warning("%s: config.mesh.fsdp=-1 takes the remaining devices", told)
     parts = 1 if mesh is None else mesh.shape["data"] * mesh.shape["fsdp"]
     if rows % parts:
-        logging.warning(
-            "rows is %d, which mesh.data x mesh.fsdp = %d does not divide: several devices compute "
-            "the same rows; give a multiple",
-            rows,
-            parts,
-        )
+        told = f"rows is {rows}, which mesh.data x mesh.fsdp = {parts} does not divide"
+        logging.warning("%s: several devices compute the same rows; give a multiple", told)
     if mesh is not None and processes > 1 and devices[0].platform == "cpu":
         meet("the mesh", config.wait_seconds)
         _find_each_other(mesh)

@@ -29,7 +29,6 @@ import contextlib
 import ctypes
 import dataclasses
 import json
-import math
 import os
 import pickle
 import signal
@@ -45,6 +44,7 @@ import numpy as np
 from absl import logging
 
 from coa_jax.errors import UserError
+from coa_jax.storage.places import seconds_of
 
 T = TypeVar("T")
 
@@ -91,11 +91,8 @@ class _Joined:
         """Sends a heartbeat with the current activity."""
         with self.lock:
             self.beat += 1
-            state = {
-                "beat": self.beat,
-                "doing": self.doing,
-                "name": f"{socket.gethostname()}, pid {os.getpid()}",
-            }
+            name = f"{socket.gethostname()}, pid {os.getpid()}"
+            state = {"beat": self.beat, "doing": self.doing, "name": name}
             key = f"{_ROOT}/alive/{self.index}"
             self.client.key_value_set(key, json.dumps(state), allow_overwrite=True)
 
@@ -114,12 +111,12 @@ class _Joined:
     def coordinator_is_gone(self) -> bool:
         """Returns whether the address of the coordinator refuses connections."""
         host, port = self.coordinator.rsplit(":", 1)
-        try:
-            socket.create_connection((host.strip("[]"), int(port)), _interval(self)).close()
-        except ConnectionRefusedError:
-            return True
-        except OSError:
-            return False  # it is unreachable, and may return before it counts as lost
+        # An unreachable coordinator may return before it counts as lost.
+        with contextlib.suppress(OSError):
+            try:
+                socket.create_connection((host.strip("[]"), int(port)), _interval(self)).close()
+            except ConnectionRefusedError:
+                return True
         return False
 
 
@@ -133,27 +130,19 @@ def join() -> None:
         UserError: an environment variable is invalid, or the other processes did not join.
     """
     global _joined
-    seconds = _number("COA_JAX_LOST_SECONDS", 60.0)
-    if not 0 < seconds < math.inf:
-        raise UserError(f"COA_JAX_LOST_SECONDS is {seconds}; give seconds above 0")
+    seconds = seconds_of("COA_JAX_LOST_SECONDS", 60.0)
     explicit: dict[str, Any] = {}
     if "COA_JAX_COORDINATOR" in os.environ:
-        host, _, port = os.environ["COA_JAX_COORDINATOR"].rpartition(":")
+        address = os.environ["COA_JAX_COORDINATOR"]
+        host, _, port = address.rpartition(":")
         if not host or not port.isdecimal():
+            raise UserError(f"COA_JAX_COORDINATOR is {address!r}; give HOST:PORT of process 0")
+        count, number = _number("COA_JAX_NUM_PROCESSES"), _number("COA_JAX_PROCESS_ID")
+        if number >= count:
             raise UserError(
-                f"COA_JAX_COORDINATOR is {os.environ['COA_JAX_COORDINATOR']!r}; give HOST:PORT of "
-                "process 0"
+                f"COA_JAX_PROCESS_ID is {number}; give each process a number from 0 to {count - 1}"
             )
-        explicit = {
-            "coordinator_address": os.environ["COA_JAX_COORDINATOR"],
-            "num_processes": int(_number("COA_JAX_NUM_PROCESSES")),
-            "process_id": int(_number("COA_JAX_PROCESS_ID")),
-        }
-        if not 0 <= explicit["process_id"] < explicit["num_processes"]:
-            raise UserError(
-                f"COA_JAX_PROCESS_ID is {explicit['process_id']}; give each process a number from "
-                f"0 to {explicit['num_processes'] - 1}"
-            )
+        explicit = {"coordinator_address": address, "num_processes": count, "process_id": number}
     # JAX's heartbeat timeout is the longer one, because JAX does not name the lost process. The
     # shutdown timeout is long, because process 0 may be writing a large model at the end.
     try:
@@ -173,13 +162,8 @@ def join() -> None:
 
     state = distributed.global_state
     if state.num_processes > 1:
-        _joined = _Joined(
-            state.client,
-            state.process_id,
-            state.num_processes,
-            str(state.coordinator_address),
-            seconds,
-        )
+        address, number = str(state.coordinator_address), state.process_id
+        _joined = _Joined(state.client, number, state.num_processes, address, seconds)
         _joined.tell()
         _hold_aborts()
         threads = [
@@ -204,16 +188,11 @@ def _hold_aborts() -> None:
     libc.signal(signal.SIGABRT, ctypes.cast(libc.sleep, ctypes.c_void_p))
 
 
-def _number(name: str, default: float | None = None) -> float:
-    text = os.environ.get(name)
-    try:
-        if text is not None:
-            return float(text)
-    except ValueError:
-        text = repr(text)
-    if default is None or text is not None:
-        raise UserError(f"{name} is {text or 'not set'}: give a number")
-    return default
+def _number(name: str) -> int:
+    text = os.environ.get(name, "")
+    if not text.isdecimal():
+        raise UserError(f"{name} is {repr(text) if text else 'not set'}: give a number")
+    return int(text)
 
 
 def index() -> int:

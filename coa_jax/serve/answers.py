@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 from coa_jax.model.tokenizer import decode_ids
-from coa_jax.serve.samples import Event, Token
+from coa_jax.rollout.detokenize import TokenTable
+from coa_jax.serve.samples import Event, Visit
 from coa_jax.serve.score import Scored
-from coa_jax.trajectory import Author
 
 
 @dataclasses.dataclass
@@ -17,105 +18,101 @@ class Choice:
     """A completion, assembled from the events of its sample.
 
     Attributes:
+        visit: the request.
         text: text so far.
         tokens: sampled tokens so far, without the end token.
-        events: parts of an agent's trajectory, each with its author and text; an observation also
-            has the tool call that it answers.
         last: last event of the sample; None while the sample is running.
     """
 
+    visit: Visit
     text: str = ""
-    tokens: list[Token] = dataclasses.field(default_factory=list)
-    parts: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    tokens: list[Scored] = dataclasses.field(default_factory=list)
     last: Event | None = None
+
+    @property
+    def ids(self) -> list[int]:
+        """Ids of the tokens of the prompt and the completion."""
+        return [*self.visit.prompt, *(token.id for token in self.tokens)]
 
     def add(self, event: Event) -> None:
         """Adds an event of the sample."""
         self.text += event.text
         self.tokens += event.tokens
-        if event.author is Author.ENVIRONMENT:
-            self.parts.append(part(event))
         if event.finish is not None:
             self.last = event
+
+    def scored(self, scores: Sequence[Scored]) -> list[Scored]:
+        """Returns the sampled tokens with the alternatives in ``scores``, the scores of `ids`."""
+        pairs = zip(self.tokens, scores[len(self.visit.prompt) :], strict=True)
+        return [dataclasses.replace(score, logp=token.logp) for token, score in pairs]
 
 
 def part(event: Event) -> dict[str, Any]:
     """Describes a part of a trajectory: its author and, for an observation, the tool call."""
-    described: dict[str, Any] = {"author": event.author.name.lower()}
-    if event.call is not None:
-        call = event.call
-        described["tool"] = call.tool
-        described["outcome"] = call.outcome
-        described["seconds"] = round(call.end - call.start, 3)
-    return described
+    author, call = event.author.name.lower(), event.call
+    if call is None:
+        return {"author": author}
+    seconds = round(call.end - call.start, 3)
+    return {"author": author, "tool": call.tool, "outcome": call.outcome, "seconds": seconds}
 
 
-def usage(prompt: int, choices: Sequence[Choice]) -> dict[str, int]:
-    """Returns the token usage of a request.
+def usage(visits: Sequence[Visit], choices: Sequence[Choice]) -> dict[str, int]:
+    """Returns the token usage of a client's request, which has a ``Visit`` for each prompt.
 
     Tokens of observations count as completion tokens, because they use up the context of the
     completion.
     """
-    generated = 0
-    for choice in choices:
-        if choice.last is not None and choice.last.trajectory is not None:
-            generated += len(choice.last.trajectory.tokens) - prompt
-    return {
-        "prompt_tokens": prompt,
-        "completion_tokens": generated,
-        "total_tokens": prompt + generated,
-    }
+    prompt = sum(len(visit.prompt) for visit in visits)
+    generated = sum(
+        len(choice.last.trajectory.tokens) - len(choice.visit.prompt)
+        for choice in choices
+        if choice.last is not None and choice.last.trajectory is not None
+    )
+    total = prompt + generated
+    return {"prompt_tokens": prompt, "completion_tokens": generated, "total_tokens": total}
 
 
 def _spelling(data: bytes) -> dict[str, Any]:
     return {"token": data.decode("utf-8", "replace"), "bytes": list(data)}
 
 
-def chat_logprobs(
-    tokens: Sequence[Token], scored: Sequence[Scored] | None, top: int, spell: Any
-) -> dict[str, Any]:
+def chat_logprobs(tokens: Sequence[Scored], top: int, table: TokenTable) -> dict[str, Any]:
     """Returns the field ``logprobs`` of a choice of a chat completion.
 
     Args:
-        tokens: sampled tokens.
-        scored: the same tokens, each with the most likely alternatives; None if the client requests
-            no alternatives.
+        tokens: sampled tokens, each with the most likely alternatives.
         top: number of alternatives per token.
-        spell: table of the bytes of each token id.
+        table: bytes of each token id.
     """
     content = []
-    for index, token in enumerate(tokens):
-        best = scored[index].top[:top] if scored else ()
-        alternatives = [{**_spelling(spell[i]), "logprob": logp} for i, logp in best]
-        content.append(
-            {**_spelling(token.data), "logprob": token.logp, "top_logprobs": alternatives}
-        )
+    for token in tokens:
+        best = [{**_spelling(table[i]), "logprob": logp} for i, logp in token.top[:top]]
+        own = {**_spelling(table[token.id]), "logprob": token.logp}
+        content.append({**own, "top_logprobs": best})
     return {"content": content, "refusal": None}
 
 
-def text_logprobs(scored: Sequence[Scored], top: int, spell: Any, offset: int) -> dict[str, Any]:
+def text_logprobs(
+    scored: Sequence[Scored], top: int, table: TokenTable, offset: int = 0
+) -> dict[str, Any]:
     """Returns the field ``logprobs`` of a choice of a text completion.
 
     Args:
         scored: tokens of the text, each with the most likely alternatives.
         top: number of alternatives per token.
-        spell: table of the bytes of each token id.
+        table: bytes of each token id.
         offset: number of characters of the text before the first token.
     """
-    tokens, offsets = [], []
-    for one in scored:
-        word = spell[one.id].decode("utf-8", "replace")
-        tokens.append(word)
-        offsets.append(offset)
-        offset += len(word)
+
+    def word(token: int) -> str:
+        return table[token].decode("utf-8", "replace")
+
+    words = [word(one.id) for one in scored]
     return {
-        "tokens": tokens,
+        "tokens": words,
         "token_logprobs": [one.logp for one in scored],
-        "top_logprobs": [
-            {spell[i].decode("utf-8", "replace"): logp for i, logp in one.top[:top]} or None
-            for one in scored
-        ],
-        "text_offset": offsets,
+        "top_logprobs": [{word(i): logp for i, logp in one.top[:top]} or None for one in scored],
+        "text_offset": list(itertools.accumulate(map(len, words), initial=offset))[:-1],
     }
 
 
@@ -141,11 +138,7 @@ def prompt_logprobs(
         best.setdefault(one.id, (one.logp, one.rank))
         rows.append(
             {
-                str(i): {
-                    "logprob": logp,
-                    "rank": rank,
-                    "decoded_token": decode_ids(tokenizer, [i]),
-                }
+                str(i): {"logprob": logp, "rank": rank, "decoded_token": decode_ids(tokenizer, [i])}
                 for i, (logp, rank) in best.items()
             }
         )

@@ -16,7 +16,7 @@ from starlette.exceptions import HTTPException
 from coa_jax.errors import UserError
 from coa_jax.serve.chat import chat_completion
 from coa_jax.serve.completions import text_completion
-from coa_jax.serve.errors import error_response
+from coa_jax.serve.errors import ShuttingDown, error_response
 from coa_jax.serve.schema import ChatRequest, TextRequest
 from coa_jax.serve.service import Service
 from coa_jax.web.errors import ClientGone, Refused
@@ -26,20 +26,23 @@ from coa_jax.web.refusals import RefusalLog
 _PAGE = Path(__file__).with_name("page.html")
 _OPEN = ("/", "/health", "/openapi.json")
 _ROUTES = (*_OPEN, "/metrics", "/v1/models", "/v1/completions", "/v1/chat/completions")
-_ERROR = {
-    "description": "the mistake, in OpenAI's form",
-    "content": {
-        "application/json": {
-            "schema": {
-                "type": "object",
-                "required": ["error"],
-                "properties": {"error": {"type": "object"}},
-            }
-        }
-    },
-}
+_SCHEMAS = "#/components/schemas/{model}"
+
+
+def _json(schema: dict[str, Any]) -> dict[str, Any]:
+    """Describes a body in JSON, for the API description."""
+    return {"content": {"application/json": {"schema": schema}}}
+
+
+def _body(model: type[BaseModel]) -> dict[str, Any]:
+    schema = {"$ref": _SCHEMAS.format(model=model.__name__)}
+    return {"requestBody": {"required": True, **_json(schema)}}
+
+
+_FIELDS = {"type": "object", "required": ["error"], "properties": {"error": {"type": "object"}}}
+_ERROR = {"description": "the mistake, in OpenAI's form", **_json(_FIELDS)}
 _STATUSES = (400, 401, 403, 404, 408, 413, 415, 429, 503)
-_ERRORS: dict[int | str, dict[str, Any]] = {s: _ERROR for s in _STATUSES}
+_ERRORS: dict[int | str, dict[str, Any]] = {status: _ERROR for status in _STATUSES}
 
 
 def make_app(service: Service, api_key: str | None, log: RefusalLog) -> FastAPI:
@@ -79,7 +82,7 @@ def make_app(service: Service, api_key: str | None, log: RefusalLog) -> FastAPI:
         """Reports whether requests are served."""
         if service.healthy and service.accepting:
             return JSONResponse({"status": "ok"})
-        return error_response(Refused(503, "the server is shutting down"))
+        return error_response(ShuttingDown())
 
     @app.get("/metrics", responses={401: _ERROR, 403: _ERROR})
     async def metrics() -> Response:
@@ -114,17 +117,15 @@ def make_app(service: Service, api_key: str | None, log: RefusalLog) -> FastAPI:
 def handle_errors(app: FastAPI) -> None:
     """Installs exception handlers, which answer with errors in OpenAI's form."""
 
-    def refuse(request: Request, error: Refused) -> Response:
+    @app.exception_handler(Refused)
+    async def refused(request: Request, error: Refused) -> Response:
         give_reason(request.scope, error.reason)
         return error_response(error)
 
-    @app.exception_handler(Refused)
-    async def refused(request: Request, error: Refused) -> Response:
-        return refuse(request, error)
-
     @app.exception_handler(UserError)
     async def mistaken(request: Request, error: UserError) -> Response:
-        return refuse(request, Refused(400, str(error), reason="the model cannot take the request"))
+        refusal = Refused(400, str(error), reason="the model cannot take the request")
+        return await refused(request, refusal)
 
     @app.exception_handler(ClientGone)
     async def gone(_: Request, error: ClientGone) -> Response:
@@ -139,14 +140,6 @@ def handle_errors(app: FastAPI) -> None:
     async def broken(_: Request, error: Exception) -> Response:
         # The traceback is only logged: it may contain names and contents of files.
         return error_response(Refused(500, "the server failed; its log has the reason"))
-
-
-_SCHEMAS = "#/components/schemas/{model}"
-
-
-def _body(model: type[BaseModel]) -> dict[str, Any]:
-    schema = {"$ref": _SCHEMAS.format(model=model.__name__)}
-    return {"requestBody": {"required": True, "content": {"application/json": {"schema": schema}}}}
 
 
 def _describe(app: FastAPI) -> None:

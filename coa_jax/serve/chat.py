@@ -2,25 +2,17 @@
 
 from __future__ import annotations
 
+import functools
 import json
 from collections.abc import AsyncIterator, Callable, Sequence
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from coa_jax.rollout.request import prompt_ids
-from coa_jax.serve import answers, functions
+from coa_jax.serve import answers, exchange, functions
 from coa_jax.serve.answers import Choice
-from coa_jax.serve.exchange import (
-    check_length,
-    check_model,
-    gather,
-    head,
-    make_visit,
-    open_stream,
-    read_request,
-)
 from coa_jax.serve.samples import Event, Visit
 from coa_jax.serve.schema import ChatRequest
 from coa_jax.serve.score import Scored
@@ -28,7 +20,6 @@ from coa_jax.serve.service import Service
 from coa_jax.tasks import Task
 from coa_jax.web.errors import Refused
 from coa_jax.web.guard import while_connected
-from coa_jax.web.json_app import dumps
 
 
 async def chat_completion(
@@ -48,57 +39,42 @@ async def chat_completion(
         Refused: the request is refused; the exception has the HTTP status.
     """
     with service.reading():
-        body = await read_request(service, request, ChatRequest)
+        body = await exchange.read_request(service, request, ChatRequest)
         visit = await service.read(prepare or _visit, service, body)
     if body.stream:
-        return await open_stream(
-            service, visit, request, lambda events: _stream(service, body, visit, events)
-        )
+        write = functools.partial(_stream, service, body)
+        kind = "chat.completion.chunk"
+        return await exchange.open_stream(service, visit, request, body, kind, write)
     with service.scoring(bool(body.top_logprobs) or body.prompt_logprobs is not None):
-        choices = await gather(service, visit, request)
-        work = _answer(service, body, visit, choices)
-        return await while_connected(request.receive, work)
+        return await while_connected(request.receive, _answer(service, body, visit))
 
 
-async def _answer(
-    service: Service, body: ChatRequest, visit: Visit, choices: Sequence[Choice]
-) -> Response:
-    scored: list[list[Scored] | None] = []
-    for choice in choices:
-        wanted = body.top_logprobs and choice.tokens
-        ids = [*visit.prompt, *(token.id for token in choice.tokens)]
-        scored.append((await service.score(ids))[len(visit.prompt) :] if wanted else None)
+async def _answer(service: Service, body: ChatRequest, visit: Visit) -> Response:
+    choices, top = await exchange.gather(service, visit), body.top_logprobs or 0
+    scored = [
+        await service.score(choice.ids) if top and choice.tokens else [] for choice in choices
+    ]
     of_prompt = None
     if body.prompt_logprobs is not None:
         of_prompt = await service.score(visit.prompt)
-    arguments = service, body, visit, choices, scored, of_prompt
-    if not body.logprobs and of_prompt is None:
-        return JSONResponse(_written(*arguments))
-    text = await service.render(lambda: dumps(_written(*arguments)))
-    return Response(text, media_type="application/json")
 
+    def write() -> dict[str, Any]:
+        answer = {
+            **exchange.head("chat.completion", body.model),
+            "choices": [
+                _choice(service, body, index, choice, scored[index])
+                for index, choice in enumerate(choices)
+            ],
+            "usage": answers.usage([visit], choices),
+        }
+        if of_prompt is not None:
+            answer["prompt_logprobs"] = answers.prompt_logprobs(
+                service.model.tokenizer, of_prompt, body.prompt_logprobs or 0
+            )
+        return answer
 
-def _written(
-    service: Service,
-    body: ChatRequest,
-    visit: Visit,
-    choices: Sequence[Choice],
-    scored: Sequence[list[Scored] | None],
-    of_prompt: Sequence[Scored] | None,
-) -> dict[str, Any]:
-    answer = {
-        **head("chat.completion", service, body.model),
-        "choices": [
-            _choice(service, body, visit, index, choice, scored[index])
-            for index, choice in enumerate(choices)
-        ],
-        "usage": answers.usage(len(visit.prompt), choices),
-    }
-    if of_prompt is not None:
-        answer["prompt_logprobs"] = answers.prompt_logprobs(
-            service.model.tokenizer, of_prompt, body.prompt_logprobs or 0
-        )
-    return answer
+    large = bool(body.logprobs) or of_prompt is not None
+    return await exchange.respond(service, write, large=large)
 
 
 def read_messages(body: ChatRequest) -> list[functions.Message]:
@@ -134,11 +110,11 @@ def _visit(service: Service, body: ChatRequest) -> Visit:
     tokenizer, length = service.model.tokenizer, service.config.engine.max_length
     turns = read_messages(body)
     texts = [text for _, text in turns]
-    if not check_model(service, body.model, agents=True):
+    if not exchange.check_model(service, body.model, agents=True):
         if 5 * len(texts) > length:  # a message has five tokens or more
             message = f"there are {len(texts)} messages; this model's context has {length} tokens"
             raise Refused(400, message, "messages")
-        check_length(tokenizer, texts, length, "messages")
+        exchange.check_length(tokenizer, texts, length, "messages")
         prefix: str | None = "" if body.add_generation_prompt else None
         # If the last message is the assistant's, the policy continues it, unless the client asks
         # for a new turn.
@@ -148,7 +124,7 @@ def _visit(service: Service, body: ChatRequest) -> Visit:
         if prefix is None and body.tools:
             raise Refused(400, "tools need a generation prompt", "add_generation_prompt")
         ids = functions.prompt_ids(tokenizer, turns, prefix)
-        return make_visit(service, body, ids, body.limit, calls=body.calls)
+        return exchange.make_visit(service, body, ids, body.limit, calls=body.calls)
     last = body.messages[-1]
     if last.role != "user":
         raise Refused(400, "the agent answers a last message of the user", "messages")
@@ -160,23 +136,18 @@ def _visit(service: Service, body: ChatRequest) -> Visit:
         raise Refused(400, "the agent stops at its answer: send no stop strings", "stop")
     if body.logprobs:
         raise Refused(400, "the agent's log-probabilities are not available", "logprobs")
-    check_length(tokenizer, texts, length, "messages")
+    exchange.check_length(tokenizer, texts, length, "messages")
     (question,) = texts
     task = Task("", question, service.config.protocol, (), "serve")
     prompt = prompt_ids(tokenizer, task, service.prompt)
-    return make_visit(service, body, prompt, body.limit, question=question, agent=True)
+    return exchange.make_visit(service, body, prompt, body.limit, question=question)
 
 
 def _choice(
-    service: Service,
-    body: ChatRequest,
-    visit: Visit,
-    index: int,
-    choice: Choice,
-    scored: Sequence[Scored] | None,
+    service: Service, body: ChatRequest, index: int, choice: Choice, scored: Sequence[Scored]
 ) -> dict[str, Any]:
     assert choice.last is not None
-    message, finish = _message(visit, index, choice)
+    message, finish = _message(index, choice)
     answer: dict[str, Any] = {
         "index": index,
         "message": message,
@@ -184,19 +155,18 @@ def _choice(
         "finish_reason": finish,
         "stop_reason": choice.last.stop,
     }
-    if visit.agent:
+    if choice.visit.agent:
         answer["agent"] = _agent(choice.last)
     if body.logprobs:
-        answer["logprobs"] = answers.chat_logprobs(
-            choice.tokens, scored, body.top_logprobs or 0, service.table
-        )
+        tokens = choice.scored(scored) if scored else choice.tokens
+        answer["logprobs"] = answers.chat_logprobs(tokens, body.top_logprobs or 0, service.table)
     return answer
 
 
-def _message(visit: Visit, index: int, choice: Choice) -> tuple[dict[str, Any], str | None]:
+def _message(index: int, choice: Choice) -> tuple[dict[str, Any], str | None]:
     """Returns the message of a completion, with calls of functions, and the finish reason."""
     assert choice.last is not None
-    finish = choice.last.finish
+    visit, finish = choice.visit, choice.last.finish
     if not visit.calls or finish != "stop":
         return {"role": "assistant", "content": choice.text, "refusal": None}, finish
     message = functions.message_of(choice.text, f"{visit.prompt_id:x}_{index}")
@@ -221,38 +191,33 @@ def _agent(last: Event) -> dict[str, Any]:
 
 
 async def _stream(
-    service: Service, body: ChatRequest, visit: Visit, events: AsyncIterator[Event]
+    service: Service, body: ChatRequest, events: AsyncIterator[Event], choices: list[Choice]
 ) -> AsyncIterator[dict[str, Any]]:
-    begin = head("chat.completion.chunk", service, body.model)
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
-    choices = [Choice() for _ in visit.samples]
+    visit = choices[0].visit
 
-    def chunk(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
-        fields = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
-        return {**begin, "choices": [fields], **({"usage": None} if with_usage else {})}
+    def delta(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+        return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
 
     for index in range(len(choices)):
-        yield chunk(index, {"role": "assistant", "content": ""})
+        yield delta(index, {"role": "assistant", "content": ""})
     async for event in events:
         choice = choices[event.sample]
         choice.add(event)
         more: dict[str, Any] = {}
         if event.tokens and body.logprobs:
-            more["logprobs"] = answers.chat_logprobs(event.tokens, None, 0, service.table)
+            more["logprobs"] = answers.chat_logprobs(event.tokens, 0, service.table)
         if visit.agent and event.text:
             more["agent"] = answers.part(event)
         # If the text may contain calls, it is sent only when it is complete.
         if more or (event.text and not visit.calls):
-            yield chunk(event.sample, {"content": "" if visit.calls else event.text}, **more)
+            yield delta(event.sample, {"content": "" if visit.calls else event.text}, **more)
         if event.finish is not None:
-            message, finish = _message(visit, event.sample, choice)
+            message, finish = _message(event.sample, choice)
             if visit.calls:
                 for position, call in enumerate(message.get("tool_calls", ())):
                     call["index"] = position
-                yield chunk(event.sample, message)
+                yield delta(event.sample, message)
             ended: dict[str, Any] = {"finish_reason": finish, "stop_reason": event.stop}
             if visit.agent:
                 ended["agent"] = _agent(event)
-            yield chunk(event.sample, {}, **ended)
-    if with_usage:
-        yield {**begin, "choices": [], "usage": answers.usage(len(visit.prompt), choices)}
+            yield delta(event.sample, {}, **ended)

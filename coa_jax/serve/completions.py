@@ -3,31 +3,23 @@
 from __future__ import annotations
 
 import asyncio
+import functools
+import itertools
 from collections.abc import AsyncIterator, Sequence
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response
+from fastapi.responses import Response
 
 from coa_jax.model.tokenizer import decode_ids, encode_plain
-from coa_jax.serve import answers
+from coa_jax.serve import answers, exchange
 from coa_jax.serve.answers import Choice
-from coa_jax.serve.exchange import (
-    check_length,
-    check_model,
-    gather,
-    head,
-    make_visit,
-    open_stream,
-    read_request,
-)
 from coa_jax.serve.samples import Event, Visit
 from coa_jax.serve.schema import TextRequest
 from coa_jax.serve.score import Scored
 from coa_jax.serve.service import Service
 from coa_jax.web.errors import Refused
 from coa_jax.web.guard import while_connected
-from coa_jax.web.json_app import dumps
 
 
 async def text_completion(service: Service, request: Request) -> Response:
@@ -37,8 +29,8 @@ async def text_completion(service: Service, request: Request) -> Response:
         Refused: the request is refused; the exception has the HTTP status.
     """
     with service.reading():
-        body = await read_request(service, request, TextRequest)
-        check_model(service, body.model, agents=False)
+        body = await exchange.read_request(service, request, TextRequest)
+        exchange.check_model(service, body.model, agents=False)
         asked, most = len(body.prompt) * (body.n or 1), service.config.max_samples
         if len(body.prompt) > 1 and asked > most:
             message = f"{len(body.prompt)} prompts with n of {body.n or 1} are {asked} completions"
@@ -50,66 +42,58 @@ async def text_completion(service: Service, request: Request) -> Response:
         prompts = [await service.read(_ids, service, prompt) for prompt in body.prompt]
     # The engine needs room for one token even if max_tokens is 0.
     limit = 1 if body.max_tokens == 0 else body.max_tokens
-    visits = [make_visit(service, body, ids, limit) for ids in prompts]
+    visits = [exchange.make_visit(service, body, ids, limit) for ids in prompts]
     if body.stream:
-        visit = visits[0]
-        return await open_stream(
-            service, visit, request, lambda events: _stream(service, body, visit, events)
-        )
+        write = functools.partial(_stream, service, body)
+        kind = "text_completion"
+        return await exchange.open_stream(service, visits[0], request, body, kind, write)
     with service.scoring(body.logprobs is not None or body.prompt_logprobs is not None):
-        return await while_connected(request.receive, _answer(service, body, visits, request))
+        return await while_connected(request.receive, _answer(service, body, visits))
 
 
 def _ids(service: Service, prompt: str | list[int]) -> list[int]:
     length, size = service.config.engine.max_length, service.engines[0].model.vocab_size
     if isinstance(prompt, str):
-        check_length(service.model.tokenizer, [prompt], length, "prompt")
+        exchange.check_length(service.model.tokenizer, [prompt], length, "prompt")
         return encode_plain(service.model.tokenizer, prompt)
     if len(prompt) <= length and max(prompt) >= size:  # longer prompts are refused later
         raise Refused(400, f"prompt: token ids must be less than {size}", "prompt")
     return prompt
 
 
-async def _answer(
-    service: Service, body: TextRequest, visits: Sequence[Visit], request: Request
-) -> Response:
+async def _answer(service: Service, body: TextRequest, visits: Sequence[Visit]) -> Response:
     if body.max_tokens == 0:
-        groups = [[Choice()] for _ in visits]
+        groups = [[Choice(visit)] for visit in visits]
     else:
-        groups = await asyncio.gather(*(gather(service, visit, request) for visit in visits))
-    pairs = [(v, c) for v, group in zip(visits, groups, strict=True) for c in group]
+        tasks = [asyncio.ensure_future(exchange.gather(service, visit)) for visit in visits]
+        try:
+            groups = await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:  # if one prompt is refused, the others are not sampled in vain
+                task.cancel()
+    choices = list(itertools.chain(*groups))
     wanted = body.logprobs is not None or body.prompt_logprobs is not None
-    scored: list[Sequence[Scored]] = []
-    for visit, choice in pairs:
-        ids = [*visit.prompt, *(token.id for token in choice.tokens)]
-        scored.append(await service.score(ids) if wanted else ())
-    counts = [answers.usage(len(v.prompt), g) for v, g in zip(visits, groups, strict=True)]
-    usage = {name: sum(count[name] for count in counts) for name in counts[0]}
+    scored = [await service.score(choice.ids) if wanted else [] for choice in choices]
 
-    def written() -> dict[str, Any]:
-        choices = [
-            _choice(service, body, visit, index, choice, scored[index])
-            for index, (visit, choice) in enumerate(pairs)
-        ]
-        begin = head("text_completion", service, body.model)
-        return {**begin, "choices": choices, "usage": usage}
+    def write() -> dict[str, Any]:
+        return {
+            **exchange.head("text_completion", body.model),
+            "choices": [
+                _choice(service, body, index, choice, scored[index])
+                for index, choice in enumerate(choices)
+            ],
+            "usage": answers.usage(visits, choices),
+        }
 
-    if not wanted and not body.echo:
-        return JSONResponse(written())
-    text = await service.render(lambda: dumps(written()))
-    return Response(text, media_type="application/json")
+    return await exchange.respond(service, write, large=wanted or body.echo)
 
 
 def _choice(
-    service: Service,
-    body: TextRequest,
-    visit: Visit,
-    index: int,
-    choice: Choice,
-    scored: Sequence[Scored],
+    service: Service, body: TextRequest, index: int, choice: Choice, scored: Sequence[Scored]
 ) -> dict[str, Any]:
-    tokenizer = service.model.tokenizer
-    echoed = decode_ids(tokenizer, visit.prompt) if body.echo else ""
+    tokenizer, prompt = service.model.tokenizer, choice.visit.prompt
+    of_prompt = scored[: len(prompt)]
+    echoed = decode_ids(tokenizer, prompt) if body.echo else ""
     answer: dict[str, Any] = {
         "index": index,
         "text": echoed + choice.text,
@@ -118,44 +102,29 @@ def _choice(
         "stop_reason": None if choice.last is None else choice.last.stop,
     }
     if body.prompt_logprobs is not None:
-        answer["prompt_logprobs"] = answers.prompt_logprobs(
-            tokenizer, scored[: len(visit.prompt)], body.prompt_logprobs
-        )
+        most = body.prompt_logprobs
+        answer["prompt_logprobs"] = answers.prompt_logprobs(tokenizer, of_prompt, most)
     if body.logprobs is not None:
-        own = _as_sampled(scored[len(visit.prompt) :], choice)
-        shown = [*scored[: len(visit.prompt)], *own] if body.echo else own
-        answer["logprobs"] = answers.text_logprobs(shown, body.logprobs, service.table, 0)
+        shown = [*(of_prompt if body.echo else ()), *choice.scored(scored)]
+        answer["logprobs"] = answers.text_logprobs(shown, body.logprobs, service.table)
     return answer
 
 
-def _as_sampled(scored: Sequence[Scored], choice: Choice) -> list[Scored]:
-    """Returns the scores of a completion, with the log-probabilities at which it was sampled."""
-    pairs = zip(scored, choice.tokens, strict=True)
-    return [Scored(one.id, token.logp, one.rank, one.top) for one, token in pairs]
-
-
 async def _stream(
-    service: Service, body: TextRequest, visit: Visit, events: AsyncIterator[Event]
+    service: Service, body: TextRequest, events: AsyncIterator[Event], choices: list[Choice]
 ) -> AsyncIterator[dict[str, Any]]:
-    begin = head("text_completion", service, body.model)
-    with_usage = body.stream_options is not None and body.stream_options.include_usage
-    choices = [Choice() for _ in visit.samples]
     async for event in events:
         choice = choices[event.sample]
         offset = len(choice.text)
         choice.add(event)
-        fields: dict[str, Any] = {
-            "index": event.sample,
-            "text": event.text,
-            "logprobs": None,
-            "finish_reason": event.finish,
-            "stop_reason": event.stop,
-        }
+        logprobs = None
         if event.tokens and body.logprobs is not None:
-            scored = [Scored(token.id, token.logp, 0, ()) for token in event.tokens]
-            fields["logprobs"] = answers.text_logprobs(scored, 0, service.table, offset)
-        if event.text or event.finish is not None or fields["logprobs"]:
-            usage = {"usage": None} if with_usage else {}
-            yield {**begin, "choices": [fields], **usage}
-    if with_usage:
-        yield {**begin, "choices": [], "usage": answers.usage(len(visit.prompt), choices)}
+            logprobs = answers.text_logprobs(event.tokens, 0, service.table, offset)
+        if event.text or event.finish is not None or logprobs:
+            yield {
+                "index": event.sample,
+                "text": event.text,
+                "logprobs": logprobs,
+                "finish_reason": event.finish,
+                "stop_reason": event.stop,
+            }

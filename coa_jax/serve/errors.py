@@ -9,31 +9,31 @@ from fastapi.responses import JSONResponse
 from coa_jax.web.errors import Refused
 
 _KINDS = {
-    400: "invalid_request_error",
     401: "authentication_error",
     403: "permission_error",
     404: "not_found_error",
     429: "rate_limit_error",
-    500: "server_error",
     503: "unavailable_error",
 }
 
 
-def error_body(status: int, message: str, param: str | None = None) -> dict[str, Any]:
-    """Returns the JSON object of an error.
+class ShuttingDown(Refused):
+    """Raised if the server ends before it can finish a request."""
 
-    Args:
-        status: HTTP status.
-        message: message for the client.
-        param: name of the invalid field of the request; None if no single field is invalid.
-    """
-    kind = _KINDS.get(status, "invalid_request_error" if status < 500 else "server_error")
-    return {"error": {"message": message, "type": kind, "param": param, "code": status}}
+    def __init__(self) -> None:
+        super().__init__(503, "the server is shutting down")
+
+
+def error_body(error: Refused) -> dict[str, Any]:
+    """Returns the JSON object of an error."""
+    other = "invalid_request_error" if error.status < 500 else "server_error"
+    kind = _KINDS.get(error.status, other)
+    fields = {"message": error.message, "type": kind, "param": error.param, "code": error.status}
+    return {"error": fields}
 
 
 def error_response(error: Refused, headers: dict[str, str] | None = None) -> JSONResponse:
     """Returns the HTTP response to a refused request."""
     if error.status == 429:
         headers = {**(headers or {}), "Retry-After": "1"}
-    body = error_body(error.status, error.message, error.param)
-    return JSONResponse(body, error.status, headers)
+    return JSONResponse(error_body(error), error.status, headers)

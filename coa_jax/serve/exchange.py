@@ -5,16 +5,16 @@ from __future__ import annotations
 import json
 import secrets
 import time
-from collections.abc import AsyncGenerator, AsyncIterator, Callable, Sequence
+from collections.abc import AsyncGenerator, AsyncIterator, Callable, Mapping, Sequence
 from typing import Any, TypeVar
 
 from fastapi import Request
-from fastapi.responses import StreamingResponse
+from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from coa_jax.engine.config import SamplingParams
 from coa_jax.model.tokenizer import encode_plain
-from coa_jax.serve.answers import Choice
-from coa_jax.serve.errors import error_body
+from coa_jax.serve.answers import Choice, usage
+from coa_jax.serve.errors import ShuttingDown, error_body
 from coa_jax.serve.samples import Event, Visit
 from coa_jax.serve.schema import Sampling
 from coa_jax.serve.service import Service
@@ -22,6 +22,7 @@ from coa_jax.tasks import Task
 from coa_jax.web.bodies import parse_json, validated
 from coa_jax.web.errors import Refused
 from coa_jax.web.guard import body_of, while_connected
+from coa_jax.web.json_app import dumps
 
 _PIECE = 1 << 14
 B = TypeVar("B", bound=Sampling)
@@ -44,11 +45,8 @@ async def read_request(service: Service, request: Request, kind: type[B]) -> B:
     # Each token id of a prompt is a JSON value. Each message is a JSON object and has at least five
     # tokens.
     values, containers = 1000 + (samples + 1) * length, 1000 + length
-
-    def parse(body: bytearray) -> B:
-        return validated(kind, parse_json(body, values, containers))
-
-    return await service.read(parse, body_of(request.scope))
+    body = body_of(request.scope)
+    return await service.read(lambda: validated(kind, parse_json(body, values, containers)))
 
 
 def check_length(tokenizer: Any, texts: Sequence[str], room: int, param: str) -> None:
@@ -86,8 +84,7 @@ def make_visit(
     prompt: Sequence[int],
     max_tokens: int | None,
     *,
-    question: str = "",
-    agent: bool = False,
+    question: str | None = None,
     calls: bool = False,
 ) -> Visit:
     """Converts the body of a client's request into a request for the rollout loop.
@@ -98,23 +95,24 @@ def make_visit(
         prompt: token ids of the prompt.
         max_tokens: maximum number of tokens of a completion; None for as many tokens as the context
             holds after the prompt.
-        question: question of the task if the agent answers; otherwise "".
-        agent: whether the agent (the policy with the server's tools) answers the request.
+        question: question of the task if the agent (the policy with the server's tools) answers;
+            None for a plain completion.
         calls: whether a completion may call functions of the client.
 
     Raises:
         Refused: the request exceeds a limit of the server.
     """
-    config = service.config
-    room = config.engine.max_length - len(prompt)
+    config, agent = service.config, question is not None
+    length = config.engine.max_length
     if agent:
-        room = min(config.rollout.max_tokens, config.engine.max_length) - len(prompt)
+        length = min(config.rollout.max_tokens, length)
+    room = length - len(prompt)
     if not prompt:
         raise Refused(400, "the prompt is empty")
     if room < 1:
         raise Refused(
             400, f"the prompt has {len(prompt)} tokens; this model's context has room for "
-            f"{len(prompt) + room}, one of them for the completion"
+            f"{length}, one of them for the completion"
         )  # fmt: skip
     if max_tokens is not None and max_tokens > room:
         raise Refused(
@@ -124,9 +122,8 @@ def make_visit(
     samples = body.n or 1
     if samples > config.max_samples:
         raise Refused(400, f"n is {samples}; this server allows {config.max_samples}", "n")
-    top_k = body.top_k or 0
     return Visit(
-        task=Task(f"request-{secrets.token_hex(8)}", question, config.protocol, (), "serve"),
+        task=Task(f"request-{secrets.token_hex(8)}", question or "", config.protocol, (), "serve"),
         prompt=tuple(prompt),
         seed=config.seed if body.seed is None else body.seed,
         # Requests with the same seed are reproducible; requests without a seed differ from each
@@ -136,7 +133,7 @@ def make_visit(
         sampling=SamplingParams(
             temperature=1.0 if body.temperature is None else body.temperature,
             top_p=1.0 if body.top_p is None else body.top_p,
-            top_k=max(top_k, 0),
+            top_k=max(body.top_k or 0, 0),
         ),
         max_tokens=len(prompt) + (room if max_tokens is None else max_tokens),
         agent=agent,
@@ -146,35 +143,41 @@ def make_visit(
     )
 
 
-async def gather(service: Service, visit: Visit, request: Request) -> list[Choice]:
+async def gather(service: Service, visit: Visit) -> list[Choice]:
     """Runs a request and returns all its completions when they are finished.
-
-    Args:
-        service: the service that samples completions.
-        visit: the request for the rollout loop.
-        request: the HTTP request of the client.
 
     Raises:
         Refused: the server has no room for the request, or is shutting down.
-        ClientGone: the client closed its connection.
     """
-    choices = [Choice() for _ in visit.samples]
+    choices = [Choice(visit) for _ in visit.samples]
+    async for event in service.events(visit):
+        choices[event.sample].add(event)
+    if any(choice.last is None or choice.last.finish == "cancelled" for choice in choices):
+        raise ShuttingDown
+    return choices
 
-    async def collect() -> list[Choice]:
-        async for event in service.events(visit):
-            choices[event.sample].add(event)
-        if any(choice.last is None or choice.last.finish == "cancelled" for choice in choices):
-            raise Refused(503, "the server is shutting down")
-        return choices
 
-    return await while_connected(request.receive, collect())
+async def respond(service: Service, write: Callable[[], Any], *, large: bool) -> Response:
+    """Returns the JSON response to a request.
+
+    Args:
+        service: the service that samples completions.
+        write: function that returns the body.
+        large: whether writing the body takes so long that it must not block the event loop.
+    """
+    if not large:
+        return JSONResponse(write())
+    text = await service.render(lambda: dumps(write()))
+    return Response(text, media_type="application/json")
 
 
 async def open_stream(
     service: Service,
     visit: Visit,
     request: Request,
-    write: Callable[[AsyncIterator[Event]], AsyncIterator[Any]],
+    body: Sampling,
+    kind: str,
+    write: Callable[[AsyncIterator[Event], list[Choice]], AsyncIterator[dict[str, Any]]],
 ) -> StreamingResponse:
     """Runs a request and returns a stream of server-sent events.
 
@@ -182,7 +185,10 @@ async def open_stream(
         service: the service that samples completions.
         visit: the request for the rollout loop.
         request: the HTTP request of the client.
-        write: function that converts the events of the request's samples to chunks of the stream.
+        body: validated body of the client's request.
+        kind: type of the chunks, see `head`.
+        write: function that yields the choice of each chunk. It receives the events of the
+            request's samples, which it must add to the completions in the given list.
 
     Raises:
         Refused: the server has no room for the request, or is shutting down. The client then
@@ -191,13 +197,19 @@ async def open_stream(
     """
     events = service.events(visit)
     first = await while_connected(request.receive, anext(events))
+    choices = [Choice(visit) for _ in visit.samples]
+    with_usage = body.stream_options is not None and body.stream_options.include_usage
 
     async def chunks() -> AsyncGenerator[str, None]:
+        begin = head(kind, body.model)
+        no_usage = {"usage": None} if with_usage else {}
         try:
-            async for chunk in write(_chain(first, events)):
-                yield f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+            async for choice in write(_chain(first, events), choices):
+                yield _sent({**begin, "choices": [choice], **no_usage})
+            if with_usage:
+                yield _sent({**begin, "choices": [], "usage": usage([visit], choices)})
         except Refused as error:  # the engine stopped during the stream
-            yield f"data: {json.dumps(error_body(error.status, error.message))}\n\n"
+            yield _sent(error_body(error))
         finally:
             await events.aclose()
         yield "data: [DONE]\n\n"
@@ -206,18 +218,22 @@ async def open_stream(
     return StreamingResponse(chunks(), media_type="text/event-stream", headers=headers)
 
 
+def _sent(chunk: Mapping[str, Any]) -> str:
+    """Formats a chunk as a server-sent event."""
+    return f"data: {json.dumps(chunk, ensure_ascii=False)}\n\n"
+
+
 async def _chain(first: Event, rest: AsyncIterator[Event]) -> AsyncIterator[Event]:
     yield first
     async for event in rest:
         yield event
 
 
-def head(kind: str, service: Service, model: str) -> dict[str, Any]:
+def head(kind: str, model: str) -> dict[str, Any]:
     """Returns the fields with which every response begins.
 
     Args:
         kind: type of the response, such as ``chat.completion``.
-        service: the service that samples completions.
         model: name of the model in the request.
     """
     prefix = "chatcmpl" if kind.startswith("chat") else "cmpl"

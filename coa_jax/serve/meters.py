@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
 
 from coa_jax.serve.samples import Event, Visit
@@ -12,8 +15,13 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 class Meters:
     """The Prometheus metrics of one server."""
 
-    def __init__(self, slots: int):
-        """Creates the metrics, all at zero."""
+    def __init__(self, slots: int, samples: Callable[[], int]):
+        """Creates the metrics, all at zero.
+
+        Args:
+            slots: number of samples that can run at a time.
+            samples: function that returns the number of samples that wait or run.
+        """
         self._registry = r = CollectorRegistry()
         self.requests = Counter(
             "coa_jax_requests",
@@ -33,18 +41,14 @@ class Meters:
         self.tool_calls = Counter(
             "coa_jax_tool_calls", "Tool calls of agents.", ["tool", "outcome"], registry=r
         )
-        self.running = Gauge("coa_jax_running", "Samples in slots.", registry=r)
-        self.waiting = Gauge("coa_jax_waiting", "Samples that wait for a slot.", registry=r)
+        running = Gauge("coa_jax_running", "Samples in slots.", registry=r)
+        running.set_function(lambda: min(samples(), slots))
+        waiting = Gauge("coa_jax_waiting", "Samples that wait for a slot.", registry=r)
+        waiting.set_function(lambda: max(samples() - slots, 0))
         Gauge("coa_jax_slots", "Samples that run at a time.", registry=r).set(slots)
-        self.first_text = Histogram(
-            "coa_jax_first_text_seconds",
-            "From a request to the first text.",
-            buckets=_SECONDS,
-            registry=r,
-        )
-        self.seconds = Histogram(
-            "coa_jax_request_seconds", "From a request to its end.", buckets=_SECONDS, registry=r
-        )
+        timed = functools.partial(Histogram, buckets=_SECONDS, registry=r)
+        self.first_text = timed("coa_jax_first_text_seconds", "From a request to the first text.")
+        self.seconds = timed("coa_jax_request_seconds", "From a request to its end.")
 
     def finished(self, visit: Visit, event: Event) -> None:
         """Counts a finished sample, with its tokens and tool calls."""

@@ -8,27 +8,12 @@ from collections.abc import Sequence
 from typing import Any
 
 from coa_jax.protocol import get_protocol
-from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.episode import Episode, ToolRequest
 from coa_jax.rollout.episodes import TextEpisodes
 from coa_jax.rollout.request import Request
+from coa_jax.serve.score import Scored
 from coa_jax.serve.stops import StopStrings
 from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
-
-
-@dataclasses.dataclass(frozen=True)
-class Token:
-    """A sampled token.
-
-    Attributes:
-        id: token id.
-        data: bytes of the token.
-        logp: natural logarithm of the probability with which the token was sampled.
-    """
-
-    id: int
-    data: bytes
-    logp: float
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,8 +23,9 @@ class Event:
     Attributes:
         sample: index of the sample in the request.
         text: new text of the sample, which consists of whole characters.
-        tokens: tokens sampled since the sample's last event. They may have more bytes than
-            ``text``, because a character may consist of several tokens.
+        tokens: tokens sampled since the sample's last event, with the log-probability at which each
+            was sampled. They may have more bytes than ``text``, because a character may consist of
+            several tokens.
         author: author of ``text``.
         call: tool call that the observation ``text`` answers; None if ``text`` is not an
             observation.
@@ -51,7 +37,7 @@ class Event:
 
     sample: int
     text: str = ""
-    tokens: tuple[Token, ...] = ()
+    tokens: tuple[Scored, ...] = ()
     author: Author = Author.POLICY
     call: ToolCall | None = None
     finish: str | None = None
@@ -64,7 +50,8 @@ class Visit(Request):
     """The request of a client, in the form that the rollout loop takes.
 
     Attributes:
-        events: queue that receives the events of the request's samples.
+        events: queue that receives the events of the request's samples, and None if the rollout
+            loop has ended.
         agent: whether tags that the policy writes call tools. If False, the samples are completions
             without tools, to which the budgets of agents do not apply.
         stops: stop strings, which end a completion.
@@ -72,7 +59,7 @@ class Visit(Request):
         calls: whether a completion may call functions of the client.
     """
 
-    events: asyncio.Queue[Event] = dataclasses.field(default_factory=asyncio.Queue)
+    events: asyncio.Queue[Event | None] = dataclasses.field(default_factory=asyncio.Queue)
     agent: bool = False
     stops: tuple[str, ...] = ()
     keep_stop: bool = False
@@ -83,29 +70,28 @@ class Visit(Request):
     __hash__ = object.__hash__
 
 
-class Completion(Episode):
+class _Served(Episode):
+    """A sample that sends its progress to the client."""
+
+    def __init__(self, visit: Visit, **options: Any):
+        super().__init__(**options)
+        self._visit = visit
+
+    def _send(self, text: str = "", **fields: Any) -> None:
+        self._visit.events.put_nowait(Event(self.sample_id, text, **fields))
+
+
+class Completion(_Served):
     """A sample without tools; it ends at a stop string, an end token or its maximum length."""
 
-    def __init__(self, visit: Visit, sample: int, table: TokenTable, ends: frozenset[int]):
+    def __init__(self, visit: Visit, **options: Any):
         """Starts a sample.
 
         Args:
             visit: the request in the rollout loop.
-            sample: index of the sample in the request.
-            table: bytes of each token id.
-            ends: ids of the tokens that end the text.
+            options: arguments of `Episode`.
         """
-        super().__init__(
-            task_id=visit.task.id,
-            sample_id=sample,
-            question="",
-            # There is no conversation format, so a token that ends a turn always ends the text.
-            protocol=dataclasses.replace(get_protocol(visit.task.protocol), format=None),
-            prompt=visit.prompt,
-            table=table,
-            end_tokens=ends,
-        )
-        self._visit, self._table = visit, table
+        super().__init__(visit, **options)
         self._stops = StopStrings(visit.stops, keep=visit.keep_stop)
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
@@ -114,8 +100,7 @@ class Completion(Episode):
         if event is StopReason.EOS:
             return event  # the end token is not part of the text
         text = self._stops.feed(self.take_text())
-        sampled = Token(token, self._table[token], logp)
-        self._visit.events.put_nowait(Event(self.sample_id, text, (sampled,)))
+        self._send(text, tokens=(Scored(token, logp),))
         return None if self._stops.found is None else StopReason.EOS
 
     def finish(
@@ -124,51 +109,33 @@ class Completion(Episode):
         """Ends the sample like `Episode.finish`, and sends its last event to the client."""
         trajectory = super().finish(stop_reason, gold, metadata)
         rest = self._stops.feed(self.take_text()) + self._stops.flush()
-        self._visit.events.put_nowait(
-            Event(
-                self.sample_id,
-                rest,
-                finish=finish_reason(stop_reason),
-                stop=self._stops.found,
-                trajectory=trajectory,
-            )
-        )
+        finish, stop = finish_reason(stop_reason), self._stops.found
+        self._send(rest, finish=finish, stop=stop, trajectory=trajectory)
         return trajectory
 
 
-class Agent(Episode):
+class Agent(_Served):
     """A sample whose tags call tools; its parts are sent to the client while they are written."""
-
-    def __init__(self, visit: Visit, episode_options: dict[str, Any]):
-        super().__init__(**episode_options)
-        self._visit = visit
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
         """Adds a sampled token, like `Episode.feed`, and sends new text to the client."""
         event = super().feed(token, logp)
-        self._tell()
+        if text := self.take_text():
+            self._send(text)
         return event
 
     def observe(self, tokens: Sequence[int], text: str, call: ToolCall) -> None:
         """Adds an observation, like `Episode.observe`, and sends it to the client."""
         super().observe(tokens, text, call)
-        event = Event(self.sample_id, text, author=Author.ENVIRONMENT, call=call)
-        self._visit.events.put_nowait(event)
+        self._send(text, author=Author.ENVIRONMENT, call=call)
 
     def finish(
         self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
     ) -> Trajectory:
         """Ends the sample like `Episode.finish`, and sends its last event to the client."""
         trajectory = super().finish(stop_reason, gold, metadata)
-        self._tell()
-        reason = finish_reason(stop_reason)
-        event = Event(self.sample_id, finish=reason, trajectory=trajectory)
-        self._visit.events.put_nowait(event)
+        self._send(self.take_text(), finish=finish_reason(stop_reason), trajectory=trajectory)
         return trajectory
-
-    def _tell(self) -> None:
-        if text := self.take_text():
-            self._visit.events.put_nowait(Event(self.sample_id, text))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -178,20 +145,24 @@ class ServedEpisodes(TextEpisodes):
     def begin(self, request: Request, sample: int) -> Episode:
         """Starts a sample of a request, which is an `Agent` or a `Completion`."""
         assert isinstance(request, Visit)
-        if not request.agent:
-            return Completion(request, sample, self.table, self.end_tokens)
-        options = {
-            "task_id": request.task.id,
-            "sample_id": sample,
-            "question": request.task.question,
-            "protocol": get_protocol(request.task.protocol),
-            "prompt": request.prompt,
-            "table": self.table,
-            "end_tokens": self.end_tokens,
-            "strict": self.strict,
-            "frames": self.frames(request),
-        }
-        return Agent(request, options)
+        agent, task = request.agent, request.task
+        protocol = get_protocol(task.protocol)
+        if not agent:
+            # Without a conversation format, a token that ends a turn always ends the text.
+            protocol = dataclasses.replace(protocol, format=None)
+        kind: type[_Served] = Agent if agent else Completion
+        return kind(
+            request,
+            task_id=task.id,
+            sample_id=sample,
+            question=task.question if agent else "",
+            protocol=protocol,
+            prompt=request.prompt,
+            table=self.table,
+            end_tokens=self.end_tokens,
+            strict=self.strict and agent,
+            frames=self.frames(request),
+        )
 
 
 def finish_reason(reason: StopReason) -> str:

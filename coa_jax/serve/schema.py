@@ -38,16 +38,17 @@ def _content(value: Any) -> str:
     """
     if isinstance(value, str):
         return value
-    mistake = f"must be a string or a list of 1 to {_MOST_PARTS} parts of the type 'text'"
-    if not isinstance(value, list) or not 1 <= len(value) <= _MOST_PARTS:
-        raise ValueError(mistake)
-    texts = []
-    for part in value:
-        known = isinstance(part, dict) and part.keys() == {"type", "text"}
-        if not known or part["type"] != "text" or not isinstance(part["text"], str):
-            raise ValueError(mistake)
-        texts.append(part["text"])
-    return "".join(texts)
+    several = isinstance(value, list) and 1 <= len(value) <= _MOST_PARTS
+    if not several or not all(map(_is_text, value)):
+        raise ValueError(
+            f"must be a string or a list of 1 to {_MOST_PARTS} parts of the type 'text'"
+        )
+    return "".join(part["text"] for part in value)
+
+
+def _is_text(part: Any) -> bool:
+    known = isinstance(part, dict) and part.keys() == {"type", "text"}
+    return known and part["type"] == "text" and isinstance(part["text"], str)
 
 
 Parts = Annotated[list[TextPart], Field(min_length=1, max_length=_MOST_PARTS)]
@@ -63,7 +64,6 @@ class CalledFunction(BaseModel):
 class ToolCall(BaseModel):
     """A call in an assistant message."""
 
-    model_config = ConfigDict(extra="ignore")
     type: Literal["function"] = "function"
     function: CalledFunction
 
@@ -71,7 +71,6 @@ class ToolCall(BaseModel):
 class Message(BaseModel):
     """A message of a conversation; unknown fields are ignored."""
 
-    model_config = ConfigDict(extra="ignore")
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | Parts)]
     tool_calls: Annotated[list[ToolCall], Field(max_length=_MOST_PARTS)] | None = None
@@ -87,10 +86,8 @@ class Message(BaseModel):
 
 
 def _stops(value: Any) -> tuple[str, ...]:
-    stops = [value] if isinstance(value, str) else value
+    stops = [] if value is None else [value] if isinstance(value, str) else value
     texts = isinstance(stops, list) and all(isinstance(stop, str) for stop in stops)
-    if value is None:
-        return ()
     if not texts or len(stops) > _MOST_STOPS or not all(1 <= len(s) <= _STOP_CHARS for s in stops):
         raise ValueError(
             f"must be a string of 1 to {_STOP_CHARS} characters or a list of at most {_MOST_STOPS}"

@@ -21,26 +21,26 @@ _CHUNK = 64
 
 @dataclasses.dataclass(frozen=True)
 class Scored:
-    """The log-probability of a token given the tokens before it, at temperature 1.
+    """The log-probability of a token given the tokens before it.
 
     Attributes:
         id: id of the token.
         logp: natural log-probability of the token; None for the first token of a text.
-        rank: rank of the token by probability, 1 for the most likely token; 0 for the first token
-            of a text.
-        top: pairs (id, log-probability) of the most likely tokens, the most likely first.
+        rank: rank of the token by probability, 1 for the most likely token; 0 if unknown.
+        top: pairs (id, log-probability) of the most likely tokens, the most likely first; () if
+            unknown.
     """
 
     id: int
     logp: float | None
-    rank: int
-    top: tuple[tuple[int, float], ...]
+    rank: int = 0
+    top: tuple[tuple[int, float], ...] = ()
 
 
 def score(
     params: DecodeParams, config: ModelConfig, compute: Compute, ids: Sequence[int]
 ) -> list[Scored]:
-    """Scores all tokens of a text in one forward pass.
+    """Scores all tokens of a text in one forward pass, at temperature 1.
 
     The text is padded to a power of two, so that JAX compiles the pass for few lengths.
 
@@ -55,7 +55,7 @@ def score(
     tokens[0, : len(ids)] = ids
     found = jax.device_get(_score(params, tokens, config=config, compute=compute))
     logps, ranks, top, top_logps = (part[: len(ids) - 1] for part in found)
-    scored = [Scored(int(ids[0]), None, 0, ())]
+    scored = [Scored(int(ids[0]), None)]
     for token, logp, rank, best, values in zip(ids[1:], logps, ranks, top, top_logps, strict=True):
         pairs = tuple(zip(best.tolist(), values.tolist(), strict=True))
         scored.append(Scored(int(token), float(logp), int(rank), pairs))

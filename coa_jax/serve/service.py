@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import collections
 import contextlib
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator, Sequence
+from collections.abc import AsyncGenerator, Awaitable, Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any, TypeVar
 
@@ -16,6 +17,7 @@ from coa_jax.protocol import Prompt
 from coa_jax.rollout.detokenize import token_table
 from coa_jax.rollout.sampler import EngineSampler
 from coa_jax.serve.config import ServeConfig
+from coa_jax.serve.errors import ShuttingDown
 from coa_jax.serve.meters import Meters
 from coa_jax.serve.samples import Event, ServedEpisodes, Visit
 from coa_jax.serve.score import Scored, score
@@ -55,12 +57,11 @@ class Service:
         self.tools = tools
         self.table = token_table(model.tokenizer)
         self.slots = sum(engine.config.slots for engine in engines)
-        self.meters = Meters(self.slots)
         self.accepting = True
         self._visits: set[Visit] = set()
         self._samples = 0  # number of samples that wait or run
-        self._scored = 0  # number of requests for scores in progress
-        self._read = 0  # number of requests that are being parsed or tokenised
+        self.meters = Meters(self.slots, lambda: self._samples)
+        self._places = collections.Counter[str]()  # number of requests in each kind of `_place`
         # Blocking tools may occupy all threads of the event loop, so the service has threads of its
         # own.
         self._scorer = ThreadPoolExecutor(1, "score")
@@ -79,6 +80,7 @@ class Service:
 
     async def __aenter__(self) -> Service:
         self._loop = asyncio.create_task(self._run())
+        self._loop.add_done_callback(self._tell_visits)
         return self
 
     async def __aexit__(self, *_: object) -> None:
@@ -106,7 +108,7 @@ class Service:
     @property
     def busy(self) -> bool:
         """Whether a request is in progress."""
-        return bool(self._visits or self._scored)
+        return bool(self._visits or self._places["want scores"])
 
     async def drain(self, seconds: float) -> None:
         """Refuses new requests, and waits up to ``seconds`` for requests in progress."""
@@ -116,32 +118,32 @@ class Service:
             await asyncio.sleep(0.05)
 
     @contextlib.contextmanager
-    def reading(self) -> Iterator[None]:
+    def _place(self, kind: str, most: int) -> Iterator[None]:
+        if self._places[kind] >= most:
+            raise Refused(429, f"{self._places[kind]} requests {kind} already; try again later")
+        self._places[kind] += 1
+        try:
+            yield
+        finally:
+            self._places[kind] -= 1
+
+    def reading(self) -> contextlib.AbstractContextManager[None]:
         """Reserves a place for a request while it is parsed and tokenised.
 
         Raises:
             Refused: too many requests are being parsed.
         """
-        if self._read >= self.slots + self.config.max_waiting:
-            raise Refused(429, f"{self._read} requests are read already; try again later")
-        self._read += 1
-        try:
-            yield
-        finally:
-            self._read -= 1
+        return self._place("are read", self.slots + self.config.max_waiting)
 
-    async def read(self, function: Callable[..., T], *arguments: Any) -> T:
+    def read(self, function: Callable[..., T], *arguments: Any) -> Awaitable[T]:
         """Calls a function that parses or tokenises text, in a thread outside the event loop."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._readers, function, *arguments)
+        return asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
 
-    async def render(self, function: Callable[..., T], *arguments: Any) -> T:
+    def render(self, function: Callable[[], T]) -> Awaitable[T]:
         """Calls a function that formats many log-probabilities, in the scoring thread."""
-        loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._scorer, function, *arguments)
+        return asyncio.get_running_loop().run_in_executor(self._scorer, function)
 
-    @contextlib.contextmanager
-    def scoring(self, wanted: bool) -> Iterator[None]:
+    def scoring(self, wanted: bool) -> contextlib.AbstractContextManager[None]:
         """Reserves a place for a request that needs log-probabilities, until the request ends.
 
         The place should be reserved before the completions of the request are sampled.
@@ -153,16 +155,9 @@ class Service:
             Refused: too many requests need log-probabilities, or the server is shutting down.
         """
         if not wanted:
-            yield
-            return
+            return contextlib.nullcontext()
         self._check_accepting()
-        if self._scored >= self.config.max_waiting:
-            raise Refused(429, f"{self._scored} requests want scores already; try again later")
-        self._scored += 1
-        try:
-            yield
-        finally:
-            self._scored -= 1
+        return self._place("want scores", self.config.max_waiting)
 
     async def score(self, ids: Sequence[int]) -> list[Scored]:
         """Returns the log-probabilities of the tokens of a text.
@@ -170,26 +165,26 @@ class Service:
         Texts are scored one at a time, while the engines decode. The caller must be inside the
         context of `scoring`.
         """
-        engine, loop = self.engines[0], asyncio.get_running_loop()
-        arguments = engine.params, engine.model, engine.compute, ids
+        engine = self.engines[0]
         if not self.healthy:
-            raise Refused(503, "the server is shutting down")
+            raise ShuttingDown
         try:
-            return await loop.run_in_executor(self._scorer, score, *arguments)
+            return await self.render(
+                lambda: score(engine.params, engine.model, engine.compute, ids)
+            )
         except asyncio.CancelledError:
             if self.healthy:
                 raise
-            raise Refused(503, "the server is shutting down") from None
+            raise ShuttingDown from None
 
     def _check_accepting(self) -> None:
         if not self.accepting or not self.healthy:
-            raise Refused(503, "the server is shutting down")
+            raise ShuttingDown
 
     async def _run(self) -> None:
         async with contextlib.aclosing(self.sampler.finished()) as finished:
             async for trajectory in finished:
                 self._samples -= 1
-                self._report()
                 self._ended(trajectory)
 
     def _submit(self, visit: Visit) -> None:
@@ -213,12 +208,14 @@ class Service:
             raise Refused(429, f"{self._samples} completions run or wait already; try again later")
         self._visits.add(visit)
         self._samples += wanted
-        self._report()
         self._submit(visit)
         left, began, first = wanted, time.monotonic(), True
         try:
             while left:
-                event = await self._next(visit)
+                event = await visit.events.get()
+                if event is None:
+                    self.loop.result()  # raises the exception if the loop failed
+                    raise ShuttingDown
                 if first and event.text:
                     self.meters.first_text.observe(time.monotonic() - began)
                     first = False
@@ -232,20 +229,7 @@ class Service:
                 self.sampler.cancel(visit)
             self.meters.seconds.observe(time.monotonic() - began)
 
-    async def _next(self, visit: Visit) -> Event:
-        """Waits for the next event of a request; raises the exception of a failed rollout loop."""
-        assert self._loop is not None
-        getting = asyncio.ensure_future(visit.events.get())
-        try:
-            await asyncio.wait({getting, self._loop}, return_when=asyncio.FIRST_COMPLETED)
-            if getting.done():
-                return getting.result()
-        finally:
-            getting.cancel()
-        self._loop.result()  # raises the exception if the loop failed
-        raise Refused(503, "the server is shutting down")
-
-    def _report(self) -> None:
-        running = min(self._samples, self.slots)
-        self.meters.running.set(running)
-        self.meters.waiting.set(self._samples - running)
+    def _tell_visits(self, _: asyncio.Task[None]) -> None:
+        """Ends the wait of all requests, because the rollout loop has ended."""
+        for visit in self._visits:
+            visit.events.put_nowait(None)

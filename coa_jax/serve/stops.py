@@ -19,9 +19,9 @@ class StopStrings:
             stops: nonempty strings that end the text.
             keep: whether the returned text includes the stop string that was found.
         """
-        self._stops = sorted(set(stops), key=len, reverse=True)
-        self._begins = _beginnings(tuple(self._stops))
-        self._longest = max(map(len, self._stops), default=1)
+        self._stops = tuple(stops)
+        self._begins = _beginnings(self._stops)
+        self._longest = max(map(len, stops), default=1)
         self._keep = keep
         self._held = ""
         self.found: str | None = None
@@ -33,16 +33,14 @@ class StopStrings:
         """
         if self.found is not None:
             return ""
-        start = len(self._held)
         self._held += text
-        # The stop string that ends first counts; it ends within the new piece.
-        for end in range(start + 1, len(self._held) + 1):
-            for stop in self._stops:
-                if self._held.endswith(stop, 0, end):
-                    self.found = stop
-                    out = self._held[: end if self._keep else end - len(stop)]
-                    self._held = ""
-                    return out
+        # The stop string that ends first counts.
+        ends = {s: self._held.find(s) + len(s) for s in self._stops if s in self._held}
+        if ends:
+            self.found = min(ends, key=lambda stop: (ends[stop], -len(stop)))
+            end = ends[self.found] - (0 if self._keep else len(self.found))
+            out, self._held = self._held[:end], ""
+            return out
         out = self._held[: len(self._held) - self._prefix()]
         self._held = self._held[len(out) :]
         return out

@@ -6,16 +6,9 @@ directory, which `coa_jax.run_dir` opens. docs/storage.md describes when files a
 """
 
 from coa_jax.storage.copies import exists, local, output, shown, upload, version
-from coa_jax.storage.hub import (
-    RemoteFiles,
-    check_push,
-    hub_id,
-    model_folder,
-    push_model,
-    weights_apart,
-)
+from coa_jax.storage.hub import RemoteFiles, check_push, model_folder, push_model, weights_apart
 from coa_jax.storage.mirror import Mirror, mirror_of, run_folder, visited
-from coa_jax.storage.places import SCHEMES, check, check_writable, is_url, join, scheme_of
+from coa_jax.storage.places import SCHEMES, check, check_writable, is_url, join
 
 __all__ = [
     "SCHEMES",
@@ -25,7 +18,6 @@ __all__ = [
     "check_push",
     "check_writable",
     "exists",
-    "hub_id",
     "is_url",
     "join",
     "local",
@@ -34,7 +26,6 @@ __all__ = [
     "output",
     "push_model",
     "run_folder",
-    "scheme_of",
     "shown",
     "upload",
     "version",

@@ -15,7 +15,7 @@ from typing import Any
 
 from coa_jax import files
 from coa_jax.errors import UserError
-from coa_jax.storage.places import file_system, is_url, join, scheme_of, telling
+from coa_jax.storage.places import is_url, join, opened, scheme_of, telling
 
 PART = ".part-"
 """In names of objects, separates the name of a file from the offset of a later part of it."""
@@ -66,52 +66,46 @@ def local(place: str, leave_out: str = "") -> str:
     """
     if not is_url(place):
         return place
-    url = place.rstrip("/")
-    fs = file_system(scheme_of(url))
-    inside = url.partition("://")[2]
+    fs, inside = opened(place)
+    root = inside.partition("*")[0].rpartition("/")[0]
     with telling(place):
-        if "*" in inside:
-            root = inside.partition("*")[0].rpartition("/")[0]
-            matching: dict[str, Any] = fs.glob(inside, detail=True)
-            found = {n: info for n, info in matching.items() if info["type"] == "file"}
-            result = inside.removeprefix(root).lstrip("/")
-        else:
-            found = _objects(fs, inside)
-            root, _, result = inside.rpartition("/")
-        found = {n: info for n, info in found.items() if not fnmatch.fnmatch(n, leave_out)}
+        below = _objects(fs, inside)
+        found = {n: info for n, info in below.items() if not fnmatch.fnmatch(n, leave_out)}
         if not found:
             raise UserError(f"{place}: there is no such file or folder; correct the address")
-        folder = _folder_of(f"{scheme_of(url)}://{root}")
-        _copy(fs, found, root, folder)
-    return str(folder / result)
+        folder = _copy(fs, found, root, f"{scheme_of(place)}://{root}")
+    return str(folder / inside.removeprefix(root).lstrip("/"))
 
 
 def _objects(fs: Any, inside: str) -> dict[str, Any]:
-    """Returns the objects of a file, with its parts, or of a folder: metadata by name."""
+    """Returns the objects of a file with its parts, of a folder or of a pattern: info by name."""
+    if "*" in inside:
+        matching = fs.glob(inside, detail=True)
+        return {name: info for name, info in matching.items() if info["type"] == "file"}
     with contextlib.suppress(FileNotFoundError):
         info = fs.info(inside)
         if info["type"] == "file":
-            parts: dict[str, Any] = fs.glob(f"{inside}{PART}*", detail=True)
-            return {inside: info, **parts}
-    below: dict[str, Any] = fs.find(inside, detail=True)
+            return {inside: info, **fs.glob(f"{inside}{PART}*", detail=True)}
+    below = fs.find(inside, detail=True)
     return {name: info for name, info in below.items() if not name.endswith("/")}
 
 
-def _folder_of(url: str) -> Path:
+def _copy(fs: Any, found: Mapping[str, Any], root: str, url: str) -> Path:
+    """Copies new and changed objects of the folder ``root``, whose URL is ``url``.
+
+    Returns:
+        The local folder. A lock prevents two processes from copying to this folder.
+    """
     digest = hashlib.blake2b(url.encode(), digest_size=8).hexdigest()
     folder = own_folder() / "copies" / digest
     folder.mkdir(parents=True, exist_ok=True)
     stands_for(folder, url)
-    return folder
-
-
-def _copy(fs: Any, found: Mapping[str, Any], root: str, folder: Path) -> None:
-    """Copies new and changed objects to a folder; a lock prevents two processes from copying."""
+    sizes = {name: int(info["size"] or 0) for name, info in found.items()}
     with locked(folder / ".lock"):
         marks_file = folder / ".marks"
         marks = files.read_json_object(marks_file, None) if marks_file.exists() else {}
         for whole in (name for name in found if PART not in name):
-            pieces = joined(whole, {name: int(info["size"] or 0) for name, info in found.items()})
+            pieces = joined(whole, sizes)
             relative = whole.removeprefix(root).lstrip("/")
             path, mark = folder / relative, " ".join(_mark(found[name]) for name in pieces)
             if marks.get(relative) == mark and path.is_file():
@@ -125,6 +119,7 @@ def _copy(fs: Any, found: Mapping[str, Any], root: str, folder: Path) -> None:
             os.replace(fresh, path)
             marks[relative] = mark
             files.write_json(marks_file, marks)
+    return folder
 
 
 def joined(whole: str, sizes: Mapping[str, int]) -> list[str]:
@@ -159,8 +154,9 @@ def version(place: str) -> str:
     if not is_url(place):
         found = Path(place).expanduser().resolve()
         return f"{found} {found.stat().st_size} {found.stat().st_mtime_ns}"
+    fs, inside = opened(place)
     with telling(place):
-        return f"{place} {_mark(file_system(scheme_of(place)).info(place.partition('://')[2]))}"
+        return f"{place} {_mark(fs.info(inside))}"
 
 
 def exists(url: str) -> bool:
@@ -169,8 +165,9 @@ def exists(url: str) -> bool:
     Raises:
         UserError: the bucket cannot be read.
     """
+    fs, inside = opened(url)
     with telling(url):
-        return bool(file_system(scheme_of(url)).exists(url.partition("://")[2]))
+        return bool(fs.exists(inside))
 
 
 @contextlib.contextmanager
@@ -208,12 +205,12 @@ def upload(path: Path, url: str) -> None:
 
     After the upload of a folder, objects at the URL that do not belong to the folder are removed.
     """
-    fs, inside = file_system(scheme_of(url)), url.partition("://")[2]
+    fs, inside = opened(url)
     with telling(url):
         if path.is_file():
             fs.put_file(str(path), inside)
             return
-        old = {name for name in fs.find(inside)}
+        old = set(fs.find(inside))
         for file in sorted(path.rglob("*")):
             if file.is_file():
                 name = join(inside, file.relative_to(path).as_posix())

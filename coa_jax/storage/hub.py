@@ -16,7 +16,7 @@ from typing import Any
 
 from coa_jax.errors import UserError
 from coa_jax.storage.copies import local, stands_for
-from coa_jax.storage.places import file_system, is_url, scheme_of, telling
+from coa_jax.storage.places import is_url, opened, telling
 
 _ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
 _DESCRIPTION = ("*.json", "*.txt", "*.model", "*.jinja", "tokenizer*", "*.md")
@@ -76,13 +76,11 @@ class RemoteFiles:
 
     Attributes:
         url: URL of the folder, used in messages.
-        root: path of the folder in the file system of fsspec.
         names: names of the files in the folder.
         fs: file system of fsspec.
     """
 
     url: str
-    root: str
     names: tuple[str, ...]
     fs: Any = dataclasses.field(repr=False)
 
@@ -100,7 +98,7 @@ class RemoteFiles:
         if stop <= start:
             return b""
         with telling(f"{self.url}/{name}"):
-            found = self.fs.cat_file(f"{self.root}/{name}", start=start, end=stop)
+            found = self.fs.cat_file(f"{self.url}/{name}", start=start, end=stop)
         return bytes(found)
 
 
@@ -117,10 +115,10 @@ def weights_apart(place: str | os.PathLike[str], folder: Path) -> RemoteFiles | 
     text = os.fspath(place)
     if not is_url(text):
         return None
-    fs, root = file_system(scheme_of(text)), text.partition("://")[2].rstrip("/")
+    fs, root = opened(text)
     with telling(text):
         found = sorted(name.rpartition("/")[2] for name in fs.glob(f"{root}/*.safetensors"))
-    return RemoteFiles(text.rstrip("/"), root, tuple(found), fs)
+    return RemoteFiles(text.rstrip("/"), tuple(found), fs)
 
 
 @contextlib.contextmanager

@@ -1,9 +1,10 @@
 """Implements the lease of a run directory in a bucket: an object that names the run that may write.
 
-The lease takes the place of a lock, which buckets do not have. The run that holds the lease
-rewrites the object four times in `seconds()`. Another run takes over the lease if the object does
-not change for `seconds()`, by the clock of this other run. If the holder was a process of the same
-host and has ended, the other run takes over the lease at once.
+The lease takes the place of a lock, which buckets do not have. It expires after the number of
+seconds in ``$COA_JAX_LEASE_SECONDS``, by default 60. The run that holds the lease rewrites the
+object four times in this time. Another run takes over the lease if the object does not change for
+this time, by the clock of this other run. If the holder was a process of the same host and has
+ended, the other run takes over the lease at once.
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ import json
 import os
 import secrets
 import socket
-import threading
 import time
 from pathlib import Path
 from typing import Any
@@ -21,27 +21,25 @@ from typing import Any
 from absl import logging
 
 from coa_jax.errors import UserError
-from coa_jax.storage.places import file_system, join, scheme_of, seconds_of, telling
+from coa_jax.storage.places import join, opened, seconds_of, telling
+from coa_jax.storage.repeat import Repeated
 
 NAME = "lease.json"
 
 
-def seconds() -> float:
-    """Returns the number of seconds without renewal after which a lease expires.
-
-    The number is the value of ``$COA_JAX_LEASE_SECONDS``; 60 if the variable is not set.
-    """
-    return seconds_of("COA_JAX_LEASE_SECONDS", 60.0)
-
-
 class Lease:
-    """A lease that this process holds until `close` is called."""
+    """A lease that this process holds until `close` is called.
+
+    Attributes:
+        url: URL of the run directory.
+        renewal: thread that renews the lease.
+    """
 
     def __init__(self, url: str):
         """Takes the lease of a directory.
 
-        If another run has the lease, the constructor waits up to `seconds()` to see whether this
-        run renews the lease.
+        If another run has the lease, the constructor waits until the lease expires, to see whether
+        this run renews the lease.
 
         Args:
             url: URL of the run directory.
@@ -49,25 +47,22 @@ class Lease:
         Raises:
             UserError: another run holds the lease, or the bucket cannot be written.
         """
-        self.url, self._seconds = url, seconds()
-        self._fs = file_system(scheme_of(url))
-        self._path = join(url, NAME).partition("://")[2]
+        self.url, self._seconds = url, seconds_of("COA_JAX_LEASE_SECONDS", 60.0)
+        self._fs, self._path = opened(join(url, NAME))
         self._token = secrets.token_hex(8)
         self._lost = ""
         self._renewed = 0.0
         self._take()
-        self._closing = threading.Event()
-        self._thread = threading.Thread(target=self._renew, daemon=True, name="lease")
-        self._thread.start()
+        fault = f"{url}: cannot renew the lease"
+        self.renewal = Repeated(self._renew, self._seconds / 4, fault)
 
     def _take(self) -> None:
         first, since = self._read(), time.monotonic()
         while (now := self._read()) is not None and not _is_gone(now):
             if first is None or now != first:
-                raise UserError(
-                    f"workdir {self.url}: in use by process {now.get('pid')} on {now.get('host')};"
-                    " wait for it, stop it or choose another --workdir"
-                )
+                user = f"in use by process {now.get('pid')} on {now.get('host')}"
+                advice = "wait for it, stop it or choose another --workdir"
+                raise UserError(f"workdir {self.url}: {user}; {advice}")
             waited = time.monotonic() - since
             if waited >= self._seconds:
                 logging.warning(
@@ -81,16 +76,11 @@ class Lease:
             # If the store has no conditional writes, the last writer holds the lease.
             with contextlib.suppress(FileExistsError):
                 self._write("create")
-                self._settle()
+                # Another run that takes the lease at the same time may write its object now.
+                time.sleep(min(0.2, self._seconds / 20))
         if self._read_token() != self._token:
-            raise UserError(
-                f"workdir {self.url}: another run has just taken this directory; choose another "
-                "--workdir"
-            )
-
-    def _settle(self) -> None:
-        """Waits, so that another run that takes the lease at the same time can write its object."""
-        time.sleep(min(0.2, self._seconds / 20))
+            advice = "another run has just taken it; choose another --workdir"
+            raise UserError(f"workdir {self.url}: {advice}")
 
     def _read(self) -> dict[str, Any] | None:
         with telling(self.url):
@@ -119,13 +109,6 @@ class Lease:
         self._renewed = now
 
     def _renew(self) -> None:
-        while not self._closing.wait(self._seconds / 4):
-            try:
-                self._look()
-            except Exception as error:  # `check` raises an error later if the problem persists
-                logging.warning("%s: cannot renew the lease: %s", self.url, error)
-
-    def _look(self) -> None:
         if self._read_token() != self._token:
             self._lost = f"workdir {self.url}: another run has taken over the lease; this run ends"
             return
@@ -140,14 +123,13 @@ class Lease:
                 in time.
         """
         if not self._lost and time.monotonic() - self._renewed > self._seconds / 2:
-            self._look()
+            self._renew()
         if self._lost:
             raise UserError(self._lost)
 
     def close(self) -> None:
         """Releases the lease."""
-        self._closing.set()
-        self._thread.join()
+        self.renewal.stop()
         with contextlib.suppress(UserError, FileNotFoundError):
             if not self._lost and self._read_token() == self._token:
                 with telling(self.url):

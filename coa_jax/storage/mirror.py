@@ -24,16 +24,15 @@ import sys
 import tempfile
 import threading
 import zlib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import IO
-
-from absl import logging
 
 from coa_jax.errors import UserError
 from coa_jax.storage import lease as leases
 from coa_jax.storage.copies import PART, joined, own_folder, stands_for
-from coa_jax.storage.places import file_system, is_url, scheme_of, seconds_of, telling
+from coa_jax.storage.places import is_url, opened, seconds_of, telling
+from coa_jax.storage.repeat import Repeated
 
 WHOLE = 8 << 20
 """Size in bytes at which a part of a growing file is complete and no longer rewritten."""
@@ -79,13 +78,14 @@ class Mirror:
     Attributes:
         url: URL of the folder in the bucket.
         path: path of the local folder.
+        lease: lease of the folder, which the first process of an open run holds; otherwise None.
+        uploads: thread that regularly uploads the changes of an open run; otherwise None.
     """
 
     def __init__(self, url: str):
         """Creates an empty mirror, which is removed when the process ends."""
         self.url = url.rstrip("/")
-        self._fs = file_system(scheme_of(self.url))
-        self._root = self.url.partition("://")[2]
+        self._fs, self._root = opened(self.url)
         folder, self._lock_file = _new_folder()
         self.path = folder / self._root.rpartition("/")[2]
         self.path.mkdir()
@@ -93,7 +93,7 @@ class Mirror:
         self._files: dict[str, _File] = {}
         self._syncing = threading.Lock()
         self.lease: leases.Lease | None = None
-        self._beat: _Beat | None = None
+        self.uploads: Repeated | None = None
 
     # --- from the bucket -------------------------------------------------------------------
 
@@ -135,7 +135,8 @@ class Mirror:
         first, *rest = file.chunks
         self._fs.get_file(f"{self._root}/{first.name}", str(path))
         # The object may have been rewritten since it was listed.
-        first.size, first.crc = path.stat().st_size, _checksum(path)
+        with open(path, "rb") as data:
+            first.size, first.crc = path.stat().st_size, _checksum(data)
         for number, chunk in enumerate(rest, 1):
             if chunk.offset != path.stat().st_size:
                 del file.chunks[number:]
@@ -174,58 +175,36 @@ class Mirror:
                     yield path.relative_to(self.path).as_posix(), path
 
     def _put(self, relative: str, path: Path) -> None:
+        """Uploads a file from its first change on, which usually means only the new bytes."""
+        file = self._files.get(relative, _File([]))
         try:
             seen = _seen(path)
-            file = self._files.get(relative)
-            if file is not None and file.seen == seen:
+            if file.seen == seen:
                 return
-            grown = file is not None and file.seen is not None and _has_grown(file.seen, seen)
-            if file is None or not grown:
-                self._put_whole(relative, path, file)
-            else:
-                self._put_rest(relative, path, file)
-            self._files[relative].seen = seen
+            with open(path, "rb") as data:
+                kept = _kept(data, file.chunks) if _has_grown(file.seen, seen) else []
+                start = kept[-1].offset + kept[-1].size if kept else 0
+                name = f"{relative}{PART}{start:015d}" if kept else relative
+                # If the file grows during the upload, it is uploaded up to this size.
+                chunk = self._put_chunk(data, _Chunk(name, start, seen[1] - start, 0))
         except FileNotFoundError:
             if path.exists():
                 raise
-            # The file was removed during the upload. The next `sync` removes it from the bucket.
+            return  # The file was removed during the upload. The next `sync` removes its objects.
+        self._remove(old for old in file.chunks[len(kept) :] if old.name != name)
+        self._files[relative] = _File([*kept, chunk], seen)
 
-    def _put_whole(self, relative: str, path: Path, file: _File | None) -> None:
-        size = path.stat().st_size
-        # If the file grows during the upload, it is uploaded up to this size.
-        with open(path, "rb") as data:
-            if size <= WHOLE:
-                block = data.read(size)
-                self._fs.pipe_file(f"{self._root}/{relative}", block)
-                crc = zlib.crc32(block)
-            else:
-                self._fs.put_file(str(path), f"{self._root}/{relative}")
-                size = int(self._fs.info(f"{self._root}/{relative}")["size"])
-                crc = _checksum(path, size)
-        if file is not None:
-            self._remove(file.chunks[1:])
-        self._files[relative] = _File([_Chunk(relative, 0, size, crc)])
-
-    def _put_rest(self, relative: str, path: Path, file: _File) -> None:
-        """Uploads a file from its first change on, which usually means only the new bytes."""
-        with open(path, "rb") as data:
-            keep = len(file.chunks)
-            while keep and not self._is_same(data, file.chunks[keep - 1]):
-                keep -= 1
-            if keep and file.chunks[keep - 1].size < WHOLE:
-                keep -= 1
-            changed, file.chunks = file.chunks[keep:], file.chunks[:keep]
-            end = file.chunks[-1].offset + file.chunks[-1].size if keep else 0
-            data.seek(end)
-            rest = data.read()
-        name = relative if not keep else f"{relative}{PART}{end:015d}"
-        self._fs.pipe_file(f"{self._root}/{name}", rest)
-        self._remove([chunk for chunk in changed if chunk.name != name])
-        file.chunks.append(_Chunk(name, end, len(rest), zlib.crc32(rest)))
-
-    def _is_same(self, data: IO[bytes], chunk: _Chunk) -> bool:
+    def _put_chunk(self, data: IO[bytes], chunk: _Chunk) -> _Chunk:
+        """Uploads a part of a file; returns the part with its size and its checksum."""
+        place = f"{self._root}/{chunk.name}"
         data.seek(chunk.offset)
-        return _checksum_of(data, chunk.size) == chunk.crc
+        if chunk.offset or chunk.size <= WHOLE:
+            block = data.read(chunk.size)
+            self._fs.pipe_file(place, block)
+            return dataclasses.replace(chunk, size=len(block), crc=zlib.crc32(block))
+        self._fs.put_file(str(data.name), place)
+        size = int(self._fs.info(place)["size"])
+        return dataclasses.replace(chunk, size=size, crc=_checksum(data, size))
 
     def _remove(self, chunks: Iterable[_Chunk]) -> None:
         """Removes objects, the last part first, so that a kill leaves the beginning of the file."""
@@ -238,6 +217,10 @@ class Mirror:
     def open(self, *, active: bool) -> None:
         """Begins a run: takes the lease, downloads the folder, and starts regular uploads.
 
+        The number of seconds between two uploads is the value of ``$COA_JAX_SYNC_SECONDS``, by
+        default 15. If the process is killed, data that was written since the last upload may be
+        lost.
+
         Args:
             active: whether this process is the first process of the run. Only the first process
                 takes the lease.
@@ -245,11 +228,12 @@ class Mirror:
         Raises:
             UserError: another run holds the lease, or the bucket cannot be read or written.
         """
+        seconds = seconds_of("COA_JAX_SYNC_SECONDS", 15.0)
         if active:
             self.lease = leases.Lease(self.url)
         others = () if active else ("traces.jsonl",)
         self.fill((*NAMES_ONLY, *others), own=active)
-        self._beat = _Beat(self)
+        self.uploads = Repeated(self.sync, seconds, f"{self.url}: cannot upload changes now")
 
     def close(self) -> None:
         """Ends the run: uploads the last changes, and releases the lease.
@@ -257,44 +241,15 @@ class Mirror:
         Raises:
             UserError: the bucket cannot be written, or another run has taken over the lease.
         """
-        if self._beat is not None:
-            self._beat.stop()
-            self._beat = None
+        if self.uploads is not None:
+            self.uploads.stop()
+            self.uploads = None
         try:
             self.sync()
         finally:
             if self.lease is not None:
                 self.lease.close()
                 self.lease = None
-
-
-class _Beat:
-    """A background thread that uploads the changes of a mirror every `interval()` seconds."""
-
-    def __init__(self, mirror: Mirror):
-        self._mirror, self._over = mirror, threading.Event()
-        self._thread = threading.Thread(target=self._run, daemon=True, name="mirror")
-        self._thread.start()
-
-    def _run(self) -> None:
-        while not self._over.wait(interval()):
-            try:
-                self._mirror.sync()
-            except Exception as error:  # the next `sync` raises an error if it persists
-                logging.warning("%s: cannot upload changes now: %s", self._mirror.url, error)
-
-    def stop(self) -> None:
-        self._over.set()
-        self._thread.join()
-
-
-def interval() -> float:
-    """Returns the number of seconds between two uploads.
-
-    The number is the value of ``$COA_JAX_SYNC_SECONDS``; 15 if the variable is not set. If the
-    process is killed, data that was written since the last upload may be lost.
-    """
-    return seconds_of("COA_JAX_SYNC_SECONDS", 15.0)
 
 
 def _files_of(objects: Iterable[tuple[str, int]]) -> tuple[dict[str, _File], list[str]]:
@@ -315,13 +270,20 @@ def _files_of(objects: Iterable[tuple[str, int]]) -> tuple[dict[str, _File], lis
     return files, [name for name in sizes if name not in used]
 
 
-def _checksum(path: Path, size: int = sys.maxsize) -> int:
-    with open(path, "rb") as data:
-        return _checksum_of(data, size)
+def _kept(data: IO[bytes], chunks: Sequence[_Chunk]) -> list[_Chunk]:
+    """Returns the parts before the first change of a file, without a part that may still grow.
+
+    A file changes only at its end, so the last parts are compared first.
+    """
+    kept = list(chunks)
+    while kept and _checksum(data, kept[-1].size, kept[-1].offset) != kept[-1].crc:
+        kept.pop()
+    return kept[:-1] if kept and kept[-1].size < WHOLE else kept
 
 
-def _checksum_of(data: IO[bytes], size: int) -> int:
-    """Returns the checksum of the next ``size`` bytes of a file."""
+def _checksum(data: IO[bytes], size: int = sys.maxsize, offset: int = 0) -> int:
+    """Returns the checksum of up to ``size`` bytes of a file."""
+    data.seek(offset)
     found = 0
     while size > 0 and (block := data.read(min(size, 1 << 20))):
         found, size = zlib.crc32(block, found), size - len(block)
@@ -333,8 +295,8 @@ def _seen(path: Path) -> tuple[int, int, int]:
     return found.st_ino, found.st_size, found.st_mtime_ns
 
 
-def _has_grown(before: tuple[int, int, int], now: tuple[int, int, int]) -> bool:
-    return before[0] == now[0] and before[1] > 0
+def _has_grown(before: tuple[int, int, int] | None, now: tuple[int, int, int]) -> bool:
+    return before is not None and before[0] == now[0] and before[1] > 0
 
 
 # --- folders -------------------------------------------------------------------------------
@@ -348,7 +310,10 @@ def _new_folder() -> tuple[Path, int]:
     root = own_folder() / "mirrors"
     root.mkdir(exist_ok=True)
     for old in root.iterdir():
-        _remove_if_left(old)
+        # An error means that the folder is locked, or that it is just being created.
+        with contextlib.suppress(OSError), open(old / ".lock") as left:
+            fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            shutil.rmtree(old, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(dir=root))
     lock = os.open(folder / ".lock", os.O_RDWR | os.O_CREAT, 0o600)
     fcntl.flock(lock, fcntl.LOCK_EX)
@@ -359,20 +324,6 @@ def _new_folder() -> tuple[Path, int]:
 def _remove_own(folder: Path, owner: int) -> None:
     if os.getpid() == owner:  # a forked worker removes nothing
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _remove_if_left(folder: Path) -> None:
-    try:
-        lock = os.open(folder / ".lock", os.O_RDWR)
-    except OSError:
-        return  # another process is just creating the folder
-    try:
-        fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        shutil.rmtree(folder, ignore_errors=True)
-    except BlockingIOError:
-        pass
-    finally:
-        os.close(lock)
 
 
 # --- the mirrors of this process -----------------------------------------------------------
@@ -393,10 +344,7 @@ def run_folder(place: str | os.PathLike[str]) -> Path:
     if not is_url(place):
         return Path(place)
     url = os.fspath(place).rstrip("/")
-    for path, mirror in _mirrors.items():
-        if mirror.url == url:
-            return path
-    mirror = Mirror(url)
+    mirror = next((known for known in _mirrors.values() if known.url == url), None) or Mirror(url)
     _mirrors[mirror.path] = mirror
     return mirror.path
 

@@ -15,7 +15,7 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
-from coa_jax.errors import UserError
+from coa_jax.errors import UserError, causes_of
 from coa_jax.installed import missing
 
 SCHEMES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
@@ -26,15 +26,9 @@ _CREDENTIALS = {
     "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
 }
-_UNKNOWN = (
-    *("NoCredentialsError", "PartialCredentialsError", "DefaultCredentialsError"),
-    *("RefreshError", "ProfileNotFound", "TokenRetrievalError", "UnauthorizedSSOTokenError"),
-)
-_UNREACHED = (
-    *("ClientConnectorError", "EndpointConnectionError", "ConnectTimeoutError", "TransportError"),
-    *("ClientConnectorDNSError", "ServerDisconnectedError", "ConnectionError", "ConnectError"),
-    *("ServerTimeoutError", "ConnectionTimeoutError", "ReadTimeoutError", "TimeoutError"),
-)
+# Parts of the names of exceptions of aiohttp, botocore and google-auth.
+_UNKNOWN = re.compile(r"CredentialsError|RefreshError|ProfileNotFound|Token\w*Error")
+_UNREACHED = re.compile(r"Connect\w*Error|Timeout\w*Error|TransportError|ServerDisconnectedError")
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
@@ -89,6 +83,12 @@ def file_system(scheme: str) -> Any:
     return found
 
 
+def opened(url: str) -> tuple[Any, str]:
+    """Returns the file system of a URL, see `file_system`, and the path of the URL in it."""
+    scheme, _, path = url.partition("://")
+    return file_system(scheme), path.rstrip("/")
+
+
 @contextlib.contextmanager
 def telling(url: str) -> Iterator[None]:
     """Converts errors of a store to `UserError`; other exceptions pass unchanged.
@@ -114,27 +114,21 @@ def _reason(url: str, error: Exception) -> str | None:
     """Explains an error and its remedy; returns None if a store did not cause the error."""
     if isinstance(error, OSError) and error.filename is not None:
         return None  # an error of a local file, for example of a full disk
-    scheme, causes = scheme_of(url), list(_chain(error))
-    names = {kind.__name__ for cause in causes for kind in type(cause).__mro__}
+    kinds = {kind.__name__ for cause in causes_of(error) for kind in type(cause).__mro__}
+    names = " ".join(kinds)
     text = " ".join(str(error).split())[:200]
-    credentials = _CREDENTIALS.get(scheme, "check the credentials")
-    if names & set(_UNKNOWN) or re.search(r"\b401\b|Anonymous caller|InvalidAccessKeyId", text):
+    credentials = _CREDENTIALS.get(scheme_of(url), "check the credentials")
+    if _UNKNOWN.search(names) or re.search(r"\b401\b|Anonymous caller|InvalidAccessKeyId", text):
         return f"no valid credentials ({text}); {credentials}"
-    if "PermissionError" in names or re.search(r"\b403\b|Forbidden|AccessDenied", text):
+    if "PermissionError" in kinds or re.search(r"\b403\b|Forbidden|AccessDenied", text):
         return f"permission denied ({text}); ask for permission to read, write, list and delete"
-    if "FileNotFoundError" in names or re.search(r"\b404\b|NoSuchBucket", text):
+    if "FileNotFoundError" in kinds or re.search(r"\b404\b|NoSuchBucket", text):
         return "there is no such bucket or object; correct the address, or create the bucket"
-    if names & set(_UNREACHED):
+    if _UNREACHED.search(names):
         return f"the store cannot be reached ({text}); check the network, and run the command again"
-    if isinstance(error, OSError) or names & {"HttpError", "ClientError", "BotoCoreError"}:
+    if isinstance(error, OSError) or kinds & {"HttpError", "ClientError", "BotoCoreError"}:
         return f"the store refuses the request ({type(error).__name__}: {text})"
     return None
-
-
-def _chain(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__ or error.__context__
 
 
 def check(url: str) -> None:
@@ -148,18 +142,22 @@ def check(url: str) -> None:
     """
     if not is_url(url):
         return
+    fs, place = opened(url)
     # If the URL is a pattern, the folder before the first wildcard is checked.
-    fixed = re.split(r"[*?\[]", url.partition("://")[2])[0]
-    place = fixed.rpartition("/")[0] if fixed != url.partition("://")[2] else fixed.rstrip("/")
+    fixed = re.split(r"[*?\[]", place)[0]
+    place = place if fixed == place else fixed.rpartition("/")[0]
     bucket = place.partition("/")[0]
     if not bucket:
         raise UserError(f"{url}: the bucket is missing; give {scheme_of(url)}://BUCKET/FOLDER")
-    fs = file_system(scheme_of(url))
     with telling(url):
         try:
             fs.ls(place, detail=False)
         except FileNotFoundError:
-            _check_bucket(fs, url, bucket)
+            if not fs.exists(bucket):
+                raise UserError(
+                    f"{url}: there is no bucket {bucket!r}, or these credentials have no access to "
+                    "it; create the bucket, or correct the address"
+                ) from None
 
 
 def check_writable(url: str) -> None:
@@ -169,19 +167,10 @@ def check_writable(url: str) -> None:
         UserError: the bucket does not exist, cannot be reached, or refuses access.
     """
     check(url)
-    fs = file_system(scheme_of(url))
-    probe = join(url, f".writable-{secrets.token_hex(4)}").partition("://")[2]
+    fs, probe = opened(join(url, f".writable-{secrets.token_hex(4)}"))
     with telling(url):
         fs.pipe_file(probe, b"?")
         fs.rm_file(probe)
-
-
-def _check_bucket(fs: Any, url: str, bucket: str) -> None:
-    if not fs.exists(bucket):
-        raise UserError(
-            f"{url}: there is no bucket {bucket!r}, or these credentials have no access to it; "
-            "create the bucket, or correct the address"
-        )
 
 
 def seconds_of(variable: str, default: float) -> float:

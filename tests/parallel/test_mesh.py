@@ -207,14 +207,14 @@ def test_each_process_sets_its_last_devices_aside():
     assert [d.id for d in aside] == [5, 4]
     assert split_devices(devices, 0) == (devices, [])
     assert [d.id for d in split_devices(devices, 2, (0, 0, 0, 1, 1, 1))[1]] == [1, 2, 4, 5]
-    with pytest.raises(UserError, match="rollout_devices is 3 and a process has 3 devices: leave"):
+    with pytest.raises(UserError, match="rollout_devices is 3, and a process has only 3: leave"):
         split_devices(devices, 3)
 
 
 def test_devices_that_nobody_needs_for_rollouts_are_not_set_aside():
     with pytest.raises(UserError, match="rollout_devices is 1, and this run has no rollouts"):
         training_mesh(MeshConfig(rollout_devices=1))
-    with pytest.raises(UserError, match="rollout_devices is 1 and a process has 1 device: leave"):
+    with pytest.raises(UserError, match="rollout_devices is 1, and a process has only 1: leave"):
         training_mesh(MeshConfig(rollout_devices=1), rollouts=True)
 
 

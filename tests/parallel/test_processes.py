@@ -86,8 +86,8 @@ except UserError as error:
         ({"COA_JAX_COORDINATOR": "node01"}, "COA_JAX_COORDINATOR is 'node01'; give HOST:PORT"),
         ({"COA_JAX_COORDINATOR": ":80"}, "COA_JAX_COORDINATOR is ':80'; give HOST:PORT"),
         ({"COA_JAX_COORDINATOR": "a:b"}, "COA_JAX_COORDINATOR is 'a:b'; give HOST:PORT"),
-        ({"COA_JAX_LOST_SECONDS": "inf"}, "COA_JAX_LOST_SECONDS is inf; give seconds above 0"),
-        ({"COA_JAX_LOST_SECONDS": "0"}, "COA_JAX_LOST_SECONDS is 0.0; give seconds above 0"),
+        ({"COA_JAX_LOST_SECONDS": "inf"}, "COA_JAX_LOST_SECONDS is 'inf'; give seconds above 0"),
+        ({"COA_JAX_LOST_SECONDS": "0"}, "COA_JAX_LOST_SECONDS is '0'; give seconds above 0"),
         ({}, "cannot join the other processes (coordinator_address should be defined"),
     ],
 )

@@ -112,6 +112,15 @@ def test_large_bodies_unknown_paths_and_other_methods_are_refused(address):
     assert httpx.get(f"{address}/v1/completions").json()["error"]["code"] == 405
 
 
+def test_a_request_that_is_refused_for_one_of_its_prompts_leaves_none_running():
+    asked = {"model": "tiny", "prompt": ["one", "two", "three", "four", "five", "six"], "n": 1}
+    with server(dataclasses.replace(CONFIG, max_waiting=1)) as address:
+        answer = post(address, {**asked, "max_tokens": 200, "temperature": 1}, "completions")
+        assert answer.status_code == 429
+        until(address, "coa_jax_running", 0)
+        assert meter(address, "coa_jax_generated_tokens_total") == 0
+
+
 def test_only_who_has_the_key_is_served():
     with server(api_key="sesame") as address:
         assert post(address, ASK).status_code == 401

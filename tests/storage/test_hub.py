@@ -13,7 +13,8 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.model.hub_card import hub_card
-from coa_jax.storage import check_push, hub_id
+from coa_jax.storage import check_push
+from coa_jax.storage.hub import hub_id
 from tests.hub_server import TOKEN, Hub, hub_server
 
 NAME = "Org/Tiny-1B"

@@ -49,7 +49,7 @@ def memory(monkeypatch):
     fs = fsspec.filesystem("memory", skip_instance_cache=True)
     fs.store, fs.pseudo_dirs = {}, [""]
     dying = Dying(_Rootless(fs))
-    monkeypatch.setattr(mirrors, "file_system", lambda scheme: dying)
+    monkeypatch.setattr(mirrors, "opened", lambda url: (dying, url.partition("://")[2]))
     monkeypatch.setattr(mirrors, "WHOLE", 64)
     return dying
 
@@ -241,9 +241,9 @@ def test_a_run_that_fell_silent_is_succeeded_and_ends(bucket, monkeypatch):
     monkeypatch.setenv("COA_JAX_LEASE_SECONDS", "0.8")
     silent = storage.Mirror(f"{bucket}/run")
     silent.open(active=True)
-    assert silent.lease is not None and silent._beat is not None
-    silent.lease._closing.set()  # as if its machine stood still
-    silent._beat.stop()
+    assert silent.lease is not None and silent.uploads is not None
+    silent.lease.renewal.stop()  # as if its machine stood still
+    silent.uploads.stop()
     successor = storage.Mirror(f"{bucket}/run")
     successor.open(active=True)
     (silent.path / "late.json").write_bytes(b"{}")

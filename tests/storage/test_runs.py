@@ -17,7 +17,7 @@ from safetensors.numpy import load_file
 from coa_jax import files, jsonl, storage
 from coa_jax.api import load_policy
 from coa_jax.export import export
-from coa_jax.storage.places import file_system
+from coa_jax.storage.places import opened
 from coa_jax.trajectory import read_trajectories
 from tests.buckets import BUCKET, SCHEMES, free_port
 from tests.killing import assert_same_run, copy_compiled, kill, started
@@ -125,7 +125,7 @@ def start(
 
 def holder(root: str, name: str) -> int:
     """Process that holds the lease of a run."""
-    fs = file_system(storage.scheme_of(root))
+    fs = opened(root)[0]
     try:
         return int(json.loads(fs.cat_file(f"{root}/{name}/lease.json"))["pid"])
     except (FileNotFoundError, KeyError, ValueError):
