@@ -24,7 +24,7 @@ import time
 from coa_jax.errors import UserError
 from coa_jax.installed import warn_untested
 from coa_jax.tools.sandbox import landlock, trial
-from coa_jax.tools.sandbox.canaries import canaries
+from coa_jax.tools.sandbox.canaries import TRIAL_LIMITS, canaries
 from coa_jax.tools.sandbox.isolation import BACKENDS, Isolation, find_isolation
 from coa_jax.tools.sandbox.limits import Job, Limits
 from coa_jax.tools.sandbox.run import run
@@ -58,7 +58,7 @@ async def prove(isolation: Isolation, namespaces: bool = True, cgroup: bool = Tr
     Returns:
         Whether all programs were contained.
     """
-    job = isolation.job(trial.TRIAL_LIMITS, namespaces=namespaces, cgroup=cgroup)
+    job = isolation.job(TRIAL_LIMITS, namespaces=namespaces, cgroup=cgroup)
     contained, over_mb, over_s = True, {"memory": 0.0, "disk": 0.0}, 0.0
     with trial.scene() as around:
         for canary in canaries(around.targets):
@@ -73,8 +73,8 @@ async def prove(isolation: Isolation, namespaces: bool = True, cgroup: bool = Tr
                 print(f"        {line}")
             contained = contained and not tried.wrong
     print(
-        f"overshoot    memory {over_mb['memory']:.0f} MiB over {trial.TRIAL_LIMITS.memory_mb},"
-        f" files {over_mb['disk']:.0f} MiB over {trial.TRIAL_LIMITS.disk_mb},"
+        f"overshoot    memory {over_mb['memory']:.0f} MiB over {TRIAL_LIMITS.memory_mb},"
+        f" files {over_mb['disk']:.0f} MiB over {TRIAL_LIMITS.disk_mb},"
         f" ended at most {1000 * over_s:.0f} ms later"
     )
     return contained

@@ -7,7 +7,8 @@ import dataclasses
 
 import pytest
 
-from coa_jax.tools.sandbox import cgroup, trial
+from coa_jax.tools.sandbox import cgroup
+from coa_jax.tools.sandbox.canaries import TRIAL_LIMITS
 from coa_jax.tools.sandbox.isolation import find_isolation
 from coa_jax.tools.sandbox.run import run
 
@@ -85,7 +86,7 @@ def test_the_report_says_who_enforces_the_totals(backend):
     isolation = find_isolation(backend)
 
     def totals(**less):
-        job = isolation.job(dataclasses.replace(trial.TRIAL_LIMITS, wall_s=30.0), **less)
+        job = isolation.job(dataclasses.replace(TRIAL_LIMITS, wall_s=30.0), **less)
         return asyncio.run(run(job, "")).totals
 
     assert totals(cgroup=False).startswith("memory by a watch")
