@@ -11,6 +11,7 @@ from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
 
 from coa_jax import jsonl
 from coa_jax.tools.net.budget import BudgetSpentError
+from coa_jax.tools.net.errors import Blame, FetchError
 from coa_jax.tools.net.secrets import redact_all
 
 Outcome = Literal["ok", "error", "timeout", "bad_call", "limit", "fault"]
@@ -78,6 +79,21 @@ class Observation:
     done: bool = False
 
 
+def observe(
+    start: float, text: str, outcome: Outcome = "ok", detail: dict[str, Any] | None = None
+) -> Observation:
+    """Returns the observation of a call that ends now.
+
+    Args:
+        start: time at which the call began, on the clock of ``time.monotonic``.
+        text: text that the policy reads.
+        outcome: how the call ended.
+        detail: JSON values for logs and traces.
+    """
+    seconds = time.monotonic() - start
+    return Observation(text, outcome == "ok", outcome, seconds, detail or {})
+
+
 @runtime_checkable
 class Tool(Protocol):
     """The interface of a tool, an asynchronous function from text to an observation.
@@ -133,6 +149,20 @@ def refused_query(name: str, arguments: str, context: ToolContext) -> Observatio
         text = "This query was already searched. Use its result or search for something else."
         return Observation(text, False, "error", 0.0, {"duplicate": True})
     return None
+
+
+def failed_search(start: float, error: FetchError, blame: Blame, **detail: Any) -> Observation:
+    """Returns the observation of a search whose service gave no usable answer.
+
+    Args:
+        start: time at which the call began, on the clock of ``time.monotonic``.
+        error: why there is no usable answer.
+        blame: decides whether the query or the service is to blame.
+        detail: further details of the call.
+    """
+    text = f"The search failed: {error.message}. Search again, or go on without it."
+    detail["error"] = f"{error.kind}: {error.message}"
+    return observe(start, text, blame.outcome(error), detail)
 
 
 def own_calls(name: str, context: ToolContext) -> list[tuple[str, str]]:
@@ -216,19 +246,17 @@ async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
         if done:
             return task.result()
         await _end(task)
-        seconds = time.monotonic() - start
         text = f"The {tool.name} tool gave no result within {deadline:g} seconds."
-        return Observation(text, False, "timeout", seconds)
+        return observe(start, text, "timeout")
     except BudgetSpentError:
         raise
     except (Exception, asyncio.CancelledError) as error:  # a broken tool must not end the run
         if isinstance(error, asyncio.CancelledError) and _being_cancelled():
             await _end(task)
             raise
-        seconds = time.monotonic() - start
         text = f"The {tool.name} tool is not available at the moment."
         detail = redact_all({"exception": f"{type(error).__name__}: {error}"})
-        return Observation(text, False, "fault", seconds, detail)
+        return observe(start, text, "fault", detail)
 
 
 async def _observation(tool: Tool, arguments: str, context: ToolContext) -> Observation:

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 from coa_jax.bounds import (
+    MAX_INT,
     Address,
+    Between,
     Bounded,
     Count,
     MiB,
@@ -152,7 +154,7 @@ class ToolsConfig(Bounded):
     retrieval: Retrieval = "bm25"
     encoder: EncoderConfig = dataclasses.field(default_factory=EncoderConfig)
     wiki_url: Address = ""
-    passage_chars: Count = 300
+    passage_chars: Annotated[int, Between(40, MAX_INT)] = 300
     code_timeout_s: Seconds = 7.0
     code_cpu_s: Seconds = 5.0
     code_memory_mb: MiB = 5120

@@ -11,7 +11,7 @@ import logging
 import re
 from typing import Any
 
-from coa_jax.tools.net.text import decode
+from coa_jax.tools.net.text import decode, media_type
 
 READABLE = (
     "text/",
@@ -50,7 +50,7 @@ def extract(body: bytes, headers: dict[str, str], url: str, max_chars: int) -> d
         A mapping with ``text`` (the text after truncation), ``title``, and ``chars`` (number of
         characters of the whole text). Text and title may be "".
     """
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = media_type(headers)
     if kind == "application/pdf" or body.startswith(b"%PDF-"):
         title, text = _pdf(body, max_chars)
     else:

@@ -14,8 +14,16 @@ import sqlite3
 import time
 from typing import Literal
 
-from coa_jax.errors import UserError
-from coa_jax.tools.base import Observation, Tool, ToolContext, begun, call, is_repeat, own_calls
+from coa_jax.tools.base import (
+    Observation,
+    Tool,
+    ToolContext,
+    begun,
+    call,
+    is_repeat,
+    observe,
+    own_calls,
+)
 from coa_jax.tools.net.store import Store, key_of
 
 _log = logging.getLogger(__name__)
@@ -30,8 +38,6 @@ Mode = Literal["cache", "record", "replay"]
 """
 
 _MARGIN_S = 1.0
-
-MODES: tuple[Mode, ...] = ("cache", "record", "replay")
 
 
 class Recorded:
@@ -62,12 +68,7 @@ class Recorded:
             max_age_s: age in seconds after which a cached answer is not used; None for no limit.
             source: text that identifies the corpus that the tool searches, if ``settings`` does not
                 contain it.
-
-        Raises:
-            UserError: the mode is unknown.
         """
-        if mode not in MODES:
-            raise UserError(f"the mode {mode!r} of stored answers is not one of {', '.join(MODES)}")
         self.tool, self.store, self.mode = tool, store, mode
         self.name = tool.name
         # The deadline of the tool passes earlier, so that timeouts are recorded too.
@@ -113,7 +114,7 @@ class Recorded:
             if self.mode == "replay":
                 text = f"The {self.name} tool is not available at the moment."
                 detail = {"exception": f"the call is not in the recording {self.store.path}"}
-                return Observation(text, False, "fault", time.monotonic() - start, detail)
+                return observe(start, text, "fault", detail)
         observation = await call(self.tool, arguments, context)
         whole = observation.ok and not observation.detail.get("incomplete")
         if self.mode == "record" or whole:

@@ -172,8 +172,6 @@ def test_a_server_shows_what_its_dense_index_shows(tmp_path, encoder):
 
 
 def test_what_is_missing_is_said(tmp_path, encoder, capsys):
-    with pytest.raises(UserError, match="retrieval 'bm52' is unknown; known are bm25, dense, hyb"):
-        load_retriever("bm52", encoder, tmp_path, passages=PASSAGES)
     with pytest.raises(UserError, match=r"hybrid retrieval needs an encoder.*encoder\.path"):
         make_tools(ToolsConfig(retrieval="hybrid"))
     with pytest.raises(UserError, match="no text to index"):

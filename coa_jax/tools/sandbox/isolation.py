@@ -16,7 +16,8 @@ from pathlib import Path
 from coa_jax.errors import UserError
 from coa_jax.tools.sandbox import canaries, landlock
 from coa_jax.tools.sandbox.limits import Job, Limits
-from coa_jax.tools.sandbox.run import SandboxError, run_blocking
+from coa_jax.tools.sandbox.run import SandboxError, run
+from coa_jax.tools.turns import run_blocking
 
 BACKENDS = ("bubblewrap", "landlock")
 """Kinds of isolation, the best first."""
@@ -117,19 +118,16 @@ def find_isolation(backend: str = "auto") -> Isolation:
     )
 
 
-def without_isolation(asked: bool) -> Isolation:
+def without_isolation() -> Isolation:
     """Returns an `Isolation` that limits programs but does not isolate them.
 
     Because programs can then harm the machine, the user must consent twice: by a setting and by the
     environment variable ``COA_JAX_ALLOW_UNSAFE_CODE=1``.
 
-    Args:
-        asked: whether the setting requests programs without isolation.
-
     Raises:
-        UserError: the setting or the environment variable is missing.
+        UserError: the environment variable is missing.
     """
-    if not asked or os.environ.get(UNSAFE_VARIABLE) != "1":
+    if os.environ.get(UNSAFE_VARIABLE) != "1":
         raise UserError(
             f"programs run without isolation only if unsafe=True and {UNSAFE_VARIABLE}=1 are"
             " both set"
@@ -151,7 +149,7 @@ def _why_not(backend: str) -> str | None:
     with tempfile.NamedTemporaryFile(prefix="coa_jax_probe_") as secret:
         os.chmod(secret.name, 0o644)
         try:
-            result, _ = run_blocking(job, canaries.probe(secret.name))
+            result = run_blocking(run(job, canaries.probe(secret.name)))
         except SandboxError as error:
             return " ".join(str(error).split())
     if result.stdout.head != canaries.HELD:

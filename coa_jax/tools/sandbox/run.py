@@ -12,7 +12,6 @@ import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from pathlib import Path
 
@@ -321,32 +320,3 @@ def _result(report: str, out: _Reader, error: _Reader) -> Result:
         *(streams[0], streams[1], reason, code, fields["cpu_s"], fields["uid"]),
         *(fields["ended"], fields["totals"]),
     )
-
-
-def run_blocking(job: Job, source: str, stdin: str = "") -> tuple[Result, float]:
-    """Runs a program in the sandbox and waits for its end. An event loop may run in this thread.
-
-    Args:
-        job: description of the job.
-        source: Python source of the program.
-        stdin: text on the program's standard input.
-
-    Returns:
-        (result of the program, wall time in seconds).
-    """
-    answer: list[Result] = []
-    failure: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            answer.append(asyncio.run(run(job, source, stdin)))
-        except BaseException as error:
-            failure.append(error)
-
-    start = time.monotonic()
-    thread = threading.Thread(target=work, name="sandbox")
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return answer[0], time.monotonic() - start
