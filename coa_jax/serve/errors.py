@@ -31,9 +31,8 @@ def error_body(status: int, message: str, param: str | None = None) -> dict[str,
     return {"error": {"message": message, "type": kind, "param": param, "code": status}}
 
 
-def error_response(error: Refused, headers: dict[str, str] | None = None) -> JSONResponse:
+def error_response(error: Refused) -> JSONResponse:
     """Returns the HTTP response to a refused request."""
-    if error.status == 429:
-        headers = {**(headers or {}), "Retry-After": "1"}
+    headers = {"Retry-After": "1"} if error.status == 429 else None
     body = error_body(error.status, error.message, error.param)
     return JSONResponse(body, error.status, headers)

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 import math
 import time
-from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, Self, get_args, runtime_checkable
 
 from coa_jax import jsonl
 from coa_jax.tools.net.budget import BudgetSpentError
@@ -196,30 +196,35 @@ def time_for(limit: float, context: ToolContext) -> float:
     return min(limit, max(context.deadline - margin, 0.001))
 
 
-class _Wrapper(Protocol):
-    tool: Tool
+class Wrapper:
+    """A base class of tools that call another tool.
 
-
-W = TypeVar("W", bound=_Wrapper)
-
-
-def begun(wrapper: W) -> W:
-    """Prepares a wrapped tool for one trajectory, by calling ``begin`` of the tool.
-
-    Args:
-        wrapper: object with the tool in its attribute ``tool``.
-
-    Returns:
-        A copy of the wrapper with the tool that ``begin`` returned. If the tool has no ``begin``,
-        the wrapper itself is returned.
+    Attributes:
+        tool: the other tool.
+        name: name of the other tool.
     """
-    begin = getattr(wrapper.tool, "begin", None)
-    inner = wrapper.tool if begin is None else begin()
-    if inner is wrapper.tool:
-        return wrapper
-    own = copy.copy(wrapper)
-    own.tool = inner
-    return own
+
+    def __init__(self, tool: Tool):
+        self.tool, self.name = tool, tool.name
+
+    def begin(self) -> Self:
+        """Prepares the tool for one trajectory, by calling ``begin`` of the other tool.
+
+        Returns:
+            A copy of this object with the tool that ``begin`` returned. If the other tool has no
+            ``begin``, this object itself is returned.
+        """
+        begin = getattr(self.tool, "begin", None)
+        inner = self.tool if begin is None else begin()
+        if inner is self.tool:
+            return self
+        own = copy.copy(self)
+        own.tool = inner
+        return own
+
+    async def close(self) -> None:
+        """Ends the trajectory for which `begin` created this tool."""
+        await self.tool.close()  # type: ignore[attr-defined]
 
 
 async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:

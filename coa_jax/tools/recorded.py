@@ -18,7 +18,7 @@ from coa_jax.tools.base import (
     Observation,
     Tool,
     ToolContext,
-    begun,
+    Wrapper,
     call,
     is_repeat,
     observe,
@@ -40,7 +40,7 @@ Mode = Literal["cache", "record", "replay"]
 _MARGIN_S = 1.0
 
 
-class Recorded:
+class Recorded(Wrapper):
     """A wrapper around a tool that stores the answers of the tool.
 
     Attributes:
@@ -69,21 +69,13 @@ class Recorded:
             source: text that identifies the corpus that the tool searches, if ``settings`` does not
                 contain it.
         """
-        self.tool, self.store, self.mode = tool, store, mode
-        self.name = tool.name
+        super().__init__(tool)
+        self.store, self.mode = store, mode
         # The deadline of the tool passes earlier, so that timeouts are recorded too.
         self.deadline = tool.deadline + _MARGIN_S
         self._max_age_s = max_age_s if mode == "cache" else None
         self._settings = f"{getattr(tool, 'settings', '')}{source}" if mode == "cache" else ""
         self._warned = False
-
-    def begin(self) -> Recorded:
-        """Returns a tool for one trajectory, which shares the store, see `base.begun`."""
-        return begun(self)
-
-    async def close(self) -> None:
-        """Ends the trajectory for which `begin` created this tool."""
-        await self.tool.close()  # type: ignore[attr-defined]
 
     def key(self, arguments: str, context: ToolContext) -> str:
         """Returns the key under which the answer to a call is stored."""

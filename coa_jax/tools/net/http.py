@@ -62,14 +62,9 @@ class Limits:
     max_bytes: int = 8 << 20
     redirects: int = 5
 
-    def within(self, seconds: float | None) -> Limits:
-        """Returns these limits, with ``total_s`` reduced to ``seconds`` if it is larger.
-
-        If ``seconds`` is None, the limits are returned unchanged.
-        """
-        if seconds is None or seconds >= self.total_s:
-            return self
-        return dataclasses.replace(self, total_s=max(seconds, 0.001))
+    def within(self, seconds: float) -> Limits:
+        """Returns these limits, with ``total_s`` reduced to ``seconds`` if it is larger."""
+        return dataclasses.replace(self, total_s=max(min(seconds, self.total_s), 0.001))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -249,7 +244,7 @@ async def _exchange(url: httpx2.URL, sent: Request, limits: Limits, guard: Guard
     raw += [(k.encode("ascii"), v.encode("latin-1", "replace")) for k, v in sent.headers.items()]
     if sent.body:
         raw.append((b"Content-Length", str(len(sent.body)).encode()))
-    more = {
+    more: dict[str, Any] = {
         "headers": raw,
         "content": sent.body or None,
         "extensions": {

@@ -8,7 +8,6 @@ import hashlib
 import json
 import sqlite3
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from coa_jax.errors import UserError
@@ -57,19 +56,13 @@ class Store:
                 connection.executescript(_SCHEMA)
                 connection.execute("SELECT key, observation FROM observations LIMIT 1").fetchall()
         except (OSError, sqlite3.Error) as error:
-            raise UserError(
-                f"{self.path} cannot hold observations of tools ({error}); remove it or give"
-                " another path"
-            ) from error
+            wrong = f"{self.path} cannot hold observations of tools ({error})"
+            raise UserError(f"{wrong}; remove it or give another path") from error
 
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
+    def _open(self) -> contextlib.closing[sqlite3.Connection]:
         connection = sqlite3.connect(self.path, timeout=self._wait_s, isolation_level=None)
-        try:
-            connection.execute("PRAGMA synchronous=NORMAL")
-            yield connection
-        finally:
-            connection.close()
+        connection.execute("PRAGMA synchronous=NORMAL")
+        return contextlib.closing(connection)
 
     def __len__(self) -> int:
         with self._open() as connection:

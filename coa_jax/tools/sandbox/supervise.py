@@ -71,7 +71,9 @@ def supervise(job: Job, pipes: Pipes, home: cgroup.Home | None) -> None:
         isolated = job.backend == "landlock" and job.namespaces and _new_namespaces()
         scratch = _scratch(job, pipes, uid, isolated)
         report["directory"] = scratch.path
-        report["totals"] = _totals(group, scratch)
+        memory = f"cgroup v{group.version}" if group else "a watch"
+        files = "a file system of their own" if scratch.bounded else "a watch"
+        report["totals"] = f"memory by {memory}, files by {files}"
         report |= _run(job, pipes, uid, scratch, group, isolated)
     except OSError as error:
         report["error"] = f"{type(error).__name__}: {error}"
@@ -118,11 +120,6 @@ def claim_uid() -> int | None:
             continue
         return uid
     raise OSError(f"all {len(UIDS)} sandbox uids are in use")
-
-
-def _totals(group: cgroup.Group | None, scratch: Scratch) -> str:
-    memory = f"memory by cgroup v{group.version}" if group else "memory by a watch"
-    return f"{memory}, files by {'a file system of their own' if scratch.bounded else 'a watch'}"
 
 
 def _run(
