@@ -102,7 +102,7 @@ def _show_tools(path: str) -> int:
     # These imports are local, because the test of the isolation needs only the standard library.
     from coa_jax.cli import load_config
     from coa_jax.settings import build
-    from coa_jax.tools.make import ToolsConfig
+    from coa_jax.tools.make import TOOLS, ToolsConfig
     from coa_jax.tools.reach import findings
 
     try:
@@ -112,8 +112,7 @@ def _show_tools(path: str) -> int:
             except (KeyError, SyntaxError) as error:
                 raise UserError(f"{path}: no tools can be read from it: {error!r}") from error
         else:
-            names = ("wiki_search", "code", "web_search", "crawl_page", "visual_inspector")
-            config = ToolsConfig(names=names)
+            config = ToolsConfig(names=tuple(TOOLS.built_in))
         found = asyncio.run(findings(config))
     except UserError as error:
         print(error, file=sys.stderr)

@@ -122,9 +122,13 @@ class _Reader(asyncio.Protocol):
 
 
 class _Feeder(asyncio.BaseProtocol):
-    """Knows whether the program's standard input is still open."""
+    """Closes the program's standard input, unless the program has closed it."""
 
     lost = False
+
+    def stop(self, writer: asyncio.WriteTransport) -> None:
+        if not self.lost:
+            writer.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.lost = True
@@ -280,7 +284,7 @@ async def _run_once(job: Job, source: str, stdin: str, keep: int) -> Result:
         for end in theirs:
             end.close()
         writer, feeder = await loop.connect_write_pipe(_Feeder, input_write)
-        stack.callback(lambda: feeder.lost or writer.abort())
+        stack.callback(feeder.stop, writer)
         writer.write(stdin.encode("utf-8", "replace"))
         writer.write_eof()
 
