@@ -204,7 +204,7 @@ async def _web(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
         if not Secret(key_env):
             return _with_key(False, where, key_env)
     try:
-        search = searxng(web.url) if query else serper(web.url, Secret(key_env))
+        search = searxng(web) if query else serper(web)
         await search(query, 1, Limits(seconds, seconds, seconds, attempts=1, redirects=0))
     except FetchError as error:
         if query or error.status not in REFUSED or error.account:

@@ -59,8 +59,8 @@ PROVIDERS = Kind(
     "search service",
     "coa_jax.search",
     {
-        "serper": "coa_jax.tools.web_search:configured_serper",
-        "searxng": "coa_jax.tools.web_search:configured_searxng",
+        "serper": "coa_jax.tools.web_search:serper",
+        "searxng": "coa_jax.tools.web_search:searxng",
         "local": "coa_jax.tools.web_search:local",
     },
     offers=("query", "count", "limits", "config", "index"),
@@ -135,32 +135,28 @@ def choose(config: WebSearchConfig) -> str:
     return "serper" if Secret(config.key_env) else "local"
 
 
-def serper(url: str, secret: Secret) -> Provider:
+def serper(config: WebSearchConfig) -> Provider:
     """Returns a provider for the API of serper.dev.
 
     A request is a POST of ``{"q": ..., "num": ...}`` with the header ``X-API-KEY``. The answer
     contains the results in ``organic``.
 
-    Args:
-        url: URL of the service.
-        secret: API key.
-
     Raises:
         UserError: the key is not set, or the URL is invalid.
     """
+    secret, guard = Secret(config.key_env), trusting(config.url)
     secret.reveal()
-    guard = trusting(url)
 
     async def search(query: str, count: int, limits: Limits) -> Sequence[Result]:
         headers = {"Content-Type": "application/json", "X-API-KEY": secret.reveal()}
         body = json.dumps({"q": query, "num": count}).encode()
-        answer = await fetch_json(Request(url, "POST", headers, body), limits, guard)
+        answer = await fetch_json(Request(config.url, "POST", headers, body), limits, guard)
         return _results(secret.redact(answer), "organic", "link", "snippet")
 
     return search
 
 
-def searxng(url: str) -> Provider:
+def searxng(config: WebSearchConfig) -> Provider:
     """Returns a provider for a SearXNG server.
 
     A request is ``GET URL?q=...&format=json``. The answer contains the results in ``results``.
@@ -168,11 +164,11 @@ def searxng(url: str) -> Provider:
     Raises:
         UserError: the URL is invalid.
     """
-    guard = trusting(url)
+    guard = trusting(config.url)
 
     async def search(query: str, count: int, limits: Limits) -> Sequence[Result]:
         asked = urllib.parse.urlencode({"q": query, "format": "json"}, errors="replace")
-        answer = await fetch_json(Request(f"{url}?{asked}"), limits, guard)
+        answer = await fetch_json(Request(f"{config.url}?{asked}"), limits, guard)
         return _results(answer, "results", "url", "content")
 
     return search
@@ -214,16 +210,6 @@ def _results(answer: Any, key: str, link: str, snippet: str) -> list[Result]:
             fields = [row.get(name) for name in ("title", link, snippet, "date", "source")]
             found.append(Result(*(str(field) if field else "" for field in fields)))
     return found
-
-
-def configured_serper(config: WebSearchConfig) -> Provider:
-    """Returns a provider for serper.dev with the given settings."""
-    return serper(config.url, Secret(config.key_env))
-
-
-def configured_searxng(config: WebSearchConfig) -> Provider:
-    """Returns a provider for a SearXNG server with the given settings."""
-    return searxng(config.url)
 
 
 def provider_of(config: WebSearchConfig, index: Callable[[], Index]) -> Provider:

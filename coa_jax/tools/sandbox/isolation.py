@@ -77,19 +77,11 @@ class Isolation:
             namespaces: whether Landlock may be combined with namespaces.
             cgroup: whether a control group may limit the memory of the program.
         """
-        readable, links = _file_system(self.interpreter, libraries)
-        return Job(
-            self.backend,
-            self.interpreter.path,
-            readable,
-            links,
-            tuple(os.path.realpath(path) for path in libraries),
-            _scratch(),
-            shutil.which("bwrap", path=_search_path()) or "",
-            namespaces,
-            cgroup,
-            limits,
-        )
+        places = tuple(map(os.path.realpath, libraries))
+        readable, links = _file_system(self.interpreter, places)
+        bwrap = shutil.which("bwrap", path=_search_path()) or ""
+        settings = (places, _scratch(), bwrap, namespaces, cgroup, limits)
+        return Job(self.backend, self.interpreter.path, readable, links, *settings)
 
 
 def find_isolation(backend: str = "auto") -> Isolation:
@@ -215,10 +207,9 @@ def _file_system(
     links = tuple((os.readlink(path), path) for path in _TOP_LEVEL if os.path.islink(path))
     wanted = ["/usr", *(path for path in _TOP_LEVEL if not os.path.islink(path)), *_EXTRAS]
     for library in libraries:
-        if not os.path.isdir(library) or not reachable(os.path.realpath(library)):
+        if not os.path.isdir(library) or not reachable(library):
             raise UserError(f"sandbox library {library!r} is not a directory that others can read")
-        wanted.append(os.path.realpath(library))
-    wanted += interpreter.prefixes
+    wanted += [*libraries, *interpreter.prefixes]
     readable: list[str] = []
     for path in wanted:
         inside = any(path == root or path.startswith(root + "/") for root in readable)

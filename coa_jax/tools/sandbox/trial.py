@@ -68,9 +68,7 @@ def _remains(uid: int, marker: str) -> list[str]:
     end = time.monotonic() + _SETTLE_S
     while True:
         found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
+        for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 arguments = (entry / "cmdline").read_bytes().split(b"\0")
                 ours = entry.stat().st_uid == uid
