@@ -129,9 +129,9 @@ class _Session:
         self._client: asyncio.Future[Any] | None = None  # accessed only in the event loop
         self._close: asyncio.Event | None = None
 
-    async def last_words(self) -> str:
+    def last_words(self) -> str:
         """Returns the last lines of the server program's stderr; "" if there are none."""
-        return await asyncio.to_thread(self._words.text) if self._words else ""
+        return self._words.text() if self._words else ""
 
     async def run(self, call: Any, seconds: float) -> Any:
         """Awaits ``call(client)`` in the event loop of the session, and returns the result."""
@@ -361,7 +361,7 @@ class McpTool:
 
     async def _last_words(self) -> str:
         """Returns the end of the server's stderr, without API keys."""
-        return str(self._shown(await self._session.last_words()))[-_STDERR_CHARS:]
+        return str(self._shown(await asyncio.to_thread(self._session.last_words)))[-_STDERR_CHARS:]
 
     def _seen(self, text: str, ok: bool, start: float) -> Observation:
         text = clip(self._shown(text), self._config.max_chars)

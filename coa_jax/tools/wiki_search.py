@@ -248,6 +248,7 @@ class WikiSearch:
     """
 
     name = "wiki_search"
+    deadline = 30.0
 
     def __init__(
         self,
@@ -255,7 +256,6 @@ class WikiSearch:
         passage_chars: int = 300,
         cache_dir: Path | str | None = None,
         passages: Sequence[Passage] | None = None,
-        deadline: float = 30.0,
         load: Callable[..., Index] = load_index,
     ):
         """Creates the tool. The index is loaded by the first call, or by `warm_up`.
@@ -265,12 +265,10 @@ class WikiSearch:
             passage_chars: maximum length of a passage of the World Factbook, in characters.
             cache_dir: folder of stored indexes; None for the default, see `index_folder`.
             passages: passages of the corpus; None for the World Factbook.
-            deadline: time limit of a call in seconds.
             load: function that loads or builds the index. Its arguments are ``cache_dir``,
                 ``passage_chars`` and ``passages``.
         """
         self.top_k = top_k
-        self.deadline = deadline
         self._load = functools.partial(load, cache_dir, passage_chars, passages)
         self._index: Index | None = None
         self._lock = threading.Lock()

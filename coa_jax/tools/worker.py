@@ -27,6 +27,9 @@ _START = "from coa_jax.tools import worker; worker.serve()"
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
 """Environment variables that workers get. Other variables are left out, as they may be API keys."""
 
+_MEMORY = 4 << 30
+"""Limit of the address space of a worker in bytes."""
+
 _START_S = 30.0
 """Time limit in seconds for a worker to start and import its modules."""
 
@@ -49,16 +52,15 @@ class Workers:
     Several threads may use the same pool.
     """
 
-    def __init__(self, function: str, count: int | None = None, memory_mb: int = 4096):
+    def __init__(self, function: str, count: int | None = None):
         """Creates the pool. A process starts only when a call needs it.
 
         Args:
             function: the function as ``module:name``. Its arguments must be picklable, and its
                 result must be a JSON value.
             count: maximum number of processes; None for one per processor, but at most four.
-            memory_mb: limit of the address space of each process, in MiB.
         """
-        self._function, self._memory_mb = function, memory_mb
+        self._function = function
         self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()
         for _ in range(count or min(4, os.cpu_count() or 1)):
             self._free.put(None)
@@ -86,7 +88,7 @@ class Workers:
             end = time.monotonic() + timeout
         try:
             if process is None or not process.alive:
-                process = _Process(self._function, self._memory_mb)
+                process = _Process(self._function)
                 end += process.start_s
             return process.ask(arguments, end - time.monotonic())
         finally:
@@ -94,14 +96,14 @@ class Workers:
 
 
 class _Process:
-    def __init__(self, function: str, memory_mb: int):
+    def __init__(self, function: str):
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         start = time.monotonic()
         self._connection, theirs = Pipe()
         with theirs:
             self._process = subprocess.Popen(
-                [sys.executable, "-c", _START, function, str(memory_mb), str(theirs.fileno())],
+                [sys.executable, "-c", _START, function, str(theirs.fileno())],
                 pass_fds=[theirs.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=subprocess.DEVNULL,
@@ -168,11 +170,10 @@ def serve() -> None:
 
     This is the main function of a worker process.
     """
-    function, memory_mb, descriptor = sys.argv[1:4]
+    function, descriptor = sys.argv[1:3]
     connection = Connection(int(descriptor))
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    limit = int(memory_mb) << 20
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     module, _, name = function.partition(":")
     call = getattr(importlib.import_module(module), name)
     connection.send_bytes(b"{}")

@@ -279,10 +279,7 @@ class Client:
 
 
 async def chat(
-    config: ChatConfig,
-    messages: Sequence[Mapping[str, Any]],
-    seconds: float | None = None,
-    options: Mapping[str, Any] | None = None,
+    config: ChatConfig, messages: Sequence[Mapping[str, Any]], seconds: float | None = None
 ) -> str:
     """Sends a conversation to a chat model, and returns the text of the model's reply.
 
@@ -290,14 +287,13 @@ async def chat(
         config: the model and its endpoint.
         messages: messages of the conversation, each with ``role`` and ``content``.
         seconds: time limit for all attempts together; None to limit only each attempt.
-        options: further fields of the request.
 
     Raises:
         FetchError: there is no answer, or the answer does not have the format of the API.
         UserError: the environment variable with the API key is not set, or a limit of the budget is
             reached.
     """
-    body = {**config.options, "messages": list(messages), **(options or {})}
+    body = {**config.options, "messages": list(messages)}
     async with Client(config) as client:
         return await client.ask(body, _text, seconds)
 

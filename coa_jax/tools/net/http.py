@@ -150,9 +150,7 @@ async def fetch_json(request: Request, limits: Limits, guard: Guard) -> Any:
 
 
 async def attempts(
-    attempt: Callable[[], Awaitable[T]],
-    limits: Limits,
-    go_on: Callable[[], bool] = lambda: True,
+    attempt: Callable[[], Awaitable[T]], limits: Limits, go_on: Callable[[], bool] = lambda: True
 ) -> T:
     """Calls a function until it succeeds, and returns its result.
 

@@ -20,6 +20,7 @@ CREATE TABLE IF NOT EXISTS observations (
 CREATE INDEX IF NOT EXISTS age ON observations (stored);
 """
 _PRUNE_EVERY = 64
+_WAIT_S = 10.0  # for other processes that write
 
 
 def key_of(*parts: object) -> str:
@@ -34,21 +35,19 @@ class Store:
     repairs the file at the next operation if a process was killed.
     """
 
-    def __init__(self, path: str | Path, max_entries: int = 0, wait_s: float = 10.0):
+    def __init__(self, path: str | Path, max_entries: int = 0):
         """Creates the file and its folder if they are missing.
 
         Args:
             path: path of the file.
             max_entries: maximum number of observations, beyond which the oldest are deleted; 0 for
                 no limit.
-            wait_s: maximum time in seconds to wait for other processes that write.
 
         Raises:
             UserError: the file cannot be created, or is not a store of observations.
         """
         self.path = Path(path).expanduser()
         self._max_entries = max_entries
-        self._wait_s = wait_s
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._open() as connection:
@@ -60,7 +59,7 @@ class Store:
             raise UserError(f"{wrong}; remove it or give another path") from error
 
     def _open(self) -> contextlib.closing[sqlite3.Connection]:
-        connection = sqlite3.connect(self.path, timeout=self._wait_s, isolation_level=None)
+        connection = sqlite3.connect(self.path, timeout=_WAIT_S, isolation_level=None)
         connection.execute("PRAGMA synchronous=NORMAL")
         return contextlib.closing(connection)
 
