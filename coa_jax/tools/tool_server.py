@@ -217,7 +217,7 @@ def _serve(options: argparse.Namespace) -> None:
         from coa_jax.web.guard import check_exposure, is_local
         from coa_jax.web.limits import ConnectionLimits
         from coa_jax.web.refusals import RefusalLog
-        from coa_jax.web.server import Server, allow_connections, listen, run_until_signal
+        from coa_jax.web.server import Server, listen, run_until_signal
     except ModuleNotFoundError as error:
         raise missing("tool_server", str(error.name), "serve") from error
     secret, limits, log = Secret(options.key_env), ConnectionLimits(_CONNECTIONS), RefusalLog()
@@ -231,7 +231,6 @@ def _serve(options: argparse.Namespace) -> None:
     elif options.libraries:
         raise UserError("--libraries needs programs, which --no_code disables; leave one out")
     listener = listen(options.host, options.port, "choose another --port or --host")
-    allow_connections(limits)
     prefixes = options.query_prefix, options.passage_prefix
     encoder = EncoderConfig(options.encoder, *prefixes, device=options.encoder_device)
     index = load_retriever(options.retrieval, encoder, passages=corpus)

@@ -86,7 +86,7 @@ class Guard:
         rules: Rules,
         answer: Callable[[Refused], Response],
         log: RefusalLog,
-        count: Callable[[str, int], None],
+        count: Callable[[str, int], None] = lambda path, status: None,
     ):
         """Puts a guard in front of an application.
 

@@ -83,9 +83,7 @@ def make_app(routes: Mapping[str, JsonRoute], rules: Rules, log: RefusalLog) -> 
     for path, route in routes.items():
         app.add_route(path, functools.partial(answer, route), methods=["POST"])
     handle_errors(app, error_response)
-    app.add_middleware(
-        Guard, rules=rules, answer=error_response, log=log, count=lambda path, status: None
-    )
+    app.add_middleware(Guard, rules=rules, answer=error_response, log=log)
     return app
 
 

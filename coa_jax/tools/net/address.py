@@ -26,12 +26,9 @@ Address = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _MAX_URL = 4096
 _UNSAFE = re.compile(r"[\x00-\x20\x7f\\]")
-_EMBEDDED = {  # IPv6 networks with an IPv4 address in their last 32 bits
-    ipaddress.IPv6Network("::/96"),
-    ipaddress.IPv6Network("::ffff:0:0/96"),
-    ipaddress.IPv6Network("::ffff:0:0:0/96"),
-    ipaddress.IPv6Network("64:ff9b::/96"),
-}
+# IPv6 networks with an IPv4 address in their last 32 bits.
+_EMBEDDED_IN = ("::/96", "::ffff:0:0/96", "::ffff:0:0:0/96", "64:ff9b::/96")
+_EMBEDDED = tuple(map(ipaddress.IPv6Network, _EMBEDDED_IN))
 _UNICAST = ipaddress.IPv6Network("2000::/3")
 # Networks for special use (IANA) that some versions of Python's `ipaddress` report as public.
 _SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
