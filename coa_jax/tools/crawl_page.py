@@ -107,24 +107,18 @@ class CrawlPage:
         if config.summarizer:
             check_client()
         self._config, self._index = config, index
-        self._limits = Limits(
-            total_s=min(config.page_timeout_s, config.timeout_s),
-            attempts=config.attempts,
-            max_bytes=config.max_bytes,
-        )
+        seconds = min(config.page_timeout_s, config.timeout_s)
+        self._limits = Limits(seconds, attempts=config.attempts, max_bytes=config.max_bytes)
         self._guard = Guard(config.allow_hosts, config.blocked)
         self._robots = Robots(self._limits, self._guard) if config.robots else None
         self._workers = Workers("coa_jax.tools.page_text:extract")
         self._turns = Turns(config.concurrency)
         self.deadline = config.timeout_s + 1.0
         self.tailored = bool(config.summarizer)
-        self.settings = json.dumps(
-            [
-                *(config.page_chars, config.max_pages, config.robots),
-                *(config.allow_hosts, config.blocked),
-                *(config.summarizer.url, config.summarizer.model),
-            ]
-        )
+        pages = (config.page_chars, config.max_pages, config.robots)
+        places = (config.allow_hosts, config.blocked)
+        model = (config.summarizer.url, config.summarizer.model)
+        self.settings = json.dumps([*pages, *places, *model])
 
     def depends_on(self, context: ToolContext) -> list[str]:
         """Returns the texts of the trajectory on which summaries depend."""

@@ -136,11 +136,7 @@ class _Session:
     async def run(self, call: Any, seconds: float) -> Any:
         """Awaits ``call(client)`` in the event loop of the session, and returns the result."""
         future = asyncio.run_coroutine_threadsafe(self._run(call, seconds), self._running())
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            future.cancel()
-            raise
+        return await asyncio.wrap_future(future)
 
     async def close(self) -> None:
         """Ends the session and its thread. A later call begins a new session."""

@@ -103,13 +103,9 @@ class VisualInspector:
         self._config, self._blame = config, Blame()
         self._limits = Limits(total_s=min(30.0, config.chat.timeout_s), max_bytes=config.max_bytes)
         self.deadline = config.chat.timeout_s + 1.0
-        self.settings = json.dumps(
-            [
-                *(config.chat.url, config.chat.model, config.chat.temperature),
-                *(config.chat.max_tokens, config.max_chars, config.max_bytes),
-                *(str(self._folder), config.allow_hosts),
-            ]
-        )
+        model, places = config.chat, (str(self._folder), config.allow_hosts)
+        asked = (model.url, model.model, model.temperature, model.max_tokens)
+        self.settings = json.dumps([*asked, config.max_chars, config.max_bytes, *places])
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Describes the image that the policy named between the tags."""
@@ -132,10 +128,8 @@ class VisualInspector:
             return seen(f"The image cannot be opened: {error.message}.", failed)
         prompt = _DESCRIBE if not (question or "").strip() else f"{_WITH_QUESTION}{question}"
         data = f"data:{kind};base64,{base64.b64encode(image).decode()}"
-        content = [
-            {"type": "text", "text": prompt},
-            {"type": "image_url", "image_url": {"url": data}},
-        ]
+        picture = {"type": "image_url", "image_url": {"url": data}}
+        content = [{"type": "text", "text": prompt}, picture]
         left = max(seconds - (time.monotonic() - start), 0.001)
         try:
             text = await chat(self._config.chat, [{"role": "user", "content": content}], left)

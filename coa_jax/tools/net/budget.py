@@ -227,7 +227,7 @@ def spending(folder: Path, process: int = 0, processes: int = 1) -> Iterator[Non
     Raises:
         UserError: a file with the cost of a process cannot be read.
     """
-    global _run
+    global _run, _purses
     told: dict[int, dict[str, Spent]] = {}
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         rows = files.read_json_object(path)
@@ -240,19 +240,17 @@ def spending(folder: Path, process: int = 0, processes: int = 1) -> Iterator[Non
         for name, each in spent.items():
             before[name] = before.get(name, Spent()) + each
     with _lock:
-        outer, kept = _run, dict(_purses)
+        outer = _run, _purses
         _run = _Run(folder, process, processes, before, told.get(process, {}))
-        _purses.clear()
+        _purses = {}
     try:
         yield
     finally:
         with _lock:
-            mine = list(_purses.values())
-            _purses.clear()
-            _purses.update(kept)
-            for purse in mine:
+            mine = _purses
+            _run, _purses = outer
+            for purse in mine.values():
                 purse.close()
-            _run = outer
 
 
 def purse_of(limits: Budget, name: str, model: str = "", where: str = "") -> Purse:
