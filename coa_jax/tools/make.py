@@ -275,8 +275,8 @@ def _made(name: str, config: ToolsConfig, search: WikiSearch) -> Tool:
         raise refuse_result(TOOLS, path, tool, _WANTED, where)
     tag = _tag(name) if is_path(name) else name
     if tool.name != tag:
-        named = f"has the name {tool.name!r}, and the config calls it {tag!r}"
-        raise UserError(f"{where}: the tool {path} {named}; give both the same")
+        told = f"has the name {tool.name!r}, and the config calls it {tag!r}"
+        raise UserError(f"{where}: the tool {path} {told}; give both the same")
     return tool
 
 

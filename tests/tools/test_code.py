@@ -195,7 +195,7 @@ def test_unsafe_needs_two_words(monkeypatch):
 
 @given(st.text(max_size=60), st.text(max_size=60), st.integers(2, 40))
 def test_output_keeps_to_its_room_and_shows_both_ends(out, error, room):
-    outcome, text = describe(ended(out, error, code=1), Limits(), room)
+    outcome, text, _ = describe(ended(out, error, code=1), Limits(), room)
     shown = text.replace("[FAILED] exit code 1", "")
     assert outcome == "error"
     assert len(shown) <= room + 2 * len("\nSTDOUT:\n\n[... 99 characters left out ...]\n")

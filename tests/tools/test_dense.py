@@ -72,7 +72,7 @@ def test_ranks_are_fused_by_the_sum_of_their_reciprocals():
 @pytest.mark.parametrize("retrieval", ["dense", "hybrid"])
 def test_a_passage_is_found_by_its_own_words(tmp_path, encoder, retrieval):
     index = load_retriever(retrieval, encoder, tmp_path, passages=PASSAGES)
-    assert len(index) == 4 and tuple(index.passages) == PASSAGES
+    assert tuple(index.passages) == PASSAGES
     for passage in PASSAGES:
         best, *_ = hits = index.search(f"{passage.title}\n{passage.text}", 4)
         assert best.passage == passage
