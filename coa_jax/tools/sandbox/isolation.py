@@ -163,16 +163,11 @@ def find_interpreter() -> Interpreter:
     places = [sys.executable, os.path.join(sys.base_prefix, "bin", "python3")]
     for directory in ("/usr/bin", "/usr/local/bin", "/opt/conda/bin"):
         places += [os.path.join(directory, name) for name in ("python3", *names)]
-    tried = []
-    for place in dict.fromkeys(os.path.realpath(place) for place in places if place):
-        if not os.path.exists(place):
-            continue
-        tried.append(place)
-        if not reachable(place):
-            continue
-        answer = subprocess.run(
-            [place, "-I", "-S", "-c", _DESCRIBE], capture_output=True, text=True, env={}
-        )
+    found = dict.fromkeys(os.path.realpath(place) for place in places if place)
+    tried = list(filter(os.path.exists, found))
+    for place in filter(reachable, tried):
+        command = [place, "-I", "-S", "-c", _DESCRIBE]
+        answer = subprocess.run(command, capture_output=True, text=True, env={})
         if answer.returncode != 0:
             continue
         *prefixes, version = json.loads(answer.stdout)

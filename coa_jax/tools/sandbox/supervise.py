@@ -33,7 +33,7 @@ _REMOVAL_S = 2.0
 """Seconds that a report waits for the removal of files; a program may make very many."""
 
 
-def supervise(job: Job, pipes: Pipes, home: cgroup.Home | None) -> None:
+def supervise(job: Job, pipes: Pipes, home: cgroup.Group | None) -> None:
     """Runs a program to its end, and writes the report as JSON.
 
     The report has these keys:
