@@ -256,7 +256,8 @@ async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
     except BudgetSpentError:
         raise
     except (Exception, asyncio.CancelledError) as error:  # a broken tool must not end the run
-        if isinstance(error, asyncio.CancelledError) and _being_cancelled():
+        caller = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and caller and caller.cancelling():
             await _end(task)
             raise
         text = f"The {tool.name} tool is not available at the moment."
@@ -302,12 +303,6 @@ def _forget(task: asyncio.Task[Observation]) -> None:
     _left_behind.discard(task)
     if not task.cancelled():
         task.exception()  # asyncio logs exceptions that nobody retrieves
-
-
-def _being_cancelled() -> bool:
-    """Returns whether the current task itself is being cancelled."""
-    task = asyncio.current_task()
-    return task is None or bool(task.cancelling())
 
 
 def unavailable(name: str) -> Observation:
