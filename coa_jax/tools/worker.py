@@ -136,6 +136,7 @@ class _Process:
         """
         end = time.monotonic() + timeout
         watchdog = threading.Timer(timeout, self._process.kill)
+        watchdog.daemon = True  # must not delay the end of this process
         watchdog.start()
         try:
             if request is not None:
