@@ -219,7 +219,5 @@ def make_app(service: Sessions, log: RefusalLog) -> FastAPI:
         open=("/health",),
         limits=service.config.limits,
     )
-    app.add_middleware(
-        Guard, rules=rules, answer=error_response, log=log, count=lambda path, status: None
-    )
+    app.add_middleware(Guard, rules=rules, answer=error_response, log=log)
     return app

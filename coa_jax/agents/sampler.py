@@ -23,7 +23,7 @@ from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.serve.config import ServeConfig
 from coa_jax.trajectory import StopReason, Trajectory
 from coa_jax.web.refusals import RefusalLog
-from coa_jax.web.server import Server, address_of, allow_connections, listen
+from coa_jax.web.server import Server, address_of, listen
 
 _HOPELESS = 8
 """Number of failed programs after which the run stops if no program has succeeded before."""
@@ -72,7 +72,6 @@ class AgentSampler:
         )
         self._version = version
         self._listener = listen(config.host, config.port, "give another agent.port or agent.host")
-        allow_connections(served.limits)
         self._url = address_of(self._listener)
         self._waiting: deque[tuple[Request, int]] = deque()
         self._running: dict[asyncio.Task[Trajectory], Session] = {}

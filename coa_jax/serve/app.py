@@ -11,7 +11,6 @@ from fastapi.responses import FileResponse, JSONResponse, PlainTextResponse, Res
 from prometheus_client import CONTENT_TYPE_LATEST
 from pydantic import BaseModel
 from pydantic.json_schema import models_json_schema
-from starlette.exceptions import HTTPException
 
 from coa_jax.errors import UserError
 from coa_jax.serve.chat import chat_completion
@@ -19,7 +18,8 @@ from coa_jax.serve.completions import text_completion
 from coa_jax.serve.errors import ShuttingDown, error_response
 from coa_jax.serve.schema import ChatRequest, TextRequest
 from coa_jax.serve.service import Service
-from coa_jax.web.errors import ClientGone, Refused
+from coa_jax.web import json_app
+from coa_jax.web.errors import Refused
 from coa_jax.web.guard import Guard, Rules, give_reason, is_local
 from coa_jax.web.refusals import RefusalLog
 
@@ -116,30 +116,12 @@ def make_app(service: Service, api_key: str | None, log: RefusalLog) -> FastAPI:
 
 def handle_errors(app: FastAPI) -> None:
     """Installs exception handlers, which answer with errors in OpenAI's form."""
-
-    @app.exception_handler(Refused)
-    async def refused(request: Request, error: Refused) -> Response:
-        give_reason(request.scope, error.reason)
-        return error_response(error)
+    json_app.handle_errors(app, error_response)
 
     @app.exception_handler(UserError)
     async def mistaken(request: Request, error: UserError) -> Response:
-        refusal = Refused(400, str(error), reason="the model cannot take the request")
-        return await refused(request, refusal)
-
-    @app.exception_handler(ClientGone)
-    async def gone(_: Request, error: ClientGone) -> Response:
-        return Response(status_code=499)  # only metrics see this status: the client has left
-
-    @app.exception_handler(HTTPException)
-    async def http(_: Request, error: HTTPException) -> Response:
-        headers = dict(error.headers) if error.headers else None
-        return error_response(Refused(error.status_code, str(error.detail)), headers)
-
-    @app.exception_handler(Exception)
-    async def broken(_: Request, error: Exception) -> Response:
-        # The traceback is only logged: it may contain names and contents of files.
-        return error_response(Refused(500, "the server failed; its log has the reason"))
+        give_reason(request.scope, "the model cannot take the request")
+        return error_response(Refused(400, str(error)))
 
 
 def _describe(app: FastAPI) -> None:

@@ -32,8 +32,7 @@ def error_body(error: Refused) -> dict[str, Any]:
     return {"error": fields}
 
 
-def error_response(error: Refused, headers: dict[str, str] | None = None) -> JSONResponse:
+def error_response(error: Refused) -> JSONResponse:
     """Returns the HTTP response to a refused request."""
-    if error.status == 429:
-        headers = {**(headers or {}), "Retry-After": "1"}
+    headers = {"Retry-After": "1"} if error.status == 429 else None
     return JSONResponse(error_body(error), error.status, headers)

@@ -21,7 +21,7 @@ from coa_jax.tasks.prompts import load_prompt, protocol_of_model
 from coa_jax.tools.make import ToolsConfig, tools_for
 from coa_jax.web.guard import check_exposure
 from coa_jax.web.refusals import RefusalLog
-from coa_jax.web.server import Server, address_of, allow_connections, listen, on_signals
+from coa_jax.web.server import Server, address_of, listen, on_signals
 
 
 def open_listener(config: ServeConfig, api_key: str | None) -> socket.socket:
@@ -37,7 +37,6 @@ def open_listener(config: ServeConfig, api_key: str | None) -> socket.socket:
             config.host, api_key, f"{mend}, or give --config.allow_no_key=True to serve anybody"
         )
     listener = listen(config.host, config.port, "give another --config.port or --config.host")
-    allow_connections(config.limits)
     return listener
 
 

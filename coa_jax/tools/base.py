@@ -7,10 +7,11 @@ import copy
 import dataclasses
 import math
 import time
-from typing import Any, Literal, Protocol, TypeVar, get_args, runtime_checkable
+from typing import Any, Literal, Protocol, Self, get_args, runtime_checkable
 
 from coa_jax import jsonl
 from coa_jax.tools.net.budget import BudgetSpentError
+from coa_jax.tools.net.errors import Blame, FetchError
 from coa_jax.tools.net.secrets import redact_all
 
 Outcome = Literal["ok", "error", "timeout", "bad_call", "limit", "fault"]
@@ -78,6 +79,21 @@ class Observation:
     done: bool = False
 
 
+def observe(
+    start: float, text: str, outcome: Outcome = "ok", detail: dict[str, Any] | None = None
+) -> Observation:
+    """Returns the observation of a call that ends now.
+
+    Args:
+        start: time at which the call began, on the clock of ``time.monotonic``.
+        text: text that the policy reads.
+        outcome: how the call ended.
+        detail: JSON values for logs and traces.
+    """
+    seconds = time.monotonic() - start
+    return Observation(text, outcome == "ok", outcome, seconds, detail or {})
+
+
 @runtime_checkable
 class Tool(Protocol):
     """The interface of a tool, an asynchronous function from text to an observation.
@@ -135,6 +151,20 @@ def refused_query(name: str, arguments: str, context: ToolContext) -> Observatio
     return None
 
 
+def failed_search(start: float, error: FetchError, blame: Blame, **detail: Any) -> Observation:
+    """Returns the observation of a search whose service gave no usable answer.
+
+    Args:
+        start: time at which the call began, on the clock of ``time.monotonic``.
+        error: why there is no usable answer.
+        blame: decides whether the query or the service is to blame.
+        detail: further details of the call.
+    """
+    text = f"The search failed: {error.message}. Search again, or go on without it."
+    detail["error"] = f"{error.kind}: {error.message}"
+    return observe(start, text, blame.outcome(error), detail)
+
+
 def own_calls(name: str, context: ToolContext) -> list[tuple[str, str]]:
     """Returns (arguments, outcome) of each earlier call of a tool in the trajectory.
 
@@ -166,30 +196,35 @@ def time_for(limit: float, context: ToolContext) -> float:
     return min(limit, max(context.deadline - margin, 0.001))
 
 
-class _Wrapper(Protocol):
-    tool: Tool
+class Wrapper:
+    """A base class of tools that call another tool.
 
-
-W = TypeVar("W", bound=_Wrapper)
-
-
-def begun(wrapper: W) -> W:
-    """Prepares a wrapped tool for one trajectory, by calling ``begin`` of the tool.
-
-    Args:
-        wrapper: object with the tool in its attribute ``tool``.
-
-    Returns:
-        A copy of the wrapper with the tool that ``begin`` returned. If the tool has no ``begin``,
-        the wrapper itself is returned.
+    Attributes:
+        tool: the other tool.
+        name: name of the other tool.
     """
-    begin = getattr(wrapper.tool, "begin", None)
-    inner = wrapper.tool if begin is None else begin()
-    if inner is wrapper.tool:
-        return wrapper
-    own = copy.copy(wrapper)
-    own.tool = inner
-    return own
+
+    def __init__(self, tool: Tool):
+        self.tool, self.name = tool, tool.name
+
+    def begin(self) -> Self:
+        """Prepares the tool for one trajectory, by calling ``begin`` of the other tool.
+
+        Returns:
+            A copy of this object with the tool that ``begin`` returned. If the other tool has no
+            ``begin``, this object itself is returned.
+        """
+        begin = getattr(self.tool, "begin", None)
+        inner = self.tool if begin is None else begin()
+        if inner is self.tool:
+            return self
+        own = copy.copy(self)
+        own.tool = inner
+        return own
+
+    async def close(self) -> None:
+        """Ends the trajectory for which `begin` created this tool."""
+        await self.tool.close()  # type: ignore[attr-defined]
 
 
 async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
@@ -216,19 +251,18 @@ async def call(tool: Tool, arguments: str, context: ToolContext) -> Observation:
         if done:
             return task.result()
         await _end(task)
-        seconds = time.monotonic() - start
         text = f"The {tool.name} tool gave no result within {deadline:g} seconds."
-        return Observation(text, False, "timeout", seconds)
+        return observe(start, text, "timeout")
     except BudgetSpentError:
         raise
     except (Exception, asyncio.CancelledError) as error:  # a broken tool must not end the run
-        if isinstance(error, asyncio.CancelledError) and _being_cancelled():
+        caller = asyncio.current_task()
+        if isinstance(error, asyncio.CancelledError) and caller and caller.cancelling():
             await _end(task)
             raise
-        seconds = time.monotonic() - start
         text = f"The {tool.name} tool is not available at the moment."
         detail = redact_all({"exception": f"{type(error).__name__}: {error}"})
-        return Observation(text, False, "fault", seconds, detail)
+        return observe(start, text, "fault", detail)
 
 
 async def _observation(tool: Tool, arguments: str, context: ToolContext) -> Observation:
@@ -269,12 +303,6 @@ def _forget(task: asyncio.Task[Observation]) -> None:
     _left_behind.discard(task)
     if not task.cancelled():
         task.exception()  # asyncio logs exceptions that nobody retrieves
-
-
-def _being_cancelled() -> bool:
-    """Returns whether the current task itself is being cancelled."""
-    task = asyncio.current_task()
-    return task is None or bool(task.cancelling())
 
 
 def unavailable(name: str) -> Observation:

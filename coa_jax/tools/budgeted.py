@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import time
 
-from coa_jax.tools.base import Observation, Tool, ToolContext, begun, call
+from coa_jax.tools.base import Observation, Tool, ToolContext, Wrapper, call
 from coa_jax.tools.net.budget import CallBudget, purse_of
 
 LONGEST_WAIT_S = 3600.0
@@ -14,7 +14,7 @@ LONGEST_WAIT_S = 3600.0
 _NO_TOKENS = {"prompt_tokens": 0, "completion_tokens": 0}
 
 
-class Budgeted:
+class Budgeted(Wrapper):
     """A wrapper that counts the calls of a tool, and delays calls that come too fast.
 
     Attributes:
@@ -31,7 +31,8 @@ class Budgeted:
             budget: limits on the calls of the tool, and their price. A budget without limits only
                 records the cost of the calls.
         """
-        self.tool, self.name, self._budget = tool, tool.name, budget.as_budget
+        super().__init__(tool)
+        self._budget = budget.as_budget
         self.deadline = tool.deadline + LONGEST_WAIT_S
 
     def __getattr__(self, name: str) -> object:
@@ -39,14 +40,6 @@ class Budgeted:
         if name in ("settings", "remembers", "tailored", "depends_on", "schema", "description"):
             return getattr(self.tool, name)
         raise AttributeError(name)
-
-    def begin(self) -> Budgeted:
-        """Returns a tool for one trajectory, which shares the budget, see `base.begun`."""
-        return begun(self)
-
-    async def close(self) -> None:
-        """Ends the trajectory for which `begin` created this tool."""
-        await self.tool.close()  # type: ignore[attr-defined]
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Waits until the rate limit allows a call, and calls the tool.

@@ -9,17 +9,16 @@ import logging
 import os
 import signal
 import time
-import weakref
 from typing import Any
 
-from coa_jax.errors import UserError
 from coa_jax.protocol import parse_code
-from coa_jax.tools.base import Observation, Outcome, ToolContext
+from coa_jax.tools.base import Observation, Outcome, ToolContext, observe
 from coa_jax.tools.code_libraries import find_libraries
-from coa_jax.tools.code_session import Continued, continued, longest_s, own_result, remembered
+from coa_jax.tools.code_session import FORGOTTEN, Continued, continued, longest_s
 from coa_jax.tools.sandbox import isolation
 from coa_jax.tools.sandbox.limits import PRIVATE_TMP, PROGRAM, Limits
 from coa_jax.tools.sandbox.run import GRACE_S, Result, SandboxError, run
+from coa_jax.tools.turns import Turns
 
 BAD_CALL = (
     "[FAILED] The call could not be read. Write one block that starts with ```py and ends with"
@@ -57,8 +56,6 @@ class CodeTool:
         max_output_chars: int = 1536,
         concurrency: int | None = None,
         queue_s: float = 30.0,
-        disk_mb: int = 64,
-        processes: int = 48,
         libraries: tuple[str, ...] = (),
         backend: str = "auto",
         unsafe: bool = False,
@@ -78,8 +75,6 @@ class CodeTool:
             concurrency: maximum number of programs that run concurrently; None for two per
                 processor.
             queue_s: maximum time in seconds that a call waits before its program starts.
-            disk_mb: size of a program's scratch space in MiB.
-            processes: maximum number of processes and threads of a program.
             libraries: packages that programs may import, see `find_libraries`.
             backend: kind of isolation: "bubblewrap", "landlock", or "auto" for the best that works.
             unsafe: whether programs run without isolation. The environment variable
@@ -88,66 +83,43 @@ class CodeTool:
                 trajectory, see ``coa_jax.tools.code_session``.
 
         Raises:
-            UserError: no isolation works on this machine, a limit is invalid, or a package cannot
-                be installed.
+            UserError: no isolation works on this machine, or a package cannot be installed.
         """
-        limits = {
-            "timeout_s": timeout_s,
-            "cpu_s": cpu_s,
-            "memory_mb": memory_mb,
-            "max_output_chars": max_output_chars,
-            "disk_mb": disk_mb,
-            "processes": processes,
-            "concurrency": 1 if concurrency is None else concurrency,
-        }
-        for name, value in limits.items():
-            if not value > 0:
-                raise UserError(f"CodeTool: {name} must be positive, not {value}")
         if unsafe:
-            self.isolation = isolation.without_isolation(unsafe)
+            self.isolation = isolation.without_isolation()
             logging.warning("programs of the model run WITHOUT isolation on this machine")
         else:
             self.isolation = isolation.find_isolation(backend)
-        self.timeout_s = timeout_s
         self.max_output_chars = max_output_chars
         self.queue_s = queue_s
         self.remembers = session
         longest = longest_s(timeout_s) if session else timeout_s
         self.deadline = queue_s + longest + timeout_s + GRACE_S + 1.0
-        self.concurrency = concurrency or 2 * (os.cpu_count() or 1)
-        confined = Limits(timeout_s, cpu_s, memory_mb, disk_mb, processes, starved_s=timeout_s)
+        self._turns = Turns(concurrency or 2 * (os.cpu_count() or 1))
+        confined = Limits(timeout_s, cpu_s, memory_mb, starved_s=timeout_s)
         python = self.isolation.interpreter
         self.libraries = find_libraries(libraries, python)
         self._job = self.isolation.job(confined, self.libraries.directories)
-        self.settings = json.dumps(
-            [
-                *(dataclasses.asdict(confined), max_output_chars, str(self.libraries)),
-                *(self.isolation.backend, python.path, python.version),
-            ]
-        )
-        # A semaphore belongs to one event loop, but a tool may be used in several.
-        self._turns: weakref.WeakKeyDictionary[asyncio.AbstractEventLoop, asyncio.Semaphore] = (
-            weakref.WeakKeyDictionary()
-        )
+        asked = (dataclasses.asdict(confined), max_output_chars, str(self.libraries))
+        machine = (self.isolation.backend, python.path, python.version)
+        self.settings = json.dumps([*asked, *machine])
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Runs the program that the policy wrote between the tags."""
         start = time.monotonic()
         parsed = parse_code(arguments)
         if parsed is None:
-            return Observation(BAD_CALL, False, "bad_call", time.monotonic() - start)
+            return observe(start, BAD_CALL, "bad_call")
         source, stdin = parsed
         patience, hurried = self.queue_s, False
         if context.deadline is not None and context.deadline - _MARGIN_S < patience:
             patience, hurried = max(0.0, context.deadline - _MARGIN_S), True
-        loop = asyncio.get_running_loop()
-        turn = self._turns.setdefault(loop, asyncio.Semaphore(self.concurrency))
+        turn = self._turns.here()
         try:
             await asyncio.wait_for(turn.acquire(), patience)
         except TimeoutError:
             if hurried and not turn.locked():  # the time of the trajectory is over; not a fault
-                text = "[FAILED] No time was left to run the program."
-                return Observation(text, False, "timeout", time.monotonic() - start)
+                return observe(start, "[FAILED] No time was left to run the program.", "timeout")
             return self._fault(f"no free sandbox within {patience:g} s", start)
         try:
             limits = self._job.limits
@@ -166,11 +138,7 @@ class CodeTool:
             return self._fault(str(error), start)
         finally:
             turn.release()
-        if self.remembers:
-            result = own_result(result)
-        outcome, text = describe(result, limits, self.max_output_chars)
-        if self.remembers:
-            outcome, text = remembered(outcome, text, result)
+        outcome, text, result = describe(result, limits, self.max_output_chars, self.remembers)
         detail: dict[str, Any] = {"remembered": whole.remembered} if self.remembers else {}
         detail |= {
             "isolation": self.isolation.backend,
@@ -179,16 +147,17 @@ class CodeTool:
             "cpu_seconds": round(result.cpu_s, 3),
             "output_chars": result.stdout.length + result.stderr.length,
         }
-        seconds = time.monotonic() - start
-        return Observation(text, outcome == "ok", outcome, seconds, detail)
+        return observe(start, text, outcome, detail)
 
     def _fault(self, why: str, start: float) -> Observation:
         text = f"The {self.name} tool is not available at the moment."
         detail = {"isolation": self.isolation.backend, "exception": why}
-        return Observation(text, False, "fault", time.monotonic() - start, detail)
+        return observe(start, text, "fault", detail)
 
 
-def describe(result: Result, limits: Limits, max_output_chars: int) -> tuple[Outcome, str]:
+def describe(
+    result: Result, limits: Limits, max_output_chars: int, session: bool = False
+) -> tuple[Outcome, str, Result]:
     """Converts the result of a program to an outcome and the text of an observation.
 
     The text begins with ``[EXECUTED]``, or with ``[FAILED]`` and the reason. The output of the
@@ -199,10 +168,15 @@ def describe(result: Result, limits: Limits, max_output_chars: int) -> tuple[Out
         result: result of the program.
         limits: limits of the program.
         max_output_chars: maximum number of characters of output in the text.
+        session: whether the result is that of all programs of a session. A program that was stopped
+            at a limit, or that a signal ended, for example after a stack overflow, is not run again
+            by later calls, and the text says so.
 
     Returns:
-        (outcome of the call, text of the observation).
+        (outcome of the call, text of the observation, result of the last program).
     """
+    if session and result.code == 128 + signal.SIGALRM:  # the timer of the last program
+        result = dataclasses.replace(result, reason="wall", code=None)
     outcome, verdict = _verdict(result, limits)
     out_room, error_room = _share(result.stdout.length, result.stderr.length, max_output_chars)
     out = result.stdout.clip(out_room).rstrip("\n")
@@ -214,7 +188,11 @@ def describe(result: Result, limits: Limits, max_output_chars: int) -> tuple[Out
     else:
         parts += [f"STDOUT:\n{out}"] if out else []
         parts += [f"STDERR:\n{error}"] if error else []
-    return outcome, "\n".join(parts)
+    if session and outcome == "error" and result.code is not None and result.code > 128:
+        outcome = "limit"
+    if session and outcome in ("timeout", "limit"):
+        parts.append(FORGOTTEN)
+    return outcome, "\n".join(parts), result
 
 
 def _verdict(result: Result, limits: Limits) -> tuple[Outcome, str]:

@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import importlib.metadata
 import json
@@ -84,8 +85,7 @@ class Libraries:
 
     def __str__(self) -> str:
         """Returns names and versions of the packages, such as "numpy 2.4.6, sympy 1.14.0"."""
-        told = [f"{package.name} {package.version}" for package in self.packages[:_TOLD]]
-        return ", ".join(told)
+        return ", ".join(f"{each.name} {each.version}" for each in self.packages[:_TOLD])
 
     def note(self) -> str:
         """Returns the sentence about the packages for prompts; "" if there are no packages."""
@@ -150,11 +150,10 @@ async def try_imports(
         source = f"import time\nstart = time.time()\nimport {package.module}\n"
         result = await run(job, source + "print(f'{time.time() - start:.2f}')")
         text = f"{package.name} {package.version}"
-        if result.reason == "exit" and result.code == 0:
-            found.append((True, f"{text}, imported in {result.stdout.head.strip()} s"))
-            continue
+        ok = result.reason == "exit" and result.code == 0
         last = (result.stderr.tail.strip().splitlines() or [f"stopped: {result.reason}"])[-1]
-        found.append((False, f"{text}, cannot be imported: {last}"))
+        how = f"imported in {result.stdout.head.strip()} s" if ok else f"cannot be imported: {last}"
+        found.append((ok, f"{text}, {how}"))
     return found
 
 
@@ -171,9 +170,8 @@ def _directory(entry: str) -> str:
 
 
 def _packages(directories: Sequence[str]) -> Iterator[Package]:
-    for found in sorted(
-        importlib.metadata.distributions(path=list(directories)), key=lambda one: str(one.name)
-    ):
+    installed = importlib.metadata.distributions(path=list(directories))
+    for found in sorted(installed, key=lambda one: str(one.name)):
         modules = (found.read_text("top_level.txt") or "").split()
         if not modules:
             files = [file.parts[0] for file in found.files or () if file.suffix == ".py"]
@@ -220,33 +218,24 @@ def _pip(requirements: list[str], interpreter: Interpreter, target: Path) -> Non
     }
     options = ["install", "--target", str(target), "--quiet", "--no-input", "--prefer-binary"]
     options += ["--disable-pip-version-check", "--no-warn-script-location", *requirements]
-    said = "no pip was found"
     # The pip of the sandbox's Python is tried first, and then the pip of this Python.
-    for pip in (
-        [interpreter.path, "-m", "pip"],
-        [sys.executable, "-m", "pip", "--python", interpreter.path],
-    ):
-        if subprocess.run([*pip, "--version"], capture_output=True, env=environment).returncode:
-            continue
+    python = interpreter.path
+    pips = [python, "-m", "pip"], [sys.executable, "-m", "pip", "--python", python]
+    call = functools.partial(subprocess.run, capture_output=True, text=True, env=environment)
+    pip = next((pip for pip in pips if call([*pip, "--version"]).returncode == 0), None)
+    said = "no pip was found"
+    if pip is not None:
         try:
-            result = subprocess.run(
-                [*pip, *options],
-                capture_output=True,
-                text=True,
-                env=environment,
-                timeout=_INSTALL_S,
-            )
+            call([*pip, *options], check=True, timeout=_INSTALL_S)
+            return
         except subprocess.TimeoutExpired:
             said = f"not ready after {_INSTALL_S:g} s"
-            break
-        if result.returncode == 0:
-            return
-        lines = [line for line in result.stderr.splitlines() if line.startswith("ERROR")]
-        said = " ".join(lines[-1:]) or result.stderr.strip()[-300:]
-        break
+        except subprocess.CalledProcessError as error:
+            lines = [line for line in error.stderr.splitlines() if line.startswith("ERROR")]
+            said = " ".join(lines[-1:]) or error.stderr.strip()[-300:]
     raise UserError(
-        f"tools.code_libraries: pip cannot install {' '.join(requirements)} for"
-        f" {interpreter.path}: {said} (without a network, name a directory with the packages)"
+        f"tools.code_libraries: pip cannot install {' '.join(requirements)} for {python}: {said}"
+        " (without a network, name a directory with the packages)"
     )
 
 

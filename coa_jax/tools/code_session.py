@@ -13,12 +13,10 @@ from __future__ import annotations
 
 import dataclasses
 import json
-import signal
 
 from coa_jax.protocol import parse_code
-from coa_jax.tools.base import Outcome, ToolContext, own_calls
+from coa_jax.tools.base import ToolContext, own_calls
 from coa_jax.tools.sandbox.limits import Limits
-from coa_jax.tools.sandbox.run import Result
 
 FORGOTTEN = "What this program did is not remembered; variables are those of before it."
 
@@ -181,36 +179,3 @@ def longest_s(wall_s: float) -> float:
         wall_s: time limit of a single program in wall seconds.
     """
     return max(wall_s, _LONGEST_S)
-
-
-def own_result(result: Result) -> Result:
-    """Converts the result of running all programs to the result of the new program.
-
-    If the new program exceeded its own time limit, ``reason`` becomes "wall". Otherwise the result
-    is unchanged.
-
-    Args:
-        result: result of running all programs.
-    """
-    if result.code == 128 + signal.SIGALRM:
-        return dataclasses.replace(result, reason="wall", code=None)
-    return result
-
-
-def remembered(outcome: Outcome, text: str, result: Result) -> tuple[Outcome, str]:
-    """Adds a sentence to an observation if later calls will not run the call's program again.
-
-    A program that was stopped at a limit is not run again. A program that a signal ended, for
-    example after a stack overflow, is not run again either, because it would also end later calls.
-
-    Args:
-        outcome: outcome of the call.
-        text: text of the observation.
-        result: result of the program.
-
-    Returns:
-        (outcome, text of the observation).
-    """
-    if outcome == "error" and result.code is not None and result.code > 128:
-        outcome = "limit"
-    return outcome, f"{text}\n{FORGOTTEN}" if outcome in ("timeout", "limit") else text

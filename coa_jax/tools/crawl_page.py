@@ -18,11 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 from coa_jax.bounds import Bounded, Bytes, Count, Place, Seconds, Times
-from coa_jax.errors import UserError
 from coa_jax.installed import missing
 from coa_jax.protocol import parse_urls
 from coa_jax.tools import page_text
-from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat, time_for
+from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat, observe, time_for
 from coa_jax.tools.net.address import Guard, host_of, parse_url
 from coa_jax.tools.net.chat import ChatConfig, check_client
 from coa_jax.tools.net.errors import FetchError
@@ -100,35 +99,26 @@ class CrawlPage:
             index: function that returns the local index, for links to its passages.
 
         Raises:
-            UserError: a package is missing, or a setting is invalid.
+            UserError: a package is missing, or an allowed network is invalid.
         """
         packages = page_text.missing_packages()
         if packages:
             raise missing("crawl_page", ", ".join(packages), "web")
         if config.summarizer:
             check_client()
-        for name in ("max_pages", "page_chars", "concurrency", "timeout_s"):
-            if not getattr(config, name) > 0:
-                raise UserError(f"crawl_page: {name} must be positive")
         self._config, self._index = config, index
-        self._limits = Limits(
-            total_s=min(config.page_timeout_s, config.timeout_s),
-            attempts=config.attempts,
-            max_bytes=config.max_bytes,
-        )
+        seconds = min(config.page_timeout_s, config.timeout_s)
+        self._limits = Limits(seconds, attempts=config.attempts, max_bytes=config.max_bytes)
         self._guard = Guard(config.allow_hosts, config.blocked)
         self._robots = Robots(self._limits, self._guard) if config.robots else None
         self._workers = Workers("coa_jax.tools.page_text:extract")
         self._turns = Turns(config.concurrency)
         self.deadline = config.timeout_s + 1.0
         self.tailored = bool(config.summarizer)
-        self.settings = json.dumps(
-            [
-                *(config.page_chars, config.max_pages, config.robots),
-                *(config.allow_hosts, config.blocked),
-                *(config.summarizer.url, config.summarizer.model),
-            ]
-        )
+        pages = (config.page_chars, config.max_pages, config.robots)
+        places = (config.allow_hosts, config.blocked)
+        model = (config.summarizer.url, config.summarizer.model)
+        self.settings = json.dumps([*pages, *places, *model])
 
     def depends_on(self, context: ToolContext) -> list[str]:
         """Returns the texts of the trajectory on which summaries depend."""
@@ -139,14 +129,12 @@ class CrawlPage:
         start = time.monotonic()
         urls = list(dict.fromkeys(parse_urls(arguments)))
         if not urls:
-            return Observation(_BAD_CALL, False, "bad_call", time.monotonic() - start)
+            return observe(start, _BAD_CALL, "bad_call")
         if is_repeat(self.name, arguments, context):
             text = "These pages were already read. Use what they say or open others."
-            seconds = time.monotonic() - start
-            return Observation(text, False, "error", seconds, {"duplicate": True})
-        budget = time_for(self._config.timeout_s, context)
+            return observe(start, text, "error", {"duplicate": True})
         kept = urls[: self._config.max_pages]
-        call = _Call(self, context, start + budget)
+        call = _Call(self, context, start + time_for(self._config.timeout_s, context))
         try:
             pages = await asyncio.gather(*(call.page(i, url) for i, url in enumerate(kept, 1)))
         finally:
@@ -157,17 +145,16 @@ class CrawlPage:
             left = len(urls) - len(kept)
             texts.append(f"[{left} more left out: at most {len(kept)} pages are read in a call]")
         errors = [error for _, error in pages if error is not None]
-        ok = len(errors) < len(kept)
-        outcome: Outcome = "ok" if ok else "fault" if "fault" in errors else "error"
-        if set(errors) == {"timeout"} and not ok:
-            outcome = "timeout"
+        outcome: Outcome = "ok"
+        if len(errors) == len(kept):
+            only = errors[0] == "timeout" and len(set(errors)) == 1
+            outcome = "timeout" if only else "fault" if "fault" in errors else "error"
         detail: dict[str, Any] = {"urls": kept, "failed": len(errors), "errors": errors}
         if call.summary_failures:
             detail["summary_failures"] = call.summary_failures
         if errors or call.summary_failures:
             detail["incomplete"] = True
-        seconds = time.monotonic() - start
-        return Observation("\n\n".join(texts), ok, outcome, seconds, detail)
+        return observe(start, "\n\n".join(texts), outcome, detail)
 
     def local_page(self, url: str) -> str:
         """Returns the text of a page of the local index.
@@ -212,17 +199,15 @@ class _Call:
             async with asyncio.timeout(self.left()), self.tool._turns.here():
                 text = await self.read(url)
         except FetchError as error:
-            return (
-                f"Page {number} [{url}]: [Page content not accessible: {error.message}]",
-                error.kind,
-            )
+            why, kind = error.message, str(error.kind)
         except TimeoutError:
-            why = "it took too long"
-            return f"Page {number} [{url}]: [Page content not accessible: {why}]", "timeout"
+            why, kind = "it took too long", "timeout"
         except Exception:  # a defect affects only this page, not the whole call
             _log.exception("crawl_page cannot read %s", url)
-            return f"Page {number} [{url}]: [Page content not accessible: it failed]", "fault"
-        return f"Page {number} [{url}] Summary:\n{await self.shorten(text)}", None
+            why, kind = "it failed", "fault"
+        else:
+            return f"Page {number} [{url}] Summary:\n{await self.shorten(text)}", None
+        return f"Page {number} [{url}]: [Page content not accessible: {why}]", kind
 
     async def read(self, url: str) -> str:
         """Returns the text of a page.
@@ -242,27 +227,18 @@ class _Call:
         request = Request(str(parsed), types=page_text.READABLE)
         response = await fetch(request, tool._limits.within(self.left()), tool._guard)
         half = self.left() / 2  # separate limits distinguish a busy tool from a slow page
-        ask = functools.partial(
-            tool._workers.ask,
-            response.body,
-            dict(response.headers),
-            response.url,
-            most,
-            timeout=min(half, tool._limits.total_s),
-            wait=half,
-        )
+        page, seconds = (response.body, dict(response.headers), response.url), tool._limits.total_s
+        ask = functools.partial(tool._workers.ask, *page, most, timeout=min(half, seconds))
         try:
-            found = await asyncio.to_thread(ask)
+            found = await asyncio.to_thread(ask, wait=half)
         except WorkerBusyError:
             raise
         except WorkerError as error:
             raise FetchError("malformed", "its content cannot be read") from error
         if not found["text"]:
             raise FetchError("malformed", "the page holds no text")
-        title = found["title"]
-        return (
-            f"{title}\n\n{found['text']}" if title and title not in found["text"] else found["text"]
-        )
+        title, text = found["title"], found["text"]
+        return text if title in text else f"{title}\n\n{text}"
 
     async def shorten(self, text: str) -> str:
         """Returns the summary of a text.
@@ -274,10 +250,9 @@ class _Call:
             return clip(text, config.page_chars)
         try:
             async with asyncio.timeout(self.left()):
-                intent = await self.aim()
-                summary = await summarize(
-                    config.summarizer, text, intent, self.context, self.left()
-                )
+                aim = await self.aim()
+                left = self.left()
+                summary = await summarize(config.summarizer, text, aim, self.context, left)
                 return clip(summary, config.page_chars)
         except (FetchError, TimeoutError) as error:
             why = error.message if isinstance(error, FetchError) else "it took too long"

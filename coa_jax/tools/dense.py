@@ -24,7 +24,7 @@ from coa_jax.progress import progress
 from coa_jax.tools import factbook_pages
 from coa_jax.tools.encoder import Encoder, EncoderConfig
 from coa_jax.tools.factbook_pages import Passage
-from coa_jax.tools.wiki_search import Hit, Index, best_rows, default_cache_dir, load_index
+from coa_jax.tools.wiki_search import Index, best_rows, index_folder, load_index
 
 _log = logging.getLogger(__name__)
 
@@ -70,7 +70,7 @@ def nearest(vectors: np.ndarray, queries: np.ndarray, top_k: int) -> list[list[t
     return best
 
 
-class DenseIndex:
+class DenseIndex(Index):
     """A search index that ranks passages by the cosine between passage vector and query vector."""
 
     def __init__(self, passages: Sequence[Passage], vectors: np.ndarray, encoder: Encoder):
@@ -81,38 +81,20 @@ class DenseIndex:
             vectors: unit vectors of the passages, float32 of shape ``[N, D]``.
             encoder: encoder of the queries.
         """
-        self._passages, self._vectors, self._encoder = passages, vectors, encoder
-
-    def __len__(self) -> int:
-        return len(self._passages)
-
-    @property
-    def passages(self) -> Sequence[Passage]:
-        """The indexed passages, in order."""
-        return self._passages
+        super().__init__(passages)
+        self._vectors, self._encoder = vectors, encoder
 
     def rank(self, query: str, top_k: int) -> list[tuple[int, float]]:
         """Returns (index of a passage, cosine) of the best passages, see `Index.rank`."""
         return nearest(self._vectors, self._encoder.queries([query]), top_k)[0]
 
-    def search(self, query: str, top_k: int) -> list[Hit]:
-        """Returns the best passages with their scores, see `Index.search`."""
-        return [Hit(self._passages[i], score) for i, score in self.rank(query, top_k)]
 
-
-class HybridIndex:
+class HybridIndex(Index):
     """A search index that combines the rankings of several indexes over the same passages."""
 
     def __init__(self, indexes: Sequence[Index]):
+        super().__init__(indexes[0].passages)
         self._indexes = indexes
-
-    def __len__(self) -> int:
-        return len(self._indexes[0])
-
-    @property
-    def passages(self) -> Sequence[Passage]:
-        """The indexed passages, in order."""
-        return self._indexes[0].passages
 
     def rank(self, query: str, top_k: int) -> list[tuple[int, float]]:
         """Returns (index of a passage, score) of the best passages, see `Index.rank`.
@@ -122,10 +104,6 @@ class HybridIndex:
         """
         depth = max(FUSION_DEPTH, top_k)
         return fuse([index.rank(query, depth) for index in self._indexes])[:top_k]
-
-    def search(self, query: str, top_k: int) -> list[Hit]:
-        """Returns the best passages with their scores, see `Index.search`."""
-        return [Hit(self.passages[i], score) for i, score in self.rank(query, top_k)]
 
 
 def fuse(rankings: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
@@ -160,7 +138,7 @@ def load_retriever(
         cache_dir, passage_chars, passages: see `coa_jax.tools.wiki_search.load_index`.
 
     Raises:
-        UserError: the kind of retrieval is unknown, the encoder is missing or cannot be read, or
+        UserError: the encoder is missing or cannot be read, or
             the corpus is missing or empty.
     """
     check_retrieval(retrieval, encoder)
@@ -179,14 +157,11 @@ def load_retriever(
 
 
 def check_retrieval(retrieval: str, encoder: EncoderConfig) -> None:
-    """Checks the kind of retrieval and its settings.
+    """Checks that an encoder is configured if the kind of retrieval needs an encoder.
 
     Raises:
-        UserError: the kind of retrieval is unknown, or needs an encoder that is not configured.
+        UserError: no encoder is configured.
     """
-    if retrieval not in RETRIEVALS:
-        known = ", ".join(RETRIEVALS)
-        raise UserError(f"wiki_search: retrieval {retrieval!r} is unknown; known are {known}")
     if retrieval != "bm25" and not encoder:
         raise UserError(
             f"wiki_search: {retrieval} retrieval needs an encoder; give its Hugging Face directory"
@@ -197,8 +172,7 @@ def check_retrieval(retrieval: str, encoder: EncoderConfig) -> None:
 def _load_vectors(
     encoder: Encoder, corpus: Sequence[Passage], cache_dir: Path | str | None
 ) -> np.ndarray:
-    root = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
-    folder = root / _name(encoder, corpus)
+    folder = index_folder(cache_dir) / _name(encoder, corpus)
     shape = (len(corpus), encoder.width)
     if folder.is_dir():
         try:
@@ -206,11 +180,7 @@ def _load_vectors(
         except (OSError, ValueError, EOFError) as error:
             _log.warning("computing the vectors of %s again: %s", folder, error)
             shutil.rmtree(folder, ignore_errors=True)
-
-    def fill(fresh: Path) -> None:
-        _write_vectors(encoder, corpus, fresh / _VECTORS, shape)
-
-    files.make_folder(folder, fill)
+    files.make_folder(folder, lambda fresh: _write_vectors(encoder, corpus, fresh / _VECTORS))
     return _opened(folder, shape)
 
 
@@ -228,9 +198,8 @@ def _opened(folder: Path, shape: tuple[int, int]) -> np.ndarray:
     return vectors
 
 
-def _write_vectors(
-    encoder: Encoder, corpus: Sequence[Passage], path: Path, shape: tuple[int, int]
-) -> None:
+def _write_vectors(encoder: Encoder, corpus: Sequence[Passage], path: Path) -> None:
+    shape = (len(corpus), encoder.width)
     vectors = np.lib.format.open_memmap(path, "w+", np.float32, shape)
     with progress("vectors of passages", total=len(corpus)) as bar:
         for start in range(0, len(corpus), _CHUNK):

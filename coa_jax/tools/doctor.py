@@ -24,7 +24,7 @@ import time
 from coa_jax.errors import UserError
 from coa_jax.installed import warn_untested
 from coa_jax.tools.sandbox import landlock, trial
-from coa_jax.tools.sandbox.canaries import canaries
+from coa_jax.tools.sandbox.canaries import TRIAL_LIMITS, canaries
 from coa_jax.tools.sandbox.isolation import BACKENDS, Isolation, find_isolation
 from coa_jax.tools.sandbox.limits import Job, Limits
 from coa_jax.tools.sandbox.run import run
@@ -58,7 +58,7 @@ async def prove(isolation: Isolation, namespaces: bool = True, cgroup: bool = Tr
     Returns:
         Whether all programs were contained.
     """
-    job = isolation.job(trial.TRIAL_LIMITS, namespaces=namespaces, cgroup=cgroup)
+    job = isolation.job(TRIAL_LIMITS, namespaces=namespaces, cgroup=cgroup)
     contained, over_mb, over_s = True, {"memory": 0.0, "disk": 0.0}, 0.0
     with trial.scene() as around:
         for canary in canaries(around.targets):
@@ -73,8 +73,8 @@ async def prove(isolation: Isolation, namespaces: bool = True, cgroup: bool = Tr
                 print(f"        {line}")
             contained = contained and not tried.wrong
     print(
-        f"overshoot    memory {over_mb['memory']:.0f} MiB over {trial.TRIAL_LIMITS.memory_mb},"
-        f" files {over_mb['disk']:.0f} MiB over {trial.TRIAL_LIMITS.disk_mb},"
+        f"overshoot    memory {over_mb['memory']:.0f} MiB over {TRIAL_LIMITS.memory_mb},"
+        f" files {over_mb['disk']:.0f} MiB over {TRIAL_LIMITS.disk_mb},"
         f" ended at most {1000 * over_s:.0f} ms later"
     )
     return contained
@@ -102,7 +102,7 @@ def _show_tools(path: str) -> int:
     # These imports are local, because the test of the isolation needs only the standard library.
     from coa_jax.cli import load_config
     from coa_jax.settings import build
-    from coa_jax.tools.make import ToolsConfig
+    from coa_jax.tools.make import TOOLS, ToolsConfig
     from coa_jax.tools.reach import findings
 
     try:
@@ -112,8 +112,7 @@ def _show_tools(path: str) -> int:
             except (KeyError, SyntaxError) as error:
                 raise UserError(f"{path}: no tools can be read from it: {error!r}") from error
         else:
-            names = ("wiki_search", "code", "web_search", "crawl_page", "visual_inspector")
-            config = ToolsConfig(names=names)
+            config = ToolsConfig(names=tuple(TOOLS.built_in))
         found = asyncio.run(findings(config))
     except UserError as error:
         print(error, file=sys.stderr)

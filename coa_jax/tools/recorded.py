@@ -14,8 +14,16 @@ import sqlite3
 import time
 from typing import Literal
 
-from coa_jax.errors import UserError
-from coa_jax.tools.base import Observation, Tool, ToolContext, begun, call, is_repeat, own_calls
+from coa_jax.tools.base import (
+    Observation,
+    Tool,
+    ToolContext,
+    Wrapper,
+    call,
+    is_repeat,
+    observe,
+    own_calls,
+)
 from coa_jax.tools.net.store import Store, key_of
 
 _log = logging.getLogger(__name__)
@@ -31,10 +39,8 @@ Mode = Literal["cache", "record", "replay"]
 
 _MARGIN_S = 1.0
 
-MODES: tuple[Mode, ...] = ("cache", "record", "replay")
 
-
-class Recorded:
+class Recorded(Wrapper):
     """A wrapper around a tool that stores the answers of the tool.
 
     Attributes:
@@ -62,27 +68,14 @@ class Recorded:
             max_age_s: age in seconds after which a cached answer is not used; None for no limit.
             source: text that identifies the corpus that the tool searches, if ``settings`` does not
                 contain it.
-
-        Raises:
-            UserError: the mode is unknown.
         """
-        if mode not in MODES:
-            raise UserError(f"the mode {mode!r} of stored answers is not one of {', '.join(MODES)}")
-        self.tool, self.store, self.mode = tool, store, mode
-        self.name = tool.name
+        super().__init__(tool)
+        self.store, self.mode = store, mode
         # The deadline of the tool passes earlier, so that timeouts are recorded too.
         self.deadline = tool.deadline + _MARGIN_S
         self._max_age_s = max_age_s if mode == "cache" else None
         self._settings = f"{getattr(tool, 'settings', '')}{source}" if mode == "cache" else ""
         self._warned = False
-
-    def begin(self) -> Recorded:
-        """Returns a tool for one trajectory, which shares the store, see `base.begun`."""
-        return begun(self)
-
-    async def close(self) -> None:
-        """Ends the trajectory for which `begin` created this tool."""
-        await self.tool.close()  # type: ignore[attr-defined]
 
     def key(self, arguments: str, context: ToolContext) -> str:
         """Returns the key under which the answer to a call is stored."""
@@ -113,7 +106,7 @@ class Recorded:
             if self.mode == "replay":
                 text = f"The {self.name} tool is not available at the moment."
                 detail = {"exception": f"the call is not in the recording {self.store.path}"}
-                return Observation(text, False, "fault", time.monotonic() - start, detail)
+                return observe(start, text, "fault", detail)
         observation = await call(self.tool, arguments, context)
         whole = observation.ok and not observation.detail.get("incomplete")
         if self.mode == "record" or whole:

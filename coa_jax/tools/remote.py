@@ -9,11 +9,17 @@ import json
 import time
 from typing import Any
 
-from coa_jax.errors import UserError
 from coa_jax.protocol import parse_code
-from coa_jax.tools.base import Observation, ToolContext, refused_query, time_for
+from coa_jax.tools.base import (
+    Observation,
+    ToolContext,
+    failed_search,
+    observe,
+    refused_query,
+    time_for,
+)
 from coa_jax.tools.code import BAD_CALL, describe
-from coa_jax.tools.code_session import Continued, continued, longest_s, own_result, remembered
+from coa_jax.tools.code_session import Continued, continued, longest_s
 from coa_jax.tools.corpus import split_contents
 from coa_jax.tools.factbook_pages import Passage
 from coa_jax.tools.net.chat import trusting
@@ -22,7 +28,7 @@ from coa_jax.tools.net.http import Limits, Request, fetch_json
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.sandbox.limits import Limits as ProgramLimits
 from coa_jax.tools.sandbox.run import Captured, Result
-from coa_jax.tools.wiki_search import Hit, format_hits
+from coa_jax.tools.wiki_search import Hit, hits_observation
 
 
 async def _post(
@@ -58,10 +64,8 @@ class RemoteSearch:
             key_env: environment variable with a bearer token; "" for no token.
 
         Raises:
-            UserError: the URL is invalid, or a number is out of range.
+            UserError: the URL is invalid.
         """
-        if top_k < 1:
-            raise UserError(f"wiki_search: top_k is {top_k}; give 1 or more")
         trusting(url)
         self._url, self._top_k, self._key_env = url, top_k, key_env
         self._blame = Blame()
@@ -80,16 +84,9 @@ class RemoteSearch:
             answer = await _post(self._url, body, self._limits, self._key_env, context)
             hits = _hits(answer)[: self._top_k]
         except FetchError as error:
-            text = f"The search failed: {error.message}. Search again, or go on without it."
-            detail = {"error": f"{error.kind}: {error.message}"}
-            failed = self._blame.outcome(error)
-            return Observation(text, False, failed, time.monotonic() - start, detail)
+            return failed_search(start, error, self._blame)
         self._blame.answered()
-        if not hits:
-            text = "Nothing was found. Try other or fewer words."
-            return Observation(text, False, "error", time.monotonic() - start, {"hits": 0})
-        found = {"hits": len(hits), "titles": [hit.passage.title for hit in hits]}
-        return Observation(format_hits(hits), True, "ok", time.monotonic() - start, found)
+        return hits_observation(start, hits)
 
 
 def _hits(answer: Any) -> list[Hit]:
@@ -105,9 +102,8 @@ def _hits(answer: Any) -> list[Hit]:
                 passage = Passage(str(document.get("title", "")), document["text"])
             hits.append(Hit(passage, float(row.get("score", 0.0))))
     except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise FetchError(
-            "malformed", "the answer of the search server has the wrong form"
-        ) from error
+        wrong = "the answer of the search server has the wrong form"
+        raise FetchError("malformed", wrong) from error
     return hits
 
 
@@ -162,7 +158,7 @@ class RemoteCode:
         start = time.monotonic()
         parsed = parse_code(arguments)
         if parsed is None:
-            return Observation(BAD_CALL, False, "bad_call", time.monotonic() - start)
+            return observe(start, BAD_CALL, "bad_call")
         limits = self._program
         whole = Continued(parsed[0], limits, 0)
         if self.remembers:
@@ -180,16 +176,11 @@ class RemoteCode:
         except FetchError as error:
             text = f"The {self.name} tool is not available at the moment: {error.message}."
             detail = {"exception": f"{error.kind}: {error.message}"}
-            failed = self._blame.outcome(error)
-            return Observation(text, False, failed, time.monotonic() - start, detail)
+            return observe(start, text, self._blame.outcome(error), detail)
         self._blame.answered()
-        if self.remembers:
-            result = own_result(result)
-        outcome, text = describe(result, limits, self._room)
-        if self.remembers:
-            outcome, text = remembered(outcome, text, result)
+        outcome, text, result = describe(result, limits, self._room, self.remembers)
         ran = {"isolation": "remote", "exit_code": result.code}
-        return Observation(text, outcome == "ok", outcome, time.monotonic() - start, ran)
+        return observe(start, text, outcome, ran)
 
 
 def _result(answer: Any) -> Result:
@@ -198,9 +189,8 @@ def _result(answer: Any) -> Result:
             raise FetchError("malformed", "the remote sandbox does not work")
         ran = answer["run_result"]
         late = ran["status"] == "TimeLimitExceeded"
-        streams = [
-            Captured(text, text, len(text)) for text in (ran["stdout"] or "", ran["stderr"] or "")
-        ]
+        texts = (ran["stdout"] or "", ran["stderr"] or "")
+        streams = [Captured(text, text, len(text)) for text in texts]
         code = None if late else int(ran["return_code"])
         reason = "wall" if late else "exit"
     except (KeyError, TypeError, ValueError) as error:

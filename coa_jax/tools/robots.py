@@ -42,9 +42,7 @@ class Robots:
             if len(self._rules) > _KEPT:
                 self._rules.popitem(last=False)
         rules = known[1]
-        if rules is None:
-            return None
-        if isinstance(rules, str):
+        if rules is None or isinstance(rules, str):
             return rules
         allowed = await asyncio.to_thread(rules.can_fetch, str(url), AGENT)
         return None if allowed else "the site does not allow robots to read this page"

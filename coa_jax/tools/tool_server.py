@@ -20,6 +20,7 @@ from __future__ import annotations
 
 import argparse
 import asyncio
+import functools
 import json
 import os
 import sys
@@ -38,6 +39,7 @@ from coa_jax.tools.sandbox.isolation import Isolation, find_isolation
 from coa_jax.tools.sandbox.limits import Limits
 from coa_jax.tools.sandbox.run import SandboxError, run
 from coa_jax.tools.wiki_search import Index
+from coa_jax.web.errors import Refused
 
 if TYPE_CHECKING:
     from starlette.types import ASGIApp
@@ -51,43 +53,36 @@ _MAX_SECONDS, _MIN_MEMORY, _MAX_MEMORY = 60, 16, 8192
 _SEARCHES, _PROGRAMS, _WAITING, _CONNECTIONS = 8, 32, 512, 1280
 
 
-class BadRequestError(Exception):
-    """Says that a field of a request is missing or out of range."""
-
-
-async def retrieve(index: Index, body: Any, threads: ThreadPoolExecutor) -> bytes:
+async def retrieve(index: Index, threads: ThreadPoolExecutor, body: Any) -> bytes:
     """Answers a request to the endpoint ``/retrieve``, which searches an index.
 
     Args:
         index: search index.
-        body: JSON value of the request.
         threads: thread pool in which the searches run.
+        body: JSON value of the request.
 
     Returns:
         The answer as JSON text.
 
     Raises:
-        BadRequestError: a field is missing or out of range.
+        Refused: a field is missing or out of range.
     """
     queries, top_k = _field(body, "queries", list, None), _field(body, "topk", int, 3)
     scores = _field(body, "return_scores", bool, False)
     if not 0 < len(queries) <= _MAX_QUERIES or not all(isinstance(q, str) for q in queries):
-        raise BadRequestError(f"'queries' must be 1 to {_MAX_QUERIES} strings")
+        raise Refused(422, f"'queries' must be 1 to {_MAX_QUERIES} strings")
     if max(map(len, queries)) > _MAX_QUERY_CHARS:
-        raise BadRequestError(f"'queries' must be strings of at most {_MAX_QUERY_CHARS} characters")
+        raise Refused(422, f"'queries' must be strings of at most {_MAX_QUERY_CHARS} characters")
     if not 1 <= top_k <= _MAX_TOP_K:
-        raise BadRequestError(f"'topk' must be 1 to {_MAX_TOP_K}")
+        raise Refused(422, f"'topk' must be 1 to {_MAX_TOP_K}")
     if len(queries) * top_k > _MAX_RESULTS:
-        raise BadRequestError(f"'queries' times 'topk' must be at most {_MAX_RESULTS} passages")
+        raise Refused(422, f"'queries' times 'topk' must be at most {_MAX_RESULTS} passages")
 
     def search(query: str) -> str:
         rows: list[dict[str, Any]] = []
         for rank, hit in enumerate(index.search(query, top_k)):
-            document = {
-                "id": str(rank),
-                "title": hit.passage.title,
-                "contents": join_contents(hit.passage),
-            }
+            title, contents = hit.passage.title, join_contents(hit.passage)
+            document = {"id": str(rank), "title": title, "contents": contents}
             rows.append({"document": document, "score": hit.score} if scores else document)
         return json.dumps(rows)
 
@@ -98,31 +93,31 @@ async def retrieve(index: Index, body: Any, threads: ThreadPoolExecutor) -> byte
     return f'{{"result": [{", ".join(found)}]}}'.encode()
 
 
-async def run_code(isolation: Isolation, body: Any, libraries: tuple[str, ...] = ()) -> bytes:
+async def run_code(isolation: Isolation, libraries: tuple[str, ...], body: Any) -> bytes:
     """Answers a request to the endpoint ``/run_code``, which runs a program.
 
     If this coroutine is cancelled, the program is killed.
 
     Args:
         isolation: isolation in which the program runs.
-        body: JSON value of the request.
         libraries: directories with packages that programs may import.
+        body: JSON value of the request.
 
     Returns:
         The answer as JSON text.
 
     Raises:
-        BadRequestError: a field is missing or out of range.
+        Refused: a field is missing or out of range.
     """
     code, stdin = _field(body, "code", str, None), _field(body, "stdin", str, "")
     if _field(body, "language", str, "python") != "python":
-        raise BadRequestError("'language' must be python")
+        raise Refused(422, "'language' must be python")
     seconds = _field(body, "run_timeout", (int, float), 10)
     memory = _field(body, "memory_limit_MB", int, 2048)
     if not 0 < seconds <= _MAX_SECONDS:
-        raise BadRequestError(f"'run_timeout' must be more than 0 and at most {_MAX_SECONDS} s")
+        raise Refused(422, f"'run_timeout' must be more than 0 and at most {_MAX_SECONDS} s")
     if not _MIN_MEMORY <= memory <= _MAX_MEMORY:
-        raise BadRequestError(f"'memory_limit_MB' must be {_MIN_MEMORY} to {_MAX_MEMORY}")
+        raise Refused(422, f"'memory_limit_MB' must be {_MIN_MEMORY} to {_MAX_MEMORY}")
     limits = Limits(wall_s=float(seconds), cpu_s=float(seconds), memory_mb=memory)
     began = time.monotonic()
     try:
@@ -148,12 +143,11 @@ async def run_code(isolation: Isolation, body: Any, libraries: tuple[str, ...] =
 
 def _field(body: Any, name: str, kind: Any, default: Any) -> Any:
     if not isinstance(body, dict):
-        raise BadRequestError("the body must be a JSON object")
+        raise Refused(422, "the body must be a JSON object")
     value = body.get(name, default)
-    kinds = kind if isinstance(kind, tuple) else (kind,)
-    wrong_bool = isinstance(value, bool) and bool not in kinds
-    if value is None or wrong_bool or not isinstance(value, kinds):
-        raise BadRequestError(f"{name!r} is missing or of the wrong type")
+    wrong_bool = isinstance(value, bool) and kind is not bool
+    if wrong_bool or not isinstance(value, kind):
+        raise Refused(422, f"{name!r} is missing or of the wrong type")
     return value
 
 
@@ -178,28 +172,16 @@ def make_app(
         log: log of rejected requests.
         libraries: directories with packages that programs may import.
     """
-    from coa_jax.web.errors import Refused
     from coa_jax.web.guard import Rules
     from coa_jax.web.json_app import JsonRoute, make_app
 
     threads = ThreadPoolExecutor(min(_SEARCHES, os.cpu_count() or 1), "search")
 
-    async def search(body: Any) -> bytes:
-        try:
-            return await retrieve(index, body, threads)
-        except BadRequestError as error:
-            raise Refused(422, str(error)) from None
-
-    async def program(body: Any) -> bytes:
-        assert isolation is not None
-        try:
-            return await run_code(isolation, body, libraries)
-        except BadRequestError as error:
-            raise Refused(422, str(error)) from None
-
+    search = functools.partial(retrieve, index, threads)
     values = 2 * _MAX_QUERIES
     routes = {"/retrieve": JsonRoute(search, values=values, running=_SEARCHES, waiting=_WAITING)}
     if isolation is not None:
+        program = functools.partial(run_code, isolation, libraries)
         routes["/run_code"] = JsonRoute(program, values=64, running=_PROGRAMS, waiting=_WAITING)
     rules = Rules(
         api_key=key,
@@ -235,7 +217,7 @@ def _serve(options: argparse.Namespace) -> None:
         from coa_jax.web.guard import check_exposure, is_local
         from coa_jax.web.limits import ConnectionLimits
         from coa_jax.web.refusals import RefusalLog
-        from coa_jax.web.server import Server, allow_connections, listen, run_until_signal
+        from coa_jax.web.server import Server, listen, run_until_signal
     except ModuleNotFoundError as error:
         raise missing("tool_server", str(error.name), "serve") from error
     secret, limits, log = Secret(options.key_env), ConnectionLimits(_CONNECTIONS), RefusalLog()
@@ -249,13 +231,8 @@ def _serve(options: argparse.Namespace) -> None:
     elif options.libraries:
         raise UserError("--libraries needs programs, which --no_code disables; leave one out")
     listener = listen(options.host, options.port, "choose another --port or --host")
-    allow_connections(limits)
-    encoder = EncoderConfig(
-        options.encoder,
-        options.query_prefix,
-        options.passage_prefix,
-        device=options.encoder_device,
-    )
+    prefixes = options.query_prefix, options.passage_prefix
+    encoder = EncoderConfig(options.encoder, *prefixes, device=options.encoder_device)
     index = load_retriever(options.retrieval, encoder, passages=corpus)
     local = is_local(options.host)
     app = make_app(index, isolation, key, local, limits, log, libraries.directories)

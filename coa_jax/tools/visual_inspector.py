@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import dataclasses
+import functools
 import json
 import os
 import stat
@@ -21,7 +22,7 @@ from coa_jax.bounds import Bounded, Bytes, Count, Place
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_inspection
 from coa_jax.storage import local
-from coa_jax.tools.base import Observation, Outcome, ToolContext, time_for
+from coa_jax.tools.base import Observation, Outcome, ToolContext, observe, time_for
 from coa_jax.tools.net.address import Guard
 from coa_jax.tools.net.chat import ChatConfig, chat, check_client
 from coa_jax.tools.net.errors import Blame, FetchError
@@ -43,6 +44,15 @@ _WITH_QUESTION = (
     " colours. Do not answer the question, and say so where the image does not show what it asks"
     " for. The question: "
 )
+
+_IMAGES = {
+    b"\x89PNG\r\n\x1a\n": "image/png",
+    b"\xff\xd8\xff": "image/jpeg",
+    b"GIF87a": "image/gif",
+    b"GIF89a": "image/gif",
+    b"BM": "image/bmp",
+}
+"""First bytes of an image file -> media type. The first bytes of WebP are not consecutive."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,21 +103,14 @@ class VisualInspector:
         self._config, self._blame = config, Blame()
         self._limits = Limits(total_s=min(30.0, config.chat.timeout_s), max_bytes=config.max_bytes)
         self.deadline = config.chat.timeout_s + 1.0
-        self.settings = json.dumps(
-            [
-                *(config.chat.url, config.chat.model, config.chat.temperature),
-                *(config.chat.max_tokens, config.max_chars, config.max_bytes),
-                *(str(self._folder), config.allow_hosts),
-            ]
-        )
+        model, places = config.chat, (str(self._folder), config.allow_hosts)
+        asked = (model.url, model.model, model.temperature, model.max_tokens)
+        self.settings = json.dumps([*asked, config.max_chars, config.max_bytes, *places])
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
         """Describes the image that the policy named between the tags."""
         start = time.monotonic()
-
-        def seen(text: str, outcome: Outcome) -> Observation:
-            return Observation(text, outcome == "ok", outcome, time.monotonic() - start)
-
+        seen = functools.partial(observe, start)
         parsed = parse_inspection(arguments)
         if parsed is None:
             return seen(_BAD_CALL, "bad_call")
@@ -121,13 +124,12 @@ class VisualInspector:
             if kind is None:
                 return seen(_NO_IMAGE, "error")
         except FetchError as error:
-            return seen(f"The image cannot be opened: {error.message}.", _outcome(error))
+            failed: Outcome = "timeout" if error.kind == "timeout" else "error"
+            return seen(f"The image cannot be opened: {error.message}.", failed)
         prompt = _DESCRIBE if not (question or "").strip() else f"{_WITH_QUESTION}{question}"
         data = f"data:{kind};base64,{base64.b64encode(image).decode()}"
-        content = [
-            {"type": "text", "text": prompt},
-            {"type": "image_url", "image_url": {"url": data}},
-        ]
+        picture = {"type": "image_url", "image_url": {"url": data}}
+        content = [{"type": "text", "text": prompt}, picture]
         left = max(seconds - (time.monotonic() - start), 0.001)
         try:
             text = await chat(self._config.chat, [{"role": "user", "content": content}], left)
@@ -170,21 +172,11 @@ class VisualInspector:
         return content
 
 
-def _outcome(error: FetchError) -> Outcome:
-    return "timeout" if error.kind == "timeout" else "error"
-
-
 def image_type(content: bytes) -> str | None:
     """Returns the media type of an image, which its first bytes determine.
 
     The result is None if the content is not an image of a supported type.
     """
-    if content.startswith(b"\x89PNG\r\n\x1a\n"):
-        return "image/png"
-    if content.startswith(b"\xff\xd8\xff"):
-        return "image/jpeg"
-    if content.startswith((b"GIF87a", b"GIF89a")):
-        return "image/gif"
     if content[:4] == b"RIFF" and content[8:12] == b"WEBP":
         return "image/webp"
-    return "image/bmp" if content.startswith(b"BM") else None
+    return next((kind for start, kind in _IMAGES.items() if content.startswith(start)), None)

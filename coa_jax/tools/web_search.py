@@ -18,7 +18,14 @@ from typing import Annotated, Any
 
 from coa_jax.bounds import Address, Between, Bounded, Count, Place, Seconds, Times, Variable
 from coa_jax.extensions import Kind, Named, bind
-from coa_jax.tools.base import Observation, ToolContext, refused_query, time_for
+from coa_jax.tools.base import (
+    Observation,
+    ToolContext,
+    failed_search,
+    observe,
+    refused_query,
+    time_for,
+)
 from coa_jax.tools.net.address import Guard, parse_url
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.errors import Blame, FetchError
@@ -52,8 +59,8 @@ PROVIDERS = Kind(
     "search service",
     "coa_jax.search",
     {
-        "serper": "coa_jax.tools.web_search:configured_serper",
-        "searxng": "coa_jax.tools.web_search:configured_searxng",
+        "serper": "coa_jax.tools.web_search:serper",
+        "searxng": "coa_jax.tools.web_search:searxng",
         "local": "coa_jax.tools.web_search:local",
     },
     offers=("query", "count", "limits", "config", "index"),
@@ -128,32 +135,28 @@ def choose(config: WebSearchConfig) -> str:
     return "serper" if Secret(config.key_env) else "local"
 
 
-def serper(url: str, secret: Secret) -> Provider:
+def serper(config: WebSearchConfig) -> Provider:
     """Returns a provider for the API of serper.dev.
 
     A request is a POST of ``{"q": ..., "num": ...}`` with the header ``X-API-KEY``. The answer
     contains the results in ``organic``.
 
-    Args:
-        url: URL of the service.
-        secret: API key.
-
     Raises:
         UserError: the key is not set, or the URL is invalid.
     """
+    secret, guard = Secret(config.key_env), trusting(config.url)
     secret.reveal()
-    guard = trusting(url)
 
     async def search(query: str, count: int, limits: Limits) -> Sequence[Result]:
         headers = {"Content-Type": "application/json", "X-API-KEY": secret.reveal()}
         body = json.dumps({"q": query, "num": count}).encode()
-        answer = await fetch_json(Request(url, "POST", headers, body), limits, guard)
+        answer = await fetch_json(Request(config.url, "POST", headers, body), limits, guard)
         return _results(secret.redact(answer), "organic", "link", "snippet")
 
     return search
 
 
-def searxng(url: str) -> Provider:
+def searxng(config: WebSearchConfig) -> Provider:
     """Returns a provider for a SearXNG server.
 
     A request is ``GET URL?q=...&format=json``. The answer contains the results in ``results``.
@@ -161,14 +164,12 @@ def searxng(url: str) -> Provider:
     Raises:
         UserError: the URL is invalid.
     """
-    guard = trusting(url)
+    guard = trusting(config.url)
 
     async def search(query: str, count: int, limits: Limits) -> Sequence[Result]:
         asked = urllib.parse.urlencode({"q": query, "format": "json"}, errors="replace")
-        address = f"{url}?{asked}"
-        return _results(
-            await fetch_json(Request(address), limits, guard), "results", "url", "content"
-        )
+        answer = await fetch_json(Request(f"{config.url}?{asked}"), limits, guard)
+        return _results(answer, "results", "url", "content")
 
     return search
 
@@ -181,10 +182,8 @@ def local(index: Callable[[], Index]) -> Provider:
 
     async def search(query: str, count: int, limits: Limits) -> Sequence[Result]:
         hits = await asyncio.to_thread(lambda: index().search(query, count))
-        return [
-            Result(hit.passage.title, local_link(hit.passage.title), hit.passage.text)
-            for hit in hits
-        ]
+        found = [hit.passage for hit in hits]
+        return [Result(each.title, local_link(each.title), each.text) for each in found]
 
     return search
 
@@ -211,16 +210,6 @@ def _results(answer: Any, key: str, link: str, snippet: str) -> list[Result]:
             fields = [row.get(name) for name in ("title", link, snippet, "date", "source")]
             found.append(Result(*(str(field) if field else "" for field in fields)))
     return found
-
-
-def configured_serper(config: WebSearchConfig) -> Provider:
-    """Returns a provider for serper.dev with the given settings."""
-    return serper(config.url, Secret(config.key_env))
-
-
-def configured_searxng(config: WebSearchConfig) -> Provider:
-    """Returns a provider for a SearXNG server with the given settings."""
-    return searxng(config.url)
 
 
 def provider_of(config: WebSearchConfig, index: Callable[[], Index]) -> Provider:
@@ -278,12 +267,8 @@ class WebSearch:
             )  # fmt: skip
         self._config, self._guard = config, Guard(block=config.blocked)
         self._blame = Blame()
-        self._limits = Limits(
-            total_s=config.timeout_s,
-            read_s=config.timeout_s,
-            attempts=config.attempts,
-            redirects=0,
-        )
+        seconds = config.timeout_s
+        self._limits = Limits(seconds, read_s=seconds, attempts=config.attempts, redirects=0)
         self.deadline = config.timeout_s + 1.0
         url = config.url if self.provider in ("serper", "searxng") else ""
         asked = [self.provider, url, config.top_k, config.snippet_chars, config.blocked]
@@ -299,27 +284,21 @@ class WebSearch:
         sent = urllib.parse.quote(query, errors="replace") if in_address else query
         if len(sent) > _LONGEST_QUERY:
             text = "The query is too long. Search for its most telling words."
-            seconds = time.monotonic() - start
-            return Observation(text, False, "error", seconds, {"too_long": True})
+            return observe(start, text, "error", {"too_long": True})
         if refused := refused_query(self.name, arguments, context):
             return refused
-        detail: dict[str, Any] = {"provider": self.provider}
         left = time_for(self._config.timeout_s, context)
         try:
             found = await self._search(query, self._config.top_k, self._limits.within(left))
         except FetchError as error:
-            detail["error"] = f"{error.kind}: {error.message}"
-            text = f"The search failed: {error.message}. Search again, or go on without it."
-            failed = self._blame.outcome(error)
-            return Observation(text, False, failed, time.monotonic() - start, detail)
+            return failed_search(start, error, self._blame, provider=self.provider)
         self._blame.answered()
         shown = [r for r in found if not self._blocked(r.link)][: self._config.top_k]
-        detail |= {"results": len(shown), "links": [result.link for result in shown]}
+        links = [result.link for result in shown]
+        detail = {"provider": self.provider, "results": len(shown), "links": links}
         text = format_results(shown, query, self._config.snippet_chars)
         text, detail = Secret(self._config.key_env).redact([text, detail])
-        return Observation(
-            text, bool(shown), "ok" if shown else "error", time.monotonic() - start, detail
-        )
+        return observe(start, text, "ok" if shown else "error", detail)
 
     def _blocked(self, link: str) -> bool:
         try:

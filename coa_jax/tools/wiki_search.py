@@ -10,6 +10,7 @@ comes first.
 
 from __future__ import annotations
 
+import abc
 import asyncio
 import dataclasses
 import functools
@@ -20,16 +21,16 @@ import re
 import shutil
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
 from coa_jax import files
 from coa_jax.errors import UserError
 from coa_jax.tools import factbook_pages, factbook_relations, words
-from coa_jax.tools.base import Observation, ToolContext, refused_query
+from coa_jax.tools.base import Observation, ToolContext, observe, refused_query
 from coa_jax.tools.factbook_pages import Passage, fold
 
 if TYPE_CHECKING:
@@ -61,19 +62,17 @@ class Hit:
     score: float
 
 
-class Index(Protocol):
-    """The interface of a search index over a fixed list of passages.
+class Index(abc.ABC):
+    """A search index over a fixed list of passages. Several threads may use the same index.
 
-    Several threads may use the same index.
+    Attributes:
+        passages: the indexed passages, in order.
     """
 
-    def __len__(self) -> int: ...
+    def __init__(self, passages: Sequence[Passage]):
+        self.passages = passages
 
-    @property
-    def passages(self) -> Sequence[Passage]:
-        """The indexed passages, in order."""
-        ...
-
+    @abc.abstractmethod
     def rank(self, query: str, top_k: int) -> list[tuple[int, float]]:
         """Returns (index of a passage, score) of the best passages, the best first.
 
@@ -81,16 +80,10 @@ class Index(Protocol):
             query: the query.
             top_k: maximum number of passages.
         """
-        ...
 
     def search(self, query: str, top_k: int) -> list[Hit]:
-        """Returns the best passages with their scores, the best first.
-
-        Args:
-            query: the query.
-            top_k: maximum number of passages.
-        """
-        ...
+        """Returns the best passages with their scores, see `rank`."""
+        return [Hit(self.passages[i], score) for i, score in self.rank(query, top_k)]
 
 
 def tokenize(text: str) -> list[str]:
@@ -104,20 +97,12 @@ def tokenize(text: str) -> list[str]:
     return [word for word in _WORD.findall(text) if word not in _STOP_WORDS]
 
 
-class WikiIndex:
-    """A BM25 index over a fixed list of passages. Several threads may use the same index."""
+class WikiIndex(Index):
+    """A BM25 index over a fixed list of passages."""
 
     def __init__(self, passages: Sequence[Passage], scorer: bm25s.BM25):
-        self._passages = passages
+        super().__init__(passages)
         self._scorer = scorer
-
-    def __len__(self) -> int:
-        return len(self._passages)
-
-    @property
-    def passages(self) -> Sequence[Passage]:
-        """The indexed passages, in order."""
-        return self._passages
 
     @classmethod
     def build(cls, passages: Sequence[Passage]) -> WikiIndex:
@@ -146,14 +131,10 @@ class WikiIndex:
         scores = self._scorer.get_scores(known)
         return [(i, float(scores[i])) for i in best_rows(scores, top_k) if scores[i] > 0]
 
-    def search(self, query: str, top_k: int) -> list[Hit]:
-        """Returns the best passages with their scores, see `Index.search`."""
-        return [Hit(self._passages[i], score) for i, score in self.rank(query, top_k)]
-
     def save(self, folder: Path) -> None:
         """Writes the index to a folder, with a file of checksums."""
         self._scorer.save(str(folder), show_progress=False)
-        lines = [json.dumps([p.title, p.text]) for p in self._passages]
+        lines = [json.dumps([p.title, p.text]) for p in self.passages]
         (folder / "passages.jsonl").write_text("\n".join(lines) + "\n", encoding="utf-8")
         sums = {file.name: _checksum(file) for file in sorted(folder.iterdir())}
         (folder / "manifest.json").write_text(json.dumps(sums), encoding="utf-8")
@@ -199,13 +180,13 @@ def _checksum(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def default_cache_dir() -> Path:
-    """Returns the folder in which indexes are stored by default.
+def index_folder(cache_dir: Path | str | None) -> Path:
+    """Returns the folder in which indexes are stored.
 
-    This is ``$XDG_CACHE_HOME/coa_jax/wiki``, or ``~/.cache/coa_jax/wiki`` if the environment
-    variable is not set.
+    If ``cache_dir`` is None, this is ``$XDG_CACHE_HOME/coa_jax/wiki``, or ``~/.cache/coa_jax/wiki``
+    if the environment variable is not set.
     """
-    return files.cache_folder("wiki")
+    return files.cache_folder("wiki") if cache_dir is None else Path(cache_dir).expanduser()
 
 
 def _key(passage_chars: int, passages: Sequence[Passage] | None) -> str:
@@ -235,15 +216,14 @@ def load_index(
     If the cache folder cannot be written, the index is built in every call.
 
     Args:
-        cache_dir: folder of stored indexes; None for `default_cache_dir`.
+        cache_dir: folder of stored indexes; None for the default, see `index_folder`.
         passage_chars: maximum length of a passage of the World Factbook, in characters.
         passages: passages of the corpus; None for the World Factbook.
 
     Raises:
         UserError: the World Factbook is not installed, or the corpus contains no words.
     """
-    root = Path(cache_dir).expanduser() if cache_dir is not None else default_cache_dir()
-    folder = root / _key(passage_chars, passages)
+    folder = index_folder(cache_dir) / _key(passage_chars, passages)
     if folder.is_dir():
         try:
             return WikiIndex.load(folder)
@@ -255,7 +235,7 @@ def load_index(
     try:
         files.make_folder(folder, index.save)
     except OSError as error:
-        _log.warning("the search index cannot be stored in %s: %s", root, error)
+        _log.warning("the search index cannot be stored in %s: %s", folder.parent, error)
     return index
 
 
@@ -268,6 +248,7 @@ class WikiSearch:
     """
 
     name = "wiki_search"
+    deadline = 30.0
 
     def __init__(
         self,
@@ -275,7 +256,6 @@ class WikiSearch:
         passage_chars: int = 300,
         cache_dir: Path | str | None = None,
         passages: Sequence[Passage] | None = None,
-        deadline: float = 30.0,
         load: Callable[..., Index] = load_index,
     ):
         """Creates the tool. The index is loaded by the first call, or by `warm_up`.
@@ -283,21 +263,12 @@ class WikiSearch:
         Args:
             top_k: number of passages in an observation.
             passage_chars: maximum length of a passage of the World Factbook, in characters.
-            cache_dir: folder of stored indexes; None for `default_cache_dir`.
+            cache_dir: folder of stored indexes; None for the default, see `index_folder`.
             passages: passages of the corpus; None for the World Factbook.
-            deadline: time limit of a call in seconds.
             load: function that loads or builds the index. Its arguments are ``cache_dir``,
                 ``passage_chars`` and ``passages``.
-
-        Raises:
-            UserError: a number is out of range.
         """
-        if top_k < 1:
-            raise UserError(f"wiki_search: top_k is {top_k}; give 1 or more")
-        if passage_chars < 40:
-            raise UserError(f"wiki_search: passage_chars is {passage_chars}; give 40 or more")
         self.top_k = top_k
-        self.deadline = deadline
         self._load = functools.partial(load, cache_dir, passage_chars, passages)
         self._index: Index | None = None
         self._lock = threading.Lock()
@@ -319,16 +290,23 @@ class WikiSearch:
         if refused := refused_query(self.name, arguments, context):
             return refused
         hits = await asyncio.to_thread(self.search, " ".join(arguments.split()))
-        seconds = time.monotonic() - start
-        if not hits:
-            text = "Nothing was found. Try other or fewer words."
-            return Observation(text, False, "error", seconds, {"hits": 0})
-        found: dict[str, Any] = {
-            "hits": len(hits),
-            "titles": [hit.passage.title for hit in hits],
-            "scores": [round(hit.score, 4) for hit in hits],
-        }
-        return Observation(format_hits(hits), True, "ok", seconds, found)
+        return hits_observation(start, hits, {"scores": [round(hit.score, 4) for hit in hits]})
+
+
+def hits_observation(
+    start: float, hits: Sequence[Hit], more: Mapping[str, Any] | None = None
+) -> Observation:
+    """Returns the observation of a search.
+
+    Args:
+        start: time at which the call began, on the clock of ``time.monotonic``.
+        hits: search results.
+        more: further details of a search with results.
+    """
+    if not hits:
+        return observe(start, "Nothing was found. Try other or fewer words.", "error", {"hits": 0})
+    detail = {"hits": len(hits), "titles": [hit.passage.title for hit in hits], **(more or {})}
+    return observe(start, format_hits(hits), "ok", detail)
 
 
 def format_hits(hits: Sequence[Hit]) -> str:

@@ -3,32 +3,32 @@
 Work on untrusted input, such as parsing and algebra, may never end. A worker starts once and
 answers many calls, because importing its modules takes a second. If a call takes too long or a
 library crashes, only the worker is lost. A worker ends by itself if its parent process has died,
-because its standard input ends, or because the timer that is set with every call kills it.
+because its connection ends, or because the timer that is set with every call kills it.
 """
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import json
 import os
-import pickle
 import queue
 import resource
-import select
 import signal
-import struct
 import subprocess
 import sys
 import threading
 import time
 import weakref
+from multiprocessing import Pipe
+from multiprocessing.connection import Connection
 from typing import Any
 
-_HEAD = struct.Struct(">Q")
 _START = "from coa_jax.tools import worker; worker.serve()"
 _ENVIRONMENT = ("PATH", "HOME", "LANG", "LC_ALL", "TMPDIR", "LD_LIBRARY_PATH")
 """Environment variables that workers get. Other variables are left out, as they may be API keys."""
+
+_MEMORY = 4 << 30
+"""Limit of the address space of a worker in bytes."""
 
 _START_S = 30.0
 """Time limit in seconds for a worker to start and import its modules."""
@@ -52,16 +52,15 @@ class Workers:
     Several threads may use the same pool.
     """
 
-    def __init__(self, function: str, count: int | None = None, memory_mb: int = 4096):
+    def __init__(self, function: str, count: int | None = None):
         """Creates the pool. A process starts only when a call needs it.
 
         Args:
             function: the function as ``module:name``. Its arguments must be picklable, and its
                 result must be a JSON value.
             count: maximum number of processes; None for one per processor, but at most four.
-            memory_mb: limit of the address space of each process, in MiB.
         """
-        self._function, self._memory_mb = function, memory_mb
+        self._function = function
         self._free: queue.LifoQueue[_Process | None] = queue.LifoQueue()
         for _ in range(count or min(4, os.cpu_count() or 1)):
             self._free.put(None)
@@ -89,7 +88,7 @@ class Workers:
             end = time.monotonic() + timeout
         try:
             if process is None or not process.alive:
-                process = _Process(self._function, self._memory_mb)
+                process = _Process(self._function)
                 end += process.start_s
             return process.ask(arguments, end - time.monotonic())
         finally:
@@ -97,21 +96,24 @@ class Workers:
 
 
 class _Process:
-    def __init__(self, function: str, memory_mb: int):
+    def __init__(self, function: str):
         environment = {name: os.environ[name] for name in _ENVIRONMENT if name in os.environ}
         environment["PYTHONPATH"] = os.pathsep.join(path for path in sys.path if path)
         start = time.monotonic()
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", _START, function, str(memory_mb)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
-            env=environment,
-            start_new_session=True,
-        )
-        self._kill = weakref.finalize(self, _kill, self._process)
+        self._connection, theirs = Pipe()
+        with theirs:
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", _START, function, str(theirs.fileno())],
+                pass_fds=[theirs.fileno()],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.DEVNULL,
+                env=environment,
+                start_new_session=True,
+            )
+        self._kill = weakref.finalize(self, _kill, self._process, self._connection)
         try:
-            self._read(_START_S)  # the first message says that the process is ready
+            self._answer(_START_S)  # the first message says that the process is ready
         except WorkerError as error:
             raise WorkerBusyError(f"the process for {function} did not start: {error}") from error
         self.start_s = time.monotonic() - start
@@ -121,46 +123,39 @@ class _Process:
         return self._kill.alive and self._process.poll() is None
 
     def ask(self, arguments: tuple[Any, ...], timeout: float) -> Any:
-        assert self._process.stdin is not None
-        message = pickle.dumps((max(timeout, 0.001), arguments))
-        try:
-            self._process.stdin.write(_HEAD.pack(len(message)) + message)
-            self._process.stdin.flush()
-            answer = self._read(timeout)
-        except BaseException as error:
-            self._kill()
-            if isinstance(error, OSError):
-                raise WorkerError("the process died") from error
-            raise
+        timeout = max(timeout, 0.001)
+        answer = self._answer(timeout, (timeout, arguments))
         if "error" in answer:
             raise WorkerError(answer["error"])
         return answer["value"]
 
-    def _read(self, timeout: float) -> Any:
-        """Reads one answer. The process writes only answers to its standard output."""
-        assert self._process.stdout is not None
-        end, data, size = time.monotonic() + timeout, b"", _HEAD.size
-        while len(data) < size:
-            left = end - time.monotonic()
-            if left <= 0 or not select.select([self._process.stdout], [], [], left)[0]:
-                self._kill()
-                raise WorkerTimeoutError(f"it took longer than {timeout:.3g} seconds")
-            piece = os.read(self._process.stdout.fileno(), 1 << 20)
-            if not piece:
-                self._kill()
-                raise WorkerError("the process died")
-            data += piece
-            if len(data) >= _HEAD.size:
-                size = _HEAD.size + _HEAD.unpack_from(data)[0]
-        return json.loads(data[_HEAD.size :])
+    def _answer(self, timeout: float, request: Any = None) -> Any:
+        """Sends a request, unless it is None, and reads an answer.
+
+        Answers are JSON, because unpickling what a worker sends would not be safe.
+        """
+        end = time.monotonic() + timeout
+        watchdog = threading.Timer(timeout, self._process.kill)
+        watchdog.daemon = True  # must not delay the end of this process
+        watchdog.start()
+        try:
+            if request is not None:
+                self._connection.send(request)
+            return json.loads(self._connection.recv_bytes())
+        except BaseException as error:
+            self._kill()
+            if not isinstance(error, EOFError | OSError):
+                raise
+            if time.monotonic() >= end:
+                raise WorkerTimeoutError(f"it took longer than {timeout:.3g} seconds") from None
+            raise WorkerError("the process died") from error
+        finally:
+            watchdog.cancel()
 
 
-def _kill(process: subprocess.Popen[bytes]) -> None:
+def _kill(process: subprocess.Popen[bytes], connection: Connection) -> None:
     process.kill()
-    for pipe in (process.stdin, process.stdout):
-        if pipe is not None:
-            with contextlib.suppress(OSError):  # nobody reads the data that is not flushed
-                pipe.close()
+    connection.close()
     process.wait()
 
 
@@ -172,31 +167,26 @@ def _end_with(parent: int) -> None:
 
 
 def serve() -> None:
-    """Answers calls from standard input until standard input ends.
+    """Answers calls from the parent process until the connection ends.
 
     This is the main function of a worker process.
     """
-    function, memory_mb = sys.argv[1:3]
-    requests, answers = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
-    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)  # libraries must not write between answers
+    function, descriptor = sys.argv[1:3]
+    connection = Connection(int(descriptor))
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
-    limit = int(memory_mb) << 20
-    resource.setrlimit(resource.RLIMIT_AS, (limit, limit))
+    resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     module, _, name = function.partition(":")
     call = getattr(importlib.import_module(module), name)
-
-    def reply(value: dict[str, Any]) -> None:
-        message = json.dumps(value).encode()
-        answers.write(_HEAD.pack(len(message)) + message)
-        answers.flush()
-
-    reply({"ready": True})
-    while head := requests.read(_HEAD.size):
-        timeout, arguments = pickle.loads(requests.read(_HEAD.unpack(head)[0]))
+    connection.send_bytes(b"{}")
+    while True:
+        try:
+            timeout, arguments = connection.recv()
+        except EOFError:
+            return
         signal.setitimer(signal.ITIMER_REAL, timeout + 1.0)  # by default the signal kills
         try:
             answer = {"value": call(*arguments)}
         except Exception as error:  # noqa: BLE001 - an exception of any kind is an answer
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
         signal.setitimer(signal.ITIMER_REAL, 0)
-        reply(answer)
+        connection.send_bytes(json.dumps(answer).encode())

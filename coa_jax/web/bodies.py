@@ -72,11 +72,12 @@ def parse_json(body: bytes | bytearray, values: int, containers: int) -> Any:
     try:
         return json.loads(text, parse_int=_whole_number)
     except json.JSONDecodeError as error:
-        raise Refused(400, f"{_NOT_JSON} (line {error.lineno}, column {error.colno})") from None
+        why = f" (line {error.lineno}, column {error.colno})"
     except RecursionError:
-        raise Refused(400, f"{_NOT_JSON} that this server reads: it is nested too deeply") from None
+        why = " that this server reads: it is nested too deeply"
     except ValueError:  # raised by `_whole_number`
-        raise Refused(400, f"{_NOT_JSON} that this server reads: a number is too long") from None
+        why = " that this server reads: a number is too long"
+    raise Refused(400, f"{_NOT_JSON}{why}")
 
 
 def _whole_number(digits: str) -> int:
@@ -115,15 +116,12 @@ def validated(model: type[M], value: Any) -> M:
         return model.model_validate(value)
     except ValidationError as error:
         found = error.errors(include_url=False, include_input=False)
-    first = found[0]
-    place = [str(part) for part in first["loc"]]
-    name = ".".join(place)[:200]
-    context = first.get("ctx", {})
-    if first["type"] == "value_error":
+    kind, context = found[0]["type"], found[0].get("ctx", {})
+    name = ".".join(map(str, found[0]["loc"]))[:200]
+    if kind == "value_error":
         words = str(context["error"])
         raise Refused(400, f"{name}: {words}" if name else words, name or None)
-    words = _WORDS.get(first["type"], "has a value that this server does not take")
-    words = words.format(**context)
+    words = _WORDS.get(kind, "has a value that this server does not take").format(**context)
     message = f"{name}: {words}"
     # The name of an unknown field comes from the client, so it is not logged.
-    raise Refused(400, message, name, words if first["type"] == "extra_forbidden" else message)
+    raise Refused(400, message, name, words if kind == "extra_forbidden" else message)

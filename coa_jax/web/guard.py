@@ -86,7 +86,7 @@ class Guard:
         rules: Rules,
         answer: Callable[[Refused], Response],
         log: RefusalLog,
-        count: Callable[[str, int], None],
+        count: Callable[[str, int], None] = lambda path, status: None,
     ):
         """Puts a guard in front of an application.
 
@@ -153,19 +153,17 @@ class Guard:
         host = headers.get(b"host", b"").decode("latin-1")
         origin = headers.get(b"origin", b"").decode("latin-1")
         if rules.local and host and not is_local(_PORT.sub("", host)):
-            raise Refused(
-                403,
+            told = (
                 f"this server is for its own machine, as localhost or 127.0.0.1, not {host!r}; "
-                "under other names it answers with an API key",
-                reason="the request names another host",
+                "under other names it answers with an API key"
             )
+            raise Refused(403, told, reason="the request names another host")
         if rules.local and origin and origin.partition("://")[2] != host:
-            raise Refused(
-                403,
+            told = (
                 f"the page at {origin!r} is of another site; this server answers its own page and "
-                "programs, other pages with an API key",
-                reason="the request comes from the page of another site",
+                "programs, other pages with an API key"
             )
+            raise Refused(403, told, reason="the request comes from the page of another site")
         if rules.api_key and scope["path"] not in rules.open:
             scheme, _, given = headers.get(b"authorization", b"").partition(b" ")
             if isinstance(rules.api_key, str):
@@ -234,9 +232,8 @@ async def _drained(scope: Scope, receive: Receive, status: int) -> bool:
 
     This is necessary because many clients read no response before they have sent the whole body.
     """
-    left = (
-        0 if status == 408 or any(name == b"expect" for name, _ in scope["headers"]) else _DRAINED
-    )
+    waits = any(name == b"expect" for name, _ in scope["headers"])
+    left = 0 if waits or status == 408 else _DRAINED
     with contextlib.suppress(TimeoutError):
         async with asyncio.timeout(_DRAIN_S):
             while left > 0:
@@ -278,8 +275,12 @@ async def while_connected(receive: Receive, work: Awaitable[Any]) -> Any:
     Raises:
         ClientGone: the client closed its connection before the work was done.
     """
-    working = asyncio.ensure_future(work)
-    watching = asyncio.ensure_future(_disconnected(receive))
+
+    async def disconnected() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    working, watching = asyncio.ensure_future(work), asyncio.ensure_future(disconnected())
     try:
         await asyncio.wait({working, watching}, return_when=asyncio.FIRST_COMPLETED)
         if not working.done():
@@ -289,8 +290,3 @@ async def while_connected(receive: Receive, work: Awaitable[Any]) -> Any:
         watching.cancel()
         working.cancel()
         await asyncio.gather(working, watching, return_exceptions=True)
-
-
-async def _disconnected(receive: Receive) -> None:
-    while (await receive())["type"] != "http.disconnect":
-        pass

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
+import functools
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
 from starlette.requests import Request
 from starlette.responses import JSONResponse, Response
 from starlette.routing import Route
@@ -21,46 +22,14 @@ from coa_jax.web.guard import STATUS_WORDS, Guard, Rules, body_of, give_reason, 
 from coa_jax.web.refusals import RefusalLog
 
 
-class Room:
-    """Limits how many requests of a route run, and how many wait; refuses further requests."""
-
-    def __init__(self, running: int, waiting: int):
-        """Creates an empty room.
-
-        Args:
-            running: maximum number of running requests.
-            waiting: maximum number of waiting requests.
-        """
-        self._places = asyncio.Semaphore(running)
-        self._left = running + waiting
-
-    @contextlib.asynccontextmanager
-    async def place(self) -> AsyncIterator[None]:
-        """Waits for a place, and holds the place during a ``with`` block.
-
-        Raises:
-            Refused: too many requests are waiting (status 429).
-        """
-        if self._left < 1:
-            raise Refused(429, "too many requests wait for this path; try again later")
-        self._left -= 1
-        try:
-            async with self._places:
-                yield
-        finally:
-            self._left += 1
-
-
 class JsonRoute:
-    """A route that receives a JSON object and answers with JSON."""
+    """A route that receives a JSON object and answers with JSON.
+
+    The number of requests that run and that wait is limited; further requests are refused.
+    """
 
     def __init__(
-        self,
-        answer: Callable[[Any], Awaitable[bytes]],
-        *,
-        values: int,
-        running: int,
-        waiting: int,
+        self, answer: Callable[[Any], Awaitable[bytes]], *, values: int, running: int, waiting: int
     ):
         """Describes a route.
 
@@ -71,8 +40,25 @@ class JsonRoute:
             running: maximum number of running requests.
             waiting: maximum number of waiting requests.
         """
-        self.answer, self.values = answer, values
-        self.room = Room(running, waiting)
+        self._answer, self._values = answer, values
+        self._places, self._left = asyncio.Semaphore(running), running + waiting
+
+    async def run(self, body: bytearray, threads: ThreadPoolExecutor) -> bytes:
+        """Waits for a place, parses a body in a thread, and answers.
+
+        Raises:
+            Refused: too many requests are waiting (status 429), or the body is not valid.
+        """
+        if self._left < 1:
+            raise Refused(429, "too many requests wait for this path; try again later")
+        self._left -= 1
+        limits = self._values, self._values
+        try:
+            async with self._places:
+                parsing = asyncio.get_running_loop().run_in_executor
+                return await self._answer(await parsing(threads, parse_json, body, *limits))
+        finally:
+            self._left += 1
 
 
 def make_app(routes: Mapping[str, JsonRoute], rules: Rules, log: RefusalLog) -> ASGIApp:
@@ -85,57 +71,55 @@ def make_app(routes: Mapping[str, JsonRoute], rules: Rules, log: RefusalLog) -> 
     """
     parsing = ThreadPoolExecutor(1, "parse")
 
-    def endpoint(route: JsonRoute) -> Callable[[Request], Awaitable[Response]]:
-        async def answer(request: Request) -> Response:
-            content, loop = body_of(request.scope), asyncio.get_running_loop()
-
-            async def work() -> bytes:
-                arguments = content, route.values, route.values
-                async with route.room.place():
-                    return await route.answer(
-                        await loop.run_in_executor(parsing, parse_json, *arguments)
-                    )
-
-            found = await while_connected(request.receive, work())
-            return Response(found, media_type="application/json")
-
-        return answer
+    async def answer(route: JsonRoute, request: Request) -> Response:
+        work = route.run(body_of(request.scope), parsing)
+        found = await while_connected(request.receive, work)
+        return Response(found, media_type="application/json")
 
     async def health(_: Request) -> Response:
         return JSONResponse({"status": "ok"})
 
-    async def refused(request: Request, error: Exception) -> Response:
-        assert isinstance(error, Refused)
-        give_reason(request.scope, error.reason)
-        return error_response(error)
+    app = Starlette(routes=[Route("/health", health, methods=["GET"])])
+    for path, route in routes.items():
+        app.add_route(path, functools.partial(answer, route), methods=["POST"])
+    handle_errors(app, error_response)
+    app.add_middleware(Guard, rules=rules, answer=error_response, log=log)
+    return app
 
-    async def gone(_: Request, error: Exception) -> Response:
-        return Response(status_code=499)  # the client has left
+
+def handle_errors(app: Starlette, answer: Callable[[Refused], Response]) -> None:
+    """Installs exception handlers in an application, which answer with error responses.
+
+    Args:
+        app: the application.
+        answer: function that makes the response to a refused request.
+    """
+
+    async def refused(request: Request, error: Refused) -> Response:
+        give_reason(request.scope, error.reason)
+        return answer(error)
+
+    async def gone(_: Request, error: ClientGone) -> Response:
+        return Response(status_code=499)  # only metrics see this status: the client has left
+
+    async def unrouted(_: Request, error: HTTPException) -> Response:
+        status = error.status_code
+        response = answer(Refused(status, STATUS_WORDS.get(status, error.detail)))
+        response.headers.update(error.headers or {})
+        return response
 
     async def broken(_: Request, error: Exception) -> Response:
-        return error_response(Refused(500, "the server failed; its log has the reason"))
+        # The traceback is only logged: it may contain names and contents of files.
+        return answer(Refused(500, "the server failed; its log has the reason"))
 
-    async def unknown(_: Request, error: Exception) -> Response:
-        status = getattr(error, "status_code", 404)
-        return error_response(Refused(status, STATUS_WORDS.get(status, "the request is refused")))
-
-    app = Starlette(
-        routes=[
-            Route("/health", health, methods=["GET"]),
-            *(Route(path, endpoint(route), methods=["POST"]) for path, route in routes.items()),
-        ],
-        exception_handlers={
-            Refused: refused,
-            ClientGone: gone,
-            404: unknown,
-            405: unknown,
-            Exception: broken,
-        },
-    )
-    app.add_middleware(
-        Guard, rules=rules, answer=error_response, log=log, count=lambda path, status: None
-    )
-    return app
+    handlers: dict[type[Exception], Any] = {
+        Refused: refused,
+        ClientGone: gone,
+        HTTPException: unrouted,
+        Exception: broken,
+    }
+    for kind, handler in handlers.items():
+        app.add_exception_handler(kind, handler)
 
 
 def error_response(error: Refused) -> Response:

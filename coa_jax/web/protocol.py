@@ -130,7 +130,8 @@ class GuardedProtocol(H11Protocol):
         cycle = self.cycle
         before = len(cycle.body) if cycle else 0
         super().data_received(piece)
-        if cycle and cycle is self.cycle and self.conn.their_state is h11.SEND_BODY:
+        same = cycle is self.cycle and self.conn.their_state is h11.SEND_BODY
+        if cycle and same and self._is_chunked:
             self._check_chunks(len(piece), len(cycle.body) - before)
         self._wait_for_more()
         if len(self._pending) <= _PENDING_BYTES and not self.flow.read_paused:
@@ -163,8 +164,6 @@ class GuardedProtocol(H11Protocol):
         return any(name == b"transfer-encoding" for name, _ in self.headers)
 
     def _check_chunks(self, wire: int, body: int) -> None:
-        if not self._is_chunked:
-            return
         self._chunked_wire += wire
         self._chunked_body += body
         if self._chunked_wire > 2 * _SLICE + 1.25 * self._chunked_body:
@@ -207,8 +206,7 @@ class GuardedProtocol(H11Protocol):
             return
         if self._timer is not None:
             self._timer.cancel()
-            self._timer = None
-        self._phase = phase
+        self._phase, self._timer = phase, None
         self._shared.waiting.pop(self, None)
         if phase:
             self._shared.waiting[self] = None
@@ -218,7 +216,6 @@ class GuardedProtocol(H11Protocol):
             self._timer = self.loop.call_later(seconds, self._late)
 
     def _late(self) -> None:
-        self._timer = None
         if self._pending and not self.transport.is_closing():
             seconds = self._limits.header_seconds
             self._refuse(408, f"the headers were not complete after {seconds:g} s")

@@ -18,11 +18,7 @@ class RefusalLog:
     many refused requests no line was written.
     """
 
-    def __init__(
-        self,
-        stream: TextIO | None = None,
-        clock: Callable[[], float] = time.monotonic,
-    ):
+    def __init__(self, stream: TextIO | None = None, clock: Callable[[], float] = time.monotonic):
         """Creates a log.
 
         Args:

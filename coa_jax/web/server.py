@@ -38,7 +38,7 @@ def listen(host: str, port: int, mend: str) -> socket.socket:
         raise UserError(f"cannot listen on {host}:{port}: {reason}; {mend}") from error
 
 
-def allow_connections(limits: ConnectionLimits) -> None:
+def _allow(limits: ConnectionLimits) -> None:
     """Raises the process's limit on open files, as far as allowed, to fit all connections."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = 2 * limits.connections + 1024
@@ -64,6 +64,7 @@ class Server(uvicorn.Server):
             limits: limits on connections.
             log: log of refused requests.
         """
+        _allow(limits)
         connections = Connections(limits, log)
         config = uvicorn.Config(
             app,

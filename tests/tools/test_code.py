@@ -43,7 +43,7 @@ def ended(out: str = "", error: str = "", reason: str = "exit", code: int | None
 def test_it_is_a_tool(tool):
     assert isinstance(tool, Tool)
     assert tool.name == "code"
-    assert tool.deadline > tool.timeout_s + tool.queue_s
+    assert tool.deadline > 3.0 + tool.queue_s
 
 
 def test_a_program_that_went_well_gives_its_output(tool):
@@ -193,15 +193,9 @@ def test_unsafe_needs_two_words(monkeypatch):
     assert observation.detail["isolation"] == "none"
 
 
-@pytest.mark.parametrize("name", ["timeout_s", "cpu_s", "memory_mb", "concurrency", "processes"])
-def test_limits_that_make_no_sense_are_refused(name):
-    with pytest.raises(UserError, match=name):
-        CodeTool(**{name: 0})
-
-
 @given(st.text(max_size=60), st.text(max_size=60), st.integers(2, 40))
 def test_output_keeps_to_its_room_and_shows_both_ends(out, error, room):
-    outcome, text = describe(ended(out, error, code=1), Limits(), room)
+    outcome, text, _ = describe(ended(out, error, code=1), Limits(), room)
     shown = text.replace("[FAILED] exit code 1", "")
     assert outcome == "error"
     assert len(shown) <= room + 2 * len("\nSTDOUT:\n\n[... 99 characters left out ...]\n")

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 
 from coa_jax.tools.sandbox import supervise, trial
-from coa_jax.tools.sandbox.canaries import canaries
+from coa_jax.tools.sandbox.canaries import TRIAL_LIMITS, canaries
 from coa_jax.tools.sandbox.isolation import find_isolation
 from coa_jax.tools.sandbox.limits import Job, Limits
 from coa_jax.tools.sandbox.run import SERVER, Captured, Result, SandboxError, run
@@ -29,7 +29,7 @@ WAYS = ("bubblewrap", "landlock", "landlock alone")
 ALL_WAYS = (*WAYS, "bubblewrap without a cgroup")
 
 
-def job_for(way: str, limits: Limits = trial.TRIAL_LIMITS) -> Job:
+def job_for(way: str, limits: Limits = TRIAL_LIMITS) -> Job:
     backend, _, less = way.partition(" ")
     return find_isolation(backend).job(limits, namespaces=less != "alone", cgroup=not less)
 
@@ -92,7 +92,7 @@ def test_the_trial_notices_what_an_unconfined_program_does(scene, tmp_path):
                 [sys.executable, program], capture_output=True, text=True, cwd=tmp_path
             )
             noticed[canary.name] = answer.stdout
-    assert "reads " + scene.targets.secrets[0] in noticed["reads secrets"]
+    assert "reads " + scene.targets.files[0] in noticed["reads secrets"]
     assert "TCP to 127.0.0.1" in noticed["network"]
     assert "UDP to 127.0.0.1" in noticed["network"]
     assert "datagram" in noticed["network"] and "message" in noticed["network"]
@@ -110,9 +110,9 @@ def test_the_trial_notices_what_an_unconfined_program_does(scene, tmp_path):
     finally:
         survivor.kill()
         survivor.wait()
-    Path(scene.targets.precious[0]).write_text("spoiled")
+    Path(scene.targets.files[0]).write_text("spoiled")
     assert any("was changed" in line for line in scene.damage(result))
-    Path(scene.targets.precious[0]).write_text("precious")
+    Path(scene.targets.files[0]).write_text("precious")
     for listener in scene._listeners.values():  # leave nothing behind for other tests
         for take in (listener.accept, functools.partial(listener.recv, 1)):
             with contextlib.suppress(OSError):

@@ -7,7 +7,8 @@ import dataclasses
 
 import pytest
 
-from coa_jax.tools.sandbox import cgroup, trial
+from coa_jax.tools.sandbox import cgroup
+from coa_jax.tools.sandbox.canaries import TRIAL_LIMITS
 from coa_jax.tools.sandbox.isolation import find_isolation
 from coa_jax.tools.sandbox.run import run
 
@@ -35,11 +36,11 @@ def machine(monkeypatch, tmp_path, version, own, root="/"):
 def test_version_1_makes_groups_in_its_own_group(monkeypatch, tmp_path):
     (tmp_path / "memory" / "job").mkdir(parents=True)
     machine(monkeypatch, tmp_path, 1, "/job")
-    assert cgroup._candidates() == [cgroup.Home(f"{tmp_path}/memory/job", 1)]
+    assert cgroup._candidates() == [cgroup.Group(f"{tmp_path}/memory/job", 1)]
     machine(monkeypatch, tmp_path, 1, "/docker/1234/job", root="/docker/1234")  # in a container
-    assert cgroup._candidates() == [cgroup.Home(f"{tmp_path}/memory/job", 1)]
+    assert cgroup._candidates() == [cgroup.Group(f"{tmp_path}/memory/job", 1)]
     machine(monkeypatch, tmp_path, 1, "/elsewhere")  # a group of which only the top is shown
-    assert cgroup._candidates() == [cgroup.Home(f"{tmp_path}/memory", 1)]
+    assert cgroup._candidates() == [cgroup.Group(f"{tmp_path}/memory", 1)]
 
 
 def test_version_2_goes_up_to_the_group_that_hands_memory_down(monkeypatch, tmp_path):
@@ -59,7 +60,7 @@ def test_version_2_goes_up_to_the_group_that_hands_memory_down(monkeypatch, tmp_
     ],
 )
 def test_a_group_has_its_limit_and_tells_of_kills(tmp_path, version, files, events):
-    group = cgroup.make(cgroup.Home(str(tmp_path), version), 123 << 20)
+    group = cgroup.make(cgroup.Group(str(tmp_path), version), 123 << 20)
     for name in files:
         assert cgroup._read(group.path, name) == str(123 << 20)
     if version == 2:
@@ -85,7 +86,7 @@ def test_the_report_says_who_enforces_the_totals(backend):
     isolation = find_isolation(backend)
 
     def totals(**less):
-        job = isolation.job(dataclasses.replace(trial.TRIAL_LIMITS, wall_s=30.0), **less)
+        job = isolation.job(dataclasses.replace(TRIAL_LIMITS, wall_s=30.0), **less)
         return asyncio.run(run(job, "")).totals
 
     assert totals(cgroup=False).startswith("memory by a watch")

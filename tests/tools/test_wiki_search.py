@@ -14,6 +14,7 @@ from coa_jax.tasks.factbook_grammar import Inverse, Lookup, Neighbour, query_for
 from coa_jax.tools.base import Tool, ToolContext, call
 from coa_jax.tools.factbook_pages import Passage, clean, load_entities, passages, split_text
 from coa_jax.tools.factbook_relations import RELATIONS
+from coa_jax.tools.make import ToolsConfig
 from coa_jax.tools.wiki_search import WikiSearch, load_index, tokenize
 
 SMALL = (
@@ -198,9 +199,7 @@ def test_a_cache_that_cannot_be_written_costs_nothing_else(tmp_path):
 
 
 def test_wrong_settings_are_explained(tmp_path):
-    with pytest.raises(UserError, match="top_k"):
-        WikiSearch(top_k=0)
-    with pytest.raises(UserError, match="passage_chars"):
-        WikiSearch(passage_chars=3)
+    with pytest.raises(UserError, match="passage_chars is 3; give a whole number from 40"):
+        ToolsConfig(passage_chars=3)
     with pytest.raises(UserError, match="no text"):
         load_index(tmp_path, passages=[])

@@ -23,16 +23,12 @@ from coa_jax.errors import UserError
 from coa_jax.tools.net.errors import FetchError
 
 Address = ipaddress.IPv4Address | ipaddress.IPv6Address
-Network = ipaddress.IPv4Network | ipaddress.IPv6Network
 
 _MAX_URL = 4096
 _UNSAFE = re.compile(r"[\x00-\x20\x7f\\]")
-_EMBEDDED = {  # IPv6 networks with an IPv4 address in their last 32 bits
-    ipaddress.IPv6Network("::/96"),
-    ipaddress.IPv6Network("::ffff:0:0/96"),
-    ipaddress.IPv6Network("::ffff:0:0:0/96"),
-    ipaddress.IPv6Network("64:ff9b::/96"),
-}
+# IPv6 networks with an IPv4 address in their last 32 bits.
+_EMBEDDED_IN = ("::/96", "::ffff:0:0/96", "::ffff:0:0:0/96", "64:ff9b::/96")
+_EMBEDDED = tuple(map(ipaddress.IPv6Network, _EMBEDDED_IN))
 _UNICAST = ipaddress.IPv6Network("2000::/3")
 # Networks for special use (IANA) that some versions of Python's `ipaddress` report as public.
 _SPECIAL = tuple(map(ipaddress.ip_network, ("192.0.0.0/24", "192.88.99.0/24", "3fff::/20")))
@@ -62,14 +58,6 @@ class Guard:
                     ipaddress.ip_network(entry)
                 except ValueError as error:
                     raise UserError(f"the allowed network {entry!r} is invalid: {error}") from None
-
-    def networks(self) -> list[Network]:
-        """Returns the networks in ``allow``."""
-        return [ipaddress.ip_network(entry) for entry in self.allow if "/" in entry]
-
-    def trusts(self, host: str, port: int) -> bool:
-        """Returns whether ``allow`` lists a host; if so, all addresses of the host are allowed."""
-        return host in self.allow or f"{host}:{port}" in self.allow
 
     def blocks(self, url: httpx2.URL) -> bool:
         """Returns whether ``block`` contains the host of a URL, or a prefix of its path."""
@@ -125,11 +113,8 @@ def is_public(address: Address) -> bool:
     An IPv6 address that contains an IPv4 address is public if the IPv4 address is public.
     """
     if isinstance(address, ipaddress.IPv6Address):
-        inner = _embedded(address)
-        if any(not is_public(each) for each in inner):
-            return False
-        if inner:
-            return True
+        if inner := _embedded(address):
+            return all(map(is_public, inner))
         if address not in _UNICAST:  # site-local and unassigned addresses
             return False
     if address in _METADATA or any(address in network for network in _SPECIAL):
@@ -139,36 +124,11 @@ def is_public(address: Address) -> bool:
 
 def _embedded(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
     """Returns the IPv4 addresses that an IPv6 address contains."""
-    found = []
-    low = ipaddress.IPv4Address(int(address) & 0xFFFFFFFF)
-    if any(address in network for network in _EMBEDDED):
-        found.append(low)
-    if address.sixtofour is not None:
-        found.append(address.sixtofour)
-    if address.teredo is not None:
-        found.extend(address.teredo)
-    if (int(address) >> 32) & 0xFFFFFFFF in (0x00005EFE, 0x02005EFE):  # ISATAP
-        found.append(low)
-    return found
-
-
-def _check(host: str, port: int, addresses: Iterable[str], guard: Guard) -> list[str]:
-    """Checks that connections to all addresses of a host are allowed; returns the addresses.
-
-    Raises:
-        FetchError: a connection to one of the addresses is not allowed.
-    """
-    checked, networks, trusted = [], guard.networks(), guard.trusts(host, port)
-    for text in addresses:
-        address = ipaddress.ip_address(text.partition("%")[0])
-        mapped = getattr(address, "ipv4_mapped", None) or address
-        allowed = trusted or any(
-            mapped in network for network in networks if network.version == mapped.version
-        )
-        if not allowed and ("%" in text or not is_public(address)):
-            raise FetchError("refused", "the address does not belong to the public internet")
-        checked.append(text)
-    return checked
+    isatap = (int(address) >> 32) & 0xFFFFFFFF in (0x00005EFE, 0x02005EFE)
+    found = [address.sixtofour, *(address.teredo or ())]
+    if isatap or any(address in network for network in _EMBEDDED):
+        found.append(ipaddress.IPv4Address(int(address) & 0xFFFFFFFF))
+    return [each for each in found if each is not None]
 
 
 async def resolve(host: str, port: int, guard: Guard) -> list[str]:
@@ -188,7 +148,17 @@ async def resolve(host: str, port: int, guard: Guard) -> list[str]:
     except (OSError, UnicodeError) as error:
         raise FetchError("unreachable", "the host name is not known") from error
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
-    return _check(host, port, addresses, guard)
+    if host in guard.allow or f"{host}:{port}" in guard.allow:
+        return addresses
+    networks = [ipaddress.ip_network(entry) for entry in guard.allow if "/" in entry]
+    for text in addresses:
+        address = ipaddress.ip_address(text.partition("%")[0])
+        mapped = getattr(address, "ipv4_mapped", None) or address
+        if any(mapped in network for network in networks):
+            continue
+        if "%" in text or not is_public(address):
+            raise FetchError("refused", "the address does not belong to the public internet")
+    return addresses
 
 
 class GuardedBackend(httpcore2.AsyncNetworkBackend):
@@ -228,16 +198,3 @@ class GuardedBackend(httpcore2.AsyncNetworkBackend):
                 if position == len(addresses) - 1:
                     raise
         raise httpcore2.ConnectError("the host has no address")
-
-    async def connect_unix_socket(
-        self,
-        path: str,
-        timeout: float | None = None,
-        socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
-    ) -> httpcore2.AsyncNetworkStream:
-        """Refuses to connect to a Unix socket."""
-        raise FetchError("refused", "only http and https addresses can be opened")
-
-    async def sleep(self, seconds: float) -> None:
-        """Waits for some seconds."""
-        await asyncio.sleep(seconds)

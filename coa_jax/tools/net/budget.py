@@ -68,11 +68,11 @@ class Budget(Bounded):
         """
         price = self.price_of(model)
         if self.max_money and not any(price or ()):
+            wrong = "missing" if price is None else "0: it would limit nothing"
+            form = "(model, per million prompt tokens, per million completion tokens)"
             raise UserError(
-                f"{where}max_money needs the price of {model!r}, which is "
-                f"{'missing' if price is None else '0: it would limit nothing'}; give it in "
-                f"{where}prices as (model, per million prompt tokens, per million completion "
-                "tokens)"
+                f"{where}max_money needs the price of {model!r}, which is {wrong}; give it in "
+                f"{where}prices as {form}"
             )
 
 
@@ -97,6 +97,11 @@ class Spent:
     def to_json(self) -> dict[str, Any]:
         """Returns the fields as JSON values."""
         return dataclasses.asdict(self)
+
+    def amounts(self) -> dict[str, float]:
+        """Returns the name of each limit in `Budget` -> the amount that the limit concerns."""
+        tokens = self.prompt + self.completion
+        return {"max_calls": self.calls, "max_total_tokens": tokens, "max_money": self.money}
 
     def __add__(self, other: Spent) -> Spent:
         mine, theirs = dataclasses.astuple(self), dataclasses.astuple(other)
@@ -222,7 +227,7 @@ def spending(folder: Path, process: int = 0, processes: int = 1) -> Iterator[Non
     Raises:
         UserError: a file with the cost of a process cannot be read.
     """
-    global _run
+    global _run, _purses
     told: dict[int, dict[str, Spent]] = {}
     for path in sorted(folder.glob("*.json")) if folder.is_dir() else ():
         rows = files.read_json_object(path)
@@ -235,19 +240,17 @@ def spending(folder: Path, process: int = 0, processes: int = 1) -> Iterator[Non
         for name, each in spent.items():
             before[name] = before.get(name, Spent()) + each
     with _lock:
-        outer, kept = _run, dict(_purses)
+        outer = _run, _purses
         _run = _Run(folder, process, processes, before, told.get(process, {}))
-        _purses.clear()
+        _purses = {}
     try:
         yield
     finally:
         with _lock:
-            mine = list(_purses.values())
-            _purses.clear()
-            _purses.update(kept)
-            for purse in mine:
+            mine = _purses
+            _run, _purses = outer
+            for purse in mine.values():
                 purse.close()
-            _run = outer
 
 
 def purse_of(limits: Budget, name: str, model: str = "", where: str = "") -> Purse:
@@ -300,13 +303,8 @@ class Purse:
         self._next = 0.0
         self._pause = (run.processes if run else 1) / (limits.max_per_second or math.inf)
         self._before = run.before.get(name, Spent()) if run else Spent()
-        spent = self._before
         self._most: dict[str, float] = {}
-        for limit, was in (
-            ("max_calls", spent.calls),
-            ("max_total_tokens", spent.prompt + spent.completion),
-            ("max_money", spent.money),
-        ):
+        for limit, was in self._before.amounts().items():
             if most := getattr(limits, limit):
                 left = max(most - was, 0)
                 self._most[limit] = run.share(left) if run else left
@@ -327,11 +325,8 @@ class Purse:
                 f"of tokens; set {where}.{metered}=0 and limit {where}.max_calls, or have the "
                 "server report usage"
             )
-        for name, value in (
-            ("max_calls", spent.calls + self._inside),
-            ("max_total_tokens", spent.prompt + spent.completion),
-            ("max_money", spent.money),
-        ):
+        begun = dataclasses.replace(spent, calls=spent.calls + self._inside)
+        for name, value in begun.amounts().items():
             if name in self._most and value >= self._most[name]:
                 told = f"{value:g}"
                 if self._run is not None:

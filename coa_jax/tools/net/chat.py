@@ -8,12 +8,10 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
-import functools
 import importlib.util
 import json
 import math
 import re
-import ssl
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Literal, TypeVar
 
@@ -34,8 +32,8 @@ from coa_jax.installed import missing
 from coa_jax.tools.net import budget
 from coa_jax.tools.net.address import Guard, parse_url, port_of
 from coa_jax.tools.net.budget import Budget, Purse
-from coa_jax.tools.net.errors import REFUSED, FetchError, speaks_of_account
-from coa_jax.tools.net.http import Limits, attempts, seconds_of, too_large
+from coa_jax.tools.net.errors import FetchError
+from coa_jax.tools.net.http import Limits, attempts, error_status, tls, too_large
 from coa_jax.tools.net.secrets import Secret, quieten
 
 T = TypeVar("T")
@@ -183,7 +181,7 @@ class Client:
             max_retries=0,
             timeout=config.timeout_s,
             # Redirects are not followed, because they could send the messages to another host.
-            http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False, verify=_tls()),
+            http_client=openai.DefaultAsyncHttpxClient(follow_redirects=False, verify=tls()),
         )
 
     async def __aenter__(self) -> Client:
@@ -263,7 +261,10 @@ class Client:
         except (openai.APITimeoutError, httpx2.TimeoutException, TimeoutError) as error:
             raise FetchError("timeout", "the server took too long") from error
         except openai.APIStatusError as error:
-            raise self._status(error) from error
+            answered, said = error.response, str(self._secret.redact(error.message))
+            raise error_status(
+                error.status_code, answered.headers, answered.content, said
+            ) from error
         except (openai.APIConnectionError, httpx2.TransportError) as error:
             raise FetchError("unreachable", "the server cannot be reached") from error
         except httpx2.DecodingError as error:
@@ -276,31 +277,9 @@ class Client:
             raise FetchError("malformed", "the answer is not JSON")
         return self._secret.redact(answer)
 
-    def _status(self, error: Any) -> FetchError:
-        """Converts an error of the library openai with a status to a FetchError."""
-        status, words = error.status_code, error.response.content
-        wait = seconds_of(error.response.headers.get("retry-after", ""))
-        return FetchError(
-            "status",
-            f"the server answered with status {status}",
-            status,
-            None if wait is None else min(wait, 60.0),
-            status in REFUSED and speaks_of_account(words),
-            str(self._secret.redact(error.message)),
-        )
-
-
-@functools.cache
-def _tls() -> ssl.SSLContext:
-    """Returns a TLS context that checks certificates. Loading a context takes long."""
-    return httpx2.create_ssl_context()
-
 
 async def chat(
-    config: ChatConfig,
-    messages: Sequence[Mapping[str, Any]],
-    seconds: float | None = None,
-    options: Mapping[str, Any] | None = None,
+    config: ChatConfig, messages: Sequence[Mapping[str, Any]], seconds: float | None = None
 ) -> str:
     """Sends a conversation to a chat model, and returns the text of the model's reply.
 
@@ -308,14 +287,13 @@ async def chat(
         config: the model and its endpoint.
         messages: messages of the conversation, each with ``role`` and ``content``.
         seconds: time limit for all attempts together; None to limit only each attempt.
-        options: further fields of the request.
 
     Raises:
         FetchError: there is no answer, or the answer does not have the format of the API.
         UserError: the environment variable with the API key is not set, or a limit of the budget is
             reached.
     """
-    body = {**config.options, "messages": list(messages), **(options or {})}
+    body = {**config.options, "messages": list(messages)}
     async with Client(config) as client:
         return await client.ask(body, _text, seconds)
 

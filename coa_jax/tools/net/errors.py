@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import re
 from typing import Literal
 
@@ -20,12 +21,6 @@ Kind = Literal[
 * ``malformed``: the content of the answer does not have the expected format.
 """
 
-TRANSIENT: frozenset[Kind] = frozenset({"timeout", "unreachable", "malformed"})
-"""Kinds of failures for which another attempt may succeed. The kind ``status`` is not included,
-because the number of the status decides.
-"""
-
-
 _TOO_LARGE = frozenset({413, 414})
 """HTTP statuses that only the size of a request causes."""
 
@@ -42,6 +37,7 @@ _BELIEVED = 3
 """Number of consecutive rejections after an answer that are attributed to the requests."""
 
 
+@dataclasses.dataclass(eq=False)
 class FetchError(Exception):
     """Says that a request has no usable answer.
 
@@ -57,22 +53,15 @@ class FetchError(Exception):
             private addresses, so it is not part of observations.
     """
 
-    def __init__(
-        self,
-        kind: Kind,
-        message: str,
-        status: int | None = None,
-        retry_after: float | None = None,
-        account: bool = False,
-        said: str = "",
-    ):
-        super().__init__(message)
-        self.kind: Kind = kind
-        self.message = message
-        self.status = status
-        self.retry_after = retry_after
-        self.account = account
-        self.said = said
+    kind: Kind
+    message: str
+    status: int | None = None
+    retry_after: float | None = None
+    account: bool = False
+    said: str = ""
+
+    def __str__(self) -> str:
+        return self.message
 
     @property
     def transient(self) -> bool:
@@ -81,7 +70,7 @@ class FetchError(Exception):
             # Includes statuses that no standard defines, such as 520 to 524 of Cloudflare.
             failed = self.status >= 500 and self.status not in (501, 505)
             return failed or self.status in (408, 409, 425, 429)
-        return self.kind in TRANSIENT
+        return self.kind in ("timeout", "unreachable", "malformed")
 
 
 def speaks_of_account(answer: bytes) -> bool:

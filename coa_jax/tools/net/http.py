@@ -22,10 +22,10 @@ import httpcore2
 import httpx2
 import tenacity
 
-from coa_jax.errors import UserError
 from coa_jax.tools.net.address import Guard, GuardedBackend, parse_url, port_of
 from coa_jax.tools.net.errors import REFUSED, FetchError, speaks_of_account
 from coa_jax.tools.net.secrets import quieten
+from coa_jax.tools.net.text import media_type
 
 T = TypeVar("T")
 
@@ -62,19 +62,9 @@ class Limits:
     max_bytes: int = 8 << 20
     redirects: int = 5
 
-    def __post_init__(self) -> None:
-        for name in ("total_s", "connect_s", "read_s", "attempts", "max_bytes"):
-            if not getattr(self, name) > 0:
-                raise UserError(f"{name} must be positive, not {getattr(self, name)}")
-
-    def within(self, seconds: float | None) -> Limits:
-        """Returns these limits, with ``total_s`` reduced to ``seconds`` if it is larger.
-
-        If ``seconds`` is None, the limits are returned unchanged.
-        """
-        if seconds is None or seconds >= self.total_s:
-            return self
-        return dataclasses.replace(self, total_s=max(seconds, 0.001))
+    def within(self, seconds: float) -> Limits:
+        """Returns these limits, with ``total_s`` reduced to ``seconds`` if it is larger."""
+        return dataclasses.replace(self, total_s=max(min(seconds, self.total_s), 0.001))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -113,11 +103,6 @@ class Response:
     headers: Mapping[str, str]
     body: bytes
 
-    @property
-    def content_type(self) -> str:
-        """Media type in lower case, without parameters; "" if the server sent none."""
-        return media_type(self.headers)
-
     def json(self) -> Any:
         """Parses the body as JSON.
 
@@ -128,14 +113,6 @@ class Response:
             return json.loads(self.body)
         except (ValueError, RecursionError) as error:
             raise FetchError("malformed", "the answer is not JSON") from error
-
-
-def media_type(headers: Mapping[str, str]) -> str:
-    """Returns the media type that HTTP headers name, in lower case and without parameters.
-
-    The result is "" if the headers name no media type.
-    """
-    return headers.get("content-type", "").partition(";")[0].strip().lower()
 
 
 async def fetch(request: Request, limits: Limits, guard: Guard) -> Response:
@@ -173,9 +150,7 @@ async def fetch_json(request: Request, limits: Limits, guard: Guard) -> Any:
 
 
 async def attempts(
-    attempt: Callable[[], Awaitable[T]],
-    limits: Limits,
-    go_on: Callable[[], bool] = lambda: True,
+    attempt: Callable[[], Awaitable[T]], limits: Limits, go_on: Callable[[], bool] = lambda: True
 ) -> T:
     """Calls a function until it succeeds, and returns its result.
 
@@ -213,36 +188,37 @@ async def attempts(
         wait=wait,
         reraise=True,
     )
+    late = FetchError("timeout", f"no answer within {limits.total_s:g} seconds")
     try:
         async with asyncio.timeout(limits.total_s):
             return await retrying(once)
     except TimeoutError:
-        raise last or FetchError(
-            "timeout", f"no answer within {limits.total_s:g} seconds"
-        ) from None
+        raise last or late from None
 
 
 async def _fetch_once(request: Request, limits: Limits, guard: Guard) -> Response:
-    url, method, body = parse_url(request.url), request.method, request.body
+    url = parse_url(request.url)
     headers = {
         "User-Agent": USER_AGENT,
         "Accept": "*/*",
         "Accept-Encoding": "gzip, deflate",
         "Connection": "close",
-        **request.headers,
     }
+    sent = dataclasses.replace(request, headers={**headers, **request.headers})
     for _ in range(limits.redirects + 1):
         if guard.blocks(url):
             raise FetchError("refused", "the address is on the list of those that are not opened")
-        answer = await _exchange(url, method, headers, body, request.types, limits, guard)
+        answer = await _exchange(url, sent, limits, guard)
         target = answer.headers.get("location", "")
         if answer.status not in _REDIRECTS or not target:
             return answer
         url = _follow(url, target)
-        if answer.status == 303 or (answer.status in (301, 302) and method == "POST"):
-            method, body = "GET", b""
         # Headers of the request, such as an API key, are not sent to the host of a redirect.
-        headers = {k: v for k, v in headers.items() if k not in request.headers}
+        sent = dataclasses.replace(
+            sent, headers={k: v for k, v in headers.items() if k not in request.headers}
+        )
+        if answer.status == 303 or (answer.status in (301, 302) and sent.method == "POST"):
+            sent = dataclasses.replace(sent, method="GET", body=b"")
     raise FetchError("redirects", f"more than {limits.redirects} redirects")
 
 
@@ -254,39 +230,31 @@ def _follow(url: httpx2.URL, target: str) -> httpx2.URL:
     return parse_url(str(joined))
 
 
-async def _exchange(
-    url: httpx2.URL,
-    method: str,
-    headers: Mapping[str, str],
-    body: bytes,
-    types: tuple[str, ...],
-    limits: Limits,
-    guard: Guard,
-) -> Response:
-    """Makes a request without following redirects. A redirect is returned without a body."""
+async def _exchange(url: httpx2.URL, sent: Request, limits: Limits, guard: Guard) -> Response:
+    """Sends a request to a URL without following redirects.
+
+    A redirect is returned without a body.
+    """
     target = httpcore2.URL(
         scheme=url.raw_scheme, host=url.raw_host, port=port_of(url), target=url.raw_path
     )
     raw = [(b"Host", url.netloc)]
-    raw += [(k.encode("ascii"), v.encode("latin-1", "replace")) for k, v in headers.items()]
-    if body:
-        raw.append((b"Content-Length", str(len(body)).encode()))
-    timeout = {
-        "connect": limits.connect_s,
-        "read": limits.read_s,
-        "write": limits.read_s,
-        "pool": limits.connect_s,
+    raw += [(k.encode("ascii"), v.encode("latin-1", "replace")) for k, v in sent.headers.items()]
+    if sent.body:
+        raw.append((b"Content-Length", str(len(sent.body)).encode()))
+    more: dict[str, Any] = {
+        "headers": raw,
+        "content": sent.body or None,
+        "extensions": {
+            "timeout": dict.fromkeys(("connect", "pool"), limits.connect_s)
+            | dict.fromkeys(("read", "write"), limits.read_s)
+        },
     }
     pool = httpcore2.AsyncConnectionPool(
-        ssl_context=_tls(), network_backend=GuardedBackend(guard), max_connections=1
+        ssl_context=tls(), network_backend=GuardedBackend(guard), max_connections=1
     )
     try:
-        async with (
-            pool,
-            pool.stream(
-                method, target, headers=raw, content=body or None, extensions={"timeout": timeout}
-            ) as answer,
-        ):
+        async with pool, pool.stream(sent.method, target, **more) as answer:
             found = {k.decode("latin-1").lower(): v.decode("latin-1") for k, v in answer.headers}
             if answer.status in _REDIRECTS and "location" in found:
                 return Response(answer.status, str(url), found, b"")
@@ -294,8 +262,8 @@ async def _exchange(
                 words = b""
                 if answer.status in REFUSED:
                     words = await _read(answer.aiter_stream(), found, limits.max_bytes)
-                raise _error_status(answer.status, found, words)
-            _check_head(found, types, limits)
+                raise error_status(answer.status, found, words)
+            _check_head(found, sent.types, limits)
             content = await _read(answer.aiter_stream(), found, limits.max_bytes)
     except httpcore2.TimeoutException as error:
         raise FetchError("timeout", "the server took too long") from error
@@ -306,10 +274,20 @@ async def _exchange(
     return Response(answer.status, str(url), found, content)
 
 
-def _error_status(status: int, headers: Mapping[str, str], words: bytes) -> FetchError:
-    wait = seconds_of(headers.get("retry-after", ""))
-    why = f"the server answered with status {status}"
-    return FetchError("status", why, status, wait, speaks_of_account(words))
+def error_status(
+    status: int, headers: Mapping[str, str], words: bytes, said: str = ""
+) -> FetchError:
+    """Returns the error for an answer with an error status.
+
+    Args:
+        status: HTTP status of the answer.
+        headers: HTTP headers of the answer.
+        words: body of the answer.
+        said: text of the server without the API key, for messages to the user.
+    """
+    why, wait = f"the server answered with status {status}", headers.get("retry-after", "")
+    account = status in REFUSED and speaks_of_account(words)
+    return FetchError("status", why, status, _seconds_of(wait), account, said)
 
 
 def _check_head(headers: Mapping[str, str], types: tuple[str, ...], limits: Limits) -> None:
@@ -321,18 +299,18 @@ def _check_head(headers: Mapping[str, str], types: tuple[str, ...], limits: Limi
         raise too_large(limits.max_bytes)
 
 
-def seconds_of(text: str) -> float | None:
+def _seconds_of(text: str) -> float | None:
     """Converts the value of a Retry-After header, which is a number or a date, to seconds.
 
-    The result is None for any other value.
+    The result is at most a minute. It is None for any other value.
     """
     text = text.strip()
-    if text.isdecimal():
-        return min(float(text[:9]), 3600.0)
     try:
-        return max(0.0, email.utils.parsedate_to_datetime(text).timestamp() - time.time())
+        given = email.utils.parsedate_to_datetime
+        left = float(text[:9]) if text.isdecimal() else given(text).timestamp() - time.time()
     except (ValueError, TypeError, OverflowError):
         return None
+    return min(max(left, 0.0), _LONGEST_WAIT_S)
 
 
 def too_large(limit: int) -> FetchError:
@@ -401,6 +379,6 @@ class _Inflate:
 
 
 @functools.cache
-def _tls() -> ssl.SSLContext:
+def tls() -> ssl.SSLContext:
     """Returns a TLS context that checks certificates. Loading a context takes long."""
-    return httpcore2.default_ssl_context()
+    return httpx2.create_ssl_context()

@@ -7,6 +7,7 @@ all tools, including custom tools, and from the messages of exceptions.
 
 from __future__ import annotations
 
+import dataclasses
 import logging
 import os
 import re
@@ -34,26 +35,17 @@ def quieten(*libraries: str) -> None:
         logging.getLogger(name).setLevel(logging.CRITICAL)
 
 
+@dataclasses.dataclass(frozen=True)
 class Secret:
     """The value of an environment variable, which only `reveal` returns.
 
     The value is not part of the result of `repr`, `str` or pickling.
+
+    Attributes:
+        name: name of the environment variable. The variable is read when its value is needed.
     """
 
-    __slots__ = ("_name",)
-
-    def __init__(self, name: str):
-        """Creates a secret.
-
-        Args:
-            name: name of the environment variable. The variable is read when its value is needed.
-        """
-        self._name = name
-
-    @property
-    def name(self) -> str:
-        """Name of the environment variable."""
-        return self._name
+    name: str
 
     def reveal(self) -> str:
         """Returns the value of the environment variable.
@@ -61,20 +53,17 @@ class Secret:
         Raises:
             UserError: the environment variable is not set.
         """
-        value = os.environ.get(self._name, "").strip()
+        value = os.environ.get(self.name, "").strip()
         if not value:
-            raise UserError(f"the environment variable {self._name} is not set; put the key there")
+            raise UserError(f"the environment variable {self.name} is not set; put the key there")
         return value
 
     def __bool__(self) -> bool:
-        return bool(self._name and os.environ.get(self._name, "").strip())
-
-    def __repr__(self) -> str:
-        return f"Secret({self._name!r})"
+        return bool(self.name and os.environ.get(self.name, "").strip())
 
     def redact(self, value: Any) -> Any:
         """Returns a text or JSON value in which the secret is replaced by "[secret]"."""
-        return _without(value, _values([self._name]))
+        return _without(value, _values([self.name]))
 
 
 def redact_all(value: Any) -> Any:

@@ -8,7 +8,6 @@ import hashlib
 import json
 import sqlite3
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from coa_jax.errors import UserError
@@ -21,6 +20,7 @@ CREATE TABLE IF NOT EXISTS observations (
 CREATE INDEX IF NOT EXISTS age ON observations (stored);
 """
 _PRUNE_EVERY = 64
+_WAIT_S = 10.0  # for other processes that write
 
 
 def key_of(*parts: object) -> str:
@@ -35,21 +35,19 @@ class Store:
     repairs the file at the next operation if a process was killed.
     """
 
-    def __init__(self, path: str | Path, max_entries: int = 0, wait_s: float = 10.0):
+    def __init__(self, path: str | Path, max_entries: int = 0):
         """Creates the file and its folder if they are missing.
 
         Args:
             path: path of the file.
             max_entries: maximum number of observations, beyond which the oldest are deleted; 0 for
                 no limit.
-            wait_s: maximum time in seconds to wait for other processes that write.
 
         Raises:
             UserError: the file cannot be created, or is not a store of observations.
         """
         self.path = Path(path).expanduser()
         self._max_entries = max_entries
-        self._wait_s = wait_s
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._open() as connection:
@@ -57,19 +55,13 @@ class Store:
                 connection.executescript(_SCHEMA)
                 connection.execute("SELECT key, observation FROM observations LIMIT 1").fetchall()
         except (OSError, sqlite3.Error) as error:
-            raise UserError(
-                f"{self.path} cannot hold observations of tools ({error}); remove it or give"
-                " another path"
-            ) from error
+            wrong = f"{self.path} cannot hold observations of tools ({error})"
+            raise UserError(f"{wrong}; remove it or give another path") from error
 
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[sqlite3.Connection]:
-        connection = sqlite3.connect(self.path, timeout=self._wait_s, isolation_level=None)
-        try:
-            connection.execute("PRAGMA synchronous=NORMAL")
-            yield connection
-        finally:
-            connection.close()
+    def _open(self) -> contextlib.closing[sqlite3.Connection]:
+        connection = sqlite3.connect(self.path, timeout=_WAIT_S, isolation_level=None)
+        connection.execute("PRAGMA synchronous=NORMAL")
+        return contextlib.closing(connection)
 
     def __len__(self) -> int:
         with self._open() as connection:

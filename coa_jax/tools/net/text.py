@@ -19,6 +19,14 @@ _MARKS = (
 _PAGE_CODECS = ("utf-", "iso8859", "latin", "cp", "koi8", "gb", "big5", "euc", "shift", "ascii")
 
 
+def media_type(headers: Mapping[str, str]) -> str:
+    """Returns the media type that HTTP headers name, in lower case and without parameters.
+
+    The result is "" if the headers name no media type.
+    """
+    return headers.get("content-type", "").partition(";")[0].strip().lower()
+
+
 def decode(body: bytes, headers: Mapping[str, str]) -> str:
     """Decodes the text of a page.
 

@@ -6,10 +6,17 @@ If all attacks of a program fail, it prints ``HELD``; else it prints which attac
 from __future__ import annotations
 
 import dataclasses
+import os
+from pathlib import Path
 
+from coa_jax.tools.sandbox import supervise
 from coa_jax.tools.sandbox.hoards import hoards
+from coa_jax.tools.sandbox.limits import Limits
 
 HELD = "HELD\n"
+
+TRIAL_LIMITS = Limits(wall_s=2.0, cpu_s=1.0, memory_mb=256, disk_mb=32, starved_s=2.0)
+"""The limits with which the hostile programs run."""
 
 _FRAME = """
 import os, sys
@@ -255,35 +262,23 @@ class Targets:
     """The targets of the attacks. The caller creates them outside the sandbox.
 
     Attributes:
-        secrets: files that programs must not read.
+        files: files that programs must not read or change.
         directories: directories that programs must not list.
-        precious: files that programs must not change.
         tcp_port: port of a TCP listener on the loopback device.
         udp_port: port of a UDP listener on the loopback device.
         abstract: name of an abstract Unix socket with a listener.
         unix: path of a Unix socket to which everybody may send.
-        locks: path of a lock file that programs must not access.
-        memory_mb: memory limit of the programs in MiB.
-        disk_mb: size of the programs' scratch space in MiB.
-        caller: process id of the caller.
-        variable: bytes that occur in the environment variables of the caller.
         marker: argument of the command ``sleep`` that programs start, by which the caller
             recognises processes that outlive a program.
     """
 
-    secrets: tuple[str, ...]
+    files: tuple[str, ...]
     directories: tuple[str, ...]
-    precious: tuple[str, ...]
     tcp_port: int
     udp_port: int
     abstract: str
     unix: str
-    locks: str
-    caller: int
-    variable: bytes
     marker: str
-    memory_mb: int
-    disk_mb: int
 
 
 def probe(secret: str) -> str:
@@ -300,16 +295,18 @@ def probe(secret: str) -> str:
 def canaries(targets: Targets) -> tuple[Canary, ...]:
     """Returns all hostile programs.
 
-    They must run with limits of a few seconds and a few hundred MiB.
+    They must run with ``TRIAL_LIMITS``.
 
     Args:
         targets: targets of the attacks.
     """
+    caller = os.getpid()
+    variables = Path("/proc/self/environ").read_bytes().split(b"\0")
     reads = _READS.format(
-        paths=("/etc/shadow", "/etc/passwd", *targets.secrets),
+        paths=("/etc/shadow", "/etc/passwd", *targets.files),
         directories=targets.directories,
-        marker=targets.variable,
-        caller=targets.caller,
+        marker=max(variables, key=len) or b"\xff",
+        caller=caller,
     )
     network = _NETWORK.format(
         tcp=targets.tcp_port,
@@ -317,19 +314,18 @@ def canaries(targets: Targets) -> tuple[Canary, ...]:
         abstract="\0" + targets.abstract,
         unix=targets.unix,
     )
-    allocation = "attempt('allocates 10 GB', lambda: bytearray(10 << 30))"
     programs = {
         "reads secrets": reads,
-        "writes outside": _WRITES.format(paths=targets.precious),
+        "writes outside": _WRITES.format(paths=targets.files),
         "network": network,
         "kernel interfaces": _KERNEL,
         "deletes its interpreter": _INTERPRETER,
-        "10 GB allocation": allocation,
-        "locks of others": _LOCKS.format(locks=targets.locks, caller=targets.caller),
+        "10 GB allocation": "attempt('allocates 10 GB', lambda: bytearray(10 << 30))",
+        "locks of others": _LOCKS.format(locks=supervise.LOCKS, caller=caller),
         "priority": _PRIORITY,
     }
     framed = (Canary(name, _FRAME.format(body=body)) for name, body in programs.items())
-    kills = _FRAME.format(body=_KILLS.format(caller=targets.caller))
+    kills = _FRAME.format(body=_KILLS.format(caller=caller))
     return (
         *framed,
         Canary("kills its parent and everybody", kills),
@@ -341,7 +337,7 @@ def canaries(targets: Targets) -> tuple[Canary, ...]:
         Canary("stops itself", "import os; os.kill(os.getpid(), 19)", ("wall",), ""),
         Canary("deep directories", _DEEP, ("exit", "disk", "wall"), ""),
         *(
-            Canary(name, hoard.source, (hoard.kind,), "", hoard.kind)
-            for name, hoard in hoards(targets.memory_mb, targets.disk_mb).items()
+            Canary(name, source, (kind,), "", kind)
+            for name, (kind, source) in hoards(TRIAL_LIMITS.memory_mb, TRIAL_LIMITS.disk_mb).items()
         ),
     )

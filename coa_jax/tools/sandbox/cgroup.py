@@ -18,21 +18,8 @@ _REMOVE_S = 0.2
 
 
 @dataclasses.dataclass(frozen=True)
-class Home:
-    """A control group in which this process may create child groups.
-
-    Attributes:
-        path: directory of the group.
-        version: 1 or 2, the version of the cgroup interface.
-    """
-
-    path: str
-    version: int
-
-
-@dataclasses.dataclass(frozen=True)
 class Group:
-    """The control group of one program.
+    """A control group: that of one program, or one in which groups for programs are created.
 
     Attributes:
         path: directory of the group.
@@ -75,7 +62,7 @@ class Group:
             time.sleep(0.001)
 
 
-def find() -> Home | None:
+def find() -> Group | None:
     """Finds a control group in which this process can create groups for its children.
 
     The function tests each candidate with a child process, so this process must have no threads.
@@ -106,7 +93,7 @@ def find() -> Home | None:
     return None
 
 
-def make(home: Home, memory: int) -> Group:
+def make(home: Group, memory: int) -> Group:
     """Creates a control group for a program.
 
     Args:
@@ -137,7 +124,7 @@ def make(home: Home, memory: int) -> Group:
     return group
 
 
-def _candidates() -> list[Home]:
+def _candidates() -> list[Group]:
     mounts = []
     for line in _read("/proc/self", "mountinfo").splitlines():
         before, _, after = line.partition(" - ")
@@ -148,12 +135,11 @@ def _candidates() -> list[Home]:
     for line in _read("/proc/self", "cgroup").splitlines():
         _, controllers, path = line.split(":", 2)
         for kind, root, point in mounts:
+            own = os.path.join(point, os.path.relpath(path, root))
             if kind == "cgroup2" and controllers == "":
-                own = os.path.join(point, os.path.relpath(path, root))
-                found += [Home(place, 2) for place in _delegated(own, point)]
+                found += [Group(place, 2) for place in _delegated(own, point)]
             elif kind == "cgroup" and "memory" in controllers.split(","):
-                own = os.path.join(point, os.path.relpath(path, root))
-                found.append(Home(own if os.path.isdir(own) else point, 1))
+                found.append(Group(own if os.path.isdir(own) else point, 1))
     return found
 
 

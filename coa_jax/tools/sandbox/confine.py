@@ -73,8 +73,8 @@ def become_program(
         seccomp.install(code)
     elif job.backend != "none":
         raise ValueError(f"unknown isolation {job.backend!r}")
-    program = os.path.join(scratch.path, PROGRAM)
-    os.execve(job.interpreter, _command(job, program), environment(job, scratch.path))
+    command = _command(job, os.path.join(scratch.path, PROGRAM))
+    os.execve(job.interpreter, command, environment(job, scratch.path))
 
 
 def environment(job: Job, directory: str) -> dict[str, str]:
@@ -93,9 +93,7 @@ def environment(job: Job, directory: str) -> dict[str, str]:
         "TZ": "UTC",
         "PYTHONHASHSEED": "0",
         "PYTHONUTF8": "1",
-        "OMP_NUM_THREADS": "1",
-        "OPENBLAS_NUM_THREADS": "1",
-        "MKL_NUM_THREADS": "1",
+        **{f"{library}_NUM_THREADS": "1" for library in ("OMP", "OPENBLAS", "MKL")},
     }
     if job.import_path:
         variables["PYTHONPATH"] = os.pathsep.join(job.import_path)
@@ -147,15 +145,10 @@ def _enter(pipes: Pipes, keep: tuple[int, ...]) -> None:
     """Makes the pipes the standard streams. Other descriptors except ``keep`` close at exec."""
     for number, end in enumerate((pipes.stdin, pipes.stdout, pipes.stderr)):
         os.dup2(end, number)
-    for name in os.listdir("/proc/self/fd"):
-        descriptor = int(name)
-        if descriptor > 2 and descriptor not in keep:
-            try:
-                os.set_inheritable(descriptor, False)
-            except OSError:
-                continue  # the descriptor that listed the directory
-    for descriptor in keep:
-        os.set_inheritable(descriptor, True)
+    for descriptor in map(int, os.listdir("/proc/self/fd")):
+        if descriptor > 2:
+            with contextlib.suppress(OSError):  # the descriptor that listed the directory
+                os.set_inheritable(descriptor, descriptor in keep)
 
 
 def _exec_bubblewrap(job: Job, source: int, rules: int, started: int, shared_memory: bool) -> None:

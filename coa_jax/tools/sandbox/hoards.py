@@ -6,21 +6,23 @@ computes by how much the limit was exceeded, and for how long the program then c
 
 from __future__ import annotations
 
-import dataclasses
-
 _FRAME = """
-import array, ctypes, mmap, os, socket, sys, tempfile, time
+import array, ctypes, fcntl, mmap, os, socket, sys, tempfile, time
 STEP = 4
 CHUNK = b"x" * (STEP << 20)
-kept = []
+kept, most = [], {most}
 def held(megabytes):
     line = f"held {{os.getpid()}} {{megabytes}} {{time.monotonic()}}\\n"
     os.write(1, line.encode())
-def hoard(most):
+def steps():
+    for megabytes in range(STEP, most + 1, STEP):
+        yield megabytes
+        held(megabytes)
+def hoard():
 {body}
 def grow():
     try:
-        hoard({most})
+        hoard()
     except (OSError, MemoryError, ValueError) as error:
         print("refused", type(error).__name__, file=sys.stderr)
         held(0)
@@ -39,28 +41,25 @@ grow()
 """
 
 _PRIVATE = """
-    for megabytes in range(STEP, most + 1, STEP):
+    for _ in steps():
         kept.append(bytearray(b"x") * (STEP << 20))
-        held(megabytes)
 """
 _SHARED = """
-    for megabytes in range(STEP, most + 1, STEP):
+    for _ in steps():
         kept.append(mmap.mmap(-1, STEP << 20))
         kept[-1].write(CHUNK)
-        held(megabytes)
 """
 _UNMAPPED = """
     libc = ctypes.CDLL(None, use_errno=True)
     libc.mmap.restype = ctypes.c_void_p
     zero = os.open("/dev/zero", os.O_RDWR)
-    for megabytes in range(STEP, most + 1, STEP):
+    for _ in steps():
         # Of a shared object the pages stay as long as one of them is mapped.
         place = libc.mmap(None, ctypes.c_size_t(STEP << 20), 3, 1, zero, ctypes.c_long(0))
         if place in (None, ctypes.c_void_p(-1).value):
             raise OSError(ctypes.get_errno(), "mmap")
         ctypes.memset(place, 1, STEP << 20)
         libc.munmap(ctypes.c_void_p(place + 4096), ctypes.c_size_t((STEP << 20) - 4096))
-        held(megabytes)
 """
 _SOCKETS = """
     total = 0
@@ -81,7 +80,6 @@ _PIPES = """
     while total < most << 20:
         pipe = os.pipe()
         try:
-            import fcntl
             fcntl.fcntl(pipe[1], 1031, 1 << 20)
         except OSError:
             pass
@@ -90,50 +88,40 @@ _PIPES = """
         held(total / 2**20)
 """
 _FILES = """
-    for megabytes in range(STEP, most + 1, STEP):
-        with open(f"file.{os.getpid()}.{megabytes}", "wb") as file:
+    for megabytes in steps():
+        with open(f"{folder}file.{{os.getpid()}}.{{megabytes}}", "wb") as file:
             file.write(CHUNK)
-        held(megabytes)
 """
 _GONE = (
     _FILES
     + """
     for megabytes in range(STEP, most + 1, STEP):
-        os.unlink(f"file.{os.getpid()}.{megabytes}")
+        os.unlink(f"file.{{os.getpid()}}.{{megabytes}}")
     held(0)
 """
 )
-_NAMED_MEMORY = """
-    for megabytes in range(STEP, most + 1, STEP):
-        with open(f"/dev/shm/file.{os.getpid()}.{megabytes}", "wb") as file:
-            file.write(CHUNK)
-        held(megabytes)
-"""
 _NAMELESS = """
-    for megabytes in range(STEP, most + 1, STEP):
+    for _ in steps():
         kept.append(tempfile.TemporaryFile(dir="."))
         kept[-1].write(CHUNK)
-        held(megabytes)
 """
 _MAPPED = """
-    for megabytes in range(STEP, most + 1, STEP):
+    for _ in steps():
         with open("mapped", "w+b") as file:
             file.truncate(STEP << 20)
             whole = mmap.mmap(file.fileno(), STEP << 20)
         os.unlink("mapped")
         whole.write(CHUNK)
         kept.append(whole)
-        held(megabytes)
 """
 _SENT = """
     here, there = socket.socketpair()
     kept.append((here, there))
-    for megabytes in range(STEP, most + 1, STEP):
+    for _ in steps():
         with tempfile.TemporaryFile(dir=".") as file:
             file.write(CHUNK)
             file.flush()
             socket.send_fds(here, [b"x"], [file.fileno()])
-        held(megabytes)
 """
 _EMPTY = """
     for number in range(most << 8):
@@ -143,20 +131,7 @@ _EMPTY = """
 """
 
 
-@dataclasses.dataclass(frozen=True)
-class Hoard:
-    """A program that tries to exceed a limit, and reports how much it uses.
-
-    Attributes:
-        source: Python source of the program.
-        kind: limit that the program tries to exceed, "memory" or "disk".
-    """
-
-    source: str
-    kind: str
-
-
-def hoards(memory_mb: int, disk_mb: int) -> dict[str, Hoard]:
+def hoards(memory_mb: int, disk_mb: int) -> dict[str, tuple[str, str]]:
     """Returns programs that try to use several times as much memory or disk as the limits allow.
 
     Args:
@@ -164,24 +139,25 @@ def hoards(memory_mb: int, disk_mb: int) -> dict[str, Hoard]:
         disk_mb: size of the scratch space in MiB.
 
     Returns:
-        Name of a method -> program that tries this method.
+        Name of a method -> (limit that the program tries to exceed, "memory" or "disk"; Python
+        source of the program).
     """
 
-    def of(kind: str, body: str, processes: int = 4, linger: float = 60.0) -> Hoard:
+    def of(kind: str, body: str, processes: int = 4, linger: float = 60.0) -> tuple[str, str]:
         most = (3 * memory_mb if kind == "memory" else 8 * disk_mb) // processes
-        source = _FRAME.format(body=body, most=most, processes=processes, linger=linger)
-        return Hoard(source, kind)
+        return kind, _FRAME.format(body=body, most=most, processes=processes, linger=linger)
 
+    here, shared = _FILES.format(folder=""), _FILES.format(folder="/dev/shm/")
     return {
         "memory in many processes": of("memory", _PRIVATE),
         "shared memory": of("memory", _SHARED),
         "shared memory that is hardly mapped": of("memory", _UNMAPPED),
         "memory in sockets": of("memory", _SOCKETS, 16),
         "memory in pipes": of("memory", _PIPES, 16),
-        "fills the disk": of("disk", _FILES, 1),
-        "fills the disk and ends": of("disk", _FILES, 4, 0.0),
-        "fills the disk, removes that and ends": of("disk", _GONE, 1, 0.0),
-        "files in /dev/shm": of("disk", _NAMED_MEMORY),
+        "fills the disk": of("disk", here, 1),
+        "fills the disk and ends": of("disk", here, 4, 0.0),
+        "fills the disk, removes that and ends": of("disk", _GONE.format(folder=""), 1, 0.0),
+        "files in /dev/shm": of("disk", shared),
         "files without a name": of("disk", _NAMELESS),
         "files that are only mapped": of("disk", _MAPPED, 1),
         "files that are only in a socket": of("disk", _SENT),
@@ -202,8 +178,7 @@ def measure(said: str, limit: float, ended: float) -> tuple[float, float]:
         (largest amount that the program used in MiB, time in seconds from the moment when the
         program exceeded the limit until its end).
     """
-    total = most = 0.0
-    passed = ended
+    total, most, passed = 0.0, 0.0, ended
     last: dict[str, float] = {}
     lines = [line.split() for line in said.splitlines() if line.startswith("held ")]
     for _, process, megabytes, moment in sorted(lines, key=lambda line: float(line[3])):

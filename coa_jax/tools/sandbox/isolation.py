@@ -16,7 +16,8 @@ from pathlib import Path
 from coa_jax.errors import UserError
 from coa_jax.tools.sandbox import canaries, landlock
 from coa_jax.tools.sandbox.limits import Job, Limits
-from coa_jax.tools.sandbox.run import SandboxError, run_blocking
+from coa_jax.tools.sandbox.run import SandboxError, run
+from coa_jax.tools.turns import run_blocking
 
 BACKENDS = ("bubblewrap", "landlock")
 """Kinds of isolation, the best first."""
@@ -76,19 +77,11 @@ class Isolation:
             namespaces: whether Landlock may be combined with namespaces.
             cgroup: whether a control group may limit the memory of the program.
         """
-        readable, links = _file_system(self.interpreter, libraries)
-        return Job(
-            self.backend,
-            self.interpreter.path,
-            readable,
-            links,
-            tuple(os.path.realpath(path) for path in libraries),
-            _scratch(),
-            shutil.which("bwrap", path=_search_path()) or "",
-            namespaces,
-            cgroup,
-            limits,
-        )
+        places = tuple(map(os.path.realpath, libraries))
+        readable, links = _file_system(self.interpreter, places)
+        bwrap = shutil.which("bwrap", path=_search_path()) or ""
+        settings = (places, _scratch(), bwrap, namespaces, cgroup, limits)
+        return Job(self.backend, self.interpreter.path, readable, links, *settings)
 
 
 def find_isolation(backend: str = "auto") -> Isolation:
@@ -117,19 +110,16 @@ def find_isolation(backend: str = "auto") -> Isolation:
     )
 
 
-def without_isolation(asked: bool) -> Isolation:
+def without_isolation() -> Isolation:
     """Returns an `Isolation` that limits programs but does not isolate them.
 
     Because programs can then harm the machine, the user must consent twice: by a setting and by the
     environment variable ``COA_JAX_ALLOW_UNSAFE_CODE=1``.
 
-    Args:
-        asked: whether the setting requests programs without isolation.
-
     Raises:
-        UserError: the setting or the environment variable is missing.
+        UserError: the environment variable is missing.
     """
-    if not asked or os.environ.get(UNSAFE_VARIABLE) != "1":
+    if os.environ.get(UNSAFE_VARIABLE) != "1":
         raise UserError(
             f"programs run without isolation only if unsafe=True and {UNSAFE_VARIABLE}=1 are"
             " both set"
@@ -151,7 +141,7 @@ def _why_not(backend: str) -> str | None:
     with tempfile.NamedTemporaryFile(prefix="coa_jax_probe_") as secret:
         os.chmod(secret.name, 0o644)
         try:
-            result, _ = run_blocking(job, canaries.probe(secret.name))
+            result = run_blocking(run(job, canaries.probe(secret.name)))
         except SandboxError as error:
             return " ".join(str(error).split())
     if result.stdout.head != canaries.HELD:
@@ -173,16 +163,11 @@ def find_interpreter() -> Interpreter:
     places = [sys.executable, os.path.join(sys.base_prefix, "bin", "python3")]
     for directory in ("/usr/bin", "/usr/local/bin", "/opt/conda/bin"):
         places += [os.path.join(directory, name) for name in ("python3", *names)]
-    tried = []
-    for place in dict.fromkeys(os.path.realpath(place) for place in places if place):
-        if not os.path.exists(place):
-            continue
-        tried.append(place)
-        if not reachable(place):
-            continue
-        answer = subprocess.run(
-            [place, "-I", "-S", "-c", _DESCRIBE], capture_output=True, text=True, env={}
-        )
+    found = dict.fromkeys(os.path.realpath(place) for place in places if place)
+    tried = list(filter(os.path.exists, found))
+    for place in filter(reachable, tried):
+        command = [place, "-I", "-S", "-c", _DESCRIBE]
+        answer = subprocess.run(command, capture_output=True, text=True, env={})
         if answer.returncode != 0:
             continue
         *prefixes, version = json.loads(answer.stdout)
@@ -217,10 +202,9 @@ def _file_system(
     links = tuple((os.readlink(path), path) for path in _TOP_LEVEL if os.path.islink(path))
     wanted = ["/usr", *(path for path in _TOP_LEVEL if not os.path.islink(path)), *_EXTRAS]
     for library in libraries:
-        if not os.path.isdir(library) or not reachable(os.path.realpath(library)):
+        if not os.path.isdir(library) or not reachable(library):
             raise UserError(f"sandbox library {library!r} is not a directory that others can read")
-        wanted.append(os.path.realpath(library))
-    wanted += interpreter.prefixes
+    wanted += [*libraries, *interpreter.prefixes]
     readable: list[str] = []
     for path in wanted:
         inside = any(path == root or path.startswith(root + "/") for root in readable)

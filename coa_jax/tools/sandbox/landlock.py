@@ -21,11 +21,7 @@ SIGNAL_SCOPE_ABI = 6
 
 
 class _Ruleset(ctypes.Structure):
-    _fields_ = [
-        ("files", ctypes.c_uint64),
-        ("network", ctypes.c_uint64),
-        ("scoped", ctypes.c_uint64),
-    ]
+    _fields_ = [(name, ctypes.c_uint64) for name in ("files", "network", "scoped")]
 
 
 class _PathBeneath(ctypes.Structure):
@@ -78,11 +74,9 @@ def restrict(readable: tuple[str, ...], writable: str, shared_memory: bool) -> N
     if version < MINIMUM_ABI:
         raise OSError(f"Landlock ABI {version} is older than {MINIMUM_ABI} (Linux 6.2)")
     rights = _file_rights(version)
-    attributes = _Ruleset(
-        rights,
-        _NET_BIND_CONNECT if version >= 4 else 0,
-        _SCOPE_SOCKETS_AND_SIGNALS if version >= SIGNAL_SCOPE_ABI else 0,
-    )
+    network = _NET_BIND_CONNECT if version >= 4 else 0
+    scoped = _SCOPE_SOCKETS_AND_SIGNALS if version >= SIGNAL_SCOPE_ABI else 0
+    attributes = _Ruleset(rights, network, scoped)
     size = 24 if version >= SIGNAL_SCOPE_ABI else 16 if version >= 4 else 8
     ruleset = kernel.syscall(
         CREATE_RULESET, ctypes.byref(attributes), ctypes.c_size_t(size), ctypes.c_uint32(0)

@@ -4,15 +4,16 @@ from __future__ import annotations
 
 import asyncio
 import codecs
+import contextlib
 import dataclasses
 import functools
+import io
 import json
 import os
 import socket
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from pathlib import Path
 
@@ -121,9 +122,13 @@ class _Reader(asyncio.Protocol):
 
 
 class _Feeder(asyncio.BaseProtocol):
-    """Knows whether the program's standard input is still open."""
+    """Closes the program's standard input, unless the program has closed it."""
 
     lost = False
+
+    def stop(self, writer: asyncio.WriteTransport) -> None:
+        if not self.lost:
+            writer.abort()
 
     def connection_lost(self, error: Exception | None) -> None:
         self.lost = True
@@ -248,39 +253,38 @@ async def run(job: Job, source: str, stdin: str = "", keep: int = 1 << 16) -> Re
 
 async def _run_once(job: Job, source: str, stdin: str, keep: int) -> Result:
     loop = asyncio.get_running_loop()
-    program = os.memfd_create("program")
-    ends = [program]
-    transports: list[asyncio.BaseTransport] = []
-    writer: asyncio.WriteTransport | None = None
-    feeder: _Feeder | None = None
-    try:
-        with open(program, "wb", closefd=False) as file:
-            file.write(source.encode("utf-8", "replace"))
-        os.lseek(program, 0, os.SEEK_SET)
-        for _ in range(5):
-            ends += os.pipe()
-        _, in_read, in_write, out_read, out_write, error_read, error_write = ends[:7]
-        control_read, control_write, report_read, report_write = ends[7:]
-        theirs = [program, in_read, out_write, error_write, control_read, report_write]
+    with contextlib.ExitStack() as stack:  # an end that is closed already may be closed again
 
-        readers = []
-        for end, size in ((out_read, keep), (error_read, keep), (report_read, 1 << 16)):
-            pipe = os.fdopen(end, "rb", 0)
-            ends.remove(end)
-            make = functools.partial(_Reader, size)
-            transport, reader = await loop.connect_read_pipe(make, pipe)
-            transports.append(transport)
+        def opened(descriptor: int, mode: str) -> io.FileIO:
+            return stack.enter_context(io.FileIO(descriptor, mode))
+
+        def pipe() -> tuple[io.FileIO, io.FileIO]:
+            reads, writes = os.pipe()
+            return opened(reads, "r"), opened(writes, "w")
+
+        program = opened(os.memfd_create("program"), "r+")
+        program.write(source.encode("utf-8", "replace"))
+        program.seek(0)
+        input_read, input_write = pipe()
+        control_read, control_write = pipe()  # its end kills a program that is still running
+        readers, outputs = [], []
+        for size in (keep, keep, 1 << 16):
+            reads, writes = pipe()
+            transport, reader = await loop.connect_read_pipe(
+                functools.partial(_Reader, size), reads
+            )
+            stack.callback(transport.close)
             readers.append(reader)
+            outputs.append(writes)
         out, error, report = readers
-        out.flood = error.flood = Flood(job.limits.output_bytes, control_write)
+        out.flood = error.flood = Flood(job.limits.output_bytes, control_write.fileno())
 
-        SERVER.send(job.encode(), theirs)
+        theirs = [program, input_read, *outputs[:2], control_read, outputs[2]]
+        SERVER.send(job.encode(), [end.fileno() for end in theirs])
         for end in theirs:
-            os.close(end)
-            ends.remove(end)
-        pipe = os.fdopen(in_write, "wb", 0)
-        ends.remove(in_write)
-        writer, feeder = await loop.connect_write_pipe(_Feeder, pipe)
+            end.close()
+        writer, feeder = await loop.connect_write_pipe(_Feeder, input_write)
+        stack.callback(feeder.stop, writer)
         writer.write(stdin.encode("utf-8", "replace"))
         writer.write_eof()
 
@@ -290,14 +294,6 @@ async def _run_once(job: Job, source: str, stdin: str, keep: int) -> Result:
             raise SandboxError(f"the sandbox server gave no report within {patience:g} s")
         await asyncio.wait([out.closed, error.closed], timeout=1.0)
         return _result(report.captured().head, out, error)
-    finally:
-        # Closing the control pipe kills a program that is still running.
-        for end in ends:
-            os.close(end)
-        for reading in transports:
-            reading.close()
-        if writer is not None and feeder is not None and not feeder.lost:
-            writer.abort()
 
 
 def _result(report: str, out: _Reader, error: _Reader) -> Result:
@@ -317,36 +313,5 @@ def _result(report: str, out: _Reader, error: _Reader) -> Result:
     streams = [reader.captured() for reader in (out, error)]
     if fields["directory"]:  # a random name, which would make the output nondeterministic
         streams = [stream.rename(fields["directory"], PRIVATE_TMP) for stream in streams]
-    return Result(
-        *(streams[0], streams[1], reason, code, fields["cpu_s"], fields["uid"]),
-        *(fields["ended"], fields["totals"]),
-    )
-
-
-def run_blocking(job: Job, source: str, stdin: str = "") -> tuple[Result, float]:
-    """Runs a program in the sandbox and waits for its end. An event loop may run in this thread.
-
-    Args:
-        job: description of the job.
-        source: Python source of the program.
-        stdin: text on the program's standard input.
-
-    Returns:
-        (result of the program, wall time in seconds).
-    """
-    answer: list[Result] = []
-    failure: list[BaseException] = []
-
-    def work() -> None:
-        try:
-            answer.append(asyncio.run(run(job, source, stdin)))
-        except BaseException as error:
-            failure.append(error)
-
-    start = time.monotonic()
-    thread = threading.Thread(target=work, name="sandbox")
-    thread.start()
-    thread.join()
-    if failure:
-        raise failure[0]
-    return answer[0], time.monotonic() - start
+    told = (fields[name] for name in ("cpu_s", "uid", "ended", "totals"))
+    return Result(streams[0], streams[1], reason, code, *told)

@@ -33,7 +33,7 @@ _REMOVAL_S = 2.0
 """Seconds that a report waits for the removal of files; a program may make very many."""
 
 
-def supervise(job: Job, pipes: Pipes, home: cgroup.Home | None) -> None:
+def supervise(job: Job, pipes: Pipes, home: cgroup.Group | None) -> None:
     """Runs a program to its end, and writes the report as JSON.
 
     The report has these keys:
@@ -71,7 +71,9 @@ def supervise(job: Job, pipes: Pipes, home: cgroup.Home | None) -> None:
         isolated = job.backend == "landlock" and job.namespaces and _new_namespaces()
         scratch = _scratch(job, pipes, uid, isolated)
         report["directory"] = scratch.path
-        report["totals"] = _totals(group, scratch)
+        memory = f"cgroup v{group.version}" if group else "a watch"
+        files = "a file system of their own" if scratch.bounded else "a watch"
+        report["totals"] = f"memory by {memory}, files by {files}"
         report |= _run(job, pipes, uid, scratch, group, isolated)
     except OSError as error:
         report["error"] = f"{type(error).__name__}: {error}"
@@ -103,8 +105,7 @@ def claim_uid() -> int | None:
     """
     if os.geteuid() != 0:
         return None
-    flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW
-    locks = os.open(LOCKS, flags, 0o600)
+    locks = os.open(LOCKS, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
     found = os.fstat(locks)
     if found.st_uid != 0 or stat.S_IMODE(found.st_mode) & 0o077 or not stat.S_ISREG(found.st_mode):
         raise OSError(f"{LOCKS} must be a file that only root can open; remove it")
@@ -118,11 +119,6 @@ def claim_uid() -> int | None:
             continue
         return uid
     raise OSError(f"all {len(UIDS)} sandbox uids are in use")
-
-
-def _totals(group: cgroup.Group | None, scratch: Scratch) -> str:
-    memory = f"memory by cgroup v{group.version}" if group else "memory by a watch"
-    return f"{memory}, files by {'a file system of their own' if scratch.bounded else 'a watch'}"
 
 
 def _run(
@@ -140,13 +136,16 @@ def _run(
     count = job.limits.processes + 2 + (0 if uid is not None else _tasks_of(os.geteuid()))
     watch = Watch(job.limits, scratch, group)
 
+    def told(error: Exception) -> None:
+        os.write(failure_write, f"{type(error).__name__}: {error}".encode())
+
     def program() -> None:
         try:
             confine.become_program(
                 job, pipes, uid, scratch, count, started_write, shared_memory=group is not None
             )
         except Exception as error:
-            os.write(failure_write, f"{type(error).__name__}: {error}".encode())
+            told(error)
 
     child = os.fork()
     if child == 0:
@@ -157,7 +156,7 @@ def _run(
                 _be_init(program, keep=failure_write)
             program()
         except OSError as problem:
-            os.write(failure_write, f"{type(problem).__name__}: {problem}".encode())
+            told(problem)
         finally:
             os._exit(127)
     for end in (failure_write, started_write, pipes.stdin, pipes.stdout, pipes.stderr):
@@ -230,11 +229,9 @@ def _be_init(program: Callable[[], None], keep: int) -> None:
 def _tasks_of(uid: int) -> int:
     count = 0
     for process in process_ids():
-        try:
+        with contextlib.suppress(OSError):
             if os.stat(f"/proc/{process}").st_uid == uid:
                 count += len(os.listdir(f"/proc/{process}/task"))
-        except OSError:
-            continue
     return count
 
 
@@ -274,10 +271,8 @@ def _kill(processes: Iterable[int]) -> None:
             os.setpriority(os.PRIO_PROCESS, process, 0)
             with open(f"/proc/{process}/autogroup", "w") as file:
                 file.write("0")
-        try:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
             os.kill(process, signal.SIGKILL)
-        except (ProcessLookupError, PermissionError):
-            continue
 
 
 def _kill_all_of(uid: int) -> None:

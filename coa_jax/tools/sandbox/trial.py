@@ -14,13 +14,10 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from coa_jax.tools.sandbox import supervise
 from coa_jax.tools.sandbox.canaries import Canary, Targets
 from coa_jax.tools.sandbox.hoards import measure
-from coa_jax.tools.sandbox.limits import PROGRAM, Job, Limits
+from coa_jax.tools.sandbox.limits import PROGRAM, Job
 from coa_jax.tools.sandbox.run import Result, SandboxError, run
-
-TRIAL_LIMITS = Limits(wall_s=2.0, cpu_s=1.0, memory_mb=256, disk_mb=32, starved_s=2.0)
 
 _SETTLE_S = 3.0
 _CONTENT = "precious"
@@ -36,22 +33,14 @@ class Scene:
             path.chmod(0o666)  # everybody may write, so that only the sandbox protects the file
         self._directories = directories
         self._listeners = listeners
-        environment = Path("/proc/self/environ").read_bytes().split(b"\0")
-        files = tuple(map(str, self.files))
         self.targets = Targets(
-            secrets=files,
+            files=tuple(map(str, self.files)),
             directories=tuple(map(str, (*directories, Path.home()))),
-            precious=files,
             tcp_port=listeners["tcp"].getsockname()[1],
             udp_port=listeners["udp"].getsockname()[1],
             abstract=listeners["abstract"].getsockname()[1:].decode(),
-            caller=os.getpid(),
-            variable=max(environment, key=len) or b"\xff",
             unix=listeners["unix"].getsockname(),
-            locks=supervise.LOCKS,
             marker=f"{10**6 + secrets.randbelow(10**6)}.25",
-            memory_mb=TRIAL_LIMITS.memory_mb,
-            disk_mb=TRIAL_LIMITS.disk_mb,
         )
 
     def damage(self, result: Result) -> list[str]:
@@ -79,9 +68,7 @@ def _remains(uid: int, marker: str) -> list[str]:
     end = time.monotonic() + _SETTLE_S
     while True:
         found = []
-        for entry in Path("/proc").iterdir():
-            if not entry.name.isdigit():
-                continue
+        for entry in Path("/proc").glob("[0-9]*"):
             with contextlib.suppress(OSError):
                 arguments = (entry / "cmdline").read_bytes().split(b"\0")
                 ours = entry.stat().st_uid == uid
@@ -149,7 +136,7 @@ async def attempt(job: Job, canary: Canary, around: Scene) -> Attempt:
     """Runs a hostile program, and checks whether it was contained.
 
     Args:
-        job: description of the job, with ``TRIAL_LIMITS``.
+        job: description of the job, with `canaries.TRIAL_LIMITS`.
         canary: the hostile program.
         around: scene that the program must not change.
     """
@@ -165,7 +152,7 @@ async def attempt(job: Job, canary: Canary, around: Scene) -> Attempt:
         limit = job.limits.memory_mb if canary.hoards == "memory" else job.limits.disk_mb
         most, over_s = measure(result.stdout.head, limit, result.ended)
         over_mb = max(0.0, most - limit)
-    if over_mb == 0.0 and canary.hoards:
+    if canary.hoards and over_mb == 0.0:
         pass  # the program stayed within its limit, so any end is acceptable
     elif result.reason not in canary.endings:
         found.append(f"it ended by {result.reason!r}, not by {' or '.join(canary.endings)}")

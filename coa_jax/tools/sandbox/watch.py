@@ -8,6 +8,7 @@ before it is measured is detected by totals that the kernel counts over all its 
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import select
@@ -142,22 +143,18 @@ def process_ids() -> list[int]:
 
 def descendants(root: int) -> list[int]:
     """Returns the ids of all descendants of a process. The newest process may be missing."""
-    found: list[int] = []
-    queue = [root]
-    while queue:
-        process = queue.pop()
+    found = [root]
+    for process in found:  # the list grows meanwhile
         try:
             for task in os.listdir(f"/proc/{process}/task"):
                 with open(f"/proc/{process}/task/{task}/children") as file:
-                    below = list(map(int, file.read().split()))
-                found += below
-                queue += below
+                    found += map(int, file.read().split())
         except FileNotFoundError:
             if process == root:
                 return every_descendant(root)  # a kernel without lists of children
         except OSError:
             continue
-    return found
+    return found[1:]
 
 
 def every_descendant(root: int) -> list[int]:
@@ -166,13 +163,10 @@ def every_descendant(root: int) -> list[int]:
     for process in process_ids():
         parent = _numbers(process, "stat", (1,))[0]
         children.setdefault(parent, []).append(process)
-    found: list[int] = []
-    queue = [root]
-    while queue:
-        below = children.pop(queue.pop(), [])
-        found += below
-        queue += below
-    return found
+    found = [root]
+    for process in found:  # the list grows meanwhile
+        found += children.pop(process, [])
+    return found[1:]
 
 
 def _numbers(process: int, name: str, places: tuple[int, ...]) -> list[int]:
@@ -199,31 +193,24 @@ def _holds_more(processes: list[int], limit: int) -> bool:
     shared memory is not measured: if this watch measures memory, the system call filter forbids
     such memory.
     """
-    private = {process: _private(process) for process in processes}
+    lines = (b"RssAnon", b"VmSwap", b"VmPTE", b"HugetlbPages")
+    private = {process: _kilobytes(process, "status", lines) for process in processes}
     bound = sum(private.values()) + _socket_bytes() * sum(map(_descriptors, processes))
     if bound <= limit:
         return False
     # This bound may count pages that are shared since a fork, and sockets, more than once.
     end = time.monotonic() + _PRECISE_S
     total, sockets = 0, set[str]()
+    shares = (b"Pss_Anon", b"SwapPss", b"Private_Hugetlb", b"Shared_Hugetlb")
     for process in sorted(private, key=private.__getitem__, reverse=True):
+        most = private[process]
         if time.monotonic() > end:
-            total += private[process]
+            total += most
             continue
-        total += _proportional(process, private[process])
+        # A page of n processes counts 1/n.
+        total += min(most, _kilobytes(process, "smaps_rollup", shares)) or most
         sockets |= _socket_names(process)
     return total + _socket_bytes() * len(sockets) > limit
-
-
-def _private(process: int) -> int:
-    wanted = (b"RssAnon", b"VmSwap", b"VmPTE", b"HugetlbPages")
-    return _kilobytes(process, "status", wanted)
-
-
-def _proportional(process: int, most: int) -> int:
-    """Returns the private memory of a process in bytes. A page of n processes counts 1/n."""
-    wanted = (b"Pss_Anon", b"SwapPss", b"Private_Hugetlb", b"Shared_Hugetlb")
-    return min(most, _kilobytes(process, "smaps_rollup", wanted)) or most
 
 
 def _kilobytes(process: int | str, name: str, wanted: tuple[bytes, ...]) -> int:
@@ -250,14 +237,10 @@ def _descriptors(process: int) -> int:
 
 def _socket_names(process: int) -> set[str]:
     names = set()
-    try:
+    with contextlib.suppress(OSError):  # the process may have ended
         for entry in os.scandir(f"/proc/{process}/fd"):
-            name = os.readlink(entry.path)
-            if name.startswith("socket:"):
-                names.add(name)
-    except OSError:
-        pass  # the process has ended
-    return names
+            names.add(os.readlink(entry.path))
+    return {name for name in names if name.startswith("socket:")}
 
 
 def _socket_bytes() -> int:
@@ -282,13 +265,11 @@ def _private_files(processes: list[int], limit: int) -> int:
     ours, most = os.stat(PRIVATE_TMP).st_dev, 0
     for process in processes:
         path = f"/proc/{process}/root{PRIVATE_TMP}"
-        try:
+        with contextlib.suppress(OSError):  # the process may have ended, or have no /tmp yet
             if os.stat(path).st_dev != ours:
                 space = os.statvfs(path)
                 if space.f_blocks * space.f_frsize <= 2 * limit:
                     most = max(most, space.f_files - space.f_ffree)
-        except OSError:
-            continue  # the process has ended, or has no /tmp yet
     return most
 
 

@@ -12,7 +12,6 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.errors import UserError
 from coa_jax.tools.net import http
 from coa_jax.tools.net.address import Guard
 from coa_jax.tools.net.errors import FetchError
@@ -39,7 +38,7 @@ def get(server, path, limits=LIMITS, guard=LOCAL, **request):
 def test_pages_arrive_whole(server, path):
     response = get(server, path)
     assert response.body.decode() == PAGE
-    assert (response.status, response.content_type) == (200, "text/html")
+    assert response.status == 200 and response.headers["content-type"].startswith("text/html")
 
 
 @pytest.mark.parametrize(
@@ -186,12 +185,6 @@ def test_cancelling_ends_a_request_at_once(server):
 def test_a_request_shows_neither_headers_nor_body():
     request = Request("http://a.example/", headers={"X-API-KEY": "abcdef123"}, body=b"abcdef123")
     assert "abcdef123" not in repr(request)
-
-
-@pytest.mark.parametrize("name", ["total_s", "attempts", "max_bytes"])
-def test_limits_that_make_no_sense_are_refused(name):
-    with pytest.raises(UserError, match=name):
-        Limits(**{name: 0})
 
 
 @given(st.binary(max_size=3000), st.integers(1, 50), st.booleans())
