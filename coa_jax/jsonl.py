@@ -80,10 +80,6 @@ def _reject(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-DECODER = json.JSONDecoder(object_hook=_restore, parse_constant=_reject)
-"""Decoder with the settings of `loads`, for a text in which more text follows the JSON value."""
-
-
 @functools.cache
 def _hints(cls: type) -> dict[str, Any]:
     return typing.get_type_hints(cls)

@@ -83,7 +83,7 @@ def main(argv: list[str]) -> None:
         if isinstance(found, LeftOut):
             left_out += 1
             if left_out <= values.number:
-                print(f"!! {found.where}: left out: {found.reason}\n")
+                print(f"!! {found.row.where}: left out: {found.reason}\n")
             continue
         if shown == values.number:
             break
