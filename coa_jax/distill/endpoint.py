@@ -211,16 +211,15 @@ class Endpoint:
         except FetchError as error:
             raise self._meaning(error) from error
         self._answered = True
-        row = {
+        seconds = round(time.monotonic() - began, 3)
+        row: dict[str, Any] = {
             "key": key,
             "episode": episode,
             "turn": turn,
             "model": self.config.model,
-            "chat": [dict(message) for message in chat],
-            "reply": reply,
-            **counts,
-            "seconds": round(time.monotonic() - began, 3),
         }
+        row |= {"model": self.config.model, "chat": list(map(dict, chat))}
+        row |= {"reply": reply, **counts, "seconds": seconds}
         jsonl.append_lines(self.record, [row])
         self._account(row)
         return reply
@@ -238,7 +237,7 @@ class Endpoint:
 
     def _key(self, chat: Chat, episode: str, turn: str) -> str:
         asked = [self.config.model, self.config.temperature, self.config.max_tokens, episode, turn]
-        text = jsonl.dumps([*asked, [dict(message) for message in chat]])
+        text = jsonl.dumps([*asked, list(map(dict, chat))])
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     def _account(self, row: Mapping[str, Any]) -> None:

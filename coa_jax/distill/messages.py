@@ -127,14 +127,7 @@ def to_json(log: MessageLog) -> dict[str, Any]:
         }
         for message in log.messages
     ]
-    return {
-        "episode": log.episode,
-        "question": log.question,
-        "protocol": log.protocol,
-        "messages": messages,
-        "ending": str(log.ending),
-        "error": log.error,
-    }
+    return {**vars(log), "messages": messages}
 
 
 def from_json(row: Any) -> MessageLog:

@@ -8,7 +8,6 @@ result. So a small policy can learn to write such runs from left to right.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
 from coa_jax.distill.messages import Kind
@@ -25,6 +24,7 @@ from coa_jax.distill.steps import (
     wording,
 )
 from coa_jax.protocol import (
+    CRITERIA,
     format_code,
     format_double_check,
     format_reflection,
@@ -37,20 +37,6 @@ from coa_jax.tasks.factbook_grammar import Computed
 UNKNOWN = "unknown"
 """The answer if scripted minds do not understand the question or have no call left to try.
 """
-
-Decide = Callable[[Slips, AgentView], Action]
-
-
-@dataclasses.dataclass(frozen=True)
-class ScriptedMind:
-    """A mind that follows a rule, which is one of the functions of this module."""
-
-    decide: Decide
-    slips: Slips
-
-    async def act(self, view: AgentView) -> Action:
-        """Returns the next message of the agent ``view.role``."""
-        return self.decide(self.slips, view)
 
 
 def _state(view: AgentView) -> Progress:
@@ -90,11 +76,10 @@ def _conclude(slips: Slips, view: AgentView, state: Progress) -> Action:
 def _after_report(slips: Slips, view: AgentView, state: Progress) -> Action:
     called = view.of_kind(Kind.CALL)[-1].recipient
     following = get_protocol(view.protocol).next_actions.get(called)
-    if following == frozenset({"reflection"}):  # the protocol reviews every result of this tool
+    reviewed = following == frozenset({"reflection"})  # the protocol reviews every result
+    if reviewed or state.problem:
         return Action("reflection", Kind.REQUEST, "")
-    if not state.problem:
-        return _conclude(slips, view, state) if state.complete else _ask_for_step(view, state)
-    return Action("reflection", Kind.REQUEST, "")
+    return _conclude(slips, view, state) if state.complete else _ask_for_step(view, state)
 
 
 def _next_call(view: AgentView, state: Progress) -> str | None:
@@ -158,9 +143,8 @@ def plan(slips: Slips, view: AgentView) -> Action:
     if state.complete:
         count = len(state.steps)
         return Action("manager", Kind.PLAN, f"{count}. answer #{count}")
-    lines = [f"{state.number}. {wording(state.step)}"]
-    for number, step in enumerate(state.steps[state.number :], state.number + 1):
-        lines.append(f"{number}. {wording(step)}")
+    steps = enumerate((state.step, *state.steps[state.number :]), state.number)
+    lines = (f"{number}. {wording(step)}" for number, step in steps)
     return Action("manager", Kind.PLAN, "\n".join(lines))
 
 
@@ -209,33 +193,24 @@ def reflect(slips: Slips, view: AgentView) -> Action:
     """
     state = _state(view)
     if not state.problem:
-        grades = dict.fromkeys(_CRITERIA, "good")
+        grades = dict.fromkeys(CRITERIA, "good")
         return Action("manager", Kind.REFLECTION, format_reflection(grades), "It is as expected.")
     last_call = view.of_kind(Kind.CALL)[-1]
+    grade = "average"
     if tool_for(state.step) == "code":
-        failed = view.of_kind(Kind.OBSERVATION)[-1].outcome != "ok"
-        thought, poor = (
-            ("The program has an error.", False) if failed else ("The program is wrong.", True)
-        )
+        thought = "The program has an error."
+        if view.of_kind(Kind.OBSERVATION)[-1].outcome == "ok":
+            thought, grade = "The program is wrong.", "poor"
     elif last_call.recipient == "crawl_page":
-        thought, poor = "The page does not state it.", False
+        thought = "The page does not state it."
     elif last_call.content in queries(state.step):
-        thought, poor = "The query found nothing.", False
-    elif _is_vague(last_call.content, state):
-        thought, poor = "The query is too vague.", False
+        thought = "The query found nothing."
+    elif set(last_call.content.split()) <= set(queries(state.step)[0].split()):
+        thought = "The query is too vague."
     else:
-        thought, poor = "The query is wrong.", True
-    grade = "poor" if poor else "average"
-    grades = dict(zip(_CRITERIA, ("good", grade, "average"), strict=True))
+        thought, grade = "The query is wrong.", "poor"
+    grades = dict(zip(CRITERIA, ("good", grade, "average"), strict=True))
     return Action("manager", Kind.REFLECTION, format_reflection(grades), thought)
-
-
-_CRITERIA = ("information_conflict", "tool_effectiveness", "trajectory_monitoring")
-
-
-def _is_vague(query: str, state: Progress) -> bool:
-    """Returns whether a query only has words of the right query."""
-    return set(query.split()) <= set(queries(state.step)[0].split())
 
 
 def verify(slips: Slips, view: AgentView) -> Action:
@@ -269,13 +244,18 @@ def scripted_minds(
         seed: seed of these random choices.
     """
     slips = Slips(mistake_rate, unrecovered_rate, seed)
-    rules: dict[str, Decide] = {
-        "manager": manage,
-        "planner": plan,
-        "search": search,
-        "code": code,
-        "reflection": reflect,
-        "verification": verify,
+
+    def mind(rule: Callable[[Slips, AgentView], Action]) -> Mind:
+        async def act(view: AgentView) -> Action:
+            return rule(slips, view)
+
+        return act
+
+    return {
+        "manager": mind(manage),
+        "planner": mind(plan),
+        "search": mind(search),
+        "code": mind(code),
+        "reflection": mind(reflect),
+        "verification": mind(verify),
     }
-    minds: dict[str, Mind] = {role: ScriptedMind(rule, slips) for role, rule in rules.items()}
-    return minds

@@ -124,6 +124,10 @@ def run_smolagents(
         UserError: the budget is spent, or the endpoint cannot be used or refuses the plain
             question, too. Finished runs are kept.
     """
+    import openai
+
+    # What a step or a plan raises if the endpoint gives no reply.
+    lost = smolagents_package().AgentGenerationError, openai.OpenAIError
     jsonl.append_lines(path, [])  # creates the file, or cuts an incomplete last line
     spent, lock = Spent(), threading.Lock()
     if limits.max_per_second:
@@ -147,7 +151,6 @@ def run_smolagents(
     for other in filter(Path.exists, beside):
         for row in jsonl.read_lines(other, _dump, growing=True):
             _add(purse.spent, row, purse.price)
-    lost = _connection_errors()
     waiting = iter([task for task in tasks if task.id not in done])
     stop = threading.Event()
 
@@ -183,16 +186,15 @@ def run_smolagents(
                     account(dump)
                     if on_done is not None:
                         on_done(len(done))
-            except lost as error:
+            except BaseException as error:
                 stop.set()
+                if not isinstance(error, lost):
+                    raise
                 why = redact_all(str(error))
                 raise UserError(
                     f"{task.id}: the model gave no reply ({why}); what is finished is kept: run "
                     "the same command again to continue"
                 ) from error
-            except BaseException:
-                stop.set()
-                raise
 
     with concurrent.futures.ThreadPoolExecutor(config.concurrency) as pool:
         workers = [pool.submit(work) for _ in range(config.concurrency)]
@@ -211,13 +213,6 @@ def _add(spent: Spent, dump: dict[str, Any], price: tuple[float, float] | None) 
             usage = total_usage([step.get("token_usage")], "input_tokens", "output_tokens")
             counts = {name: usage.get(name) for name in ("prompt", "completion")}
             spent.add(counts, price)
-
-
-def _connection_errors() -> tuple[type[Exception], ...]:
-    """Returns the exceptions that a step or a plan raises if the endpoint gives no reply."""
-    import openai
-
-    return smolagents_package().AgentGenerationError, openai.OpenAIError
 
 
 def _dump(row: Any) -> dict[str, Any]:

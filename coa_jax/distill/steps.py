@@ -45,8 +45,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 @functools.lru_cache(maxsize=4096)
 def steps_of(question: str) -> tuple[AnyStep, ...] | None:
     """Returns the steps that lead to the answer of a question; None if its wording is not known."""
-    program = understand(question) or understand_people(question)
-    if program is not None:
+    if program := understand(question) or understand_people(question):
         return program.steps
     expression = read_expression(question)
     return None if expression is None else (expression,)
@@ -212,17 +211,18 @@ def progress(question: str, messages: Sequence[Message]) -> Progress | None:
             opened.add(message.content)
         if message.kind is not Kind.OBSERVATION or state.complete:
             continue
-        if tool_for(state.step) == "code":
-            result = _read_program(state.step, state.answers, message)
+        step, link = state.step, ""
+        if tool_for(step) == "code":
+            result = _read_program(step, state.answers, message)
         elif message.sender != "web_search":
-            result = _read_documents(state.step, message)
-        elif link := _find_link(state.step, message, opened):
-            state = dataclasses.replace(state, link=link, problem="")
-            continue
+            result = _read_documents(step, message)
+        elif link := _find_link(step, message, opened):
+            result = ""
         else:
-            result = f"No result is about {wording(state.step)}."
+            result = f"No result is about {wording(step)}."
         if isinstance(result, str):
-            state = dataclasses.replace(state, failures=state.failures + 1, problem=result, link="")
+            failures = state.failures + bool(result)
+            state = dataclasses.replace(state, failures=failures, problem=result, link=link)
         else:
             state = Progress(steps, (*state.answers, result[0]), evidence=result[1])
     return state

@@ -1,9 +1,9 @@
 """Implements the transition automaton of a protocol.
 
 The Chain-of-Agents paper defines the automaton in §3.1, eq 4, and its rules in App D. The automaton
-has three functions. ``advance`` is the transition function, which the other two use. ``check``
-reports every violation in a text, for the format reward and for the validation of distilled data.
-``allowed_next`` returns the tags that may come next, for constrained decoding and the rollout loop.
+has three functions. ``advance`` is the transition function. ``allowed_after`` returns the tags that
+may come next, for constrained decoding and the rollout loop. ``check`` reports every violation in a
+text, for the format reward and for the validation of distilled data.
 
 The automaton reports these kinds of violations:
 
@@ -27,7 +27,7 @@ kind                   meaning
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from coa_jax.protocol import bodies
@@ -121,24 +121,6 @@ def advance(protocol: Protocol, state: State, role: str, body: str) -> State:
         may_answer = score is not None and score >= protocol.pass_score
         must_plan = score is not None and not may_answer
     return State(role, False, role in protocol.tools, must_plan, may_answer)
-
-
-def allowed_next(protocol: Protocol, segments: Iterable[Segment]) -> frozenset[str]:
-    """Returns the roles that may come after a list of segments.
-
-    The set is empty if the last segment is not closed, or is the answer.
-
-    Args:
-        protocol: the protocol.
-        segments: all segments from the beginning of the text.
-    """
-    state = State()
-    for segment in segments:
-        if not segment.closed:
-            return frozenset()
-        if segment.role is not None:
-            state = advance(protocol, state, segment.role, segment.body)
-    return allowed_after(protocol, state)
 
 
 def check(

@@ -19,7 +19,7 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from coa_jax.distill.readers.base import Conversation, Malformed
+from coa_jax.distill.readers.base import Conversation, Field, Malformed
 from coa_jax.distill.readers.calls import body_of, is_tool, tag_of
 from coa_jax.protocol import format_code
 
@@ -82,6 +82,18 @@ class Program:
     binds: frozenset[str] = frozenset()
 
 
+def function_of(call: Field) -> tuple[str, Field]:
+    """Returns the name and the arguments of a tool call in the form of OpenAI."""
+    function = call["function"]
+    return function["name"].text(), function["arguments"]
+
+
+def error_of(step: Field) -> str:
+    """Returns the message of a step's ``error``; "" for a step without an error."""
+    error = step.get("error")
+    return error.get("message").optional_text() if error else ""
+
+
 def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -> Program:
     """Analyses a program without running it; if parsing fails, ``computes`` is True.
 
@@ -99,9 +111,10 @@ def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -
     calls.sort(key=lambda node: (node.lineno, node.col_offset))
     names = [node.func.id if isinstance(node.func, ast.Name) else "" for node in calls]
     asked = [node for name, node in zip(names, calls, strict=True) if name in agents]
-    binds = _bound(nodes)
+    binds, used = _bound(nodes), [node for node in nodes if isinstance(node, ast.Name)]
+    read = {node.id for node in used if isinstance(node.ctx, ast.Load)}
     defined = {*binds, *known, *agents, *dir(builtins), "final_answer"}
-    missing = [] if "*" in {*binds, *known} else sorted(_read(nodes) - defined)
+    missing = [] if "*" in {*binds, *known} else sorted(read - defined)
     unknown = tuple(name for name in missing if name not in _MATH)
     roots = {_root(node.func) for node in calls}
     adds = _adds(nodes, asked) or any(name in roots or is_tool(name) for name in unknown)
@@ -252,23 +265,13 @@ def _bound(nodes: Iterable[ast.AST]) -> frozenset[str]:
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
                 names.add(name)
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                names.add(name)
-            case ast.ClassDef(name=name):
-                names.add(name)
-            case ast.ExceptHandler(name=str(name)) | ast.MatchMapping(rest=str(name)):
-                names.add(name)
-            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            case ast.MatchMapping(rest=str(name)):
                 names.add(name)
             case ast.alias(name=name, asname=other):
                 names.add(other or name.partition(".")[0])
+            case object(name=str(name)):  # functions, classes, exceptions and patterns
+                names.add(name)
     return frozenset(names)
-
-
-def _read(nodes: Iterable[ast.AST]) -> frozenset[str]:
-    return frozenset(
-        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-    )
 
 
 def _root(function: ast.AST) -> str:

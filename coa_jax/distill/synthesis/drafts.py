@@ -106,25 +106,21 @@ class Author(Protocol):
 
     def reads(self, document: Document) -> bool:
         """Returns, without asking a model, whether the author can write about a document."""
-        ...
 
     async def atomic(self, document: Document) -> list[Draft]:
         """Returns drafts of questions that the document alone answers."""
-        ...
 
     async def deepen(self, draft: Draft, document: Document) -> Draft | None:
         """Returns a draft with one more hop; None if the author writes no such draft.
 
         The new question asks what ``document`` says about the answer of ``draft``.
         """
-        ...
 
     async def widen(self, one: Draft, other: Draft) -> Draft | None:
         """Returns a draft of a question that needs the answers of both drafts.
 
         The result is None if the author writes no such draft.
         """
-        ...
 
 
 def told(answers: Iterable[str], text: str) -> bool:
