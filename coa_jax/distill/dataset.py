@@ -9,9 +9,9 @@ written as a whole. So a killed and restarted command writes the same bytes as a
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -95,12 +95,28 @@ def distill_split(
     minds = language_minds(endpoint) if endpoint else config.minds()
     work = run_teacher(tasks, tools, config, minds, journal, note)
     logs = asyncio.run(endpoint.closing(work) if endpoint else work)
-    examples: list[dict[str, Any]] = []
     runs = graded_runs(tasks, logs, config.judges)
+    records, report = write_split(name, runs, config, workdir, count_tokens)
+    return Split(runs, records, report, len(tasks) - fresh)
+
+
+def write_split(
+    name: str,
+    runs: Sequence[Run],
+    config: DistillConfig,
+    workdir: Path,
+    count_tokens: Callable[[str], int] | None = None,
+) -> tuple[list[DistilledRecord], FilterReport]:
+    """Filters graded runs, and writes the records of a split and a few dropped runs.
+
+    Returns:
+        The kept records in the order of ``runs``, and statistics of the filters.
+    """
+    examples: list[dict[str, Any]] = []
     records, report = select(runs, config, count_tokens, examples.append)
     write_records(workdir / f"{name}.jsonl", records)
     jsonl.write_lines(workdir / "dropped" / f"{name}.jsonl", examples)
-    return Split(runs, records, report, len(tasks) - fresh)
+    return records, report
 
 
 def policy_chars(record: DistilledRecord) -> int:
@@ -110,10 +126,10 @@ def policy_chars(record: DistilledRecord) -> int:
 
 def statistics_of(records: Sequence[DistilledRecord]) -> dict[str, Any]:
     """Returns statistics of a data set, such as its size and mean lengths by number of hops."""
-    by_hops: dict[str, list[DistilledRecord]] = collections.defaultdict(list)
+    by_hops: dict[str, list[DistilledRecord]] = defaultdict(list)
     for record in records:
         by_hops[str(record.metadata.get("hops", "?"))].append(record)
-    mistakes = collections.Counter(m for record in records for m in record.metadata["mistakes"])
+    mistakes = Counter(m for record in records for m in record.metadata["mistakes"])
     share = 1 / max(len(records), 1)
     return {
         "records": len(records),

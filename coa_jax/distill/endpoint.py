@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -87,14 +88,17 @@ class RequestRefusedError(Exception):
         return f"the request is refused: {self.args[0]}"
 
 
-def _exchange(row: Any) -> dict[str, Any]:
-    found = {name: row[name] for name in ("key", "reply", "prompt", "completion")}
-    counts = (found["prompt"], found["completion"])
-    if not all(isinstance(found[name], str) for name in ("key", "reply")):
-        raise TypeError("'key' and 'reply' must be strings")
-    if not all(count is None or type(count) is int for count in counts):
-        raise TypeError("'prompt' and 'completion' must be whole numbers or null")
-    return found
+@dataclasses.dataclass(frozen=True)
+class _Exchange:
+    """The fields of a recorded call from which a later process continues."""
+
+    key: str
+    reply: str
+    prompt: int | None
+    completion: int | None
+
+
+_exchange = functools.partial(jsonl.fields, _Exchange)
 
 
 class Endpoint:

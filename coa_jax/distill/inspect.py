@@ -24,10 +24,6 @@ from coa_jax.tasks.base import with_level
 from coa_jax.trajectory import DistilledRecord, part_violations
 
 
-def _by(tags: Sequence[str]) -> str:
-    return f", told by {', '.join(tags)}" if tags else ""
-
-
 def page(record: DistilledRecord, reason: str = "", tags: Sequence[str] = ()) -> str:
     """Returns a readable text of one trajectory.
 
@@ -39,7 +35,7 @@ def page(record: DistilledRecord, reason: str = "", tags: Sequence[str] = ()) ->
     rules = get_protocol(record.protocol)
     facts = [f"{key}={value}" for key, value in record.metadata.items() if value not in (None, [])]
     lines = [
-        f"=== {record.id} ({record.protocol}{_by(tags)})"
+        f"=== {record.id} ({', told by '.join(filter(None, (record.protocol, ', '.join(tags))))})"
         + (f", dropped by {reason}" if reason else ""),
         *(f"{role:9} {' '.join(text.split())[:100]}" for role, text in record.context),
         *([f"prompt    its own, {len(record.prompt)} characters"] if record.prompt else []),

@@ -11,23 +11,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from coa_jax.bounds import Bounded, Count, Natural, Seed, Share, Times
+from coa_jax.distill import filters
 from coa_jax.distill.convert import as_trajectory, convert
-from coa_jax.distill.filters import (
-    Filter,
-    FilterReport,
-    Run,
-    SetFilter,
-    copies,
-    examples_of,
-    failures_of,
-    grade_of,
-    has_no_fault,
-    is_correct,
-    obeys_protocol,
-    plain_share,
-    quality_filters,
-    report_of,
-)
+from coa_jax.distill.filters import Filter, FilterReport, Run
 from coa_jax.distill.journal import Journal
 from coa_jax.distill.judges import JudgesConfig, judge_answers, judge_instructions
 from coa_jax.distill.messages import AGENTS, MessageLog
@@ -93,15 +79,10 @@ class DistillConfig(Bounded):
             count_tokens: function that counts the tokens of a text; needed for
                 ``selection.max_tokens``.
         """
-        quality = quality_filters(
-            self.max_chars, self.min_interactions, keep_without_gold=self.keep_without_gold
-        )
+        bounds = self.max_chars, self.min_interactions
+        quality = filters.quality_filters(*bounds, keep_without_gold=self.keep_without_gold)
         further = further_filters(self.selection, count_tokens)
-        return (*quality, *further, plain_share(self.plain_fraction, self.seed))
-
-    def set_filters(self) -> tuple[SetFilter, ...]:
-        """Returns the filters that compare runs with each other."""
-        return set_filters(self.selection, self.seed)
+        return (*quality, *further, filters.plain_share(self.plain_fraction, self.seed))
 
 
 async def run_teacher(
@@ -148,9 +129,8 @@ async def run_teacher(
 
     async def work() -> None:
         for task in waiting:
-            log = await solve(
-                task.question, task.protocol, task.id, minds, tools, config.max_messages
-            )
+            asked = task.question, task.protocol, task.id
+            log = await solve(*asked, minds, tools, config.max_messages)
             logs[task.id] = log
             if journal is not None:
                 journal.append(log)
@@ -179,7 +159,7 @@ def as_run(task: Task, log: MessageLog, record: DistilledRecord | None = None) -
         metadata["source"] = task.source
         record = convert(log, task.protocol, task.gold, metadata)
     reward = grade(task, as_trajectory(record, log))
-    return Run(task, log, record, reward, grade_of(task, reward))
+    return Run(task, log, record, reward, filters.grade_of(task, reward))
 
 
 def graded_runs(
@@ -229,37 +209,16 @@ def select(
     Returns:
         The kept records in the order of ``runs``, and statistics of the filters.
     """
-    filters, together = config.filters(count_tokens), config.set_filters()
+    single, together = config.filters(count_tokens), set_filters(config.selection, config.seed)
     if config.judges.instruction:
-        runs = run_blocking(judge_instructions(runs, filters, config.judges.instruction))
-    failures = failures_of(runs, filters, together)
+        runs = run_blocking(judge_instructions(runs, single, config.judges.instruction))
+    failures = filters.failures_of(runs, single, together)
     if on_example is not None:
-        for example in examples_of(runs, failures):
+        for example in filters.examples_of(runs, failures):
             on_example(example)
     kept = [run for run, failure in zip(runs, failures, strict=True) if failure is None]
-    records = [record for run in kept for record in copies(run, config.corrected_copies)]
-    return records, report_of(failures, (*filters, *together))
-
-
-def distill_tasks(
-    tasks: Sequence[Task],
-    tools: Mapping[str, Tool],
-    config: DistillConfig,
-    minds: Minds | None = None,
-) -> tuple[list[DistilledRecord], FilterReport]:
-    """Distils tasks in memory; `distill_split` also stores runs and records on disk.
-
-    Args:
-        tasks: the tasks.
-        tools: maps the name of each tool to the tool.
-        config: settings of the teacher and of the filters.
-        minds: a mind for each agent; None for scripted minds.
-
-    Returns:
-        The kept records in the order of ``tasks``, and statistics of the filters.
-    """
-    logs = asyncio.run(run_teacher(tasks, tools, config, minds))
-    return select(graded_runs(tasks, logs, config.judges), config)
+    records = [record for run in kept for record in filters.copies(run, config.corrected_copies)]
+    return records, filters.report_of(failures, (*single, *together))
 
 
 def teacher_block(
@@ -276,8 +235,8 @@ def teacher_block(
             the mean number of tokens that the agents of a run write to each other and to tools. If
             ``count_tokens`` is None, ``tokens_per_task`` is None.
     """
-    graded = [run for run in runs if has_no_fault(run) and run.correct is not None]
-    n, right = len(graded), sum(map(is_correct, graded))
+    graded = [run for run in runs if filters.has_no_fault(run) and run.correct is not None]
+    n, right = len(graded), sum(map(filters.is_correct, graded))
     spoken = (
         f"{message.thought} {message.content}".strip()
         for run in graded
@@ -291,7 +250,7 @@ def teacher_block(
         "n": n,
         "tokens_per_task": tokens / n if n and tokens is not None else None,
         "tool_calls_per_task": sum(len(run.log.calls) for run in graded) / n if n else None,
-        "format_valid": sum(map(obeys_protocol, graded)) / n if n else None,
+        "format_valid": sum(map(filters.obeys_protocol, graded)) / n if n else None,
         "faults": len(runs) - n,
     }
 

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from coa_jax.distill.messages import Ending, Kind, Message, MessageLog
+from coa_jax.distill.messages import Ending, Kind, Message, MessageLog, agent_of
 from coa_jax.distill.minds import MOVES, AgentView, Minds
 from coa_jax.errors import UserError
 from coa_jax.tools.base import Tool, ToolContext, call
 
 
 def tools_of(role: str, tools: Iterable[str]) -> tuple[str, ...]:
-    """Returns those tools of the team that a given agent has.
-
-    The code agent has the tool ``code``, and the search agent has all other tools.
-    """
-    return tuple(name for name in tools if ("code" if name == "code" else "search") == role)
+    """Returns those tools of the team that a given agent has."""
+    return tuple(name for name in tools if agent_of(name) == role)
 
 
 async def solve(

@@ -14,8 +14,9 @@ from absl import logging
 from coa_jax import jsonl
 from coa_jax.bounds import Bounded, Place
 from coa_jax.distill.arrange import Completion, Unconvertible, trajectory_of
+from coa_jax.distill.dataset import write_split
 from coa_jax.distill.messages import MessageLog
-from coa_jax.distill.pipeline import DistillConfig, graded_runs, select
+from coa_jax.distill.pipeline import DistillConfig, graded_runs
 from coa_jax.distill.readers import READERS, read_traces
 from coa_jax.distill.readers.base import unused
 from coa_jax.distill.recorded import log_of, with_figures
@@ -25,7 +26,7 @@ from coa_jax.protocol import get_protocol, split_level
 from coa_jax.records import Counts, LeftOut, ProtocolName, iterate_records
 from coa_jax.records.rows import find_files
 from coa_jax.tasks.base import Task
-from coa_jax.trajectory import DistilledRecord, write_records
+from coa_jax.trajectory import DistilledRecord
 
 RECORDS = "records"
 
@@ -196,11 +197,8 @@ def distill_traces(
         The records of the data set, and statistics of reading, conversion and filters.
     """
     made = convert_files(config, tasks)
-    examples: list[dict[str, Any]] = []
     runs = graded_runs(made.tasks, made.logs, filters.judges, made.records)
-    records, report = select(runs, filters, count_tokens, examples.append)
-    write_records(workdir / f"{name}.jsonl", records)
-    jsonl.write_lines(workdir / "dropped" / f"{name}.jsonl", examples)
+    records, report = write_split(name, runs, filters, workdir, count_tokens)
     jsonl.write_lines(workdir / "refused" / f"{name}.jsonl", made.refusals)
     return records, {
         "reading": made.reading,

@@ -158,9 +158,8 @@ def check(
                 found.append(Violation(kind, position, "text outside of tags"))
             continue
         if role == protocol.observation and by_policy:
-            found.append(
-                Violation("forged_observation", segment.start, "an observation that no tool wrote")
-            )
+            message = "an observation that no tool wrote"
+            found.append(Violation("forged_observation", segment.start, message))
         elif role != protocol.observation and not by_policy:
             continue
         found.extend(_transition_violations(protocol, state, segment))
@@ -178,26 +177,24 @@ def _transition_violations(protocol: Protocol, state: State, segment: Segment) -
     assert role is not None
     if role in allowed_after(protocol, state):
         return []
-
-    def violation(kind: str, message: str) -> list[Violation]:
-        return [Violation(kind, segment.start, message)]
-
-    if state.action == protocol.answer:
-        return violation("after_answer", f"<{role}> after <{protocol.answer}>")
-    if role == THINK and not state.waiting:
-        return violation("misplaced_think", f"<{THINK}> may not stand here")
     after = f"<{THINK}>" if state.thinking else f"<{state.action}>"
-    if state.waiting or role not in protocol.next_actions[state.action]:
-        return violation("transition", f"<{role}> may not follow {after}")
-    if role not in _candidates(protocol, state):
-        if state.must_plan and role != protocol.answer:
-            return violation("missing_replan", f"after this <{state.action}> a plan must come")
-        if role != protocol.answer:
-            return violation("transition", f"<{role}> although the double check passed")
-        return violation("answer_unverified", f"<{role}> although the double check did not pass")
-    if state.thinking:
-        return violation("misplaced_think", f"no <{THINK}> may stand before <{role}>")
-    return violation("missing_think", f"<{role}> without a <{THINK}> before it")
+    if state.action == protocol.answer:
+        kind, message = "after_answer", f"<{role}> after <{protocol.answer}>"
+    elif role == THINK and not state.waiting:
+        kind, message = "misplaced_think", f"<{THINK}> may not stand here"
+    elif state.waiting or role not in protocol.next_actions[state.action]:
+        kind, message = "transition", f"<{role}> may not follow {after}"
+    elif role in _candidates(protocol, state) and state.thinking:
+        kind, message = "misplaced_think", f"no <{THINK}> may stand before <{role}>"
+    elif role in _candidates(protocol, state):
+        kind, message = "missing_think", f"<{role}> without a <{THINK}> before it"
+    elif role == protocol.answer:
+        kind, message = "answer_unverified", f"<{role}> although the double check did not pass"
+    elif state.must_plan:
+        kind, message = "missing_replan", f"after this <{state.action}> a plan must come"
+    else:
+        kind, message = "transition", f"<{role}> although the double check passed"
+    return [Violation(kind, segment.start, message)]
 
 
 def body_violations(protocol: Protocol, segment: Segment) -> list[Violation]:
@@ -209,8 +206,7 @@ def body_violations(protocol: Protocol, segment: Segment) -> list[Violation]:
     """
     assert segment.role is not None
     if not segment.body.strip():
-        message = f"<{segment.role}> is empty"
-        return [Violation("empty_body", segment.start, message)]
+        return [Violation("empty_body", segment.start, f"<{segment.role}> is empty")]
     form = protocol.form(segment.role)
     # A parser of bodies returns None or an empty tuple if the body does not have the form.
     if form == "text" or _READERS[form](segment.body) not in (None, ()):

@@ -4,11 +4,12 @@ import random
 
 import pytest
 
-from coa_jax.distill import DistillConfig, distill_tasks, evaluate_teacher
+from coa_jax.distill import DistillConfig, evaluate_teacher
 from coa_jax.distill.journal import open_journal
 from coa_jax.distill.messages import AGENTS
 from coa_jax.distill.pipeline import graded_runs, run_teacher, teacher_block
 from coa_jax.errors import UserError
+from tests.distill.logs import distill_tasks
 
 
 @pytest.fixture(scope="module")

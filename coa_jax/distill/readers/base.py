@@ -14,7 +14,7 @@ from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, S
 from typing import Any
 
 from coa_jax import reading
-from coa_jax.distill.messages import Ending, Kind, Message, MessageLog, clean
+from coa_jax.distill.messages import Ending, Kind, Message, MessageLog, agent_of, clean
 
 
 class Malformed(ValueError):
@@ -309,7 +309,7 @@ class Conversation:
             ok: whether the call succeeded.
             thought: reasoning before the call; "" for none.
         """
-        agent = "code" if tag == "code" else "search"
+        agent = agent_of(tag)
         self.add(Kind.CALL, agent, tag, body, thought)
         self.add(Kind.OBSERVATION, tag, agent, returned, outcome="ok" if ok else "error")
 

@@ -28,18 +28,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from coa_jax.distill.messages import Kind, clean
+from coa_jax.distill.readers import programs
 from coa_jax.distill.readers.base import Conversation, Field, Malformed, Reader, Trace, each_line
 from coa_jax.distill.readers.calls import body_of, tag_of
-from coa_jax.distill.readers.programs import (
-    Program,
-    error_of,
-    examine_all,
-    function_of,
-    split_plan,
-    tell,
-    thought_of,
-    unwrap,
-)
+from coa_jax.distill.readers.programs import Program
 
 AGENT = "search_agent"
 _Run = tuple[str, Field]
@@ -58,15 +50,14 @@ def read_result(value: Any) -> Trace:
         if kind not in _KNOWN_STEPS:
             raise Malformed(f"{step} has the unknown type {str(kind)[:40]!r}")
     talk = Conversation(question)
-    sources = [_source(step) for step in steps]
-    programs = examine_all(sources, (AGENT,))
-    runs = _join(record.get("search_agent_actions"), steps, programs)
-    for number, (step, source, program) in enumerate(zip(steps, sources, programs, strict=True)):
+    analyses = programs.examine_all(map(_source, steps), (AGENT,))
+    runs = _join(record.get("search_agent_actions"), steps, analyses)
+    for number, (step, program) in enumerate(zip(steps, analyses, strict=True)):
         match step["step_type"].value:
             case "planning":
                 _planning(talk, step)
             case "action":
-                _action(talk, step, source, program, runs.get(number, ()))
+                _action(talk, step, program, runs.get(number, ()))
     talk.answer(record["prediction"].optional_scalar().strip())
     error = record.get("agent_error").value
     metadata = {key: value[key] for key in _KEPT if isinstance(value.get(key), str | int | bool)}
@@ -78,8 +69,8 @@ def read_result(value: Any) -> Trace:
 
 
 def _planning(talk: Conversation, step: Field) -> None:
-    facts = unwrap(step.get("facts").optional_text())
-    inner, plan = split_plan(step.get("plan").optional_text())
+    facts = programs.unwrap(step.get("facts").optional_text())
+    inner, plan = programs.split_plan(step.get("plan").optional_text())
     if not plan:
         raise Malformed(f"the planning {step} contains no plan")
     talk.plan(plan, facts, inner)
@@ -93,29 +84,22 @@ def _source(step: Field) -> str | None:
     first, *others = calls.items(f"{step}, call")
     if others:
         raise Malformed(f"{step} makes {1 + len(others)} calls at once and keeps one observation")
-    name, arguments = function_of(first)
+    name, arguments = programs.function_of(first)
     if tag_of(name) != "code":
         raise Malformed(f"{step} calls {name[:40]!r}, where a manager writes programs")
     return arguments.text()
 
 
-def _action(
-    talk: Conversation,
-    step: Field,
-    source: str | None,
-    program: Program | None,
-    runs: Sequence[_Run],
-) -> None:
-    thought = thought_of(step.get("model_output").optional_text())
-    outcome = step.get("observations").optional_text(), error_of(step)
-    if source is None or program is None:  # nothing ran, because the output could not be parsed
+def _action(talk: Conversation, step: Field, program: Program | None, runs: Sequence[_Run]) -> None:
+    thought = programs.thought_of(step.get("model_output").optional_text())
+    if program is None:  # nothing ran, because the output could not be parsed
         talk.say(thought)
-    elif program.requests:
-        if program.adds:
-            raise Malformed(f"{step} asks {AGENT} and does something besides")
-        _delegation(talk, thought, runs)
+    elif not program.requests:
+        programs.tell(talk, step, program, thought)
+    elif program.adds:
+        raise Malformed(f"{step} asks {AGENT} and does something besides")
     else:
-        tell(talk, source, program, outcome, thought, str(step))
+        _delegation(talk, thought, runs)
     score, words = step.get("score"), step.get("evaluate_thought").optional_text()
     if score or words:
         content = f"score: {score.finite():g}" if score else words
@@ -142,7 +126,7 @@ def _key(task: str) -> str:
 
 
 def _join(
-    actions: Field, steps: Sequence[Field], programs: Sequence[Program | None]
+    actions: Field, steps: Sequence[Field], analyses: Sequence[Program | None]
 ) -> dict[int, list[_Run]]:
     """Returns the search agent's runs, by the number of the manager's step that asked for them."""
     raw = actions.mapping() if actions else {}
@@ -151,7 +135,7 @@ def _join(
         run.mapping()
     if len(runs) < len(raw):
         raise Malformed("two tasks in 'search_agent_actions' differ in blanks only")
-    asked = {n: [t for _, t in p.requests] for n, p in enumerate(programs) if p and p.requests}
+    asked = {n: [t for _, t in p.requests] for n, p in enumerate(analyses) if p and p.requests}
     joined: dict[int, list[_Run]] = {number: [] for number in asked}
     stated: set[str] = set()
     for number, tasks in asked.items():
@@ -161,7 +145,7 @@ def _join(
                     f"step {number} asks {AGENT} for the same task again, and the file keeps only "
                     "one of the two runs"
                 )
-            if key not in runs and not error_of(steps[number]):
+            if key not in runs and not programs.error_of(steps[number]):
                 raise Malformed(f"step {number} asks {AGENT} for a task that has no run")
             stated.add(key)
             joined[number].append((key, runs.get(key, Field(None))))

@@ -25,6 +25,7 @@ from __future__ import annotations
 from collections.abc import Collection, Sequence
 from typing import Any
 
+from coa_jax.distill.readers import programs
 from coa_jax.distill.readers.base import (
     Conversation,
     Field,
@@ -35,18 +36,7 @@ from coa_jax.distill.readers.base import (
     total_usage,
 )
 from coa_jax.distill.readers.calls import body_of, tag_of
-from coa_jax.distill.readers.programs import (
-    Program,
-    error_of,
-    examine,
-    examine_all,
-    function_of,
-    importing,
-    split_plan,
-    tell,
-    thought_of,
-    unwrap,
-)
+from coa_jax.distill.readers.programs import Program
 
 _Call = tuple[str, Field]
 """The name of a tool, and the arguments of its call."""
@@ -112,12 +102,12 @@ def _write(
         raise Malformed("a second task in the same memory: give each run a record of its own")
     answer = Field(None)
     calls = [_calls(step) for step in steps]
-    programs = examine_all(map(_source, calls), agents)
-    for step, made, program in zip(steps, calls, programs, strict=True):
+    analyses = programs.examine_all(map(_source, calls), agents)
+    for step, made, program in zip(steps, calls, analyses, strict=True):
         keys = step.mapping().keys()
         if "plan" in keys:
-            survey = unwrap(step.get("facts").optional_text())
-            facts, plan = split_plan(step["plan"].text())
+            survey = programs.unwrap(step.get("facts").optional_text())
+            facts, plan = programs.split_plan(step["plan"].text())
             talk.plan(plan, survey, facts)
         elif "step_number" in keys:
             number = step["step_number"].value
@@ -125,7 +115,7 @@ def _write(
             if program is None:
                 _tools(talk, step, made, mine, agents)
             else:
-                _program(talk, step, made[0][1].text(), program, mine)
+                _program(talk, step, program, mine)
             if step.get("is_final_answer").value:
                 answer = step.get("action_output")
         elif not keys & {"task", "system_prompt"}:
@@ -137,7 +127,7 @@ def _calls(step: Field) -> list[_Call]:
     calls = step.get("tool_calls")
     if "plan" in step.mapping() or "step_number" not in step.mapping() or not calls.value:
         return []
-    return [function_of(call) for call in calls.items(f"{step}, call")]
+    return [programs.function_of(call) for call in calls.items(f"{step}, call")]
 
 
 def _source(calls: Sequence[_Call]) -> str | None:
@@ -148,16 +138,13 @@ def _source(calls: Sequence[_Call]) -> str | None:
     return None if isinstance(arguments.value, dict) else arguments.text()
 
 
-def _program(
-    talk: Conversation, step: Field, source: str, program: Program, runs: Sequence[Field]
-) -> None:
-    thought, outcome = _thought(step), _outcome(step)
+def _program(talk: Conversation, step: Field, program: Program, runs: Sequence[Field]) -> None:
     if not runs and not program.requests:
-        tell(talk, source, program, outcome, thought, str(step))
-        return
-    if program.adds:
+        programs.tell(talk, step, program, _thought(step))
+    elif program.adds:
         raise Malformed(f"{step} asks a managed agent and does something besides")
-    _delegations(talk, step, thought, len(program.requests), runs)
+    else:
+        _delegations(talk, step, len(program.requests), runs)
 
 
 def _tools(
@@ -168,7 +155,7 @@ def _tools(
     agents: Collection[str],
 ) -> None:
     """Adds a step of a ToolCallingAgent."""
-    thought, (seen, error) = _thought(step), _outcome(step)
+    thought, (seen, error) = _thought(step), programs.outcome_of(step)
     calls = [call for call in calls if call[0] != "final_answer"]
     asked = sum(name in agents for name, _ in calls)
     if len(calls) > 1 and asked < len(calls):
@@ -176,25 +163,24 @@ def _tools(
     if runs and not asked:
         raise Malformed(f"{step} asks no managed agent, and a managed run belongs to it")
     if asked:
-        _delegations(talk, step, thought, asked, runs)
+        _delegations(talk, step, asked, runs)
         return
     for name, field in calls:
         tag, arguments = tag_of(name), field.value
         if tag == "code" and isinstance(arguments, dict) and isinstance(arguments.get("code"), str):
-            source = arguments["code"]
-            arguments = {**arguments, "code": importing(source, examine(source, ()))}
+            program = programs.examine(arguments["code"], ())
+            arguments = {**arguments, "code": programs.importing(program)}
         returned = "\n".join(filter(None, (seen, error)))
         talk.call(tag, body_of(tag, arguments), returned, not error, thought)
     if not calls:
         talk.say(thought)
 
 
-def _delegations(
-    talk: Conversation, step: Field, thought: str, asked: int, runs: Sequence[Field]
-) -> None:
+def _delegations(talk: Conversation, step: Field, asked: int, runs: Sequence[Field]) -> None:
     """Adds the managed runs that a step asked for, of which a failed step may lack some."""
-    if len(runs) < asked and not error_of(step):
+    if len(runs) < asked and not programs.error_of(step):
         raise Malformed(f"{step} asks a managed agent whose run is not in the file")
+    thought = _thought(step)
     if not runs:  # the step failed before it asked an agent
         talk.say(thought)
     for run in runs:
@@ -204,16 +190,12 @@ def _delegations(
         talk.say(run.get("answer").optional_scalar())
 
 
-def _outcome(step: Field) -> tuple[str, str]:
-    return step.get("observations").optional_text(), error_of(step)
-
-
 def _thought(step: Field) -> str:
     output = step.get("model_output")
     if not isinstance(output.value, list):
-        return thought_of(output.optional_text())
+        return programs.thought_of(output.optional_text())
     parts = [part.get("text").value for part in output.items(f"{step}, part")]
-    return thought_of("\n".join(part for part in parts if isinstance(part, str)))
+    return programs.thought_of("\n".join(part for part in parts if isinstance(part, str)))
 
 
 read: Reader = each_line(read_run)

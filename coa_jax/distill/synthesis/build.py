@@ -73,6 +73,12 @@ class Item:
     reason: str | None
     figures: dict[str, Any]
 
+    def row(self, **more: str) -> dict[str, Any]:
+        """Returns question, answer and metadata as a JSON object, with ``more`` metadata."""
+        metadata = {**self.draft.to_json(), **more, **self.figures}
+        answer = list(self.draft.gold)
+        return {"question": self.draft.question, "answer": answer, "metadata": metadata}
+
 
 @dataclasses.dataclass
 class Funnel:
@@ -166,30 +172,16 @@ class Synthesis:
 
     def task_rows(self) -> list[dict[str, Any]]:
         """Returns the kept tasks as rows of ``questions.jsonl``."""
+        protocol, source = self._config.protocol, self._source
         return [
-            {
-                "id": item.draft.id,
-                "question": item.draft.question,
-                "answer": list(item.draft.gold),
-                "split": item.draft.split,
-                "protocol": self._config.protocol,
-                "metadata": {**item.draft.to_json(), "source": self._source, **item.figures},
-            }
+            {"id": item.draft.id, "split": item.draft.split, "protocol": protocol}
+            | item.row(source=source)
             for item in self.kept
         ]
 
     def dropped_rows(self) -> list[dict[str, Any]]:
         """Returns the dropped drafts with their reasons, as rows of ``dropped.jsonl``."""
-        return [
-            {
-                "reason": item.reason,
-                "question": item.draft.question,
-                "answer": list(item.draft.gold),
-                "metadata": {**item.draft.to_json(), **item.figures},
-            }
-            for item in self.items
-            if item.reason is not None
-        ]
+        return [{"reason": item.reason, **item.row()} for item in self.items if item.reason]
 
     # --- drafts ----------------------------------------------------------------------------
 

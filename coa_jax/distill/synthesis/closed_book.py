@@ -198,23 +198,22 @@ class Policy:
 
     def _answers(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
         config = self._config
-        requests = [self._request(task, samples) for task in tasks]
+        sampling = SamplingParams(config.temperature, 1.0, 0)
+        # The random key of a task depends on its question and not on the other questions.
+        requests = [
+            Request(
+                task=task,
+                prompt=prompt_ids(self._tokenizer, task, self._prompt),
+                seed=config.seed,
+                prompt_id=int(uniform(config.seed, task.id, "closed") * 2**31),
+                samples=tuple(range(samples)),
+                sampling=sampling,
+            )
+            for task in tasks
+        ]
         with asyncio.Runner() as runner:
             groups = collect(runner, self._engines, self._tokenizer, requests, (), config.rollout)
         return [[trajectory.answer or "" for trajectory in group] for group in groups]
-
-    def _request(self, task: Task, samples: int) -> Request:
-        config = self._config
-        return Request(
-            task=task,
-            prompt=prompt_ids(self._tokenizer, task, self._prompt),
-            seed=config.seed,
-            # The random key depends on the question, so that answers do not depend on other
-            # questions.
-            prompt_id=int(uniform(config.seed, task.id, "closed") * 2**31),
-            samples=tuple(range(samples)),
-            sampling=SamplingParams(config.temperature, 1.0, 0),
-        )
 
 
 def closed_book(

@@ -130,10 +130,6 @@ def told(answers: Iterable[str], text: str) -> bool:
     return any(f" {part} " in haystack for part in parts if part)
 
 
-def _stands_in(answer: str, text: str) -> bool:
-    return all(told([part], text) for part in answer.split("|"))
-
-
 @dataclasses.dataclass(frozen=True)
 class TextRules(Bounded):
     """Rules for the texts of drafts.
@@ -167,8 +163,8 @@ def fault_of(draft: Draft, rules: TextRules) -> str | None:
     if told(draft.hidden, draft.question):
         return "intermediate_told"
     if draft.form == "atomic":
-        source = draft.documents[0]
-        if not any(_stands_in(a, f"{source.title}\n{source.text}") for a in draft.gold):
+        text = f"{draft.documents[0].title}\n{draft.documents[0].text}"
+        if not any(all(told([p], text) for p in answer.split("|")) for answer in draft.gold):
             return "answer_not_in_document"
     return None
 
