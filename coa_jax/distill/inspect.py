@@ -33,10 +33,11 @@ def page(record: DistilledRecord, reason: str = "", tags: Sequence[str] = ()) ->
         tags: tags from which the protocol was inferred; () if the file names the protocol.
     """
     rules = get_protocol(record.protocol)
+    told = f", told by {', '.join(tags)}" if tags else ""
+    dropped = f", dropped by {reason}" if reason else ""
     facts = [f"{key}={value}" for key, value in record.metadata.items() if value not in (None, [])]
     lines = [
-        f"=== {record.id} ({', told by '.join(filter(None, (record.protocol, ', '.join(tags))))})"
-        + (f", dropped by {reason}" if reason else ""),
+        f"=== {record.id} ({record.protocol}{told}){dropped}",
         *(f"{role:9} {' '.join(text.split())[:100]}" for role, text in record.context),
         *([f"prompt    its own, {len(record.prompt)} characters"] if record.prompt else []),
         f"question  {record.question}",

@@ -182,7 +182,7 @@ def graded_runs(
     Raises:
         UserError: the API key or the cache of the judge cannot be used.
     """
-    known = records or [None] * len(logs)
+    known: Sequence[DistilledRecord | None] = records or [None] * len(logs)
     runs = [as_run(*run) for run in zip(tasks, logs, known, strict=True)]
     return run_blocking(judge_answers(runs, judges.answer)) if judges.answer else runs
 

@@ -139,11 +139,11 @@ def _find_link(step: AnyStep, observation: Message, opened: Container[str]) -> s
     """Returns the URL of the first unopened search result whose title fits a step, or ""."""
     assert isinstance(step, _Search)
     relation = RELATIONS["neighbour" if isinstance(step, grammar.Neighbour) else step.relation]
+    wanted = None if isinstance(step, grammar.Inverse) else str(step.subject).casefold()
     for title, link in _RESULT.findall(observation.content):
         subject, _, section = title.partition(": ")
-        any_subject = isinstance(step, grammar.Inverse)
-        fits = any_subject or subject.casefold() == str(step.subject).casefold()
-        if fits and section == relation.title and link not in opened:
+        fits = wanted in (None, subject.casefold()) and section == relation.title
+        if fits and link not in opened:
             return link
     return ""
 

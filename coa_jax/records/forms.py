@@ -408,7 +408,7 @@ def _parts(value: Any) -> Parts:
 
 def _spans(value: Any, output: str) -> Parts:
     """Splits a text into parts, given the character ranges [start, end) that the policy wrote."""
-    spans = value if isinstance(value, list) else [None]
+    spans: list[Any] = value if isinstance(value, list) else [None]
     valid = all(isinstance(s, list) and [type(n) for n in s] == [int, int] for s in spans)
     numbers = [number for span in spans for number in span] if valid else [-1]
     if numbers != sorted(numbers) or any(not 0 <= n <= len(output) for n in numbers):
