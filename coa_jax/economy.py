@@ -179,12 +179,7 @@ def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
         journal = open_journal(workdir / "team.jsonl", made_by)
         before = sum(task.id in journal.done for task in tasks)
         with progress("team", total=len(tasks), initial=before) as bar:
-
-            def keep(_: Task, log: Any) -> None:
-                journal.append(log)
-                bar.update()
-
-            work = run_teacher(tasks, tools, teacher, minds, journal.done, keep)
+            work = run_teacher(tasks, tools, teacher, minds, journal, bar.reach)
             logs = asyncio.run(work if endpoint is None else endpoint.closing(work))
         runs = {run.task.id: run for run in graded_runs(tasks, logs, teacher.judges)}
         known = [trace for trace in traces if trace.task_id in runs]

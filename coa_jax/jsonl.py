@@ -81,10 +81,6 @@ def _reject(name: str) -> Any:
     raise ValueError(f"{name} is not JSON")
 
 
-DECODER = json.JSONDecoder(object_hook=_restore, parse_constant=_reject)
-"""Decoder with the settings of `loads`, for a text in which more text follows the JSON value."""
-
-
 _hints = functools.cache(typing.get_type_hints)
 
 

@@ -19,7 +19,7 @@ import pytest
 
 from coa_jax.ask import define_flags, questions, tools_of
 from coa_jax.cli import load_config
-from coa_jax.distill import DistillConfig, distill_tasks
+from coa_jax.distill import DistillConfig
 from coa_jax.engine.config import SamplingParams
 from coa_jax.errors import UserError
 from coa_jax.learn.sft import SFTConfig, train
@@ -33,6 +33,7 @@ from coa_jax.small.scratch import ScratchConfig, write_policy
 from coa_jax.tasks import load_tasks
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.trajectory import Author, trajectory_violations, write_records
+from tests.distill.logs import distill_tasks
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 PROTOCOL = get_protocol("generalist")

@@ -5,7 +5,5 @@ scripted rules, decides for each agent (`minds`, `scripted`). Runs are converted
 (`convert`), filtered (`filters`) and stored (`dataset`).
 """
 
-from coa_jax.distill.convert import convert
-from coa_jax.distill.pipeline import DistillConfig, distill_tasks, evaluate_teacher
-
-__all__ = ["DistillConfig", "convert", "distill_tasks", "evaluate_teacher"]
+from coa_jax.distill.pipeline import DistillConfig as DistillConfig
+from coa_jax.distill.pipeline import evaluate_teacher as evaluate_teacher

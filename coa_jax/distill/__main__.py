@@ -26,12 +26,9 @@ from absl import flags
 
 from coa_jax.bounds import Bounded, Natural, Place, Seed
 from coa_jax.cli import config_flag, run_main, workdir_flag
-from coa_jax.distill.dataset import Split, distill_split, statistics_of
+from coa_jax.distill.dataset import distill_split, statistics_of
 from coa_jax.distill.economy import CountTokens, economy
 from coa_jax.distill.endpoint import Endpoint, EndpointConfig
-from coa_jax.distill.export import prompt_of
-from coa_jax.distill.filters import Run
-from coa_jax.distill.llm import language_minds
 from coa_jax.distill.pipeline import DistillConfig, teacher_block
 from coa_jax.distill.smol_runs import SmolConfig, bind, endpoint_model, run_smolagents
 from coa_jax.distill.traces import TracesConfig, distill_traces
@@ -99,6 +96,9 @@ class Command(Bounded):
                 raise UserError(f"{name} is missing; give it in the config file")
 
 
+SPLITS = ("train", "validation")
+
+
 def _splits(wanted: Tasks) -> dict[str, list[Task]]:
     """Returns the tasks of each split, with the level that the config sets."""
     sizes = {name: getattr(wanted, name) for name in SPLITS}
@@ -106,33 +106,9 @@ def _splits(wanted: Tasks) -> dict[str, list[Task]]:
     return {name: with_level(tasks, wanted.level) for name, tasks in splits.items()}
 
 
-def _prompt(run: Run) -> str:
-    return prompt_of(run.record)
-
-
-def _describe(name: str, split: Split, seconds: float) -> str:
-    report = split.report
-    dropped = ", ".join(f"{why} {count}" for why, count in report.dropped.items() if count)
-    resumed = f", {split.resumed} of them from before" if split.resumed else ""
-    return (
-        f"{name}: {report.total} runs in {seconds:.1f} s{resumed}; kept {report.kept}, "
-        f"dropped {report.total - report.kept}" + (f" ({dropped})" if dropped else "")
-    )
-
-
-SPLITS = ("train", "validation")
-
-
 def _others(folder: Path, name: str) -> list[Path]:
     """Returns the call files of the other splits; their costs count against the same budget."""
     return [folder / f"{other}.jsonl" for other in SPLITS if other != name]
-
-
-def _endpoint(limits: EndpointConfig | None, folder: Path, name: str) -> Endpoint | None:
-    """Returns the model that decides for the agents of a split; None for scripted agents."""
-    if limits is None:
-        return None
-    return Endpoint(limits, folder / f"{name}.jsonl", beside=_others(folder, name))
 
 
 def _counter(path: str) -> CountTokens | None:
@@ -149,9 +125,9 @@ def read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     assert command.traces
     with RunDir(workdir) as run:
         run.write_config(config)
-        data = {"train": _converted(command, command.traces, workdir, "train")}
-        run.summary({"data": data})
-    return {"data": data}
+        summary = {"data": {"train": _converted(command, command.traces, workdir, "train")}}
+        run.summary(summary)
+    return summary
 
 
 def _converted(
@@ -166,8 +142,8 @@ def _converted(
     records, told = distill_traces(traces, command.teacher, workdir, count, name, tasks)
     for file in told["reading"]:
         print(f"{file['path']}: {file['records']} records, {file['problems']} malformed")
-    for reason, count in told["refused"].items():
-        print(f"no trajectory for {count}: {reason}")
+    for reason, number in told["refused"].items():
+        print(f"no trajectory for {number}: {reason}")
     dropped = {why: count for why, count in told["filters"]["dropped"].items() if count}
     print(f"dropped by filters: {dropped or 'nothing'}")
     if dropped.get("no_accepted_answer"):
@@ -181,13 +157,8 @@ def _converted(
 def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     """Runs smolagents agents and distils their logs; returns the content of ``summary.json``."""
     command = build(Command, config)
-    how, limits, traces, wanted = (
-        command.smolagents,
-        command.endpoint,
-        command.traces,
-        command.tasks,
-    )
-    assert how and limits and traces and wanted and command.tools
+    how, limits, traces = command.smolagents, command.endpoint, command.traces
+    assert how and limits and traces and command.tasks and command.tools
     tools = {tool.name: tool for tool in make_tools(command.tools)}
     model, data = endpoint_model(limits), {}
     fingerprint = {
@@ -197,14 +168,13 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
     }
     with RunDir(workdir) as run:
         run.write_config(config)
-        for name, tasks in _splits(wanted).items():
+        for name, tasks in _splits(command.tasks).items():
             folder = workdir / "smolagents"
-            file = folder / f"{name}.jsonl"
+            file, others = folder / f"{name}.jsonl", _others(folder, name)
             with progress(f"run {name}", total=len(tasks)) as bar:
                 bind(file, fingerprint)
                 spent = run_smolagents(
-                    *(tasks, tools, lambda *_: model, file, how, limits, bar.reach),
-                    beside=_others(folder, name),
+                    *(tasks, tools, lambda *_: model, file, how, limits, bar.reach, others)
                 )
             traces = dataclasses.replace(traces, files=(str(file),))
             asked = {task.id: task for task in tasks}
@@ -217,47 +187,41 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
 def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     """Creates a data set from new runs of the teacher; returns the content of ``summary.json``."""
     command = build(Command, config)
-    teacher, wanted, settings = command.teacher, command.tasks, config.tools.to_dict()
-    assert wanted and command.tools
+    teacher, settings = command.teacher, config.tools.to_dict()
+    assert command.tasks and command.tools
     tools = {tool.name: tool for tool in make_tools(command.tools)}
-    count = _counter(command.tokenizer)
+    count, calls = _counter(command.tokenizer), workdir / "calls"
     summary: dict[str, Any] = {"data": {}, "timings_s": {}}
     with RunDir(workdir) as run:
         run.write_config(config)
-        # All endpoints are checked first, so that an error in the second appears before calls to
-        # the first are paid for.
-        for name, tasks in _splits(wanted).items():
-            start = time.monotonic()
-            endpoint = _endpoint(command.endpoint, workdir / "calls", name)
-            minds = None if endpoint is None else language_minds(endpoint)
-            teacher_name = "" if endpoint is None else endpoint.config.label
+        for name, tasks in _splits(command.tasks).items():
+            start, endpoint = time.monotonic(), None
+            if command.endpoint:
+                file, others = calls / f"{name}.jsonl", _others(calls, name)
+                endpoint = Endpoint(command.endpoint, file, beside=others)
             with progress(f"distil {name}", total=len(tasks)) as bar:
                 split = distill_split(
-                    name,
-                    tasks,
-                    tools,
-                    teacher,
-                    workdir,
-                    settings,
-                    bar.reach,
-                    minds,
-                    count,
-                    teacher_name,
-                    endpoint,
+                    *(name, tasks, tools, teacher, workdir, settings, bar.reach, count, endpoint)
                 )
-            seconds = time.monotonic() - start
-            print(_describe(name, split, seconds), file=sys.stderr)
-            summary["timings_s"][name] = seconds
-            summary["data"][name] = {
-                **statistics_of(split.records),
-                "filters": split.report.to_json(),
-            }
+            seconds, report = time.monotonic() - start, split.report
+            dropped = ", ".join(
+                f"{why} {number}" for why, number in report.dropped.items() if number
+            )
+            print(
+                f"{name}: {report.total} runs in {seconds:.1f} s"
+                + (f", {split.resumed} of them from before" if split.resumed else "")
+                + f"; kept {report.kept}, dropped {report.total - report.kept}"
+                + (f" ({dropped})" if dropped else ""),
+                file=sys.stderr,
+            )
+            data = {**statistics_of(split.records), "filters": dataclasses.asdict(report)}
             if endpoint is not None:
-                summary["data"][name]["spent"] = endpoint.spent.to_json()
+                data["spent"] = endpoint.spent.to_json()
+            summary["timings_s"][name], summary["data"][name] = seconds, data
             if name == "validation":
                 summary["teacher"] = teacher_block(split.runs, count)
                 if count is not None:
-                    summary["economy"] = economy(split.runs, list(tools), count, _prompt)
+                    summary["economy"] = economy(split.runs, list(tools), count)
         run.summary(summary)
     return summary
 

@@ -14,7 +14,7 @@ import re
 from typing import Annotated
 
 from coa_jax.bounds import Between, Bounded
-from coa_jax.distill.convert import convert, same_answer, verdict_score
+from coa_jax.distill.convert import convert, may_replan, same_answer, verdict_score
 from coa_jax.distill.messages import Kind, Message, MessageLog
 from coa_jax.distill.readers.base import Trace
 from coa_jax.protocol import (
@@ -204,11 +204,10 @@ class _Arranged:
 
     def _tag_or_say(self, role: str, message: Message) -> None:
         """Writes a message under its tag if the protocol allows the tag here, else as a thought."""
-        single = not any("plan" in to for at, to in self.rules.next_actions.items() if at != START)
-        if role in self.rules.next_actions[self.last]:
+        # `convert` writes a later plan as a thought if the protocol allows a single plan.
+        later = role == "plan" and not may_replan(self.rules) and not self.reviews
+        if later or role in self.rules.next_actions[self.last]:
             self._put(role, message)
-        elif role == "plan" and single and not self.reviews:
-            self._put(role, message)  # `convert` writes this plan as a thought
         else:
             self._say(message)
 
@@ -224,17 +223,15 @@ class _Arranged:
         self._put(tag, dataclasses.replace(message, recipient=tag))
 
     def _reflection(self, message: Message, rest: tuple[Message, ...]) -> None:
-        scored = _SCORE.match(message.content)
-        if scored:
+        scored, grades = _SCORE.match(message.content), self.rules.form("reflection") == "grades"
+        if scored and grades:
             grade = self._grade(float(scored[1]), rest)
+            body = format_reflection(dict.fromkeys(CRITERIA, grade))
+            message = dataclasses.replace(message, content=body)
+        elif scored:
             words = message.thought or message.content
-            if self.rules.form("reflection") == "grades":
-                body = format_reflection(dict.fromkeys(CRITERIA, grade))
-                message = dataclasses.replace(message, content=body, thought=message.thought)
-            else:
-                message = dataclasses.replace(message, content=words, thought="")
-        graded = parse_reflection(message.content) is not None
-        if self.rules.form("reflection") == "grades" and not graded:
+            message = dataclasses.replace(message, content=words, thought="")
+        if grades and parse_reflection(message.content) is None:
             self._say(message)
         else:
             self._tag_or_say("reflection", message)

@@ -32,7 +32,7 @@ def card(
     Args:
         name: name of the data set.
         records: all records of the data set.
-        funnel: statistics of the filters from `FilterReport.to_json`; None if unknown.
+        funnel: statistics of the filters, see `FilterReport`; None if unknown.
     """
     tags: Counter[str] = sum(map(tags_of, records), Counter())
     tools = {t for r in records for t in get_protocol(r.protocol).tools}

@@ -11,7 +11,7 @@ import dataclasses
 import re
 import unicodedata
 import urllib.parse
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
 from coa_jax.distill.filters import Run
@@ -47,8 +47,11 @@ _FUNCTION_WORDS = frozenset(
 def ngrams(text: str, n: int) -> frozenset[tuple[str, ...]]:
     """Returns the word n-grams of a text; a text of fewer than n words is a single n-gram."""
     found = words(text)
-    if len(found) <= n:
-        return frozenset([tuple(found)] if found else [])
+    size = min(n, len(found))
+    return _ngrams(found, size) if size else frozenset()
+
+
+def _ngrams(found: Sequence[str], n: int) -> frozenset[tuple[str, ...]]:
     return frozenset(tuple(found[i : i + n]) for i in range(len(found) - n + 1))
 
 
@@ -126,12 +129,9 @@ class Contamination:
 
     def in_text(self, text: str) -> bool:
         """Returns whether a text contains enough n-grams of an evaluation question to reveal it."""
-        found: dict[int, int] = defaultdict(int)
-        lengths = {len(run) for run in self.shown}
-        for n in lengths:
-            for run in _exact_ngrams(text, n):
-                for question in self.shown.get(run, ()):
-                    found[question] += 1
+        said, lengths = words(text), {len(run) for run in self.shown}
+        runs = (run for n in lengths for run in _ngrams(said, n))
+        found = Counter(question for run in runs for question in self.shown.get(run, ()))
         return any(count >= self.share * self.questions[q].runs for q, count in found.items())
 
     def same_question(self, question: str, gold: Iterable[str]) -> bool:
@@ -160,11 +160,6 @@ class Contamination:
             or self.same_question(run.task.question, run.task.gold)
             or any(map(self.in_text, returned))
         )
-
-
-def _exact_ngrams(text: str, n: int) -> frozenset[tuple[str, ...]]:
-    found = words(text)
-    return frozenset(tuple(found[i : i + n]) for i in range(len(found) - n + 1))
 
 
 def contamination(
@@ -231,15 +226,11 @@ def _addresses(arguments: str, hosts: Collection[str]) -> set[tuple[str, ...]]:
     text, before = arguments.lower(), ""
     while text != before:  # a URL may be percent-encoded several times
         for address in _URL.findall(text):
-            found.add(_segments(_decoded(address), hosts))
+            while (plain := urllib.parse.unquote(address)) != address:
+                address = plain
+            found.add(_segments(address.lower(), hosts))
         text, before = urllib.parse.unquote(text), text
     return found
-
-
-def _decoded(address: str) -> str:
-    while (plain := urllib.parse.unquote(address)) != address:
-        address = plain
-    return address.lower()
 
 
 def _segments(address: str, hosts: Collection[str]) -> tuple[str, ...]:

@@ -8,6 +8,7 @@ conversion does not depend on which system wrote the log.
 
 from __future__ import annotations
 
+import itertools
 import re
 from collections.abc import Mapping
 from typing import Any
@@ -17,6 +18,7 @@ import numpy as np
 from coa_jax.distill.messages import Kind, Message, MessageLog, clean
 from coa_jax.protocol import (
     START,
+    Protocol,
     format_double_check,
     format_reflection,
     get_protocol,
@@ -26,6 +28,7 @@ from coa_jax.protocol import (
     parse_reflection,
     quote_tool_text,
 )
+from coa_jax.records.split import ENVIRONMENT, POLICY
 from coa_jax.rollout.observation import observation_text
 from coa_jax.tasks.grading import grade_answer
 from coa_jax.trajectory import (
@@ -36,9 +39,6 @@ from coa_jax.trajectory import (
     ToolCall,
     Trajectory,
 )
-
-POLICY = "policy"
-ENVIRONMENT = "environment"
 
 _DEFAULT_THOUGHT: Mapping[str, str] = {
     "plan": "I split the question into steps.",
@@ -124,65 +124,54 @@ def same_answer(answer: str, other: str) -> bool:
     return same or grade_answer(answer, (other,)) == 1.0 or grade_answer(other, (answer,)) == 1.0
 
 
-def _verdict_body(content: str) -> str:
-    score = verdict_score(content)
-    return content if score is None else format_double_check(score)
-
-
-def _write_plan(writer: _Writer, message: Message) -> None:
-    writer.think(message.thought)
-    rules = writer.rules
-    may_replan = any("plan" in to for at, to in rules.next_actions.items() if at != START)
-    if may_replan or not (writer.parts or writer.segments):
-        writer.tag("plan", message.content)
-    else:  # the protocol allows a single plan, so later plans become thoughts
-        writer.think(message.content)
+def may_replan(rules: Protocol) -> bool:
+    """Returns whether a protocol allows a plan after the first action."""
+    return any("plan" in to for at, to in rules.next_actions.items() if at != START)
 
 
 def _write_reflection(writer: _Writer, message: Message) -> None:
-    grades = parse_reflection(message.content)
+    grades, body = parse_reflection(message.content), message.content
     if writer.rules.think_rule["reflection"] == "forbidden":
-        # If no `think` may precede the review, its thought is written before the next tag.
-        writer.think(message.thought)
+        # No `think` may precede the review, so all thoughts so far become the review.
         if grades is None or not writer.thoughts:
             writer.think(message.content)
-        writer.tag("reflection", writer.take_thoughts())
-        return
-    writer.think(message.thought)
-    if grades is not None and writer.rules.form("reflection") == "grades":
-        writer.tag("reflection", format_reflection(grades))
-    else:
-        writer.tag("reflection", message.content)
+        body = writer.take_thoughts()
+    elif grades is not None and writer.rules.form("reflection") == "grades":
+        body = format_reflection(grades)
+    writer.tag("reflection", body)
 
 
 def _write(writer: _Writer, message: Message) -> None:
+    rules = writer.rules
+    if message.kind is Kind.QUESTION:
+        return
+    if message.kind is Kind.OBSERVATION:
+        writer.observe(message.content)
+        return
+    writer.think(message.thought)
     match message.kind:
-        case Kind.QUESTION:
-            pass
         case Kind.REQUEST | Kind.REPORT:
-            writer.think(message.thought)
             writer.think(message.content)
         case Kind.PLAN:
-            _write_plan(writer, message)
+            # If the protocol allows a single plan, later plans become thoughts.
+            if may_replan(rules) or not (writer.parts or writer.segments):
+                writer.tag("plan", message.content)
+            else:
+                writer.think(message.content)
         case Kind.CALL:
-            writer.think(message.thought)
             writer.tag(message.recipient, message.content)
-        case Kind.OBSERVATION:
-            writer.observe(message.content)
         case Kind.REFLECTION:
             _write_reflection(writer, message)
         case Kind.SUGGESTION:
-            writer.think(message.thought)
-            if "suggested_answer" in writer.rules.roles:
+            if "suggested_answer" in rules.roles:
                 writer.tag("suggested_answer", message.content)
             else:
                 writer.think(f"The answer may be {message.content}.")
-        case Kind.VERDICT:
-            writer.think(message.thought)
-            if "double_check" in writer.rules.roles:
-                writer.tag("double_check", _verdict_body(message.content))
+        case Kind.VERDICT if "double_check" in rules.roles:
+            score = verdict_score(message.content)
+            body = message.content if score is None else format_double_check(score)
+            writer.tag("double_check", body)
         case Kind.ANSWER:
-            writer.think(message.thought)
             writer.tag("answer", message.content)
 
 
@@ -269,11 +258,11 @@ def as_trajectory(record: DistilledRecord, log: MessageLog) -> Trajectory:
                 for s in parse(rules, text).segments
             ]
     calls = []
-    for request, result in zip(log.messages, log.messages[1:], strict=False):
-        if request.kind is Kind.CALL and result.kind is Kind.OBSERVATION:
+    for call, result in itertools.pairwise(log.messages):
+        if call.kind is Kind.CALL and result.kind is Kind.OBSERVATION:
             outcome = result.outcome or "ok"
-            arguments = (request.recipient, request.content, result.content, outcome)
-            calls.append(ToolCall(*arguments, outcome == "ok", 0.0, 0.0))
+            texts = call.recipient, call.content, result.content
+            calls.append(ToolCall(*texts, outcome, outcome == "ok", 0.0, 0.0))
     return Trajectory(
         task_id=log.episode,
         sample_id=0,

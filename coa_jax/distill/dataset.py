@@ -9,9 +9,9 @@ written as a whole. So a killed and restarted command writes the same bytes as a
 from __future__ import annotations
 
 import asyncio
-import collections
 import dataclasses
 import statistics
+from collections import Counter, defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -20,8 +20,7 @@ from coa_jax import jsonl
 from coa_jax.distill.endpoint import Endpoint
 from coa_jax.distill.filters import FilterReport, Run
 from coa_jax.distill.journal import open_journal
-from coa_jax.distill.messages import MessageLog
-from coa_jax.distill.minds import Minds
+from coa_jax.distill.llm import language_minds
 from coa_jax.distill.pipeline import DistillConfig, graded_runs, run_teacher, select
 from coa_jax.tasks.base import Task
 from coa_jax.tools.base import Tool
@@ -53,10 +52,8 @@ def distill_split(
     config: DistillConfig,
     workdir: Path,
     tool_settings: Mapping[str, Any] | None = None,
-    on_log: Callable[[int], None] | None = None,
-    minds: Minds | None = None,
+    on_done: Callable[[int], None] | None = None,
     count_tokens: Callable[[str], int] | None = None,
-    teacher: str = "",
     endpoint: Endpoint | None = None,
 ) -> Split:
     """Lets the teacher solve the tasks of a split, filters the runs, and writes the records.
@@ -71,13 +68,11 @@ def distill_split(
         workdir: work directory to which all files are written.
         tool_settings: settings on which the results of the tools depend, as JSON values. If the
             journal in ``workdir`` was written with other settings, the function raises UserError.
-        on_log: function to call whenever a run ends, with the number of finished runs.
-        minds: a mind, which decides what an agent does next, for each agent; None for scripted
-            minds.
+        on_done: function to call whenever a run ends, with the number of finished runs.
         count_tokens: function that counts the tokens of a text; needed for
             ``selection.max_tokens``.
-        teacher: label of ``minds`` in the journal, for example the name of the language model.
-        endpoint: model that ``minds`` use; its connection is closed when all tasks are done.
+        endpoint: model that decides for the agents; None for scripted minds. Its connection is
+            closed when all tasks are done.
 
     Raises:
         UserError: the journal belongs to other settings or is malformed.
@@ -86,32 +81,42 @@ def distill_split(
         **{key: getattr(config, key) for key in ("mistake_rate", "unrecovered_rate", "seed")},
         "max_messages": config.max_messages,
         "tools": dict(tool_settings or {}),
-        **({"teacher": teacher} if teacher else {}),
+        **({"teacher": endpoint.config.label} if endpoint else {}),
     }
     journal = open_journal(workdir / "journal" / f"{name}.jsonl", fingerprint)
-    asked = {task.id: (task.question, task.protocol) for task in tasks}
-    done = {
-        episode: log
-        for episode, log in journal.done.items()
-        if asked.get(episode) == (log.question, log.protocol)
-    }
-    count = len(done)
+    fresh = 0
 
-    def keep(task: Task, log: MessageLog) -> None:
-        nonlocal count
-        journal.append(log)
-        count += 1
-        if on_log is not None:
-            on_log(count)
+    def note(done: int) -> None:
+        nonlocal fresh
+        fresh += 1
+        if on_done is not None:
+            on_done(done)
 
-    work = run_teacher(tasks, tools, config, minds, done, keep)
-    logs = asyncio.run(work if endpoint is None else endpoint.closing(work))
-    examples: list[dict[str, Any]] = []
+    minds = language_minds(endpoint) if endpoint else config.minds()
+    work = run_teacher(tasks, tools, config, minds, journal, note)
+    logs = asyncio.run(endpoint.closing(work) if endpoint else work)
     runs = graded_runs(tasks, logs, config.judges)
+    records, report = write_split(name, runs, config, workdir, count_tokens)
+    return Split(runs, records, report, len(tasks) - fresh)
+
+
+def write_split(
+    name: str,
+    runs: Sequence[Run],
+    config: DistillConfig,
+    workdir: Path,
+    count_tokens: Callable[[str], int] | None = None,
+) -> tuple[list[DistilledRecord], FilterReport]:
+    """Filters graded runs, and writes the records of a split and a few dropped runs.
+
+    Returns:
+        The kept records in the order of ``runs``, and statistics of the filters.
+    """
+    examples: list[dict[str, Any]] = []
     records, report = select(runs, config, count_tokens, examples.append)
     write_records(workdir / f"{name}.jsonl", records)
     jsonl.write_lines(workdir / "dropped" / f"{name}.jsonl", examples)
-    return Split(runs, records, report, len(done))
+    return records, report
 
 
 def policy_chars(record: DistilledRecord) -> int:
@@ -121,10 +126,10 @@ def policy_chars(record: DistilledRecord) -> int:
 
 def statistics_of(records: Sequence[DistilledRecord]) -> dict[str, Any]:
     """Returns statistics of a data set, such as its size and mean lengths by number of hops."""
-    by_hops: dict[str, list[DistilledRecord]] = collections.defaultdict(list)
+    by_hops: dict[str, list[DistilledRecord]] = defaultdict(list)
     for record in records:
         by_hops[str(record.metadata.get("hops", "?"))].append(record)
-    mistakes = collections.Counter(m for record in records for m in record.metadata["mistakes"])
+    mistakes = Counter(m for record in records for m in record.metadata["mistakes"])
     share = 1 / max(len(records), 1)
     return {
         "records": len(records),

@@ -21,6 +21,7 @@ from coa_jax.distill.llm import chat_of
 from coa_jax.distill.messages import AGENTS, MessageLog
 from coa_jax.distill.minds import AgentView
 from coa_jax.distill.team import tools_of
+from coa_jax.protocol import Prompt, messages_of
 from coa_jax.trajectory import Author, Trajectory
 
 CountTokens = Callable[[str], int]
@@ -43,32 +44,21 @@ def team_tokens(log: MessageLog, tools: Sequence[str], count: CountTokens) -> tu
     for message in log.messages:
         if message.sender not in AGENTS:
             continue
-        before = log.messages[: message.index]
-        held = tools_of(message.sender, tools)
-        view = AgentView(
-            message.sender, log.question, log.protocol, log.episode, before, tuple(held)
-        )
-        said = {
-            "thought": message.thought,
-            "to": message.recipient,
-            "kind": str(message.kind),
-            "content": message.content,
-        }
+        before, held = log.messages[: message.index], tools_of(message.sender, tools)
+        view = AgentView(message.sender, log.question, log.protocol, log.episode, before, held)
+        said = {"thought": message.thought, "to": message.recipient, "kind": str(message.kind)}
         prompt += sum(count(part["content"]) for part in chat_of(view))
-        completion += count(jsonl.dumps(said))
+        completion += count(jsonl.dumps({**said, "content": message.content}))
     return prompt, completion
 
 
-def economy(
-    runs: Iterable[Run], tools: Sequence[str], count: CountTokens, prompt: Callable[[Run], str]
-) -> dict[str, Any]:
+def economy(runs: Iterable[Run], tools: Sequence[str], count: CountTokens) -> dict[str, Any]:
     """Compares the tokens that the team and the distilled trajectories take per solved question.
 
     Args:
         runs: runs of the team. Runs with a wrong answer are left out.
         tools: names of the tools of the team.
         count: function that counts the tokens of a text.
-        prompt: function that returns the initial prompt of the policy for a run.
 
     Returns:
         ``questions``, the number of solved questions; ``team_prompt`` and ``team_completion``, the
@@ -80,7 +70,7 @@ def economy(
     rows = []
     for run in filter(is_correct, runs):
         asked, replied = team_tokens(run.log, tools, count)
-        whole = count(prompt(run)) + count(run.record.text)
+        whole = count(messages_of(run.record, Prompt()).user) + count(run.record.text)
         written = sum(count(text) for author, text in run.record.parts if author == "policy")
         rows.append((asked, replied, whole, written))
     names = ("team_prompt", "team_completion", "trajectory", "trajectory_written")
@@ -140,11 +130,8 @@ def policy_economy(
     told: dict[str, Any] = {
         "samples": len(table),
         "left_out": left_out,
-        "team": _side(team_right, {"tokens": table[:, 2]}),
-        "policy": _side(
-            policy_right,
-            {"tokens": table[:, 3], "resent": table[:, 4], "written": table[:, 5]},
-        ),
+        "team": _side(team_right, table[:, 2:3], ("tokens",)),
+        "policy": _side(policy_right, table[:, 3:], ("tokens", "resent", "written")),
         "both_solved": {"samples": len(both)},
     }
     if len(both):
@@ -160,11 +147,17 @@ def policy_economy(
     return told
 
 
-def _side(right: np.ndarray, tokens: Mapping[str, np.ndarray]) -> dict[str, Any]:
-    """Returns the success rate, and the tokens of all attempts per solved task."""
+def _side(right: np.ndarray, tokens: np.ndarray, names: Sequence[str]) -> dict[str, Any]:
+    """Returns the success rate, and the tokens of all attempts per attempt and per solved task.
+
+    Args:
+        right: whether each attempt solved its task.
+        tokens: numbers of tokens of shape ``[attempts, len(names)]``.
+        names: name of each column of ``tokens``.
+    """
     solved = int(right.sum())
     told: dict[str, Any] = {"success": float(right.mean()) if len(right) else None}
-    for name, values in tokens.items():
+    for name, values in zip(names, tokens.T, strict=True):
         told[f"{name}_per_attempt"] = float(values.mean()) if len(values) else None
         told[f"{name}_per_solved"] = float(values.sum()) / solved if solved else None
     return told

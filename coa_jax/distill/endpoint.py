@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import functools
 import hashlib
 import time
 from collections.abc import Coroutine, Mapping, Sequence
@@ -87,14 +88,17 @@ class RequestRefusedError(Exception):
         return f"the request is refused: {self.args[0]}"
 
 
-def _exchange(row: Any) -> dict[str, Any]:
-    found = {name: row[name] for name in ("key", "reply", "prompt", "completion")}
-    counts = (found["prompt"], found["completion"])
-    if not all(isinstance(found[name], str) for name in ("key", "reply")):
-        raise TypeError("'key' and 'reply' must be strings")
-    if not all(count is None or type(count) is int for count in counts):
-        raise TypeError("'prompt' and 'completion' must be whole numbers or null")
-    return found
+@dataclasses.dataclass(frozen=True)
+class _Exchange:
+    """The fields of a recorded call from which a later process continues."""
+
+    key: str
+    reply: str
+    prompt: int | None
+    completion: int | None
+
+
+_exchange = functools.partial(jsonl.fields, _Exchange)
 
 
 class Endpoint:
@@ -211,16 +215,15 @@ class Endpoint:
         except FetchError as error:
             raise self._meaning(error) from error
         self._answered = True
-        row = {
+        seconds = round(time.monotonic() - began, 3)
+        row: dict[str, Any] = {
             "key": key,
             "episode": episode,
             "turn": turn,
             "model": self.config.model,
-            "chat": [dict(message) for message in chat],
-            "reply": reply,
-            **counts,
-            "seconds": round(time.monotonic() - began, 3),
         }
+        row |= {"model": self.config.model, "chat": list(map(dict, chat))}
+        row |= {"reply": reply, **counts, "seconds": seconds}
         jsonl.append_lines(self.record, [row])
         self._account(row)
         return reply
@@ -238,7 +241,7 @@ class Endpoint:
 
     def _key(self, chat: Chat, episode: str, turn: str) -> str:
         asked = [self.config.model, self.config.temperature, self.config.max_tokens, episode, turn]
-        text = jsonl.dumps([*asked, [dict(message) for message in chat]])
+        text = jsonl.dumps([*asked, list(map(dict, chat))])
         return hashlib.blake2b(text.encode("utf-8", "surrogatepass"), digest_size=16).hexdigest()
 
     def _account(self, row: Mapping[str, Any]) -> None:

@@ -40,7 +40,6 @@ from coa_jax.errors import UserError
 from coa_jax.installed import missing
 from coa_jax.protocol import LEVELS, Prompt, get_protocol, messages_of, write_protocols
 from coa_jax.records import from_tfds, parts_of_turns, read_records
-from coa_jax.records.split import Parts
 from coa_jax.storage import local, output
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
@@ -58,25 +57,27 @@ def prompt_of(record: DistilledRecord, style: Prompt = FULL) -> str:
     return messages_of(record, style).user
 
 
-def _about(record: DistilledRecord, turns: Parts | None) -> dict[str, Any]:
+def _about(record: DistilledRecord, with_parts: bool) -> dict[str, Any]:
     """Returns the fields from which `coa_jax.records` can rebuild the record.
 
     Args:
         record: the record.
-        turns: pairs (author, text) of the conversation in the exported form. The parts of the
-            record are repeated only if a reader could not recover them from these turns. None to
-            repeat the parts always.
+        with_parts: whether to repeat the parts of the record. This is necessary if a reader could
+            not recover them from the exported form.
     """
-    names = ("id", "question", "protocol", "gold")
-    about = {name: getattr(record, name) for name in names}
-    if turns is not None:
-        try:
-            same = parts_of_turns(get_protocol(record.protocol), turns) == record.parts
-        except ValueError:  # only the parts show what the policy wrote
-            same = False
-        if same:
-            return about
-    return {**about, "parts": [{"author": who, "text": text} for who, text in record.parts]}
+    about: dict[str, Any] = {
+        name: getattr(record, name) for name in ("id", "question", "protocol", "gold")
+    }
+    if with_parts:
+        about["parts"] = [{"author": who, "text": text} for who, text in record.parts]
+    return about
+
+
+def _spans(record: DistilledRecord, author: str) -> list[list[int]]:
+    """Returns the character ranges [start, end) of the text that an author wrote."""
+    ends = itertools.accumulate(len(text) for _, text in record.parts)
+    parts = zip(record.parts, ends, strict=True)
+    return [[end - len(text), end] for (who, text), end in parts if who == author]
 
 
 def alpaca(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
@@ -85,18 +86,12 @@ def alpaca(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
     The additional column ``policy`` lists the parts that the policy wrote, each as its character
     range [start, end) in the column ``output``.
     """
-    spans, end = [], 0
-    for author, text in record.parts:
-        start, end = end, end + len(text)
-        if author == "policy":
-            spans.append([start, end])
     authors = [author for author, text in record.parts if text]
+    # The parts follow from the spans if the authors take turns and no part is empty.
     exact = len(authors) == len(record.parts) and all(map(operator.ne, authors, authors[1:]))
     row: dict[str, Any] = {"instruction": prompt_of(record, style), "input": ""}
-    row |= {"output": record.text, "policy": spans, **_about(record, None)}
-    if exact:  # the parts follow from the spans
-        del row["parts"]
-    return {**row, **_columns_before(record)}
+    row |= {"output": record.text, "policy": _spans(record, "policy")}
+    return {**row, **_about(record, not exact), **_columns_before(record)}
 
 
 def _columns_before(record: DistilledRecord) -> dict[str, Any]:
@@ -141,11 +136,7 @@ def masked_by_markers(record: DistilledRecord) -> bool:
     If a newline is a token of its own, as with the tokenizers of GPT-2 and SmolLM2, the policy is
     trained on one token of each observation.
     """
-    wanted, end = [], 0
-    for author, text in record.parts:
-        start, end = end, end + len(text)
-        if author == "environment":
-            wanted.append((start + 1, end))
+    wanted = [(start + 1, end) for start, end in _spans(record, "environment")]
     found = [match.span() for match in _MARKED.finditer(record.text)]
     tags = (record.text.count(tag) for tag in ("<observation>", "</observation>"))
     return found == wanted and len(set(tags)) == 1
@@ -160,16 +151,19 @@ def sharegpt(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
     """
     names = {"system": "system", "user": "human", "assistant": "gpt", "policy": "gpt"}
     turns = [*record.context, ("user", prompt_of(record, style))]
-    said: list[tuple[str, str]] = []
-    for author, run in itertools.groupby(record.parts, key=lambda part: part[0]):
-        said.append((author, "".join(text for _, text in run)))
+    runs = itertools.groupby(record.parts, key=lambda part: part[0])
+    said = tuple((author, "".join(text for _, text in run)) for author, run in runs)
     if not said or not said[0][0] == said[-1][0] == "policy":
         raise UserError(
             f"{record.id}: the form sharegpt needs records that begin and end with the policy's "
             "text; leave it out of --forms, or export filtered records"
         )
     rows = [{"from": names.get(w, "observation"), "value": text} for w, text in (*turns, *said)]
-    return {"conversations": rows, **_about(record, tuple(said))}
+    try:
+        same = parts_of_turns(get_protocol(record.protocol), said) == record.parts
+    except ValueError:  # only the parts show what the policy wrote
+        same = False
+    return {"conversations": rows, **_about(record, not same)}
 
 
 def messages(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
@@ -177,7 +171,7 @@ def messages(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
     user, assistant = ("user", prompt_of(record, style)), ("assistant", record.text)
     turns = (*record.context, user, assistant)
     rows = [{"role": role, "content": text} for role, text in turns]
-    return {"messages": rows, **_about(record, None)}
+    return {"messages": rows, **_about(record, True)}
 
 
 def _dataset_info(name: str, records: Iterable[DistilledRecord]) -> dict[str, Any]:
@@ -229,15 +223,14 @@ def export(
     write_protocols(out)
     if style.system is not None:
         records = [replace(r, context=messages_of(r, style).context) for r in records]
-    marked = [r for r in records if fits_alpaca(r)] if "alpaca" in forms else []
-    left_out = {id(record) for record in records} - {id(record) for record in marked}
+    fits = [fits_alpaca(record) for record in records]
+    marked = list(itertools.compress(records, fits))
     for form, make, chosen in (("alpaca", alpaca, marked), ("sharegpt", sharegpt, records)):
         if form in forms:
             _write(out / f"{name}_{form}.json", [make(record, style) for record in chosen])
     if "alpaca" in forms or "sharegpt" in forms:
-        info = {
-            k: v for k, v in _dataset_info(name, marked).items() if k.rpartition("_")[2] in forms
-        }
+        entries = _dataset_info(name, marked).items()
+        info = {key: entry for key, entry in entries if key.rpartition("_")[2] in forms}
         known = out / "dataset_info.json"
         _write(known, {**(files.read_json_object(known) if known.is_file() else {}), **info})
     if "messages" in forms:
@@ -248,7 +241,8 @@ def export(
     files.replace(out / f"{name}_card.md", card(name, records, funnel).encode())
     cards = [path.read_text(encoding="utf-8") for path in sorted(out.glob("*_card.md"))]
     files.replace(out / "README.md", "\n".join(cards).encode())
-    return [r.id for r in records if id(r) in left_out] if "alpaca" in forms else []
+    left_out = [record.id for record, fit in zip(records, fits, strict=True) if not fit]
+    return left_out if "alpaca" in forms else []
 
 
 def _write(path: Path, value: Any) -> None:
@@ -282,12 +276,10 @@ def write_tfds(records: Sequence[DistilledRecord], folder: Path, split: str) -> 
         raise missing("the form tfds", "tensorflow-datasets", "tfds") from None
     place, new = folder / "coa" / VERSION, folder / ".new"
     splits = {**_others(tfds, place, split), split: records}
-    text = tfds.features.Text
-    features = {
-        **{name: text() for name in ("id", "question", "protocol", "answer", "metadata")},
-        **{name: text() for name in ("prompt", "context")},
-        **{name: tfds.features.Sequence(text()) for name in ("gold", "authors", "texts")},
-    }
+    texts = ("id", "question", "protocol", "answer", "metadata", "prompt", "context")
+    lists = ("gold", "authors", "texts")
+    features = dict.fromkeys(texts, tfds.features.Text())
+    features |= dict.fromkeys(lists, tfds.features.Sequence(tfds.features.Text()))
 
     class Coa(tfds.core.GeneratorBasedBuilder, skip_registration=True):  # type: ignore[call-arg]
         """Distilled records."""
@@ -373,9 +365,8 @@ def funnel_of(data: Path) -> dict[str, Any] | None:
     value: Any = files.read_json_object(summary) if summary.is_file() else None
     for key in ("data", data.stem, "filters"):
         value = value.get(key) if isinstance(value, dict) else None
-    return (
-        value if isinstance(value, dict) and value.keys() >= {"total", "kept", "dropped"} else None
-    )
+    told = isinstance(value, dict) and value.keys() >= {"total", "kept", "dropped"}
+    return value if told else None
 
 
 def define_flags() -> None:

@@ -73,10 +73,6 @@ class FilterReport:
     kept: int
     dropped: dict[str, int]
 
-    def to_json(self) -> dict[str, Any]:
-        """Returns the report as a JSON object."""
-        return dataclasses.asdict(self)
-
 
 def has_gold(task: Task) -> bool:
     """Returns whether a task has accepted answers or a program that scores answers."""
@@ -138,14 +134,14 @@ def notices_mistakes(run: Run) -> bool:
     teach the policy the mistake without its correction. Only scripted minds make deliberate
     mistakes and record them, so this filter drops no run of a model or of another system.
     """
-    messages = run.log.messages
-    for message in messages:
-        if message.slip and message.kind is Kind.CALL:
-            later = messages[message.index + 1 :]
-            next_move = next((m for m in later if m.sender == "manager"), None)
-            if next_move is None or next_move.recipient != "reflection":
+    unnoticed = False
+    for message in run.log.messages:
+        if message.sender == "manager":
+            if unnoticed and message.recipient != "reflection":
                 return False
-    return True
+            unnoticed = False
+        unnoticed |= message.kind is Kind.CALL and bool(message.slip)
+    return not unnoticed
 
 
 def quality_filters(

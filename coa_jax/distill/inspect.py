@@ -24,10 +24,6 @@ from coa_jax.tasks.base import with_level
 from coa_jax.trajectory import DistilledRecord, part_violations
 
 
-def _by(tags: Sequence[str]) -> str:
-    return f", told by {', '.join(tags)}" if tags else ""
-
-
 def page(record: DistilledRecord, reason: str = "", tags: Sequence[str] = ()) -> str:
     """Returns a readable text of one trajectory.
 
@@ -37,10 +33,11 @@ def page(record: DistilledRecord, reason: str = "", tags: Sequence[str] = ()) ->
         tags: tags from which the protocol was inferred; () if the file names the protocol.
     """
     rules = get_protocol(record.protocol)
+    told = f", told by {', '.join(tags)}" if tags else ""
+    dropped = f", dropped by {reason}" if reason else ""
     facts = [f"{key}={value}" for key, value in record.metadata.items() if value not in (None, [])]
     lines = [
-        f"=== {record.id} ({record.protocol}{_by(tags)})"
-        + (f", dropped by {reason}" if reason else ""),
+        f"=== {record.id} ({record.protocol}{told}){dropped}",
         *(f"{role:9} {' '.join(text.split())[:100]}" for role, text in record.context),
         *([f"prompt    its own, {len(record.prompt)} characters"] if record.prompt else []),
         f"question  {record.question}",
@@ -83,7 +80,7 @@ def main(argv: list[str]) -> None:
         if isinstance(found, LeftOut):
             left_out += 1
             if left_out <= values.number:
-                print(f"!! {found.where}: left out: {found.reason}\n")
+                print(f"!! {found.row.where}: left out: {found.reason}\n")
             continue
         if shown == values.number:
             break

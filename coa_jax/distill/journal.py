@@ -23,8 +23,7 @@ class Journal:
 
     Attributes:
         path: the JSONL file.
-        done: maps the id of a task to its run, for all runs in the file when the journal was
-            opened.
+        done: maps the id of a task to its run, for all runs in the file.
     """
 
     path: Path
@@ -33,6 +32,7 @@ class Journal:
     def append(self, log: MessageLog) -> None:
         """Appends a finished run; after this call the run survives a kill of the process."""
         jsonl.append_lines(self.path, [to_json(log)])
+        self.done[log.episode] = log
 
 
 def _decode(value: Any) -> dict[str, Any] | MessageLog:

@@ -56,14 +56,13 @@ class JudgesConfig(Bounded):
 
 def _undecided(run: Run) -> bool:
     """Returns whether a judge must decide whether the answer of a run is right."""
-    answer = run.log.answer
+    answer, task = run.log.answer, run.task
     if run.correct or answer is None or not has_no_fault(run):
         return False
-    if not run.task.gold:
-        return False  # there is no accepted answer to compare with
-    if run.task.is_program or "scorer" in run.task.metadata:
-        return False  # programs are run, and generators check answers
-    numbers = parse_number(answer) and all(map(parse_number, run.task.gold))
+    # Programs are run, and generators check answers.
+    if not task.gold or task.is_program or "scorer" in task.metadata:
+        return False
+    numbers = parse_number(answer) and all(map(parse_number, task.gold))
     return run.correct is None or not numbers
 
 

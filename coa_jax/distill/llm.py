@@ -8,7 +8,6 @@ error and tries again. If its replies stay invalid, only the run of this agent e
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import json
 import re
@@ -184,30 +183,20 @@ async def ask(
     raise UnusableReplyError(f"no usable reply in {attempts} attempts: {problem}")
 
 
-@dataclasses.dataclass(frozen=True)
-class LanguageMind:
-    """A mind that asks a language model what its agent does next.
+def language_minds(endpoint: Endpoint, attempts: int = 3) -> Minds:
+    """Returns a mind for each agent of the team; all minds ask the same language model.
 
-    Attributes:
+    A mind raises `UnusableReplyError` if no reply names a valid message or the endpoint refuses the
+    request, and UserError if the budget is spent or the endpoint does not answer.
+
+    Args:
         endpoint: the model.
         attempts: maximum number of replies. After this many invalid replies the run is abandoned.
     """
 
-    endpoint: Endpoint
-    attempts: int = 3
-
-    async def act(self, view: AgentView) -> Action:
-        """Returns the next message of ``view.role``.
-
-        Raises:
-            UnusableReplyError: no reply named a valid message, or the endpoint refuses the request.
-            UserError: the budget is spent, or the endpoint does not answer.
-        """
+    async def mind(view: AgentView) -> Action:
         turn = f"{len(view.messages)}/{view.role}"
         read = functools.partial(read_action, view=view)
-        return await ask(self.endpoint, chat_of(view), view.episode, turn, read, self.attempts)
+        return await ask(endpoint, chat_of(view), view.episode, turn, read, attempts)
 
-
-def language_minds(endpoint: Endpoint, attempts: int = 3) -> Minds:
-    """Returns a mind for each agent of the team; all minds ask the same language model."""
-    return dict.fromkeys(AGENTS, LanguageMind(endpoint, attempts))
+    return dict.fromkeys(AGENTS, mind)

@@ -16,6 +16,12 @@ from coa_jax import jsonl
 AGENTS = ("manager", "planner", "search", "code", "reflection", "verification")
 """Names of the agents of the teacher; other senders and recipients are ``user`` and the tools."""
 
+
+def agent_of(tool: str) -> str:
+    """Returns the agent that has a tool: ``code`` for the tool ``code``, else ``search``."""
+    return "code" if tool == "code" else "search"
+
+
 _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
@@ -127,14 +133,7 @@ def to_json(log: MessageLog) -> dict[str, Any]:
         }
         for message in log.messages
     ]
-    return {
-        "episode": log.episode,
-        "question": log.question,
-        "protocol": log.protocol,
-        "messages": messages,
-        "ending": str(log.ending),
-        "error": log.error,
-    }
+    return {**vars(log), "messages": messages}
 
 
 def from_json(row: Any) -> MessageLog:

@@ -1,4 +1,4 @@
-"""Defines the interface of minds: a mind decides which message its agent sends next.
+"""Defines minds: a mind is a function that decides which message its agent sends next.
 
 Minds write messages, and the team loop (`coa_jax.distill.team`) delivers them. A mind sees only an
 `AgentView`, so it never sees a gold answer. `coa_jax.distill.llm` implements minds by a language
@@ -9,17 +9,13 @@ data set.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping
-from typing import Protocol, runtime_checkable
+from collections.abc import Awaitable, Callable, Mapping
 
 from coa_jax.distill.messages import Kind, Message
 
 MOVES: Mapping[str, tuple[tuple[str, Kind], ...]] = {
     "manager": (
-        ("planner", Kind.REQUEST),
-        ("search", Kind.REQUEST),
-        ("code", Kind.REQUEST),
-        ("reflection", Kind.REQUEST),
+        *((agent, Kind.REQUEST) for agent in ("planner", "search", "code", "reflection")),
         ("verification", Kind.SUGGESTION),
         ("user", Kind.ANSWER),
     ),
@@ -86,17 +82,11 @@ class Action:
     slip: str | None = None
 
 
-@runtime_checkable
-class Mind(Protocol):
-    """Decides which message one agent sends next.
+Mind = Callable[[AgentView], Awaitable[Action]]
+"""Returns the next message of the agent ``view.role``.
 
-    A mind has no state, so many runs can share a mind.
-    """
-
-    async def act(self, view: AgentView) -> Action:
-        """Returns the next message of the agent ``view.role``."""
-        ...
-
+A mind has no state, so many runs can share a mind.
+"""
 
 Minds = Mapping[str, Mind]
 """Maps every name in `coa_jax.distill.messages.AGENTS` to a mind."""

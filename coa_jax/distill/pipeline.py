@@ -11,23 +11,10 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 from coa_jax.bounds import Bounded, Count, Natural, Seed, Share, Times
+from coa_jax.distill import filters
 from coa_jax.distill.convert import as_trajectory, convert
-from coa_jax.distill.filters import (
-    Filter,
-    FilterReport,
-    Run,
-    SetFilter,
-    copies,
-    examples_of,
-    failures_of,
-    grade_of,
-    has_no_fault,
-    is_correct,
-    obeys_protocol,
-    plain_share,
-    quality_filters,
-    report_of,
-)
+from coa_jax.distill.filters import Filter, FilterReport, Run
+from coa_jax.distill.journal import Journal
 from coa_jax.distill.judges import JudgesConfig, judge_answers, judge_instructions
 from coa_jax.distill.messages import AGENTS, MessageLog
 from coa_jax.distill.minds import Minds
@@ -92,15 +79,10 @@ class DistillConfig(Bounded):
             count_tokens: function that counts the tokens of a text; needed for
                 ``selection.max_tokens``.
         """
-        quality = quality_filters(
-            self.max_chars, self.min_interactions, keep_without_gold=self.keep_without_gold
-        )
+        bounds = self.max_chars, self.min_interactions
+        quality = filters.quality_filters(*bounds, keep_without_gold=self.keep_without_gold)
         further = further_filters(self.selection, count_tokens)
-        return (*quality, *further, plain_share(self.plain_fraction, self.seed))
-
-    def set_filters(self) -> tuple[SetFilter, ...]:
-        """Returns the filters that compare runs with each other."""
-        return set_filters(self.selection, self.seed)
+        return (*quality, *further, filters.plain_share(self.plain_fraction, self.seed))
 
 
 async def run_teacher(
@@ -108,8 +90,8 @@ async def run_teacher(
     tools: Mapping[str, Tool],
     config: DistillConfig,
     minds: Minds | None = None,
-    done: Mapping[str, MessageLog] | None = None,
-    on_log: Callable[[Task, MessageLog], None] | None = None,
+    journal: Journal | None = None,
+    on_done: Callable[[int], None] | None = None,
 ) -> list[MessageLog]:
     """Lets the teacher solve tasks, many at the same time.
 
@@ -118,16 +100,16 @@ async def run_teacher(
         tools: maps the name of each tool to the tool.
         config: settings of the teacher.
         minds: a mind for each agent; None for scripted minds.
-        done: maps the id of a task to its finished run, which is returned without solving the task
-            again; None if there are no finished runs.
-        on_log: function to call whenever a new run ends, with the task and the messages of the run.
+        journal: journal of finished runs, to which new runs are appended. A task whose run the
+            journal contains is not solved again. None to store no runs.
+        on_done: function to call whenever a new run ends, with the number of finished runs.
 
     Returns:
         The messages of each run, in the order of ``tasks``.
 
     Raises:
         UserError: tasks or minds are invalid, or a mind cannot continue because its budget is
-            spent. Then ``on_log`` has already received all runs that had ended.
+            spent. Then the journal contains all runs that had ended.
     """
     minds = config.minds() if minds is None else minds
     missing = [name for name in AGENTS if name not in minds]
@@ -136,17 +118,24 @@ async def run_teacher(
     repeated = len(tasks) - len({task.id for task in tasks})
     if repeated:
         raise UserError(f"teacher: {repeated} task ids occur twice; make ids unique")
-    logs = dict(done or {})
+    done = {} if journal is None else journal.done
+    logs = {
+        task.id: done[task.id]
+        for task in tasks
+        if task.id in done
+        and (done[task.id].question, done[task.id].protocol) == (task.question, task.protocol)
+    }
     waiting: Iterator[Task] = iter([task for task in tasks if task.id not in logs])
 
     async def work() -> None:
         for task in waiting:
-            log = await solve(
-                task.question, task.protocol, task.id, minds, tools, config.max_messages
-            )
+            asked = task.question, task.protocol, task.id
+            log = await solve(*asked, minds, tools, config.max_messages)
             logs[task.id] = log
-            if on_log is not None:
-                on_log(task, log)
+            if journal is not None:
+                journal.append(log)
+            if on_done is not None:
+                on_done(len(logs))
 
     await gather(work() for _ in range(min(config.concurrency, len(tasks))))
     return [logs[task.id] for task in tasks]
@@ -170,14 +159,14 @@ def as_run(task: Task, log: MessageLog, record: DistilledRecord | None = None) -
         metadata["source"] = task.source
         record = convert(log, task.protocol, task.gold, metadata)
     reward = grade(task, as_trajectory(record, log))
-    return Run(task, log, record, reward, grade_of(task, reward))
+    return Run(task, log, record, reward, filters.grade_of(task, reward))
 
 
 def graded_runs(
     tasks: Sequence[Task],
     logs: Sequence[MessageLog],
     judges: JudgesConfig,
-    records: Sequence[DistilledRecord] | None = None,
+    records: Sequence[DistilledRecord] = (),
 ) -> list[Run]:
     """Converts and grades runs; a judge, if configured, grades the answers that graders cannot.
 
@@ -188,12 +177,12 @@ def graded_runs(
         tasks: task of each run.
         logs: messages of each run.
         judges: settings of the judges.
-        records: trajectory of each run; None if the function should convert the logs.
+        records: trajectory of each run; empty if the function should convert the logs.
 
     Raises:
         UserError: the API key or the cache of the judge cannot be used.
     """
-    known = [None] * len(logs) if records is None else records
+    known: Sequence[DistilledRecord | None] = records or [None] * len(logs)
     runs = [as_run(*run) for run in zip(tasks, logs, known, strict=True)]
     return run_blocking(judge_answers(runs, judges.answer)) if judges.answer else runs
 
@@ -220,37 +209,16 @@ def select(
     Returns:
         The kept records in the order of ``runs``, and statistics of the filters.
     """
-    filters, together = config.filters(count_tokens), config.set_filters()
+    single, together = config.filters(count_tokens), set_filters(config.selection, config.seed)
     if config.judges.instruction:
-        runs = run_blocking(judge_instructions(runs, filters, config.judges.instruction))
-    failures = failures_of(runs, filters, together)
+        runs = run_blocking(judge_instructions(runs, single, config.judges.instruction))
+    failures = filters.failures_of(runs, single, together)
     if on_example is not None:
-        for example in examples_of(runs, failures):
+        for example in filters.examples_of(runs, failures):
             on_example(example)
     kept = [run for run, failure in zip(runs, failures, strict=True) if failure is None]
-    records = [record for run in kept for record in copies(run, config.corrected_copies)]
-    return records, report_of(failures, (*filters, *together))
-
-
-def distill_tasks(
-    tasks: Sequence[Task],
-    tools: Mapping[str, Tool],
-    config: DistillConfig,
-    minds: Minds | None = None,
-) -> tuple[list[DistilledRecord], FilterReport]:
-    """Distils tasks in memory; `distill_split` also stores runs and records on disk.
-
-    Args:
-        tasks: the tasks.
-        tools: maps the name of each tool to the tool.
-        config: settings of the teacher and of the filters.
-        minds: a mind for each agent; None for scripted minds.
-
-    Returns:
-        The kept records in the order of ``tasks``, and statistics of the filters.
-    """
-    logs = asyncio.run(run_teacher(tasks, tools, config, minds))
-    return select(graded_runs(tasks, logs, config.judges), config)
+    records = [record for run in kept for record in filters.copies(run, config.corrected_copies)]
+    return records, filters.report_of(failures, (*single, *together))
 
 
 def teacher_block(
@@ -267,26 +235,22 @@ def teacher_block(
             the mean number of tokens that the agents of a run write to each other and to tools. If
             ``count_tokens`` is None, ``tokens_per_task`` is None.
     """
-    graded = [run for run in runs if has_no_fault(run) and run.correct is not None]
-    n = len(graded)
-    right = sum(is_correct(run) for run in graded)
-    valid = sum(obeys_protocol(run) for run in graded)
-    tokens: float | None = None
-    if count_tokens is not None and n:
-        spoken = (
-            f"{message.thought} {message.content}".strip()
-            for run in graded
-            for message in run.log.messages
-            if message.sender in AGENTS
-        )
-        tokens = sum(map(count_tokens, spoken)) / n
+    graded = [run for run in runs if filters.has_no_fault(run) and run.correct is not None]
+    n, right = len(graded), sum(map(filters.is_correct, graded))
+    spoken = (
+        f"{message.thought} {message.content}".strip()
+        for run in graded
+        for message in run.log.messages
+        if message.sender in AGENTS
+    )
+    tokens = None if count_tokens is None else sum(map(count_tokens, spoken))
     return {
         "pass_at_1": right / n if n else None,
         "ci95": list(wilson_interval(right, n)),
         "n": n,
-        "tokens_per_task": tokens,
+        "tokens_per_task": tokens / n if n and tokens is not None else None,
         "tool_calls_per_task": sum(len(run.log.calls) for run in graded) / n if n else None,
-        "format_valid": valid / n if n else None,
+        "format_valid": sum(map(filters.obeys_protocol, graded)) / n if n else None,
         "faults": len(runs) - n,
     }
 

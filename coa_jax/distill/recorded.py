@@ -9,7 +9,7 @@ from __future__ import annotations
 import dataclasses
 
 from coa_jax.distill.convert import figures_of
-from coa_jax.distill.messages import Ending, Kind, Message, MessageLog
+from coa_jax.distill.messages import Ending, Kind, Message, MessageLog, agent_of
 from coa_jax.protocol import get_protocol, parse
 from coa_jax.trajectory import DistilledRecord
 
@@ -42,27 +42,24 @@ def log_of(record: DistilledRecord) -> MessageLog:
         if author == "environment":
             body = text.strip().removeprefix(f"<{rules.observation}>")
             body = body.removesuffix(f"</{rules.observation}>").strip("\n")
-            seen = Message(len(messages), tool, _agent(tool), Kind.OBSERVATION, body, outcome="ok")
+            seen = Message(
+                len(messages), tool, agent_of(tool), Kind.OBSERVATION, body, outcome="ok"
+            )
             messages.append(seen)
             continue
         for segment in parse(rules, text).segments:
             body = segment.body.strip()
             if segment.role in rules.tools:
                 tool = str(segment.role)
-                add(Kind.CALL, _agent(tool), tool, body)
+                add(Kind.CALL, agent_of(tool), tool, body)
             elif segment.role in _ROLES:
                 add(*_ROLES[segment.role], body)
             elif body:
                 thoughts.append(body)
-    answered = messages[-1].kind is Kind.ANSWER
     ending, error = Ending.ANSWER, ""
-    if not answered:
+    if messages[-1].kind is not Kind.ANSWER:
         ending, error = Ending.LIMIT, "the record does not end with an answer"
     return MessageLog(record.id, record.question, record.protocol, tuple(messages), ending, error)
-
-
-def _agent(tool: str) -> str:
-    return "code" if tool == "code" else "search"
 
 
 def with_figures(record: DistilledRecord, log: MessageLog) -> DistilledRecord:

@@ -8,23 +8,15 @@ result. So a small policy can learn to write such runs from left to right.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable
 
+from coa_jax.distill import steps
 from coa_jax.distill.messages import Kind
 from coa_jax.distill.minds import Action, AgentView, Mind, Minds
 from coa_jax.distill.slips import Slips, wrong_value
-from coa_jax.distill.steps import (
-    Progress,
-    bound,
-    operands,
-    programs,
-    progress,
-    queries,
-    tool_for,
-    wording,
-)
+from coa_jax.distill.steps import Progress
 from coa_jax.protocol import (
+    CRITERIA,
     format_code,
     format_double_check,
     format_reflection,
@@ -38,23 +30,9 @@ UNKNOWN = "unknown"
 """The answer if scripted minds do not understand the question or have no call left to try.
 """
 
-Decide = Callable[[Slips, AgentView], Action]
-
-
-@dataclasses.dataclass(frozen=True)
-class ScriptedMind:
-    """A mind that follows a rule, which is one of the functions of this module."""
-
-    decide: Decide
-    slips: Slips
-
-    async def act(self, view: AgentView) -> Action:
-        """Returns the next message of the agent ``view.role``."""
-        return self.decide(self.slips, view)
-
 
 def _state(view: AgentView) -> Progress:
-    state = progress(view.question, view.messages)
+    state = steps.progress(view.question, view.messages)
     if state is None:
         raise ValueError("the scripted minds do not understand this question")
     return state
@@ -66,10 +44,10 @@ def _state(view: AgentView) -> Progress:
 def _ask_for_step(view: AgentView, state: Progress, again: bool = False) -> Action:
     """Asks the agent that can carry out the current step to do so."""
     if isinstance(state.step, Computed):
-        text = f"Step {state.number}: {operands(state.step, state.answers)}."
+        text = f"Step {state.number}: {steps.operands(state.step, state.answers)}."
     else:
         text = f"Step {state.number}{' again' if again else ''}."
-    return Action(tool_for(state.step), Kind.REQUEST, text)
+    return Action(steps.tool_for(state.step), Kind.REQUEST, text)
 
 
 def _conclude(slips: Slips, view: AgentView, state: Progress) -> Action:
@@ -81,7 +59,7 @@ def _conclude(slips: Slips, view: AgentView, state: Progress) -> Action:
         return Action("user", Kind.ANSWER, value)
     second = bool(view.of_kind(Kind.VERDICT))
     if not second and slips.happens(view.episode, "suggestion"):
-        wrong = wrong_value(bound(state.steps[-1], state.answers), state.answers)
+        wrong = wrong_value(steps.bound(state.steps[-1], state.answers), state.answers)
         return Action("verification", Kind.SUGGESTION, wrong, slip="suggestion")
     thought = f"#{len(state.steps)} is {value}." if second else ""
     return Action("verification", Kind.SUGGESTION, value, thought)
@@ -90,20 +68,19 @@ def _conclude(slips: Slips, view: AgentView, state: Progress) -> Action:
 def _after_report(slips: Slips, view: AgentView, state: Progress) -> Action:
     called = view.of_kind(Kind.CALL)[-1].recipient
     following = get_protocol(view.protocol).next_actions.get(called)
-    if following == frozenset({"reflection"}):  # the protocol reviews every result of this tool
+    reviewed = following == frozenset({"reflection"})  # the protocol reviews every result
+    if reviewed or state.problem:
         return Action("reflection", Kind.REQUEST, "")
-    if not state.problem:
-        return _conclude(slips, view, state) if state.complete else _ask_for_step(view, state)
-    return Action("reflection", Kind.REQUEST, "")
+    return _conclude(slips, view, state) if state.complete else _ask_for_step(view, state)
 
 
 def _next_call(view: AgentView, state: Progress) -> str | None:
     """Returns the best call for the current step that was not made before, or None."""
     made = {message.content for message in view.of_kind(Kind.CALL)}
-    if tool_for(state.step) == "code":
-        ways = tuple(format_code(source) for source in programs(state.step, state.answers))
+    if steps.tool_for(state.step) == "code":
+        ways = tuple(format_code(source) for source in steps.programs(state.step, state.answers))
     else:
-        ways = queries(state.step)
+        ways = steps.queries(state.step)
     return next((way for way in ways if way not in made), None)
 
 
@@ -125,14 +102,14 @@ def manage(slips: Slips, view: AgentView) -> Action:
     the answer verified, and finally gives it. If the result of a step is not as expected, the
     manager asks for a reflection.
     """
-    state = progress(view.question, view.messages)
+    state = steps.progress(view.question, view.messages)
     if state is None:
         return Action("user", Kind.ANSWER, UNKNOWN)
     match view.last.kind:
         case Kind.QUESTION:
             first = state.steps[0]
-            text = "Solve it in steps." if len(state.steps) > 1 else f"Find {wording(first)}."
-            if len(state.steps) == 1 and tool_for(first) == "code":
+            text = "Solve it in steps." if len(state.steps) > 1 else f"Find {steps.wording(first)}."
+            if len(state.steps) == 1 and steps.tool_for(first) == "code":
                 text = "One program computes it."
             return Action("planner", Kind.REQUEST, text)
         case Kind.PLAN:
@@ -158,9 +135,8 @@ def plan(slips: Slips, view: AgentView) -> Action:
     if state.complete:
         count = len(state.steps)
         return Action("manager", Kind.PLAN, f"{count}. answer #{count}")
-    lines = [f"{state.number}. {wording(state.step)}"]
-    for number, step in enumerate(state.steps[state.number :], state.number + 1):
-        lines.append(f"{number}. {wording(step)}")
+    left = enumerate((state.step, *state.steps[state.number :]), state.number)
+    lines = (f"{number}. {steps.wording(step)}" for number, step in left)
     return Action("manager", Kind.PLAN, "\n".join(lines))
 
 
@@ -209,40 +185,31 @@ def reflect(slips: Slips, view: AgentView) -> Action:
     """
     state = _state(view)
     if not state.problem:
-        grades = dict.fromkeys(_CRITERIA, "good")
+        grades = dict.fromkeys(CRITERIA, "good")
         return Action("manager", Kind.REFLECTION, format_reflection(grades), "It is as expected.")
     last_call = view.of_kind(Kind.CALL)[-1]
-    if tool_for(state.step) == "code":
-        failed = view.of_kind(Kind.OBSERVATION)[-1].outcome != "ok"
-        thought, poor = (
-            ("The program has an error.", False) if failed else ("The program is wrong.", True)
-        )
+    grade = "average"
+    if steps.tool_for(state.step) == "code":
+        thought = "The program has an error."
+        if view.of_kind(Kind.OBSERVATION)[-1].outcome == "ok":
+            thought, grade = "The program is wrong.", "poor"
     elif last_call.recipient == "crawl_page":
-        thought, poor = "The page does not state it.", False
-    elif last_call.content in queries(state.step):
-        thought, poor = "The query found nothing.", False
-    elif _is_vague(last_call.content, state):
-        thought, poor = "The query is too vague.", False
+        thought = "The page does not state it."
+    elif last_call.content in steps.queries(state.step):
+        thought = "The query found nothing."
+    elif set(last_call.content.split()) <= set(steps.queries(state.step)[0].split()):
+        thought = "The query is too vague."
     else:
-        thought, poor = "The query is wrong.", True
-    grade = "poor" if poor else "average"
-    grades = dict(zip(_CRITERIA, ("good", grade, "average"), strict=True))
+        thought, grade = "The query is wrong.", "poor"
+    grades = dict(zip(CRITERIA, ("good", grade, "average"), strict=True))
     return Action("manager", Kind.REFLECTION, format_reflection(grades), thought)
-
-
-_CRITERIA = ("information_conflict", "tool_effectiveness", "trajectory_monitoring")
-
-
-def _is_vague(query: str, state: Progress) -> bool:
-    """Returns whether a query only has words of the right query."""
-    return set(query.split()) <= set(queries(state.step)[0].split())
 
 
 def verify(slips: Slips, view: AgentView) -> Action:
     """Returns the verdict on whether the suggested answer agrees with the results of the steps."""
     state, suggested = _state(view), view.last.content
     right = state.answers[-1]
-    verb = "printed" if tool_for(state.steps[-1]) == "code" else "states"
+    verb = "printed" if steps.tool_for(state.steps[-1]) == "code" else "states"
     if suggested == right:
         score, thought = 4, f"{state.evidence} {verb} it."
     elif slips.stays_unseen(view.episode):
@@ -269,13 +236,18 @@ def scripted_minds(
         seed: seed of these random choices.
     """
     slips = Slips(mistake_rate, unrecovered_rate, seed)
-    rules: dict[str, Decide] = {
-        "manager": manage,
-        "planner": plan,
-        "search": search,
-        "code": code,
-        "reflection": reflect,
-        "verification": verify,
+
+    def mind(rule: Callable[[Slips, AgentView], Action]) -> Mind:
+        async def act(view: AgentView) -> Action:
+            return rule(slips, view)
+
+        return act
+
+    return {
+        "manager": mind(manage),
+        "planner": mind(plan),
+        "search": mind(search),
+        "code": mind(code),
+        "reflection": mind(reflect),
+        "verification": mind(verify),
     }
-    minds: dict[str, Mind] = {role: ScriptedMind(rule, slips) for role, rule in rules.items()}
-    return minds

@@ -114,48 +114,38 @@ def further_filters(
         UserError: ``max_tokens`` is set without a tokenizer, or an evaluation set is unknown.
     """
     filters: list[Filter] = []
-    if config.near_query:
-        limit = config.near_query
-        filters.append(Filter("near_repeated_call", lambda run: not _near_repeat(run, limit)))
-    if config.max_answer_words:
-        longest = config.max_answer_words
-        filters.append(Filter("instruction", lambda run: _is_definite(run, longest)))
-    if config.min_tool_calls:
-        least = config.min_tool_calls
-        filters.append(Filter("few_calls", lambda run: len(run.log.calls) >= least))
-    if config.max_tokens:
-        if count_tokens is None:
+
+    def add(name: str, keeps: Callable[[Run], bool]) -> None:
+        filters.append(Filter(name, keeps))
+
+    if limit := config.near_query:
+        add("near_repeated_call", lambda run: not _near_repeat(run, limit))
+    if longest := config.max_answer_words:
+        add("instruction", lambda run: _is_definite(run, longest))
+    if least := config.min_tool_calls:
+        add("few_calls", lambda run: len(run.log.calls) >= least)
+    if most := config.max_tokens:
+        if (count := count_tokens) is None:
             raise UserError("selection.max_tokens needs a tokenizer; give config.tokenizer")
-        most, count = config.max_tokens, count_tokens
-        filters.append(Filter("too_many_tokens", lambda run: count(run.record.text) <= most))
-    named = [name for name in config.blocked if name]
-    blocked = [page for name in named for page in (MIRRORS if name == "mirrors" else (name,))]
-    if blocked:
-        filters.append(Filter("blocked_page", lambda run: not opens_blocked(run, blocked)))
-    sources = [source for source in config.evaluation if source]
-    if sources:
-        held_out = [
-            task
-            for source in sources
-            for task in load_tasks(source, "test", config.evaluation_size)
-        ]
+        add("too_many_tokens", lambda run: count(run.record.text) <= most)
+    named = filter(None, config.blocked)
+    if blocked := [page for n in named for page in (MIRRORS if n == "mirrors" else (n,))]:
+        add("blocked_page", lambda run: not opens_blocked(run, blocked))
+    if sources := [source for source in config.evaluation if source]:
+        sets = (load_tasks(source, "test", config.evaluation_size) for source in sources)
+        held_out = [task for tasks in sets for task in tasks]
         shows = contamination(held_out, config.ngram, config.ngram_share, config.entity_share)
-        filters.append(Filter("contaminated", lambda run: not shows(run)))
-    own = _own(config)
-    return (*filters, *(each for each in own if isinstance(each, Filter)))
+        add("contaminated", lambda run: not shows(run))
+    return (*filters, *(each for each in _own(config) if isinstance(each, Filter)))
 
 
 def set_filters(config: SelectionConfig, seed: int) -> tuple[SetFilter, ...]:
     """Returns those enabled filters that compare runs with each other."""
-    filters: list[SetFilter] = []
-    if config.near_duplicate:
-        threshold = config.near_duplicate
-
-        def drops(runs: Sequence[Run]) -> list[bool]:
-            return repeats_another(runs, threshold, seed)
-
-        filters.append(SetFilter("near_duplicate", drops))
-    return (*filters, *(each for each in _own(config) if isinstance(each, SetFilter)))
+    own = [each for each in _own(config) if isinstance(each, SetFilter)]
+    if not (threshold := config.near_duplicate):
+        return tuple(own)
+    near = SetFilter("near_duplicate", lambda runs: repeats_another(runs, threshold, seed))
+    return (near, *own)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -227,9 +217,6 @@ def _near_repeat(run: Run, threshold: float) -> bool:
 
 
 def _is_definite(run: Run, longest: int) -> bool:
-    answer = run.record.answer
-    evades = (
-        _EVASIVE.fullmatch(answer.replace("\u2019", "'"))
-        and run.reward.parts.get("exact_match") != 1.0
-    )
+    answer, accepted = run.record.answer, run.reward.parts.get("exact_match") == 1.0
+    evades = _EVASIVE.fullmatch(answer.replace("\u2019", "'")) and not accepted
     return len(answer.split()) <= longest and not evades

@@ -96,21 +96,17 @@ class Slips:
         options = [right[:-1]]  # an unclosed bracket
         if isinstance(step, Arithmetic):
             a, b = answers[step.a.step], answers[step.b.step]
+            first, second = number_of(a), number_of(b)
             if "," in a and "," in b and step.operation != "ratio":
                 sign = "+" if step.operation == "sum" else "-"
                 options.append(f"print({a} {sign} {b})")  # commas make it a tuple
-            first, second = number_of(a), number_of(b)
             if step.operation == "difference" and first and second and first != second:
-                plain = [text.replace(",", "") for text in (b, a)]
-                options.append(f"print({plain[0]} - {plain[1]})")
-            if step.operation == "ratio" and first and second and _is_long(first / second):
+                options.append(f"print({b} - {a})".replace(",", ""))
+            # Python prints more than two decimal places of this number.
+            long = first and second and len(repr(first / second).partition(".")[2]) > 2
+            if step.operation == "ratio" and long:
                 options.append(right.replace("print(round(", "print(").replace(", 2))", ")"))
         return self.choose(episode, decision, options)
-
-
-def _is_long(value: float) -> bool:
-    """Returns whether Python prints a number with more than two decimal places."""
-    return len(repr(value).partition(".")[2]) > 2
 
 
 def wrong_value(step: AnyStep, answers: Sequence[str]) -> str:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 from coa_jax.distill.endpoint import REFUSED_REQUEST
@@ -124,15 +124,8 @@ def solve_with_smolagents(
             finally:
                 steps = _plain(self.memory.get_succinct_steps())
                 answer = next((s["action_output"] for s in steps if s.get("is_final_answer")), None)
-                runs.append(
-                    {
-                        "agent": AGENT,
-                        "task": task,
-                        "caller_step": manager.step_number,
-                        "steps": steps,
-                        "answer": answer,
-                    }
-                )
+                run = {"agent": AGENT, "task": task, "caller_step": manager.step_number}
+                runs.append({**run, "steps": steps, "answer": answer})
 
     quiet: dict[str, Any] = {"max_steps": max_steps, "verbosity_level": smolagents.LogLevel.OFF}
     searcher = SearchAgent(
@@ -168,15 +161,11 @@ def solve_with_smolagents(
     }
 
 
-def _is_refused(error: BaseException) -> bool:
-    """Returns whether an error means that an endpoint refused only this request."""
-    return any(getattr(e, "status_code", None) in REFUSED_REQUEST for e in _causes(error))
-
-
-def _causes(error: BaseException | None) -> Iterator[BaseException]:
-    while error is not None:
-        yield error
-        error = error.__cause__
+def _is_refused(error: BaseException | None) -> bool:
+    """Returns whether an error, or its cause, says that an endpoint refused only this request."""
+    if error is None:
+        return False
+    return getattr(error, "status_code", None) in REFUSED_REQUEST or _is_refused(error.__cause__)
 
 
 def _plain(steps: Any) -> Any:

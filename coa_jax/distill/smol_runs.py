@@ -124,6 +124,10 @@ def run_smolagents(
         UserError: the budget is spent, or the endpoint cannot be used or refuses the plain
             question, too. Finished runs are kept.
     """
+    import openai
+
+    # What a step or a plan raises if the endpoint gives no reply.
+    lost = smolagents_package().AgentGenerationError, openai.OpenAIError
     jsonl.append_lines(path, [])  # creates the file, or cuts an incomplete last line
     spent, lock = Spent(), threading.Lock()
     if limits.max_per_second:
@@ -147,8 +151,6 @@ def run_smolagents(
     for other in filter(Path.exists, beside):
         for row in jsonl.read_lines(other, _dump, growing=True):
             _add(purse.spent, row, purse.price)
-    lost = _connection_errors()
-    waiting = iter([task for task in tasks if task.id not in done])
     stop = threading.Event()
 
     def solve(task: Task, max_steps: int) -> dict[str, Any]:
@@ -165,40 +167,35 @@ def run_smolagents(
                 "of the endpoint and run the same command again"
             )
 
-    def work() -> None:
+    def work(task: Task) -> None:
         nonlocal usable
-        while not stop.is_set():
-            with lock:
-                task = next(waiting, None)
-            if task is None:
-                return
-            try:
-                purse.check()
-                dump = solve(task, config.max_steps)
-                with lock:  # one plain question is enough
-                    if dump["state"] == REFUSED and not usable:
-                        check_settings(task)
-                    usable = True
-                    jsonl.append_lines(path, [dump])
-                    account(dump)
-                    if on_done is not None:
-                        on_done(len(done))
-            except lost as error:
-                stop.set()
-                why = redact_all(str(error))
-                raise UserError(
-                    f"{task.id}: the model gave no reply ({why}); what is finished is kept: run "
-                    "the same command again to continue"
-                ) from error
-            except BaseException:
-                stop.set()
+        if stop.is_set():
+            return
+        try:
+            purse.check()
+            dump = solve(task, config.max_steps)
+            with lock:  # one plain question is enough
+                if dump["state"] == REFUSED and not usable:
+                    check_settings(task)
+                usable = True
+                jsonl.append_lines(path, [dump])
+                account(dump)
+                if on_done is not None:
+                    on_done(len(done))
+        except BaseException as error:
+            stop.set()
+            if not isinstance(error, lost):
                 raise
+            raise UserError(
+                f"{task.id}: the model gave no reply ({redact_all(str(error))}); what is finished "
+                "is kept: run the same command again to continue"
+            ) from error
 
     with concurrent.futures.ThreadPoolExecutor(config.concurrency) as pool:
-        workers = [pool.submit(work) for _ in range(config.concurrency)]
+        runs = [pool.submit(work, task) for task in tasks if task.id not in done]
         try:
-            for worker in concurrent.futures.as_completed(workers):
-                worker.result()
+            for run in concurrent.futures.as_completed(runs):
+                run.result()
         finally:
             stop.set()  # after Ctrl-C, running tasks finish but no new task starts
     return spent
@@ -213,16 +210,17 @@ def _add(spent: Spent, dump: dict[str, Any], price: tuple[float, float] | None) 
             spent.add(counts, price)
 
 
-def _connection_errors() -> tuple[type[Exception], ...]:
-    """Returns the exceptions that a step or a plan raises if the endpoint gives no reply."""
-    import openai
+@dataclasses.dataclass(frozen=True)
+class _Dump:
+    """The fields of a stored run from which a later process continues."""
 
-    return smolagents_package().AgentGenerationError, openai.OpenAIError
+    task_id: str
+    question: str
+    steps: list[Any]
+    managed_runs: list[Any]
 
 
 def _dump(row: Any) -> dict[str, Any]:
-    dump = {name: row[name] for name in ("task_id", "steps", "managed_runs", "question")}
-    if not all(isinstance(dump[name], str) for name in ("task_id", "question")):
-        raise TypeError("'task_id' and 'question' must be strings")
+    dump = jsonl.fields(_Dump, row)
     _add(Spent(), dump, None)  # invalid counts raise an error here, where the line is known
     return dump

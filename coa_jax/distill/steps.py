@@ -15,26 +15,12 @@ from collections.abc import Container, Sequence
 
 from coa_jax.distill.expressions import Expression, read_expression
 from coa_jax.distill.messages import Kind, Message
-from coa_jax.tasks.factbook_grammar import (
-    Arithmetic,
-    Comparison,
-    Computed,
-    Count,
-    Inverse,
-    Lookup,
-    Neighbour,
-    Step,
-    bind,
-    describe,
-    query_for,
-    read_value,
-    source_for,
-    understand,
-)
+from coa_jax.tasks import factbook_grammar as grammar
 from coa_jax.tasks.factbook_people_grammar import understand_people
 from coa_jax.tools.factbook_relations import RELATIONS
 
-AnyStep = Step | Expression
+AnyStep = grammar.Step | Expression
+_Search = grammar.Lookup | grammar.Inverse | grammar.Neighbour
 
 _RESULT = re.compile(r"^\d+\. \[(.*)\]\((\S+)\)$", re.MULTILINE)
 _SECTION = re.compile(r"^(.+: .+)\n(.+)$", re.MULTILINE)
@@ -45,8 +31,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 @functools.lru_cache(maxsize=4096)
 def steps_of(question: str) -> tuple[AnyStep, ...] | None:
     """Returns the steps that lead to the answer of a question; None if its wording is not known."""
-    program = understand(question) or understand_people(question)
-    if program is not None:
+    if program := grammar.understand(question) or understand_people(question):
         return program.steps
     expression = read_expression(question)
     return None if expression is None else (expression,)
@@ -90,19 +75,19 @@ class Progress:
 
 def bound(step: AnyStep, answers: Sequence[str]) -> AnyStep:
     """Replaces references in a step by the answers of earlier steps."""
-    return step if isinstance(step, Expression) else bind(step, answers)
+    return step if isinstance(step, Expression) else grammar.bind(step, answers)
 
 
 def wording(step: AnyStep) -> str:
     """Describes a step in words, for plans."""
-    return f"compute {step.what}" if isinstance(step, Expression) else describe(step)
+    return f"compute {step.what}" if isinstance(step, Expression) else grammar.describe(step)
 
 
-def operands(step: Computed, answers: Sequence[str]) -> str:
+def operands(step: grammar.Computed, answers: Sequence[str]) -> str:
     """Describes a computed step with its operands, for example ``1,200 + 300``."""
-    if isinstance(step, Count):
+    if isinstance(step, grammar.Count):
         return f"count {answers[step.items.step]}"
-    if isinstance(step, Comparison):
+    if isinstance(step, grammar.Comparison):
         values = [answers[ref.step] for ref in step.values]
         pairs = zip(step.subjects, values, strict=True)
         return f"{step.operation} of {', '.join(f'{name} {value}' for name, value in pairs)}"
@@ -112,18 +97,19 @@ def operands(step: Computed, answers: Sequence[str]) -> str:
 
 def tool_for(step: AnyStep) -> str:
     """Returns the name of the agent that carries out a step, ``code`` or ``search``."""
-    return "code" if isinstance(step, Computed | Expression) else "search"
+    return "code" if isinstance(step, grammar.Computed | Expression) else "search"
 
 
 def queries(step: AnyStep) -> tuple[str, ...]:
     """Returns search queries for a step without references to other steps, the best query first."""
-    assert isinstance(step, Lookup | Inverse | Neighbour)
-    if isinstance(step, Inverse):
+    assert isinstance(step, _Search)
+    if isinstance(step, grammar.Inverse):
         noun = RELATIONS[step.relation].noun
-        return query_for(step), f"country whose {noun} is {step.value}", f"{step.value} {noun}"
-    relation = RELATIONS[step.relation if isinstance(step, Lookup) else "neighbour"]
+        other = f"country whose {noun} is {step.value}"
+        return grammar.query_for(step), other, f"{step.value} {noun}"
+    relation = RELATIONS[step.relation if isinstance(step, grammar.Lookup) else "neighbour"]
     title = f"{step.subject}: {relation.title}"
-    return query_for(step), title, f"{step.subject} {relation.noun}"
+    return grammar.query_for(step), title, f"{step.subject} {relation.noun}"
 
 
 def programs(step: AnyStep, answers: Sequence[str]) -> tuple[str, ...]:
@@ -132,8 +118,8 @@ def programs(step: AnyStep, answers: Sequence[str]) -> tuple[str, ...]:
         setup = f"{step.setup}\n" if step.setup else ""
         source = f"{setup}print({step.source})"
         return source, f"{setup}value = {step.source}\nprint(value)"
-    assert isinstance(step, Computed)
-    source = source_for(step, answers)
+    assert isinstance(step, grammar.Computed)
+    source = grammar.source_for(step, answers)
     return source, f"value = {source[len('print(') : -1]}\nprint(value)"
 
 
@@ -151,21 +137,22 @@ def printed(observation: str) -> str | None:
 
 def _find_link(step: AnyStep, observation: Message, opened: Container[str]) -> str:
     """Returns the URL of the first unopened search result whose title fits a step, or ""."""
-    assert isinstance(step, Lookup | Inverse | Neighbour)
-    relation = RELATIONS["neighbour" if isinstance(step, Neighbour) else step.relation]
+    assert isinstance(step, _Search)
+    relation = RELATIONS["neighbour" if isinstance(step, grammar.Neighbour) else step.relation]
+    wanted = None if isinstance(step, grammar.Inverse) else str(step.subject).casefold()
     for title, link in _RESULT.findall(observation.content):
         subject, _, section = title.partition(": ")
-        fits = isinstance(step, Inverse) or subject.casefold() == str(step.subject).casefold()
-        if fits and section == relation.title and link not in opened:
+        fits = wanted in (None, subject.casefold()) and section == relation.title
+        if fits and link not in opened:
             return link
     return ""
 
 
 def _read_documents(step: AnyStep, observation: Message) -> tuple[str, str] | str:
-    assert isinstance(step, Lookup | Inverse | Neighbour)
+    assert isinstance(step, _Search)
     pattern = _SECTION if observation.sender == "crawl_page" else _DOCUMENT
     for title, text in pattern.findall(observation.content):
-        value = read_value(step, title, text)
+        value = grammar.read_value(step, title, text)
         if value is not None:
             return value, f"The document {title}"
     return f"No document states {wording(step)}."
@@ -177,13 +164,13 @@ def _read_program(
     if observation.outcome != "ok":
         return "The program failed."
     line = printed(observation.content)
-    if isinstance(step, Comparison):
+    if isinstance(step, grammar.Comparison):
         known = line in step.subjects
         return (str(line), "The program") if known else "It did not print one of the names."
     value = None if line is None else number_of(line)
     if line is None or value is None:
         return "It did not print one number."
-    if isinstance(step, Arithmetic):
+    if isinstance(step, grammar.Arithmetic):
         a, b = (number_of(answers[ref.step]) for ref in (step.a, step.b))
         if step.operation == "ratio" and len(line.partition(".")[2]) > 2:
             return "It is not rounded."
@@ -212,17 +199,18 @@ def progress(question: str, messages: Sequence[Message]) -> Progress | None:
             opened.add(message.content)
         if message.kind is not Kind.OBSERVATION or state.complete:
             continue
-        if tool_for(state.step) == "code":
-            result = _read_program(state.step, state.answers, message)
+        step, link = state.step, ""
+        if tool_for(step) == "code":
+            result = _read_program(step, state.answers, message)
         elif message.sender != "web_search":
-            result = _read_documents(state.step, message)
-        elif link := _find_link(state.step, message, opened):
-            state = dataclasses.replace(state, link=link, problem="")
-            continue
+            result = _read_documents(step, message)
+        elif link := _find_link(step, message, opened):
+            result = ""
         else:
-            result = f"No result is about {wording(state.step)}."
+            result = f"No result is about {wording(step)}."
         if isinstance(result, str):
-            state = dataclasses.replace(state, failures=state.failures + 1, problem=result, link="")
+            failures = state.failures + bool(result)
+            state = dataclasses.replace(state, failures=failures, problem=result, link=link)
         else:
             state = Progress(steps, (*state.answers, result[0]), evidence=result[1])
     return state

@@ -10,23 +10,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from coa_jax.distill.messages import Ending, Kind, Message, MessageLog
-from coa_jax.distill.minds import MOVES, Action, AgentView, Minds
+from coa_jax.distill.messages import Ending, Kind, Message, MessageLog, agent_of
+from coa_jax.distill.minds import MOVES, AgentView, Minds
 from coa_jax.errors import UserError
 from coa_jax.tools.base import Tool, ToolContext, call
-
-TOOL_HOLDERS: Mapping[str, str] = {"code": "code"}
-"""Maps a tool to the agent that has it; all other tools belong to the search agent."""
 
 
 def tools_of(role: str, tools: Iterable[str]) -> tuple[str, ...]:
     """Returns those tools of the team that a given agent has."""
-    return tuple(name for name in tools if TOOL_HOLDERS.get(name, "search") == role)
-
-
-def _is_legal(role: str, action: Action, tools: tuple[str, ...]) -> bool:
-    to = "tool" if action.recipient in tools else action.recipient
-    return (to, action.kind) in MOVES[role]
+    return tuple(name for name in tools if agent_of(name) == role)
 
 
 async def solve(
@@ -64,25 +56,16 @@ async def solve(
         held = tools_of(role, tools)
         view = AgentView(role, question, protocol, episode, tuple(messages), held)
         try:
-            action = await minds[role].act(view)
+            action = await minds[role](view)
         except UserError:  # a spent budget, for example, leaves the run unfinished
             raise
         except Exception as error:  # noqa: BLE001 - one bad run must not end the others
             return finish(Ending.MIND_ERROR, f"{role}: {type(error).__name__}: {error}")
-        if not _is_legal(role, action, held):
+        to = "tool" if action.recipient in held else action.recipient
+        if (to, action.kind) not in MOVES[role]:
             move = f"{action.kind} to {action.recipient}"
             return finish(Ending.ILLEGAL, f"{role} may not send {move}")
-        messages.append(
-            Message(
-                len(messages),
-                role,
-                action.recipient,
-                action.kind,
-                action.content,
-                action.thought,
-                slip=action.slip,
-            )
-        )
+        messages.append(Message(len(messages), role, **vars(action)))
         if action.kind is Kind.ANSWER:
             return finish(Ending.ANSWER)
         if action.kind is Kind.CALL:
@@ -96,11 +79,5 @@ async def _observe(tool: Tool, messages: list[Message], episode: str) -> Message
     history = tuple((m.recipient, m.content) for m in messages[:-1] if m.kind is Kind.CALL)
     context = ToolContext(episode, len(history), None, history)
     observation = await call(tool, request.content, context)
-    return Message(
-        len(messages),
-        tool.name,
-        request.sender,
-        Kind.OBSERVATION,
-        observation.text,
-        outcome=observation.outcome,
-    )
+    place = len(messages), tool.name, request.sender, Kind.OBSERVATION
+    return Message(*place, observation.text, outcome=observation.outcome)

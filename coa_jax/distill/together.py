@@ -3,20 +3,12 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Iterable, Iterator
+from collections.abc import Coroutine, Iterable
 from typing import Any, TypeVar
 
 from coa_jax.errors import UserError
 
 T = TypeVar("T")
-
-
-def _leaves(error: BaseException) -> Iterator[BaseException]:
-    if isinstance(error, BaseExceptionGroup):
-        for inner in error.exceptions:
-            yield from _leaves(inner)
-    else:
-        yield error
 
 
 async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
@@ -33,7 +25,9 @@ async def gather(coroutines: Iterable[Coroutine[Any, Any, T]]) -> list[T]:
         async with asyncio.TaskGroup() as group:
             tasks = [group.create_task(coroutine) for coroutine in coroutines]
     except BaseExceptionGroup as stopped:
-        told = next((e for e in _leaves(stopped) if isinstance(e, UserError)), None)
+        told: BaseException | None = stopped.subgroup(UserError)
+        while isinstance(told, BaseExceptionGroup):
+            told = told.exceptions[0]
         if told is None:
             raise
         raise told from None

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import collections
 import dataclasses
 import re
+from collections import Counter
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Any
@@ -14,8 +14,9 @@ from absl import logging
 from coa_jax import jsonl
 from coa_jax.bounds import Bounded, Place
 from coa_jax.distill.arrange import Completion, Unconvertible, trajectory_of
+from coa_jax.distill.dataset import write_split
 from coa_jax.distill.messages import MessageLog
-from coa_jax.distill.pipeline import DistillConfig, graded_runs, select
+from coa_jax.distill.pipeline import DistillConfig, graded_runs
 from coa_jax.distill.readers import READERS, read_traces
 from coa_jax.distill.readers.base import unused
 from coa_jax.distill.recorded import log_of, with_figures
@@ -25,7 +26,7 @@ from coa_jax.protocol import get_protocol, split_level
 from coa_jax.records import Counts, LeftOut, ProtocolName, iterate_records
 from coa_jax.records.rows import find_files
 from coa_jax.tasks.base import Task
-from coa_jax.trajectory import DistilledRecord, write_records
+from coa_jax.trajectory import DistilledRecord
 
 RECORDS = "records"
 
@@ -64,33 +65,34 @@ class Converted:
 
     Attributes:
         tasks, logs: the task and the reordered messages of each run that could be converted.
-        usage: maps the id of a task to the numbers of tokens of its run, if the file states these
-            numbers.
-        reading: statistics of the records of each file.
-        refused: maps each reason to the number of runs that could not be converted for this reason.
-        records: trajectory of each run if the files contain trajectories; None if they contain
+        records: trajectory of each run if the files contain trajectories; empty if they contain
             logs.
+        tokens: number of tokens of each run for which the files state this number.
+        reading: statistics of the records of each file.
+        refusals: file, line and reason of each record that could not be read or converted.
+        refused: maps each reason to the number of runs that could not be converted for this reason.
     """
 
-    tasks: list[Task]
-    logs: list[MessageLog]
-    usage: dict[str, int]
-    reading: list[dict[str, Any]]
-    refused: dict[str, int]
-    records: list[DistilledRecord] | None = None
+    tasks: list[Task] = dataclasses.field(default_factory=list)
+    logs: list[MessageLog] = dataclasses.field(default_factory=list)
+    records: list[DistilledRecord] = dataclasses.field(default_factory=list)
+    tokens: list[int] = dataclasses.field(default_factory=list)
+    reading: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    refusals: list[dict[str, Any]] = dataclasses.field(default_factory=list)
+    refused: Counter[str] = dataclasses.field(default_factory=Counter)
+
+    def refuse(self, path: str, line: int, reason: str) -> None:
+        """Notes that a run could not be converted."""
+        self.refusals.append({"path": path, "line": line, "reason": reason})
+        # Parts that are specific to one run are removed, to count equal reasons.
+        self.refused[re.sub(r"'[^']*'|\d+", "*", reason.partition("; ")[0])[:100]] += 1
 
 
-def convert_files(
-    config: TracesConfig,
-    on_refusal: Callable[[dict[str, Any]], None] | None = None,
-    tasks: Mapping[str, Task] | None = None,
-) -> Converted:
+def convert_files(config: TracesConfig, tasks: Mapping[str, Task] | None = None) -> Converted:
     """Reads files of logs, and converts every run that can be converted.
 
     Args:
         config: the files, and how to convert them.
-        on_refusal: function to call with ``{path, line, reason}`` for every record that could not
-            be read or converted; None if these records should be ignored.
         tasks: maps ids to known tasks. A run gets the task with its id, and runs of other tasks are
             left out. If ``tasks`` is None, the tasks are taken from the files.
 
@@ -100,18 +102,14 @@ def convert_files(
     if not any(config.files):
         raise UserError("give the files to read in config.traces.files")
     if config.format == RECORDS:
-        return _read_records(config, on_refusal or (lambda refusal: None))
+        return _read_records(config)
     get_protocol(config.protocol)
-    tell = on_refusal or (lambda refusal: None)
-    refused: collections.Counter[str] = collections.Counter()
-    made = Converted([], [], {}, [], {})
-    names: set[str] = set()
+    made, names = Converted(), set[str]()
     for path in filter(None, config.files):
         traces, report = read_traces(path, config.format, config.options)
         counts = {k: getattr(report, k) for k in ("path", "records", "used", "ignored", "traces")}
         made.reading.append({**counts, "problems": len(report.problems)})
-        for problem in report.problems:
-            tell(dataclasses.asdict(problem))
+        made.refusals.extend(map(dataclasses.asdict, report.problems))
         for trace in traces:
             name, known = trace.log.episode, None
             if tasks is not None:
@@ -119,51 +117,43 @@ def convert_files(
                 # differs from the id of the task.
                 name, known = trace.task, tasks.get(trace.task)
                 if known is None or known.question != trace.log.question:
-                    refused[_OTHER] += 1
-                    tell({"path": path, "line": trace.line, "reason": _OTHER})
+                    why = "a run of another task than those that were asked"
+                    made.refuse(path, trace.line, why)
                     continue
             # Another file may contain a run with the same name.
             name = unused(name, f"{Path(path).name}:{trace.line}:{name}", names)
             names.add(name)
             try:
                 log, _ = trajectory_of(trace, config.protocol, config.completion)
-            except Unconvertible as why:
-                refused[_reason(str(why))] += 1
-                tell({"path": path, "line": trace.line, "reason": str(why)})
+            except Unconvertible as error:
+                made.refuse(path, trace.line, str(error))
                 continue
-            log = dataclasses.replace(log, episode=name)
             about = {"trace": {**trace.metadata, "file": Path(path).name, "line": trace.line}}
             task = Task(name, log.question, config.protocol, trace.gold, config.format)
             if known is not None:
                 task = dataclasses.replace(known, id=name, protocol=config.protocol)
                 about = {**known.metadata, **about}
             made.tasks.append(dataclasses.replace(task, metadata=about))
-            made.logs.append(log)
+            made.logs.append(dataclasses.replace(log, episode=name))
             if trace.usage:
-                made.usage[name] = sum(trace.usage.values())
-    return dataclasses.replace(made, refused=dict(refused.most_common()))
+                made.tokens.append(sum(trace.usage.values()))
+    return made
 
 
-def _read_records(config: TracesConfig, tell: Callable[[dict[str, Any]], None]) -> Converted:
+def _read_records(config: TracesConfig) -> Converted:
     """Reads trajectories like `convert_files`; changes nothing but ids that are not unique."""
-    made = Converted([], [], {}, [], {}, [])
-    assert made.records is not None
-    refused: collections.Counter[str] = collections.Counter()
-    names: set[str] = set()
-    counts = Counts()
+    made, names, counts = Converted(), set[str](), Counts()
     for path in (path for source in filter(None, config.files) for path in find_files(source)):
         used = rows = 0
         for found in iterate_records(path, config.protocol):
             counts.add(found)
-            rows += 1
+            rows, line = rows + 1, found.row.number
             if isinstance(found, LeftOut):
-                refused[_reason(found.reason)] += 1
-                tell({"path": str(path), "line": found.number, "reason": found.reason})
+                made.refuse(str(path), line, found.reason)
                 continue
-            record, line = found.record, found.row.number
-            name = unused(record.id, f"{path.name}:{line}:{record.id}", names)
+            name = unused(found.record.id, f"{path.name}:{line}:{found.record.id}", names)
             names.add(name)
-            record = dataclasses.replace(record, id=name)
+            record = dataclasses.replace(found.record, id=name)
             log = log_of(record)
             about: dict[str, Any] = {"trace": {"file": path.name, "line": line}}
             if split_level(record.protocol)[0] == "code":  # answers are programs or boxed values
@@ -178,15 +168,7 @@ def _read_records(config: TracesConfig, tell: Callable[[dict[str, Any]], None]) 
         made.reading.append({"path": str(path), **read, "problems": rows - used})
     for told in counts.lines()[: len(counts.told)]:  # skipped rows are counted in `refused`
         logging.warning("%s", told)
-    return dataclasses.replace(made, refused=dict(refused.most_common()))
-
-
-_OTHER = "a run of another task than those that were asked"
-
-
-def _reason(text: str) -> str:
-    """Removes the parts of a reason that are specific to one run, to count equal reasons."""
-    return re.sub(r"'[^']*'|\d+", "*", text.partition("; ")[0])[:100]
+    return made
 
 
 def distill_traces(
@@ -214,13 +196,13 @@ def distill_traces(
     Returns:
         The records of the data set, and statistics of reading, conversion and filters.
     """
-    refusals: list[dict[str, Any]] = []
-    made = convert_files(config, refusals.append, tasks)
-    examples: list[dict[str, Any]] = []
+    made = convert_files(config, tasks)
     runs = graded_runs(made.tasks, made.logs, filters.judges, made.records)
-    records, report = select(runs, filters, count_tokens, examples.append)
-    write_records(workdir / f"{name}.jsonl", records)
-    jsonl.write_lines(workdir / "dropped" / f"{name}.jsonl", examples)
-    jsonl.write_lines(workdir / "refused" / f"{name}.jsonl", refusals)
-    summary = {"reading": made.reading, "refused": made.refused, "filters": report.to_json()}
-    return records, {**summary, "teacher_tokens": sum(made.usage.values()) or None}
+    records, report = write_split(name, runs, filters, workdir, count_tokens)
+    jsonl.write_lines(workdir / "refused" / f"{name}.jsonl", made.refusals)
+    return records, {
+        "reading": made.reading,
+        "refused": dict(made.refused.most_common()),
+        "filters": dataclasses.asdict(report),
+        "teacher_tokens": sum(made.tokens) or None,
+    }

@@ -72,7 +72,7 @@ class RecordReader:
         """
         found = self.records[place]
         if isinstance(found, LeftOut):
-            raise UserError(f"{found.where}: {found.reason}; the file changed during the run")
+            raise UserError(f"{found.row.where}: {found.reason}; the file changed during the run")
         return one_with_level(found.record, self.level, self.format)
 
     def example(self, record: DistilledRecord) -> Example:

@@ -1,138 +1,63 @@
 """Defines the chain-of-agents protocols: roles, tags, parser, transition automaton and prompts."""
 
-from coa_jax.protocol.automaton import (
-    AuthorName,
-    State,
-    advance,
-    allowed_after,
-    allowed_next,
-    check,
-    violations,
-)
-from coa_jax.protocol.bodies import (
-    CRITERIA,
-    GRADES,
-    format_code,
-    format_double_check,
-    format_reflection,
-    parse_boxed,
-    parse_code,
-    parse_double_check,
-    parse_inspection,
-    parse_reflection,
-    parse_solution,
-    parse_urls,
-    split_answers,
-)
-from coa_jax.protocol.convert import in_format
-from coa_jax.protocol.formats import BAD_CALL, FORMATS, TAGS, Format, Reader, Step, find_format
-from coa_jax.protocol.made import find_protocols, write_protocols
-from coa_jax.protocol.monitor import Monitor
-from coa_jax.protocol.parser import (
-    Parse,
-    Parser,
-    Segment,
-    Violation,
-    make_parser,
-    parse,
-    quote_tool_text,
-)
-from coa_jax.protocol.parts import part_violations
-from coa_jax.protocol.prompts import (
-    LIBRARIES,
-    PROMPT_STYLES,
-    QUESTION,
-    Asked,
-    Messages,
-    Prompt,
-    messages_of,
-    render_prompt,
-)
-from coa_jax.protocol.spec import (
-    LEVELS,
-    START,
-    THINK,
-    TOOL_FORMS,
-    TURNS,
-    FormatName,
-    Level,
-    Protocol,
-    add_note,
-    add_protocol,
-    at_level,
-    get_protocol,
-    known_protocols,
-    names_with_levels,
-    protocol_names,
-    protocol_with_tools,
-    restore_protocols,
-    split_level,
-)
-
-__all__ = [
-    "BAD_CALL",
-    "CRITERIA",
-    "FORMATS",
-    "GRADES",
-    "LEVELS",
-    "LIBRARIES",
-    "PROMPT_STYLES",
-    "QUESTION",
-    "START",
-    "TAGS",
-    "THINK",
-    "TOOL_FORMS",
-    "TURNS",
-    "Asked",
-    "AuthorName",
-    "Format",
-    "FormatName",
-    "Level",
-    "Messages",
-    "Monitor",
-    "Parse",
-    "Parser",
-    "Prompt",
-    "Protocol",
-    "Reader",
-    "Segment",
-    "State",
-    "Step",
-    "Violation",
-    "add_note",
-    "add_protocol",
-    "advance",
-    "allowed_after",
-    "allowed_next",
-    "at_level",
-    "check",
-    "find_format",
-    "find_protocols",
-    "format_code",
-    "format_double_check",
-    "format_reflection",
-    "get_protocol",
-    "in_format",
-    "known_protocols",
-    "make_parser",
-    "messages_of",
-    "names_with_levels",
-    "parse",
-    "parse_boxed",
-    "parse_code",
-    "parse_double_check",
-    "parse_inspection",
-    "parse_reflection",
-    "parse_solution",
-    "parse_urls",
-    "part_violations",
-    "protocol_names",
-    "protocol_with_tools",
-    "quote_tool_text",
-    "render_prompt",
-    "restore_protocols",
-    "split_answers",
-    "split_level",
-    "violations",
-    "write_protocols",
-]
+from coa_jax.protocol.automaton import State as State
+from coa_jax.protocol.automaton import advance as advance
+from coa_jax.protocol.automaton import allowed_after as allowed_after
+from coa_jax.protocol.automaton import check as check
+from coa_jax.protocol.automaton import violations as violations
+from coa_jax.protocol.bodies import CRITERIA as CRITERIA
+from coa_jax.protocol.bodies import format_code as format_code
+from coa_jax.protocol.bodies import format_double_check as format_double_check
+from coa_jax.protocol.bodies import format_reflection as format_reflection
+from coa_jax.protocol.bodies import parse_boxed as parse_boxed
+from coa_jax.protocol.bodies import parse_code as parse_code
+from coa_jax.protocol.bodies import parse_double_check as parse_double_check
+from coa_jax.protocol.bodies import parse_inspection as parse_inspection
+from coa_jax.protocol.bodies import parse_reflection as parse_reflection
+from coa_jax.protocol.bodies import parse_solution as parse_solution
+from coa_jax.protocol.bodies import parse_urls as parse_urls
+from coa_jax.protocol.bodies import split_answers as split_answers
+from coa_jax.protocol.convert import in_format as in_format
+from coa_jax.protocol.formats import BAD_CALL as BAD_CALL
+from coa_jax.protocol.formats import FORMATS as FORMATS
+from coa_jax.protocol.formats import TAGS as TAGS
+from coa_jax.protocol.formats import Format as Format
+from coa_jax.protocol.formats import Reader as Reader
+from coa_jax.protocol.formats import Step as Step
+from coa_jax.protocol.formats import find_format as find_format
+from coa_jax.protocol.made import find_protocols as find_protocols
+from coa_jax.protocol.made import write_protocols as write_protocols
+from coa_jax.protocol.monitor import Monitor as Monitor
+from coa_jax.protocol.parser import Parser as Parser
+from coa_jax.protocol.parser import Segment as Segment
+from coa_jax.protocol.parser import Violation as Violation
+from coa_jax.protocol.parser import make_parser as make_parser
+from coa_jax.protocol.parser import parse as parse
+from coa_jax.protocol.parser import quote_tool_text as quote_tool_text
+from coa_jax.protocol.parts import part_violations as part_violations
+from coa_jax.protocol.prompts import LIBRARIES as LIBRARIES
+from coa_jax.protocol.prompts import PROMPT_STYLES as PROMPT_STYLES
+from coa_jax.protocol.prompts import QUESTION as QUESTION
+from coa_jax.protocol.prompts import Asked as Asked
+from coa_jax.protocol.prompts import Messages as Messages
+from coa_jax.protocol.prompts import Prompt as Prompt
+from coa_jax.protocol.prompts import messages_of as messages_of
+from coa_jax.protocol.prompts import render_prompt as render_prompt
+from coa_jax.protocol.spec import LEVELS as LEVELS
+from coa_jax.protocol.spec import START as START
+from coa_jax.protocol.spec import THINK as THINK
+from coa_jax.protocol.spec import TOOL_FORMS as TOOL_FORMS
+from coa_jax.protocol.spec import TURNS as TURNS
+from coa_jax.protocol.spec import FormatName as FormatName
+from coa_jax.protocol.spec import Level as Level
+from coa_jax.protocol.spec import Protocol as Protocol
+from coa_jax.protocol.spec import add_note as add_note
+from coa_jax.protocol.spec import add_protocol as add_protocol
+from coa_jax.protocol.spec import at_level as at_level
+from coa_jax.protocol.spec import get_protocol as get_protocol
+from coa_jax.protocol.spec import known_protocols as known_protocols
+from coa_jax.protocol.spec import names_with_levels as names_with_levels
+from coa_jax.protocol.spec import protocol_names as protocol_names
+from coa_jax.protocol.spec import protocol_with_tools as protocol_with_tools
+from coa_jax.protocol.spec import restore_protocols as restore_protocols
+from coa_jax.protocol.spec import split_level as split_level

@@ -15,7 +15,6 @@ from coa_jax import reading
 from coa_jax.protocol.bodies import format_code, parse_code, parse_inspection, without_fence
 from coa_jax.protocol.spec import TOOL_FORMS, Protocol
 
-_TEXT = {"type": "string"}
 _FORMS: dict[str, dict[str, str]] = {
     "text": {"query": "What to look for."},
     "urls": {"urls": "One or more addresses, joined by |."},
@@ -35,11 +34,10 @@ _DOES = {
 }
 
 
-def _named(protocol: Protocol, tool: str) -> dict[str, str]:
+def _named(tool: str) -> dict[str, str]:
     """Returns the arguments of a tool without a JSON schema, with their descriptions."""
-    if tool not in TOOL_FORMS:
-        return {"input": "What the tool is given."}
-    return _FORMS[TOOL_FORMS[tool]]
+    form = TOOL_FORMS.get(tool)
+    return _FORMS[form] if form else {"input": "What the tool is given."}
 
 
 def describe(protocol: Protocol, tool: str) -> str:
@@ -54,21 +52,15 @@ def schemas(protocol: Protocol) -> list[dict[str, Any]]:
     """Returns the JSON schemas of a protocol's tools, in the format of OpenAI's API."""
     found = []
     for tool in protocol.tools:
-        if tool in protocol.schemas:
-            parameters: dict[str, Any] = dict(protocol.schemas[tool])
-        else:
-            named = _named(protocol, tool)
-            parameters = {
-                "type": "object",
-                "properties": {n: {**_TEXT, "description": said} for n, said in named.items()},
-                "required": [name for name in named if name not in _OPTIONAL],
-            }
-        function = {
-            "name": tool,
-            "description": describe(protocol, tool),
-            "parameters": parameters,
+        named = _named(tool)
+        plain: dict[str, object] = {
+            "type": "object",
+            "properties": {n: {"type": "string", "description": d} for n, d in named.items()},
+            "required": [name for name in named if name not in _OPTIONAL],
         }
-        found.append({"type": "function", "function": function})
+        parameters = protocol.schemas.get(tool, plain)
+        function = {"name": tool, "description": describe(protocol, tool)}
+        found.append({"type": "function", "function": {**function, "parameters": parameters}})
     return found
 
 
@@ -85,14 +77,13 @@ def to_text(protocol: Protocol, tool: str, arguments: Mapping[str, Any]) -> str:
             policy, which gets it as an observation.
     """
     if tool in protocol.schemas:
-        required = protocol.schemas[tool].get("required") or ()
-        assert isinstance(required, list | tuple)
+        required: Any = protocol.schemas[tool].get("required") or ()
         for name in required:
             if name not in arguments:
                 raise ValueError(f"The tool {tool} needs the argument {name!r}.")
         return json.dumps(dict(arguments), ensure_ascii=False)
     given: dict[str, str] = {}
-    for name in _named(protocol, tool):
+    for name in _named(tool):
         value = arguments.get(name)
         if name == "urls" and isinstance(value, list) and all(isinstance(v, str) for v in value):
             value = " | ".join(value)
@@ -134,17 +125,17 @@ def from_text(protocol: Protocol, tool: str, text: str) -> dict[str, Any]:
             value = None
         if isinstance(value, dict):
             return value
-        properties = protocol.schemas[tool].get("properties") or {"input": {}}
-        assert isinstance(properties, Mapping)
-        return {next(iter(properties), "input"): text}
+        properties: Any = protocol.schemas[tool].get("properties") or ["input"]
+        return {next(iter(properties)): text}
     form = TOOL_FORMS.get(tool, "text")
     if form == "code" and (program := parse_code(text)) is not None:
-        code, stdin = program
-        return {"code": code} if stdin is None else {"code": code, "stdin": stdin}
-    if form == "inspection" and (asked := parse_inspection(text)) is not None:
-        named = zip(("file_path", "question"), asked, strict=True)
-        return {name: value for name, value in named if value is not None}
-    return {next(iter(_named(protocol, tool))): text}
+        given: tuple[str | None, ...] = program
+    elif form == "inspection" and (asked := parse_inspection(text)) is not None:
+        given = asked
+    else:
+        given = (text,)
+    named = zip(_named(tool), given, strict=False)
+    return {name: value for name, value in named if value is not None}
 
 
 def read_call(protocol: Protocol, text: str) -> tuple[str, str]:

@@ -1,9 +1,9 @@
 """Implements the transition automaton of a protocol.
 
 The Chain-of-Agents paper defines the automaton in §3.1, eq 4, and its rules in App D. The automaton
-has three functions. ``advance`` is the transition function, which the other two use. ``check``
-reports every violation in a text, for the format reward and for the validation of distilled data.
-``allowed_next`` returns the tags that may come next, for constrained decoding and the rollout loop.
+has three functions. ``advance`` is the transition function. ``allowed_after`` returns the tags that
+may come next, for constrained decoding and the rollout loop. ``check`` reports every violation in a
+text, for the format reward and for the validation of distilled data.
 
 The automaton reports these kinds of violations:
 
@@ -27,7 +27,7 @@ kind                   meaning
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Literal
 
 from coa_jax.protocol import bodies
@@ -123,24 +123,6 @@ def advance(protocol: Protocol, state: State, role: str, body: str) -> State:
     return State(role, False, role in protocol.tools, must_plan, may_answer)
 
 
-def allowed_next(protocol: Protocol, segments: Iterable[Segment]) -> frozenset[str]:
-    """Returns the roles that may come after a list of segments.
-
-    The set is empty if the last segment is not closed, or is the answer.
-
-    Args:
-        protocol: the protocol.
-        segments: all segments from the beginning of the text.
-    """
-    state = State()
-    for segment in segments:
-        if not segment.closed:
-            return frozenset()
-        if segment.role is not None:
-            state = advance(protocol, state, segment.role, segment.body)
-    return allowed_after(protocol, state)
-
-
 def check(
     protocol: Protocol,
     segments: Sequence[Segment],
@@ -176,9 +158,8 @@ def check(
                 found.append(Violation(kind, position, "text outside of tags"))
             continue
         if role == protocol.observation and by_policy:
-            found.append(
-                Violation("forged_observation", segment.start, "an observation that no tool wrote")
-            )
+            message = "an observation that no tool wrote"
+            found.append(Violation("forged_observation", segment.start, message))
         elif role != protocol.observation and not by_policy:
             continue
         found.extend(_transition_violations(protocol, state, segment))
@@ -196,26 +177,24 @@ def _transition_violations(protocol: Protocol, state: State, segment: Segment) -
     assert role is not None
     if role in allowed_after(protocol, state):
         return []
-
-    def violation(kind: str, message: str) -> list[Violation]:
-        return [Violation(kind, segment.start, message)]
-
-    if state.action == protocol.answer:
-        return violation("after_answer", f"<{role}> after <{protocol.answer}>")
-    if role == THINK and not state.waiting:
-        return violation("misplaced_think", f"<{THINK}> may not stand here")
     after = f"<{THINK}>" if state.thinking else f"<{state.action}>"
-    if state.waiting or role not in protocol.next_actions[state.action]:
-        return violation("transition", f"<{role}> may not follow {after}")
-    if role not in _candidates(protocol, state):
-        if state.must_plan and role != protocol.answer:
-            return violation("missing_replan", f"after this <{state.action}> a plan must come")
-        if role != protocol.answer:
-            return violation("transition", f"<{role}> although the double check passed")
-        return violation("answer_unverified", f"<{role}> although the double check did not pass")
-    if state.thinking:
-        return violation("misplaced_think", f"no <{THINK}> may stand before <{role}>")
-    return violation("missing_think", f"<{role}> without a <{THINK}> before it")
+    if state.action == protocol.answer:
+        kind, message = "after_answer", f"<{role}> after <{protocol.answer}>"
+    elif role == THINK and not state.waiting:
+        kind, message = "misplaced_think", f"<{THINK}> may not stand here"
+    elif state.waiting or role not in protocol.next_actions[state.action]:
+        kind, message = "transition", f"<{role}> may not follow {after}"
+    elif role in _candidates(protocol, state) and state.thinking:
+        kind, message = "misplaced_think", f"no <{THINK}> may stand before <{role}>"
+    elif role in _candidates(protocol, state):
+        kind, message = "missing_think", f"<{role}> without a <{THINK}> before it"
+    elif role == protocol.answer:
+        kind, message = "answer_unverified", f"<{role}> although the double check did not pass"
+    elif state.must_plan:
+        kind, message = "missing_replan", f"after this <{state.action}> a plan must come"
+    else:
+        kind, message = "transition", f"<{role}> although the double check passed"
+    return [Violation(kind, segment.start, message)]
 
 
 def body_violations(protocol: Protocol, segment: Segment) -> list[Violation]:
@@ -227,8 +206,7 @@ def body_violations(protocol: Protocol, segment: Segment) -> list[Violation]:
     """
     assert segment.role is not None
     if not segment.body.strip():
-        message = f"<{segment.role}> is empty"
-        return [Violation("empty_body", segment.start, message)]
+        return [Violation("empty_body", segment.start, f"<{segment.role}> is empty")]
     form = protocol.form(segment.role)
     # A parser of bodies returns None or an empty tuple if the body does not have the form.
     if form == "text" or _READERS[form](segment.body) not in (None, ()):

@@ -13,8 +13,6 @@ import re
 CRITERIA = ("information_conflict", "tool_effectiveness", "trajectory_monitoring")
 """The criteria that a reflection grades, in the order in which `format_reflection` writes them."""
 
-GRADES = ("good", "average", "poor")
-
 _GRADE_NAMES = {"good": "good", "average": "average", "fair": "average", "poor": "poor"}
 _PAIR_END = re.compile(r"[\n,;]")
 _SCALE = re.compile(r"\b1\s*(?:-|\u2013|to)\s*4\b|\bout\s+of\s+4\b|/\s*4\b", re.IGNORECASE)

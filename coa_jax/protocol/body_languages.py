@@ -174,16 +174,9 @@ _PLAIN = none_of(b'"\\<' + bytes(range(32)))
 _STRING_REST = star(_PLAIN | _ESCAPE) + literal('"')
 _PATH = literal('"') + one_of(set(range(33, 127)) - set(b'"\\<')) + _STRING_REST
 _SPLIT, _COLON = _GAP + literal(",") + _GAP, _GAP + literal(":") + _GAP
-_OBJECT = (
-    literal("{")
-    + _GAP
-    + literal('"file_path"')
-    + _COLON
-    + _PATH
-    + optional(_SPLIT + literal('"question"') + _COLON + literal('"') + _STRING_REST)
-    + _GAP
-    + literal("}")
-)
+_ASKED = _SPLIT + literal('"question"') + _COLON + literal('"') + _STRING_REST
+_OBJECT = literal("{") + _GAP + literal('"file_path"') + _COLON + _PATH + optional(_ASKED) + _GAP
+_OBJECT += literal("}")
 _INSPECTION = _GAP + (
     _OBJECT + _GAP | _opened("json") + _GAP + _OBJECT + up_to(2, _BLANK) + _CLOSED + _TAIL
 )

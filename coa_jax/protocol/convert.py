@@ -16,8 +16,6 @@ from coa_jax.protocol.formats import Step
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.spec import THINK, Protocol
 
-_THOUGHTS = (THINK, "plan")
-
 
 def in_format(
     tags: Protocol, protocol: Protocol, parts: Iterable[tuple[str, str]]
@@ -57,10 +55,10 @@ def in_format(
             if segment.role == THINK:
                 thought = segment.body
                 continue
-            if thought and segment.role in (*_THOUGHTS, *tags.tools, tags.answer):
+            if thought and segment.role in ("plan", *tags.tools, tags.answer):
                 thoughts.append(thought)
             thought = ""
-            if segment.role in _THOUGHTS:
+            if segment.role == "plan":
                 thoughts.append(segment.body)
             elif segment.role in tags.tools:
                 call = segment.role, segment.body

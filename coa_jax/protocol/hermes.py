@@ -52,16 +52,15 @@ class Hermes(Format):
         for step in steps:
             thoughts = "\n".join(_quoted(thought.strip()) for thought in step.thoughts)
             text = f"<think>\n{thoughts}\n</think>\n\n" if thoughts else ""
-            if step.tool:
-                arguments = from_text(protocol, step.tool, step.text)
-                call = json.dumps({"name": step.tool, "arguments": arguments}, ensure_ascii=False)
-                # A mark in the arguments would end the call, so its first character is escaped.
-                call = _TAG.sub(lambda found: f"\\u003c{found[0][1:]}", call)
-                text += f"<tool_call>\n{call}\n</tool_call>"
-                result = f"{self.head}{step.observation}{self.tail}"
-                parts += [("policy", text), ("environment", result)]
-            else:
+            if not step.tool:
                 parts.append(("policy", text + _quoted(step.text.strip())))
+                continue
+            arguments = from_text(protocol, step.tool, step.text)
+            call = json.dumps({"name": step.tool, "arguments": arguments}, ensure_ascii=False)
+            # A mark in the arguments would end the call, so its first character is escaped.
+            call = _TAG.sub(lambda found: f"\\u003c{found[0][1:]}", call)
+            parts.append(("policy", f"{text}<tool_call>\n{call}\n</tool_call>"))
+            parts.append(("environment", f"{self.head}{step.observation}{self.tail}"))
         return tuple(parts)
 
     def instructions(self, protocol: Protocol, brief: bool) -> str:
@@ -136,20 +135,17 @@ class HermesReader(Pieces):
             tag = match[0]
             name, closes = tag.strip("</>"), tag[1] == "/"
             before, here = data[taken : match.start()], self.end + match.start() - taken
-            if self._open:
-                if closes and name == self._open:
-                    self.text += before + tag
-                    taken = match.end()
-                    done += self._closed(name)
-                elif self._open == "tool_call":
-                    self.broken("nested", f"{tag} inside of a call", here)
-            elif name == "tool_response":
-                self.broken("forged_observation", "a result that no tool gave", here)
-            elif closes and name == THINK and not self._segments:
-                # Some chat templates write the opening <think> as the end of the prompt.
+            # Some chat templates write the opening <think> as the end of the prompt.
+            opened = self._open or (THINK if not self._segments else "")
+            if closes and name == opened:
                 self.text += before + tag
                 taken = match.end()
                 done += self._closed(name)
+            elif self._open:
+                if self._open == "tool_call":
+                    self.broken("nested", f"{tag} inside of a call", here)
+            elif name == "tool_response":
+                self.broken("forged_observation", "a result that no tool gave", here)
             elif closes:
                 self.broken("unexpected_close", f"{tag} closes nothing", here)
             else:
@@ -189,13 +185,12 @@ class HermesReader(Pieces):
         """Tells the parser that the policy's turn has ended; returns the segments that end here."""
         self.interrupt()
         if self._open:
-            self.broken("unclosed", f"<{self._open}> is never closed", self.start)
-            done = self.close()
+            done = self.finish()
         elif self._calls or not self.text.strip():
             done = self._loose()
         else:
             done = self.answer(self.text.strip())
-        self._open, self._calls, self._segments = "", 0, 0
+        self._calls = self._segments = 0
         return done
 
     def finish(self) -> list[Segment]:

@@ -36,16 +36,14 @@ def write_protocols(folder: str | os.PathLike[str]) -> None:
         folder: folder in which the file is written.
     """
     path = Path(folder) / FILE
-    made = {}
+    made: dict[str, dict[str, object]] = {}
     for protocol in made_protocols():
         described, schemas = dict(protocol.described), dict(protocol.schemas)
         plain = dataclasses.replace(protocol, notes={}, described=described, schemas=schemas)
         if plain == protocol_with_tools(protocol.name, protocol.tools, described, schemas):
-            made[protocol.name] = {
-                "tools": list(protocol.tools),
-                "described": described,
-                **({"schemas": schemas} if schemas else {}),
-            }
+            made[protocol.name] = {"tools": list(protocol.tools), "described": described}
+            if schemas:
+                made[protocol.name]["schemas"] = schemas
     if made and (not path.exists() or files.read_json_object(path) != made):
         files.write_json(path, made)
 

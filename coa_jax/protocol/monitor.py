@@ -38,14 +38,11 @@ class Monitor:
             self.broken = bool(parser.violations)
             return self.broken
         for segment in closed:
-            self._take(segment)
-        role = parser.open_role
-        if parser.violations:
-            self.broken = True
-        elif role is None:
-            self.broken = self.broken or bool(parser.open_body.strip())
-        elif role == self.protocol.observation or role not in self._allowed():
-            self.broken = True
+            self.broken |= self._breaks(segment.role, segment.body)
+            if segment.role is not None:
+                self.broken |= bool(body_violations(self.protocol, segment))
+                self._state = advance(self.protocol, self._state, segment.role, segment.body)
+        self.broken |= bool(parser.violations) or self._breaks(parser.open_role, parser.open_body)
         return self.broken
 
     def observe(self, text: str) -> None:
@@ -57,18 +54,9 @@ class Monitor:
         if self.protocol.format is None:
             self._state = advance(self.protocol, self._state, self.protocol.observation, text)
 
-    def _allowed(self) -> frozenset[str]:
-        return allowed_after(self.protocol, self._state)
-
-    def _take(self, segment: Segment) -> None:
-        role = segment.role
+    def _breaks(self, role: str | None, body: str) -> bool:
+        """Returns whether the policy may not write a segment with a role here."""
         if role is None:
-            self.broken = self.broken or bool(segment.body.strip())
-            return
-        if (
-            role == self.protocol.observation
-            or role not in self._allowed()
-            or body_violations(self.protocol, segment)
-        ):
-            self.broken = True
-        self._state = advance(self.protocol, self._state, role, segment.body)
+            return bool(body.strip())
+        allowed = allowed_after(self.protocol, self._state)
+        return role == self.protocol.observation or role not in allowed

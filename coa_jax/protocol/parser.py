@@ -133,11 +133,8 @@ class Parser:
             position = self._end + match.start() - taken
             if self._role is None:
                 if name not in self._roles:
-                    self._violation(
-                        "unknown_tag",
-                        position,
-                        f"{match[0]} is not a tag of the {self.protocol.name} protocol",
-                    )
+                    message = f"{match[0]} is not a tag of the {self.protocol.name} protocol"
+                    self._violation("unknown_tag", position, message)
                 elif closing:
                     self._violation("unexpected_close", position, f"{match[0]} closes nothing")
                 else:

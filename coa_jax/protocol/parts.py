@@ -67,31 +67,26 @@ def _format_violations(
     The text of the environment is not checked.
     """
     assert rules.format is not None
-    reader, offset, answered = make_parser(rules), 0, False
-    # (offset in the policy's text, number of characters of the environment before it)
-    shifts: list[tuple[int, int]] = []
-
-    def read(segments: list[Segment]) -> None:
-        nonlocal answered
-        answered = answered or any(segment.role == rules.answer for segment in segments)
-
-    policy = 0
+    reader, segments = make_parser(rules), list[Segment]()
+    policy = environment = 0  # number of characters of each author so far
+    shifts: list[tuple[int, int]] = []  # these numbers after each part of the environment
     for author, text in parts:
         if author == "policy":
-            read(reader.feed(text))
+            segments += reader.feed(text)
             policy += len(text)
             continue
         if rules.format.turns:
-            read(reader.end_turn())
+            segments += reader.end_turn()
         reader.interrupt()
-        offset += len(text)
-        shifts.append((policy, offset))
-    read(reader.end_turn() if ended else reader.finish())
+        environment += len(text)
+        shifts.append((policy, environment))
+    segments += reader.end_turn() if ended else reader.finish()
 
     def place(position: int) -> int:
-        return position + max((o for start, o in shifts if start <= position), default=0)
+        return position + max((shift for start, shift in shifts if start <= position), default=0)
 
     found = [dataclasses.replace(v, position=place(v.position)) for v in reader.violations]
-    if not answered:
-        found.append(Violation("missing_answer", policy + offset, "the last turn is not an answer"))
+    if not any(segment.role == rules.answer for segment in segments):
+        message = "the last turn is not an answer"
+        found.append(Violation("missing_answer", policy + environment, message))
     return sorted(found, key=lambda violation: violation.position)

@@ -13,6 +13,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import typing
+from collections import defaultdict
 
 from coa_jax.errors import UserError
 from coa_jax.protocol.arguments import schemas
@@ -185,13 +186,10 @@ def render_prompt(protocol: Protocol, question: str, style: str = "full") -> str
     if protocol.format is not None:
         instructions = protocol.format.instructions(protocol, style == "brief")
     else:
-        instructions = _brief(protocol) if style == "brief" else _full(protocol)
+        # The brief prompt has no level, so that both levels have the same prompt.
+        brief = f"Follow the {split_level(protocol.name)[0]} protocol."
+        instructions = brief if style == "brief" else _full(protocol)
     return f"{instructions}\n\nQuestion: {question}"
-
-
-def _brief(protocol: Protocol) -> str:
-    # The prompt names the protocol without its level, so that both levels have the same prompt.
-    return f"Follow the {split_level(protocol.name)[0]} protocol."
 
 
 def _full(protocol: Protocol) -> str:
@@ -203,9 +201,7 @@ def _full(protocol: Protocol) -> str:
         "Functions:",
     ]
     lines += [f"- <{role}>: {_describe(protocol, role)}" for role in protocol.roles]
-    lines += ["", "Order:"]
-    lines += [f"- {rule}" for rule in _order_rules(protocol)]
-    return "\n".join(lines)
+    return "\n".join([*lines, "", "Order:", *(f"- {rule}" for rule in _order_rules(protocol))])
 
 
 def answer_rule(protocol: Protocol) -> str:
@@ -226,10 +222,9 @@ def _describe(protocol: Protocol, role: str) -> str:
 
 
 def _order_rules(protocol: Protocol) -> list[str]:
-    by_rule = {
-        rule: [action for action in protocol.roles if protocol.think_rule.get(action) == rule]
-        for rule in ("required", "optional", "forbidden")
-    }
+    by_rule = defaultdict[str, list[str]](list)
+    for role in protocol.roles:
+        by_rule[protocol.think_rule.get(role, "")].append(role)
     rules = [f"Begin with {_either(protocol, START)}."]
     for action in protocol.roles:
         if action not in protocol.next_actions or action == protocol.answer:
@@ -245,16 +240,11 @@ def _order_rules(protocol: Protocol) -> list[str]:
         rules.append(f"No <{THINK}> stands before {_tags(by_rule['forbidden'])}.")
     if protocol.form("reflection") == "grades":
         rules.append("If any grade of a <reflection> is Poor, a new <plan> must come next.")
+    passed, lower = f"score of {protocol.pass_score} or more", "after a lower one a new <plan> must"
     if protocol.must_end:
-        rules.append(
-            f"After a score of {protocol.pass_score} or more, <answer> must come next; after a "
-            "lower one a new <plan> must."
-        )
+        rules.append(f"After a {passed}, <answer> must come next; {lower}.")
     elif "double_check" in protocol.roles:
-        rules.append(
-            f"Only a score of {protocol.pass_score} or more allows <answer>; after a lower one a "
-            "new <plan> must come next."
-        )
+        rules.append(f"Only a {passed} allows <answer>; {lower} come next.")
     return rules
 
 

@@ -40,6 +40,21 @@ _INPUTS = {
     "crawl_page": "one or more addresses, joined by |",
     "visual_inspector": 'a JSON object with "file_path" and "question"',
 }
+_INSTRUCTIONS = """\
+Solve the task below step by step, with these tools:
+{tools}
+
+Write each step in these lines, and nothing else:
+Thought: what you conclude, and what to do next
+Action: the tool, one of {names}
+Action Input: what the tool is given
+Observation:
+
+The result follows there; never write it yourself. In the end write:
+Thought: why you know the answer
+Final Answer: the answer
+
+{answer}"""
 
 
 class React(Format):
@@ -63,12 +78,11 @@ class React(Format):
             text = f"Thought: {_MARK.sub(' ' + chr(92) + '1', thoughts)}\n" if thoughts else ""
             if step.tool:
                 text += f"Action: {step.tool}\nAction Input: {step.text.strip()}\nObservation:"
-                result = f"{self.head}{step.observation}{self.tail}"
-                parts += [("policy", text), ("environment", result)]
             elif step.text:
-                parts.append(("policy", f"{text}Final Answer: {step.text.strip()}"))
-            else:
-                parts.append(("policy", text))
+                text += f"Final Answer: {step.text.strip()}"
+            parts.append(("policy", text))
+            if step.tool:
+                parts.append(("environment", f"{self.head}{step.observation}{self.tail}"))
         return tuple(parts)
 
     def instructions(self, protocol: Protocol, brief: bool) -> str:
@@ -80,23 +94,8 @@ class React(Format):
             takes = _INPUTS.get(tool, "" if tool in protocol.described else "one query")
             takes = f" The input is {takes}." if takes else ""
             tools.append(f"- {tool}: {describe(protocol, tool)}{takes}")
-        return "\n".join(
-            [
-                "Solve the task below step by step, with these tools:",
-                *tools,
-                "",
-                "Write each step in these lines, and nothing else:",
-                "Thought: what you conclude, and what to do next",
-                f"Action: the tool, one of {', '.join(protocol.tools)}",
-                "Action Input: what the tool is given",
-                "Observation:",
-                "",
-                "The result follows there; never write it yourself. In the end write:",
-                "Thought: why you know the answer",
-                "Final Answer: the answer",
-                "",
-                answer_rule(protocol),
-            ]
+        return _INSTRUCTIONS.format(
+            tools="\n".join(tools), names=", ".join(protocol.tools), answer=answer_rule(protocol)
         )
 
     def error(self, protocol: Protocol, segment: Segment) -> str:
@@ -160,23 +159,17 @@ class ReactReader(Pieces):
             self.broken(kind, f"{mark} may not follow {last or 'this'}")
         if last == "" and body:
             self.broken("stray_text", f"text before {mark}", self.start)
-        called = last == "Action Input:" and mark == "Observation:"
-        names = last == "Action:" and mark == "Action Input:"
-        if called:
+        if last == "Action Input:" and mark == "Observation:":
             self.text += mark
             known = self._tool in self.protocol.tools
             if not known:
                 self.broken("bad_call", f"there is no tool {self._tool[:100]!r}", self.start)
-            role, body = (self._tool, body) if known else (BAD_CALL, self._tool)
-            done = self.close(role, body)
             self._mark, self._begins = "", 0
-            return done
-        if names:
+            return self.close(*((self._tool, body) if known else (BAD_CALL, self._tool)))
+        if last == "Action:" and mark == "Action Input:":
             self._tool = body
-        elif last == "Thought:":
-            done = self.close(THINK, body)
         else:
-            done = self.close()
+            done = self.close(*((THINK, body) if last == "Thought:" else ()))
         self.text += mark
         self._mark, self._begins = ("" if mark == "Observation:" else mark), len(self.text)
         return done

@@ -19,7 +19,6 @@ This module does not depend on tokens, models, tools or tasks.
 from __future__ import annotations
 
 import dataclasses
-import types
 from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
@@ -103,20 +102,18 @@ class Protocol:
         return self.body_form.get(role, "text")
 
 
-TOOL_FORMS: Mapping[str, BodyForm] = types.MappingProxyType(
-    {
-        "web_search": "text",
-        "wiki_search": "text",
-        "crawl_page": "urls",
-        "code": "code",
-        "visual_inspector": "inspection",
-    }
-)
+TOOL_FORMS: Mapping[str, BodyForm] = {
+    "web_search": "text",
+    "wiki_search": "text",
+    "crawl_page": "urls",
+    "code": "code",
+    "visual_inspector": "inspection",
+}
 """Form of the arguments of each built-in tool, by its tag (Chain-of-Agents paper Tab 1, App D)."""
 
 
-def _frozen(table: Mapping[str, tuple[str, ...]]) -> Mapping[str, frozenset[str]]:
-    return types.MappingProxyType({key: frozenset(value) for key, value in table.items()})
+def _frozen(table: Mapping[str, Iterable[str]]) -> Mapping[str, frozenset[str]]:
+    return {key: frozenset(value) for key, value in table.items()}
 
 
 def _verifying(name: str, tools: tuple[str, ...]) -> Protocol:
@@ -134,80 +131,63 @@ def _verifying(name: str, tools: tuple[str, ...]) -> Protocol:
         "double_check": ("plan", *tools, "answer"),
         "answer": (),
     }
+    checks = ("reflection", "suggested_answer", "double_check")
+    think_rule: dict[str, ThinkRule] = dict.fromkeys(("plan", *tools, *checks), "required")
     forms: dict[str, BodyForm] = {tool: TOOL_FORMS.get(tool, "text") for tool in tools}
-    actions = ("plan", *tools, "reflection", "suggested_answer", "double_check")
-    think_rule: dict[str, ThinkRule] = {action: "required" for action in actions}
     return Protocol(
         name=name,
-        roles=(THINK, "plan", *tools, "observation", *actions[1 + len(tools) :], "answer"),
+        roles=(THINK, "plan", *tools, "observation", *checks, "answer"),
         tools=tools,
         next_actions=_frozen(next_actions),
-        think_rule=types.MappingProxyType({**think_rule, "answer": "optional"}),
-        body_form=types.MappingProxyType(
-            {**forms, "reflection": "grades", "double_check": "score"}
-        ),
+        think_rule={**think_rule, "answer": "optional"},
+        body_form={**forms, "reflection": "grades", "double_check": "score"},
         verbatim=frozenset({"observation", "code"}),
     )
 
 
-def _mhqa() -> Protocol:
-    """Returns the protocol ``mhqa``: no verification, and reflections in free text (App D)."""
-    tools = ("wiki_search",)
-    next_actions = {
-        START: ("plan", *tools),
-        "plan": (*tools, "reflection", "answer"),
-        "wiki_search": ("plan", *tools, "reflection", "answer"),
-        "reflection": ("plan", *tools, "answer"),
-        "answer": (),
-    }
-    return Protocol(
-        name="mhqa",
-        roles=(THINK, "plan", *tools, "observation", "reflection", "answer"),
-        tools=tools,
-        next_actions=_frozen(next_actions),
-        think_rule=types.MappingProxyType(
-            {
-                "plan": "required",
-                "wiki_search": "required",
-                "reflection": "required",
-                "answer": "required",
-            }
-        ),
-        body_form=types.MappingProxyType({}),
-        verbatim=frozenset({"observation"}),
-    )
+_MHQA = Protocol(
+    name="mhqa",  # no verification, and reflections in free text (App D)
+    roles=(THINK, "plan", "wiki_search", "observation", "reflection", "answer"),
+    tools=("wiki_search",),
+    next_actions=_frozen(
+        {
+            START: ("plan", "wiki_search"),
+            "plan": ("wiki_search", "reflection", "answer"),
+            "wiki_search": ("plan", "wiki_search", "reflection", "answer"),
+            "reflection": ("plan", "wiki_search", "answer"),
+            "answer": (),
+        }
+    ),
+    think_rule=dict.fromkeys(("plan", "wiki_search", "reflection", "answer"), "required"),
+    body_form={},
+    verbatim=frozenset({"observation"}),
+)
 
-
-def _code() -> Protocol:
-    """Returns the protocol ``code`` (paper App D.2-D.3).
-
-    A plan comes first. Then follow any number of rounds of think, code, observation and reflection,
-    and finally think and answer. An answer without any round is legal, because a question may need
-    no program.
-    """
-    next_actions = {
-        START: ("plan",),
-        "plan": ("code", "answer"),
-        "code": ("reflection",),
-        "reflection": ("code", "answer"),
-        "answer": (),
-    }
-    return Protocol(
-        name="code",
-        roles=(THINK, "plan", "code", "observation", "reflection", "answer"),
-        tools=("code",),
-        next_actions=_frozen(next_actions),
-        think_rule=types.MappingProxyType(
-            {
-                "plan": "forbidden",
-                "code": "required",
-                "reflection": "forbidden",
-                "answer": "required",
-            }
-        ),
-        body_form=types.MappingProxyType({"code": "code", "answer": "solution"}),
-        verbatim=frozenset({"observation", "code", "answer"}),
-    )
+# A plan comes first. Then follow any number of rounds of think, code, observation and reflection,
+# and finally think and answer. An answer without any round is legal, because a question may need
+# no program.
+_CODE = Protocol(
+    name="code",  # App D.2-D.3
+    roles=(THINK, "plan", "code", "observation", "reflection", "answer"),
+    tools=("code",),
+    next_actions=_frozen(
+        {
+            START: ("plan",),
+            "plan": ("code", "answer"),
+            "code": ("reflection",),
+            "reflection": ("code", "answer"),
+            "answer": (),
+        }
+    ),
+    think_rule={
+        "plan": "forbidden",
+        "code": "required",
+        "reflection": "forbidden",
+        "answer": "required",
+    },
+    body_form={"code": "code", "answer": "solution"},
+    verbatim=frozenset({"observation", "code", "answer"}),
+)
 
 
 LEVELS = ("lenient", "paper")
@@ -238,7 +218,7 @@ def _as_the_paper_demands(protocol: Protocol) -> Protocol:
     return dataclasses.replace(
         protocol,
         name=f"{protocol.name}:{LEVELS[1]}",
-        next_actions=types.MappingProxyType(table),
+        next_actions=table,
         must_end="double_check" in protocol.roles,
     )
 
@@ -290,26 +270,27 @@ def at_level(name: str, level: str, form: str = "") -> str:
     return family if chosen == LEVELS[0] else f"{family}:{chosen}"
 
 
-_BUILT_IN = (
-    _verifying("web", ("web_search", "crawl_page")),
-    _verifying("web_wiki", ("wiki_search",)),
-    _mhqa(),
-    _code(),
-    _verifying("generalist", ("wiki_search", "code")),
-    _verifying("universal", ("web_search", "crawl_page", "code", "visual_inspector")),
-)
 TURNS = Protocol(
     name="turns",
     roles=(),
     tools=(),
-    next_actions=types.MappingProxyType({START: frozenset()}),
-    think_rule=types.MappingProxyType({}),
-    body_form=types.MappingProxyType({}),
+    next_actions={START: frozenset()},
+    think_rule={},
+    body_form={},
     verbatim=frozenset(),
 )
 """A protocol without tags and rules. An environment answers each whole turn of the policy."""
 
-_PROTOCOLS: dict[str, Protocol] = {protocol.name: protocol for protocol in (*_BUILT_IN, TURNS)}
+_BUILT_IN = (
+    _verifying("web", ("web_search", "crawl_page")),
+    _verifying("web_wiki", ("wiki_search",)),
+    _MHQA,
+    _CODE,
+    _verifying("generalist", ("wiki_search", "code")),
+    _verifying("universal", ("web_search", "crawl_page", "code", "visual_inspector")),
+    TURNS,
+)
+_PROTOCOLS: dict[str, Protocol] = {protocol.name: protocol for protocol in _BUILT_IN}
 
 
 def protocol_names() -> tuple[str, ...]:
@@ -319,7 +300,7 @@ def protocol_names() -> tuple[str, ...]:
 
 def made_protocols() -> tuple[Protocol, ...]:
     """Returns the protocols that were registered with `add_protocol`."""
-    built_in = {protocol.name for protocol in (*_BUILT_IN, TURNS)}
+    built_in = {protocol.name for protocol in _BUILT_IN}
     return tuple(made for name, made in _PROTOCOLS.items() if name not in built_in)
 
 
@@ -368,7 +349,7 @@ def add_protocol(protocol: Protocol) -> None:
     Raises:
         UserError: the name belongs to a built-in protocol, or contains a colon.
     """
-    if protocol.name in {built_in.name for built_in in (*_BUILT_IN, TURNS)}:
+    if protocol.name in {built_in.name for built_in in _BUILT_IN}:
         raise UserError(f"the protocol {protocol.name!r} is built in; choose another name")
     if ":" in protocol.name:
         raise UserError(f"the protocol {protocol.name!r}: choose a name without a colon")

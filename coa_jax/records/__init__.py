@@ -17,7 +17,6 @@ import itertools
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from absl import logging
@@ -27,31 +26,15 @@ from coa_jax.bounds import OneOf
 from coa_jax.errors import UserError
 from coa_jax.protocol import find_protocols, get_protocol, names_with_levels
 from coa_jax.records.columns import columns_of, renamed
-from coa_jax.records.forms import from_tfds, made_of
-from coa_jax.records.rows import Row, find_files, open_rows, read_rows
-from coa_jax.records.split import Unusable, parts_of, parts_of_turns
+from coa_jax.records.forms import from_tfds as from_tfds
+from coa_jax.records.forms import made_of
+from coa_jax.records.rows import Row, find_files, open_rows
+from coa_jax.records.split import Unusable
+from coa_jax.records.split import parts_of_turns as parts_of_turns
 from coa_jax.records.tables import stamp
 from coa_jax.trajectory import DistilledRecord
 
-__all__ = [
-    "Counts",
-    "LeftOut",
-    "ProtocolName",
-    "Read",
-    "Records",
-    "from_tfds",
-    "iterate_records",
-    "parts_of",
-    "parts_of_turns",
-    "read_records",
-]
-
-
-def _protocols() -> tuple[str, ...]:
-    return ("", *names_with_levels())
-
-
-ProtocolName = Annotated[str, OneOf(_protocols)]
+ProtocolName = Annotated[str, OneOf(lambda: ("", *names_with_levels()))]
 """Type of a setting for the protocol of records that name no protocol.
 
 The value "" infers the protocol of such a record from its tags.
@@ -62,15 +45,11 @@ class LeftOut(NamedTuple):
     """A row that is left out because it is not safe to train on.
 
     Attributes:
-        path: file that contains the row.
-        number: line number or row number in the file, see `Row`.
-        where: file and row, as text for messages.
+        row: the row.
         reason: why the row is left out.
     """
 
-    path: Path
-    number: int
-    where: str
+    row: Row
     reason: str
 
 
@@ -100,27 +79,14 @@ def iterate_records(source: str | os.PathLike[str], protocol: str = "") -> Itera
         protocol: protocol of rows that name no protocol; "" infers the protocol from the tags of
             each row.
 
-    Yields:
-        For each row a `Read` with the record, or a `LeftOut` with the reason.
+    Returns:
+        An iterator over the rows: a `Read` with the record, or a `LeftOut` with the reason.
 
     Raises:
         UserError: a file cannot be read, or a row is damaged. The message names the file and the
             row.
     """
-    for path in _opened(source, protocol):
-        info = columns_of(path)
-        for row in read_rows(path):
-            yield _found(row, info, protocol)
-
-
-def _opened(source: str | os.PathLike[str], protocol: str) -> list[Path]:
-    """Returns the files of a source, and registers the protocols in ``protocols.json`` nearby."""
-    paths = find_files(source)
-    for path in paths:
-        find_protocols(path)
-    if protocol:
-        get_protocol(protocol)
-    return paths
+    return iter(Records(source, protocol))
 
 
 def _found(row: Row, info: Mapping[str, Any], protocol: str) -> Read | LeftOut:
@@ -131,11 +97,9 @@ def _found(row: Row, info: Mapping[str, Any], protocol: str) -> Read | LeftOut:
     try:
         made = made_of(renamed(value, info), f"{row.path.stem}:{row.number}", protocol)
     except Unusable as why:
-        return LeftOut(row.path, row.number, row.where, str(why))
-    except reading.MALFORMED as error:
-        raise UserError(f"{row.where}: {_short(reading.reason(error))}") from error
-    except UserError as error:
-        raise UserError(f"{row.where}: {_short(str(error))}") from None
+        return LeftOut(row, str(why))
+    except (*reading.MALFORMED, UserError) as error:
+        raise UserError(f"{row.where}: {reading.reason(error)}") from error
     return Read(made.record, row, made.tags, dropped)
 
 
@@ -158,7 +122,11 @@ class Records:
             UserError: a file cannot be read, or is so damaged that its rows cannot be separated.
         """
         self.source, self.protocol = os.fspath(source), protocol
-        paths = _opened(source, protocol)
+        paths = find_files(source)
+        for path in paths:
+            find_protocols(path)
+        if protocol:
+            get_protocol(protocol)
         self._files = [open_rows(path) for path in paths]
         self._columns = [columns_of(path) for path in paths]
         self._ends = list(itertools.accumulate(map(len, self._files)))
@@ -184,11 +152,6 @@ class Records:
         return [f"{rows.path.absolute()} {len(rows)} {stamp(rows.path)}" for rows in self._files]
 
 
-def _short(reason: str) -> str:
-    """Shortens a long reason in the middle."""
-    return reason if len(reason) <= 300 else f"{reason[:150]} ... {reason[-140:]}"
-
-
 def read_records(source: str | os.PathLike[str], protocol: str = "") -> list[DistilledRecord]:
     """Reads all records of some files.
 
@@ -202,8 +165,7 @@ def read_records(source: str | os.PathLike[str], protocol: str = "") -> list[Dis
     Raises:
         UserError: a file cannot be read, a row is damaged, or all rows are left out.
     """
-    records: list[DistilledRecord] = []
-    counts = Counts()
+    counts, records = Counts(), list[DistilledRecord]()
     for found in iterate_records(source, protocol):
         counts.add(found)
         if isinstance(found, Read):
@@ -232,7 +194,7 @@ class Counts:
     def add(self, found: Read | LeftOut) -> None:
         """Counts a row, which was either converted to a record or left out."""
         if isinstance(found, LeftOut):
-            self._leave_out(found.reason, 1, (found.where,))
+            self._leave_out(found.reason, 1, (found.row.where,))
         elif found.tags:
             self.told[found.record.protocol] += 1
             self.tags[found.record.protocol].update(found.tags)
@@ -261,12 +223,12 @@ class Counts:
 
     def lines(self) -> list[str]:
         """Returns one log message per inferred protocol, and one per reason to leave out rows."""
-        lines = [
+        return [
             f"records that name no protocol: {number}, by their tags {name} "
             f"({', '.join(sorted(self.tags[name]))}); set protocol if this is wrong"
             for name, number in self.told.items()
+        ] + [
+            f"rows left out: {number}, because {reason} "
+            f"({', '.join(where)}{', ...' if number > 2 else ''})"
+            for reason, (number, where) in self.left_out.items()
         ]
-        for reason, (number, where) in self.left_out.items():
-            named = ", ".join([*where, *(["..."] if number > 2 else [])])
-            lines.append(f"rows left out: {number}, because {reason} ({named})")
-        return lines

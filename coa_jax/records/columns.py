@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -41,32 +41,37 @@ def renamed(row: Any, info: Mapping[str, Any]) -> Any:
         return row
     standard = {"prompt": "instruction", "query": "input", "response": "output"}
     standard |= {key: key for key in ("system", "history")} | {"messages": "conversations"}
-    columns = {old: standard[key] for key, old in _texts(info, "columns") if key in standard}
+    columns = {
+        old: standard[key] for key, old in _texts(info, "columns").items() if key in standard
+    }
     row = {columns.get(key, key): value for key, value in row.items()}
-    tags = dict(_texts(info, "tags"))
+    tags = _texts(info, "tags")
     turns = row.get("conversations")
     if tags and isinstance(turns, list):
         row["conversations"] = [_turn(turn, tags) for turn in turns]
     return row
 
 
+_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}
+_COLUMNS |= {"history": "history", "messages": "conversations"}
+_ROLES = {f"{name}_tag": name for name in ("user", "assistant", "observation", "system")}
+_ROLES["function_tag"] = "function_call"
+
+
 def _turn(turn: Any, tags: Mapping[str, str]) -> Any:
     if not isinstance(turn, dict):
         return turn
     role, content = tags.get("role_tag", "from"), tags.get("content_tag", "value")
-    names = ("user", "assistant", "observation", "function", "system")
-    roles = {tags[f"{name}_tag"]: name for name in names if f"{name}_tag" in tags}
-    roles = {said: "function_call" if name == "function" else name for said, name in roles.items()}
+    roles = {tags[tag]: name for tag, name in _ROLES.items() if tag in tags}
     rest = {key: value for key, value in turn.items() if key not in (role, content)}
     said = turn.get(role)
     known = roles.get(said, said) if isinstance(said, str) else said
     return {**rest, "role": known, "content": turn.get(content)}
 
 
-def _texts(info: Mapping[str, Any], key: str) -> Sequence[tuple[str, str]]:
+def _texts(info: Mapping[str, Any], key: str) -> dict[str, str]:
     found = info.get(key)
+    found = {} if found is None else found
     if not isinstance(found, dict) or not all(isinstance(text, str) for text in found.values()):
-        if found is None:
-            return ()
         raise UserError(f"dataset_info.json: {key!r} must be an object whose values are strings")
-    return tuple(found.items())
+    return found

@@ -7,11 +7,10 @@ this row is not safe to train on.
 
 from __future__ import annotations
 
-import dataclasses
 import json
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 from coa_jax import jsonl
 from coa_jax.protocol import Protocol, format_code, get_protocol
@@ -38,12 +37,12 @@ _ROLES: Mapping[str, str] = {
     **dict.fromkeys(("tool_response", "function_response"), "tool"),
     **dict.fromkeys(("function_call", "tool_call"), "call"),
 }
+_POLICY = ("assistant", "call")
 _CLOSING = re.compile(r"</([a-z_]+)>\s*\Z")
 _QUESTION = re.compile(r"(?:\A|\n)[ \t]*(?:Question|Task)[ \t]*:[ \t]*\n?")
 
 
-@dataclasses.dataclass(frozen=True)
-class Made:
+class Made(NamedTuple):
     """A record that was converted from a row.
 
     Attributes:
@@ -93,7 +92,11 @@ def made_of(value: Any, name: str, protocol: str = "") -> Made:
         raise ValueError("a sampled trajectory, not a record; learn from it with coa_jax.rft")
     if "question" in value:
         raise ValueError("a question without 'parts', which is a task and not a record")
-    raise ValueError(_unknown(value))
+    keys = ", ".join(repr(key)[:40] for key in list(value)[:6]) or "none"
+    raise ValueError(
+        f"no record of a known form (its keys: {keys}); known are question with parts, messages, "
+        "conversations, and instruction with output"
+    )
 
 
 def _present(value: Mapping[str, Any], keys: Sequence[str]) -> str | None:
@@ -103,14 +106,6 @@ def _present(value: Mapping[str, Any], keys: Sequence[str]) -> str | None:
     """
     there = [key for key in keys if key in value]
     return next((key for key in there if value[key] is not None), next(iter(there), None))
-
-
-def _unknown(value: Mapping[str, Any]) -> str:
-    keys = ", ".join(repr(key)[:40] for key in list(value)[:6]) or "none"
-    return (
-        f"no record of a known form (its keys: {keys}); known are question with parts, messages, "
-        "conversations, and instruction with output"
-    )
 
 
 def _checked(record: DistilledRecord) -> DistilledRecord:
@@ -148,20 +143,30 @@ def from_tfds(example: Mapping[str, Any]) -> DistilledRecord:
 def _of_alpaca(value: dict[str, Any], asked: str, replied: str, name: str, protocol: str) -> Made:
     """Converts an alpaca row, whose ``instruction`` and ``input`` form the user message."""
     more = _text(value, "input") if asked == "instruction" else ""
-    first = _text(value, asked)
-    prompt = "\n".join(filter(None, (first, more)))
-    output = _text(value, replied)
-    context = []
-    if _text(value, "system"):
-        context.append(("system", _text(value, "system")))
+    prompt = "\n".join(filter(None, (_text(value, asked), more)))
+    output, system = _text(value, replied), _text(value, "system")
+    context = [("system", system)] if system else []
     for user, assistant in _pairs(value.get("history") or [], "history"):
         context += [("user", user), ("assistant", assistant)]
-    exact = None
-    if value.get("policy") is not None:
-        exact = _spans(value["policy"], output)
-    return _assemble(
-        value, tuple(context), prompt, ((POLICY, output),), exact, name, protocol, more
-    )
+    exact = None if value.get("policy") is None else _spans(value["policy"], output)
+    turns = ((POLICY, output),)
+    return _assemble(value, tuple(context), prompt, turns, exact, name, protocol, more)
+
+
+class _Turn(NamedTuple):
+    """A turn of a conversation.
+
+    Attributes:
+        role: ``system``, ``user``, ``assistant``, ``tool``, or ``call`` for a function call.
+        text: text of the turn.
+        calls: tool calls in the form of OpenAI; None if there are none.
+        unlearned: whether a mark excludes the turn from training.
+    """
+
+    role: str
+    text: str
+    calls: Any = None
+    unlearned: bool = False
 
 
 def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -> Made:
@@ -173,8 +178,7 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
             "a message log of agents, not a record; make records of it with coa_jax.distill and "
             "configs/distill/traces.py"
         )
-    turns: list[tuple[str, str, Any]] = []
-    unlearned: list[bool] = []
+    turns: list[_Turn] = []
     for number, turn in enumerate(listed, start=1):
         if not isinstance(turn, dict):
             raise TypeError(f"turn {number} cannot be {type(turn).__name__}")
@@ -182,43 +186,39 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
         role = _ROLES.get(said.lower()) if isinstance(said, str) else None
         if role is None:
             raise Unusable(f"turn {number} has the unknown role {str(said)[:40]!r}")
-        content = turn["content"] if "content" in turn else turn.get("value")
-        text = _content(content, number)
+        text = _content(turn["content"] if "content" in turn else turn.get("value"), number)
         if role == "assistant":
             text = _with_thought(turn, text)
         elif role == "user" and turns and _calls(turns[-1]):
             role = "tool"  # the reply to a call is what the tool returned, whoever hands it over
-        turns.append((role, text, turn.get("tool_calls")))
-        unlearned.append(role in ("assistant", "call") and _without_loss(turn))
-    if value.get("system") and (not turns or turns[0][0] != "system"):
-        turns.insert(0, ("system", _text(value, "system"), None))
-        unlearned.insert(0, False)
+        # A mark excludes a turn from training: OpenAI's weight, or the loss of other trainers.
+        marked = any(turn.get(key) == 0 for key in ("weight", "loss", "loss_scale", "train"))
+        turns.append(_Turn(role, text, turn.get("tool_calls"), marked))
+    if value.get("system") and (not turns or turns[0].role != "system"):
+        turns.insert(0, _Turn("system", _text(value, "system")))
     # The trajectory begins after the last user message that is not a tagged observation.
-    users = [role == "user" and not _shown(text) for role, text, _ in turns]
+    users = [turn.role == "user" and not _shown(turn.text) for turn in turns]
     if True not in users:
         raise Unusable("there is no user message")
     end = len(users) - users[::-1].index(True)
     start = end
     while start and users[start - 1]:  # consecutive user messages form one message
         start -= 1
-    if any(role in ("tool", "call") for role, _, _ in turns[:start]):
+    before, asked, after = turns[:start], turns[start:end], turns[end:]
+    if any(turn.role in ("tool", "call") for turn in before):
         raise Unusable("the user speaks again after a tool: not the run of a single question")
-    context = tuple((role, text) for role, text, _ in turns[:start] if text or role != "system")
-    prompt = "\n".join(text for _, text, _ in turns[start:end])
-    if any(unlearned[end:]):
+    if any(turn.unlearned for turn in after if turn.role in _POLICY):
         raise Unusable(
             "a turn of the assistant after the question is marked as excluded from training"
         )
-    if any(role == "system" for role, _, _ in turns[end:]):
+    if any(turn.role == "system" for turn in after):
         raise Unusable("a system message is in the middle of the trajectory")
     named = _named(value, protocol)
     rules = get_protocol(named) if named else any_protocol()
+    context = tuple((turn.role, turn.text) for turn in before if turn.text or turn.role != "system")
+    prompt = "\n".join(turn.text for turn in asked)
     reply = tuple(
-        (
-            POLICY if role in ("assistant", "call") else ENVIRONMENT,
-            _written(rules, role, text, call),
-        )
-        for role, text, call in turns[end:]
+        (POLICY if turn.role in _POLICY else ENVIRONMENT, _written(rules, turn)) for turn in after
     )
     return _assemble(value, context, prompt, reply, None, name, protocol)
 
@@ -233,16 +233,10 @@ def _with_thought(turn: Mapping[str, Any], text: str) -> str:
     return text
 
 
-def _calls(turn: tuple[str, str, Any]) -> bool:
+def _calls(turn: _Turn) -> bool:
     """Returns whether a turn ends with the tag of a call, whose reply is an observation."""
-    role, text, _ = turn
-    tag = _CLOSING.search(text) if role in ("assistant", "call") else None
+    tag = _CLOSING.search(turn.text) if turn.role in _POLICY else None
     return tag is not None and tag[1] in any_protocol().tools
-
-
-def _without_loss(turn: Mapping[str, Any]) -> bool:
-    """Returns whether a mark excludes a turn from training: OpenAI's weight, or loss of others."""
-    return any(turn.get(key) == 0 for key in ("weight", "loss", "loss_scale", "train"))
 
 
 def _shown(text: str) -> bool:
@@ -250,18 +244,23 @@ def _shown(text: str) -> bool:
     return text.lstrip().startswith("<observation>") and text.rstrip().endswith("</observation>")
 
 
-def _written(rules: Protocol, role: str, text: str, calls: Any) -> str:
-    """Returns the text of a message of the trajectory. Tool calls are written as tags."""
-    if role == "call" and text.lstrip().startswith("{"):
-        try:
-            return _tagged(rules, json.loads(text))
-        except (json.JSONDecodeError, RecursionError):
-            raise Unusable("a function call is not JSON") from None
-    if role != "assistant" or not calls:
+def _written(rules: Protocol, turn: _Turn) -> str:
+    """Returns the text of a turn of the trajectory. Tool calls are written as tags."""
+    text, calls = turn.text, turn.calls
+    if turn.role == "call" and text.lstrip().startswith("{"):
+        return _tagged(rules, _json(text, "a function call is not JSON"))
+    if turn.role != "assistant" or not calls:
         return text
     if not isinstance(calls, list) or len(calls) != 1 or not isinstance(calls[0], dict):
         raise Unusable("a turn calls several tools at once, which no protocol can express")
     return "\n".join(filter(None, (text, _tagged(rules, calls[0].get("function")))))
+
+
+def _json(text: str, problem: str) -> Any:
+    try:
+        return json.loads(text)
+    except (json.JSONDecodeError, RecursionError):
+        raise Unusable(problem) from None
 
 
 def _tagged(rules: Protocol, call: Any) -> str:
@@ -269,10 +268,7 @@ def _tagged(rules: Protocol, call: Any) -> str:
     name = call.get("name") if isinstance(call, dict) else None
     arguments = call.get("arguments") if isinstance(call, dict) else None
     if isinstance(arguments, str) and arguments.lstrip().startswith("{"):
-        try:
-            arguments = json.loads(arguments)
-        except (json.JSONDecodeError, RecursionError):
-            raise Unusable("the arguments of a call are not JSON") from None
+        arguments = _json(arguments, "the arguments of a call are not JSON")
     if isinstance(arguments, dict) and len(arguments) == 1:
         (arguments,) = arguments.values()
     if isinstance(arguments, list) and all(isinstance(item, str) for item in arguments):
@@ -321,12 +317,12 @@ def _assemble(
         question: the question, used if the user message does not mark its question with
             ``Question:`` or ``Task:``.
     """
-    marked, begin = _question(prompt)
-    if marked is None:
+    mark = _QUESTION.search(prompt)
+    if mark is not None and prompt[mark.end() :].strip():
+        begin, question = mark.start(), prompt[mark.end() :].strip()
+    else:
         question = question.strip() or prompt.strip()
         begin = len(prompt) - len(question) if question != prompt.strip() else 0
-    else:
-        question = marked
     if isinstance(value.get("question"), str):
         question = value["question"]
     if value.get("parts") is not None:
@@ -354,18 +350,6 @@ def _assemble(
         context=context,
     )
     return Made(record, tags)
-
-
-def _question(prompt: str) -> tuple[str | None, int]:
-    """Finds the question after ``Question:`` or ``Task:`` in a user message.
-
-    Returns:
-        (question, offset of the mark); (None, 0) if there is no mark.
-    """
-    found = _QUESTION.search(prompt)
-    if found is None or not prompt[found.end() :].strip():
-        return None, 0
-    return prompt[found.end() :].strip(), found.start()
 
 
 def _answer(rules: Protocol, parts: Parts) -> str:
@@ -424,24 +408,17 @@ def _parts(value: Any) -> Parts:
 
 def _spans(value: Any, output: str) -> Parts:
     """Splits a text into parts, given the character ranges [start, end) that the policy wrote."""
-    numbers = [n for span in value for n in span] if _is_spans(value) else [-1]
+    spans: list[Any] = value if isinstance(value, list) else [None]
+    valid = all(isinstance(s, list) and [type(n) for n in s] == [int, int] for s in spans)
+    numbers = [number for span in spans for number in span] if valid else [-1]
     if numbers != sorted(numbers) or any(not 0 <= n <= len(output) for n in numbers):
         raise ValueError("the field 'policy' must be a list of ascending [start, end] in 'output'")
     parts: list[tuple[str, str]] = []
     at = 0
-    for start, end in [*value, [len(output), len(output)]]:
+    for start, end in [*spans, [len(output), len(output)]]:
         if at < start:
             parts.append((ENVIRONMENT, output[at:start]))
         if start < end:
             parts.append((POLICY, output[start:end]))
         at = end
     return tuple(parts)
-
-
-def _is_spans(value: Any) -> bool:
-    return isinstance(value, list) and all(
-        isinstance(span, list)
-        and len(span) == 2
-        and all(isinstance(n, int) and not isinstance(n, bool) for n in span)
-        for span in value
-    )

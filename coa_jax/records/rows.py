@@ -9,11 +9,11 @@ from __future__ import annotations
 
 import array
 import codecs
+import contextlib
 import dataclasses
 import functools
 import glob
-import io
-import json
+import mmap
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -33,8 +33,6 @@ LONGEST = 16 << 20
 SUFFIXES = (".json", ".jsonl", ".parquet", ".array_record")
 _LISTS = ("data", "rows", "records")  # keys of the list of rows, if a file is a JSON object
 _COMPRESSED = {b"\x1f\x8b": "gunzip", b"\x28\xb5\x2f\xfd": "unzstd", b"PK\x03\x04": "unzip"}
-_CHUNK = 1 << 20
-_BLANKS = re.compile(r"[ \t\r\n]*")
 
 
 class Row(NamedTuple):
@@ -90,8 +88,6 @@ class Rows:
             return Row(self.path, number, where, self.read(index))
         except UserError:
             raise
-        except OSError as error:
-            raise UserError(f"{where}: cannot be read: {error.strerror or error}") from error
         except Exception as error:  # TFDS, Arrow and ArrayRecord each have errors of their own
             raise UserError(f"{where}: {reading.reason(error)}") from error
 
@@ -158,12 +154,6 @@ def is_tfds(folder: Path) -> bool:
     return (folder / "features.json").is_file() and (folder / "dataset_info.json").is_file()
 
 
-def read_rows(path: Path) -> Iterator[Row]:
-    """Yields the rows of a file or data set, see `open_rows`."""
-    rows = open_rows(path)
-    return (rows[index] for index in range(len(rows)))
-
-
 def open_rows(path: Path) -> Rows:
     """Opens a file or data set for random access to its rows.
 
@@ -179,9 +169,8 @@ def open_rows(path: Path) -> Rows:
                 return Rows(path, *tables.parquet(path))
             if path.suffix == ".array_record":
                 return Rows(path, *tables.array_record(path))
-            for magic, program in _COMPRESSED.items():
-                if start.startswith(magic):
-                    raise UserError(f"{path}: is compressed; unpack it with {program} first")
+            if program := _COMPRESSED.get(start[:2], _COMPRESSED.get(start)):
+                raise UserError(f"{path}: is compressed; unpack it with {program} first")
             file.seek(0)
             if _first_character(file) == b"[":
                 spans = np.fromiter(_list_spans(path, file), np.dtype((np.int64, 2)))
@@ -194,10 +183,7 @@ def open_rows(path: Path) -> Rows:
 def _first_character(file: IO[bytes]) -> bytes:
     """Returns the first byte that is not white space, and moves to the beginning of the file."""
     found = b""
-    while not found:
-        chunk = file.read(_CHUNK)
-        if not chunk:
-            break
+    while not found and (chunk := file.read(1 << 20)):
         found = chunk.removeprefix(codecs.BOM_UTF8).lstrip()[:1]
     file.seek(0)
     return found
@@ -229,7 +215,7 @@ def _line(path: Path, starts: np.ndarray, index: int) -> Any:
         file.seek(int(starts[index]))
         line = file.readline(LONGEST + 1)
     try:
-        return jsonl.loads(line.removeprefix(codecs.BOM_UTF8).decode())
+        return jsonl.loads(line)
     except (ValueError, RecursionError) as error:
         if line.endswith(b"\n"):
             raise
@@ -242,30 +228,24 @@ def _document(file: IO[bytes], line: bytes) -> list[Any] | None:
     The result is None if each line of the file is a row. The position in the file then stays
     unchanged.
     """
-    try:
-        return _wrapped(jsonl.loads(line.removeprefix(codecs.BOM_UTF8).decode()))
-    except (ValueError, RecursionError):
-        pass
+    with contextlib.suppress(ValueError, RecursionError):
+        return _wrapped(jsonl.loads(line))
     here = file.tell()
     file.seek(0)
     text = file.read(LONGEST + 1)
     file.seek(here)
-    if len(text) > LONGEST:
-        return None
-    try:
-        value = jsonl.loads(text.removeprefix(codecs.BOM_UTF8).decode())
-    except (ValueError, RecursionError):
-        return None
-    return _wrapped(value) or [value]
+    if len(text) <= LONGEST:
+        with contextlib.suppress(ValueError, RecursionError):
+            value = jsonl.loads(text)
+            return _wrapped(value) or [value]
+    return None
 
 
 def _wrapped(value: Any) -> list[Any] | None:
     """Returns the list of rows in an object that contains only this list; None otherwise."""
-    if isinstance(value, dict) and len(value) == 1:
-        ((key, rows),) = value.items()
-        if key in _LISTS and isinstance(rows, list):
-            return rows
-    return None
+    key, *others = value if isinstance(value, dict) and value else ("",)
+    wrapped = not others and key in _LISTS and isinstance(value[key], list)
+    return value[key] if wrapped else None
 
 
 def _too_long(what: str) -> str:
@@ -275,82 +255,45 @@ def _too_long(what: str) -> str:
 # --- a JSON list ---------------------------------------------------------------------------
 
 
+_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{},]', re.DOTALL)
+"""A JSON string, which may lack its end, or a sign that separates JSON values."""
+_TEXT = re.compile(rb"\S")
+
+
 def _span(path: Path, spans: np.ndarray, index: int) -> Any:
     start, end = map(int, spans[index])
     with reading.open_file(path) as file:
         file.seek(start)
-        return jsonl.DECODER.decode(file.read(end - start).decode())
+        return jsonl.loads(file.read(end - start))
 
 
 def _list_spans(path: Path, file: IO[bytes]) -> Iterator[tuple[int, int]]:
     """Yields the byte range [start, end) of each item of a JSON list.
 
-    Only a part of the file is in memory at a time.
+    Only strings and brackets are found here. An item is decoded when the item is read.
     """
-    bom = len(codecs.BOM_UTF8) if file.read(3) == codecs.BOM_UTF8 else 0
-    file.seek(bom)
-    reader = io.TextIOWrapper(file, encoding="utf-8", newline="")
-    text, at, number, ended = "", 0, 0, False
-    counted, byte = 0, bom  # number of counted characters of the text; number of bytes before
-
-    def where() -> str:
-        return f"{path}: row {number + 1}"
-
-    def bytes_to(end: int) -> int:
-        nonlocal counted, byte
-        byte += len(text[counted:end].encode())
-        counted = end
-        return byte
-
-    def more() -> None:
-        nonlocal text, at, ended, counted
-        bytes_to(at)
-        try:
-            chunk = reader.read(max(_CHUNK, len(text) - at))
-        except UnicodeDecodeError as error:
-            raise UserError(f"{where()}: not UTF-8 ({error.reason})") from error
-        text, at, ended, counted = text[at:] + chunk, 0, not chunk, 0
-
-    def skip_blanks() -> str:
-        """Returns the next character that is not white space; "" at the end of the file."""
-        nonlocal at
-        while True:
-            at = _BLANKS.match(text, at).end()  # type: ignore[union-attr] # matches any text
-            if at < len(text) or ended:
-                return text[at : at + 1]
-            more()
-
-    skip_blanks()
-    at += 1  # the opening bracket
-    if skip_blanks() == "]":
-        at += 1
-    else:
-        while True:
-            skip_blanks()
-            while True:
-                try:
-                    _, end = jsonl.DECODER.raw_decode(text, at)
-                    break
-                except json.JSONDecodeError as error:
-                    if ended:
-                        raise UserError(f"{where()}: not JSON: {error.msg}") from error
-                    if len(text) - at > LONGEST:
-                        raise UserError(
-                            f"{where()}: not JSON ({error.msg}), or {_too_long('row')}"
-                        ) from error
-                    more()
-                except (ValueError, RecursionError) as error:
-                    raise UserError(f"{where()}: {reading.reason(error)}") from error
-            start = bytes_to(at)
-            at = end
-            yield start, bytes_to(end)
-            number += 1
-            mark = skip_blanks()
-            at += 1
-            if mark == "]":
-                break
-            if mark != ",":
-                found = repr(mark) if mark else "the end of the file"
-                raise UserError(f"{where()}: not JSON: expected ',' or ']', found {found}")
-    if skip_blanks():
-        raise UserError(f"{path}: text follows the list of rows; a file must contain one list")
+    number, depth, start = 1, 0, 0
+    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+        for token in _TOKEN.finditer(data):
+            at, end = token.span()
+            if end - start > LONGEST:
+                raise UserError(f"{path}: row {number}: {_too_long('row')}, or not JSON")
+            sign = data[at : at + 1]
+            if sign in b"[{":
+                depth += 1
+            elif sign in b"]}":
+                depth -= 1
+            if depth == 0:
+                if number > 1 or data[start:at].strip():
+                    yield start, at
+                if _TEXT.search(data, end):
+                    raise UserError(
+                        f"{path}: text follows the list of rows; a file must contain one list"
+                    )
+                return
+            if depth == 1 and sign == b",":
+                yield start, at
+                number, start = number + 1, end
+            elif not start:
+                start = end  # the opening bracket of the list
+    raise UserError(f"{path}: row {number}: not JSON: the list of rows has no end")

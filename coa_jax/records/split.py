@@ -35,12 +35,6 @@ def frame(protocol: Protocol, body: str) -> str:
     return f"\n<{protocol.observation}>\n{body}\n</{protocol.observation}>\n\n"
 
 
-def is_framed(protocol: Protocol, text: str) -> bool:
-    """Returns whether a text is an observation as `frame` writes it."""
-    head, tail = frame(protocol, "\0").split("\0")
-    return len(text) >= len(head) + len(tail) and text.startswith(head) and text.endswith(tail)
-
-
 def observation(protocol: Protocol, text: str) -> str:
     """Returns the result of a tool between observation tags, see `frame`.
 
@@ -48,10 +42,10 @@ def observation(protocol: Protocol, text: str) -> str:
         protocol: protocol with the observation tag.
         text: the result, with or without observation tags around it.
     """
-    inner, name = text.strip(), protocol.observation
-    opening, closing = f"<{name}>", f"</{name}>"
-    if is_framed(protocol, text):
+    head, tail = frame(protocol, "\0").split("\0")
+    if len(text) >= len(head + tail) and text.startswith(head) and text.endswith(tail):
         return text
+    inner, opening, closing = text.strip(), head.strip(), tail.strip()
     if inner.startswith(opening) and inner.endswith(closing):
         return frame(protocol, _body(inner[len(opening) : -len(closing)]))
     return frame(protocol, quote_tool_text(protocol, text))
@@ -109,18 +103,6 @@ def parts_of(protocol: Protocol, text: str) -> Parts:
     return tuple(parts)
 
 
-def check_policy(protocol: Protocol, text: str) -> None:
-    """Checks that a text of the policy contains no observation tag.
-
-    Raises:
-        Unusable: the text contains an observation tag.
-    """
-    for segment in parse(protocol, text).segments:
-        if segment.role == protocol.observation:
-            raise Unusable("an observation stands in a turn of the assistant")
-        _check(protocol, segment, text[segment.start : segment.end])
-
-
 def _check(protocol: Protocol, segment: Segment, raw: str) -> None:
     """Checks that a segment of the policy contains no observation tag, even if damaged.
 
@@ -157,19 +139,19 @@ def parts_of_turns(protocol: Protocol, turns: Parts) -> Parts:
         Unusable: a turn of the policy contains an observation tag, although the environment has
             turns of its own, or `parts_of` refuses the text.
     """
-    runs = [
-        (author, [text for _, text in run])
-        for author, run in itertools.groupby(turns, key=lambda turn: turn[0])
-    ]
-    if all(author == POLICY for author, _ in runs):
+    if all(author == POLICY for author, _ in turns):
         return parts_of(protocol, "\n".join(text for _, text in turns))
     parts: list[tuple[str, str]] = []
-    for author, texts in runs:
+    for author, run in itertools.groupby(turns, key=lambda turn: turn[0]):
+        texts = [text for _, text in run]
         if author == ENVIRONMENT:
             parts += [(ENVIRONMENT, observation(protocol, text)) for text in texts]
             continue
         said = "\n".join(texts).strip()
-        check_policy(protocol, said)
+        for segment in parse(protocol, said).segments:
+            if segment.role == protocol.observation:
+                raise Unusable("an observation stands in a turn of the assistant")
+            _check(protocol, segment, said[segment.start : segment.end])
         if said:
             parts.append((POLICY, said))
     return tuple(parts)

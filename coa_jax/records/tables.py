@@ -135,9 +135,13 @@ def data_set(path: Path) -> Opened:
             not exist.
     """
     if str(path).startswith("hf:"):
-        return len(_hub(path)), functools.partial(_hub_row, path)
+        return len(_hub(path)), functools.partial(_data_set_row, _hub, (path,))
     seen = stamp(path)
-    return len(_tfds(path, seen)), functools.partial(_tfds_row, path, seen)
+    return len(_tfds(path, seen)), functools.partial(_data_set_row, _tfds, (path, seen))
+
+
+def _data_set_row(opened: Callable[..., Any], arguments: tuple[Any, ...], index: int) -> Any:
+    return opened(*arguments)[index]
 
 
 @functools.lru_cache(maxsize=64)
@@ -145,15 +149,7 @@ def _hub(path: Path) -> Any:
     return open_hub(str(path), "train")
 
 
-def _hub_row(path: Path, index: int) -> Any:
-    return _hub(path)[index]
-
-
 @functools.lru_cache(maxsize=64)
 def _tfds(path: Path, seen: str) -> Sequence[Any]:
     named = str(path).startswith("tfds:")
     return open_tfds(str(path) if named else f"tfds:{path.parent}:{path.name}", "train")
-
-
-def _tfds_row(path: Path, seen: str, index: int) -> Any:
-    return _tfds(path, seen)[index]

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import asyncio
+
 from coa_jax.distill.messages import Ending, Kind, Message, MessageLog
+from coa_jax.distill.pipeline import graded_runs, run_teacher, select
 
 SENDERS = {
     Kind.QUESTION: ("user", "manager"),
@@ -33,3 +36,9 @@ def log_of(*rows, protocol="generalist", episode="e", question="Q?"):
     messages = tuple(message(*row, index=i) for i, row in enumerate(rows))
     ending = Ending.ANSWER if messages[-1].kind is Kind.ANSWER else Ending.LIMIT
     return MessageLog(episode, question, protocol, messages, ending)
+
+
+def distill_tasks(tasks, tools, config, minds=None):
+    """The records of the runs that pass the filters, and the report of the filters."""
+    logs = asyncio.run(run_teacher(tasks, tools, config, minds))
+    return select(graded_runs(tasks, logs, config.judges), config)

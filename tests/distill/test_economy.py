@@ -34,22 +34,22 @@ def test_every_agent_pays_for_what_was_said_before_it():
 def test_only_solved_questions_count():
     task = Task("e", "Q?", "generalist", ("Lima",), "test")
     wrong = as_run(task, log_of(("plan", "w"), ("answer", "Quito")))
-    assert economy([wrong], TOOLS, words, lambda run: "Q?")["questions"] == 0
+    assert economy([wrong], TOOLS, words)["questions"] == 0
     right = as_run(
         task, log_of(("plan", "a b"), ("call", "c d"), ("observation", "e"), ("answer", "Lima"))
     )
-    told = economy([wrong, right], TOOLS, words, lambda run: "one two")
+    told = economy([wrong, right], TOOLS, words)
     asked, replied = team_tokens(right.log, TOOLS, words)
     assert told["questions"] == 1
     assert (told["team_prompt"], told["team_completion"]) == (asked, replied)
-    assert told["trajectory"] == 2 + words(right.record.text)
+    assert told["trajectory"] == words(prompt_of(right.record)) + words(right.record.text)
     assert told["saved"] == pytest.approx(1 - told["trajectory"] / (asked + replied))
 
 
 def test_one_trajectory_costs_a_fraction_of_the_team(tools, factbook_tasks):
     logs = asyncio.run(run_teacher(factbook_tasks, tools, DistillConfig()))
     runs = [as_run(task, log) for task, log in zip(factbook_tasks, logs, strict=True)]
-    told = economy(runs, list(tools), words, lambda run: prompt_of(run.record))
+    told = economy(runs, list(tools), words)
     assert told["questions"] > 100
     assert told["saved"] > 0.5
 

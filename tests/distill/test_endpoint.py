@@ -323,13 +323,7 @@ def test_a_teacher_behind_an_endpoint_survives_nonsense_a_budget_and_a_restart(
         endpoint = Endpoint(
             dataclasses.replace(config_of(server), max_calls=limit), tmp_path / "calls.jsonl"
         )
-        minds = language_minds(endpoint)
-        split = distill_split(
-            *("train", tasks, tools, config, tmp_path),
-            minds=minds,
-            teacher=endpoint.config.model,
-            endpoint=endpoint,
-        )
+        split = distill_split("train", tasks, tools, config, tmp_path, endpoint=endpoint)
         return split, endpoint.spent
 
     closed = []

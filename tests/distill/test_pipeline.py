@@ -1,12 +1,15 @@
 import asyncio
+import dataclasses
 import random
 
 import pytest
 
-from coa_jax.distill import DistillConfig, distill_tasks, evaluate_teacher
+from coa_jax.distill import DistillConfig, evaluate_teacher
+from coa_jax.distill.journal import open_journal
 from coa_jax.distill.messages import AGENTS
 from coa_jax.distill.pipeline import graded_runs, run_teacher, teacher_block
 from coa_jax.errors import UserError
+from tests.distill.logs import distill_tasks
 
 
 @pytest.fixture(scope="module")
@@ -86,16 +89,29 @@ def test_token_counts_are_left_open_without_a_counter(tools, factbook_tasks, con
     assert teacher_block(runs)["tokens_per_task"] is None
 
 
-def test_existing_runs_are_not_made_again(factbook_tasks, tools, config):
+def test_existing_runs_are_not_made_again(factbook_tasks, tools, config, tmp_path):
     tasks = factbook_tasks[:6]
     logs = asyncio.run(run_teacher(tasks, tools, config))
-    fresh = []
-    done = {log.episode: log for log in logs[:4]}
+    path, finished = tmp_path / "journal.jsonl", []
+    for log in logs[:4]:
+        open_journal(path, {}).append(log)
     again = asyncio.run(
-        run_teacher(tasks, tools, config, done=done, on_log=lambda task, log: fresh.append(task.id))
+        run_teacher(tasks, tools, config, journal=open_journal(path, {}), on_done=finished.append)
     )
     assert again == logs
-    assert sorted(fresh) == sorted(task.id for task in tasks[4:])
+    assert finished == [5, 6]
+    assert open_journal(path, {}).done == {log.episode: log for log in logs}
+
+
+def test_a_run_on_another_question_of_the_same_id_is_made_again(
+    factbook_tasks, tools, config, tmp_path
+):
+    journal = open_journal(tmp_path / "journal.jsonl", {})
+    first, second = factbook_tasks[:2]
+    asyncio.run(run_teacher([first], tools, config, journal=journal))
+    changed = dataclasses.replace(second, id=first.id)
+    (log,) = asyncio.run(run_teacher([changed], tools, config, journal=journal))
+    assert log.question == second.question
 
 
 def test_mistakes_of_the_user_are_explained(factbook_tasks, tools, config):

@@ -10,7 +10,7 @@ import pytest
 from coa_jax.distill.filters import failures_of
 from coa_jax.distill.messages import Kind
 from coa_jax.distill.pipeline import DistillConfig, as_run
-from coa_jax.distill.selection import SelectionConfig
+from coa_jax.distill.selection import SelectionConfig, set_filters
 from coa_jax.tasks.base import Task
 from tests.distill.logs import log_of
 
@@ -284,7 +284,7 @@ def test_filters_tell_defects_in_any_wording_from_what_looks_like_them(config):
         return len(text.split())
 
     runs = [as_judged(kind, pair) for kind, _, pair in planted]
-    found = failures_of(runs, config.filters(words), config.set_filters())
+    found = failures_of(runs, config.filters(words), set_filters(config.selection, config.seed))
     wrong = sorted(
         {
             (group, kind, str(failure), run.task.question[:50], run.log.calls[-1][1][:60],

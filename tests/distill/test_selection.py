@@ -7,7 +7,7 @@ import pytest
 from coa_jax.distill import contamination as shown
 from coa_jax.distill.filters import examples_of, failures_of, report_of
 from coa_jax.distill.pipeline import DistillConfig, as_run, select
-from coa_jax.distill.selection import SelectionConfig, further_filters, query_terms
+from coa_jax.distill.selection import SelectionConfig, further_filters, query_terms, set_filters
 from coa_jax.errors import UserError
 from coa_jax.tasks.base import Task
 from tests.distill.logs import log_of
@@ -156,7 +156,7 @@ def failures(planted, config):
         for kind, (task, log) in planted
     ]
     filters = config.filters(count_tokens)
-    return runs, failures_of(runs, filters, config.set_filters())
+    return runs, failures_of(runs, filters, set_filters(config.selection, config.seed))
 
 
 def test_every_filter_drops_all_of_its_own_kind_and_nothing_clean(planted, config):
@@ -167,7 +167,9 @@ def test_every_filter_drops_all_of_its_own_kind_and_nothing_clean(planted, confi
         if failure != (None if kind == "clean" else kind)
     ]
     assert wrong == []
-    report = report_of(found, (*config.filters(count_tokens), *config.set_filters()))
+    report = report_of(
+        found, (*config.filters(count_tokens), *set_filters(config.selection, config.seed))
+    )
     assert report.kept == 100
     assert report.dropped == dict.fromkeys([*PLANTED, "near_duplicate"], EACH)
     assert list(report.dropped) == [f.name for f in config.filters(count_tokens)] + [

@@ -13,7 +13,7 @@ class Playback:
 
     actions: list
 
-    async def act(self, view):
+    async def __call__(self, view):
         action = self.actions.pop(0)
         if isinstance(action, Exception):
             raise action

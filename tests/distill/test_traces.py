@@ -79,33 +79,33 @@ def test_runs_of_one_task_in_files_of_one_name_keep_names_of_their_own(tmp_path)
     made = convert_files(TracesConfig(tuple(map(str, files)), "openai", "web"))
     names = ["t", "log.jsonl:1:t", "log.jsonl:1:t#2"]
     assert [task.id for task in made.tasks] == [log.episode for log in made.logs] == names
-    assert made.usage == dict(zip(names, (1, 2, 3), strict=True))
+    assert made.tokens == [1, 2, 3]
 
 
 def test_what_is_known_of_the_tasks_is_kept_and_other_runs_are_left_out(logs):
-    config, told = TracesConfig(logs, "oagents", "web"), []
+    config = TracesConfig(logs, "oagents", "web")
     free = {task.id: task for task in convert_files(config).tasks}
     known = dataclasses.replace(free["one"], gold=("mine",), source="ours", protocol="generalist")
     known = dataclasses.replace(known, metadata={"hops": 3, "grader": "judge"})
     other = dataclasses.replace(free["w"], question="Another?")
-    made = convert_files(config, told.append, {"one": known, "w": other})
+    made = convert_files(config, {"one": known, "w": other})
     first = made.tasks[0]
     assert (first.id, first.gold, first.source, first.protocol) == ("one", ("mine",), "ours", "web")
     assert first.metadata["grader"] == "judge" and "trace" in first.metadata
     assert "w" not in {t.id for t in made.tasks}
-    assert sum("another task" in refusal["reason"] for refusal in told) >= 2
+    assert sum("another task" in refusal["reason"] for refusal in made.refusals) >= 2
 
 
 def test_a_run_that_was_made_again_for_a_mended_question_is_found(tmp_path):
-    path, told = tmp_path / "runs.jsonl", []
+    path = tmp_path / "runs.jsonl"
     stale, mended = tower(), {**tower(), "question": "Who designed the tower, and when?"}
     path.write_bytes(file_of(stale, mended))
     config = TracesConfig((str(path),), "oagents", "web")
     asked = Task("one", mended["question"], "web", ("mine",), "ours")
-    made = convert_files(config, told.append, {"one": asked})
+    made = convert_files(config, {"one": asked})
     assert [(task.id, task.question) for task in made.tasks] == [("one", asked.question)]
     assert [log.question for log in made.logs] == [asked.question]
-    assert [refusal["line"] for refusal in told] == [1]
+    assert [refusal["line"] for refusal in made.refusals] == [1]
 
 
 def test_mistakes_of_the_user_are_explained(logs):

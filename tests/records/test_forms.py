@@ -398,7 +398,7 @@ DAMAGED = {
     "row 2: nested too deeply|row 2: ": f'[{ROW}, {{"instruction": {"[" * 200_000}',
     ":1: nested too deeply|:1: not JSON": "{" + '"a":{' * 100_000,
     "row 2: not JSON": f"[{ROW}, {ROW[:-9]}",
-    "row 2: not JSON: expected ','": f"[{ROW} {ROW}]",
+    "row 1: not JSON: Extra data": f"[{ROW} {ROW}]",
     "row 1: NaN is not JSON": '[{"instruction": NaN}]',
     "row 1: expected an object, found int": "[3]",
     ":2: expected an object, found list": f"{ROW}\n[1]\n",

@@ -13,7 +13,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from coa_jax.errors import UserError
 from coa_jax.records import LeftOut, Read, Records, iterate_records
-from coa_jax.records.rows import open_rows, read_rows
+from coa_jax.records.rows import open_rows
 from coa_jax.trajectory import write_records
 from tests import tiny_policy
 
@@ -62,8 +62,8 @@ def test_a_row_is_the_same_in_any_order_and_in_another_process(tmp_path, form):
     random.Random(0).shuffle(order)
     for index in order:
         assert rows[index].value == ROWS[index]
-    assert [row.value for row in read_rows(path)] == ROWS
-    numbers = [row.number for row in read_rows(path)]
+    assert [row.value for row in open_rows(path)] == ROWS
+    numbers = [row.number for row in open_rows(path)]
     assert numbers == ([2 * i + 2 for i in range(40)] if form == "blank lines" else [*range(1, 41)])
     with pytest.raises(IndexError):
         rows[40]
@@ -126,5 +126,5 @@ def test_records_of_several_files_have_one_numbering(tmp_path):
     assert [one.record for one in by_number if isinstance(one, Read)] == [
         *(records[2], records[1], records[0]),
     ]
-    assert by_number[2].where == f"{tmp_path}/b.json: row 1"
+    assert by_number[2].row.where == f"{tmp_path}/b.json: row 1"
     assert [found[i] for i in range(4)] == list(iterate_records(source))

@@ -10,10 +10,11 @@ from __future__ import annotations
 import codecs
 import dataclasses
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from coa_jax import reading
 from coa_jax.distill.readers import mcp, oagents, openai_chat, own, smolagents
 from coa_jax.distill.readers.base import (
     Line,
@@ -21,17 +22,17 @@ from coa_jax.distill.readers.base import (
     Problem,
     ReadReport,
     Trace,
-    decode_document,
+    decode_line,
     decode_lines,
     each_line,
     unused,
 )
+from coa_jax.distill.readers.smolagents import is_run
 from coa_jax.errors import UserError
 from coa_jax.extensions import Bound, Kind, bind, refuse_result
-from coa_jax.reading import reason
 from coa_jax.storage import local
 
-__all__ = ["READERS", "Malformed", "Problem", "ReadReport", "Trace", "read_traces"]
+__all__ = ["READERS", "Malformed", "Trace", "read_traces"]
 
 READERS = Kind(
     "trace format",
@@ -53,11 +54,6 @@ returns None if the record is not a run, and raises `Malformed` (or ValueError) 
 damaged. A function with a parameter ``lines`` reads all lines of a file, see
 `coa_jax.distill.readers.base.Reader`.
 """
-
-_IS_RECORD: Mapping[str, Callable[[Any], bool]] = {"smolagents": smolagents.is_run}
-"""Maps a format to a function that says whether a JSON list is one record or a list of records."""
-
-_GZIP = b"\x1f\x8b"
 
 
 def read_traces(
@@ -82,40 +78,42 @@ def read_traces(
     """
     read = bind(READERS, form, options or {}, "traces.format")
     single = each_line(lambda value: _one(form, read, value))
-    try:
-        data = Path(local(str(path))).read_bytes()
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}") from error
-    if data.startswith(_GZIP):
+    data = reading.read_bytes(local(str(path)))
+    if data.startswith(b"\x1f\x8b"):
         raise UserError(f"{path}: is compressed; unpack it with gunzip first")
-    data = data.removeprefix(codecs.BOM_UTF8)
-    lines, bad, traces = _lines(str(path), data, form), [], []
-    records, used, ignored = len(lines), 0, 0
-    names: set[str] = set()
+    lines = _lines(str(path), data.removeprefix(codecs.BOM_UTF8), form)
+    problems, traces, names = list[Problem](), list[Trace](), set[str]()
+    used = 0
     for line, found, counts in read(lines=lines) if "lines" in read.asks else single(lines):
         if isinstance(found, Malformed):
-            bad.append(Problem(str(path), line.number, str(found)))
+            problems.append(Problem(str(path), line.number, str(found)))
             continue
-        used, ignored = used + counts, ignored + (not counts)
+        used += counts
         if found is not None:
-            traces.append(_named(found, line.number, Path(path).name, names))
-    problems = tuple(sorted(bad, key=lambda problem: problem.line))
-    return traces, ReadReport(str(path), records, used, ignored, problems, len(traces))
+            task = found.log.episode
+            name = task or f"{Path(path).name}:{line.number}"
+            name = unused(name, f"{name}@{line.number}", names)
+            names.add(name)
+            log = dataclasses.replace(found.log, episode=name)
+            traces.append(dataclasses.replace(found, log=log, line=line.number, task=task))
+    problems.sort(key=lambda problem: problem.line)
+    ignored = len(lines) - used - len(problems)
+    report = ReadReport(str(path), len(lines), used, ignored, tuple(problems), len(traces))
+    return traces, report
 
 
 def _lines(path: str, data: bytes, form: str) -> list[Line]:
     """Returns the records of a file."""
-    if not path.endswith(".json"):
-        return list(decode_lines(data))
-    lines = list(decode_document(data))
-    value = lines[0].value if lines else None
-    if isinstance(value, Malformed):
-        single = list(decode_lines(data))
+    if not path.endswith(".json") or not data.strip():
+        return decode_lines(data)
+    whole = decode_line(data)
+    if isinstance(whole.value, Malformed):
+        single = decode_lines(data)
         records = sum(isinstance(line.value, dict | list) for line in single)
-        return single if 2 * records >= len(single) > 1 else lines
-    if isinstance(value, list) and not (form in _IS_RECORD and _IS_RECORD[form](value)):
-        return [Line(number, item) for number, item in enumerate(value, start=1)]
-    return lines
+        return single if 2 * records >= len(single) > 1 else [whole]
+    if isinstance(whole.value, list) and not (form == "smolagents" and is_run(whole.value)):
+        return [Line(number, item) for number, item in enumerate(whole.value, start=1)]
+    return [whole]
 
 
 def _one(form: str, read: Bound, value: Any) -> Trace | None:
@@ -125,18 +123,8 @@ def _one(form: str, read: Bound, value: Any) -> Trace | None:
     except Malformed:
         raise
     except (ValueError, KeyError, TypeError) as error:
-        raise Malformed(f"{type(error).__name__}: {reason(error)}") from error
+        raise Malformed(f"{type(error).__name__}: {reading.reason(error)}") from error
     if trace is not None and not isinstance(trace, Trace):
         wanted = "a coa_jax.distill.readers.Trace, or None"
         raise refuse_result(READERS, form, trace, wanted, "traces.format")
     return trace
-
-
-def _named(trace: Trace, line: int, file: str, names: set[str]) -> Trace:
-    """Returns the trace with its line number and a name that is unique in the file."""
-    task = trace.log.episode
-    name = task or f"{file}:{line}"
-    name = unused(name, f"{name}@{line}", names)
-    names.add(name)
-    log = dataclasses.replace(trace.log, episode=name)
-    return dataclasses.replace(trace, log=log, line=line, task=task)

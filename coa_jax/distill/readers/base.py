@@ -1,4 +1,4 @@
-"""Defines what all readers of logs share: lines, checks of fields, traces, and reports.
+"""Defines what all readers of logs share: lines, checked fields, traces, and reports.
 
 A reader converts the lines of one file to traces. The content of a file never makes a reader raise
 an exception. Instead, a record that violates its format becomes a `Problem` with the number of its
@@ -9,12 +9,12 @@ from __future__ import annotations
 
 import dataclasses
 import itertools
-import json
 import math
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
-from coa_jax.distill.messages import Ending, Kind, Message, MessageLog, clean
+from coa_jax import reading
+from coa_jax.distill.messages import Ending, Kind, Message, MessageLog, agent_of, clean
 
 
 class Malformed(ValueError):
@@ -124,17 +124,18 @@ def each_line(read: Callable[[Any], Trace | None]) -> Reader:
 # --- files ---------------------------------------------------------------------------------
 
 
-def decode_lines(data: bytes) -> Iterator[Line]:
-    """Yields every nonblank line with its JSON value, or with the reason why it is invalid."""
-    for number, raw in enumerate(data.split(b"\n"), start=1):
-        if raw.strip():
-            yield _decode(raw, number)
+def decode_lines(data: bytes) -> list[Line]:
+    """Returns every nonblank line with its JSON value, or with the reason why it is invalid."""
+    lines = enumerate(data.split(b"\n"), start=1)
+    return [decode_line(line, number) for number, line in lines if line.strip()]
 
 
-def decode_document(data: bytes) -> Iterator[Line]:
-    """Yields a single line, which holds a whole JSON document or the reason why it is invalid."""
-    if data.strip():
-        yield _decode(data, 1)
+def decode_line(data: bytes, number: int = 1) -> Line:
+    """Returns a line with its JSON value, or with the reason why the line is invalid."""
+    try:
+        return Line(number, parse_json(data))
+    except (ValueError, RecursionError) as error:
+        return Line(number, Malformed(reading.reason(error)))
 
 
 def decoded(line: Line) -> Any:
@@ -144,21 +145,15 @@ def decoded(line: Line) -> Any:
     return line.value
 
 
-def _decode(raw: bytes, number: int) -> Line:
-    try:
-        value = json.loads(raw.decode("utf-8"), object_pairs_hook=_object)
-        return Line(number, _cleaned(value) if b"\\ud" in raw.lower() else value)
-    except UnicodeDecodeError as error:
-        at = number + raw.count(b"\n", 0, error.start)
-        return Line(at, Malformed(f"not UTF-8: byte {error.start}"))
-    except json.JSONDecodeError as error:
-        problem = f"not JSON: {error.msg} at column {error.colno}"
-        return Line(number + error.lineno - 1, Malformed(problem))
-    except (
-        ValueError,
-        RecursionError,
-    ) as error:  # e.g. because of very long numbers or deep nesting
-        return Line(number, Malformed(f"not JSON that can be read: {str(error)[:80]}"))
+def parse_json(data: bytes | str) -> Any:
+    """Parses a JSON value; replaces halves of surrogate pairs in its strings, see `clean`.
+
+    Raises:
+        ValueError, RecursionError: `reading.parse_json` fails, or an object has a key twice.
+    """
+    value = reading.parse_json(data, object_pairs_hook=_object)
+    escape: Any = b"\\ud" if isinstance(data, bytes) else "\\ud"
+    return _cleaned(value) if escape in data.lower() else value
 
 
 def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -188,110 +183,91 @@ def unused(name: str, other: str, names: Collection[str]) -> str:
         other: alternative name. If it is in use too, a number is appended.
         names: names in use.
     """
-    if name not in names:
-        return name
     numbered = (f"{other}#{number}" for number in itertools.count(2))
-    return next(text for text in itertools.chain([other], numbered) if text not in names)
+    return next(text for text in itertools.chain([name, other], numbered) if text not in names)
 
 
 # --- fields --------------------------------------------------------------------------------
 
 
-def mapping(value: Any, what: str) -> dict[str, Any]:
-    """Returns the value if it is an object, else raises `Malformed`."""
-    if not isinstance(value, dict):
-        raise Malformed(f"{what} is {_kind(value)}, not an object")
-    return value
+@dataclasses.dataclass(frozen=True)
+class Field:
+    """A value in a record. Each method checks the type of the value, and raises `Malformed`.
 
-
-def items(value: Any, what: str) -> list[Any]:
-    """Returns the value if it is a list, else raises `Malformed`."""
-    if not isinstance(value, list):
-        raise Malformed(f"{what} is {_kind(value)}, not a list")
-    return value
-
-
-def text(value: Any, what: str) -> str:
-    """Returns the value if it is a string, else raises `Malformed`."""
-    if not isinstance(value, str):
-        raise Malformed(f"{what} is {_kind(value)}, not text")
-    return value
-
-
-def optional_text(value: Any, what: str) -> str:
-    """Returns the value if it is a string, "" for null, else raises `Malformed`."""
-    return "" if value is None else text(value, what)
-
-
-def error_of(step: Mapping[str, Any], where: str) -> str:
-    """Returns the message of a step's ``error``; "" for a step without an error."""
-    error = step.get("error")
-    if error is None:
-        return ""
-    message = mapping(error, f"'error' of {where}").get("message")
-    return optional_text(message, f"the error of {where}")
-
-
-def finite(value: Any, what: str) -> float:
-    """Returns the value if it is a finite number, else raises `Malformed`."""
-    if isinstance(value, bool) or not isinstance(value, int | float):
-        raise Malformed(f"{what} is {_kind(value)}, not a number")
-    try:
-        if math.isfinite(value):
-            return float(value)
-    except OverflowError:  # an integer too large for a float
-        pass
-    raise Malformed(f"{what} is not a finite number")
-
-
-def scalar(value: Any, what: str) -> str:
-    """Returns a string, finite number or boolean as a string; raises `Malformed` otherwise."""
-    if isinstance(value, bool | int):
-        return str(value)
-    if isinstance(value, float):
-        return str(finite(value, what))
-    return text(value, what)
-
-
-def need(record: Mapping[str, Any], key: str, where: str = "the record") -> Any:
-    """Returns the value of a key that a JSON object must have.
-
-    Args:
-        record: the JSON object.
-        key: the key.
-        where: name of the object, used in the error message.
-
-    Raises:
-        Malformed: the key is missing.
+    Attributes:
+        value: the JSON value; None if the value is null or missing.
+        name: name of the value in error messages, such as ``'plan' of step 3``.
     """
-    if key not in record:
-        raise Malformed(f"{where} lacks {key!r}")
-    return record[key]
 
+    value: Any
+    name: str = ""
 
-def json_text(value: str, what: str) -> Any:
-    """Parses JSON inside a string; raises `Malformed` if it is invalid."""
-    try:
-        return _cleaned(json.loads(value, object_pairs_hook=_object))
-    except json.JSONDecodeError as error:
-        reason = f"{error.msg} at column {error.colno}"
-    except (ValueError, RecursionError) as error:
-        reason = str(error)[:80]
-    raise Malformed(f"{what} is not JSON: {reason}")
+    def __bool__(self) -> bool:
+        """Returns whether the value is neither null nor missing."""
+        return self.value is not None
 
+    def __getitem__(self, key: str) -> Field:
+        """Returns the value of a key that the object must have."""
+        if key not in self.mapping():
+            raise Malformed(f"{self.name or 'the record'} lacks {key!r}")
+        return self.get(key)
 
-def accepted(value: Any, what: str) -> tuple[str, ...]:
-    """Converts the accepted answers in a file, which may be null, a scalar or a list of scalars."""
-    if value is None:
-        return ()
-    if isinstance(value, list):
-        return tuple(scalar(item, what) for item in value)
-    return (scalar(value, what),)
+    def get(self, key: str) -> Field:
+        """Returns the value of a key that the object may lack."""
+        return Field(self.mapping().get(key), f"{key!r} of {self.name}" if self.name else repr(key))
 
+    def mapping(self) -> dict[str, Any]:
+        """Returns the value, which must be an object."""
+        return self._checked(dict, "an object")
 
-def _kind(value: Any) -> str:
-    names = {dict: "an object", list: "a list", str: "text", bool: "a truth value"}
-    return "null" if value is None else names.get(type(value), "a number")
+    def items(self, item: str) -> list[Field]:
+        """Returns the items of a list, each with the name ``item`` and its number."""
+        items = enumerate(self._checked(list, "a list"))
+        return [Field(value, f"{item} {number}") for number, value in items]
+
+    def text(self) -> str:
+        """Returns the value, which must be a string."""
+        return self._checked(str, "text")
+
+    def optional_text(self) -> str:
+        """Returns the value, which must be a string or null; "" for null."""
+        return self.text() if self else ""
+
+    def finite(self) -> float:
+        """Returns the value, which must be a finite number."""
+        if isinstance(self.value, bool) or not isinstance(self.value, int | float):
+            raise Malformed(f"{self} is {self._kind}, not a number")
+        if not math.isfinite(self.value):
+            raise Malformed(f"{self} is not a finite number")
+        return float(self.value)
+
+    def scalar(self) -> str:
+        """Returns the value, which must be a string, a finite number or a boolean, as a string."""
+        if isinstance(self.value, bool | int):
+            return str(self.value)
+        return str(self.finite()) if isinstance(self.value, float) else self.text()
+
+    def optional_scalar(self) -> str:
+        """Returns the value as `scalar` does; "" for null."""
+        return self.scalar() if self else ""
+
+    def answers(self) -> tuple[str, ...]:
+        """Returns accepted answers from a value that is null, a scalar or a list of scalars."""
+        values = self.value if isinstance(self.value, list) else [self.value] if self else []
+        return tuple(Field(value, self.name).scalar() for value in values)
+
+    def __str__(self) -> str:
+        return self.name or "the record"
+
+    @property
+    def _kind(self) -> str:
+        kinds = {dict: "an object", list: "a list", str: "text", bool: "a truth value"}
+        return kinds.get(type(self.value), "a number") if self else "null"
+
+    def _checked(self, kind: type, wanted: str) -> Any:
+        if not isinstance(self.value, kind):
+            raise Malformed(f"{self} is {self._kind}, not {wanted}")
+        return self.value
 
 
 # --- messages ------------------------------------------------------------------------------
@@ -306,16 +282,7 @@ class Conversation:
     def add(
         self, kind: Kind, sender: str, to: str, content: str, thought: str = "", outcome: Any = None
     ) -> None:
-        """Adds a message.
-
-        Args:
-            kind: purpose of the message.
-            sender, to: names of the sender and of the recipient.
-            content: text of the message.
-            thought: reasoning of the sender before the message; "" for none.
-            outcome: how the tool call ended if the message is an observation; None for other
-                messages.
-        """
+        """Adds a message; the parameters are fields of `Message`."""
         index = len(self.messages)
         self.messages.append(Message(index, sender, to, kind, content, thought, outcome))
 
@@ -323,6 +290,14 @@ class Conversation:
         """Adds text that belongs to no tag as a report to the manager; ignores blank text."""
         if words.strip():
             self.add(Kind.REPORT, "search", "manager", words.strip())
+
+    def ask(self, task: str, thought: str = "") -> None:
+        """Adds the request of the manager to a managed agent to solve a task."""
+        self.add(Kind.REQUEST, "manager", "search", " ".join(task.split()), thought)
+
+    def plan(self, plan: str, *thoughts: str) -> None:
+        """Adds a plan, and the survey of facts before it as the thought."""
+        self.add(Kind.PLAN, "planner", "manager", plan, "\n\n".join(filter(None, thoughts)))
 
     def call(self, tag: str, body: str, returned: str, ok: bool = True, thought: str = "") -> None:
         """Adds a tool call and its result, as two messages.
@@ -334,9 +309,14 @@ class Conversation:
             ok: whether the call succeeded.
             thought: reasoning before the call; "" for none.
         """
-        agent = "code" if tag == "code" else "search"
+        agent = agent_of(tag)
         self.add(Kind.CALL, agent, tag, body, thought)
         self.add(Kind.OBSERVATION, tag, agent, returned, outcome="ok" if ok else "error")
+
+    def answer(self, text: str) -> None:
+        """Adds the answer, and thereby ends the run; does nothing if the text is empty."""
+        if text:
+            self.add(Kind.ANSWER, "manager", "user", text)
 
     def finish(self, episode: str, error: str = "") -> MessageLog:
         """Returns the log of the run so far."""

@@ -15,48 +15,15 @@ from coa_jax.distill.messages import clean
 from coa_jax.distill.readers.base import Malformed
 from coa_jax.protocol import format_code, parse_code
 
-_TAGS: Mapping[str, str] = {
-    **dict.fromkeys(
-        [
-            "web_search",
-            "search",
-            "google_search",
-            "google",
-            "baidu_search",
-            "baidu",
-            "bing_search",
-            "bing",
-            "ddgs",
-            "serper",
-            "duckduckgo_search",
-            "duckduckgo",
-            "tavily_search",
-            "brave_search",
-            "exa_search",
-            "searxng",
-        ],
-        "web_search",
-    ),
-    **dict.fromkeys(["wiki_search", "wikipedia_search", "wikipedia", "wiki"], "wiki_search"),
-    **dict.fromkeys(
-        [
-            "crawl_page",
-            "crawl_pages",
-            "visit_webpage",
-            "visit_page",
-            "fetch",
-            "fetch_url",
-            "browse",
-            "open_url",
-        ],
-        "crawl_page",
-    ),
-    **dict.fromkeys(
-        ["code", "python", "python_interpreter", "code_interpreter", "run_python"], "code"
-    ),
-    **dict.fromkeys(["visual_inspector", "visualizer", "inspect_image"], "visual_inspector"),
+_NAMES: Mapping[str, str] = {
+    "web_search": "web_search search google_search google baidu_search baidu bing_search bing ddgs "
+    "serper duckduckgo_search duckduckgo tavily_search brave_search exa_search searxng",
+    "wiki_search": "wiki_search wikipedia_search wikipedia wiki",
+    "crawl_page": "crawl_page crawl_pages visit_webpage visit_page fetch fetch_url browse open_url",
+    "code": "code python python_interpreter code_interpreter run_python",
+    "visual_inspector": "visual_inspector visualizer inspect_image",
 }
-"""Maps names of tools in other frameworks to tags; the paper's teacher uses several names.
+"""Maps tags to the names of the tools in other frameworks; the paper's teacher uses several names.
 """
 
 _KEYS: Mapping[str, tuple[str, ...]] = {
@@ -97,7 +64,7 @@ def _squash(name: str) -> str:
     return name.lower().removesuffix("tool").replace("_", "").replace("-", "")
 
 
-_SQUASHED = {_squash(name): tag for name, tag in _TAGS.items()}
+_SQUASHED = {_squash(name): tag for tag, names in _NAMES.items() for name in names.split()}
 
 
 def body_of(tag: str, arguments: Any) -> str:
@@ -113,12 +80,14 @@ def body_of(tag: str, arguments: Any) -> str:
     """
     if isinstance(arguments, str):
         arguments = _maybe_json(arguments)
-    family = "web_search" if tag == "wiki_search" else tag
-    if tag == "visual_inspector" or family not in _KEYS:
-        return clean(arguments if isinstance(arguments, str) else _json(arguments))
+    keys = _KEYS.get("web_search" if tag == "wiki_search" else tag)
+    if keys is None:
+        if not isinstance(arguments, str):
+            arguments = json.dumps(arguments, ensure_ascii=False, sort_keys=True)
+        return clean(arguments)
     stdin = None
     if isinstance(arguments, dict):
-        names = [key for key in _KEYS[family] if arguments.get(key)]
+        names = [key for key in keys if arguments.get(key)]
         if not names and len(arguments) == 1:
             names = list(arguments)
         rest = {key: value for key, value in arguments.items() if key not in names[:1]}
@@ -127,11 +96,9 @@ def body_of(tag: str, arguments: Any) -> str:
     if isinstance(arguments, list) and all(isinstance(item, str) for item in arguments):
         arguments = " | ".join(arguments)
     if not isinstance(arguments, str) or not arguments.strip():
-        raise Malformed(f"a call of {tag} without {' or '.join(_KEYS[family][:2])}")
+        raise Malformed(f"a call of {tag} without {' or '.join(keys[:2])}")
     body = clean(arguments)
-    if family == "code":
-        return _program(body, stdin)
-    return body.strip()
+    return _program(body, stdin) if tag == "code" else body.strip()
 
 
 def _beside(tag: str, rest: Mapping[Any, Any]) -> str | None:
@@ -172,7 +139,3 @@ def _maybe_json(arguments: str) -> Any:
     except (ValueError, RecursionError):
         return arguments  # not JSON; a program may begin with a bracket, too
     return value if isinstance(value, dict | list) else arguments
-
-
-def _json(value: Any) -> str:
-    return json.dumps(value, ensure_ascii=False, sort_keys=True)

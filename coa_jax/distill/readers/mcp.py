@@ -13,43 +13,33 @@ The format lacks:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
-from typing import Any, TypeVar
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
 
-from coa_jax.distill.messages import Kind
-from coa_jax.distill.readers.base import (
-    Conversation,
-    Found,
-    Line,
-    Malformed,
-    Trace,
-    accepted,
-    decoded,
-    items,
-    mapping,
-    need,
-    scalar,
-    text,
-)
+from coa_jax.distill.readers.base import Conversation, Field, Found, Line, Malformed, Trace, decoded
 from coa_jax.distill.readers.calls import body_of, tag_of
 from coa_jax.tools.mcp_tool import result_text
 
-T = TypeVar("T")
+_FACTS: Mapping[str, Callable[[Field], Any]] = {
+    "question": Field.text,
+    "answer": lambda field: field.scalar().strip(),
+    "gold": Field.answers,
+}
+"""What a session is about, beside its messages: the name of each field -> how to read the field."""
 
 
 @dataclasses.dataclass
 class _Session:
     """The state of a session while its lines are read.
 
-    `others` maps the ids of requests that are not tool calls, from the client and from the server,
-    to whether they are still unanswered. `begin` and `end_line` are the numbers of the first and
-    the last line of the session, and `last` is the number of the last line that belongs to the run.
+    `facts` holds the values of `_FACTS`. `others` maps the ids of requests that are not tool calls,
+    from the client and from the server, to whether they are still unanswered. `begin` and
+    `end_line` are the numbers of the first and the last line of the session, and `last` is the
+    number of the last line that belongs to the run. `fault` says why the session is invalid.
     """
 
     name: str
-    question: str = ""
-    answer: str | None = None
-    gold: tuple[str, ...] = ()
+    facts: dict[str, Any] = dataclasses.field(default_factory=dict)
     calls: dict[str, tuple[str, str]] = dataclasses.field(default_factory=dict)
     returns: dict[str, tuple[str, bool]] = dataclasses.field(default_factory=dict)
     others: dict[str, bool] = dataclasses.field(default_factory=dict)
@@ -58,66 +48,49 @@ class _Session:
     last: int = 0
     fault: str = ""
 
-    def end(self) -> Trace | Malformed:
-        """Returns the trace of the session, or the reason why the session is invalid."""
-        try:
-            return Malformed(self.fault) if self.fault else self.trace()
-        except Malformed as error:
-            return error
-
     def trace(self) -> Trace:
         """Returns the trace of the session: its tool calls in order, each with its result."""
-        if not self.question:
+        if self.fault:
+            raise Malformed(self.fault)
+        if not self.facts.get("question"):
             raise Malformed(f"the session {self.name!r} has no question")
-        talk = Conversation(self.question)
+        talk = Conversation(self.facts["question"])
         for identity, (tag, body) in self.calls.items():
             if identity not in self.returns:
                 raise Malformed(f"no result of the call {identity}")
-            returned, ok = self.returns[identity]
-            talk.call(tag, body, returned, ok)
-        if self.answer:
-            talk.add(Kind.ANSWER, "manager", "user", self.answer)
-        return Trace(talk.finish(self.name), self.gold)
+            talk.call(tag, body, *self.returns[identity])
+        talk.answer(self.facts.get("answer", ""))
+        return Trace(talk.finish(self.name), self.facts.get("gold", ()))
 
 
-def _facts(session: _Session, record: dict[str, Any]) -> bool:
-    """Reads question, answer and accepted answers from a record; returns whether it has any."""
-    if record.get("question") is not None:
-        question = text(record["question"], "'question'")
-        session.question = _same(session.question or question, question, "question")
-    if record.get("answer") is not None:
-        answer = scalar(record["answer"], "'answer'").strip()
-        session.answer = _same(
-            answer if session.answer is None else session.answer, answer, "answer"
-        )
-    if record.get("gold") is not None:
-        gold = accepted(record["gold"], "'gold'")
-        session.gold = _same(session.gold or gold, gold, "gold")
-    return any(record.get(key) is not None for key in ("question", "answer", "gold"))
+def _facts(session: _Session, record: Field) -> bool:
+    """Reads the facts in a record; returns whether the record has any.
+
+    Raises:
+        Malformed: a fact differs from the one that is known, because two runs are mixed.
+    """
+    given = [name for name in _FACTS if record.get(name)]
+    for name in given:
+        value = _FACTS[name](record[name])
+        if (session.facts.get(name) or value) != value:
+            raise Malformed(f"a second {name} in the session: give each run a 'session' of its own")
+        session.facts[name] = value
+    return bool(given)
 
 
-def _same(known: T, new: T, what: str) -> T:
-    """Returns the value if it equals the known one; another value means that two runs are mixed."""
-    if known != new:
-        raise Malformed(f"a second {what} in the session: give each run a 'session' of its own")
-    return new
-
-
-def _message(session: _Session, value: Any) -> bool:
+def _message(session: _Session, message: Field) -> bool:
     """Reads one JSON-RPC message; returns whether it belongs to a tool call."""
-    message = mapping(value, "a message")
-    if need(message, "jsonrpc", "a message") != "2.0":
+    if message["jsonrpc"].value != "2.0":
         raise Malformed("a message is not of JSON-RPC 2.0")
-    identity = str(message.get("id"))
-    if message.get("method") == "tools/call":
-        params = mapping(need(message, "params", "a call"), "'params'")
-        name = text(need(params, "name", "a call"), "the name of a tool")
+    identity = str(message.get("id").value)
+    if message.get("method").value == "tools/call":
+        params = message["params"]
         if identity in session.calls:
             raise Malformed(f"two calls with the id {identity}")
-        tag = tag_of(name)
-        session.calls[identity] = (tag, body_of(tag, params.get("arguments") or {}))
+        tag = tag_of(params["name"].text())
+        session.calls[identity] = tag, body_of(tag, params.get("arguments").value or {})
         return True
-    if "method" in message:
+    if "method" in message.mapping():
         session.others[identity] = True
         return False  # a handshake, a notification, or a request of the server
     if _answers_another(session, identity, message):
@@ -127,25 +100,21 @@ def _message(session: _Session, value: Any) -> bool:
         raise Malformed(f"a result of the request {identity}, which is not there")
     if identity in session.returns:
         raise Malformed(f"two results of the call {identity}")
-    if "error" in message:
-        error = mapping(message["error"], "'error'")
-        session.returns[identity] = scalar(error.get("message", ""), "an error"), False
+    if "error" in message.mapping():
+        session.returns[identity] = message["error"].get("message").optional_scalar(), False
         return True
-    result = mapping(need(message, "result", "a message"), "'result'")
+    result = message["result"]
     structured = result.get("structuredContent")
-    parts = []
-    content = (
-        result.get("content") if structured is not None else need(result, "content", "a result")
-    )
-    for part in items([] if content is None else content, "'content'"):
-        if mapping(part, "a part of a result").get("type") != "text":
-            raise Malformed("a result holds something besides text")
-        parts.append(("text", text(part.get("text"), "a part of a result")))
-    session.returns[identity] = result_text(parts, structured), not result.get("isError", False)
+    content = result.get("content") if structured else result["content"]
+    parts = content.items("part of a result") if content else []
+    if any(part.get("type").value != "text" for part in parts):
+        raise Malformed("a result holds something besides text")
+    shown = result_text([("text", part["text"].text()) for part in parts], structured.value)
+    session.returns[identity] = shown, not result.get("isError").value
     return True
 
 
-def _answers_another(session: _Session, identity: str, message: dict[str, Any]) -> bool:
+def _answers_another(session: _Session, identity: str, message: Field) -> bool:
     """Returns whether a response belongs to a request that is not a tool call.
 
     Client and server number their requests independently, so a request of the server may have the
@@ -157,18 +126,17 @@ def _answers_another(session: _Session, identity: str, message: dict[str, Any]) 
         return False
     if identity in session.returns:
         return True
-    if "error" in message:
+    if "error" in message.mapping():
         raise Malformed(f"an error of {identity}, which is both a call and a request of the server")
-    result = mapping(need(message, "result", "a message"), "'result'")
+    result = message["result"].mapping()
     returned = isinstance(result.get("content"), list) or "structuredContent" in result
     return not returned or "role" in result or "action" in result
 
 
-def _whole(record: dict[str, Any]) -> Trace:
-    identity = record.get("id")
-    session = _Session("" if identity is None else scalar(identity, "'id'"))
+def _whole(record: Field) -> Trace:
+    session = _Session(record.get("id").optional_scalar())
     _facts(session, record)
-    for message in items(record["messages"], "'messages'"):
+    for message in record["messages"].items("message"):
         _message(session, message)
     return session.trace()
 
@@ -189,31 +157,36 @@ def read(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
                 alone = len(sessions) == 1 and not session.name
                 if alone or session.begin < line.number < session.end_line:
                     session.fault = session.fault or f"line {line.number} may belong to the session"
-    ends = {name: session.end() for name, session in sessions.items()}
-    for line, name, found, used in taken:
-        if name is None or found is not None or not used:
+    ends: dict[str, Trace | Malformed] = {}
+    for name, session in sessions.items():
+        try:
+            ends[name] = session.trace()
+        except Malformed as error:
+            ends[name] = error
+    for line, session_name, found, used in taken:
+        if session_name is None or not used:
             yield line, found, used
-            continue
-        end = ends[name]
-        if isinstance(end, Malformed):
+        elif isinstance(end := ends[session_name], Malformed):
             yield line, end, False
         else:
-            yield line, end if sessions[name].last == line.number else None, True
+            yield line, end if sessions[session_name].last == line.number else None, True
 
 
 def _take(sessions: dict[str, _Session], line: Line) -> tuple[str | None, Found, bool]:
     """Reads one line; returns (name of its session, what it completed, whether it was used)."""
     session = None
     try:
-        record = mapping(decoded(line), "the record")
-        if "messages" in record:
+        record = Field(decoded(line))
+        if "messages" in record.mapping():
             return None, _whole(record), True
-        name = scalar(record.get("session", ""), "'session'")
+        name = record.get("session").scalar() if "session" in record.mapping() else ""
         session = sessions.setdefault(name, _Session(name, begin=line.number))
         session.end_line = line.number
         used = _facts(session, record)
-        if "message" in record or "jsonrpc" in record:
-            used = _message(session, record.get("message", record)) or used
+        if "message" in record.mapping():
+            used = _message(session, record["message"]) or used
+        elif "jsonrpc" in record.mapping():
+            used = _message(session, record) or used
     except (Malformed, RecursionError) as error:
         if session is not None:
             session.fault = session.fault or f"line {line.number} of the session is malformed"

@@ -20,23 +20,19 @@ The format lacks:
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
-from coa_jax.distill.messages import Kind
+from coa_jax import reading
 from coa_jax.distill.readers.answers import marked_answer
 from coa_jax.distill.readers.base import (
     Conversation,
+    Field,
     Malformed,
     Reader,
     Trace,
-    accepted,
     each_line,
-    items,
-    json_text,
-    mapping,
-    need,
-    scalar,
-    text,
+    parse_json,
     total_usage,
 )
 from coa_jax.distill.readers.calls import body_of, tag_of
@@ -44,30 +40,33 @@ from coa_jax.distill.readers.calls import body_of, tag_of
 _FINAL = "final_answer"
 """Name of the tool that gives the answer of a run, as in smolagents."""
 
+_Call = tuple[str, str, Any]
+"""The id of a call, the name of its tool, and its arguments."""
+
 
 def read_chat(value: Any) -> Trace:
     """Converts the JSON object of one line to a trace."""
-    record = mapping(value, "the record")
-    response = mapping(record["response"], "'response'") if "response" in record else None
+    record = Field(value)
+    response = record["response"] if "response" in record.mapping() else Field({})
     messages = _messages(record, response)
-    roles = [message["role"] for message in messages]
+    roles = [message["role"].text() for message in messages]
     if "user" not in roles:
         raise Malformed("no message of the role 'user', so no question")
     asked = roles.index("user")
-    talk = Conversation(_content(messages[asked], asked))
-    _paired([], _results(messages, asked))
-    last, final = len(messages) - 1, None
+    talk = Conversation(_content(messages[asked]))
+    _paired([], _results(messages[asked + 1 :]))
+    final = None
     for number, message in enumerate(messages[asked + 1 :], start=asked + 1):
-        words = _content(message, number)
-        if message["role"] == "user":
+        words, reasoning = _content(message), _reasoning(message)
+        if roles[number] == "user":
             raise Malformed("a second message of the role 'user': no run of a single question")
-        if message["role"] != "assistant":
+        if roles[number] != "assistant":
             continue
         if final is not None:
             raise Malformed(f"the conversation goes on after {_FINAL}")
-        calls = _calls(message, number)
-        thought = "\n".join(t for t in (_reasoning(message), words) if t)
-        returned = _paired(calls, _results(messages, number))
+        calls = _calls(message)
+        thought = "\n".join(filter(None, (reasoning, words)))
+        returned = _paired(calls, _results(messages[number + 1 :]))
         for (_, tool, arguments), seen in zip(calls, returned, strict=True):
             if seen is None:
                 final = _final(arguments)
@@ -75,87 +74,82 @@ def read_chat(value: Any) -> Trace:
             tag = tag_of(tool)
             talk.call(tag, body_of(tag, arguments), seen, True, thought)
             thought = ""
-        if calls and final is None:
-            continue
         if final is not None:
             _close(talk, record, thought, final)
-        elif number == last:
-            _answer(talk, record, _reasoning(message), words)
-        else:
+        elif not calls and number == len(messages) - 1:
+            before, answer = marked_answer(words) or ("", words.strip())
+            if record.get("answer"):
+                before = words
+            _close(talk, record, "\n".join(filter(None, (reasoning, before))), answer)
+        elif not calls:
             talk.say(thought)
-    name = next((r["id"] for r in (record, response or {}) if r.get("id") is not None), None)
-    episode = "" if name is None else scalar(name, "'id'")
+    episode = (record.get("id") or response.get("id")).optional_scalar()
     counts = record.get("usage")
-    if counts is None and response and "assistant" not in roles[asked:-1]:
+    if not counts and "assistant" not in roles[asked:-1]:
         counts = response.get("usage")  # counts the last call of the model only
-    usage = total_usage([counts], "prompt_tokens", "completion_tokens")
-    return Trace(talk.finish(episode), accepted(record.get("gold"), "'gold'"), usage=usage)
+    usage = total_usage([counts.value], "prompt_tokens", "completion_tokens")
+    return Trace(talk.finish(episode), record.get("gold").answers(), usage=usage)
 
 
-def _messages(record: dict[str, Any], response: dict[str, Any] | None) -> list[dict[str, Any]]:
-    asked = record
-    if "request" in record:
-        asked = mapping(record["request"], "'request'")
-    messages = list(items(need(asked, "messages"), "'messages'"))
-    if response is not None:
-        choices = items(need(response, "choices", "'response'"), "'choices'")
+def _messages(record: Field, response: Field) -> list[Field]:
+    request = record["request"] if "request" in record.mapping() else record
+    messages = request["messages"].items("message")
+    if "response" in record.mapping():
+        choices = response["choices"].items("choice")
         if not choices:
             raise Malformed("the response has no choice")
-        messages.append(need(mapping(choices[0], "a choice"), "message", "a choice"))
-    for number, message in enumerate(messages):
-        role = need(mapping(message, f"message {number}"), "role", f"message {number}")
-        text(role, f"the role of message {number}")
+        messages.append(Field(choices[0]["message"].value, f"message {len(messages)}"))
     return messages
 
 
-def _content(message: dict[str, Any], number: int) -> str:
+def _content(message: Field) -> str:
     content = message.get("content")
-    if isinstance(content, list):
-        parts = [mapping(part, f"a part of message {number}") for part in content]
-        if any(part.get("type") not in ("text", "input_text", "output_text") for part in parts):
-            raise Malformed(f"message {number} holds something besides text")
-        return "\n".join(text(part.get("text"), f"message {number}") for part in parts)
-    return "" if content is None else text(content, f"the content of message {number}")
+    if not isinstance(content.value, list):
+        return content.optional_text()
+    parts = content.items(f"{message}, part")
+    if any(part.get("type").value not in ("text", "input_text", "output_text") for part in parts):
+        raise Malformed(f"{message} holds something besides text")
+    return "\n".join(part["text"].text() for part in parts)
 
 
-def _reasoning(message: dict[str, Any]) -> str:
-    words = message.get("reasoning_content") or message.get("reasoning")
+def _reasoning(message: Field) -> str:
+    words = message.get("reasoning_content").value or message.get("reasoning").value
     return words.strip() if isinstance(words, str) else ""
 
 
-def _calls(message: dict[str, Any], number: int) -> list[tuple[str, str, Any]]:
-    where = f"a call of message {number}"
-    if message.get("function_call"):
-        calls = [{"id": "function", "function": message["function_call"]}]
-    else:
-        calls = items(message.get("tool_calls") or [], f"'tool_calls' of message {number}")
+def _calls(message: Field) -> list[_Call]:
+    old, new = message.get("function_call"), message.get("tool_calls")
+    if old.value:
+        return [_call(old, "function")]
+    calls = new.items(f"{message}, call") if new.value else []
+    return [_call(call["function"], call["id"].scalar()) for call in calls]
+
+
+def _call(function: Field, identity: str) -> _Call:
+    name, arguments = function["name"].text(), function["arguments"]
+    if not isinstance(arguments.value, str):
+        return identity, name, arguments.value
+    try:  # some servers write "" for no arguments
+        return identity, name, parse_json(arguments.value or "{}")
+    except (ValueError, RecursionError) as error:
+        raise Malformed(f"the text of {arguments}: {reading.reason(error)}") from error
+
+
+def _results(following: Sequence[Field]) -> list[tuple[str, str]]:
+    """Returns (id of the call, result) for each result before the next turn."""
     found = []
-    for call in (mapping(call, where) for call in calls):
-        function = mapping(need(call, "function", where), where)
-        name = text(need(function, "name", where), f"the name of {where}")
-        identity = scalar(need(call, "id", where), f"the id of {where}")
-        arguments = need(function, "arguments", where)
-        if isinstance(arguments, str):  # some servers write "" for no arguments
-            arguments = json_text(arguments or "{}", f"the text of the arguments of {where}")
-        found.append((identity, name, arguments))
+    for message in following:
+        match message["role"].text():
+            case "assistant" | "user":
+                break
+            case "tool":
+                found.append((message["tool_call_id"].scalar(), _content(message)))
+            case "function":
+                found.append(("function", _content(message)))
     return found
 
 
-def _results(messages: list[dict[str, Any]], turn: int) -> list[tuple[str, str]]:
-    """Returns (id of the call, result) for each result between a message and the next turn."""
-    found = []
-    for number, message in enumerate(messages[turn + 1 :], start=turn + 1):
-        if message["role"] in ("assistant", "user"):
-            break
-        if message["role"] == "tool":
-            identity = scalar(need(message, "tool_call_id", f"message {number}"), "'tool_call_id'")
-            found.append((identity, _content(message, number)))
-        elif message["role"] == "function":
-            found.append(("function", _content(message, number)))
-    return found
-
-
-def _paired(calls: list[tuple[str, str, Any]], results: list[tuple[str, str]]) -> list[str | None]:
+def _paired(calls: Sequence[_Call], results: Sequence[tuple[str, str]]) -> list[str | None]:
     """Returns the result of each call of a turn; None for ``final_answer``, which has no result.
 
     Several turns may use the same ids. Calls of one turn with the same id are paired with results
@@ -170,39 +164,27 @@ def _paired(calls: list[tuple[str, str, Any]], results: list[tuple[str, str]]) -
             raise Malformed(f"two results of the call {identity!r}")
     returned: list[str | None] = []
     for identity, tool, _ in calls:
-        if not waiting[identity] and not _is_final(tool):
+        is_final = tool.lower().replace("_", "") == "finalanswer"
+        if not waiting[identity] and not is_final:
             raise Malformed(f"no result of the call {identity!r}")
         seen = waiting[identity].pop(0) if waiting[identity] else ""
-        returned.append(None if _is_final(tool) else seen)
+        returned.append(None if is_final else seen)
     return returned
-
-
-def _is_final(tool: str) -> bool:
-    return tool.lower().replace("_", "") == "finalanswer"
 
 
 def _final(arguments: Any) -> str:
     if isinstance(arguments, dict):
         only = next(iter(arguments.values())) if len(arguments) == 1 else None
         arguments = arguments.get("answer", only)
-    return scalar(arguments, f"the answer of {_FINAL}").strip()
+    return Field(arguments, f"the answer of {_FINAL}").scalar().strip()
 
 
-def _close(talk: Conversation, record: dict[str, Any], thought: str, answer: str) -> None:
+def _close(talk: Conversation, record: Field, thought: str, answer: str) -> None:
     """Ends a run; an answer that the record stores separately replaces that of the last message."""
-    if record.get("answer") is not None:
-        answer = scalar(record["answer"], "'answer'").strip()
+    if record.get("answer"):
+        answer = record["answer"].scalar().strip()
     talk.say(thought)
-    if answer:
-        talk.add(Kind.ANSWER, "manager", "user", answer)
-
-
-def _answer(talk: Conversation, record: dict[str, Any], reasoning: str, words: str) -> None:
-    """Adds the last message: the marked answer, if any, and the text before it as thought."""
-    thought, answer = marked_answer(words) or ("", words.strip())
-    if record.get("answer") is not None:
-        thought = words
-    _close(talk, record, "\n".join(t for t in (reasoning, thought) if t), answer)
+    talk.answer(answer)
 
 
 read: Reader = each_line(read_chat)

@@ -10,16 +10,9 @@ from __future__ import annotations
 
 from typing import Any
 
+from coa_jax import reading
 from coa_jax.distill.messages import Kind, from_json
-from coa_jax.distill.readers.base import (
-    Malformed,
-    Reader,
-    Trace,
-    accepted,
-    each_line,
-    mapping,
-    text,
-)
+from coa_jax.distill.readers.base import Field, Malformed, Reader, Trace, each_line
 
 
 def read_log(value: Any) -> Trace | None:
@@ -27,25 +20,16 @@ def read_log(value: Any) -> Trace | None:
 
     The result is None for the first line of a journal, which holds settings instead of a run.
     """
-    if mapping(value, "the record").keys() == {"journal"}:
+    record = Field(value)
+    if record.mapping().keys() == {"journal"}:
         return None
     try:
         log = from_json(value)
-    except KeyError as error:
-        raise Malformed(f"the field {error} is missing") from error
-    except (TypeError, ValueError, AttributeError) as error:
-        raise Malformed(" ".join(str(error).split())) from error
-    for name in ("episode", "question", "protocol", "error"):
-        text(getattr(log, name), f"{name!r}")
-    for message in log.messages:
-        for name in ("sender", "recipient", "content", "thought"):
-            text(getattr(message, name), f"{name!r} of message {message.index}")
-        for name in ("outcome", "slip"):
-            if getattr(message, name) is not None:
-                text(getattr(message, name), f"{name!r} of message {message.index}")
+    except reading.MALFORMED as error:
+        raise Malformed(reading.reason(error)) from error
     if log.messages[0].kind is not Kind.QUESTION:
         raise Malformed("the first message is not the question")
-    return Trace(log, accepted(value.get("gold"), "'gold'"))
+    return Trace(log, record.get("gold").answers())
 
 
 read: Reader = each_line(read_log)

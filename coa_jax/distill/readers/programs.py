@@ -19,7 +19,7 @@ import re
 from collections.abc import Collection, Iterable
 from typing import Any
 
-from coa_jax.distill.readers.base import Conversation, Malformed
+from coa_jax.distill.readers.base import Conversation, Field, Malformed
 from coa_jax.distill.readers.calls import body_of, is_tool, tag_of
 from coa_jax.protocol import format_code
 
@@ -55,6 +55,7 @@ class Program:
     """The analysis of a step's program.
 
     Attributes:
+        source: source of the program.
         requests: pairs (agent, task), one for each call of a managed agent, in the order of the
             source. The task is None if it is not a literal.
         computes: whether the program must be run to know its output, because the program contains
@@ -72,6 +73,7 @@ class Program:
         binds: names that the program defines.
     """
 
+    source: str
     requests: tuple[tuple[str, str | None], ...]
     computes: bool
     adds: bool = True
@@ -80,6 +82,18 @@ class Program:
     prints: bool = False
     call: tuple[str, Any] | None = None
     binds: frozenset[str] = frozenset()
+
+
+def function_of(call: Field) -> tuple[str, Field]:
+    """Returns the name and the arguments of a tool call in the form of OpenAI."""
+    function = call["function"]
+    return function["name"].text(), function["arguments"]
+
+
+def error_of(step: Field) -> str:
+    """Returns the message of a step's ``error``; "" for a step without an error."""
+    error = step.get("error")
+    return error.get("message").optional_text() if error else ""
 
 
 def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -> Program:
@@ -94,14 +108,15 @@ def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -
         tree = ast.parse(source)
         nodes = list(ast.walk(tree))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return Program((), True)
+        return Program(source, (), True)
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     calls.sort(key=lambda node: (node.lineno, node.col_offset))
     names = [node.func.id if isinstance(node.func, ast.Name) else "" for node in calls]
     asked = [node for name, node in zip(names, calls, strict=True) if name in agents]
-    binds = _bound(nodes)
+    binds, used = _bound(nodes), [node for node in nodes if isinstance(node, ast.Name)]
+    read = {node.id for node in used if isinstance(node.ctx, ast.Load)}
     defined = {*binds, *known, *agents, *dir(builtins), "final_answer"}
-    missing = [] if "*" in {*binds, *known} else sorted(_read(nodes) - defined)
+    missing = [] if "*" in {*binds, *known} else sorted(read - defined)
     unknown = tuple(name for name in missing if name not in _MATH)
     roots = {_root(node.func) for node in calls}
     adds = _adds(nodes, asked) or any(name in roots or is_tool(name) for name in unknown)
@@ -112,6 +127,7 @@ def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -
     elif not adds:
         unknown = ()  # the file itself contains the answer
     return Program(
+        source,
         requests=tuple((_root(node.func), _task(node)) for node in asked),
         computes=computes or "*" in binds,
         adds=adds,
@@ -139,14 +155,12 @@ def examine_all(sources: Iterable[str | None], agents: Collection[str]) -> list[
     return programs
 
 
-def tell(
-    talk: Conversation,
-    source: str,
-    program: Program,
-    outcome: tuple[str, str],
-    thought: str,
-    where: str,
-) -> None:
+def outcome_of(step: Field) -> tuple[str, str]:
+    """Returns the output and the error of a step, each "" if there is none."""
+    return step.get("observations").optional_text(), error_of(step)
+
+
+def tell(talk: Conversation, step: Field, program: Program, thought: str) -> None:
     """Adds the step of a program that asks no agent to a conversation.
 
     If the program only calls a tool, the step becomes a call of this tool. If the program computes
@@ -154,29 +168,28 @@ def tell(
 
     Args:
         talk: conversation to which the messages are added.
-        source, program: source of the program, and its analysis.
-        outcome: output and error of the step, each "" if there is none.
+        step: the step with its output and its error.
+        program: analysis of the step's program.
         thought: text before the program.
-        where: name of the step, used in error messages.
 
     Raises:
         Malformed: the program uses something whose result cannot be separated from its output.
     """
-    seen, error = outcome
-    tool = _tool_call(program, error, where)
+    seen, error = outcome_of(step)
+    tool = _tool_call(program, error, str(step))
     if tool is None and not program.computes:
         talk.say(thought)
         return
-    name, body = tool or ("code", format_code(importing(source, program).strip("\n")))
+    name, body = tool or ("code", format_code(importing(program).strip("\n")))
     returned = _returned(seen, program.prints) if tool else seen
     talk.call(name, body, "\n".join(filter(None, (returned, error))), not error, thought)
 
 
-def importing(source: str, program: Program) -> str:
+def importing(program: Program) -> str:
     """Returns the program's source, with an import of the `math` functions that it lacks."""
     if not program.maths:
-        return source
-    return f"from math import {', '.join(program.maths)}\n{source.lstrip()}"
+        return program.source
+    return f"from math import {', '.join(program.maths)}\n{program.source.lstrip()}"
 
 
 def _tool_call(program: Program, error: str, where: str) -> tuple[str, str] | None:
@@ -252,23 +265,13 @@ def _bound(nodes: Iterable[ast.AST]) -> frozenset[str]:
         match node:
             case ast.Name(id=name, ctx=ast.Store()) | ast.arg(arg=name):
                 names.add(name)
-            case ast.FunctionDef(name=name) | ast.AsyncFunctionDef(name=name):
-                names.add(name)
-            case ast.ClassDef(name=name):
-                names.add(name)
-            case ast.ExceptHandler(name=str(name)) | ast.MatchMapping(rest=str(name)):
-                names.add(name)
-            case ast.MatchAs(name=str(name)) | ast.MatchStar(name=str(name)):
+            case ast.MatchMapping(rest=str(name)):
                 names.add(name)
             case ast.alias(name=name, asname=other):
                 names.add(other or name.partition(".")[0])
+            case object(name=str(name)):  # functions, classes, exceptions and patterns
+                names.add(name)
     return frozenset(names)
-
-
-def _read(nodes: Iterable[ast.AST]) -> frozenset[str]:
-    return frozenset(
-        node.id for node in nodes if isinstance(node, ast.Name) and isinstance(node.ctx, ast.Load)
-    )
 
 
 def _root(function: ast.AST) -> str:
@@ -293,25 +296,25 @@ def _only_call(tree: ast.Module, unknown: Collection[str]) -> tuple[str, Any] | 
             return None
     if not isinstance(call.func, ast.Name) or call.func.id not in unknown:
         return None
-    try:
-        given = [ast.literal_eval(node) for node in call.args]
-        named = {str(k.arg): ast.literal_eval(k.value) for k in call.keywords if k.arg}
-    except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
+    values = _literals([*call.args, *(keyword.value for keyword in call.keywords)])
+    names = [keyword.arg for keyword in call.keywords]
+    if values is None or None in names or len(call.args) + bool(names) != 1:
         return None
-    if len(named) < len(call.keywords) or len(given) + bool(named) != 1:
-        return None
-    return call.func.id, given[0] if given else named
+    return call.func.id, dict(zip(names, values, strict=True)) if names else values[0]
 
 
 def _task(call: ast.Call) -> str | None:
     given = call.args[:1] or [k.value for k in call.keywords if k.arg in ("task", "request")]
-    if not given:
-        return None
+    values = _literals(given[:1])
+    return values[0] if values and isinstance(values[0], str) else None
+
+
+def _literals(nodes: Iterable[ast.expr]) -> list[Any] | None:
+    """Returns the values of expressions; None unless all expressions are literals."""
     try:
-        value = ast.literal_eval(given[0])
+        return [ast.literal_eval(node) for node in nodes]
     except (ValueError, TypeError, SyntaxError, RecursionError, MemoryError):
         return None
-    return value if isinstance(value, str) else None
 
 
 def thought_of(output: str) -> str:

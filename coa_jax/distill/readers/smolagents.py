@@ -22,69 +22,56 @@ The format lacks:
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from typing import Any
 
-from coa_jax.distill.messages import Kind
+from coa_jax.distill.readers import programs
 from coa_jax.distill.readers.base import (
     Conversation,
+    Field,
     Malformed,
     Reader,
     Trace,
-    accepted,
     each_line,
-    error_of,
-    items,
-    mapping,
-    need,
-    optional_text,
-    scalar,
-    text,
     total_usage,
 )
 from coa_jax.distill.readers.calls import body_of, tag_of
-from coa_jax.distill.readers.programs import (
-    Program,
-    examine,
-    examine_all,
-    importing,
-    split_plan,
-    tell,
-    thought_of,
-    unwrap,
-)
+from coa_jax.distill.readers.programs import Program
+
+_Call = tuple[str, Field]
+"""The name of a tool, and the arguments of its call."""
 
 
 def read_run(value: Any) -> Trace:
     """Converts the JSON value of one run to a trace."""
-    record = {"steps": value} if isinstance(value, list) else mapping(value, "the record")
-    steps = _steps(need(record, "steps"))
-    managed = items(record.get("managed_runs") or [], "'managed_runs'")
-    runs: dict[int, list[dict[str, Any]]] = {}
-    for run in (mapping(run, "a managed run") for run in managed):
-        caller = need(run, "caller_step", "a managed run")
+    record = Field({"steps": value} if isinstance(value, list) else value)
+    steps = _steps(record["steps"])
+    managed = record.get("managed_runs")
+    runs: dict[int, list[Field]] = {}
+    every = list(steps)
+    for run in managed.items("managed run") if managed.value else ():
+        caller = run["caller_step"].value
         if not isinstance(caller, int):
-            raise Malformed("'caller_step' of a managed run is not a number")
+            raise Malformed(f"'caller_step' of {run} is not a number")
         runs.setdefault(caller, []).append(run)
-    tasks = [step["task"] for step in steps if "task" in step]
-    question = text(record.get("question") or (tasks or [None])[0], "the task")
-    talk = Conversation(question)
-    agents = {str(run.get("agent")) for group in runs.values() for run in group}
+        every += _steps(run["steps"])
+    agents = {str(run.get("agent").value) for group in runs.values() for run in group}
+    tasks = [step["task"].value for step in steps if "task" in step.mapping()]
+    talk = Conversation(
+        Field(record.get("question").value or (tasks or [None])[0], "the task").text()
+    )
     answer = _write(talk, steps, runs, agents)
     if runs:
         raise Malformed(f"a managed run belongs to step {next(iter(runs))}, which is not there")
-    given = next((record[k] for k in ("answer", "output") if record.get(k) is not None), answer)
-    if given is not None:
-        talk.add(Kind.ANSWER, "manager", "user", scalar(given, "the answer").strip())
-    identity = record.get("task_id")
-    episode = "" if identity is None else scalar(identity, "'task_id'")
-    every = [*steps, *(s for r in managed for s in _steps(r.get("steps")))]
-    usage = total_usage((s.get("token_usage") for s in every), "input_tokens", "output_tokens")
-    state = record.get("state")
+    given = next(filter(None, (record.get("answer"), record.get("output"), answer)), Field(None))
+    talk.answer(given.optional_scalar().strip())
+    usage = total_usage(
+        (step.get("token_usage").value for step in every), "input_tokens", "output_tokens"
+    )
+    state = record.get("state").value
+    log = talk.finish(record.get("task_id").optional_scalar(), record.get("error").optional_text())
     metadata = {"state": state} if isinstance(state, str) else {}
-    gold = accepted(record.get("gold"), "'gold'")
-    error = optional_text(record.get("error"), "'error'")
-    return Trace(talk.finish(episode, error), gold, metadata, usage=usage)
+    return Trace(log, record.get("gold").answers(), metadata, usage=usage)
 
 
 def is_run(value: Sequence[Any]) -> bool:
@@ -92,140 +79,123 @@ def is_run(value: Sequence[Any]) -> bool:
     return not all(isinstance(v, list) or (isinstance(v, dict) and "steps" in v) for v in value)
 
 
-def _steps(value: Any) -> list[dict[str, Any]]:
-    return [mapping(step, f"step {n}") for n, step in enumerate(items(value, "'steps'"))]
+def _steps(field: Field) -> list[Field]:
+    """Returns the steps of an agent, each with its number as the name."""
+    steps = field.items("step")
+    return [
+        Field(s.value, f"step {s.mapping().get('step_number', n)}") for n, s in enumerate(steps)
+    ]
 
 
 def _write(
     talk: Conversation,
-    steps: Sequence[Mapping[str, Any]],
-    runs: dict[int, list[dict[str, Any]]],
+    steps: Sequence[Field],
+    runs: dict[int, list[Field]],
     agents: Collection[str],
-) -> Any:
+) -> Field:
     """Adds the steps of one agent, and removes the managed runs that they asked for from `runs`.
 
     Returns:
-        The answer of the agent; None if the agent gave no answer.
+        The answer of the agent; null if the agent gave no answer.
     """
-    if sum("task" in step for step in steps) > 1:  # agent.run(..., reset=False)
+    if sum("task" in step.mapping() for step in steps) > 1:  # agent.run(..., reset=False)
         raise Malformed("a second task in the same memory: give each run a record of its own")
-    answer = None
-    where = [f"step {step.get('step_number', number)}" for number, step in enumerate(steps)]
-    calls = [_calls(step, at) for step, at in zip(steps, where, strict=True)]
-    programs = examine_all(map(_source, calls, where), agents)
-    for step, at, made, program in zip(steps, where, calls, programs, strict=True):
-        if "plan" in step:
-            survey = unwrap(optional_text(step.get("facts"), f"'facts' of {at}"))
-            facts, plan = split_plan(text(step["plan"], f"'plan' of {at}"))
-            thought = "\n\n".join(t for t in (survey, facts) if t)
-            talk.add(Kind.PLAN, "planner", "manager", plan, thought)
-        elif "step_number" in step:
-            number = step["step_number"]
+    answer = Field(None)
+    calls = [_calls(step) for step in steps]
+    analyses = programs.examine_all(map(_source, calls), agents)
+    for step, made, program in zip(steps, calls, analyses, strict=True):
+        keys = step.mapping().keys()
+        if "plan" in keys:
+            survey = programs.unwrap(step.get("facts").optional_text())
+            facts, plan = programs.split_plan(step["plan"].text())
+            talk.plan(plan, survey, facts)
+        elif "step_number" in keys:
+            number = step["step_number"].value
             mine = runs.pop(number, []) if isinstance(number, int) else []
             if program is None:
-                _tools(talk, step, at, made, mine, agents)
+                _tools(talk, step, made, mine, agents)
             else:
-                _program(talk, step, at, (made[0][1], program), mine)
-            if step.get("is_final_answer"):
+                _program(talk, step, program, mine)
+            if step.get("is_final_answer").value:
                 answer = step.get("action_output")
-        elif not ("task" in step or "system_prompt" in step):
-            raise Malformed(f"{at} is neither task, plan nor action")
+        elif not keys & {"task", "system_prompt"}:
+            raise Malformed(f"{step} is neither task, plan nor action")
     return answer
 
 
-def _calls(step: Mapping[str, Any], where: str) -> list[tuple[str, Any]]:
-    if "plan" in step or "step_number" not in step:
+def _calls(step: Field) -> list[_Call]:
+    calls = step.get("tool_calls")
+    if "plan" in step.mapping() or "step_number" not in step.mapping() or not calls.value:
         return []
-    return [_call(call, where) for call in items(step.get("tool_calls") or [], "'tool_calls'")]
+    return [programs.function_of(call) for call in calls.items(f"{step}, call")]
 
 
-def _source(calls: Sequence[tuple[str, Any]], where: str) -> str | None:
+def _source(calls: Sequence[_Call]) -> str | None:
     """Returns the program of a CodeAgent's step; None for a step of a ToolCallingAgent."""
-    if len(calls) != 1 or calls[0][0] != "python_interpreter" or isinstance(calls[0][1], dict):
+    if len(calls) != 1 or calls[0][0] != "python_interpreter":
         return None
-    return text(calls[0][1], f"the program of {where}")
+    arguments = calls[0][1]
+    return None if isinstance(arguments.value, dict) else arguments.text()
 
 
-def _program(
-    talk: Conversation,
-    step: Mapping[str, Any],
-    where: str,
-    written: tuple[str, Program],
-    runs: Sequence[dict[str, Any]],
-) -> None:
-    source, program = written
-    thought, error = _thought(step, where), error_of(step, where)
-    seen = optional_text(step.get("observations"), f"'observations' of {where}")
-    if runs or program.requests:
-        if program.adds:
-            raise Malformed(f"{where} asks a managed agent and does something besides")
-        if len(runs) < len(program.requests) and not error:
-            raise Malformed(f"{where} asks a managed agent whose run is not in the file")
-        _delegations(talk, thought, runs)
-        return
-    tell(talk, source, program, (seen, error), thought, where)
+def _program(talk: Conversation, step: Field, program: Program, runs: Sequence[Field]) -> None:
+    if not runs and not program.requests:
+        programs.tell(talk, step, program, _thought(step))
+    elif program.adds:
+        raise Malformed(f"{step} asks a managed agent and does something besides")
+    else:
+        _delegations(talk, step, len(program.requests), runs)
 
 
 def _tools(
     talk: Conversation,
-    step: Mapping[str, Any],
-    where: str,
-    calls: Sequence[tuple[str, Any]],
-    runs: Sequence[dict[str, Any]],
+    step: Field,
+    calls: Sequence[_Call],
+    runs: Sequence[Field],
     agents: Collection[str],
 ) -> None:
     """Adds a step of a ToolCallingAgent."""
-    thought, error = _thought(step, where), error_of(step, where)
-    seen = optional_text(step.get("observations"), f"'observations' of {where}")
+    thought, (seen, error) = _thought(step), programs.outcome_of(step)
     calls = [call for call in calls if call[0] != "final_answer"]
-    asked = [name for name, _ in calls if name in agents]
-    if len(calls) > 1 and len(asked) < len(calls):
-        raise Malformed(f"{where} makes {len(calls)} calls at once and keeps one observation")
-    if len(runs) < len(asked) and not error:
-        raise Malformed(f"{where} asks a managed agent whose run is not in the file")
+    asked = sum(name in agents for name, _ in calls)
+    if len(calls) > 1 and asked < len(calls):
+        raise Malformed(f"{step} makes {len(calls)} calls at once and keeps one observation")
     if runs and not asked:
-        raise Malformed(f"{where} asks no managed agent, and a managed run belongs to it")
+        raise Malformed(f"{step} asks no managed agent, and a managed run belongs to it")
     if asked:
-        _delegations(talk, thought, runs)
+        _delegations(talk, step, asked, runs)
         return
-    for name, arguments in calls:
-        tag = tag_of(name)
+    for name, field in calls:
+        tag, arguments = tag_of(name), field.value
         if tag == "code" and isinstance(arguments, dict) and isinstance(arguments.get("code"), str):
-            source = arguments["code"]
-            arguments = {**arguments, "code": importing(source, examine(source, ()))}
-        returned = "\n".join(part for part in (seen, error) if part)
+            program = programs.examine(arguments["code"], ())
+            arguments = {**arguments, "code": programs.importing(program)}
+        returned = "\n".join(filter(None, (seen, error)))
         talk.call(tag, body_of(tag, arguments), returned, not error, thought)
     if not calls:
         talk.say(thought)
 
 
-def _delegations(talk: Conversation, thought: str, runs: Sequence[dict[str, Any]]) -> None:
+def _delegations(talk: Conversation, step: Field, asked: int, runs: Sequence[Field]) -> None:
+    """Adds the managed runs that a step asked for, of which a failed step may lack some."""
+    if len(runs) < asked and not programs.error_of(step):
+        raise Malformed(f"{step} asks a managed agent whose run is not in the file")
+    thought = _thought(step)
     if not runs:  # the step failed before it asked an agent
         talk.say(thought)
-    words = thought
     for run in runs:
-        task = text(need(run, "task", "a managed run"), "the task of a managed run")
-        talk.add(Kind.REQUEST, "manager", "search", " ".join(task.split()), words)
-        words = ""
-        _write(talk, _steps(need(run, "steps", "a managed run")), {}, ())
-        if run.get("answer") is not None:
-            talk.say(scalar(run["answer"], "the answer of a managed run"))
+        talk.ask(run["task"].text(), thought)
+        thought = ""
+        _write(talk, _steps(run["steps"]), {}, ())
+        talk.say(run.get("answer").optional_scalar())
 
 
-def _thought(step: Mapping[str, Any], where: str) -> str:
+def _thought(step: Field) -> str:
     output = step.get("model_output")
-    if isinstance(output, list):  # parts of a message
-        parts = [mapping(part, f"'model_output' of {where}").get("text") for part in output]
-        output = "\n".join(part for part in parts if isinstance(part, str))
-    return thought_of(optional_text(output, f"'model_output' of {where}"))
-
-
-def _call(value: Any, where: str) -> tuple[str, Any]:
-    function = mapping(
-        need(mapping(value, f"a call of {where}"), "function", f"a call of {where}"), "'function'"
-    )
-    name = text(need(function, "name", f"a call of {where}"), f"the tool of {where}")
-    return name, need(function, "arguments", f"a call of {where}")
+    if not isinstance(output.value, list):
+        return programs.thought_of(output.optional_text())
+    parts = [part.get("text").value for part in output.items(f"{step}, part")]
+    return programs.thought_of("\n".join(part for part in parts if isinstance(part, str)))
 
 
 read: Reader = each_line(read_run)

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 from collections.abc import Awaitable, Callable, Iterable, Iterator, Sequence
 from typing import Annotated, Any
 
@@ -72,6 +73,12 @@ class Item:
     reason: str | None
     figures: dict[str, Any]
 
+    def row(self, **more: str) -> dict[str, Any]:
+        """Returns question, answer and metadata as a JSON object, with ``more`` metadata."""
+        metadata = {**self.draft.to_json(), **more, **self.figures}
+        answer = list(self.draft.gold)
+        return {"question": self.draft.question, "answer": answer, "metadata": metadata}
+
 
 @dataclasses.dataclass
 class Funnel:
@@ -101,7 +108,7 @@ class Funnel:
         return {**dataclasses.asdict(self), "dropped": dict(sorted(self.dropped.items()))}
 
 
-Job = Callable[[], Awaitable[list[Draft]]]
+Job = Callable[[], Awaitable[list[Draft] | Draft | None]]
 """A function that writes drafts; raises UnusableReplyError if the author gives no usable reply."""
 
 
@@ -155,38 +162,26 @@ class Synthesis:
                 again, the synthesis continues where it stopped.
         """
         config = self._config
-        level = await self._stage("atomic", config.atomic, map(self._atomic, self._documents()))
+        jobs = (functools.partial(self._author.atomic, document) for document in self._documents())
+        level = await self._stage("atomic", config.atomic, jobs)
         atomic = level
         for hops, number in enumerate(config.depth, 2):
             level = await self._stage(f"depth_{hops}", number, self._deepenings(level))
-        await self._stage("width", config.width, map(self._wider, self._pairs(atomic)))
+        pairs = (functools.partial(self._author.widen, *pair) for pair in self._pairs(atomic))
+        await self._stage("width", config.width, pairs)
 
     def task_rows(self) -> list[dict[str, Any]]:
         """Returns the kept tasks as rows of ``questions.jsonl``."""
+        protocol, source = self._config.protocol, self._source
         return [
-            {
-                "id": item.draft.id,
-                "question": item.draft.question,
-                "answer": list(item.draft.gold),
-                "split": item.draft.split,
-                "protocol": self._config.protocol,
-                "metadata": {**item.draft.to_json(), "source": self._source, **item.figures},
-            }
+            {"id": item.draft.id, "split": item.draft.split, "protocol": protocol}
+            | item.row(source=source)
             for item in self.kept
         ]
 
     def dropped_rows(self) -> list[dict[str, Any]]:
         """Returns the dropped drafts with their reasons, as rows of ``dropped.jsonl``."""
-        return [
-            {
-                "reason": item.reason,
-                "question": item.draft.question,
-                "answer": list(item.draft.gold),
-                "metadata": {**item.draft.to_json(), **item.figures},
-            }
-            for item in self.items
-            if item.reason is not None
-        ]
+        return [{"reason": item.reason, **item.row()} for item in self.items if item.reason]
 
     # --- drafts ----------------------------------------------------------------------------
 
@@ -197,30 +192,13 @@ class Synthesis:
         wanted = [d for d in documents if d.split in splits and self._author.reads(d)]
         return sorted(wanted, key=lambda d: fraction(seed, "document", d.title, d.text))
 
-    def _atomic(self, document: Document) -> Job:
-        return lambda: self._author.atomic(document)
-
     def _deepenings(self, drafts: Sequence[Draft]) -> Iterator[Job]:
         """Yields jobs that deepen each draft by its first document, then by its second, ..."""
         found = {draft.id: self._about_answer(draft) for draft in drafts}
         for round_ in range(self._config.candidates):
             for draft in drafts:
                 if round_ < len(found[draft.id]):
-                    yield self._deeper(draft, found[draft.id][round_])
-
-    def _deeper(self, draft: Draft, document: Document) -> Job:
-        async def job() -> list[Draft]:
-            deeper = await self._author.deepen(draft, document)
-            return [] if deeper is None else [deeper]
-
-        return job
-
-    def _wider(self, pair: tuple[Draft, Draft]) -> Job:
-        async def job() -> list[Draft]:
-            wider = await self._author.widen(*pair)
-            return [] if wider is None else [wider]
-
-        return job
+                    yield functools.partial(self._author.deepen, draft, found[draft.id][round_])
 
     def _about_answer(self, draft: Draft) -> list[Document]:
         """Returns other documents of the split that mention the draft's answer, in seeded order."""
@@ -234,13 +212,13 @@ class Synthesis:
             speaks = told([answer], f"{document.title}\n{document.text}")
             if fits and speaks and self._author.reads(document):
                 found.append(document)
+
         # Pages about the answer come first. The seed decides the order among equals, because
         # otherwise all drafts would ask for the same fact.
-        seed = self._config.seed
-
         def order(document: Document) -> tuple[bool, float]:
             about = document.subject.casefold() == answer.casefold()
-            return not about, fraction(seed, draft.id, document.title, document.text)
+            key = self._config.seed, draft.id, document.title, document.text
+            return not about, fraction(*key)
 
         return sorted(found, key=order)[: self._config.candidates]
 
@@ -284,9 +262,10 @@ class Synthesis:
     async def _write(self, jobs: Sequence[Job], funnel: Funnel) -> list[Draft]:
         async def attempt(job: Job) -> list[Draft] | None:
             try:
-                return await job()
+                made = await job()
             except UnusableReplyError:
                 return None
+            return [made] if isinstance(made, Draft) else made or []
 
         results = await gather(map(attempt, jobs))
         drafts = [draft for result in results for draft in result or ()]

@@ -11,8 +11,8 @@ from __future__ import annotations
 import asyncio
 import collections
 import dataclasses
-from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol
+from collections.abc import Awaitable, Callable, Iterable, Sequence
+from typing import Literal
 
 from coa_jax.bounds import Bounded, Count, Place, Seed, Share, Temperature, shown
 from coa_jax.distill.chance import uniform
@@ -86,12 +86,8 @@ class ClosedBookConfig(Bounded):
             )
 
 
-class ClosedBook(Protocol):
-    """A solver that answers questions without tools."""
-
-    async def __call__(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
-        """Returns ``samples`` answers for each task."""
-        ...
+ClosedBook = Callable[[Sequence[Task], int], Awaitable[list[list[str]]]]
+"""A solver without tools, which returns the given number of answers for each task."""
 
 
 class Prior:
@@ -140,35 +136,28 @@ class Prior:
         return options[int(uniform(self._seed, episode, draw) * len(options))] if options else ""
 
 
-@dataclasses.dataclass(frozen=True)
-class Remembers:
-    """A solver that asks a language model behind an endpoint, without tools."""
+def remembers(endpoint: Endpoint, concurrency: int) -> ClosedBook:
+    """Returns a solver that asks a language model behind an endpoint, without tools.
 
-    endpoint: Endpoint
-    concurrency: int = 16
+    If a reply does not have the required form, the whole reply is the answer. If the endpoint
+    refuses a request, the answer is "".
+    """
 
-    async def __call__(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
-        """Returns ``samples`` answers for each task.
+    async def answer(task: Task, number: int, turns: asyncio.Semaphore) -> str:
+        chat = [{"role": "system", "content": _SYSTEM}, {"role": "user", "content": task.question}]
+        async with turns:
+            try:
+                reply = await endpoint.complete(chat, task.id, f"closed/{number}")
+            except RequestRefusedError:
+                return ""
+        return _answer_of(reply)
 
-        If a reply does not have the required form, the whole reply is the answer. If the endpoint
-        refuses a request, the answer is "".
-        """
-        turns = asyncio.Semaphore(self.concurrency)
-
-        async def one(task: Task, number: int) -> str:
-            chat = [
-                {"role": "system", "content": _SYSTEM},
-                {"role": "user", "content": task.question},
-            ]
-            async with turns:
-                try:
-                    reply = await self.endpoint.complete(chat, task.id, f"closed/{number}")
-                except RequestRefusedError:
-                    return ""
-            return _answer_of(reply)
-
-        replies = await gather(one(task, k) for task in tasks for k in range(samples))
+    async def solver(tasks: Sequence[Task], samples: int) -> list[list[str]]:
+        turns = asyncio.Semaphore(concurrency)
+        replies = await gather(answer(task, k, turns) for task in tasks for k in range(samples))
         return [replies[i : i + samples] for i in range(0, len(replies), samples)]
+
+    return solver
 
 
 def _answer_of(reply: str) -> str:
@@ -209,23 +198,22 @@ class Policy:
 
     def _answers(self, tasks: Sequence[Task], samples: int) -> list[list[str]]:
         config = self._config
-        requests = [self._request(task, samples) for task in tasks]
+        sampling = SamplingParams(config.temperature, 1.0, 0)
+        # The random key of a task depends on its question and not on the other questions.
+        requests = [
+            Request(
+                task=task,
+                prompt=prompt_ids(self._tokenizer, task, self._prompt),
+                seed=config.seed,
+                prompt_id=int(uniform(config.seed, task.id, "closed") * 2**31),
+                samples=tuple(range(samples)),
+                sampling=sampling,
+            )
+            for task in tasks
+        ]
         with asyncio.Runner() as runner:
             groups = collect(runner, self._engines, self._tokenizer, requests, (), config.rollout)
         return [[trajectory.answer or "" for trajectory in group] for group in groups]
-
-    def _request(self, task: Task, samples: int) -> Request:
-        config = self._config
-        return Request(
-            task=task,
-            prompt=prompt_ids(self._tokenizer, task, self._prompt),
-            seed=config.seed,
-            # The random key depends on the question, so that answers do not depend on other
-            # questions.
-            prompt_id=int(uniform(config.seed, task.id, "closed") * 2**31),
-            samples=tuple(range(samples)),
-            sampling=SamplingParams(config.temperature, 1.0, 0),
-        )
 
 
 def closed_book(
@@ -233,7 +221,7 @@ def closed_book(
     documents: Iterable[Document],
     endpoint: Endpoint | None,
     concurrency: int,
-) -> tuple[str, Any]:
+) -> tuple[str, ClosedBook]:
     """Returns the solver that the settings name, and a label for its recorded answers.
 
     Args:
@@ -253,4 +241,4 @@ def closed_book(
         return f"policy/{config.policy}/{sampling}", Policy(config)
     if endpoint is None:
         raise UserError("without_tools.who=endpoint needs config.endpoint or config.solver")
-    return f"endpoint/{endpoint.config.label}", Remembers(endpoint, concurrency)
+    return f"endpoint/{endpoint.config.label}", remembers(endpoint, concurrency)

@@ -106,25 +106,21 @@ class Author(Protocol):
 
     def reads(self, document: Document) -> bool:
         """Returns, without asking a model, whether the author can write about a document."""
-        ...
 
     async def atomic(self, document: Document) -> list[Draft]:
         """Returns drafts of questions that the document alone answers."""
-        ...
 
     async def deepen(self, draft: Draft, document: Document) -> Draft | None:
         """Returns a draft with one more hop; None if the author writes no such draft.
 
         The new question asks what ``document`` says about the answer of ``draft``.
         """
-        ...
 
     async def widen(self, one: Draft, other: Draft) -> Draft | None:
         """Returns a draft of a question that needs the answers of both drafts.
 
         The result is None if the author writes no such draft.
         """
-        ...
 
 
 def told(answers: Iterable[str], text: str) -> bool:
@@ -132,10 +128,6 @@ def told(answers: Iterable[str], text: str) -> bool:
     haystack = f" {normalize_answer(text)} "
     parts = (normalize_answer(part) for answer in answers for part in answer.split("|"))
     return any(f" {part} " in haystack for part in parts if part)
-
-
-def _stands_in(answer: str, text: str) -> bool:
-    return all(told([part], text) for part in answer.split("|"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -171,8 +163,8 @@ def fault_of(draft: Draft, rules: TextRules) -> str | None:
     if told(draft.hidden, draft.question):
         return "intermediate_told"
     if draft.form == "atomic":
-        source = draft.documents[0]
-        if not any(_stands_in(a, f"{source.title}\n{source.text}") for a in draft.gold):
+        text = f"{draft.documents[0].title}\n{draft.documents[0].text}"
+        if not any(all(told([p], text) for p in answer.split("|")) for answer in draft.gold):
             return "answer_not_in_document"
     return None
 

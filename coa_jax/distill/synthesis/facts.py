@@ -10,22 +10,9 @@ from __future__ import annotations
 import collections
 from collections.abc import Iterable
 
-from coa_jax.distill.synthesis.drafts import Document, Draft
+from coa_jax.distill.synthesis.drafts import Document, Draft, Form
+from coa_jax.tasks import factbook_grammar as grammar
 from coa_jax.tasks.factbook_facts import accepted_answers, compute, fraction, to_decimal
-from coa_jax.tasks.factbook_grammar import (
-    OPERATIONS,
-    TEMPLATES,
-    Arithmetic,
-    Inverse,
-    Lookup,
-    Neighbour,
-    Program,
-    Ref,
-    Step,
-    Subject,
-    render,
-    understand,
-)
 from coa_jax.tools import factbook_relations
 from coa_jax.tools.factbook_relations import RELATIONS, Relation
 
@@ -77,30 +64,24 @@ class FactsAuthor:
         relation, entity, value = fact
         drafts = [self._draft("atomic", (_about(relation, entity),), value, (document,))]
         if relation.invertible and len(self._owners[relation.key, value.casefold()]) == 1:
-            step = Inverse(relation.key, value)
+            step = grammar.Inverse(relation.key, value)
             drafts.append(self._draft("atomic", (step,), entity, (document,)))
         return drafts
 
     async def deepen(self, draft: Draft, document: Document) -> Draft | None:
         """Returns a question about a fact of the entity that is the answer of a draft, or None."""
-        program, fact = understand(draft.question), fact_of(document)
+        program, fact = grammar.understand(draft.question), fact_of(document)
         if program is None or fact is None or fact[2] == "0":
             return None
         relation, entity, value = fact
         answer = draft.steps[-1][1]
-        entity_is_answer = isinstance(program.steps[-1], Inverse | Neighbour)
+        entity_is_answer = isinstance(program.steps[-1], grammar.Inverse | grammar.Neighbour)
         if not entity_is_answer or entity.casefold() != answer.casefold():
             return None
-        steps = (*program.steps, _about(relation, Ref(len(program.steps) - 1)))
-        alone = render(Program((_about(relation, entity),)))
-        return self._draft(
-            "depth",
-            steps,
-            value,
-            (*draft.documents, document),
-            (*draft.steps, (alone, value)),
-            (*draft.hidden, answer),
-        )
+        steps = (*program.steps, _about(relation, grammar.Ref(len(program.steps) - 1)))
+        alone = grammar.render(grammar.Program((_about(relation, entity),)))
+        documents, parts = (*draft.documents, document), (*draft.steps, (alone, value))
+        return self._draft("depth", steps, value, documents, parts, (*draft.hidden, answer))
 
     async def widen(self, one: Draft, other: Draft) -> Draft | None:
         """Returns a question about the sum, difference or ratio of the answers of two drafts.
@@ -110,42 +91,38 @@ class FactsAuthor:
         """
         if to_decimal(one.steps[-1][1]) < to_decimal(other.steps[-1][1]):
             one, other = other, one
-        a, b = (understand(draft.question) for draft in (one, other))
+        a, b = (grammar.understand(draft.question) for draft in (one, other))
         if a is None or b is None or a == b:
             return None
         (first,), (second,) = a.steps, b.steps
         x, y = one.steps[-1][1], other.steps[-1][1]
         draw = fraction(self._seed, one.question, other.question)
-        operation = OPERATIONS[int(draw * len(OPERATIONS))]
-        steps = (first, second, Arithmetic(operation, Ref(0), Ref(1)))
+        operation = grammar.OPERATIONS[int(draw * len(grammar.OPERATIONS))]
+        steps = (first, second, grammar.Arithmetic(operation, grammar.Ref(0), grammar.Ref(1)))
         documents, parts = (*one.documents, *other.documents), (*one.steps, *other.steps)
         value = compute(operation, x, y)
         return self._draft("width", steps, value, documents, parts, (x, y))
 
     def _draft(
         self,
-        form: str,
-        steps: tuple[Step, ...],
+        form: Form,
+        steps: tuple[grammar.Step, ...],
         value: str,
         documents: tuple[Document, ...],
         parts: tuple[tuple[str, str], ...] = (),
         hidden: tuple[str, ...] = (),
     ) -> Draft:
-        program = Program(steps)
-        question = render(program, int(fraction(self._seed, "wording", program) * TEMPLATES))
-        last, topic = steps[-1], None
-        if isinstance(last, Lookup) and form == "atomic" and RELATIONS[last.relation].number:
-            topic = last.relation
-        return Draft(
-            form,  # type: ignore[arg-type]
-            question,
-            accepted_answers(program, value),
-            documents,
-            parts or ((question, value),),
-            hidden,
-            topic,
-        )
+        program, last = grammar.Program(steps), steps[-1]
+        wording = int(fraction(self._seed, "wording", program) * grammar.TEMPLATES)
+        question = grammar.render(program, wording)
+        topic = None
+        if form == "atomic" and isinstance(last, grammar.Lookup):
+            topic = last.relation if RELATIONS[last.relation].number else None
+        gold, parts = accepted_answers(program, value), parts or ((question, value),)
+        return Draft(form, question, gold, documents, parts, hidden, topic)
 
 
-def _about(relation: Relation, subject: Subject) -> Lookup | Neighbour:
-    return Neighbour(subject) if relation.key == "neighbour" else Lookup(relation.key, subject)
+def _about(relation: Relation, subject: grammar.Subject) -> grammar.Lookup | grammar.Neighbour:
+    if relation.key == "neighbour":
+        return grammar.Neighbour(subject)
+    return grammar.Lookup(relation.key, subject)

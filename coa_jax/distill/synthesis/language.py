@@ -43,7 +43,6 @@ _WIDEN = (
     "Join these two questions to one that asks for both answers, in their order, and tells "
     'neither. Reply {{"merged": "..."}}.\nfirst question: {first}\nsecond question: {second}'
 )
-_BOTH = "Give both answers, joined by |."
 
 
 def _text(value: dict[str, Any], name: str) -> str:
@@ -113,37 +112,26 @@ class LanguageAuthor:
             question, answer = _text(value, "question"), _text(value, "answer")
             if not told([bridge], question):
                 raise ValueError(f"'question' does not name the bridge {bridge!r}")
-            merged = Draft(
-                "depth",
-                _text(value, "merged"),
-                (answer,),
-                (*draft.documents, document),
-                (*draft.steps, (question, answer)),
-                (*draft.hidden, bridge),
-            )
+            documents, steps = (*draft.documents, document), (*draft.steps, (question, answer))
+            text, hidden = _text(value, "merged"), (*draft.hidden, bridge)
+            merged = Draft("depth", text, (answer,), documents, steps, hidden)
             if not told([answer], f"{document.title}\n{document.text}"):
                 raise ValueError(f"the answer {answer!r} does not occur in the document")
             self._check(merged, draft)
             return merged
 
-        prompt = _DEEPEN.format(
-            question=json.dumps(draft.question),
-            bridge=json.dumps(bridge),
-            document=_quoted(document),
-        )
+        question, named = json.dumps(draft.question), json.dumps(bridge)
+        prompt = _DEEPEN.format(question=question, bridge=named, document=_quoted(document))
         return await self._ask(prompt, draft.id, f"deepen/{document.title}", read)
 
     async def widen(self, one: Draft, other: Draft) -> Draft | None:
         """Returns a question that asks for the answers of both drafts."""
 
         def read(reply: str) -> Draft:
-            merged = Draft(
-                "width",
-                f"{_text(read_object(reply), 'merged')} {_BOTH}",
-                (f"{one.gold[0]}|{other.gold[0]}",),
-                (*one.documents, *other.documents),
-                (*one.steps, *other.steps),
-            )
+            text = f"{_text(read_object(reply), 'merged')} Give both answers, joined by |."
+            gold = (f"{one.gold[0]}|{other.gold[0]}",)
+            documents, steps = (*one.documents, *other.documents), (*one.steps, *other.steps)
+            merged = Draft("width", text, gold, documents, steps)
             self._check(merged, one)
             self._check(merged, other)
             return merged

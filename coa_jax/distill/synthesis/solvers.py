@@ -62,23 +62,12 @@ class WithTools:
         for attempt in range(self._attempts):
             left = [task for task in tasks if verdicts.get(task.id, ("",))[0] is not None]
             again = [dataclasses.replace(task, id=f"{task.id}#{attempt}") for task in left]
-            logs = await run_teacher(
-                again,
-                self._tools,
-                self._team,
-                self._minds,
-                self._journal.done,
-                lambda _, log: self._keep(log),
-            )
+            logs = await run_teacher(again, self._tools, self._team, self._minds, self._journal)
             for task, log in zip(left, logs, strict=True):
                 reason = await self._reason(task, log)
                 calls = len(log.calls)
                 verdicts[task.id] = reason, {"tool_calls": calls, "attempts": attempt + 1}
         return [verdicts[task.id] for task in tasks]
-
-    def _keep(self, log: MessageLog) -> None:
-        self._journal.append(log)
-        self._journal.done[log.episode] = log
 
     async def _reason(self, task: Task, log: MessageLog) -> str | None:
         if any(message.outcome == "fault" for message in log.messages):

@@ -46,7 +46,7 @@ def query(text):
 def test_arguments_that_are_cut_off_are_no_query(read, arguments):
     message = turn(("1", "search", arguments))
     _, report = read(message, result("1", "x"), said("Final answer: 42"))
-    assert "the arguments of a call of message 1 is not JSON" in reasons(report)
+    assert "'arguments' of 'function' of message 1, call 0" in reasons(report)
 
 
 def test_arguments_that_are_one_text_are_the_query(read):

@@ -9,7 +9,7 @@ from coa_jax.distill.synthesis.closed_book import (
     ClosedBookConfig,
     Policy,
     Prior,
-    Remembers,
+    remembers,
 )
 from coa_jax.distill.synthesis.drafts import Document
 from coa_jax.distill.synthesis.solvers import WithoutTools, WithTools
@@ -48,7 +48,7 @@ def test_an_answer_without_a_call_needs_no_tool(tmp_path):
     from coa_jax.distill.minds import Action
 
     class Knows:
-        async def act(self, view):
+        async def __call__(self, view):
             return Action("user", Kind.ANSWER, "Lima")
 
     solver = with_tools({}, tmp_path / "runs.jsonl", minds=dict.fromkeys(AGENTS, Knows()))
@@ -115,8 +115,8 @@ def test_a_model_is_asked_that_often_and_its_words_count_as_they_stand(tmp_path)
     async def work(server):
         config = EndpointConfig(url=server.url, model="m")
         endpoint = Endpoint(config, tmp_path / "calls.jsonl")
-        answers = await Remembers(endpoint, 1)([LIMA], len(said))
-        again = await Remembers(endpoint, 1)([LIMA], len(said))
+        answers = await remembers(endpoint, 1)([LIMA], len(said))
+        again = await remembers(endpoint, 1)([LIMA], len(said))
         await endpoint.close()
         return answers, again
 
@@ -129,7 +129,7 @@ def test_a_model_is_asked_that_often_and_its_words_count_as_they_stand(tmp_path)
 def test_a_spent_budget_is_one_line(tmp_path):
     async def work(server):
         config = EndpointConfig(url=server.url, model="m", max_calls=2)
-        await Remembers(Endpoint(config, tmp_path / "calls.jsonl"))([LIMA, ODD], 4)
+        await remembers(Endpoint(config, tmp_path / "calls.jsonl"), 16)([LIMA, ODD], 4)
 
     with serving(lambda chat: "x") as server, pytest.raises(UserError, match="max_calls=2 is spe"):
         asyncio.run(work(server))
