@@ -196,6 +196,7 @@ setuptools.setup(
             "constraints/*.txt",
             "templates/*/*",
             "bench/workloads/*.json",
+            "tasks/*.toml",
         ]
     },
     install_requires=CORE,
