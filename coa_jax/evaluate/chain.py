@@ -92,11 +92,7 @@ class Chain:
         self.text = "".join(span.text for span in stays)
 
     def finish(
-        self,
-        stop_reason: StopReason,
-        task: Task,
-        sample_id: int,
-        metadata: dict[str, Any],
+        self, stop_reason: StopReason, task: Task, sample_id: int, metadata: dict[str, Any]
     ) -> Trajectory:
         """Ends the sample and returns its trajectory.
 

@@ -12,15 +12,7 @@ from typing import Any
 from absl import logging
 
 from coa_jax.errors import UserError
-from coa_jax.extensions import (
-    PATH,
-    Kind,
-    bind,
-    find,
-    parameters_of,
-    read_options,
-    refuse_result,
-)
+from coa_jax.extensions import PATH, Kind, bind, find, parameters_of, read_options, refuse_result
 from coa_jax.overrides import suggest
 from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import SPLITS, Split, Task, check_split
