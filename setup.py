@@ -197,6 +197,7 @@ setuptools.setup(
             "templates/*.md",
             "templates/*/*",
             "bench/workloads/*.json",
+            "tasks/*.toml",
         ]
     },
     install_requires=CORE,

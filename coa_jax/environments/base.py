@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from coa_jax.bounds import Natural, Seconds
 from coa_jax.errors import UserError
-from coa_jax.extensions import Extension, Kind, find, is_path, refuse_result
+from coa_jax.extensions import Extension, Kind, find, refuse_result
 from coa_jax.tasks import Task
 from coa_jax.tasks.prompts import read_messages
 
@@ -172,21 +172,17 @@ def read_step(value: Any, path: str) -> Step:
     Raises:
         MisfitError: the result is neither a `Step` nor a tuple (observation, reward, done).
     """
-    found = value
-    if isinstance(found, tuple | list) and len(found) == 3:
-        found = Step(*found)
+    found = Step(*value) if isinstance(value, tuple | list) and len(value) == 3 else value
     fits = isinstance(found, Step) and isinstance(found.observation, str)
-    if not fits or found.done not in (True, False) or not _is_reward(found.reward):
+    if not fits or found.done not in (True, False) or isinstance(found.reward, str):
         raise refuse_result(ENVIRONMENTS, path, value, _STEP, "config.environment")
-    reward = None if found.reward is None else float(found.reward)
-    return Step(found.observation, reward, bool(found.done))
-
-
-def _is_reward(value: Any) -> bool:
     try:
-        return value is None or (not isinstance(value, str) and math.isfinite(float(value)))
+        reward = None if found.reward is None else float(found.reward)
     except (TypeError, ValueError):
-        return False
+        reward = math.nan
+    if reward is not None and not math.isfinite(reward):
+        raise refuse_result(ENVIRONMENTS, path, value, _STEP, "config.environment")
+    return Step(found.observation, reward, bool(found.done))
 
 
 def read_reset(value: Any, path: str) -> str | tuple[tuple[str, str], ...]:
@@ -204,17 +200,10 @@ def read_reset(value: Any, path: str) -> str | tuple[tuple[str, str], ...]:
     """
     if isinstance(value, str):
         return value
+    names = ("role", "content")
     try:
-        rows = [
-            turn if isinstance(turn, Mapping) else dict(zip(("role", "content"), turn, strict=True))
-            for turn in value
-        ]
+        rows = [t if isinstance(t, Mapping) else dict(zip(names, t, strict=True)) for t in value]
         return tuple(read_messages(rows).turns)
     except (TypeError, ValueError):
         wanted = "a text, or messages that end with the user's, from reset"
         raise refuse_result(ENVIRONMENTS, path, value, wanted, "config.environment") from None
-
-
-def shown_name(path: str) -> str:
-    """Returns the name of an environment without its module, for messages."""
-    return path.rpartition(":")[2] if is_path(path) else path

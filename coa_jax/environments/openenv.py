@@ -32,8 +32,6 @@ _URL = "environment.options.url"
 _HERE = ("localhost", "127.0.0.1", "::1")
 _reached: set[str] = set()
 """Servers that have answered before. If such a server is gone, the trajectory has a fault."""
-_told: set[str] = set()
-"""Kinds of warnings that have already been logged."""
 
 
 def load(split: str, n: int | None, seed: int, question: str = "") -> list[Task]:
@@ -135,12 +133,13 @@ class OpenEnv:
             if error.code not in ("VALIDATION_ERROR", "EXECUTION_ERROR"):
                 raise
             if error.code == "EXECUTION_ERROR":
-                _warn("failed at an action", f"{error}; the policy reads this error")
+                logging.log_first_n(
+                    logging.WARNING,
+                    "the OpenEnv server failed at an action: %s; the policy reads this error", 1,
+                    error,
+                )  # fmt: skip
             return Step(f"Error: {error}")
-        reward = data.get("reward")
-        return Step(
-            self._read(data), None if reward is None else float(reward), bool(data.get("done"))
-        )
+        return Step(self._read(data), data.get("reward"), bool(data.get("done")))
 
     async def close(self) -> None:
         """Ends the session, even while a step is still waiting for the server."""
@@ -159,9 +158,9 @@ class OpenEnv:
 
     def _schema(self) -> Mapping[str, Any]:
         """Returns the JSON schema of actions."""
-        proxies = urllib.request.ProxyHandler({}) if self._here else urllib.request.ProxyHandler()
+        proxies = urllib.request.ProxyHandler({} if self._here else None)
+        opener = urllib.request.build_opener(proxies)
         try:
-            opener = urllib.request.build_opener(proxies)
             with opener.open(self._at("http", "schema"), timeout=_CONNECT_S) as reply:
                 schema: Mapping[str, Any] = json.load(reply)["action"]
         except (OSError, ValueError, KeyError, TypeError) as error:
@@ -195,11 +194,12 @@ class OpenEnv:
             except ServerError as error:
                 if error.code != "CAPACITY_REACHED" or self._closed:
                     raise
-                _warn(
-                    "has no free session",
-                    f"{error}; further trajectories wait for one, up to environment.deadline_s "
-                    "seconds. The server's max_concurrent_envs is the number of sessions",
-                )
+                logging.log_first_n(
+                    logging.WARNING,
+                    "the OpenEnv server has no free session: %s; further trajectories wait for a "
+                    "session, up to environment.deadline_s seconds. The server's "
+                    "max_concurrent_envs is the number of sessions", 1, error,
+                )  # fmt: skip
             self._socket.close()
             time.sleep(_PAUSE_S)
 
@@ -209,11 +209,4 @@ class OpenEnv:
         answer = json.loads(self._socket.recv())
         if answer["type"] == "error":
             raise ServerError(answer["data"])
-        found: Mapping[str, Any] = answer["data"]
-        return found
-
-
-def _warn(what: str, more: str) -> None:
-    if what not in _told:
-        _told.add(what)
-        logging.warning("the OpenEnv server %s: %s", what, more)
+        return dict(answer["data"])

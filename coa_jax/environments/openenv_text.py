@@ -77,16 +77,14 @@ class Actions:
     def told(self) -> str:
         """Returns instructions for the policy on how to act; "" if every text is a valid action."""
         if self.tools:
+            about = 'Each turn calls one tool by a JSON object {"name": ..., "arguments": {...}}.'
             described = (
                 {"name": t["name"], "description": t.get("description", ""),
                  "parameters": t.get("input_schema", {})}
                 for t in self.tools
             )  # fmt: skip
             listed = "\n".join(json.dumps(each, ensure_ascii=False) for each in described)
-            return (
-                'Each turn calls one tool by a JSON object {"name": ..., "arguments": {...}}. '
-                f"The tools are:\n{listed}"
-            )
+            return f"{about} The tools are:\n{listed}"
         if not self.field:
             listed = "\n".join(f"- {name}: {_shown(kind)}" for name, kind in self.kinds.items())
             return f"Each turn is an action: a JSON object with the fields\n{listed}"

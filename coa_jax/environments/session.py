@@ -11,6 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 from absl import logging
@@ -59,7 +60,9 @@ class ToolLoop:
 
     def __init__(self, tools: Mapping[str, Tool]):
         """Starts a trajectory; each tool with state creates a new state for this trajectory."""
-        self._tools = {name: _begin(tool) for name, tool in tools.items()}
+        self._tools = {
+            name: tool.begin() if hasattr(tool, "begin") else tool for name, tool in tools.items()
+        }
         self._begun = [tool for name, tool in self._tools.items() if tool is not tools[name]]
 
     @property
@@ -90,11 +93,6 @@ class ToolLoop:
     async def close(self) -> None:
         """Ends the trajectory and releases its resources; never raises an exception."""
         await asyncio.gather(*map(_end, self._begun))
-
-
-def _begin(tool: Tool) -> Tool:
-    begin: Callable[[], Tool] | None = getattr(tool, "begin", None)
-    return tool if begin is None else begin()
 
 
 async def _end(tool: Any) -> None:
@@ -149,17 +147,9 @@ class Environments:
             samples: indices of the samples, which run at the same time.
         """
         drawn = hashlib.blake2b(f"{seed}/{prompt_id}".encode(), digest_size=4).digest()
-        offered = {
-            "task": task,
-            "seed": int.from_bytes(drawn) >> 1,
-            "samples": tuple(samples),
-            "group": {},
-        }
-
-        def opened(sample: int, tools: Mapping[str, Tool]) -> ToolLoop:
-            return Session(self, {**offered, "sample": sample}, tools)
-
-        return opened
+        offered: dict[str, Any] = {"task": task, "samples": tuple(samples), "group": {}}
+        offered["seed"] = int.from_bytes(drawn) >> 1
+        return lambda sample, tools: Session(self, {**offered, "sample": sample}, tools)
 
     def warn(self, what: str, observation: Observation, masks: bool = True) -> None:
         """Logs a failed call of an environment; of failures of the same kind, only the first.
@@ -211,10 +201,7 @@ class Session(ToolLoop):
     holds = True
 
     def __init__(
-        self,
-        environments: Environments,
-        offered: Mapping[str, Any],
-        tools: Mapping[str, Tool],
+        self, environments: Environments, offered: Mapping[str, Any], tools: Mapping[str, Tool]
     ):
         """Prepares the session; `reset` creates the environment.
 
@@ -244,14 +231,11 @@ class Session(ToolLoop):
             make = self._all.make
             in_loop = inspect.iscoroutinefunction(getattr(make.found, "reset", None))
             made = make(**self._offered) if in_loop else await self._run(make, **self._offered)
-            if not callable(getattr(made, "reset", None)) or not callable(
-                getattr(made, "step", None)
-            ):
-                path = self._all.config.path
+            path, task = self._all.config.path, self._offered["task"]
+            if not all(callable(getattr(made, method, None)) for method in ("reset", "step")):
                 raise refuse_result(ENVIRONMENTS, path, made, _WANTED, "config.environment")
             self._environment = made
-            task: Task = self._offered["task"]
-            found = read_reset(await self._run(made.reset, task), self._all.config.path)
+            found = read_reset(await self._run(made.reset, task), path)
             if isinstance(found, str):
                 self.question = found
                 asked = dataclasses.replace(task, question=found, prompt="", context=())
@@ -278,9 +262,8 @@ class Session(ToolLoop):
             found = await self._run(self._environment.step, turn)
             result = read_step(found, self._all.config.path)
             seconds = time.monotonic() - began
-            return Observation(
-                result.observation, True, "ok", seconds, {}, result.reward, result.done
-            )
+            text, reward, done = result.observation, result.reward, result.done
+            return Observation(text, True, "ok", seconds, {}, reward, done)
 
         return await self._guarded("step", step, context)
 
@@ -352,38 +335,19 @@ class _Thread:
     """
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
+        self._jobs = queue.SimpleQueue()
         self._started = False
 
     async def run(self, function: Callable[[], Any]) -> Any:
-        loop = asyncio.get_running_loop()
-        done: asyncio.Future[Any] = loop.create_future()
-
-        def settle(result: Any, error: Exception | None) -> None:
-            if done.cancelled():
-                return
-            if error is None:
-                done.set_result(result)
-            else:
-                done.set_exception(error)
-
-        def work() -> None:
-            result: Any = None
-            error: Exception | None = None
-            try:
-                result = function()
-            except BaseException as raised:  # noqa: BLE001 - the awaiting caller gets the error
-                error = RuntimeError(repr(raised))  # a future cannot hold e.g. StopIteration
-                if isinstance(raised, Exception) and not isinstance(raised, StopIteration):
-                    error = raised
-            with contextlib.suppress(RuntimeError):  # raised if the loop is closed
-                loop.call_soon_threadsafe(settle, result, error)
-
+        result: Future[Any] = Future()
+        # A call whose caller no longer waits still runs: a close must release the resources.
+        result.set_running_or_notify_cancel()
         if not self._started:
             self._started = True
             threading.Thread(target=self._work, name="environment", daemon=True).start()
-        self._jobs.put(work)
-        return await done
+        self._jobs.put((result, function))
+        return await asyncio.wrap_future(result)
 
     def stop(self) -> None:
         """Ends the thread after the methods that were called before."""
@@ -391,4 +355,10 @@ class _Thread:
 
     def _work(self) -> None:
         while (job := self._jobs.get()) is not None:
-            job()
+            result, function = job
+            try:
+                result.set_result(function())
+            except BaseException as raised:  # noqa: BLE001 - the awaiting caller gets the error
+                # Awaiting cannot raise StopIteration, and e.g. SystemExit would end the event loop.
+                plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+                result.set_exception(raised if plain else RuntimeError(repr(raised)))

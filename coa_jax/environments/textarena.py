@@ -12,6 +12,7 @@ longer than a turn of the other player.
 from __future__ import annotations
 
 import importlib
+import itertools
 import random
 import re
 import threading
@@ -20,11 +21,15 @@ from typing import Any
 
 from coa_jax.environments.base import Step, Turn
 from coa_jax.errors import UserError
+from coa_jax.extensions import Kind, find
 from coa_jax.installed import missing
 from coa_jax.tasks import Task
 
 _WAIT_S = 3600.0  # maximum time that a player waits; the deadline of the session is shorter
 _MOVE = re.compile(r"\[[^\[\]\n]{1,40}\]")
+_OPPONENTS = Kind(
+    "opponent", "coa_jax.opponents", {"random": "coa_jax.environments.textarena:random_move"}
+)
 _making = threading.Lock()
 _playing = threading.RLock()
 """Allows one move at a time: games use Python's global random generator, each with its own state.
@@ -40,12 +45,11 @@ def load(split: str, n: int | None, seed: int, games: str = "GuessTheNumber-v0")
         seed: seed of the source, which becomes part of the task ids.
         games: ids of textarena games, joined by ``+``.
     """
-    names = games.split("+")
+    names = itertools.islice(itertools.cycle(games.split("+")), n or 100)
     return [
-        Task(f"{split}-{seed}-{i}", names[i % len(names)], "turns", (), "textarena",
-             {"game": names[i % len(names)]})
-        for i in range(n or 100)
-    ]  # fmt: skip
+        Task(f"{split}-{seed}-{i}", name, "turns", (), "textarena", {"game": name})
+        for i, name in enumerate(names)
+    ]
 
 
 class TextArena:
@@ -101,13 +105,14 @@ class TextArena:
                 group[number] = _Game(name, count, seed)
         self._game: _Game = group[number]
         self._seat = sample % count
-        self._opponent = _opponent(opponent) if alone and count > 1 else None
+        self._opponent: Callable[[str, random.Random], str] | None = None
+        if alone and count > 1:
+            self._opponent = find(_OPPONENTS, opponent, "environment.options.opponent")
         self._random = random.Random(f"{seed} {sample}")
 
     def reset(self, task: Task) -> list[tuple[str, str]]:
         """Waits for the player's first turn, and returns the messages to the player so far."""
-        step = self._await()
-        return [("user", step.observation)]
+        return [("user", self._await().observation)]
 
     def step(self, turn: Turn) -> Step:
         """Makes a move, and waits until it is the player's turn again or the game is over."""
@@ -196,17 +201,14 @@ class _Game:
         return "".join(f"{text}\n" for sender, text, _ in messages if sender != seat)
 
 
-def _textarena() -> Any:
-    try:
-        return importlib.import_module("textarena")
-    except ImportError:
-        raise missing("the environment textarena", "textarena", "textarena") from None
-
-
 def _make(name: str) -> Any:
     """Creates a game without textarena's wrappers, which would repeat earlier messages."""
     try:
-        env = _textarena().make(name)
+        textarena = importlib.import_module("textarena")
+    except ImportError:
+        raise missing("the environment textarena", "textarena", "textarena") from None
+    try:
+        env = textarena.make(name)
     except ValueError:
         raise UserError(
             f"environment: textarena has no game {name!r}; name a game such as TicTacToe-v0 in "
@@ -226,22 +228,7 @@ def _fits(name: str, players: int, seed: int) -> bool:
     return True
 
 
-def _opponent(name: str) -> Callable[[str, random.Random], str]:
-    if name == "random":
-        return _random_move
-    module, _, function = name.partition(":")
-    try:
-        found: Callable[[str, random.Random], str] = getattr(
-            importlib.import_module(module), function
-        )
-    except (ImportError, AttributeError, ValueError):
-        raise UserError(
-            f"environment.options.opponent is {name!r}; give self, random or package.module:name"
-        ) from None
-    return found
-
-
-def _random_move(told: str, draw: random.Random) -> str:
+def random_move(told: str, draw: random.Random) -> str:
     """Returns a random move of those the game showed last, or a number from 0 to 8 if none."""
     shown = _MOVE.findall(told.rstrip().rpartition("\n")[2]) or _MOVE.findall(told)
     return draw.choice(shown) if shown else f"[{draw.randint(0, 8)}]"

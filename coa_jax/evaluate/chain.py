@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import numpy as np
 
 from coa_jax.protocol import THINK, Parser, Protocol, Segment
 from coa_jax.rollout.cut import kept_spans
+from coa_jax.tasks import Task
 from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajectory
 
 
@@ -91,46 +92,49 @@ class Chain:
         self.text = "".join(span.text for span in stays)
 
     def finish(
-        self,
-        stop_reason: StopReason,
-        task_id: str,
-        sample_id: int,
-        question: str,
-        gold: Sequence[str],
-        metadata: dict[str, Any],
+        self, stop_reason: StopReason, task: Task, sample_id: int, metadata: dict[str, Any]
     ) -> Trajectory:
         """Ends the sample and returns its trajectory.
 
         Args:
             stop_reason: why the sample ended.
-            task_id: id of the task.
+            task: the task; its tests of programs are left out.
             sample_id: index of the sample among the samples of the task.
-            question: question of the task.
-            gold: accepted answers of the task.
             metadata: further data, as JSON values by name.
         """
         for segment in self._parser.finish():
             self._add(segment)
-        return Trajectory(
-            task_id=task_id,
-            sample_id=sample_id,
-            question=question,
-            protocol=self.protocol.name,
-            tokens=np.zeros(0, np.int32),
-            author=np.zeros(0, np.uint8),
-            logp=np.zeros(0, np.float32),
-            text="".join(span.text for span in self._spans),
-            segments=tuple(self._spans),
-            tool_calls=tuple(self.calls),
-            stop_reason=stop_reason,
-            reward=None,
-            gold=tuple(gold),
-            metadata=metadata,
-        )
+        calls = tuple(self.calls)
+        return text_trajectory(task, sample_id, self._spans, stop_reason, calls, metadata)
 
     def _add(self, segment: Segment) -> None:
-        role = segment.role
-        text = segment.body
+        role, text = segment.role, segment.body
         if role is not None:
             text = f"<{role}>{segment.body}" + (f"</{role}>" if segment.closed else "")
         self._spans.append(SegmentSpan(role, Author.POLICY, text, 0, 0))
+
+
+def text_trajectory(
+    task: Task,
+    sample_id: int,
+    spans: Sequence[SegmentSpan],
+    stop_reason: StopReason = StopReason.ANSWER,
+    tool_calls: tuple[ToolCall, ...] = (),
+    metadata: Mapping[str, Any] | None = None,
+) -> Trajectory:
+    """Returns a trajectory without token ids and without a reward.
+
+    Args:
+        task: the task; its tests of programs are left out.
+        sample_id: index of the sample among the samples of the task.
+        spans: text of the trajectory.
+        stop_reason: why the sample ended.
+        tool_calls: tool calls of the sample.
+        metadata: further data, as JSON values by name; None for none.
+    """
+    none = np.zeros(0)
+    text, gold = "".join(span.text for span in spans), task.without_tests().gold
+    return Trajectory(
+        task.id, sample_id, task.question, task.protocol, none, none, none, text, tuple(spans),
+        tool_calls, stop_reason, None, gold, dict(metadata or {}),
+    )  # fmt: skip

@@ -129,7 +129,8 @@ def endpoint_policy(
             if pair is None:
                 return None
             one, number = pair
-            episode = _Episode(client, endpoint, sampling, seed, config, tools, one, number)
+            loop = ToolLoop({tool.name: tool for tool in tools})
+            episode = _Episode(client, endpoint, sampling, seed, config, loop, one, number)
             return asyncio.create_task(episode.run(about, written))
 
         first = (start() for _ in range(endpoint.concurrency))
@@ -152,30 +153,27 @@ def endpoint_policy(
     return run
 
 
+@dataclasses.dataclass
 class _Episode:
     """The process that produces one sample."""
 
-    def __init__(
-        self,
-        client: Client,
-        endpoint: PolicyEndpoint,
-        sampling: SamplingParams,
-        seed: int,
-        config: RolloutConfig,
-        tools: Sequence[Tool],
-        wanted: Wanted,
-        number: int,
-    ):
-        self.client, self.endpoint, self.sampling = client, endpoint, sampling
-        self.seed, self.config, self.wanted, self.number = seed, config, wanted, number
-        self.tools = ToolLoop({tool.name: tool for tool in tools})
-        self.protocol = get_protocol(wanted.task.protocol)
+    client: Client
+    endpoint: PolicyEndpoint
+    sampling: SamplingParams
+    seed: int
+    config: RolloutConfig
+    tools: ToolLoop
+    wanted: Wanted
+    number: int
+
+    def __post_init__(self) -> None:
+        self.protocol = get_protocol(self.wanted.task.protocol)
         if self.protocol.format is not None:
             raise UserError(f"a policy behind an endpoint writes {TAGS}; give a task in tags")
         self.chain = Chain(self.protocol)
         self.usage = _Usage()
-        asked = "".join(said for _, said in wanted.messages.turns)
-        self._prompt = len(asked.encode()) // _BYTES  # tokens, estimated
+        self._asked = "".join(said for _, said in self.wanted.messages.turns)
+        self._prompt = len(self._asked.encode()) // _BYTES  # tokens, estimated
         self.began = time.monotonic()
         self.tool_seconds = 0.0
 
@@ -202,8 +200,7 @@ class _Episode:
             "rollout": dataclasses.asdict(self.config),
             "usage": dataclasses.asdict(self.usage),
         }
-        gold = task.without_tests().gold
-        return self.chain.finish(reason, task.id, self.number, task.question, gold, metadata)
+        return self.chain.finish(reason, task, self.number, metadata)
 
     async def _turn(self) -> StopReason | None:
         """Lets the policy continue, and runs the tool that the policy calls.
@@ -251,8 +248,7 @@ class _Episode:
         Raises:
             UserError: the endpoint rejects the request or cannot be reached.
         """
-        turns = self.wanted.messages.turns
-        messages = [{"role": role, "content": text} for role, text in turns]
+        messages = [{"role": role, "content": text} for role, text in self.wanted.messages.turns]
         body: dict[str, Any] = {
             "messages": messages,
             "temperature": self.sampling.temperature,
@@ -294,8 +290,7 @@ class _Episode:
         text, finish = choice["message"]["content"] or "", str(choice.get("finish_reason"))
         self.usage.add(counts, self.endpoint.price)
         if counts["prompt"] is None or counts["completion"] is None:
-            asked = "".join(said for _, said in self.wanted.messages.turns)
-            told = text if self.usage.calls > 1 else asked + text
+            told = text if self.usage.calls > 1 else self._asked + text
             self.usage.length += len(told.encode()) // _BYTES
         else:
             self.usage.length = counts["prompt"] + counts["completion"]

@@ -53,7 +53,11 @@ def figures(groups: Sequence[Measured], numbers: int) -> dict[str, Any]:
             },
             "unanswered": sum(sample.answer is None for sample in graded),
         },
-        "rounds": [_round(groups, number) for number in range(numbers)],
+        # A round consists of the graded samples of one sample number.
+        "rounds": [
+            metrics.mean([sample.solved for sample in graded if sample.number == number])
+            for number in range(numbers)
+        ],
         "at_k": metrics.at_k(solved),
         "by": {key: found for key in FIELDS if (found := metrics.by(pairs, key))},
         "format_valid": metrics.mean([sample.format_valid for sample in graded]),
@@ -61,12 +65,6 @@ def figures(groups: Sequence[Measured], numbers: int) -> dict[str, Any]:
         "costs": costs(graded),
         "exposure": _exposure(groups),
     }
-
-
-def _round(groups: Sequence[Measured], number: int) -> float | None:
-    """Returns the share of right samples in a round: the graded samples of one sample number."""
-    rows = [s for g in groups for s in g.samples if s.number == number and s.value is not None]
-    return metrics.mean([row.solved for row in rows])
 
 
 def costs(samples: Sequence[Sample]) -> dict[str, Any]:

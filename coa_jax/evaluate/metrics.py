@@ -18,8 +18,6 @@ from scipy import special
 
 from coa_jax.intervals import wilson_interval
 
-"""Two-sided 95 % quantile of the standard normal distribution."""
-
 
 def pass_at_k(samples: int, correct: int, k: int) -> float:
     """Returns pass@k: the probability that at least one of k samples is correct.

@@ -12,17 +12,7 @@ from typing import Annotated, Any
 
 from coa_jax import files
 from coa_jax.agents.config import AgentConfig
-from coa_jax.bounds import (
-    Between,
-    Bounded,
-    Natural,
-    Place,
-    Seed,
-    Size,
-    Split,
-    Temperature,
-    TopP,
-)
+from coa_jax.bounds import Between, Bounded, Natural, Place, Seed, Size, Split, Temperature, TopP
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.environments.base import EnvironmentConfig, tags_of
 from coa_jax.environments.session import Environments, graded_by_environment
@@ -118,10 +108,11 @@ class EvaluateConfig(Bounded):
         parts_of(self)
         if self.best_of.n > self.samples:
             raise UserError(f"best_of.n is {self.best_of.n}; give at most samples, {self.samples}")
-        if self.environment and self.endpoint:
+        ways = [name for name in ("agent", "environment", "endpoint") if getattr(self, name)]
+        if len(ways) > 1:
             raise UserError(
-                "environment.path and endpoint.url are set: a policy acts in an environment where "
-                "it decodes on this machine; leave one of them empty"
+                f"{' and '.join(ways)} are set: an agent program, an environment and a policy "
+                "behind an endpoint exclude each other; give one of them"
             )
         for name in ("constrain", "cut_context"):
             if self.agent and getattr(self.rollout, name):
@@ -129,9 +120,6 @@ class EvaluateConfig(Bounded):
                     f"rollout.{name} is True: it applies to the loop of tools, but agent names a "
                     "program; leave it False"
                 )
-        if self.agent and (self.endpoint or self.environment):
-            other = "endpoint" if self.endpoint else "environment"
-            raise UserError(f"agent and {other} are both set; give one of the two")
         if self.attempts > 1 and self.temperature == 0:
             raise UserError(
                 f"attempts is {self.attempts}, but temperature is 0: each attempt would be the same"
@@ -354,11 +342,10 @@ def _check_ready(
 
     Also prints which answers will have no judge.
     """
-    groups, chats = measured(tasks, journal.samples, config.samples), {}
+    groups = measured(tasks, journal.samples, config.samples)
     ungraded = [g.task for g in groups if any(not s.broken and s.value is None for s in g.samples)]
     graded = list({task.id: task for task in (*(one.task for one in wanted), *ungraded)}.values())
-    if wanted and config.endpoint:
-        chats["endpoint"] = config.endpoint.chat
+    chats = {"endpoint": config.endpoint.chat} if wanted and config.endpoint else {}
     best = config.best_of.n
     if best and any(pick_name(group, best) not in journal.verdicts for group in groups):
         chats["best_of.chat"] = config.best_of.chat
@@ -399,11 +386,9 @@ async def _finish(
         The result of `choose`.
     """
     by_id = {task.id: task for task in tasks}
-    grading: set[asyncio.Task[None]] = set()
 
     async def grade(key: Key, trajectory: Trajectory) -> None:
-        reward = await graders.grade(by_id[key[0]], trajectory)
-        journal.grade(key, reward)
+        journal.grade(key, await graders.grade(by_id[key[0]], trajectory))
 
     def begin(key: Key) -> None:
         sample = journal.samples[key]
@@ -412,30 +397,22 @@ async def _finish(
         if sample.broken:
             journal.grade(key, Reward(None))
         elif sample.value is None:
-            grading.add(asyncio.create_task(grade(key, journal.trajectory(key))))
-
-    def check() -> None:
-        for task in [task for task in grading if task.done()]:
-            grading.discard(task)
-            task.result()
+            grading.create_task(grade(key, journal.trajectory(key)))
 
     try:
-        for key, sample in list(journal.samples.items()):
-            if key[0] in by_id and key[1] < config.samples and sample.value is None:
-                begin(key)
-        for stream in filter(None, streams):
-            async with contextlib.aclosing(stream):
-                async for trajectory in stream:
-                    sample = journal.add(trajectory, exposure)
-                    begin(sample.key)
-                    if not sample.wanted(config.attempts):
-                        tick()
-                    check()
-        await asyncio.gather(*grading)
-    finally:
-        for task in grading:
-            task.cancel()
-        await asyncio.gather(*grading, return_exceptions=True)
+        async with asyncio.TaskGroup() as grading:
+            for key, sample in list(journal.samples.items()):
+                if key[0] in by_id and key[1] < config.samples and sample.value is None:
+                    begin(key)
+            for stream in filter(None, streams):
+                async with contextlib.aclosing(stream):
+                    async for trajectory in stream:
+                        sample = journal.add(trajectory, exposure)
+                        begin(sample.key)
+                        if not sample.wanted(config.attempts):
+                            tick()
+    except ExceptionGroup as errors:
+        raise errors.exceptions[0] from errors.exceptions[0].__cause__
     groups = measured(tasks, journal.samples, config.samples)
     return await choose(
         config.best_of,

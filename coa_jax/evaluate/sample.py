@@ -9,17 +9,12 @@ from typing import Any
 
 from coa_jax.evaluate.exposure import Exposure
 from coa_jax.tasks import Task
-from coa_jax.trajectory import (
-    Author,
-    Reward,
-    SegmentSpan,
-    StopReason,
-    Trajectory,
-    format_valid,
-)
+from coa_jax.tasks.graders import is_broken
+from coa_jax.trajectory import Author, Reward, SegmentSpan, Trajectory, format_valid
 
 Key = tuple[str, int]
 """Key of a sample: (task id, sample number)."""
+_COSTS = ("tokens", "length", "calls", "blocked", "shown", "attempts")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,7 +25,7 @@ class Sample:
         task_id: id of the task.
         number: index of the sample among the samples of the task, from 0.
         answer: answer of the policy; None if the policy gave no answer.
-        stop: stop reason, see `StopReason`.
+        stop: stop reason, see `trajectory.StopReason`.
         broken: whether a tool or the machine had a fault, or the sample was cancelled. Such a
             sample does not measure the policy and is not graded.
         format_valid: whether the policy obeyed its protocol.
@@ -99,20 +94,13 @@ class Sample:
 
     def after(self, earlier: Mapping[str, Any]) -> Sample:
         """Returns the sample with the costs of its earlier attempts added; see `costs`."""
-        return dataclasses.replace(
-            self,
-            tokens=self.tokens + earlier["tokens"],
-            length=self.length + earlier["length"],
-            calls=(*((tool, outcome) for tool, outcome in earlier["calls"]), *self.calls),
-            blocked=self.blocked + earlier["blocked"],
-            shown=self.shown + earlier["shown"],
-            attempts=self.attempts + earlier["attempts"],
-        )
+        sums = {name: getattr(self, name) + earlier[name] for name in _COSTS if name != "calls"}
+        calls = tuple((tool, outcome) for tool, outcome in earlier["calls"])
+        return dataclasses.replace(self, **sums, calls=(*calls, *self.calls))
 
     def costs(self) -> dict[str, Any]:
         """Returns the costs of all attempts of the sample so far, as JSON values by name."""
-        names = ("tokens", "length", "calls", "blocked", "shown", "attempts")
-        return {name: getattr(self, name) for name in names}
+        return {name: getattr(self, name) for name in _COSTS}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -144,14 +132,12 @@ def sample_of(trajectory: Trajectory, exposure: Exposure | None = None) -> Sampl
     # A policy behind an endpoint has no token ids and stores the usage instead. The test of the
     # tokens prevents that metadata of a task counts as usage.
     usage = {} if len(trajectory.tokens) else trajectory.metadata.get("usage") or {}
-    faults = any(call.outcome == "fault" for call in trajectory.tool_calls)
-    ours = trajectory.stop_reason in (StopReason.FAULT, StopReason.CANCELLED)
     sample = Sample(
         task_id=trajectory.task_id,
         number=trajectory.sample_id,
         answer=trajectory.answer,
         stop=str(trajectory.stop_reason),
-        broken=faults or ours,
+        broken=is_broken(trajectory),
         format_valid=format_valid(trajectory),
         tokens=int(usage.get("completion", trajectory.num_policy_tokens)),
         length=int(usage.get("length", len(trajectory.tokens))),
@@ -168,20 +154,14 @@ def by_last_suggestion(trajectory: Trajectory) -> Trajectory:
     The code of the AFM release contains this rule but never applies it, because its requests do not
     stop at a suggested answer.
     """
-    if trajectory.answer is not None:
-        return trajectory
-    bodies = [
-        (span, span.body)
-        for span in trajectory.segments
-        if span.role == "suggested_answer" and span.author == Author.POLICY
-    ]
-    last = next(((span, body) for span, body in reversed(bodies) if body is not None), None)
-    if last is None:
-        return trajectory
-    span, body = last
-    answer = SegmentSpan("answer", Author.POLICY, f"<answer>{body}</answer>", span.end, span.end)
-    segments = (*trajectory.segments, answer)
-    return dataclasses.replace(trajectory, segments=segments, text=trajectory.text + answer.text)
+    for span in reversed(trajectory.segments) if trajectory.answer is None else ():
+        suggested = span.role == "suggested_answer" and span.author == Author.POLICY
+        if suggested and span.body is not None:
+            text, end = f"<answer>{span.body}</answer>", span.end
+            answer = SegmentSpan("answer", Author.POLICY, text, end, end)
+            segments = (*trajectory.segments, answer)
+            return dataclasses.replace(trajectory, segments=segments, text=trajectory.text + text)
+    return trajectory
 
 
 def measured(tasks: Sequence[Task], samples: dict[Key, Sample], numbers: int) -> list[Measured]:
@@ -194,8 +174,7 @@ def measured(tasks: Sequence[Task], samples: dict[Key, Sample], numbers: int) ->
     """
     return [
         Measured(
-            task,
-            tuple(samples[task.id, n] for n in range(numbers) if (task.id, n) in samples),
+            task, tuple(samples[task.id, n] for n in range(numbers) if (task.id, n) in samples)
         )
         for task in tasks
     ]

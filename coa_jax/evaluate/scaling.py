@@ -17,18 +17,17 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
-import numpy as np
-
 from coa_jax.bounds import MAX_INT, Between, Bounded, Count, Times
 from coa_jax.errors import UserError
 from coa_jax.evaluate import metrics
+from coa_jax.evaluate.chain import text_trajectory
 from coa_jax.evaluate.sample import Measured, Sample
 from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.judge import parse_object
 from coa_jax.tasks.rewards import opened
 from coa_jax.tools.net.chat import ChatConfig, chat
 from coa_jax.tools.net.errors import FetchError
-from coa_jax.trajectory import Author, SegmentSpan, StopReason, Trajectory
+from coa_jax.trajectory import Author, SegmentSpan, Trajectory
 
 _SYSTEM = (
     "You compare attempts at a question. Each attempt is given as a JSON string, written by the "
@@ -195,32 +194,13 @@ async def _equal(graders: Graders, task: Task, first: str, second: str) -> bool:
         asked = dataclasses.replace(task, gold=(opened(task, gold) or gold,))
         if task.metadata.get("scorer") == "reasoning_gym":  # accepts only gold
             asked = dataclasses.replace(asked, metadata={})
-        value = (await graders.grade(asked, _answering(asked, answer))).value
+        span = SegmentSpan("answer", Author.POLICY, f"<answer>{answer}</answer>", 0, 0)
+        value = (await graders.grade(asked, text_trajectory(asked, 0, [span]))).value
         if value is None:
             raise UnsureError("the grader gave no verdict about two answers")
         if value == 1.0:
             return True
     return False
-
-
-def _answering(task: Task, answer: str) -> Trajectory:
-    """Returns a trajectory that contains only an answer."""
-    text = f"<answer>{answer}</answer>"
-    return Trajectory(
-        task_id=task.id,
-        sample_id=0,
-        question=task.question,
-        protocol=task.protocol,
-        tokens=np.zeros(0, np.int32),
-        author=np.zeros(0, np.uint8),
-        logp=np.zeros(0, np.float32),
-        text=text,
-        segments=(SegmentSpan("answer", Author.POLICY, text, 0, 0),),
-        tool_calls=(),
-        stop_reason=StopReason.ANSWER,
-        reward=None,
-        gold=task.gold,
-    )
 
 
 # --- figures -------------------------------------------------------------------------------
@@ -321,14 +301,19 @@ async def choose(
     turns = asyncio.Semaphore(config.concurrency)
     reasons: dict[str, str] = {}
 
-    async def decide(name: str, choice: Callable[[], Awaitable[int | None]]) -> None:
+    async def decide(
+        name: str, choice: Callable[[Measured], Awaitable[int | None]], group: Measured
+    ) -> None:
         async with turns:
             try:
-                number = await choice()
+                number = await choice(group)
             except UnsureError as error:
                 reasons[name] = str(error)
                 return
         say(name, {"sample": number})
+
+    async def voted(group: Measured) -> int | None:
+        return await vote(graders, group.task, group.samples)
 
     async def picked(group: Measured) -> int:
         index = await pick(config, [read(sample) for sample in group.samples[: config.n]])
@@ -336,12 +321,11 @@ async def choose(
 
     jobs = []
     for group in groups:
-        whole = len(group.samples) == numbers and not any(s.broken for s in group.samples)
-        if numbers > 1 and whole and not group.task.is_program and vote_name(group) not in verdicts:
-            jobs.append(decide(vote_name(group), functools.partial(vote, graders, group.task,
-                                                                   group.samples)))  # fmt: skip
-        enough = whole and config.n and len(group.samples) >= config.n
-        if enough and pick_name(group, config.n) not in verdicts:
-            jobs.append(decide(pick_name(group, config.n), functools.partial(picked, group)))
+        if len(group.samples) < numbers or any(sample.broken for sample in group.samples):
+            continue
+        if numbers > 1 and not group.task.is_program and vote_name(group) not in verdicts:
+            jobs.append(decide(vote_name(group), voted, group))
+        if config.n and pick_name(group, config.n) not in verdicts:
+            jobs.append(decide(pick_name(group, config.n), picked, group))
     await asyncio.gather(*jobs)
     return reasons

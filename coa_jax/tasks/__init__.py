@@ -12,15 +12,7 @@ from typing import Any
 from absl import logging
 
 from coa_jax.errors import UserError
-from coa_jax.extensions import (
-    PATH,
-    Kind,
-    bind,
-    find,
-    parameters_of,
-    read_options,
-    refuse_result,
-)
+from coa_jax.extensions import PATH, Kind, bind, find, parameters_of, read_options, refuse_result
 from coa_jax.overrides import suggest
 from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import SPLITS, Split, Task, check_split
@@ -103,9 +95,12 @@ def load_tasks(
             their columns, see `tasks.columns.Columns`.
 
     Raises:
-        UserError: the source, split, option or protocol is unknown, or a file cannot be read.
+        UserError: the source, split, option or protocol is unknown, ``n`` is negative, or a file
+            cannot be read.
     """
     check_split(split)
+    if n is not None and n < 0:
+        raise UserError(f"tasks={source}: n is {n}; give 0 or more, or None for all")
     if protocol:
         get_protocol(protocol)
     name, rest = _name_of(source)
@@ -191,16 +186,14 @@ def load_splits(
     }
     held_out = {task.id for name, tasks in splits.items() if name != "train" for task in tasks}
     train = splits.get("train", [])
-    splits = {**splits, "train": [task for task in train if task.id not in held_out]}
-    if train and not splits["train"]:
+    left = [task for task in train if task.id not in held_out]
+    if train and not left:
         raise UserError(
             f"{source}: every training task is also a validation task; use fewer validation tasks"
         )
-    if len(splits["train"]) < len(train):
+    if len(left) < len(train):
         logging.warning(
             "%s: %d tasks of the training split are used for validation; %d are left to train on",
-            source,
-            len(train) - len(splits["train"]),
-            len(splits["train"]),
-        )
-    return splits
+            source, len(train) - len(left), len(left),
+        )  # fmt: skip
+    return {**splits, "train": left}

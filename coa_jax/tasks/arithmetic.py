@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib
+import itertools
 import json
 from typing import Any
 
@@ -15,7 +17,7 @@ from coa_jax.errors import UserError
 from coa_jax.installed import missing
 from coa_jax.tasks.base import SPLITS, Task
 
-DEFAULT_SIZE = 1000
+_DEFAULT_SIZE = 1000
 """Number of tasks if the run sets none, because the generators could generate tasks without end."""
 
 _GENERATORS: dict[str, dict[str, Any]] = {
@@ -42,21 +44,16 @@ _SEEDS = 1_000_000_000  # seeds per split
 _BATCH = 64  # questions per generator seed
 
 
-def _reasoning_gym() -> Any:
+def reasoning_gym() -> Any:
+    """Returns the package reasoning-gym.
+
+    Raises:
+        UserError: the package is not installed.
+    """
     try:
-        import reasoning_gym
+        return importlib.import_module("reasoning_gym")
     except ImportError:
-        raise missing("the source arithmetic", "reasoning-gym", "tasks") from None
-    return reasoning_gym
-
-
-def _parse_names(text: str) -> tuple[str, ...]:
-    names = tuple(name.strip() for name in text.split(",") if name.strip()) or tuple(_GENERATORS)
-    unknown = [name for name in names if name not in _GENERATORS]
-    if unknown:
-        known = ", ".join(_GENERATORS)
-        raise UserError(f"arithmetic: unknown generator {unknown[0]!r}; known are {known}")
-    return tuple(dict.fromkeys(names))
+        raise missing("arithmetic", "reasoning-gym", "tasks") from None
 
 
 def _in_split(question: str, split: str) -> bool:
@@ -72,7 +69,7 @@ def _batch(name: str, split: str, seed: int, number: int) -> tuple[dict[str, Any
     offset = int.from_bytes(hashlib.sha256(key).digest()[:7], "big") % _SEEDS
     first = SPLITS.index(split) * _SEEDS + offset
     config = _GENERATORS[name]
-    entries = _reasoning_gym().create_dataset(name, size=_BATCH, seed=first, **config)
+    entries = reasoning_gym().create_dataset(name, size=_BATCH, seed=first, **config)
     return tuple(entry for entry in entries if _in_split(entry["question"], split))
 
 
@@ -102,19 +99,19 @@ def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]
             with these names, such as ``gcd`` and ``lcm``.
 
     Raises:
-        UserError: reasoning-gym is not installed, a generator is unknown, or n is negative.
+        UserError: reasoning-gym is not installed, or a generator is unknown.
     """
-    names = _parse_names(source.partition(":")[2])
-    n = DEFAULT_SIZE if n is None else n
-    if n < 0:
-        raise UserError(f"arithmetic: n is {n}; give 0 or more, or None for {DEFAULT_SIZE}")
+    given = filter(None, map(str.strip, source.partition(":")[2].split(",")))
+    names = tuple(dict.fromkeys(given)) or tuple(_GENERATORS)
+    for name in names:
+        if name not in _GENERATORS:
+            known = ", ".join(_GENERATORS)
+            raise UserError(f"arithmetic: unknown generator {name!r}; known are {known}")
+    n = _DEFAULT_SIZE if n is None else n
     columns = [_entries(name, split, seed, -(-n // len(names))) for name in names]
-    tasks = []
-    for row in range(max(map(len, columns), default=0)):
-        for name, column in zip(names, columns, strict=True):
-            if row < len(column):
-                tasks.append(_task(name, column[row], split, source))
-    return tasks[:n]
+    rows = itertools.zip_longest(*columns)
+    pairs = (pair for row in rows for pair in zip(names, row, strict=True) if pair[1] is not None)
+    return [_task(name, entry, split, source) for name, entry in itertools.islice(pairs, n)]
 
 
 def _task(name: str, entry: dict[str, Any], split: str, source: str) -> Task:

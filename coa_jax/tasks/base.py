@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any, Literal, TypeVar, get_args
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar, get_args
 
+from coa_jax.bounds import Split
 from coa_jax.errors import UserError
+from coa_jax.extensions import Kind, bind, read_options
 from coa_jax.protocol import at_level, get_protocol, in_format
 
-Split = Literal["train", "validation", "test"]
 SPLITS: tuple[str, ...] = get_args(Split)
 
 
@@ -108,3 +109,23 @@ def check_split(split: str) -> None:
     """
     if split not in SPLITS:
         raise UserError(f"unknown split {split!r}; the splits are {', '.join(SPLITS)}")
+
+
+Options = TypeVar("Options")
+
+
+def parse_options(kind: Callable[..., Options], source: str) -> Options:
+    """Parses the options of a task source, for example ``factbook:hops=1-2,templates=1``.
+
+    Args:
+        kind: dataclass whose fields are the options.
+        source: name of the source and, after a colon, the options.
+
+    Raises:
+        UserError: an option is unknown, or its value is invalid.
+    """
+    name, _, rest = source.partition(":")
+    where = f"tasks={source}"
+    sources = Kind("task source", "", {name: kind})
+    options: Options = bind(sources, name, read_options(rest, where), where, text=True)()
+    return options

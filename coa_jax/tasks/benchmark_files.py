@@ -15,18 +15,17 @@ The file may be JSON, JSON lines, parquet, CSV or TSV; ``*`` selects several fil
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 
-from coa_jax import reading
 from coa_jax.errors import UserError
+from coa_jax.extensions import read_options
 from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import Task
-from coa_jax.tasks.benchmark_rows import BENCHMARKS, Benchmark, Found
+from coa_jax.tasks.benchmark_rows import BENCHMARKS
 from coa_jax.tasks.checks import checked
-from coa_jax.tasks.rows import Row, distinct, draw, find_files, read_rows
+from coa_jax.tasks.rows import Row, add_tasks, draw, find_files, read_rows
 
 _SOURCE = re.compile(r"(?P<path>.+?\.(?:jsonl|json|parquet|csv|tsv))(?::(?P<options>.*))?")
 
@@ -50,55 +49,37 @@ def load_benchmark(source: str, n: int | None = None, seed: int = 0) -> list[Tas
     if not found:
         raise UserError(f"{source}: give {name}:PATH, a file that ends in .json, .jsonl, .parquet,"
                         " .csv or .tsv")  # fmt: skip
-    options = _options(source, found["options"] or "")
-    protocol = options.pop("protocol", BENCHMARKS[name].protocol)
+    benchmark = BENCHMARKS[name]
+    options = read_options(found["options"] or "", source)
+    protocol = options.pop("protocol", benchmark.protocol)
     get_protocol(protocol)
     attachments = options.pop("attachments", "no")
     if attachments not in ("yes", "no"):
         raise UserError(f"{source}: attachments={attachments}; give yes or no")
     tasks: list[Task] = []
-    seen: set[str] = set()
     for path in find_files(found["path"]):
-        for number, row in enumerate(read_rows(path), 1):
-            question = _read(BENCHMARKS[name], row, path, number)
-            if question is None or (question.attachment and attachments == "no"):
-                continue
-            if question.attachment:
-                file = path.parent / question.attachment
-                text = f"{question.question}\n\nAttached file: {file}"
-                question = dataclasses.replace(question, question=text)
-            identity = distinct(question.id or str(len(tasks) + 1), number, seen)
-            metadata = {**question.metadata, "grader": BENCHMARKS[name].grader}
-            task = Task(identity, question.question, protocol, question.gold, source, metadata)
-            try:
-                # The parser has already checked the tests of programs, which may have megabytes.
-                tasks.append(task if metadata["grader"] == "code" else checked(task))
-            except ValueError as error:
-                raise UserError(f"{path}: row {number}: {reading.reason(error)}") from error
+
+        def make(row: Row, number: int, path: Path = path) -> Task | None:
+            item = benchmark.read(row)
+            if item is None:
+                return None
+            question, attachment = item.question, item.attachment
+            if Path(attachment).name != attachment:
+                raise ValueError(f"the attachment {attachment!r} is in another folder")
+            if attachment and attachments == "no":
+                return None
+            if attachment:
+                question += f"\n\nAttached file: {path.parent / attachment}"
+            metadata = {**item.metadata, "grader": benchmark.grader}
+            task = Task(item.id or str(number), question, protocol, item.gold, source, metadata)
+            # The parser has already checked the tests of programs, which may have megabytes.
+            return task if task.is_program else checked(task)
+
+        add_tasks(tasks, read_rows(path), make, path)
     kept = _filtered(tasks, options, source)
     if not kept:
         raise UserError(f"{source}: it contains no question that the benchmark scores")
-    return draw(kept, n, seed, source)
-
-
-def _options(source: str, text: str) -> dict[str, str]:
-    options = {}
-    for part in filter(None, text.split(",")):
-        key, found, value = part.partition("=")
-        if not found or not key or not value:
-            raise UserError(f"{source}: the option {part!r} is not understood; give KEY=VALUE")
-        options[key] = value
-    return options
-
-
-def _read(benchmark: Benchmark, row: Row, path: Path, number: int) -> Found | None:
-    try:
-        found = benchmark.read(row)
-        if found is not None and Path(found.attachment).name != found.attachment:
-            raise ValueError(f"the attachment {found.attachment!r} is in another folder")
-        return found
-    except reading.MALFORMED as error:
-        raise UserError(f"{path}: row {number}: {reading.reason(error)}") from error
+    return draw(kept, n, seed)
 
 
 def _filtered(tasks: Sequence[Task], wanted: Mapping[str, str], source: str) -> list[Task]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
 
 from absl import logging
 
@@ -143,10 +142,10 @@ def _is_formula(text: str) -> bool:
 
 
 def _check_scorer(task: Task) -> None:
-    wanted: dict[str, Any] = {"scorer": str, "generator": str, "generator_metadata": dict}
-    for key, kind in wanted.items():
-        if not isinstance(task.metadata.get(key), kind):
-            form = "an object" if kind is dict else "a string"
-            raise ValueError(f"metadata.{key} must be {form}")
+    for key in ("scorer", "generator"):
+        if not isinstance(task.metadata.get(key), str):
+            raise ValueError(f"metadata.{key} must be a string")
+    if not isinstance(task.metadata.get("generator_metadata"), dict):
+        raise ValueError("metadata.generator_metadata must be an object")
     if task.metadata["scorer"] != "reasoning_gym":
         raise ValueError(f"the scorer {task.metadata['scorer']!r} is unknown: use reasoning_gym")

@@ -35,6 +35,7 @@ from coa_jax.tools.sandbox.run import Result, run
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 _FENCED = re.compile(r"```(?:py|python|python3)?[ \t]*\n(.*?)\n?```", re.DOTALL | re.IGNORECASE)
 _PYTHON = ("py", "python", "python3")
+_KEYS = (("stdin", "expected_output"), ("inputs", "outputs"), ("input", "output"))
 _STAR = (
     *("string", "re", "datetime", "collections", "heapq", "bisect", "copy", "math", "random"),
     *("statistics", "itertools", "functools", "operator", "io", "sys", "json", "builtins"),
@@ -123,24 +124,6 @@ class Tests:
     compare: Literal["lines", "tokens"] = "lines"
 
 
-@dataclasses.dataclass(frozen=True)
-class Verdict:
-    """The result of running a program on its tests.
-
-    Attributes:
-        passed: whether the program passed every test.
-        tests: number of tests.
-        done: number of tests that the program passed before it failed a test.
-        why: why the program failed a test: ``output`` (wrong output), ``error`` (exception or exit
-            code), ``time`` (time limit) or ``limit`` (memory or another limit); "" if it passed.
-    """
-
-    passed: bool
-    tests: int
-    done: int
-    why: str = ""
-
-
 def program_of(answer: str) -> str | None:
     """Extracts the program from an answer.
 
@@ -212,11 +195,7 @@ def read_tests(gold: Mapping[str, Any]) -> Tests:
         if not all(isinstance(check, str) for check in checks):
             raise ValueError("'functional' must be a list of strings with statements")
         return Tests(tuple(Case("assert", check) for check in checks))
-    for inputs, outputs in (
-        ("stdin", "expected_output"),
-        ("inputs", "outputs"),
-        ("input", "output"),
-    ):
+    for inputs, outputs in _KEYS:
         if inputs in gold and outputs in gold:
             tests = _pairs(gold[inputs], gold[outputs], str(gold.get("fn_name") or ""))
             tokens = gold.get("compare") == "tokens"
@@ -271,7 +250,7 @@ def _text(gold: Mapping[str, Any], key: str) -> str:
     return str(gold[key])
 
 
-async def run_tests(program: str, tests: Tests, limits: CodeLimits) -> Verdict:
+async def run_tests(program: str, tests: Tests, limits: CodeLimits) -> str:
     """Runs a program on its tests, one after the other, until a test fails.
 
     Each test runs in a new process, which cannot see the other tests.
@@ -281,31 +260,34 @@ async def run_tests(program: str, tests: Tests, limits: CodeLimits) -> Verdict:
         tests: tests of the question.
         limits: limits for the program.
 
+    Returns:
+        Why the program failed a test: ``output`` (wrong output), ``error`` (exception or exit
+        code), ``time`` (time limit) or ``limit`` (memory or another limit); "" if the program
+        passed every test.
+
     Raises:
         SandboxError: the sandbox failed for a reason other than the program.
         UserError: this machine has no means of isolation for a sandbox.
     """
-    total = len(tests.cases)
-    budget = min((limits.test_s + 1) * total + 5, limits.total_s)
     try:
         ast.parse(program)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return Verdict(False, total, 0, "error")
+        return "error"
+    budget = min((limits.test_s + 1) * len(tests.cases) + 5, limits.total_s)
     end = time.monotonic() + budget
-    for done, case in enumerate(tests.cases):
+    for case in tests.cases:
         left = end - time.monotonic()
         if left <= 0:
-            return Verdict(False, total, done, "time")
-        why = await _run_case(program, tests, case, min(limits.test_s, left), limits)
-        if why:
-            return Verdict(False, total, done, why)
-    return Verdict(True, total, total)
+            return "time"
+        if why := await _run_case(program, tests, case, min(limits.test_s, left), limits):
+            return why
+    return ""
 
 
 async def _run_case(
     program: str, tests: Tests, case: Case, seconds: float, limits: CodeLimits
 ) -> str:
-    """Runs one test; returns why the program fails it (`Verdict.why`), or "" if it passes."""
+    """Runs one test; returns why the program fails it, as `run_tests` does."""
     source, stdin, mark = _PRELUDE + tests.prefix + "\n", case.given, secrets.token_hex(16)
     source += _PROGRAM.format(program)
     if case.kind == "call":

@@ -15,7 +15,6 @@ import dataclasses
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from coa_jax import reading
 from coa_jax.errors import UserError
 from coa_jax.overrides import suggest
 from coa_jax.protocol import Messages, get_protocol
@@ -27,7 +26,7 @@ from coa_jax.tasks.question_file import load_question_file
 from coa_jax.tasks.release_files import ANSWERS, QUESTIONS, load_release_file
 from coa_jax.tasks.rows import (
     Row,
-    distinct,
+    add_tasks,
     draw,
     find_files,
     golds,
@@ -111,14 +110,12 @@ class Columns:
         """
         tasks: list[Task] = []
         names: dict[str, str] = {}
-        seen: set[str] = set()
-        for number, row in enumerate(rows, 1):
-            names = names or self.resolved(row)
-            try:
-                task = checked(self._task(row, names, number))
-            except reading.MALFORMED as error:
-                raise UserError(f"{self.where}: row {number}: {reading.reason(error)}") from error
-            tasks.append(dataclasses.replace(task, id=distinct(task.id, number, seen)))
+
+        def make(row: Row, number: int) -> Task:
+            names.update(names or self.resolved(row))
+            return checked(self._task(row, names, number))
+
+        add_tasks(tasks, rows, make, self.where)
         if not tasks:
             raise UserError(f"{self.where}: it has no rows")
         return tasks
@@ -212,4 +209,4 @@ def load_rows(
         rows = (plain(examples[number]) for number in range(len(examples)))
     else:
         rows = (row for file in find_files(path) for row in read_rows(file))
-    return draw(mapped.tasks(rows), n, seed, source)
+    return draw(mapped.tasks(rows), n, seed)

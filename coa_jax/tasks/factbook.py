@@ -12,16 +12,19 @@ import dataclasses
 import functools
 import hashlib
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Annotated
 
+from coa_jax.bounds import Between, Text
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
-from coa_jax.tasks.base import Task
+from coa_jax.tasks.base import Task, parse_options
 from coa_jax.tasks.factbook_facts import facts, fraction, inverse_keys, solve, split_of, to_decimal
 from coa_jax.tasks.factbook_grammar import (
     OPERATIONS,
     TEMPLATES,
     Arithmetic,
+    Computed,
     Inverse,
     Lookup,
     Neighbour,
@@ -29,90 +32,54 @@ from coa_jax.tasks.factbook_grammar import (
     Ref,
     Step,
     Subject,
+    density,
     kind_of,
     render,
 )
 from coa_jax.tasks.grading import normalize_answer
 
 HOPS = (1, 2, 3, 4)
-DEFAULT_WEIGHTS: Mapping[int, float] = {1: 0.3, 2: 0.35, 3: 0.2, 4: 0.15}
 
 _QUANTITIES = ("area", "population", "coastline", "railways")
 _LONGEST_PHRASE = 16  # words; no answer has more
 _PARTNERS = 12  # number of other entities with which an entity is combined in arithmetic
+_SHARE = r"(\d*\.?\d+)"
+_HOPS = "a number from 1 to 4, or a range such as 1-3"
 
 
 @dataclasses.dataclass(frozen=True)
-class Options:
+class _Options:
     """Says which questions to draw.
 
     Attributes:
-        weights: number of hops -> share of the questions. A number of hops that is absent, or has
-            the share 0, gets no questions.
+        hops: numbers of hops of the questions: a number, or a range such as ``1-3``.
+        weights: shares of the questions with 1, 2, 3 and 4 hops. A number of hops with the share 0
+            gets no questions.
         arithmetic: whether to draw questions that need arithmetic too.
-        templates: number of paraphrases that are used for each kind of question, 1 to `TEMPLATES`.
+        templates: number of paraphrases that are used for each kind of question.
         protocol: protocol in which the policy answers. If this protocol has no tool ``code``, no
             question needs arithmetic.
     """
 
-    weights: Mapping[int, float] = dataclasses.field(default_factory=lambda: DEFAULT_WEIGHTS)
+    hops: Annotated[str, Text(3, "[1-4](-[1-4])?", _HOPS)] = "1-4"
+    weights: Annotated[str, Text(200, rf"({_SHARE}/){{3}}{_SHARE}", "four shares: 60/30/10/0")] = (
+        "0.3/0.35/0.2/0.15"
+    )
     arithmetic: bool = True
-    templates: int = TEMPLATES
+    templates: Annotated[int, Between(1, TEMPLATES)] = TEMPLATES
     protocol: str = "generalist"
 
+    def __post_init__(self) -> None:
+        if not {"wiki_search", "web_search"} & set(get_protocol(self.protocol).tools):
+            raise UserError(f"factbook: protocol={self.protocol} has no search; use mhqa or web")
+        if not sum(self.shares.values()):
+            raise UserError("factbook: all weights are 0; give at least one weight above 0")
 
-def parse_options(text: str) -> Options:
-    """Parses the options of a source, for example ``hops=1-2,arithmetic=0,templates=1``.
-
-    * ``hops=2`` or ``hops=1-3``: draws only questions with these numbers of hops, in the default
-      proportions.
-    * ``weights=60/30/10/0``: sets the shares of questions with 1, 2, 3 and 4 hops.
-    * ``arithmetic=0``: draws no questions that need arithmetic.
-    * ``templates=1``: sets the number of paraphrases that are used for each kind of question.
-    * ``protocol=mhqa``: sets the protocol of the tasks.
-
-    Raises:
-        UserError: an option or the protocol is unknown, or a value is out of range.
-    """
-    options = Options()
-    for item in filter(None, (part.strip() for part in text.split(","))):
-        name, _, value = item.partition("=")
-        try:
-            if name == "hops":
-                low, _, high = value.partition("-")
-                kept = range(int(low), int(high or low) + 1)
-                weights = {hops: DEFAULT_WEIGHTS[hops] for hops in kept}
-                options = dataclasses.replace(options, weights=weights)
-            elif name == "weights":
-                weights = dict(zip(HOPS, map(float, value.split("/")), strict=True))
-                options = dataclasses.replace(options, weights=weights)
-            elif name == "arithmetic":
-                options = dataclasses.replace(options, arithmetic={"0": False, "1": True}[value])
-            elif name == "templates":
-                options = dataclasses.replace(options, templates=int(value))
-            elif name == "protocol":
-                options = dataclasses.replace(options, protocol=value)
-            else:
-                raise KeyError(name)
-        except (KeyError, ValueError):
-            raise UserError(
-                f"factbook: option {item!r} is not understood; use hops=1-2, "
-                f"weights=60/30/10/0, arithmetic=0, templates=1 to {TEMPLATES} or protocol=mhqa"
-            ) from None
-    _check(options)
-    return options
-
-
-def _check(options: Options) -> None:
-    shares = [options.weights.get(hops, 0.0) for hops in HOPS]
-    if set(options.weights) - set(HOPS) or not all(0 <= s < float("inf") for s in shares):
-        raise UserError("factbook: weights must be 0 or more, one each for 1, 2, 3 and 4 hops")
-    if sum(shares) <= 0:
-        raise UserError("factbook: all weights are 0; give at least one weight above 0")
-    if not 1 <= options.templates <= TEMPLATES:
-        raise UserError(f"factbook: templates={options.templates}; give 1 to {TEMPLATES}")
-    if not {"wiki_search", "web_search"} & set(get_protocol(options.protocol).tools):
-        raise UserError(f"factbook: protocol={options.protocol} has no search; use mhqa or web")
+    @property
+    def shares(self) -> dict[int, float]:
+        """Share of the questions for each number of hops."""
+        shares = zip(HOPS, map(float, self.weights.split("/")), strict=True)
+        return {hops: s for hops, s in shares if int(self.hops[0]) <= hops <= int(self.hops[-1])}
 
 
 # --- programs -------------------------------------------------------------------------------
@@ -209,9 +176,7 @@ def _all_programs(split: str) -> Iterator[Program]:
         if expression.hops < max(HOPS):
             yield from (Program((*steps, Lookup(key, subject))) for key in keys)
         if expression.hops <= max(HOPS) - 2:
-            lookups = (Lookup("population", subject), Lookup("area", subject))
-            ratio = Arithmetic("ratio", Ref(len(steps)), Ref(len(steps) + 1))
-            yield Program((*steps, *lookups, ratio))
+            yield Program((*steps, *density(subject, len(steps))))
     yield from _pairs(expressions)
 
 
@@ -226,15 +191,23 @@ class Item:
         program: the question program: the steps that lead to the answer.
         gold: accepted answers, as in `Task.gold`.
         entities: names of all entities on the way to the answer.
-        kind: shape of the program, see `kind_of`.
-        relation: relation that the question asks for, such as ``capital``.
     """
 
     program: Program
     gold: tuple[str, ...]
     entities: tuple[str, ...]
-    kind: str
-    relation: str
+
+    @functools.cached_property
+    def kind(self) -> str:
+        """Shape of the program, see `kind_of`."""
+        return kind_of(self.program)
+
+    @property
+    def relation(self) -> str:
+        """Relation that the question asks for, such as ``capital``."""
+        *before, last = self.program.steps
+        step = before[-1] if isinstance(last, Computed) else last
+        return str(getattr(step, "relation", "neighbour"))
 
 
 def _parts(gold: Iterable[str]) -> Iterator[str]:
@@ -273,19 +246,15 @@ def items_of(split: str) -> tuple[Item, ...]:
             continue
         if any(_normal(part) in seen for part in _parts(solution.gold)):
             continue
-        last = program.steps[-1]
-        source = program.steps[-2] if isinstance(last, Arithmetic) else last
-        relation = getattr(source, "relation", "neighbour")
-        items[program] = Item(program, solution.gold, solution.entities, kind_of(program), relation)
+        items[program] = Item(program, solution.gold, solution.entities)
     return tuple(items.values())
 
 
 def _distinct(program: Program) -> int:
     """Returns the number of entities that a program visits if it visits no entity twice."""
-    named = {s.subject for s in program.steps if isinstance(s, Lookup | Neighbour)}
-    return len([s for s in program.steps if isinstance(s, Inverse | Neighbour)]) + len(
-        [subject for subject in named if isinstance(subject, str)]
-    )
+    subjects = {s.subject for s in program.steps if isinstance(s, Lookup | Neighbour)}
+    named = sum(isinstance(subject, str) for subject in subjects)
+    return named + sum(isinstance(step, Inverse | Neighbour) for step in program.steps)
 
 
 @functools.cache
@@ -307,13 +276,13 @@ def _training_phrases() -> frozenset[str]:
     return frozenset(phrases)
 
 
-def _one_of_each() -> Iterator[Item]:
+def _one_of_each() -> Iterable[Item]:
     """Returns one training item for each kind and relation, which together use every template."""
     firsts: dict[tuple[object, ...], Item] = {}
     for item in items_of("train"):
         relations = tuple(getattr(step, "relation", "") for step in item.program.steps)
         firsts.setdefault((item.kind, relations), item)
-    return iter(firsts.values())
+    return firsts.values()
 
 
 def _task(item: Item, template: int, split: str, protocol: str, source: str) -> Task:
@@ -388,28 +357,27 @@ def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]
             question is used in a second wording. If ``n`` is larger than the number of questions in
             all wordings, fewer tasks are returned.
         seed: seed of the random choice, order and wording.
-        source: ``factbook``, or ``factbook:`` with options after the colon, see `parse_options`.
+        source: ``factbook``, or ``factbook:`` with options after the colon, for example
+            ``factbook:hops=1-2,arithmetic=0,templates=1`` or ``factbook:weights=60/30/10/0``. The
+            options are the fields of `_Options`.
 
     Raises:
-        UserError: ``n`` is negative, or an option is invalid.
+        UserError: an option is invalid.
     """
-    options = parse_options(source.partition(":")[2])
-    if n is not None and n < 0:
-        raise UserError(f"factbook: n is {n}; give 0 or more, or None for all")
+    options = parse_options(_Options, source)
     arithmetic = options.arithmetic and "code" in get_protocol(options.protocol).tools
+    of_hops = options.shares
     pools: dict[str, list[Item]] = collections.defaultdict(list)
     for item in items_of(split):
         plain = not isinstance(item.program.steps[-1], Arithmetic)
-        if options.weights.get(item.program.hops, 0) > 0 and (plain or arithmetic):
+        if of_hops.get(item.program.hops, 0) > 0 and (plain or arithmetic):
             pools[item.kind].append(item)
     kinds = sorted(pools)
     hops = [pools[kind][0].program.hops for kind in kinds]
     total: dict[int, float] = collections.defaultdict(float)
     for kind, h in zip(kinds, hops, strict=True):
         total[h] += _kind_weight(kind)
-    weights = [
-        options.weights[h] * _kind_weight(k) / total[h] for k, h in zip(kinds, hops, strict=True)
-    ]
+    weights = [of_hops[h] * _kind_weight(k) / total[h] for k, h in zip(kinds, hops, strict=True)]
     sizes = [len(pools[kind]) * options.templates for kind in kinds]
     counts = sizes if n is None else shares(n, weights, sizes)
     chosen: list[tuple[Item, int]] = []

@@ -38,7 +38,8 @@ from coa_jax.tools.factbook_relations import RELATIONS
 TEMPLATES = wording.TEMPLATES
 """Number of paraphrases of every kind of question."""
 
-OPERATIONS = ("sum", "difference", "ratio")
+_SIGNS = {"sum": "+", "difference": "-", "ratio": "/"}
+OPERATIONS = tuple(_SIGNS)
 """Arithmetic of two numbers; a ratio is rounded to two decimals."""
 
 
@@ -205,10 +206,8 @@ def source_for(step: Computed, answers: Sequence[str]) -> str:
         listed = ", ".join(f'({value}, "{subject}")' for value, subject in pairs)
         return f"print({choose}({listed})[1])"
     assert isinstance(step, Arithmetic)
-    a, b = number(step.a), number(step.b)
-    if step.operation == "ratio":
-        return f"print(round({a} / {b}, 2))"
-    return f"print({a} {'+' if step.operation == 'sum' else '-'} {b})"
+    result = f"{number(step.a)} {_SIGNS[step.operation]} {number(step.b)}"
+    return f"print(round({result}, 2))" if step.operation == "ratio" else f"print({result})"
 
 
 def describe(step: Step) -> str:
@@ -219,8 +218,7 @@ def describe(step: Step) -> str:
     if isinstance(step, Inverse):
         return _inverse(step, 0)
     if isinstance(step, Arithmetic):
-        sign = {"sum": "+", "difference": "-", "ratio": "/"}[step.operation]
-        return f"#{step.a.step + 1} {sign} #{step.b.step + 1}"
+        return f"#{step.a.step + 1} {_SIGNS[step.operation]} #{step.b.step + 1}"
     if isinstance(step, Comparison):
         return f"the {step.operation} of {', '.join(f'#{ref.step + 1}' for ref in step.values)}"
     if isinstance(step, Count):
@@ -228,10 +226,7 @@ def describe(step: Step) -> str:
     subject = f"#{step.subject.step + 1}" if isinstance(step.subject, Ref) else step.subject
     if isinstance(step, Neighbour):
         return wording.NEIGHBOUR[0].format(entity=subject)
-    relation = RELATIONS[step.relation]
-    return wording.QUANTITY.format(
-        noun=relation.noun, preposition=relation.preposition, entity=subject
-    )
+    return _phrase(wording.QUANTITY, step, subject)
 
 
 def kind_of(program: Program) -> str:
@@ -243,9 +238,7 @@ def kind_of(program: Program) -> str:
         step.operation if isinstance(step, Arithmetic) else type(step).__name__.lower()
         for step in program.steps
     ]
-    if _is_density(program):
-        return ">".join([*names[:-3], "density"])
-    return ">".join(names)
+    return ">".join([*names[:-3], "density"] if is_density(program) else names)
 
 
 def render(program: Program, template: int = 0) -> str:
@@ -276,7 +269,7 @@ def render(program: Program, template: int = 0) -> str:
     a, b = steps[last.a.step], steps[last.b.step]
     if not isinstance(a, Lookup) or not isinstance(b, Lookup):
         raise ValueError("arithmetic takes the answers of lookups")
-    if _is_density(program):
+    if is_density(program):
         return wording.ASK_DENSITY[template].format(entity=entity(a.subject))
     return wording.ASK_ARITHMETIC[last.operation][template].format(
         a=_phrase(wording.QUANTITY, a, entity(a.subject)),
@@ -287,23 +280,25 @@ def render(program: Program, template: int = 0) -> str:
 def understand(question: str) -> Program | None:
     """Parses a question that `render` has written into its program; None for any other text."""
     text = question.strip()
-    for reader in (_read_arithmetic, _read_density, _read_simple):
-        for program in reader(text):
-            return program
-    return None
+    readers = (_read_arithmetic, _read_density, _read_simple)
+    return next((program for reader in readers for program in reader(text)), None)
 
 
-def _is_density(program: Program) -> bool:
-    *rest, last = program.steps
-    if not isinstance(last, Arithmetic) or last.operation != "ratio" or len(rest) < 2:
-        return False
-    a, b = rest[-2:]
-    return (
-        isinstance(a, Lookup)
-        and isinstance(b, Lookup)
-        and (a.relation, b.relation) == ("population", "area")
-        and a.subject == b.subject
-    )
+def density(subject: Subject, index: int) -> tuple[Step, ...]:
+    """Returns the steps that divide the population of a subject by its area.
+
+    Args:
+        subject: the subject.
+        index: index of the first of these steps in the program.
+    """
+    lookups = Lookup("population", subject), Lookup("area", subject)
+    return (*lookups, Arithmetic("ratio", Ref(index), Ref(index + 1)))
+
+
+def is_density(program: Program) -> bool:
+    """Returns whether a program ends with the steps of `density`."""
+    before, end = program.steps[:-3], program.steps[-3:]
+    return isinstance(end[0], Lookup) and end == density(end[0].subject, len(before))
 
 
 def _quoted(step: Inverse) -> str:
@@ -422,9 +417,7 @@ def _read_simple(text: str) -> Iterator[Program]:
 
 def _read_density(text: str) -> Iterator[Program]:
     for _, steps, subject in _read_around(wording.ASK_DENSITY, text):
-        lookups = (Lookup("population", subject), Lookup("area", subject))
-        ratio = Arithmetic("ratio", Ref(len(steps)), Ref(len(steps) + 1))
-        yield Program((*steps, *lookups, ratio))
+        yield Program((*steps, *density(subject, len(steps))))
 
 
 def _read_quantity(text: str, offset: int) -> tuple[Step, ...] | None:

@@ -9,15 +9,17 @@ templates. Every entity on the way to an answer belongs to the split of the ques
 from __future__ import annotations
 
 import collections
+import dataclasses
 import functools
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
+from typing import Literal
 
 from coa_jax.errors import UserError
 from coa_jax.protocol import get_protocol
 from coa_jax.tasks import factbook_people_wording as wording
-from coa_jax.tasks.base import Task, check_split
+from coa_jax.tasks.base import Task, parse_options
 from coa_jax.tasks.factbook import Item, items_of, shares, take_turns
 from coa_jax.tasks.factbook_facts import facts, fraction, solve, split_of
 from coa_jax.tasks.factbook_grammar import (
@@ -29,7 +31,6 @@ from coa_jax.tasks.factbook_grammar import (
     Neighbour,
     Program,
     Ref,
-    kind_of,
 )
 from coa_jax.tasks.factbook_people_grammar import render_people, understand_people
 
@@ -47,51 +48,30 @@ _PARTNERS = 12  # number of other entities with which an entity is compared
 _HASTY = 0.15  # share of questions without capital letters and question mark
 
 
-def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]:
-    """Loads questions with the options of a source, see `load_people`.
+@dataclasses.dataclass(frozen=True)
+class _Options:
+    """Says which questions to draw.
 
-    An example of a source is ``factbook_people:protocol=mhqa,topics=single/chain``. The options
-    are:
-
-    * ``protocol``: protocol of the tasks.
-    * ``topics``: topics of the questions, joined by "/". The selected topics keep the ratio of
-      their default shares.
-    * ``wording``: ``known`` for templates that the split ``train`` uses, ``new`` for templates that
-      are held out from ``train``.
-
-    Args:
-        split: ``train``, ``validation`` or ``test``.
-        n: number of questions; None uses each question program once.
-        seed: seed of the random choice, order and wording.
-        source: the source with its options.
-
-    Raises:
-        UserError: an option is unknown, or an argument is invalid, see `load_people`.
+    Attributes:
+        protocol: protocol of the tasks. If the protocol has no tool ``code``, no question needs a
+            calculation.
+        topics: topics of the questions, from `TOPICS`, joined by "/". The selected topics keep the
+            ratio of their default shares.
+        wording: ``known`` for questions with templates that the split ``train`` uses, ``new`` for
+            questions with templates that are held out from ``train``, "" for both.
     """
-    options = {"protocol": "generalist", "topics": "/".join(TOPICS), "wording": ""}
-    for item in filter(None, (part.strip() for part in source.partition(":")[2].split(","))):
-        name, equals, value = item.partition("=")
-        if name not in options or not equals:
-            raise UserError(
-                f"{SOURCE}: option {item!r} is not understood; use protocol=mhqa, "
-                "topics=single/chain or wording=known"
-            )
-        options[name] = value
-    topics = tuple(options["topics"].split("/"))
-    return load_people(
-        split, n, seed, topics, options["wording"], options["protocol"], source=source
-    )
+
+    protocol: str = "generalist"
+    topics: str = "/".join(TOPICS)
+    wording: Literal["", "known", "new"] = ""
+
+    def __post_init__(self) -> None:
+        for topic in self.topics.split("/"):
+            if topic not in TOPICS:
+                raise UserError(f"{SOURCE}: no topic {topic!r}; known are {', '.join(TOPICS)}")
 
 
-def load_people(
-    split: str,
-    n: int | None = None,
-    seed: int = 0,
-    topics: tuple[str, ...] = tuple(TOPICS),
-    words: str = "",
-    protocol: str = "generalist",
-    source: str = SOURCE,
-) -> list[Task]:
+def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]:
     """Draws questions, balanced over topics, kinds of questions and relations.
 
     The same arguments give the same questions.
@@ -101,28 +81,19 @@ def load_people(
         n: number of questions; None uses each question program once. If ``n`` is larger than the
             number of programs, fewer questions are returned.
         seed: seed of the random choice, order and wording.
-        topics: topics of the questions, from `TOPICS`.
-        words: ``known`` for questions with templates that the split ``train`` uses, ``new`` for
-            questions with templates that are held out from ``train``, "" for both.
-        protocol: protocol of the tasks. If the protocol has no tool ``code``, no question needs a
-            calculation.
-        source: value of ``Task.source``.
+        source: the source with its options, for example
+            ``factbook_people:protocol=mhqa,topics=single/chain``. The options are the fields of
+            `_Options`.
 
     Raises:
-        UserError: the split, a topic or the protocol is unknown, ``n`` is negative, or ``words`` is
-            ``new`` for the split ``train``.
+        UserError: an option is invalid, or the option ``wording`` is ``new`` for the split
+            ``train``.
     """
-    check_split(split)
-    unknown = [topic for topic in topics if topic not in TOPICS]
-    if unknown:
-        raise UserError(f"{SOURCE}: no topic {unknown[0]!r}; known are {', '.join(TOPICS)}")
-    if words not in ("", "known", "new"):
-        raise UserError(f"{SOURCE}: wording={words}; give known or new")
-    if words == "new" and split == "train":
+    options = parse_options(_Options, source)
+    topics = options.topics.split("/")
+    if options.wording == "new" and split == "train":
         raise UserError(f"{SOURCE}: the train split has no held-out wordings")
-    if n is not None and n < 0:
-        raise UserError(f"{SOURCE}: n is {n}; give 0 or more, or None for all")
-    programs = "code" in get_protocol(protocol).tools
+    programs = "code" in get_protocol(options.protocol).tools
     pools: dict[tuple[str, str], list[Item]] = collections.defaultdict(list)
     for item in _items(split):
         topic = _topic(item.program)
@@ -136,7 +107,7 @@ def load_people(
     tasks: dict[str, Task] = {}
     for key, count in zip(keys, counts, strict=True):
         order = take_turns(pools[key], seed) if count else []
-        made = (_task(item, split, seed, words, protocol, source) for item in order)
+        made = (_task(item, split, seed, options, source) for item in order)
         for task in itertools.islice(filter(None, made), count):
             tasks.setdefault(task.id, task)
     return sorted(tasks.values(), key=lambda task: fraction(seed, "order", task.id))
@@ -153,12 +124,12 @@ def _topic(program: Program) -> str:
     return "single" if len(program.steps) == 1 else "chain"
 
 
-def _task(item: Item, split: str, seed: int, words: str, protocol: str, source: str) -> Task | None:
+def _task(item: Item, split: str, seed: int, options: _Options, source: str) -> Task | None:
     """Returns the task of an item; None if its question is ambiguous.
 
     A question is ambiguous if `understand_people` parses it as another program.
     """
-    question, new = _worded(item.program, split, seed, words)
+    question, new = _worded(item.program, split, seed, options.wording)
     if repr(understand_people(question)).casefold() != repr(item.program).casefold():
         return None
     digest = hashlib.sha256(question.encode()).hexdigest()[:16]
@@ -171,7 +142,8 @@ def _task(item: Item, split: str, seed: int, words: str, protocol: str, source: 
         "entities": list(item.entities),
         "arithmetic": isinstance(item.program.steps[-1], Computed),
     }
-    return Task(f"people-{split}-{digest}", question, protocol, item.gold, source, metadata)
+    id = f"people-{split}-{digest}"
+    return Task(id, question, options.protocol, item.gold, source, metadata)
 
 
 def _worded(program: Program, split: str, seed: int, words: str) -> tuple[str, bool]:
@@ -261,10 +233,4 @@ def _item(program: Program, split: str) -> Item | None:
         entities = entities[: len(program.steps) - 1]
     if any(split_of(entity) != split for entity in entities):
         return None
-    last = program.steps[-1]
-    lookup = program.steps[-2] if isinstance(last, Computed) else last
-    relation = getattr(lookup, "relation", "neighbour")
-    return Item(program, solution.gold, entities, kind_of(program), relation)
-
-
-__all__ = ["SOURCE", "TOPICS", "load_people", "load_source"]
+    return Item(program, solution.gold, entities)

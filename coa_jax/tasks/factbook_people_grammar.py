@@ -28,6 +28,8 @@ from coa_jax.tasks.factbook_grammar import (
     Ref,
     Step,
     Subject,
+    density,
+    is_density,
 )
 
 Choose = Callable[[wording.Templates], str]
@@ -82,7 +84,7 @@ def render_people(program: Program, choose: Choose) -> str:
     refs = last.values if isinstance(last, Comparison) else (last.a, last.b)
     lookups = [_lookup(steps, ref.step) for ref in refs]
     relation = lookups[0].relation
-    if _is_density(lookups, last):
+    if is_density(program):
         return _start(choose(wording.ASK_DENSITY).format(entity=entity(lookups[0].subject)))
     if any(lookup.relation != relation for lookup in lookups):
         raise KeyError("the values are of different relations")
@@ -100,12 +102,6 @@ def _lookup(steps: Sequence[Step], index: int) -> Lookup:
     if not isinstance(step, Lookup):
         raise KeyError(f"arithmetic takes the answers of lookups, not of {step}")
     return step
-
-
-def _is_density(lookups: Sequence[Lookup], last: Step) -> bool:
-    a, b = lookups[0], lookups[-1]
-    ratio = isinstance(last, Arithmetic) and last.operation == "ratio"
-    return ratio and (a.relation, b.relation, a.subject) == ("population", "area", b.subject)
 
 
 def _start(question: str) -> str:
@@ -129,23 +125,40 @@ def _readings(text: str) -> Iterator[tuple[Program, int]]:
     """Yields (program, number of characters in names) for each way to parse a question."""
     for steps, _, size in _inverse(text, wording.ASK_INVERSE, 0):
         yield Program(steps), size
-    for (entity,) in _slots(text, wording.ASK_NEIGHBOUR):
-        for steps, subject, size in _entity(entity, 0):
-            yield Program((*steps, Neighbour(subject))), size
-    for (entity,) in _slots(text, wording.ASK_COUNT):
-        for steps, subject, size in _entity(entity, 0):
-            count = Count(Ref(len(steps)))
-            yield Program((*steps, Lookup("borders", subject), count)), size
-    for (entity,) in _slots(text, wording.ASK_DENSITY):
-        for steps, subject, size in _entity(entity, 0):
-            lookups = (Lookup("population", subject), Lookup("area", subject))
-            ratio = Arithmetic("ratio", Ref(len(steps)), Ref(len(steps) + 1))
-            yield Program((*steps, *lookups, ratio)), size
+    yield from _about(text, wording.ASK_NEIGHBOUR, _neighbour)
+    yield from _about(text, wording.ASK_COUNT, _count)
+    yield from _about(text, wording.ASK_DENSITY, density)
     for relation, templates in wording.ASK.items():
-        for (entity,) in _slots(text, templates):
-            for steps, subject, size in _entity(entity, 0):
-                yield Program((*steps, Lookup(relation, subject))), size
+        yield from _about(text, templates, functools.partial(_value, relation))
     yield from _of_several(text)
+
+
+def _neighbour(subject: Subject, index: int) -> tuple[Step, ...]:
+    return (Neighbour(subject),)
+
+
+def _value(relation: str, subject: Subject, index: int) -> tuple[Step, ...]:
+    return (Lookup(relation, subject),)
+
+
+def _count(subject: Subject, index: int) -> tuple[Step, ...]:
+    return Lookup("borders", subject), Count(Ref(index))
+
+
+def _about(
+    text: str, templates: wording.Templates, last: Callable[[Subject, int], tuple[Step, ...]]
+) -> Iterator[tuple[Program, int]]:
+    """Yields the ways to parse a question about a single entity.
+
+    Args:
+        text: the question.
+        templates: templates of the question.
+        last: function that returns the last steps of the program from the entity and from the
+            number of earlier steps.
+    """
+    for (entity,) in _slots(text, templates):
+        for steps, subject, size in _entity(entity, 0):
+            yield Program((*steps, *last(subject, len(steps)))), size
 
 
 def _of_several(text: str) -> Iterator[tuple[Program, int]]:

@@ -1,59 +1,43 @@
 """Holds the templates from which `factbook_grammar` writes and parses factbook questions.
 
-Each tuple contains one template per paraphrase. ``INVERSE`` and ``NEIGHBOUR`` are noun phrases for
-an entity, and ``QUANTITY`` is a noun phrase for a number. All other templates are whole questions.
+The templates are the content of ``factbook_wording.toml``, which also explains their slots. Each
+tuple contains one template per paraphrase.
 """
 
 from __future__ import annotations
 
-TEMPLATES = 3
+import tomllib
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
 
-INVERSE = (
-    "the country whose {noun} is {value}",
-    "the country with {noun} {value}",
-    "the country that has {value} as its {noun}",
-)
-NEIGHBOUR = (
-    "the longest-border neighbour of {entity}",
-    "the country sharing the longest border with {entity}",
-    "the neighbour with the longest border with {entity}",
-)
-ASK_INVERSE = (
-    "Which country's {noun} is {value}?",
-    "Name the country whose {noun} is {value}.",
-    "{value} is the {noun} of which country?",
-)
-ASK_NEIGHBOUR = (
-    "Which country has the longest border with {entity}?",
-    "Name the longest-border neighbour of {entity}.",
-    "With which country does {entity} share its longest border?",
-)
-ASK_BORDERS = (
-    "Which countries border {entity}?",
-    "Name all countries that border {entity}.",
-    "List the border countries of {entity}.",
-)
-ASK_LOOKUP = (
-    "What is the {noun} {preposition} {entity}?",
-    "Give the {noun} {preposition} {entity}.",
-    "For {entity}, what is the {noun}?",
-)
-ASK_DENSITY = (
-    "How many people per sq km live in {entity}, rounded to two decimals?",
-    "Give the population per sq km of {entity}, rounded to two decimals.",
-    "For {entity}, what is population divided by area, rounded to two decimals?",
-)
-ASK_ARITHMETIC = {
-    "sum": ("What is the sum of {a} and {b}?", "Add {a} to {b}.", "What is {a} plus {b}?"),
-    "difference": (
-        "What is {a} minus {b}?",
-        "How much larger is {a} than {b}?",
-        "By how much does {a} exceed {b}?",
-    ),
-    "ratio": (
-        "What is {a} divided by {b}, rounded to two decimals?",
-        "Give the ratio of {a} to {b}, rounded to two decimals.",
-        "How many times {b} is {a}, rounded to two decimals?",
-    ),
-}
+Templates = tuple[str, ...]
+
+
+def load_templates(module: str) -> Any:
+    """Reads the TOML file next to a module; arrays of templates become tuples.
+
+    Args:
+        module: path of the module.
+    """
+
+    def frozen(value: Any) -> Any:
+        if isinstance(value, dict):
+            return {key: frozen(inner) for key, inner in value.items()}
+        return tuple(value)
+
+    return frozen(tomllib.loads(Path(module).with_suffix(".toml").read_text(encoding="utf-8")))
+
+
+_FILE = load_templates(__file__)
+
+INVERSE: Templates = _FILE["inverse"]
+NEIGHBOUR: Templates = _FILE["neighbour"]
+ASK_INVERSE: Templates = _FILE["ask_inverse"]
+ASK_NEIGHBOUR: Templates = _FILE["ask_neighbour"]
+ASK_BORDERS: Templates = _FILE["ask_borders"]
+ASK_LOOKUP: Templates = _FILE["ask_lookup"]
+ASK_DENSITY: Templates = _FILE["ask_density"]
+ASK_ARITHMETIC: Mapping[str, Templates] = _FILE["ask_arithmetic"]
 QUANTITY = "the {noun} {preposition} {entity}"
+TEMPLATES = len(ASK_LOOKUP)

@@ -117,6 +117,16 @@ class GradersConfig(Bounded):
                 why = "is the name of another metric" if name in TAKEN else "is built in"
                 raise UserError(f"rewards.{name} {why}; choose another name for {reward.path}")
 
+    def measure(self, task: Task) -> str:
+        """Returns the name of the reward that grades a task."""
+        if "scorer" in task.metadata:
+            return str(task.metadata["scorer"])
+        grader = str(task.metadata.get("grader", "exact_match"))
+        if grader not in ("exact_match", "judge"):
+            return grader
+        judges = self.judge and (grader == "judge" or self.judge_all)
+        return "judge" if judges else self.answer
+
     def check_judge(self) -> None:
         """Checks that a judge is configured if the setting ``judge_all`` is True.
 
@@ -184,20 +194,10 @@ class Graders:
         Raises:
             UserError: a reward, package, sandbox or folder of tests that the tasks need is missing.
         """
-        for name in dict.fromkeys(self.measure(task) for task in tasks):
+        for name in dict.fromkeys(map(self.config.measure, tasks)):
             self._bound(name)
             if name in NEEDS:
                 NEEDS[name](self.config)
-
-    def measure(self, task: Task) -> str:
-        """Returns the name of the reward that grades a task under the settings of this run."""
-        if "scorer" in task.metadata:
-            return str(task.metadata["scorer"])
-        grader = str(task.metadata.get("grader", "exact_match"))
-        if grader not in ("exact_match", "judge"):
-            return grader
-        judges = self.judge is not None and (grader == "judge" or self.config.judge_all)
-        return "judge" if judges else self.config.answer
 
     def _bound(self, name: str) -> Bound:
         if name not in self._found:
@@ -253,29 +253,28 @@ class Graders:
         return Reward(None, {}, reason)
 
     async def _grade(self, task: Task, trajectory: Trajectory) -> Reward:
-        name = self.measure(task)
+        name, offered = self.config.measure(task), self._offered(task, trajectory)
         shown = "exact_match" if name == "reasoning_gym" else name.rpartition(":")[2]
         single = [reward for reward in self._rewards if not reward.of_group]
         scores: dict[str, float | None] = {}
         if not self._rewards or any(reward.call is None for reward in single):
             given = trajectory.metadata.get("given_reward")  # from an agent program
-            if given is not None:
-                shown = "given"
-            scores[shown] = scores[TASKS_OWN] = (
-                await self._call(name, task, trajectory) if given is None else float(given)
-            )
+            if given is None:
+                score = await _score(name, self._bound(name), offered)
+            else:
+                shown, score = "given", float(given)
+            scores[shown] = scores[TASKS_OWN] = score
         for reward in single:
             if reward.call is not None:
-                scores[reward.name] = await self._score(reward.name, reward.call, task, trajectory)
-        parts = {"exact_match": self._exact(task, trajectory, name)}
+                scores[reward.name] = await _score(reward.name, reward.call, offered)
+        # Whatever reward the task names, the parts say whether the answer equals an accepted one.
+        plain = "reasoning_gym" if "scorer" in task.metadata else "exact_match"
+        parts = {"exact_match": 0.0 if name == "code" else self._bound(plain)(**offered)}
         parts |= {part: score for part, score in scores.items() if score is not None}
         if not self._rewards:
             parts.pop(TASKS_OWN, None)
         parts["format"] = float(format_valid(trajectory))
-        broken = trajectory.stop_reason in (StopReason.FAULT, StopReason.CANCELLED) or any(
-            call.outcome == "fault" for call in trajectory.tool_calls
-        )
-        if broken:
+        if is_broken(trajectory):
             return Reward(None, parts, str(trajectory.metadata.get("fault", "")))
         silent = [part for part, score in scores.items() if score is None]
         if silent:
@@ -284,33 +283,10 @@ class Graders:
             return Reward(scores[shown], parts)
         return Reward(sum(each.weight * parts[each.name] for each in single), parts)
 
-    def _exact(self, task: Task, trajectory: Trajectory, name: str) -> float:
-        """Returns 1.0 if the answer equals an accepted one, whatever reward the task names."""
-        if name == "code":
-            return 0.0
-        plain = "reasoning_gym" if "scorer" in task.metadata else "exact_match"
-        score: float = self._bound(plain)(**self._offered(task, trajectory))
-        return score
-
-    async def _call(self, name: str, task: Task, trajectory: Trajectory) -> float | None:
-        """Returns the result of the reward with a short name or a path."""
-        return await self._score(name, self._bound(name), task, trajectory)
-
-    async def _score(
-        self, name: str, call: Bound, task: Task, trajectory: Trajectory
-    ) -> float | None:
-        return _number(name, await _result(call, self._offered(task, trajectory)))
-
     def _offered(self, task: Task, trajectory: Trajectory) -> dict[str, Any]:
-        return {
-            "task": task,
-            "trajectory": trajectory,
-            "question": task.question,
-            "answer": opened(task, trajectory.answer) or "",
-            "gold": task.gold,
-            "text": trajectory.text,
-            "graders": self,
-        }
+        answer = opened(task, trajectory.answer) or ""
+        return {"task": task, "trajectory": trajectory, "question": task.question, "answer": answer,
+                "gold": task.gold, "text": trajectory.text, "graders": self}  # fmt: skip
 
     async def grade_group(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Reward]:
         """Grades all samples of a task, also with the rewards that compare samples."""
@@ -336,13 +312,9 @@ class Graders:
             if not there:
                 break
             assert each.call is not None
-            offered = {
-                "task": task,
-                "trajectories": [trajectories[number] for number in there],
-                "question": task.question,
-                "gold": task.gold,
-                "graders": self,
-            }
+            group = [trajectories[number] for number in there]
+            offered = {"task": task, "trajectories": group, "question": task.question,
+                       "gold": task.gold, "graders": self}  # fmt: skip
             try:
                 found = await _result(each.call, offered)
                 scores = _numbers(each.name, found, len(there))
@@ -373,33 +345,23 @@ class Graders:
 
     def __call__(self, task: Task, trajectory: Trajectory) -> Reward:
         """Grades like `grade`, for synchronous code. An event loop may run in the same thread."""
-        coroutine = self.grade(task, trajectory)
-        if self._waits(task):
-            return run_blocking(coroutine)
-        try:  # comparing texts never waits; an event loop would cost more
-            coroutine.send(None)
-        except StopIteration as done:
-            result: Reward = done.value
-            return result
-        raise AssertionError("grading was not expected to wait")
-
-    def _waits(self, task: Task) -> bool:
-        try:
-            call = self._bound(self.measure(task))
-        except UserError:
-            return False  # grading will report the error
-        return bool(self._rewards) or _is_slow(call)
+        return run_blocking(self.grade(task, trajectory))
 
 
-def _is_slow(call: Bound) -> bool:
-    """Returns whether a reward function may block: it is asynchronous, or custom."""
-    ours = str(getattr(call.found, "__module__", "")).startswith("coa_jax.")
-    return not ours or inspect.iscoroutinefunction(call.found)
+def is_broken(trajectory: Trajectory) -> bool:
+    """Returns whether a fault or a cancellation makes the outcome of a trajectory meaningless."""
+    faults = (call.outcome == "fault" for call in trajectory.tool_calls)
+    return trajectory.stop_reason in (StopReason.FAULT, StopReason.CANCELLED) or any(faults)
+
+
+async def _score(name: str, call: Bound, offered: Mapping[str, Any]) -> float | None:
+    return _number(name, await _result(call, offered))
 
 
 async def _result(call: Bound, offered: Mapping[str, Any]) -> Any:
     """Returns the result of a reward; a custom synchronous reward runs in a thread."""
-    if _is_slow(call) and not inspect.iscoroutinefunction(call.found):
+    custom = not str(getattr(call.found, "__module__", "")).startswith("coa_jax.")
+    if custom and not inspect.iscoroutinefunction(call.found):
         result = await asyncio.to_thread(call, **offered)
     else:
         result = call(**offered)

@@ -98,8 +98,7 @@ class Judge:
         Raises:
             UserError: the cache cannot be opened, or the package openai is not installed.
         """
-        if config:
-            check_client()
+        check_client()
         self._config = config
         self._store = Store(config.cache) if config.cache else None
         self._turns = Turns(config.concurrency)
@@ -162,13 +161,11 @@ class Judge:
         self, system: str, prompt: str, data: Mapping[str, object]
     ) -> tuple[bool, str] | str:
         """Returns (whether the answer is correct, rationale), or why there is no verdict."""
-        shown = {name: _quoted(value) for name, value in data.items()}
+        # ASCII JSON contains no line ends and no invisible characters.
+        shown = {name: json.dumps(value, ensure_ascii=True) for name, value in data.items()}
         for _ in range(self._config.attempts):
             asked = prompt.format(mark=f"[{secrets.token_hex(8)}]", **shown)
-            messages = [
-                {"role": "system", "content": system},
-                {"role": "user", "content": asked},
-            ]
+            messages = [{"role": "system", "content": system}, {"role": "user", "content": asked}]
             try:
                 verdict = parse_verdict(await self._reply(messages))
             except FetchError as error:
@@ -199,21 +196,14 @@ class Judge:
             pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
-def _quoted(value: object) -> str:
-    """Encodes a value as ASCII JSON, which contains no line ends and no invisible characters."""
-    return json.dumps(value, ensure_ascii=True)
-
-
 def parse_verdict(text: str) -> tuple[bool, str] | None:
     """Parses the judge's reply ``{"rationale": TEXT, "judgement": "correct" or "incorrect"}``.
 
     Returns:
         (whether the judgement is "correct", rationale); None for a reply of any other form.
     """
-    value = parse_object(text, {"rationale", "judgement"})
-    if value is None:
-        return None
-    rationale, judgement = value["rationale"], value["judgement"]
+    value = parse_object(text, {"rationale", "judgement"}) or {}
+    rationale, judgement = value.get("rationale"), value.get("judgement")
     if not isinstance(rationale, str) or judgement not in ("correct", "incorrect"):
         return None
     return judgement == "correct", rationale

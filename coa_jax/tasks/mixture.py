@@ -99,17 +99,22 @@ def load_parts(
     Raises:
         UserError: for the reasons that `parts_of` and `load_tasks` list.
     """
-    found = {}
-    for name, part in parts_of(sources).items():
-        number = part.num_tasks or n
-        tasks = load_tasks(part.tasks, part.split or split, number, seed, protocol, part.options)
-        found[name] = [_of_part(task, name) if name else task for task in tasks]
-    return found
+    parts = parts_of(sources).items()
+    return {name: _load(name, part, split, n, seed, protocol) for name, part in parts}
 
 
-def _of_part(task: Task, name: str) -> Task:
-    metadata = {**task.metadata, "source": name}
-    return dataclasses.replace(task, id=f"{name}/{task.id}", source=name, metadata=metadata)
+def _load(
+    name: str, part: Part, split: str, n: int | None, seed: int, protocol: str = ""
+) -> list[Task]:
+    number = part.num_tasks or n
+    tasks = load_tasks(part.tasks, part.split or split, number, seed, protocol, part.options)
+    if name:
+        own = {"source": name}
+        tasks = [
+            dataclasses.replace(t, id=f"{name}/{t.id}", source=name, metadata=t.metadata | own)
+            for t in tasks
+        ]
+    return tasks
 
 
 def load_shares(sources: Sources, split: str, n: int, seed: int) -> list[Task]:
@@ -132,12 +137,11 @@ def load_shares(sources: Sources, split: str, n: int, seed: int) -> list[Task]:
     """
     parts = parts_of(sources)
     total = sum(part.weight for part in parts.values())
-    found = []
-    for name, part in parts.items():
-        number = part.num_tasks or round(n * part.weight / total)
-        tasks = load_tasks(part.tasks, part.split or split, number, seed, "", part.options)
-        found += [_of_part(task, name) if name else task for task in tasks]
-    return found
+    return [
+        task
+        for name, part in parts.items()
+        for task in _load(name, part, split, round(n * part.weight / total), seed)
+    ]
 
 
 def stream_of(sources: Sources, tasks: Mapping[str, Sequence[Task]], seed: int) -> Sequence[Task]:

@@ -26,7 +26,6 @@ from coa_jax.tasks.code_tests import Case, Tests, read_tests
 
 _DAMAGED = (*reading.MALFORMED, EOFError, ImportError, pickle.UnpicklingError, zlib.error)
 
-
 _NODES = 1_000_000
 """Maximum number of values in a pickle. A question of LiveCodeBench has about a hundred tests."""
 _TUPLES = 10_000
@@ -129,19 +128,15 @@ def load_private_tests(folder: str, question_id: str) -> Tests | None:
     if path is None:
         return None
     try:
-        value = _load(path)
-        return livecodebench_tests(value) if _is_livecodebench(value) else read_tests(value)
+        data = reading.read_bytes(path)
+        value = reading.parse_json(data) if path.suffix == ".json" else _unpickled(data)
+        if not isinstance(value, dict):
+            raise ValueError("expected an object")
+        known = "public_test_cases" in value
+        return livecodebench_tests(value) if known else read_tests(value)
     except _DAMAGED as error:
         why = reading.reason(error)
         raise UserError(f"{path}: no tests can be read from it: {why}") from error
-
-
-def _load(path: Path) -> dict[str, Any]:
-    data = reading.read_bytes(path)
-    value = reading.parse_json(data) if path.suffix == ".json" else _unpickled(data)
-    if not isinstance(value, dict):
-        raise ValueError("expected an object")
-    return value
 
 
 def _plain(value: Any, seen: Iterator[int], depth: int = 0) -> Any:
@@ -164,10 +159,6 @@ def _plain(value: Any, seen: Iterator[int], depth: int = 0) -> Any:
     return value
 
 
-def _is_livecodebench(value: dict[str, Any]) -> bool:
-    return "public_test_cases" in value
-
-
 def livecodebench_tests(row: dict[str, Any]) -> Tests:
     """Reads the public and private tests from a row of LiveCodeBench.
 
@@ -177,16 +168,17 @@ def livecodebench_tests(row: dict[str, Any]) -> Tests:
     listed = _test_list(row["public_test_cases"]) + _test_list(row.get("private_test_cases") or [])
     metadata = row.get("metadata") or {}
     metadata = reading.parse_json(metadata) if isinstance(metadata, str) else metadata
-    cases: list[Case] = []
-    for test in listed:
-        call = test.get("testtype", "stdin") == "functional"
-        cases.append(Case("call" if call else "stdin", str(test["input"]), str(test["output"])))
-    if not cases:
+    if not listed:
         raise ValueError("there are no tests")
+    calls = [test.get("testtype", "stdin") == "functional" for test in listed]
     entry = str(metadata.get("func_name") or "")
-    if any(case.kind == "call" for case in cases) and not entry:
+    if any(calls) and not entry:
         raise ValueError("the tests call a function, but the row does not name the function")
-    return Tests(tuple(cases), entry)
+    pairs = zip(listed, calls, strict=True)
+    return Tests(
+        tuple(Case("call" if c else "stdin", str(t["input"]), str(t["output"])) for t, c in pairs),
+        entry,
+    )
 
 
 def _test_list(value: Any) -> list[dict[str, Any]]:

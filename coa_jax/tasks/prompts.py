@@ -33,7 +33,7 @@ from typing import Any
 
 from absl import logging
 
-from coa_jax import files
+from coa_jax import files, reading
 from coa_jax.errors import UserError
 from coa_jax.model.card import CARD, read_card
 from coa_jax.protocol import (
@@ -53,7 +53,7 @@ _MARKS = ("\nTask:", "\nQuestion:")
 _COLUMNS = ("prompt", "messages", "conversations", "instruction", "input", "system", "question",
             "extra_info")  # fmt: skip
 _ROLES = {"human": "user", "gpt": "assistant"}
-_LARGEST = 2**20
+_LARGEST = 2**20  # bytes of a text file
 
 
 # --- messages of a row -----------------------------------------------------------------------
@@ -139,12 +139,7 @@ def load_prompt(style: str, model: str | Path | Mapping[str, Any] = "") -> Promp
 
 
 def _prompt_of_text(path: Path) -> Prompt:
-    try:
-        if path.stat().st_size > _LARGEST:
-            raise UserError(f"{path}: the instructions have more than {_LARGEST} bytes")
-        text = path.read_text(encoding="utf-8-sig").strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{path}: the instructions cannot be read: {error}") from error
+    text = reading.read_text(path, _LARGEST).replace("\r\n", "\n").strip()
     if not text:
         raise UserError(f"{path}: the file contains no instructions")
     if text.count(QUESTION) > 1:

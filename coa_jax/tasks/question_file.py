@@ -107,14 +107,11 @@ def load_question_file(
     if named and others:
         logging.warning(
             "%s: %d of %d lines have a protocol of their own (%s), which is used for them",
-            source,
-            len(others),
-            len(tasks),
-            ", ".join(sorted(set(others))),
-        )
+            source, len(others), len(tasks), ", ".join(sorted(set(others))),
+        )  # fmt: skip
     seen: set[str] = set()
     for task in tasks:
         if task.id in seen:
             raise UserError(f"{path}: the id {task.id!r} occurs twice; give every line its own id")
         seen.add(task.id)
-    return draw(tasks, n, seed, path)
+    return draw(tasks, n, seed)

@@ -53,7 +53,7 @@ def look(
         return []
     found = [*_protocols(tasks, tools, answered), *_tests(tasks, graders)]
     chats = dict(chats or {})
-    if graders and graders.judge and (not tasks or any(asks_judge(graders, t) for t in tasks)):
+    if graders and graders.judge and (not tasks or "judge" in map(graders.measure, tasks)):
         chats["graders.judge.chat"] = graders.judge.chat
 
     async def ask() -> list[Finding]:
@@ -75,13 +75,6 @@ def check_ready(found: Iterable[Finding]) -> None:
     if missing:
         listed = "; ".join(f"{each.name}: {each.text}" for each in missing)
         raise UserError(f"not ready: {listed}; fix this, or start anyway with --config.probe_s=0")
-
-
-def asks_judge(graders: GradersConfig, task: Task) -> bool:
-    """Returns whether the judge, if one is configured, grades the answers to a task."""
-    grader = task.metadata.get("grader", "exact_match")
-    words = grader in ("exact_match", "judge") and task.metadata.get("scorer") != "reasoning_gym"
-    return words and (grader == "judge" or graders.judge_all)
 
 
 def _protocols(

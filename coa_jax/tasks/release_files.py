@@ -17,7 +17,6 @@ The fields of a row determine which kind of row it is:
 from __future__ import annotations
 
 import ast
-import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
@@ -32,7 +31,7 @@ from coa_jax.tasks.checks import checked
 from coa_jax.tasks.code_tests import read_tests
 from coa_jax.tasks.private_tests import livecodebench_tests
 from coa_jax.tasks.prompts import read_messages, split_message
-from coa_jax.tasks.rows import distinct, draw, golds, read_rows, split_source
+from coa_jax.tasks.rows import Row, add_tasks, draw, golds, read_rows, split_source
 
 QUESTIONS = ("question", "problem", "Question", "Problem")
 ANSWERS = ("answer", "answers", "golden_answers", "Final answer", "Answer")
@@ -66,19 +65,16 @@ def load_release_file(
     name, wanted = split_source(source)
     path = Path(local(name))
     tasks: list[Task] = []
-    seen: set[str] = set()
-    for number, row in enumerate(read_rows(path), 1):
-        try:
-            task = _task(row, number, wanted, source, protocol or "mhqa")
-            # `_task` has already checked the tests of programs, which may have megabytes.
-            task = task if task.is_program else checked(task)
-        except reading.MALFORMED as error:
-            raise UserError(f"{path}: row {number}: {reading.reason(error)}") from error
-        # Some files of the release repeat ids.
-        tasks.append(dataclasses.replace(task, id=distinct(task.id, number, seen)))
+
+    def make(row: Row, number: int) -> Task:
+        task = _task(row, number, wanted, source, protocol or "mhqa")
+        # `_task` has already checked the tests of programs, which may have megabytes.
+        return task if task.is_program else checked(task)
+
+    add_tasks(tasks, read_rows(path), make, path)
     if not tasks:
         raise UserError(f"{path}: it has no rows")
-    return draw(tasks, n, seed, path)
+    return draw(tasks, n, seed)
 
 
 def _task(row: Mapping[str, Any], number: int, protocol: str, source: str, default: str) -> Task:

@@ -13,7 +13,7 @@ import itertools
 import re
 import string
 from collections import Counter
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Sequence
 
 _PUNCTUATION = str.maketrans("", "", string.punctuation)
 _OPENED, _CLOSED = re.compile(r"<(\w+)>"), re.compile(r"</(\w+)>")
@@ -294,20 +294,3 @@ def overlong_buffer_codetag(score: float, text: str, length: int, max_length: in
     """
     good = check_code_format_correctness(text)
     return overlong_buffer(score, text, length, max_length) if good else 0.0
-
-
-QA: Mapping[str, Callable[[str, Sequence[str] | str], float]] = {
-    "mhqa_train": mhqa_train,
-    "mhqa_eval": mhqa_eval,
-    "qa_em": qa_em,
-    "qa_subem": qa_subem,
-}
-"""Name in the release -> reward for answers."""
-
-FORMAT: Mapping[str, Callable[[float, str, int, int], float]] = {
-    "no_penalty": no_penalty,
-    "overlong_buffer": overlong_buffer,
-    "overlong_buffer_toolstar": overlong_buffer_toolstar,
-    "overlong_buffer_codetag": overlong_buffer_codetag,
-}
-"""Value of the release's setting ``format_fn_type`` -> function that changes the score."""

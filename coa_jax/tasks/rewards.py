@@ -7,13 +7,12 @@ The names of the parameters of a function determine its arguments, see
 from __future__ import annotations
 
 import asyncio
-import importlib.util
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from coa_jax.errors import UserError
-from coa_jax.installed import missing
 from coa_jax.protocol import parse_boxed, split_level
+from coa_jax.tasks.arithmetic import reasoning_gym
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.checks import tests_of
 from coa_jax.tasks.code_tests import Tests, program_of, run_tests
@@ -89,18 +88,16 @@ async def code(task: Task, trajectory: Trajectory, graders: Graders) -> float | 
         return 0.0
     try:
         async with graders.programs.here():
-            return float((await run_tests(program, tests, graders.config.code)).passed)
+            return float(not await run_tests(program, tests, graders.config.code))
     except SandboxError:
         return None
 
 
 def _tests(task: Task, config: GradersConfig) -> Tests:
     question = str(task.metadata.get("question_id") or "")
-    if config.private_tests and question:
-        private = load_private_tests(config.private_tests, question)
-        if private is not None:
-            return private
-    return tests_of(task.gold)
+    private = config.private_tests and question
+    tests = load_private_tests(config.private_tests, question) if private else None
+    return tests or tests_of(task.gold)
 
 
 def generator(task: Task, trajectory: Trajectory) -> float:
@@ -112,11 +109,7 @@ def generator(task: Task, trajectory: Trajectory) -> float:
     answer = opened(task, trajectory.answer)
     if answer is None:
         return 0.0
-    try:
-        import reasoning_gym
-    except ImportError:
-        raise _no_generators() from None
-    scorer = reasoning_gym.get_score_answer_fn(task.metadata["generator"])
+    scorer = reasoning_gym().get_score_answer_fn(task.metadata["generator"])
     entry = {
         "question": task.question,
         "answer": task.gold[0],
@@ -142,15 +135,6 @@ def opened(task: Task, answer: str | None) -> str | None:
 # --- requirements on this machine -------------------------------------------------------------
 
 
-def _generator_needs(config: GradersConfig) -> None:
-    if importlib.util.find_spec("reasoning_gym") is None:
-        raise _no_generators()
-
-
-def _no_generators() -> UserError:
-    return missing("grading of arithmetic tasks", "reasoning-gym", "tasks")
-
-
 def _code_needs(config: GradersConfig) -> None:
     find_isolation()
     if config.private_tests:
@@ -158,7 +142,7 @@ def _code_needs(config: GradersConfig) -> None:
 
 
 NEEDS: Mapping[str, Callable[[GradersConfig], None]] = {
-    "reasoning_gym": _generator_needs,
+    "reasoning_gym": lambda config: reasoning_gym(),
     "math": lambda config: check_installed(),
     "code": _code_needs,
 }

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import csv
+import dataclasses
 import datetime
 import decimal
 import functools
 import glob
 import hashlib
 import io
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -76,9 +77,12 @@ def read_rows(path: Path, columns: Sequence[str] | None = None) -> Iterator[Row]
         UserError: the file cannot be read, or contains something other than rows.
     """
     number = 0
-    parquet = functools.partial(_parquet, columns=columns)
-    readers: dict[str, Callable[[Path], Iterator[Any]]]
-    readers = {".parquet": parquet, ".jsonl": _lines, ".csv": _table, ".tsv": _table}
+    readers: dict[str, Callable[[Path], Iterator[Any]]] = {
+        ".parquet": functools.partial(_parquet, columns=columns),
+        ".jsonl": lambda path: jsonl.read_lines(path, lambda row: row),
+        ".csv": _table,
+        ".tsv": _table,
+    }
     try:
         for number, row in enumerate(readers.get(path.suffix, _json)(path), 1):
             if not isinstance(row, Mapping):
@@ -97,10 +101,6 @@ def _json(path: Path) -> Iterator[Any]:
     if not isinstance(rows, list):
         raise UserError(f"{path}: expected a list of objects")
     yield from rows
-
-
-def _lines(path: Path) -> Iterator[Any]:
-    return jsonl.read_lines(path, lambda value: value)
 
 
 def _table(path: Path) -> Iterator[Any]:
@@ -163,41 +163,50 @@ def golds(value: Any) -> tuple[str, ...]:
     return gold
 
 
-def distinct(identity: str, number: int, seen: set[str]) -> str:
-    """Returns an id that no earlier row has, and adds the id to ``seen``.
+def add_tasks(
+    tasks: list[Task], rows: Iterable[Row], make: Callable[[Row, int], Task | None], where: object
+) -> None:
+    """Converts the rows of a file to tasks, and appends them to the tasks of earlier files.
 
-    The first row with an id keeps the id. A later row with the same id gets its row number
+    The first task with an id keeps the id. A later task with the same id gets its row number
     appended, and also a counter if a row of another file has the same id and number.
 
     Args:
-        identity: id of the row in its file.
-        number: row number in the file, which makes a repeated id unique.
-        seen: ids of all earlier rows; the function changes this set.
+        tasks: tasks of earlier files; the function changes this list.
+        rows: the rows.
+        make: function that converts a row to a task; None leaves the row out. Its second argument
+            is the number of the task, from 1, for rows without an id.
+        where: name of the file, used in error messages.
+
+    Raises:
+        UserError: a row cannot become a task; the message begins with ``where: row i:``.
     """
-    found, copies = identity, 1
-    while found in seen:
-        found = f"{identity}#{number}" if copies == 1 else f"{identity}#{number}.{copies}"
-        copies += 1
-    seen.add(found)
-    return found
+    seen = {task.id for task in tasks}
+    for number, row in enumerate(rows, 1):
+        try:
+            task = make(row, len(tasks) + 1)
+        except reading.MALFORMED as error:
+            raise UserError(f"{where}: row {number}: {reading.reason(error)}") from error
+        if task is None:
+            continue
+        found, copies = task.id, 1
+        while found in seen:
+            found = f"{task.id}#{number}" if copies == 1 else f"{task.id}#{number}.{copies}"
+            copies += 1
+        seen.add(found)
+        tasks.append(dataclasses.replace(task, id=found))
 
 
-def draw(tasks: Sequence[Task], n: int | None, seed: int, where: object) -> list[Task]:
+def draw(tasks: Sequence[Task], n: int | None, seed: int) -> list[Task]:
     """Chooses ``n`` tasks at random. The same arguments give the same tasks in the same order.
 
     Args:
         tasks: tasks to choose from.
         n: number of tasks, at most all. None returns all tasks in their present order.
         seed: seed of the random choice and order.
-        where: source of the tasks, used in the error message.
-
-    Raises:
-        UserError: ``n`` is negative.
     """
     if n is None:
         return list(tasks)
-    if n < 0:
-        raise UserError(f"{where}: n is {n}; give 0 or more, or None for all")
 
     def place(task: Task) -> str:
         return hashlib.sha256(f"{seed}\n{task.id}".encode(errors="replace")).hexdigest()

@@ -257,7 +257,7 @@ def test_a_policy_behind_an_endpoint_is_refused():
     config = load_config("configs/evaluate/tiny.py")
     config.environment.path = "guess:Guess"
     config.endpoint.url, config.endpoint.model = "http://localhost:1/v1", "m"
-    with pytest.raises(UserError, match=r"environment\.path and endpoint\.url are set"):
+    with pytest.raises(UserError, match=r"environment and endpoint are set"):
         build(EvaluateRun, config)
 
 

@@ -86,7 +86,7 @@ def test_who_is_left_alone_has_won():
     [
         ("NoGame-v0", {}, "textarena has no game 'NoGame-v0'"),
         ("TicTacToe-v0", {}, "some of which are missing among the samples"),
-        ("TicTacToe-v0", {"opponent": "nobody"}, "opponent is 'nobody'; give self, random"),
+        ("TicTacToe-v0", {"opponent": "nobody"}, "opponent: there is no opponent 'nobody'"),
     ],
 )
 def test_what_cannot_be_played_is_one_line(game, options, message):

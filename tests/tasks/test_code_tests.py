@@ -38,7 +38,7 @@ ASSERTS = {
 }
 
 
-def verdict(program, gold, limits=QUICK):
+def failure(program, gold, limits=QUICK):
     return asyncio.run(run_tests(program, read_tests(gold), limits))
 
 
@@ -64,8 +64,7 @@ def verdict(program, gold, limits=QUICK):
     ],
 )  # fmt: skip
 def test_right_programs_pass_every_test(gold, program):
-    result = verdict(program, gold)
-    assert result.passed and result.done == result.tests == len(read_tests(gold).cases)
+    assert failure(program, gold) == ""
 
 
 @pytest.mark.parametrize(
@@ -92,8 +91,7 @@ def test_right_programs_pass_every_test(gold, program):
 )
 def test_wrong_programs_fail_for_the_right_reason(gold, program, why):
     seconds = stopwatch()
-    result = verdict(program, gold)
-    assert (result.passed, result.why) == (False, why)
+    assert failure(program, gold) == why
     assert seconds() < 15
 
 
@@ -125,8 +123,8 @@ SETUP = "def check(c):\n    xs = [1]\n    assert c(xs) == 2\n    assert c(\n    
 def test_assertions_are_split_where_each_stands_alone(test_code, cases, right, wrong):
     gold = {"import_prefix": "", "test_code": test_code, "entry_point": "f"}
     assert len(read_tests(gold).cases) == cases
-    assert verdict(right, gold).passed
-    assert verdict(wrong, gold).why == "error"
+    assert failure(right, gold) == ""
+    assert failure(wrong, gold) == "error"
 
 
 def test_tests_share_nothing():
@@ -135,15 +133,15 @@ def test_tests_share_nothing():
         "print('again' if seen else 'first')"
     )
     gold = {"stdin": ["", ""], "expected_output": ["first", "first"]}
-    assert verdict(program, gold).passed
+    assert failure(program, gold) == ""
 
 
 def test_the_time_of_all_tests_together_is_limited():
     gold = {"stdin": ["x"] * 50, "expected_output": ["x"] * 50}
     seconds = stopwatch()
-    result = verdict("import time; time.sleep(0.4); print('x')", gold, CodeLimits(5.0, 4.0))
-    assert (result.passed, result.why) == (False, "time") and result.done >= 2
-    assert seconds() < 15
+    slow = "import time; time.sleep(0.4); print('x')"
+    assert failure(slow, gold, CodeLimits(5.0, 4.0)) == "time"
+    assert 3.5 < seconds() < 15
 
 
 @pytest.mark.parametrize(

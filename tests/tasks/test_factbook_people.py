@@ -15,14 +15,14 @@ from coa_jax.tasks import factbook_people_wording as wording
 from coa_jax.tasks import grade_answer, load_tasks
 from coa_jax.tasks.factbook_facts import facts, solve, split_of, to_decimal
 from coa_jax.tasks.factbook_grammar import Comparison, Count, Lookup, Program, Ref, understand
-from coa_jax.tasks.factbook_people import TOPICS, load_people
+from coa_jax.tasks.factbook_people import SOURCE, TOPICS
 from coa_jax.tasks.factbook_people_grammar import render_people, understand_people
 from coa_jax.tools.make import ToolsConfig, make_tools
 
 
 @pytest.fixture(scope="module")
 def test_tasks():
-    return load_people("test", 240)
+    return load_tasks(SOURCE, "test", 240)
 
 
 def templates():
@@ -75,7 +75,7 @@ def test_comparisons_and_counts_are_computed_from_the_facts():
 
 
 def test_samples_are_fixed_balanced_and_apart():
-    train, test = load_people("train", 300), load_people("test", 300)
+    train, test = load_tasks(SOURCE, "train", 300), load_tasks(SOURCE, "test", 300)
     assert {task.metadata["wording"] for task in train} == {"known"}
     for split, tasks in (("train", train), ("test", test)):
         assert len({task.id for task in tasks}) == len(tasks) > 290
@@ -86,8 +86,8 @@ def test_samples_are_fixed_balanced_and_apart():
             abs(counts[topic] / len(tasks) - share) < 0.05 for topic, share in TOPICS.items()
         )
         assert {split_of(e) for task in tasks for e in task.metadata["entities"]} == {split}
-    assert load_people("test", 300) == test
-    assert load_people("test", 300, seed=1) != test
+    assert load_tasks(SOURCE, "test", 300) == test
+    assert load_tasks(SOURCE, "test", 300, seed=1) != test
 
 
 def test_held_out_wordings_are_in_no_training_question(test_tasks):
@@ -103,7 +103,7 @@ def test_held_out_wordings_are_in_no_training_question(test_tasks):
 
     new = [task for task in test_tasks if task.metadata["wording"] == "new"]
     assert all(fits(task.question, wording.held_out) for task in new)
-    only = load_people("test", 100, words="known")
+    only = load_tasks(f"{SOURCE}:wording=known", "test", 100)
     assert {task.metadata["wording"] for task in only} == {"known"}
 
 
@@ -128,9 +128,9 @@ def test_the_team_solves_the_questions_with_distractors_in_what_it_finds(test_ta
 @pytest.mark.parametrize(
     ("source", "part"),
     [
-        ("factbook_people:hops=1", "not understood"),
+        ("factbook_people:hops=1", "no option 'hops'"),
         ("factbook_people:topics=single/sport", "sport"),
-        ("factbook_people:wording=odd", "known or new"),
+        ("factbook_people:wording=odd", "known, new"),
         ("factbook_people:protocol=chess", "chess"),
     ],
 )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import sys
 
 import pytest
 
@@ -176,6 +177,7 @@ def test_what_grading_needs_is_looked_for_before_a_run(monkeypatch, tmp_path):
         wanting.check([TASKS["code"]])
     wanting.check([TASKS["math"], TASKS["exact_match"]])
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    monkeypatch.setitem(sys.modules, "reasoning_gym", None)
     plain.check([TASKS["exact_match"]])
     for task, package in (
         (TASKS["math"], "math-verify"),

@@ -121,8 +121,9 @@ def test_rows_that_agree_on_no_instructions_are_refused_in_a_line(tmp_path, rows
     [
         (b" \n", "contains no instructions"),
         (b"{question} {question}", "more than once"),
-        (b"\xff\xfe\x00", "cannot be read"),
-        (b"x" * (2**20 + 1), "more than 1048576 bytes"),
+        (b"\xff\xfe\x00", "encoded in UTF-16"),
+        (b"\xff\x00", "not UTF-8: byte 0"),
+        (b"x" * (2**20 + 1), "it has 1,048,577 bytes, the limit is 1,048,576"),
     ],
 )
 def test_a_text_file_that_is_no_prompt_is_refused(tmp_path, content, why):

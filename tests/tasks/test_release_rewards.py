@@ -9,8 +9,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.tasks import grade_answer, release_rewards
-from coa_jax.tasks.release_rewards import QA, f1
+from coa_jax.tasks.release_rewards import f1
 from tests.tools.fault_server import stopwatch
+
+QA = {
+    name: getattr(release_rewards, name)
+    for name in ("mhqa_train", "mhqa_eval", "qa_em", "qa_subem")
+}
+SHAPES = ("no_penalty", "overlong_buffer", "overlong_buffer_toolstar", "overlong_buffer_codetag")
 
 
 def said(answer):
@@ -119,14 +125,14 @@ def test_code_formats_score_as_the_release_does(text, correct, quarters):
 def test_length_is_punished_from_seven_eighths_on_and_without_a_bound():
     penalty = release_rewards.overlong_penalty
     assert [penalty(n, 800) for n in (0, 700, 750, 800, 1000)] == [0, 0, -0.5, -1, -3]
-    shaped = {name: f(1.0, WEB, 750, 800) for name, f in release_rewards.FORMAT.items()}
+    shaped = {name: getattr(release_rewards, name)(1.0, WEB, 750, 800) for name in SHAPES}
     assert shaped == {
         "no_penalty": 1.0,
         "overlong_buffer": 0.5,
         "overlong_buffer_toolstar": 0.5,
         "overlong_buffer_codetag": 0.0,
     }
-    assert release_rewards.FORMAT["overlong_buffer_toolstar"](1.0, "<b>", 0, 800) == -1.0
+    assert release_rewards.overlong_buffer_toolstar(1.0, "<b>", 0, 800) == -1.0
 
 
 @pytest.mark.parametrize("unit", ["<a>", "<answer>", "</code><code>", "<code>", "<a></b>"])

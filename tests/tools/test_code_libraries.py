@@ -147,9 +147,9 @@ def test_programs_that_are_graded_may_import_them(offline):
     case = code_tests.Case("stdin", "2 3\n", "5\n")
     program = "import tinysums\nprint(tinysums.add(*map(int, input().split())))"
     tests = code_tests.Tests((case,))
-    assert asyncio.run(code_tests.run_tests(program, tests, limits)).passed
+    assert asyncio.run(code_tests.run_tests(program, tests, limits)) == ""
     without = dataclasses.replace(limits, libraries=())
-    assert not asyncio.run(code_tests.run_tests(program, tests, without)).passed
+    assert asyncio.run(code_tests.run_tests(program, tests, without)) == "error"
 
 
 SCIENCE = """
