@@ -16,7 +16,6 @@ from coa_jax.report.charts import (
     HEIGHT,
     MAX_POINTS,
     WIDTH,
-    Interval,
     Series,
     interval_bar,
     line_chart,
@@ -113,7 +112,7 @@ def test_numbers_are_short(value, text):
 
 
 def test_an_interval_is_drawn_around_its_value():
-    svg = ElementTree.fromstring(interval_bar(Interval("a<b", 0.5, 0.25, 1.0)))
+    svg = ElementTree.fromstring(interval_bar("a<b", 0.5, 0.25, 1.0))
     bar = next(line for line in svg.iter("line") if line.get("class") == "bar")
     left, dot, right = float(bar.get("x1")), float(svg.find("circle").get("cx")), bar.get("x2")
     assert left < dot < float(right) and (dot - left) * 2 == pytest.approx(float(right) - dot)
