@@ -75,8 +75,24 @@ class ForcedEpisode(Episode):
         return ToolRequest(Sleep.name, repr(self.script.calls[call].seconds))
 
 
-@dataclasses.dataclass(frozen=True)
 class ForcedEpisodes(Episodes):
+    """Base class for the samples of a workload, whose episodes are `ForcedEpisode`."""
+
+    def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
+        """Returns the workload's observation in place of the tool's text.
+
+        The argument ``room`` is ignored, because every rollout of the workload fits into a slot.
+        """
+        assert isinstance(episode, ForcedEpisode)
+        return list(episode.script.calls[len(episode.tool_calls)].observation), text
+
+    def frame(self, episode: Episode) -> int:
+        """Returns 0, because the workload's observations need no tokens around them."""
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollouts(ForcedEpisodes):
     """The rollouts of a workload, for the agent loop (see `coa_jax.rollout.episodes.Episodes`).
 
     Attributes:
@@ -97,18 +113,6 @@ class ForcedEpisodes(Episodes):
     def begin(self, request: Request, sample: int) -> Episode:
         """Starts the episode of a rollout."""
         return ForcedEpisode(request, sample, self.workload.scripts[sample])
-
-    def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
-        """Returns the workload's observation in place of the tool's text.
-
-        The argument ``room`` is ignored, because every rollout of the workload fits into a slot.
-        """
-        calls = self.workload.scripts[episode.sample_id].calls
-        return list(calls[len(episode.tool_calls)].observation), text
-
-    def frame(self, episode: Episode) -> int:
-        """Returns 0, because the workload's observations need no tokens around them."""
-        return 0
 
 
 class Sleep:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import json
@@ -21,8 +22,6 @@ from coa_jax.errors import UserError
 from coa_jax.files import write_json
 from coa_jax.model.ops import einsum
 
-_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
-
 
 def spread(values: Iterable[float]) -> dict[str, float]:
     """Returns the median, minimum and maximum of repeated measurements, rounded to five digits."""
@@ -38,23 +37,18 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 @functools.cache
-def _compile_count() -> list[int]:
-    """Returns a list whose only element is the number of compilations.
-
-    All callers share the list, because listeners of JAX cannot be removed.
-    """
-    cell = [0]
-
-    def listen(event: str, duration_secs: float, **_: str | int) -> None:
-        cell[0] += event == _COMPILE_EVENT
-
-    jax.monitoring.register_event_duration_secs_listener(listen)
-    return cell
+def _events() -> collections.Counter[str]:
+    """Counts the events that JAX times, with one listener, because JAX cannot remove listeners."""
+    counts: collections.Counter[str] = collections.Counter()
+    jax.monitoring.register_event_duration_secs_listener(
+        lambda name, *_, **__: counts.update([name])
+    )
+    return counts
 
 
 def compile_count() -> int:
     """Returns how many programs JAX compiled or loaded from its cache since the first call."""
-    return _compile_count()[0]
+    return _events()["/jax/core/compile/backend_compile_duration"]
 
 
 def reset_peak_memory() -> None:

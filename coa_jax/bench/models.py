@@ -8,6 +8,9 @@ from typing import Any
 import jax
 from absl import flags
 
+from coa_jax.engine.config import EngineConfig
+from coa_jax.engine.group import make_engines
+from coa_jax.engine.meter import MeteredEngine
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
 from coa_jax.model.config import ModelConfig
@@ -73,3 +76,11 @@ def load_subject(model: str | None, random: str | None, dtype: str) -> Subject:
     params = init(config, jax.random.key(0), dtype)
     # The parameters are committed to a device, like those of a loaded model.
     return Subject(f"random {random}", config, jax.device_put(params, jax.local_devices()[0]))
+
+
+def warm_engines(params: Params, config: ModelConfig, shapes: EngineConfig) -> list[MeteredEngine]:
+    """Creates the engines of this process, and compiles their programs."""
+    engines = make_engines(params, config, shapes, kind=MeteredEngine)
+    for engine in engines:
+        engine.warm_up()
+    return engines

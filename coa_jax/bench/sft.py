@@ -44,6 +44,31 @@ from coa_jax.model.remat import POLICIES
 from coa_jax.parallel.chips import stated_flops
 
 
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The training steps to measure.
+
+    Attributes:
+        batch: number of sequences per step.
+        length: number of tokens per sequence.
+        rows: number of sequences per micro-batch.
+        dtype: dtype of the matmul operands, see `SFTConfig`.
+        remat: name of the rematerialisation policy, see `SFTConfig`.
+        steps: number of measured steps.
+        attention: implementation of attention, see `SFTConfig`.
+        lora_rank: rank of LoRA adapters for all projections; 0 trains all parameters.
+    """
+
+    batch: int
+    length: int
+    rows: int
+    dtype: str
+    remat: str
+    steps: int = 3
+    attention: str = "auto"
+    lora_rank: int = 0
+
+
 def random_examples(vocab_size: int, batch: int, length: int) -> list[Example]:
     """Creates sequences of random token ids, in which every token has a loss.
 
@@ -57,37 +82,19 @@ def random_examples(vocab_size: int, batch: int, length: int) -> list[Example]:
     return [Example(row, np.ones(length, np.float32), zeros, zeros) for row in tokens]
 
 
-def measure(
-    subject: Subject,
-    *,
-    batch: int,
-    length: int,
-    rows: int,
-    dtype: str,
-    remat: str,
-    steps: int,
-    attention: str = "auto",
-    lora_rank: int = 0,
-) -> dict[str, Any]:
+def measure(subject: Subject, work: Work) -> dict[str, Any]:
     """Measures training steps, and returns the result that the command prints.
 
     Args:
         subject: the model, whose parameters must be float32, and are donated.
-        batch: number of sequences per step.
-        length: number of tokens per sequence.
-        rows: number of sequences per micro-batch.
-        dtype: dtype of the matmul operands, see `SFTConfig`.
-        remat: name of the rematerialisation policy, see `SFTConfig`.
-        steps: number of measured steps.
-        attention: implementation of attention, see `SFTConfig`.
-        lora_rank: rank of LoRA adapters for all projections; 0 trains all parameters.
+        work: the steps.
     """
-    batches = split_rows(
-        pack(random_examples(subject.config.vocab_size, batch, length), length), rows
-    )
+    batch, length, steps = work.batch, work.length, work.steps
+    examples = random_examples(subject.config.vocab_size, batch, length)
+    batches = split_rows(pack(examples, length), work.rows)
     optimizer = OptimizerConfig(learning_rate=1e-5, total_steps=steps + 1)
-    model = dataclasses.replace(subject.config, lora=LoraConfig(lora_rank))
-    compute = training_compute(model, dtype=dtype, remat=remat, attention=attention)
+    model = dataclasses.replace(subject.config, lora=LoraConfig(work.lora_rank))
+    compute = training_compute(model, dtype=work.dtype, remat=work.remat, attention=work.attention)
     trained, frozen = split_trained(subject.params, model, seed=0)
     state = init_state(trained, optimizer, frozen)
     compile_count()
@@ -104,21 +111,15 @@ def measure(
         seconds.append(time.perf_counter() - began)
     compiled, memory = compile_count() - compiled, peak_memory_mb()
     lengths, losses = [length] * batch, batch * (length - 1)
-    flops = train_flops(subject.config, lengths, losses, adapters=bool(lora_rank))
-    peak, stated = peak_flops(dtype), stated_flops(jax.devices()[:1])
+    flops = train_flops(subject.config, lengths, losses, adapters=bool(work.lora_rank))
+    peak, stated = peak_flops(work.dtype), stated_flops(jax.devices()[:1])
     measured = seconds[1:]
     speed = spread(flops / s / 1e9 for s in measured)
     return {
         "bench": "sft",
         "model": subject.name,
-        "batch": batch,
-        "length": length,
-        "rows": rows,
-        "dtype": dtype,
-        "remat": remat,
-        "lora_rank": lora_rank,
+        **dataclasses.asdict(work),
         "attention": compute.attention,
-        "steps": steps,
         "first_step_s": round(seconds[0], 2),
         "step_s": spread(measured),
         "tokens_per_s": spread(batch * length / s for s in measured),
@@ -150,18 +151,9 @@ def main(_: list[str]) -> None:
     out = output_path(values.out)
     # As in `coa_jax.sft`, parameters are float32 for any dtype of the matmul operands.
     subject = load_subject(values.model, values.random, "float32")
-    result = measure(
-        subject,
-        batch=values.batch,
-        length=values.length,
-        rows=values.rows or values.batch,
-        dtype=values.dtype,
-        remat=values.remat,
-        steps=values.steps,
-        attention=values.attention,
-        lora_rank=values.lora_rank,
-    )
-    report(result, out)
+    given = {field.name: values[field.name].value for field in dataclasses.fields(Work)}
+    work = Work(**{**given, "rows": values.rows or values.batch})
+    report(measure(subject, work), out)
 
 
 if __name__ == "__main__":

@@ -19,6 +19,7 @@ measurement is given as median, minimum and maximum:
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Sequence
@@ -26,15 +27,14 @@ from typing import Any
 
 from absl import flags
 
-from coa_jax.bench.measure import compile_count, output_path, report, spread
-from coa_jax.bench.models import Subject, define_model_flags, load_subject
+from coa_jax.bench.measure import compile_count, spread
+from coa_jax.bench.models import Subject, warm_engines
 from coa_jax.bench.rollout import run_workload
-from coa_jax.bench.shapes import define_shape_flags, given_shapes
-from coa_jax.bench.workload import Call, Workload, read_workload
+from coa_jax.bench.shapes import define_flags, run_command
+from coa_jax.bench.workload import Call, Workload
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
-from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
 from coa_jax.trajectory import Trajectory
 
@@ -88,7 +88,7 @@ def throughput(engines: Sequence[Engine], workload: Workload, apart: int) -> tup
 
     run_workload(engines, workload, ended)
     others = [number for number in ends if number != apart]
-    tokens = sum(sum(workload.scripts[number].lengths) for number in others)
+    tokens = sum(workload.scripts[number].generated for number in others)
     return tokens / max(ends[number] for number in others), max(ends.values())
 
 
@@ -115,9 +115,7 @@ def measure(
             "rollouts, so that no rollout waits for a slot"
         )
     compile_count()
-    engines: list[Engine] = make_engines(subject.params, subject.config, shapes)
-    for engine in engines:
-        engine.warm_up()
+    engines = warm_engines(subject.params, subject.config, shapes)
     compiled = compile_count()
     runs: dict[str, list[float]] = {}
     for _ in range(repeats):
@@ -140,20 +138,10 @@ def measure(
     }
 
 
-def define_flags() -> None:
-    """Defines the flags of the command."""
-    define_model_flags()
-    define_shape_flags()
-
-
 def main(_: list[str]) -> None:
     """Runs the command."""
     values = flags.FLAGS
-    out = output_path(values.out)
-    subject = load_subject(values.model, values.random, values.dtype)
-    workload = read_workload(values.workload, subject.config.vocab_size)
-    shapes = given_shapes(values, workload)
-    report(measure(subject, workload, shapes, values.repeats), out)
+    run_command(functools.partial(measure, repeats=values.repeats), values.dtype)
 
 
 if __name__ == "__main__":
