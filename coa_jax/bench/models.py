@@ -12,10 +12,13 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.group import make_engines
 from coa_jax.engine.meter import MeteredEngine
 from coa_jax.errors import UserError
+from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.api import load_model
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params, init_params
 from coa_jax.model.shapes import ARCHITECTURES
+from coa_jax.rollout.request import RolloutConfig
 
 # --help lists the flags that this module defines under the command that calls the function below.
 flags.disclaim_key_flags()
@@ -84,3 +87,28 @@ def warm_engines(params: Params, config: ModelConfig, shapes: EngineConfig) -> l
     for engine in engines:
         engine.warm_up()
     return engines
+
+
+def rl_settings(engine: EngineConfig, optimizer: OptimizerConfig, **settings: Any) -> RLConfig:
+    """Creates settings of RL with one task per group, sampled at temperature 1.
+
+    Args:
+        engine: shapes of the engine.
+        optimizer: settings of the optimiser, of which the number of steps is that of the run.
+        settings: further fields of `RLConfig`, by name.
+    """
+    common = {
+        "model": "",
+        "tasks": "arithmetic",  # required, but unused if the caller has the trajectories
+        "num_tasks": settings["groups"],
+        "seed": 0,
+        "format_reward": False,
+        "temperature": 1.0,
+        "dtype": engine.dtype,
+        "engine": engine,
+        "rollout": RolloutConfig(max_tokens=engine.max_length),
+        "optimizer": optimizer,
+        "checkpoint_every": optimizer.total_steps,
+        "checkpoint_seconds": 86_400.0,
+    }
+    return RLConfig(**{**common, **settings})

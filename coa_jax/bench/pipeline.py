@@ -60,9 +60,10 @@ import jax
 from absl import flags
 
 from coa_jax.bench.measure import output_path, report
-from coa_jax.bench.models import warm_engines
+from coa_jax.bench.models import rl_settings, warm_engines
 from coa_jax.bench.pipeline_samples import PROTOCOL, RIGHT, Samples, Watch, WatchedSleep, within
-from coa_jax.bench.pipeline_workload import FIRST_ID, Workload, read_workload
+from coa_jax.bench.pipeline_workload import Workload, read_workload
+from coa_jax.bench.workload import FIRST_ID
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
@@ -175,25 +176,18 @@ def rl_config(
         raise UserError(f"--set: there is no setting {unknown[0]!r} of RL")
     prompt = 128
     longest = -(-(workload.longest + prompt) // 128) * 128
-    config = RLConfig(
+    config = rl_settings(
+        EngineConfig(slots=slots, max_length=longest, chunk=8, dtype="float32"),
+        OptimizerConfig(learning_rate=1e-6, total_steps=steps),
         model=str(folder / "policy"),
         tasks=str(folder / "tasks.jsonl"),
         num_tasks=len(workload.groups),
-        seed=0,
         groups=groups,
         group_size=len(workload.groups[0]),
-        format_reward=False,
-        temperature=1.0,
         rows=4,
         row_length=longest,
-        dtype="float32",
         remat="none",
         algorithm=Algorithm(name="dapo"),
-        optimizer=OptimizerConfig(learning_rate=1e-6, total_steps=steps),
-        engine=EngineConfig(slots=slots, max_length=longest, chunk=8, dtype="float32"),
-        rollout=RolloutConfig(max_tokens=longest),
-        checkpoint_every=steps,
-        checkpoint_seconds=86_400.0,
         keep_last=1,
         max_sampled=4.0,
     )

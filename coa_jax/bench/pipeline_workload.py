@@ -28,15 +28,13 @@ import numpy as np
 from absl import flags
 
 from coa_jax.bench.measure import output_path
-from coa_jax.bench.workload import Call, Script
+from coa_jax.bench.workload import FIRST_ID, Call, Script
 from coa_jax.bounds import MAX_INT
 from coa_jax.cli import run_main
 from coa_jax.errors import UserError
 from coa_jax.files import replace
 
 WORKLOADS = Path(__file__).parent / "workloads"
-FIRST_ID = 64
-"""The first token id of every observation."""
 
 GROUPS, SIZE, CALLS, SIGNAL = 240, 4, 2, 0.5
 TOOL_MEDIAN_S, TOKENS, TAIL = 0.5, 48, 8

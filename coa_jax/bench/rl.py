@@ -42,7 +42,7 @@ from coa_jax.bench.measure import (
     reset_peak_memory,
     spread,
 )
-from coa_jax.bench.models import Subject
+from coa_jax.bench.models import Subject, rl_settings
 from coa_jax.bench.rollout import mean_of, run_workload
 from coa_jax.bench.workload import Workload
 from coa_jax.cli import run_main
@@ -52,7 +52,7 @@ from coa_jax.engine.meter import MeteredEngine
 from coa_jax.errors import UserError
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.step import OptimizerConfig, TrainState, init_state
+from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.learn.update import update
 from coa_jax.model.compute import training_compute
 from coa_jax.model.remat import POLICIES
@@ -119,28 +119,20 @@ def rl_config(
         )
     row_length, attention_length = row_lengths(workload, row_length, share_prompts)
     per_row = max(1, max(row_length, attention_length) // workload.longest)
-    return RLConfig(
-        model="",
-        tasks="arithmetic",  # required, but unused: the workload gives the trajectories
-        num_tasks=len(members),
+    return rl_settings(
+        engine,
+        OptimizerConfig(learning_rate=1e-6, total_steps=steps + 1),
         seed=workload.seed,
         groups=len(members),
         group_size=int(members[0]),
         max_sampled=1.0,
-        format_reward=False,
-        temperature=1.0,
         rows=rows or -(-len(workload.scripts) // per_row),
         row_length=row_length,
         attention_length=attention_length,
-        dtype=engine.dtype,
         remat=remat,
         attention=attention,
         algorithm=Algorithm(name="grpo", kl_coef=0.0),
-        optimizer=OptimizerConfig(learning_rate=1e-6, total_steps=steps + 1),
-        engine=engine,
         rollout=RolloutConfig(max_tokens=workload.longest),
-        checkpoint_every=steps,
-        checkpoint_seconds=86_400.0,
     )
 
 
@@ -170,11 +162,16 @@ def measure(subject: Subject, workload: Workload, config: RLConfig) -> dict[str,
     compute = training_compute(
         model, dtype=config.dtype, remat=config.remat, attention=config.attention
     )
+    compile_count()
     state = init_state(subject.params, config.optimizer)
     engines = make_engines(state.params, model, config.engine, kind=MeteredEngine)
     order = np.argsort([script.prompt for script in workload.scripts], kind="stable")
 
-    def step(state: TrainState) -> tuple[TrainState, dict[str, float]]:
+    seconds, measured, compiled = [], [], 0
+    for number in range(steps + 1):
+        if number == 1:  # the first step compiles the programs
+            reset_peak_memory()
+            compiled = compile_count()
         times = [time.perf_counter()]
         publish_all(engines, state.params)
         jax.block_until_ready(copies(engines))
@@ -188,25 +185,19 @@ def measure(subject: Subject, workload: Workload, config: RLConfig) -> dict[str,
         state, _, stats = update(config, state, model, groups, compute)
         times.append(time.perf_counter())
         publish_s, rollout_s, update_s = np.diff(times).tolist()
-        step_s = times[-1] - times[0]
-        return state, {
-            "step_s": step_s,
-            "publish_s": publish_s,
-            "rollout_s": rollout_s,
-            "decode_s": mean_of(engines, "decode_s"),
-            "extend_s": mean_of(engines, "extend_s"),
-            "update_s": update_s,
-            "tokens_per_s": workload.generated_tokens / step_s,
-            "logp_gap_max": stats["mismatch/abs_logp_max"],
-        }
-
-    state, first = step(state)
-    compile_count()
-    reset_peak_memory()
-    compiled, measured = compile_count(), []
-    for _ in range(steps):
-        state, figures = step(state)
-        measured.append(figures)
+        seconds.append(times[-1] - times[0])
+        measured.append(
+            {
+                "step_s": seconds[-1],
+                "publish_s": publish_s,
+                "rollout_s": rollout_s,
+                "decode_s": mean_of(engines, "decode_s"),
+                "extend_s": mean_of(engines, "extend_s"),
+                "update_s": update_s,
+                "tokens_per_s": workload.generated_tokens / seconds[-1],
+                "logp_gap_max": stats["mismatch/abs_logp_max"],
+            }
+        )
     return {
         "bench": "rl",
         "model": subject.name,
@@ -220,8 +211,8 @@ def measure(subject: Subject, workload: Workload, config: RLConfig) -> dict[str,
         "attention_length": config.attention_length,
         "remat": config.remat,
         "steps": steps,
-        "first_step_s": round(first["step_s"], 2),
-        **{name: spread(figures[name] for figures in measured) for name in measured[0]},
+        "first_step_s": round(seconds[0], 2),
+        **{name: spread(figures[name] for figures in measured[1:]) for name in measured[0]},
         "compiles_after_warmup": compile_count() - compiled,
         "peak_rss_mb": round(peak_memory_mb(), 1),
     }

@@ -37,9 +37,7 @@ from coa_jax.learn.batch import Example, pack, split_rows
 from coa_jax.learn.losses import SFTLoss
 from coa_jax.learn.step import OptimizerConfig, init_state, train_step
 from coa_jax.model.compute import training_compute
-from coa_jax.model.config import LoraConfig
 from coa_jax.model.costs import train_flops
-from coa_jax.model.params import split_trained
 from coa_jax.model.remat import POLICIES
 from coa_jax.parallel.chips import stated_flops
 
@@ -56,7 +54,6 @@ class Work:
         remat: name of the rematerialisation policy, see `SFTConfig`.
         steps: number of measured steps.
         attention: implementation of attention, see `SFTConfig`.
-        lora_rank: rank of LoRA adapters for all projections; 0 trains all parameters.
     """
 
     batch: int
@@ -66,7 +63,6 @@ class Work:
     remat: str
     steps: int = 3
     attention: str = "auto"
-    lora_rank: int = 0
 
 
 def random_examples(vocab_size: int, batch: int, length: int) -> list[Example]:
@@ -93,10 +89,9 @@ def measure(subject: Subject, work: Work) -> dict[str, Any]:
     examples = random_examples(subject.config.vocab_size, batch, length)
     batches = split_rows(pack(examples, length), work.rows)
     optimizer = OptimizerConfig(learning_rate=1e-5, total_steps=steps + 1)
-    model = dataclasses.replace(subject.config, lora=LoraConfig(work.lora_rank))
+    model = subject.config
     compute = training_compute(model, dtype=work.dtype, remat=work.remat, attention=work.attention)
-    trained, frozen = split_trained(subject.params, model, seed=0)
-    state = init_state(trained, optimizer, frozen)
+    state = init_state(subject.params, optimizer)
     compile_count()
     compiled, seconds = 0, []
     for step in range(steps + 1):
@@ -111,7 +106,7 @@ def measure(subject: Subject, work: Work) -> dict[str, Any]:
         seconds.append(time.perf_counter() - began)
     compiled, memory = compile_count() - compiled, peak_memory_mb()
     lengths, losses = [length] * batch, batch * (length - 1)
-    flops = train_flops(subject.config, lengths, losses, adapters=bool(work.lora_rank))
+    flops = train_flops(model, lengths, losses)
     peak, stated = peak_flops(work.dtype), stated_flops(jax.devices()[:1])
     measured = seconds[1:]
     speed = spread(flops / s / 1e9 for s in measured)
@@ -140,7 +135,6 @@ def define_flags() -> None:
     flags.DEFINE_integer("length", 256, "tokens per sequence", lower_bound=2)
     flags.DEFINE_integer("rows", 0, "sequences per micro-batch; 0 for the batch", lower_bound=0)
     flags.DEFINE_enum("remat", "dots", list(POLICIES), "what the backward pass recomputes")
-    flags.DEFINE_integer("lora_rank", 0, "rank of LoRA adapters; 0 for none", lower_bound=0)
     flags.DEFINE_string("attention", "auto", "attention kernel, see docs/kernels.md")
     flags.DEFINE_integer("steps", 3, "number of measured steps", lower_bound=1)
 

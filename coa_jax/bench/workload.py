@@ -195,7 +195,7 @@ def _ids(found: Any, vocab_size: int, where: str) -> tuple[int, ...]:
 
 # --- writing -------------------------------------------------------------------------------
 
-_FIRST_ID = 64  # smaller ids are control tokens in many vocabularies
+FIRST_ID = 64  # smaller ids are control tokens in many vocabularies
 _QUICK_TOOL = 0.1
 
 
@@ -228,7 +228,7 @@ class Recipe(Bounded):
     tool_seconds: Annotated[tuple[NotNegative, ...], Items(2, 2)] = (0.05, 2.0)
     observation_tokens: Annotated[tuple[Count, ...], Items(2, 2)] = (32, 128)
     final_tokens: Annotated[tuple[Count, ...], Items(2, 2)] = (16, 32)
-    vocab_size: Annotated[int, Between(_FIRST_ID + 1, MAX_INT)] = 49152
+    vocab_size: Annotated[int, Between(FIRST_ID + 1, MAX_INT)] = 49152
     slow_tool: NotNegative = 0.0
 
     def __post_init__(self) -> None:
@@ -246,7 +246,6 @@ class Recipe(Bounded):
 
 PRESETS = {
     "W1": Recipe(),
-    "W1s": Recipe(rollouts=8),
     "tiny": Recipe(
         rollouts=4,
         group_size=2,
@@ -271,7 +270,7 @@ def draw(recipe: Recipe, name: str, seed: int) -> dict[str, Any]:
     random = np.random.default_rng(seed)
 
     def ids(size: int) -> list[int]:
-        return random.integers(_FIRST_ID, recipe.vocab_size, size).tolist()
+        return random.integers(FIRST_ID, recipe.vocab_size, size).tolist()
 
     def whole(bounds: tuple[int, ...]) -> int:
         return int(random.integers(*bounds, endpoint=True))
