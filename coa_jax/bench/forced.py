@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 
 from coa_jax.bench.workload import Script, Workload
+from coa_jax.engine.config import SamplingParams
 from coa_jax.protocol import get_protocol
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.episode import Episode, ToolRequest
@@ -98,9 +99,11 @@ class Rollouts(ForcedEpisodes):
     Attributes:
         workload: the workload, which fixes the lengths of turns, the tool calls and the
             observations.
+        temperature: sampling temperature.
     """
 
     workload: Workload
+    temperature: float = 1.0
 
     def requests(self) -> Iterator[Request]:
         """Yields a request per prompt, with the indices of the prompt's rollouts as samples."""
@@ -108,7 +111,8 @@ class Rollouts(ForcedEpisodes):
             scripts = enumerate(self.workload.scripts)
             samples = tuple(i for i, script in scripts if script.prompt == number)
             task = Task(f"prompt-{number}", "", _PROTOCOL, (), "bench")
-            yield Request(task, prompt, self.workload.seed, number, samples)
+            sampling = SamplingParams(self.temperature)
+            yield Request(task, prompt, self.workload.seed, number, samples, sampling)
 
     def begin(self, request: Request, sample: int) -> Episode:
         """Starts the episode of a rollout."""

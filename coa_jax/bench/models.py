@@ -72,13 +72,17 @@ def load_subject(model: str | None, random: str | None, dtype: str) -> Subject:
         return Subject(model, loaded.config, loaded.params, loaded.tokenizer)
     if random not in ARCHITECTURES:
         raise UserError(f"no architecture {random!r}; give one of {', '.join(ARCHITECTURES)}")
-    config = ARCHITECTURES[random]
+    return random_subject(f"random {random}", ARCHITECTURES[random], dtype)
+
+
+def random_subject(name: str, config: ModelConfig, dtype: str) -> Subject:
+    """Creates a model with random weights on the first device of this process."""
     # The function is compiled, so that initialisation and casting are fused: a float32 copy of a
     # large model may not fit into memory beside the result.
     init = jax.jit(init_params, static_argnames=("config", "dtype"))
     params = init(config, jax.random.key(0), dtype)
     # The parameters are committed to a device, like those of a loaded model.
-    return Subject(f"random {random}", config, jax.device_put(params, jax.local_devices()[0]))
+    return Subject(name, config, jax.device_put(params, jax.local_devices()[0]))
 
 
 def warm_engines(params: Params, config: ModelConfig, shapes: EngineConfig) -> list[MeteredEngine]:

@@ -66,6 +66,7 @@ from coa_jax.trajectory import Author, Trajectory
 def run_workload(
     engines: Sequence[Engine],
     workload: Workload,
+    temperature: float = 1.0,
     on_finish: Callable[[Trajectory], None] = lambda trajectory: None,
 ) -> list[Trajectory]:
     """Runs a workload in the same agent loop as in training.
@@ -74,12 +75,13 @@ def run_workload(
         engines: engines without stop tokens, whose slots are free and have at least
             ``workload.longest`` positions.
         workload: the workload to run.
+        temperature: sampling temperature.
         on_finish: function that is called with each trajectory when the trajectory finishes.
 
     Returns:
         A trajectory for each rollout, in the order of the workload.
     """
-    episodes = Rollouts(workload)
+    episodes = Rollouts(workload, temperature)
     calls = max(len(script.calls) for script in workload.scripts)
     config = RolloutConfig(max_tokens=engines[0].config.max_length, max_tool_calls=calls)
     finished = []

@@ -86,7 +86,7 @@ def throughput(engines: Sequence[Engine], workload: Workload, apart: int) -> tup
     def ended(trajectory: Trajectory) -> None:
         ends[trajectory.sample_id] = time.perf_counter() - began
 
-    run_workload(engines, workload, ended)
+    run_workload(engines, workload, on_finish=ended)
     others = [number for number in ends if number != apart]
     tokens = sum(workload.scripts[number].generated for number in others)
     return tokens / max(ends[number] for number in others), max(ends.values())

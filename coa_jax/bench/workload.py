@@ -239,7 +239,9 @@ class Recipe(Bounded):
             if low > high:
                 raise UserError(f"{name} is {low},{high}; give the minimum before the maximum")
         if self.rollouts % self.group_size:
-            raise UserError(f"rollouts is {self.rollouts}; give a multiple of {self.group_size}")
+            raise UserError(
+                f"rollouts is {self.rollouts}; give a multiple of group_size ({self.group_size})"
+            )
         if self.slow_tool and not self.turns:
             raise UserError("slow_tool needs a tool call; give turns=1 or more")
 
@@ -376,7 +378,7 @@ def given_recipe(preset: str, given: Mapping[str, Any]) -> Recipe:
         UserError: a value is out of bounds, or values contradict each other.
     """
     chosen = {name: value for name, value in given.items() if value is not None}
-    return build(Recipe, {**dataclasses.asdict(PRESETS[preset]), **chosen}, "the workload")
+    return build(Recipe, {**dataclasses.asdict(PRESETS[preset]), **chosen}, "workload")
 
 
 def main(_: list[str]) -> None:
