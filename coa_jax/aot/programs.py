@@ -116,10 +116,12 @@ def _scoring(setup: Setup) -> list[Program]:
     config, policy, critic = setup.rl, arrays.policy(setup), arrays.critic(setup)
     batch, compute = experience.inputs(arrays.sampled_batch(setup)), _compute(setup)
 
-    def program(name: str, lower: Any, times: int, params: Params, *turns: float) -> Program:
+    def program(
+        name: str, lower: Callable[[], Any], times: int, params: Params, *turns: float
+    ) -> Program:
         return Program(
             name,
-            functools.partial(lower, batch=batch, compute=compute),
+            lower,
             times * arrays.micro_batches(config),
             arrays.kept_bytes(setup) - chip_bytes(params),
             tuple(setup.mesh.devices.flat),
@@ -129,10 +131,10 @@ def _scoring(setup: Setup) -> list[Program]:
         )
 
     def score(name: str, times: int, params: Params, shared: Params, model: ModelConfig) -> Program:
-        def lower(batch: Batch, compute: Compute) -> jax.stages.Lowered:
-            options = {"model": model, "compute": compute, "temperature": config.temperature}
-            return experience.score.lower(params, batch, _allowed(setup), **options)
-
+        lower = functools.partial(
+            experience.score.lower, params, batch, _allowed(setup),
+            model=model, compute=compute, temperature=config.temperature,
+        )  # fmt: skip
         return program(name, lower, times, shared, _head_turns(setup))
 
     found = []
@@ -147,11 +149,9 @@ def _scoring(setup: Setup) -> list[Program]:
         params, base = policy.frozen or policy.params, without_adapters(setup.model)
         found.append(score("score", times, params, params, base))
     if critic is not None:
-
-        def values(batch: Batch, compute: Compute) -> jax.stages.Lowered:
-            options = {"model": setup.model, "compute": compute}
-            return experience.score_values.lower(critic.params, batch, **options)
-
+        values = functools.partial(
+            experience.score_values.lower, critic.params, batch, model=setup.model, compute=compute
+        )
         found.append(program("values", values, 1, critic.params))
     return found
 

@@ -59,6 +59,7 @@ from unittest import mock
 import jax
 from absl import flags
 
+from coa_jax import jsonl
 from coa_jax.bench.measure import output_path, report
 from coa_jax.bench.models import rl_settings, warm_engines
 from coa_jax.bench.pipeline_samples import PROTOCOL, RIGHT, Samples, Watch, WatchedSleep, within
@@ -137,13 +138,12 @@ def run_rl(
 
 def write_inputs(workload: Workload, folder: Path) -> None:
     """Writes a policy with random weights, and one task per group."""
-    folder.mkdir(parents=True, exist_ok=True)
     questions = [f"Question {number} of {workload.name}." for number in range(len(workload.groups))]
-    rows = [
+    rows = (
         {"id": str(i), "question": q, "answer": RIGHT, "protocol": PROTOCOL}
         for i, q in enumerate(questions)
-    ]
-    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    )
+    jsonl.write_lines(folder / "tasks.jsonl", rows)
     tokenizer = train_bpe(questions, 400)
     shape = ModelConfig("llama", len(tokenizer), 64, 128, 2, 4, 2, 16)
     model = Model(shape, init_params(shape, jax.random.key(0)), tokenizer)
@@ -298,7 +298,11 @@ def measure(
     start, end = ends[0], ends[-1]
     seconds = [b - a for a, b in itertools.pairwise(ends)]
     mean, space = statistics.mean(seconds), slots * (end - start)
-    times = [name for name in run.figures[-1] if name.startswith("time/")]
+    times = {
+        name: statistics.median(row[name] for row in run.figures[edge:-edge])
+        for name in run.figures[-1]
+        if name.startswith("time/")
+    }
     return {
         "bench": "pipeline",
         "workload": workload.name,
@@ -313,12 +317,7 @@ def measure(
         "occupied": round(within(watch.occupied, start, end) / space, 4),
         "waiting": round(within(watch.waited, start, end) / space, 4),
         "staleness": {str(age): run.ages[age] for age in sorted(run.ages)},
-        "time": {
-            name.removeprefix("time/"): round(
-                statistics.median(row[name] for row in run.figures[edge:-edge]), 4
-            )
-            for name in times
-        },
+        "time": {name.removeprefix("time/"): round(value, 4) for name, value in times.items()},
         "floor": {name: round(value, 4) for name, value in least.items()},
         "of_floor": round(least["step_s"] / mean, 4),
     }

@@ -16,7 +16,9 @@ from coa_jax.report.charts import Series, interval_bar, number
 NONE = "\u2013"
 """Stands in a table for a value that does not exist."""
 
-_STYLE, _SCRIPT = (Path(__file__).with_name(name).read_text() for name in ("page.css", "page.js"))
+_STYLE, _SCRIPT = (
+    Path(__file__).with_name(name).read_text("utf-8") for name in ("page.css", "page.js")
+)
 _UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uffff]")
 
 
