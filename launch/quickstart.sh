@@ -10,7 +10,7 @@ set -euo pipefail
 
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-workdir=runs/quickstart
+unset workdir
 rest=()
 while [ $# -gt 0 ]; do
   help_or_go_on "$1"
@@ -21,10 +21,10 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-[ -n "$workdir" ] || fail "--workdir needs a directory"
-# The command runs in the repository; a relative directory is meant from where the user stands.
-[ "$workdir" = runs/quickstart ] || workdir="$(absolute "$workdir")"
+[ -n "${workdir-runs/quickstart}" ] || fail "--workdir needs a directory"
+# The command runs in the repository; a directory that is named is meant from where the user stands.
+workdir="${workdir+$(absolute "$workdir")}"
 
 source "$COA_ROOT/launch/setup_env.sh" gguf tasks web
 keep_buffers
-exec python -m coa_jax.quickstart --workdir "$workdir" ${rest[@]+"${rest[@]}"}
+exec python -m coa_jax.quickstart --workdir "${workdir:-runs/quickstart}" ${rest[@]+"${rest[@]}"}

@@ -71,6 +71,20 @@ def peak_memory_mb() -> float:
         return peak / 1e6 if sys.platform == "darwin" else peak * 1.024e-3
 
 
+def after_warm_up() -> Callable[[], dict[str, float]]:
+    """Begins to count compilations and memory, when all programs are compiled.
+
+    Returns:
+        A function that returns the number of compilations and the peak memory since then, by name.
+    """
+    reset_peak_memory()
+    compiled = compile_count()
+    return lambda: {
+        "compiles_after_warmup": compile_count() - compiled,
+        "peak_rss_mb": round(peak_memory_mb(), 1),
+    }
+
+
 # --- ceilings of the machine ---------------------------------------------------------------
 
 

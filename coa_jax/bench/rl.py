@@ -36,12 +36,7 @@ import numpy as np
 from absl import flags
 
 from coa_jax.bench import shapes
-from coa_jax.bench.measure import (
-    compile_count,
-    peak_memory_mb,
-    reset_peak_memory,
-    spread,
-)
+from coa_jax.bench.measure import after_warm_up, spread
 from coa_jax.bench.models import Subject, rl_settings
 from coa_jax.bench.rollout import mean_of, run_workload
 from coa_jax.bench.workload import Workload
@@ -162,16 +157,14 @@ def measure(subject: Subject, workload: Workload, config: RLConfig) -> dict[str,
     compute = training_compute(
         model, dtype=config.dtype, remat=config.remat, attention=config.attention
     )
-    compile_count()
     state = init_state(subject.params, config.optimizer)
     engines = make_engines(state.params, model, config.engine, kind=MeteredEngine)
     order = np.argsort([script.prompt for script in workload.scripts], kind="stable")
 
-    seconds, measured, compiled = [], [], 0
+    seconds, measured, counted = [], [], after_warm_up()
     for number in range(steps + 1):
         if number == 1:  # the first step compiles the programs
-            reset_peak_memory()
-            compiled = compile_count()
+            counted = after_warm_up()
         times = [time.perf_counter()]
         publish_all(engines, state.params)
         jax.block_until_ready(copies(engines))
@@ -213,8 +206,7 @@ def measure(subject: Subject, workload: Workload, config: RLConfig) -> dict[str,
         "steps": steps,
         "first_step_s": round(seconds[0], 2),
         **{name: spread(figures[name] for figures in measured[1:]) for name in measured[0]},
-        "compiles_after_warmup": compile_count() - compiled,
-        "peak_rss_mb": round(peak_memory_mb(), 1),
+        **counted(),
     }
 
 

@@ -40,12 +40,7 @@ import numpy as np
 from absl import flags
 
 from coa_jax.bench.forced import Rollouts, Sleep
-from coa_jax.bench.measure import (
-    compile_count,
-    peak_memory_mb,
-    reset_peak_memory,
-    spread,
-)
+from coa_jax.bench.measure import after_warm_up, spread
 from coa_jax.bench.models import Subject, warm_engines
 from coa_jax.bench.shapes import define_flags, run_command
 from coa_jax.bench.workload import Workload
@@ -176,12 +171,10 @@ def measure(
         shapes: shapes of the engines.
         repeats: number of measured repetitions.
     """
-    compile_count()
     began = time.perf_counter()
     engines = warm_engines(subject.params, subject.config, shapes)
     warm_up = time.perf_counter() - began
-    reset_peak_memory()
-    compiled = compile_count()
+    counted = after_warm_up()
     measured = [measure_once(engines, workload) for _ in range(repeats)]
     runs, trajectories = [figures for figures, _ in measured], measured[-1][1]
     return {
@@ -194,8 +187,7 @@ def measure(
         "generated_tokens": workload.generated_tokens,
         "prefill_tokens_needed": workload.prefill_tokens,
         **{name: spread(run[name] for run in runs) for name in runs[0]},
-        "compiles_after_warmup": compile_count() - compiled,
-        "peak_rss_mb": round(peak_memory_mb(), 1),
+        **counted(),
         "logp_gap_max": logp_gap(subject, trajectories, shapes.dtype),
     }
 

@@ -23,12 +23,10 @@ import numpy as np
 from absl import flags
 
 from coa_jax.bench.measure import (
-    compile_count,
+    after_warm_up,
     output_path,
     peak_flops,
-    peak_memory_mb,
     report,
-    reset_peak_memory,
     spread,
 )
 from coa_jax.bench.models import Subject, define_model_flags, load_subject
@@ -92,19 +90,17 @@ def measure(subject: Subject, work: Work) -> dict[str, Any]:
     model = subject.config
     compute = training_compute(model, dtype=work.dtype, remat=work.remat, attention=work.attention)
     state = init_state(subject.params, optimizer)
-    compile_count()
-    compiled, seconds = 0, []
+    seconds, counted = [], after_warm_up()
     for step in range(steps + 1):
-        if step == 1:
-            reset_peak_memory()
-            compiled = compile_count()
+        if step == 1:  # the first step compiles the program
+            counted = after_warm_up()
         began = time.perf_counter()
         # `train_step` returns statistics on the host, so the computation has ended here.
         state, stats = train_step(
             state, batches, loss=SFTLoss(), model=model, compute=compute, optimizer=optimizer
         )
         seconds.append(time.perf_counter() - began)
-    compiled, memory = compile_count() - compiled, peak_memory_mb()
+    counts = counted()  # before the peak FLOP rate is measured
     lengths, losses = [length] * batch, batch * (length - 1)
     flops = train_flops(model, lengths, losses)
     peak, stated = peak_flops(work.dtype), stated_flops(jax.devices()[:1])
@@ -122,8 +118,7 @@ def measure(subject: Subject, work: Work) -> dict[str, Any]:
         "peak_gflop_s": round(peak / 1e9, 1),
         "share_of_peak": round(speed["median"] * 1e9 / peak, 3),
         "mfu": round(speed["median"] * 1e9 / stated, 4) if stated else None,
-        "compiles_after_warmup": compiled,
-        "peak_rss_mb": round(memory, 1),
+        **counts,
         "loss": stats["loss"],
     }
 

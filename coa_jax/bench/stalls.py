@@ -14,6 +14,7 @@ measurement is given as median, minimum and maximum:
                                negative if the other rollouts gain from the waiting rollout's share
     wall_s, wall_s_quick       seconds until all rollouts have finished
     compiles_after_warmup      programs compiled in all repeats together; should be 0
+    peak_rss_mb                peak resident memory in all repeats together, in 10^6 bytes
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from typing import Any
 
 from absl import flags
 
-from coa_jax.bench.measure import compile_count, spread
+from coa_jax.bench.measure import after_warm_up, spread
 from coa_jax.bench.models import Subject, warm_engines
 from coa_jax.bench.rollout import run_workload
 from coa_jax.bench.shapes import define_flags, run_command
@@ -114,9 +115,8 @@ def measure(
             f"--slots={shapes.slots}: give one slot for each of the {len(workload.scripts)} "
             "rollouts, so that no rollout waits for a slot"
         )
-    compile_count()
     engines = warm_engines(subject.params, subject.config, shapes)
-    compiled = compile_count()
+    counted = after_warm_up()
     runs: dict[str, list[float]] = {}
     for _ in range(repeats):
         for suffix, chosen in (("", workload), ("_quick", quick)):
@@ -134,7 +134,7 @@ def measure(
         "slow_tool_s": max(c.seconds for script in workload.scripts for c in script.calls),
         "lost": round(lost, 4),
         **{name: spread(values) for name, values in runs.items()},
-        "compiles_after_warmup": compile_count() - compiled,
+        **counted(),
     }
 
 

@@ -74,7 +74,8 @@ def all_checks() -> Iterator[Check]:
     # A training step donates its parameters.
     copies = jax.tree.map(lambda x: x.copy(), subject.params)
     step = sft.measure(dataclasses.replace(subject, params=copies), work.step)
-    used = _used(device)
+    stats = None if on_cpu else device.memory_stats()
+    used = float(stats["peak_bytes_in_use"]) if stats else None
     flops = step["peak_gflop_s"] * 1e9
     yield from _limits(flops, bandwidth, stated)
     number = step["compiles_after_warmup"]
@@ -84,12 +85,6 @@ def all_checks() -> Iterator[Check]:
     predicted = prediction(work.step, subject.config, device, stated, flops, bandwidth)
     yield from _beside(step, used, predicted)
     yield from _decoding(subject, work)
-
-
-def _used(device: Any) -> float | None:
-    """Returns the peak memory of the device so far, in bytes; None if it does not report memory."""
-    stats = None if device.platform == "cpu" else device.memory_stats()
-    return float(stats["peak_bytes_in_use"]) if stats else None
 
 
 def _limits(flops: float, bandwidth: float, stated: str | None) -> Iterator[Check]:
@@ -152,7 +147,7 @@ def _beside(step: dict[str, Any], used: float | None, predicted: dict[str, Any])
 
     Args:
         step: result of `bench.sft.measure`.
-        used: result of `_used`.
+        used: peak memory of the device in bytes; None if the device does not report its memory.
         predicted: result of `prediction`.
     """
     (program,) = predicted["programs"]

@@ -134,13 +134,10 @@ def nice_ticks(low: float, high: float, count: int = 5, whole: bool = False) -> 
 
 
 def _padded(low: float, high: float, share: float) -> tuple[float, float]:
-    if low == high:
-        pad = abs(low) * 0.1 or 0.5
-        return low - pad, high + pad
-    pad = (high - low) * share
+    """Extends a range by a share of its length; a range that is a single number gets a length."""
+    pad = (high - low) * share if high > low else abs(low) * 0.1 or 0.5
     # If no value is negative, the axis does not go below 0.
-    bottom = 0.0 if low >= 0 and low - pad < 0 else low - pad
-    return bottom, high + pad
+    return 0.0 if low >= 0 > low - pad else low - pad, high + pad
 
 
 @dataclasses.dataclass(frozen=True)

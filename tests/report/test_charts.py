@@ -73,6 +73,13 @@ def test_a_single_point_is_visible():
     assert len(points(drawn(line_chart("T", [Series("a", (3,), (1.0,))])))) == 1
 
 
+@pytest.mark.parametrize("values", [(0.0, 0.0), (0.0, 1.0), (2.0, 2.0)])
+def test_an_axis_of_values_that_are_not_negative_does_not_go_below_zero(values):
+    svg = drawn(line_chart("T", [Series("a", (1, 2), values)]))
+    low, high = json.loads(svg.get("data-chart"))["y"]
+    assert 0 <= low <= min(values) and high > max(values)
+
+
 def test_long_series_are_thinned_but_keep_their_extremes():
     values = [0.0] * 100_000
     values[77_777], values[12_345] = 9.0, -9.0
