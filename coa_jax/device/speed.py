@@ -19,17 +19,16 @@ from coa_jax.aot.estimate import analyse
 from coa_jax.aot.slices import TPUS, Slice
 from coa_jax.bench import decode, sft
 from coa_jax.bench.measure import read_bandwidth
-from coa_jax.bench.models import Subject, load_subject, random_subject
+from coa_jax.bench.models import Subject, random_subject
 from coa_jax.device.checks import Check, Verdict
 from coa_jax.engine.memory import size
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.config import ModelConfig
+from coa_jax.model.shapes import ARCHITECTURES
 from coa_jax.parallel.chips import CHIPS, KINDS, Chip
 
 GROUP = "speed and memory"
-SMALL = ModelConfig("llama", 4096, 256, 1024, 4, 4, 2, 64)
-"""The model for measurements on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -37,23 +36,30 @@ class Work:
     """The model and the sizes with which the speed of a device is measured.
 
     Attributes:
-        model: name of a published architecture; "" for `SMALL`.
+        name: name of the model.
+        model: architecture of the model.
         step: the training steps.
         batches: batch sizes (numbers of sequences) for which decoding is measured.
         decoding: the decoding of each sequence.
     """
 
-    model: str
+    name: str
+    model: ModelConfig
     step: sft.Work
     batches: tuple[int, ...]
     decoding: decode.Work
 
 
 ON_CPU = Work(
-    "", sft.Work(4, 256, 2, "float32", "dots"), (1, 8), decode.Work(64, 16, 16, "float32")
+    "small",
+    ModelConfig("llama", 4096, 256, 1024, 4, 4, 2, 64),
+    sft.Work(4, 256, 2, "float32", "dots"),
+    (1, 8),
+    decode.Work(64, 16, 16, "float32"),
 )
 ON_ACCELERATOR = Work(
     "qwen2.5-0.5b",
+    ARCHITECTURES["qwen2.5-0.5b"],
     sft.Work(16, 2048, 4, "bfloat16", "dots"),
     (1, 32),
     decode.Work(512, 128, 16, "bfloat16"),
@@ -65,11 +71,7 @@ def all_checks() -> Iterator[Check]:
     device = jax.local_devices()[0]
     on_cpu = device.platform == "cpu"
     work, stated = ON_CPU if on_cpu else ON_ACCELERATOR, KINDS.get(device.device_kind)
-    subject = (
-        load_subject(None, work.model, "float32")
-        if work.model
-        else random_subject("random small", SMALL, "float32")
-    )
+    subject = random_subject(f"random {work.name}", work.model, "float32")
     bandwidth = read_bandwidth(128 if on_cpu else 2048)
     # A training step donates its parameters.
     copies = jax.tree.map(lambda x: x.copy(), subject.params)
