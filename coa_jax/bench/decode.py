@@ -29,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from coa_jax.bench.measure import output_path, peak_flops, read_bandwidth, report, spread
+from coa_jax.bench.measure import given, output_path, peak_flops, read_bandwidth, report, spread
 from coa_jax.bench.models import Subject, define_model_flags, load_subject
 from coa_jax.bench.profile import profile_parts
 from coa_jax.cli import run_main
@@ -246,7 +246,7 @@ def main(_: list[str]) -> None:
     values = flags.FLAGS
     out, batches = output_path(values.out), batch_sizes(values.batch)
     subject = load_subject(values.model, values.random, values.dtype)
-    work = Work(**{field.name: values[field.name].value for field in dataclasses.fields(Work)})
+    work = Work(**given(field.name for field in dataclasses.fields(Work)))
     report(measure(subject, batches, work, values.constrain), out)
 
 

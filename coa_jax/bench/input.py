@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from coa_jax.bench.measure import output_path, peak_memory_mb, report, spread
+from coa_jax.bench.measure import given, output_path, peak_memory_mb, report, spread
 from coa_jax.cli import run_main
 from coa_jax.learn.batch import first_fit, stack
 from coa_jax.learn.data import Examples, RecordReader, Updates, read_ahead, shuffled
@@ -193,7 +193,7 @@ def main(_: list[str]) -> None:
         seconds = time.perf_counter() - began
         examples = fitting(reader, measured, values.length)
         names = ("hosts", "rows", "length", "steps", "workers")
-        options = {name: values[name].value for name in names}
+        options = given(names)
         result = {
             "bench": "input",
             "records": len(examples),

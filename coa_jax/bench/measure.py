@@ -17,6 +17,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import flags
 
 from coa_jax.errors import UserError
 from coa_jax.files import write_json
@@ -40,9 +41,11 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 def _events() -> collections.Counter[str]:
     """Counts the events that JAX times, with one listener, because JAX cannot remove listeners."""
     counts: collections.Counter[str] = collections.Counter()
-    jax.monitoring.register_event_duration_secs_listener(
-        lambda name, *_, **__: counts.update([name])
-    )
+
+    def listen(event: str, duration_secs: float, **_: str | int) -> None:
+        counts[event] += 1
+
+    jax.monitoring.register_event_duration_secs_listener(listen)
     return counts
 
 
@@ -166,3 +169,8 @@ def report(result: dict[str, Any], path: Path | None) -> None:
     print(json.dumps(result), flush=True)
     if path is not None:
         write_json(path, result)
+
+
+def given(names: Iterable[str]) -> dict[str, Any]:
+    """Returns the values of flags of the command line by name."""
+    return {name: getattr(flags.FLAGS, name) for name in names}

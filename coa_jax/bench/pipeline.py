@@ -60,7 +60,7 @@ import jax
 from absl import flags
 
 from coa_jax import jsonl
-from coa_jax.bench.measure import output_path, report
+from coa_jax.bench.measure import given, output_path, report
 from coa_jax.bench.models import rl_settings, warm_engines
 from coa_jax.bench.pipeline_samples import PROTOCOL, RIGHT, Samples, Watch, WatchedSleep, within
 from coa_jax.bench.pipeline_workload import Workload, read_workload
@@ -364,7 +364,7 @@ def main(_: list[str]) -> None:
         folder = values.workdir or stack.enter_context(tempfile.TemporaryDirectory())
         if (Path(folder) / "run").exists():
             raise UserError(f"--workdir={folder}: contains a run; give a new folder")
-        options = {name: values[name].value for name in ("steps", "groups", "slots")}
+        options = given(("steps", "groups", "slots"))
         result = measure(workload, Path(folder), changes=changes, **options)
     report(result, out)
 

@@ -36,7 +36,7 @@ import numpy as np
 from absl import flags
 
 from coa_jax.bench import shapes
-from coa_jax.bench.measure import after_warm_up, spread
+from coa_jax.bench.measure import after_warm_up, given, spread
 from coa_jax.bench.models import Subject, rl_settings
 from coa_jax.bench.rollout import mean_of, run_workload
 from coa_jax.bench.workload import Workload
@@ -223,12 +223,11 @@ def define_flags() -> None:
 def main(_: list[str]) -> None:
     """Runs the command."""
     values = flags.FLAGS
-    names = ("rows", "row_length", "share_prompts", "remat", "attention")
-    given = {name: values[name].value for name in names}
+    options = given(("rows", "row_length", "share_prompts", "remat", "attention"))
 
     def measured(subject: Subject, workload: Workload, engine: EngineConfig) -> dict[str, Any]:
         return measure(
-            subject, workload, rl_config(workload, engine, steps=values.repeats, **given)
+            subject, workload, rl_config(workload, engine, steps=values.repeats, **options)
         )
 
     # As in `coa_jax.rl`, parameters are float32 for any dtype of the matmul operands.

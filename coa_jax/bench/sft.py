@@ -24,6 +24,7 @@ from absl import flags
 
 from coa_jax.bench.measure import (
     after_warm_up,
+    given,
     output_path,
     peak_flops,
     report,
@@ -140,8 +141,8 @@ def main(_: list[str]) -> None:
     out = output_path(values.out)
     # As in `coa_jax.sft`, parameters are float32 for any dtype of the matmul operands.
     subject = load_subject(values.model, values.random, "float32")
-    given = {field.name: values[field.name].value for field in dataclasses.fields(Work)}
-    work = Work(**{**given, "rows": values.rows or values.batch})
+    flag_values = given(field.name for field in dataclasses.fields(Work))
+    work = Work(**{**flag_values, "rows": values.rows or values.batch})
     report(measure(subject, work), out)
 
 

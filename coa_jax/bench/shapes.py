@@ -7,7 +7,7 @@ from typing import Any
 
 from absl import flags
 
-from coa_jax.bench.measure import output_path, report
+from coa_jax.bench.measure import given, output_path, report
 from coa_jax.bench.models import Subject, define_model_flags, load_subject
 from coa_jax.bench.workload import Workload, read_workload
 from coa_jax.engine.config import EngineConfig
@@ -56,7 +56,7 @@ def run_command(
     shapes = engine_shapes(
         workload,
         slots=values.slots or min(len(workload.scripts), 32),
-        **{name: values[name].value for name in names},
+        **given(names),
     )
     report(measure(subject, workload, shapes), out)
 

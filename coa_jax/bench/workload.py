@@ -32,7 +32,7 @@ from typing import Annotated, Any
 import numpy as np
 from absl import flags
 
-from coa_jax.bench.measure import output_path
+from coa_jax.bench.measure import given, output_path
 from coa_jax.bounds import (
     MAX_INT,
     Between,
@@ -275,7 +275,8 @@ def draw(recipe: Recipe, name: str, seed: int) -> dict[str, Any]:
         return random.integers(FIRST_ID, recipe.vocab_size, size).tolist()
 
     def whole(bounds: tuple[int, ...]) -> int:
-        return int(random.integers(*bounds, endpoint=True))
+        low, high = bounds
+        return int(random.integers(low, high, endpoint=True))
 
     def seconds() -> float:
         low, high = recipe.tool_seconds
@@ -367,17 +368,17 @@ def define_flags() -> None:
     flags.DEFINE_float("slow_tool", None, "seconds of one call; all other calls take 0.1 s")
 
 
-def given_recipe(preset: str, given: Mapping[str, Any]) -> Recipe:
+def given_recipe(preset: str, changes: Mapping[str, Any]) -> Recipe:
     """Returns the recipe of a preset, of which the command line changes some parameters.
 
     Args:
         preset: a key of `PRESETS`.
-        given: values of flags by name; None for a flag that is not given.
+        changes: values of flags by name; None for a flag that is not given.
 
     Raises:
         UserError: a value is out of bounds, or values contradict each other.
     """
-    chosen = {name: value for name, value in given.items() if value is not None}
+    chosen = {name: value for name, value in changes.items() if value is not None}
     return build(Recipe, {**dataclasses.asdict(PRESETS[preset]), **chosen}, "workload")
 
 
@@ -386,8 +387,8 @@ def main(_: list[str]) -> None:
     values = flags.FLAGS
     path = output_path(values.out)
     assert path is not None  # the flag is required
-    fields = dataclasses.fields(Recipe)
-    recipe = given_recipe(values.preset, {f.name: values[f.name].value for f in fields})
+    names = (field.name for field in dataclasses.fields(Recipe))
+    recipe = given_recipe(values.preset, given(names))
     name = values.preset if recipe == PRESETS[values.preset] else path.stem
     workload = draw(recipe, name, values.seed)
     replace(path, (json.dumps(workload) + "\n").encode())
