@@ -263,9 +263,10 @@ def _step(setup: Setup, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     def least(*names: str) -> float:
         """Returns the time of programs per step, if their costs overlap perfectly."""
         known = [programs[name] for name in names if name in programs]
-        return sum(
+        runs = (
             row["runs_per_step"] * row["roofline"]["step_s"] for row in known if row["roofline"]
         )
+        return sum(runs, 0.0)
 
     train = programs["train"]
     runs, times = train["runs_per_step"], train["roofline"]
