@@ -193,6 +193,8 @@ setuptools.setup(
         "coa_jax": [
             "py.typed",
             "serve/page.html",
+            "report/page.css",
+            "report/page.js",
             "constraints/*.txt",
             "templates/*.md",
             "templates/*/*",

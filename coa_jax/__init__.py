@@ -22,7 +22,8 @@ if TYPE_CHECKING:
         train_sft,
     )
     from coa_jax.model.api import load_model, logits, save_model
-    from coa_jax.report.notebook import failure_of, read_run, show, show_tokens
+    from coa_jax.report.notebook import failure_of, show, show_tokens
+    from coa_jax.report.run import read_run
 
 __version__ = "0.1.0"
 
@@ -50,7 +51,8 @@ _HOMES = {
     "load_config": "coa_jax.cli",
     **dict.fromkeys(("Agent", "load_policy"), "coa_jax.rollout.agent"),
     **dict.fromkeys(("load_model", "logits", "save_model"), "coa_jax.model.api"),
-    **dict.fromkeys(("failure_of", "read_run", "show", "show_tokens"), "coa_jax.report.notebook"),
+    **dict.fromkeys(("failure_of", "show", "show_tokens"), "coa_jax.report.notebook"),
+    "read_run": "coa_jax.report.run",
 }
 """Maps names to the modules that define them; all other names come from `coa_jax.api`."""
 

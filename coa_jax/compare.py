@@ -25,8 +25,10 @@ from coa_jax import files
 from coa_jax.cli import run_main
 from coa_jax.errors import UserError
 from coa_jax.evaluate.compare import compare, differing, load, text
-from coa_jax.report.pair import Result, pair_page, read_side
-from coa_jax.report.traces import STAGES
+from coa_jax.report.page import save_page
+from coa_jax.report.pair import Result, pair_page
+from coa_jax.report.run import read_run
+from coa_jax.report.traces import stage_rank
 from coa_jax.storage import is_url, output, shown, visited
 
 Outcome = Mapping[str, Any]
@@ -39,8 +41,7 @@ def outcomes(run: Path) -> dict[str, Outcome]:
         UserError: a result file is damaged.
     """
     found = {p.parent.name: load(str(p)) for p in run.glob("evaluate/*/results.json")}
-    known = [stage for stage in STAGES if stage in found]
-    return {stage: found[stage] for stage in [*known, *sorted(set(found) - set(known))]}
+    return {stage: found[stage] for stage in sorted(found, key=lambda s: (stage_rank(s), s))}
 
 
 def paired(a: Mapping[str, Outcome], b: Mapping[str, Outcome]) -> list[tuple[Outcome, Outcome]]:
@@ -83,13 +84,11 @@ def compare_runs(a: str, b: str, page: str) -> dict[str, dict[str, Any]]:
     """
     # If the second directory is in a bucket, the page is uploaded at the end of the block.
     with visited(a) as one, visited(b) as other:
-        first, second = read_side(one), read_side(other)
+        first, second = read_run(one), read_run(other)
         found = compared(outcomes(first.path), outcomes(second.path))
         print("\n\n".join(told for told, _ in found) or "no evaluation to compare")
-        html = pair_page(first, second, [result for _, result in found])
         with output(page or str(second.path / "report" / "compare.html")) as path:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            files.replace(path, html.encode("utf-8", "replace"))
+            save_page(path, pair_page(first, second, [result for _, result in found]))
             print(f"report -> {page or shown(path)}")
     return {result.a["stage"]: dict(result.comparison) for _, result in found}
 

@@ -29,11 +29,8 @@ IFS=, read -ra algorithm_list <<<"$algorithms"
 workdir="${workdir:+$(absolute "$workdir")}" model="${model:+$(absolute "$model")}"
 cd "$COA_ROOT"
 workdir="${workdir:-runs/algorithms}" model="${model:-runs/sft/model}"
-python=python
-[ ! -x .venv/bin/python ] || python=.venv/bin/python
-# As in quickstart.sh: large buffers stay mapped between steps.
-export MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0
-export MALLOC_TRIM_THRESHOLD_=100000000000 MALLOC_TOP_PAD_=268435456
+use_python
+keep_buffers
 
 # measure MODEL RUN: evaluates a policy on the questions that are the same for all.
 measure() {

@@ -5,6 +5,8 @@ COA_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 
 # The head of the script, without its hashes.
 usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; }
+# help_or_go_on ARG...: prints the head of the script and ends if the first argument asks for help.
+help_or_go_on() { case "${1:-}" in -h | --help) usage; exit 0 ;; esac; }
 # A path from the root of the file system.
 absolute() { case "$1" in /* | *://*) echo "$1" ;; *) echo "$PWD/$1" ;; esac; }
 fail() { echo "error: $*" >&2; exit 2; }
@@ -48,23 +50,17 @@ parse_flags() {
           printf -v "${__name//-/_}" %s "$([[ "$1" == *=* ]] && echo compile || echo yes)"
         elif [[ "$__name" == config.* && "$__values" == *" config.* "* ]]; then
           settings+=("$1")
-        elif [[ "$__name" =~ ^(env|secret-env)$ && "$__values" == *" env "* ]]; then
-          __value="${1#--"$__name"}" __value="${__value#=}"
-          if [[ "$1" != *=* ]]; then
-            [ $# -ge 2 ] || fail "$1 needs a value"
-            __value="$2"
-            shift
-          fi
-          add_variable "$__name" "$__value"
-        elif [[ "$__values" == *" $__name "* ]]; then
+        elif [[ "$__values" == *" ${__name/#secret-env/env} "* ]]; then
           __value="${1#*=}"
           if [[ "$1" != *=* ]]; then
             [ $# -ge 2 ] || fail "$1 needs a value"
             __value="$2"
             shift
           fi
-          plain "$__value" "--$__name"
-          printf -v "$__name" %s "$__value"
+          case "$__name" in
+            env | secret-env) add_variable "$__name" "$__value" ;;
+            *) plain "$__value" "--$__name"; printf -v "$__name" %s "$__value" ;;
+          esac
         else
           fail "unknown flag $1; --help lists the flags"
         fi
@@ -122,6 +118,16 @@ check_command() {
   [ "$check" != compile ] || printf '=compile'
 }
 
+# prepare: the variables, packages and keys of the run, which `words` starts; fills `command` and, if
+# hosts are checked before the run, `checked`.
+prepare() {
+  presets "$preset"
+  needed
+  carried
+  command="$(coa_command ${words[@]+"${words[@]}"})" checked=""
+  [ "$check" = no ] || checked="$(check_command "${words[@]}")"
+}
+
 # assignments: what stands before a command for the variables of `presets` and of --env.
 assignments() {
   [ ${#tuned[@]} -eq 0 ] || printf ' %q' "${tuned[@]}"
@@ -154,17 +160,16 @@ presets() {
 # kind_of TYPE: the argument of `presets` for a type of TPU slice, e.g. v5p-128 or v6e-256.
 kind_of() { case "$1" in v6e* | ct6e*) echo v6e ;; *) echo tpu ;; esac; }
 
-# passed_on: the flags of this script that another one takes too, for the array `passed`.
-passed_on() {
+# use_slice: fills `where` with the flags of gcloud that name a TPU slice, and `pod` with the command
+# that runs tpu_pod.sh there, with the flags of this script that both scripts take.  `checks` are the
+# flags of the variable `check`.
+use_slice() {
   local word
-  passed=(--preset "$preset")
-  for word in ${variables[@]+"${variables[@]}"}; do passed+=(--env "$word"); done
-  for word in ${secrets[@]+"${secrets[@]}"}; do passed+=(--secret-env "$word"); done
-}
-
-# checks_of: the flag of tpu_pod.sh for the variable `check`, in the array `checks`.
-checks_of() {
-  checks=()
+  where=("--zone=$zone") pod=(bash "$COA_ROOT/launch/tpu_pod.sh" --name "$name" --zone "$zone") checks=()
+  [ -z "$project" ] || where+=("--project=$project") pod+=(--project "$project")
+  pod+=(--preset "${preset:=$(kind_of "$type")}")
+  for word in ${variables[@]+"${variables[@]}"}; do pod+=(--env "$word"); done
+  for word in ${secrets[@]+"${secrets[@]}"}; do pod+=(--secret-env "$word"); done
   case "$check" in yes) checks=(--check) ;; compile) checks=(--check=compile) ;; esac
 }
 
@@ -218,4 +223,29 @@ carried() {
   for name in ${secrets[@]+"${secrets[@]}"}; do
     [ "${dry_run:-no}" = yes ] || [ -n "${!name:-}" ] || fail "the run needs $name: set it here"
   done
+}
+
+# use_python: sets `python` to that of .venv, or to the one in PATH if there is no .venv.
+use_python() {
+  python=python
+  [ ! -x "$COA_ROOT/.venv/bin/python" ] || python="$COA_ROOT/.venv/bin/python"
+}
+
+# keep_buffers: training on a CPU allocates and frees the same large buffers in every step.  Keeping
+# them mapped, instead of returning them to the kernel, makes a step about a quarter shorter.
+keep_buffers() {
+  export MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0
+  export MALLOC_TRIM_THRESHOLD_=100000000000 MALLOC_TOP_PAD_=268435456
+}
+
+# fetch NAME FOLDER EXTRAS [DIR]: runs `coa-jax fetch NAME` in an environment with these extras; the
+# files go to DIR, or else to weights/FOLDER.
+fetch() {
+  help_or_go_on "${4:-}"
+  local name="$1" folder="$COA_ROOT/weights/$2"
+  [ -z "${4:-}" ] || folder="$(absolute "$4")"
+  # shellcheck disable=SC2086  # a list of words
+  set -- $3 # what the next line takes for extras
+  source "$COA_ROOT/launch/setup_env.sh"
+  exec python -m coa_jax.fetch "$name" "$folder"
 }

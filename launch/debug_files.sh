@@ -6,14 +6,11 @@
 # Afterwards e.g.: python -m coa_jax.sft --config=configs/sft/web.py:debug --workdir=runs/debug/sft
 set -euo pipefail
 
-case "${1:-}" in
-  -h | --help) sed -n '2,6s/^# \{0,1\}//p' "$0"; exit 0 ;;
-esac
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+help_or_go_on "$@"
 # The command runs in the repository; a directory that is named is meant from where the user stands.
 dir="${1:+$(absolute "$1")}"
 cd "$COA_ROOT"
-python=python
-[ ! -x .venv/bin/python ] || python=.venv/bin/python
+use_python
 exec "$python" -m coa_jax.debug_files --workdir="${dir:-runs/debug}"

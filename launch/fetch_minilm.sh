@@ -9,9 +9,4 @@ set -euo pipefail
 
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-case "${1:-}" in -h | --help) usage; exit 0 ;; esac
-directory="${1:+$(absolute "$1")}"
-directory="${directory:-$COA_ROOT/weights/all-MiniLM-L6-v2}"
-set --  # what the next line takes for extras
-source "$COA_ROOT/launch/setup_env.sh"
-exec python -m coa_jax.fetch minilm "$directory"
+fetch minilm all-MiniLM-L6-v2 "" "$@"

@@ -8,9 +8,4 @@ set -euo pipefail
 
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
-case "${1:-}" in -h | --help) usage; exit 0 ;; esac
-directory="${1:+$(absolute "$1")}"
-directory="${directory:-$COA_ROOT/weights/SmolLM2-135M-Instruct}"
-set -- gguf # what the next line takes for extras
-source "$COA_ROOT/launch/setup_env.sh"
-exec python -m coa_jax.fetch smollm2 "$directory"
+fetch smollm2 SmolLM2-135M-Instruct "gguf" "$@"

@@ -17,21 +17,20 @@
 # if they do not end by themselves.  The exit code is that of the first process that failed.
 set -uo pipefail
 
-usage() { sed -n '2,18s/^# \{0,1\}//p' "$0"; }
-fail() { echo "error: $*" >&2; exit 2; }
-
-case "${1:-}" in -h | --help) usage; exit 0 ;; esac
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+help_or_go_on "$@"
 count="${1:-}"
 [[ "$count" =~ ^[1-9][0-9]*$ ]] || fail "how many processes? ${0##*/} N [FLAGS] COMMAND ARG..."
 shift
 devices=1 port="" grace=90 dry_run=no
 while [ $# -gt 0 ]; do
+  help_or_go_on "$1"
   case "$1" in
-    -h | --help) usage; exit 0 ;;
     --dry-run) dry_run=yes ;;
     --devices | --port | --grace)
       [[ "${2:-}" =~ ^[0-9]+$ ]] || fail "$1 needs a number"
-      case "$1" in --devices) devices="$2" ;; --port) port="$2" ;; --grace) grace="$2" ;; esac
+      printf -v "${1#--}" %s "$2"
       shift
       ;;
     -*) fail "unknown flag $1; --help lists the flags" ;;

@@ -13,13 +13,12 @@ source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 fetch=1
 rest=()
 while [ $# -gt 0 ]; do
+  help_or_go_on "$1"
   case "$1" in
-    -h | --help) usage; exit 0 ;;
     --model=*) rest+=("--model=$(absolute "${1#*=}")"); fetch= ;;
     --model)
-      [ $# -ge 2 ] || { echo "error: --model needs a directory or a file" >&2; exit 2; }
-      rest+=("--model=$(absolute "$2")")
-      fetch=
+      [ $# -ge 2 ] || fail "--model needs a directory or a file"
+      rest+=("--model=$(absolute "$2")") fetch=
       shift
       ;;
     --config=*:*debug*) rest+=("$1"); fetch= ;; # a policy of random weights

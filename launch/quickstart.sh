@@ -8,31 +8,23 @@
 # report/index.html.  The same command continues an interrupted run.
 set -euo pipefail
 
-workdir=runs/quickstart
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
+unset workdir
 rest=()
 while [ $# -gt 0 ]; do
+  help_or_go_on "$1"
   case "$1" in
-    -h | --help) sed -n '2,8s/^# \{0,1\}//p' "$0"; exit 0 ;;
     --workdir=*) workdir="${1#*=}" ;;
-    --workdir)
-      [ $# -ge 2 ] || { echo "error: --workdir needs a directory" >&2; exit 2; }
-      workdir="$2"
-      shift
-      ;;
+    --workdir) workdir="${2:-}"; shift $(($# > 1)) ;;
     *) rest+=("$1") ;;
   esac
   shift
 done
-[ -n "$workdir" ] || { echo "error: --workdir needs a directory" >&2; exit 2; }
-# The command runs in the repository; a relative directory is meant from where the user stands.
-case "$workdir" in
-  /* | *://* | runs/quickstart) ;;
-  *) workdir="$PWD/$workdir" ;;
-esac
+[ -n "${workdir-runs/quickstart}" ] || fail "--workdir needs a directory"
+# The command runs in the repository; a directory that is named is meant from where the user stands.
+workdir="${workdir+$(absolute "$workdir")}"
 
-source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" gguf tasks web
-# Training on a CPU allocates and frees the same large buffers in every step: keeping them mapped
-# instead of returning them to the kernel makes a step about a quarter shorter.
-export MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0
-export MALLOC_TRIM_THRESHOLD_=100000000000 MALLOC_TOP_PAD_=268435456
-exec python -m coa_jax.quickstart --workdir "$workdir" ${rest[@]+"${rest[@]}"}
+source "$COA_ROOT/launch/setup_env.sh" gguf tasks web
+keep_buffers
+exec python -m coa_jax.quickstart --workdir "${workdir:-runs/quickstart}" ${rest[@]+"${rest[@]}"}

@@ -37,11 +37,7 @@ extra=cuda
 [[ "$gpus" != tpu* ]] || extra=tpu
 [ -n "$preset" ] || preset="$extra"
 [[ "$gpus" != tpu-v6e* || "$preset" != tpu ]] || preset=v6e
-presets "$preset"
-needed
-carried
-command="$(coa_command ${words[@]+"${words[@]}"})" checked=""
-[ "$check" = no ] || checked="$(check_command "${words[@]}")"
+prepare
 # On GPU machines nothing tells JAX about the others; SkyPilot knows them.
 if [ "$extra" = cuda ]; then
   others="COA_JAX_COORDINATOR=\$(echo \"\$SKYPILOT_NODE_IPS\" | head -n 1):8476"

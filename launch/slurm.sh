@@ -47,11 +47,7 @@ case "$action" in
     ;;
   run)
     needs sbatch
-    presets "$preset"
-    needed
-    carried
-    command="$(coa_command ${words[@]+"${words[@]}"})" checked=""
-    [ "$check" = no ] || checked="$(check_command "${words[@]}")"
+    prepare
     local_devices="$(seq -s, 0 $((gpus - 1)))"
     submit=(sbatch "--job-name=$name" "--nodes=$nodes" --ntasks-per-node=1
       "--gpus-per-node=$gpus" "--cpus-per-task=$cpus" "--time=$time" --requeue --open-mode=append

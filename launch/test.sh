@@ -7,17 +7,18 @@
 # code is 0 only if all parts pass.
 set -euo pipefail
 
+# shellcheck source=launch/common.sh
+source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 arguments=()
 for argument in "$@"; do
-  case "$argument" in
-    -h | --help) sed -n '2,7s/^# \{0,1\}//p' "$0"; exit 0 ;;
-    --slow)
-      arguments+=(-m "slow or not slow")
-      # With the programs of a user's run; the default tests have less optimized ones.
-      export JAX_DISABLE_MOST_OPTIMIZATIONS="${JAX_DISABLE_MOST_OPTIMIZATIONS:-0}"
-      ;;
-    *) arguments+=("$argument") ;;
-  esac
+  help_or_go_on "$argument"
+  if [ "$argument" = --slow ]; then
+    arguments+=(-m "slow or not slow")
+    # With the programs of a user's run; the default tests have less optimized ones.
+    export JAX_DISABLE_MOST_OPTIMIZATIONS="${JAX_DISABLE_MOST_OPTIMIZATIONS:-0}"
+  else
+    arguments+=("$argument")
+  fi
 done
 
 source "$(dirname "${BASH_SOURCE[0]}")/setup_env.sh" test
@@ -32,7 +33,4 @@ echo "== pytest"
 # Two at a time: each holds a few GB of compiled programs.
 python -m pytest -n 2 --dist worksteal ${arguments[@]+"${arguments[@]}"} || failed+=(pytest)
 
-if [ ${#failed[@]} -gt 0 ]; then
-  echo "error: failed: ${failed[*]}" >&2
-  exit 1
-fi
+[ ${#failed[@]} -eq 0 ] || { echo "error: failed: ${failed[*]}" >&2; exit 1; }

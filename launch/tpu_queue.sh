@@ -38,14 +38,8 @@ parse_flags "name zone type version project retries poll preset env" "spot check
 [[ "$retries$poll" =~ ^[0-9]+$ ]] || fail "--retries and --poll are whole numbers"
 needs gcloud
 
-where=("--zone=$zone")
-[ -z "$project" ] || where+=("--project=$project")
-pod=(bash "$COA_ROOT/launch/tpu_pod.sh" --name "$name" --zone "$zone")
-[ -z "$project" ] || pod+=(--project "$project")
-[ -n "$preset" ] || preset="$(kind_of "$type")"
-passed_on
-checks_of
-pod+=("${passed[@]}" --retries 0)
+use_slice
+pod+=(--retries 0)
 
 ask() {
   local request=(gcloud compute tpus queued-resources create "$name" "--node-id=$name"
@@ -67,13 +61,11 @@ state() {
       return
     fi
     told="$(cat "$complaint")"
-    case "$told" in
-      *NOT_FOUND* | *"not found"* | *"does not exist"*)
-        rm -f "$complaint"
-        echo NONE
-        return
-        ;;
-    esac
+    if [[ "$told" =~ NOT_FOUND|"not found"|"does not exist" ]]; then
+      rm -f "$complaint"
+      echo NONE
+      return
+    fi
     [ "$tries" = 5 ] || sleep "$poll"
   done
   rm -f "$complaint"

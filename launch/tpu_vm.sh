@@ -37,14 +37,8 @@ parse_flags "name zone project type version retries poll preset env" "spot check
 [ -n "$zone" ] || fail "--zone is missing: the zone of the TPU VM"
 needs gcloud
 
-where=("--zone=$zone")
-[ -z "$project" ] || where+=("--project=$project")
-pod=(bash "$COA_ROOT/launch/tpu_pod.sh" --name "$name" --zone "$zone")
-[ -z "$project" ] || pod+=(--project "$project")
-[ -n "$preset" ] || preset="$(kind_of "$type")"
-passed_on
-checks_of
-pod+=("${passed[@]}" --retries "$retries" --poll "$poll")
+use_slice
+pod+=(--retries "$retries" --poll "$poll")
 
 case "$action" in
   run)

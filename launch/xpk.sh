@@ -44,12 +44,8 @@ case "$action" in
   run)
     [ -n "$type" ] || fail "--type is missing: the kind and size of the slice, e.g. v5p-128"
     [ -n "$preset" ] || preset="$(kind_of "$type")"
-    presets "$preset"
-    needed
-    carried
-    command="bash launch/setup_env.sh tpu $extras && "
-    [ "$check" = no ] || command+="env $(check_command "${words[@]}") && "
-    command+="exec env $(coa_command ${words[@]+"${words[@]}"})"
+    prepare
+    command="bash launch/setup_env.sh tpu $extras && ${checked:+env $checked && }exec env $command"
     create=(xpk workload create "--workload=$name" "${where[@]}" "--tpu-type=$type" --num-slices=1
       "--base-docker-image=$image" "--script-dir=$COA_ROOT" "--max-restarts=$restarts"
       # Else a workload starts again only after faults of the cluster.
@@ -60,7 +56,7 @@ case "$action" in
       file="$(mktemp)"
       trap 'rm -f "$file"' EXIT
       printf '%s\n' "${secrets[@]}" >"$file"
-      [ "$dry_run" = no ] || { echo "# $file: ${secrets[*]}"; }
+      [ "$dry_run" = no ] || echo "# $file: ${secrets[*]}"
       create+=("--env-file=$file")
     fi
     do_it "${create[@]}" "--command=$command"

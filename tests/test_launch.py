@@ -266,6 +266,7 @@ def echoing(tree):
         ([], "[--workdir][runs/quickstart]"),
         (["--workdir", "/a b/c", "--seed", "3"], "[--workdir][/a b/c][--seed][3]"),
         (["--config.x=a b", "--workdir=there"], "[--workdir][{cwd}/there][--config.x=a b]"),
+        (["--workdir=runs/quickstart"], "[--workdir][{cwd}/runs/quickstart]"),
     ],
 )
 def test_quickstart_passes_its_arguments_on(echoing, arguments, passed):

@@ -141,7 +141,7 @@ def test_explore_run_shows_an_evaluation_under_a_name_of_its_own(tmp_path, monke
 
 
 def test_a_run_that_is_not_there_is_an_error_and_no_page_of_zeros(tmp_path, monkeypatch):
-    with pytest.raises(CellExecutionError, match="holds no run; give the --workdir"):
+    with pytest.raises(CellExecutionError, match="no such run directory; pass the --workdir"):
         explore(tmp_path / "rn", monkeypatch)
 
 

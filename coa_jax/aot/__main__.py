@@ -48,29 +48,16 @@ def define_flags() -> None:
     config_flag("configs/rl/factbook.py")
     flags.DEFINE_string("topology", None, "chips, such as v5p:4x4x8 or gpu:8xh100", required=True)
     flags.DEFINE_enum("model", None, sorted(ARCHITECTURES), "architecture, instead of the config's")
-    flags.DEFINE_float(
-        "rollout_ratio",
-        0.0,
-        "time of a step's rollouts relative to the time of its update; 0 estimates it from "
-        "decoding",
-        0.0,
-    )
+    ratio = "time of a step's rollouts relative to its update; 0 estimates it from decoding"
+    flags.DEFINE_float("rollout_ratio", 0.0, ratio, 0.0)
     flags.DEFINE_float("reserve", 0.1, "share of the memory that must stay free", 0.0, 1.0)
-    flags.DEFINE_float(
-        "kernel_efficiency",
-        KERNEL_EFFICIENCY,
-        "share of the peak at which attention kernels are assumed to run",
-        0.01,
-        1.0,
-    )
-    flags.DEFINE_float(
-        "memory_fraction",
-        None,
+    efficiency = "share of the peak at which attention kernels are assumed to run"
+    flags.DEFINE_float("kernel_efficiency", KERNEL_EFFICIENCY, efficiency, 0.01, 1.0)
+    fraction = (
         "share of a chip's memory that a run may use: by default 1 on TPUs, and "
-        "XLA_PYTHON_CLIENT_MEM_FRACTION or 0.75 on GPUs",
-        0.01,
-        1.0,
+        "XLA_PYTHON_CLIENT_MEM_FRACTION or 0.75 on GPUs"
     )
+    flags.DEFINE_float("memory_fraction", None, fraction, 0.01, 1.0)
 
 
 def main(_: list[str]) -> int:

@@ -82,6 +82,17 @@ class Setup:
     hosts: int = 1
 
     @property
+    def rl(self) -> RLConfig:
+        """Settings of a run of RL."""
+        assert isinstance(self.config, RLConfig)
+        return self.config
+
+    @property
+    def platform(self) -> str:
+        """Platform on which the programs of the run are compiled in a real run."""
+        return "tpu" if self.where.tpu else "cuda"
+
+    @property
     def rollouts_go_on(self) -> bool:
         """Whether rollouts continue on the training chips during updates."""
         stale = isinstance(self.config, RLConfig) and self.config.max_staleness > 0
@@ -132,21 +143,17 @@ def set_up(
     return Setup(config, model, where, mesh, chips, tuple(aside), *tables, teacher, hosts)
 
 
-def micro_batches(config: SFTConfig | RLConfig) -> int:
-    """Returns the number of micro-batches of a step, if every sequence fills a row."""
-    if isinstance(config, SFTConfig):
-        return -(-config.batch_size // config.rows)
-    return -(-config.groups * config.group_size // config.rows)
+def micro_batches(config: SFTConfig | RLConfig, whole: bool = True) -> int:
+    """Returns the number of micro-batches, if every sequence fills a row.
 
-
-def micro_batches_of_update(config: SFTConfig | RLConfig) -> int:
-    """Returns the maximum number of micro-batches of one update.
-
-    As in `micro_batches`, every sequence of the step is assumed to fill a row.
+    Args:
+        config: settings of the run.
+        whole: whether the number is that of a step, or else that of the largest update of a step.
     """
     if isinstance(config, SFTConfig):
-        return micro_batches(config)
-    return -(-config.groups_per_update * config.group_size // config.rows)
+        return -(-config.batch_size // config.rows)
+    groups = config.groups if whole else config.groups_per_update
+    return -(-groups * config.group_size // config.rows)
 
 
 def attended(config: SFTConfig | RLConfig) -> int:
@@ -194,20 +201,9 @@ def policy(setup: Setup) -> TrainState:
 
 def critic(setup: Setup) -> TrainState | None:
     """Returns the shapes of the critic's state; None if the algorithm has no critic."""
-    config = setup.config
-    if isinstance(config, SFTConfig):
+    if isinstance(setup.config, SFTConfig):
         return None
-    return critic_run_state(config, setup.model, setup.mesh)
-
-
-def reference_bytes(setup: Setup) -> int:
-    """Returns the number of bytes per chip of the reference policy of a KL penalty.
-
-    If adapters are trained, the result is 0, because the frozen parameters are the reference.
-    """
-    config = setup.config
-    kept = isinstance(config, RLConfig) and config.chosen.needs_reference and not config.lora.rank
-    return chip_bytes(parameters(setup)) if kept else 0
+    return critic_run_state(setup.config, setup.model, setup.mesh)
 
 
 def teacher(setup: Setup) -> Params:
@@ -221,10 +217,13 @@ def teacher(setup: Setup) -> Params:
 
 def training_bytes(setup: Setup) -> int:
     """Returns the number of bytes per chip of all arrays that training keeps between steps."""
-    values = critic(setup)
-    others = 0 if values is None else chip_bytes(values)
-    others += 0 if setup.teacher is None else chip_bytes(teacher(setup))
-    return chip_bytes(policy(setup)) + others + reference_bytes(setup)
+    config, kept = setup.config, chip_bytes((policy(setup), critic(setup)))
+    if setup.teacher is not None:
+        kept += chip_bytes(teacher(setup))
+    # The frozen parameters of adapters are the reference of a KL penalty.
+    if isinstance(config, RLConfig) and config.chosen.needs_reference and not config.lora.rank:
+        kept += chip_bytes(parameters(setup))
+    return kept
 
 
 def resume_bytes(setup: Setup) -> int:
@@ -319,14 +318,13 @@ def engine_compute(setup: Setup) -> Compute:
 
     For GPUs, the result names the reference implementation of attention.
     """
-    assert isinstance(setup.config, RLConfig)
-    engine, platform = setup.config.engine, "tpu" if setup.where.tpu else "cpu"
-    case = paged_case(setup.model, engine, setup.engine_chips, platform)
-    wanted = engine.attention if setup.where.tpu else "xla"
+    engine, tpu = setup.rl.engine, setup.where.tpu
+    case = paged_case(setup.model, engine, setup.engine_chips, "tpu" if tpu else "cpu")
+    wanted = engine.attention if tpu else "xla"
     return Compute(
         engine.dtype,
         attention=resolve("paged", wanted, case, "engine.attention"),
-        backend=backend_for("tpu" if setup.where.tpu else "cuda"),
+        backend=backend_for(setup.platform),
         mesh=engine_mesh(setup),
         collectives="none",
     )
@@ -334,8 +332,7 @@ def engine_compute(setup: Setup) -> Compute:
 
 def decoding_params(setup: Setup) -> DecodeParams:
     """Returns the shapes of the policy's parameters in the layout for decoding."""
-    assert isinstance(setup.config, RLConfig)
-    model, dtype = without_adapters(setup.model), setup.config.engine.dtype
+    model, dtype = without_adapters(setup.model), setup.rl.engine.dtype
     places = decode_shardings(model, engine_mesh(setup))
     shapes = jax.eval_shape(lambda params: unstack(params, model), parameters(setup))
     return jax.tree.map(
@@ -345,8 +342,7 @@ def decoding_params(setup: Setup) -> DecodeParams:
 
 def pages(setup: Setup) -> tuple[LayerPages, ...]:
     """Returns the shapes of the KV cache that `engine.layout.new_pages` allocates."""
-    assert isinstance(setup.config, RLConfig)
-    return abstract_pages(setup.model, setup.config.engine, engine_compute(setup))
+    return abstract_pages(setup.model, setup.rl.engine, engine_compute(setup))
 
 
 def tables(setup: Setup, mesh: Mesh) -> ConstraintTables | None:
@@ -410,8 +406,9 @@ def _protocols(config: RLConfig) -> set[str]:
                 f"rollout.constrain is set, and the protocols of the tasks are not known: {error}; "
                 "name one in tasks, as in PATH:protocol=web"
             ) from error
-        return {at_level(name, config.rollout.level, config.rollout.format)}
-    protocols = {task.protocol for tasks in parts.values() for task in tasks}
+        protocols = {name}
+    else:
+        protocols = {task.protocol for tasks in parts.values() for task in tasks}
     return {at_level(name, config.rollout.level, config.rollout.format) for name in protocols}
 
 

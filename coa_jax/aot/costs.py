@@ -15,7 +15,7 @@ from collections.abc import Iterator, Sequence
 
 import numpy as np
 
-from coa_jax.aot.hlo import Array, Computation, Instruction, Module, trip_count
+from coa_jax.aot.hlo import Array, Computation, Instruction, Module, loop_of
 
 COLLECTIVES = ("all-gather", "all-reduce", "reduce-scatter", "all-to-all", "collective-permute")
 
@@ -82,13 +82,9 @@ def _walk(
     computation = module.computations[name]
     for line in computation.values():
         if line.opcode == "while":
-            turns: float | None = trip_count(module, computation, line)
-            inner = trips
-            if turns is None:
-                costs.unknown_loops += 1
-                turns, inner = (trips[0], trips[1:]) if trips else (1.0, ())
-            body = line.attribute("body").lstrip("%")
-            _walk(module, body, times * turns, chips, inner, costs)
+            loop = loop_of(module, computation, line, trips)
+            costs.unknown_loops += loop.ended_by_data
+            _walk(module, loop.body, times * loop.turns, chips, loop.inner, costs)
         elif line.opcode in ("call", "conditional", "async-start"):
             for called in line.called:
                 _walk(module, called, times, chips, trips, costs)
@@ -140,21 +136,21 @@ def _convolution_flops(computation: Computation, line: Instruction) -> float:
         raise ValueError(f"convolution without labels: {line.name}")
     window = line.attribute("window").strip("{}").split()
     settings = dict(part.split("=") for part in window if "=" in part)
+
+    def setting(name: str, axis: int, default: str = "1") -> int:
+        # The low and the high padding of an axis are separated by an underscore.
+        return int(settings[name].split("x")[axis].split("_")[0] if name in settings else default)
+
     pairs = 1.0
     for axis in range(len(out) - 2):
-        digit = str(axis)
-        n_in, n_out = left[labels[1].index(digit)], out[labels[3].index(digit)]
-        size = right[labels[2].index(digit)]
-
-        def setting(name: str, default: str, axis: int = axis) -> str:
-            return settings[name].split("x")[axis] if name in settings else default
-
-        low = int(setting("pad", "0_0").split("_")[0])
-        stride, spread = int(setting("stride", "1")), int(setting("rhs_dilate", "1"))
-        holes = int(setting("lhs_dilate", "1"))
-        last = (n_in - 1) * holes
+        n_in, size, n_out = (
+            shape[label.index(str(axis))]
+            for shape, label in zip((left, right, out), labels.groups(), strict=True)
+        )
+        stride, spread = setting("stride", axis), setting("rhs_dilate", axis)
+        low, holes = setting("pad", axis, "0"), setting("lhs_dilate", axis)
         pairs *= sum(
-            0 <= (at := o * stride - low + w * spread) <= last and at % holes == 0
+            0 <= (at := o * stride - low + w * spread) <= (n_in - 1) * holes and at % holes == 0
             for o, w in itertools.product(range(n_out), range(size))
         )
     batch, features = out[labels[3].index("b")], out[labels[3].index("f")]
@@ -173,12 +169,15 @@ def _kernel_flops(computation: Computation, line: Instruction) -> float:
     """Returns the number of FLOPs of a call of a kernel that this project uses."""
     for prefix, products in _SPLASH.items():
         if line.name.startswith(prefix):
-            *heads, length, width = _widest(computation, line).shape
+            # The queries are the largest of the 16-bit operands.
+            queries = max(_halves(computation, line), key=lambda a: a.size)
+            *heads, length, width = queries.shape
             # 2 FLOPs per multiply-add, of which the causal mask leaves half.
             return products * math.prod(heads) * float(length) ** 2 * width
     if line.name.startswith("ragged_paged"):
-        queries, context = _queries(computation, line), _context(computation, line)
-        return 4.0 * queries.size * context
+        queries, pages, table = _paged(computation, line)
+        # A row of the table lists the pages of the longest sequence.
+        return 4.0 * queries.size * table.shape[1] * pages.shape[1]
     return 0.0
 
 
@@ -186,27 +185,20 @@ def _operands(computation: Computation, line: Instruction) -> list[Array]:
     return [t for name in line.operands for t in computation[name].types]
 
 
-def _widest(computation: Computation, line: Instruction) -> Array:
-    """Returns the queries, which are the largest of the 16-bit operands."""
-    arrays = [a for a in _operands(computation, line) if a.dtype in ("bf16", "f16")]
-    return max(arrays, key=lambda a: a.size)
+def _halves(computation: Computation, line: Instruction) -> list[Array]:
+    """Returns the 16-bit operands of a kernel."""
+    return [a for a in _operands(computation, line) if a.dtype in ("bf16", "f16")]
 
 
-def _queries(computation: Computation, line: Instruction) -> Array:
-    """Returns the queries ``[tokens, heads, width]`` of a call of ragged paged attention."""
-    arrays = _operands(computation, line)
-    return next(a for a in arrays if a.dtype in ("bf16", "f16") and len(a.shape) == 3)
+def _paged(computation: Computation, line: Instruction) -> tuple[Array, Array, Array]:
+    """Returns operands of ragged paged attention: queries, pages and the table of pages.
 
-
-def _context(computation: Computation, line: Instruction) -> int:
-    """Returns the number of positions of the longest sequence.
-
-    The number is the number of pages in a row of the page table, times the page size.
+    The queries have the shape ``[tokens, heads, width]``.
     """
     arrays = _operands(computation, line)
+    queries = next(a for a in _halves(computation, line) if len(a.shape) == 3)
     pages = next(a for a in arrays if len(a.shape) == 4)
-    table = next(a for a in arrays if a.dtype == "s32" and len(a.shape) == 2)
-    return table.shape[1] * pages.shape[1]
+    return queries, pages, next(a for a in arrays if a.dtype == "s32" and len(a.shape) == 2)
 
 
 # --- memory --------------------------------------------------------------------------------
@@ -232,10 +224,7 @@ def moved_by(module: Module, computation: Computation, line: Instruction) -> flo
         whole, part = line.types[0], line.types[len(line.operands)]
         return float(part.bytes) * (whole.hbm + part.hbm)
     if line.opcode == "custom-call" and line.name.startswith("ragged_paged"):
-        arrays = _operands(computation, line)
-        pages = next(a for a in arrays if len(a.shape) == 4)
-        table = next(a for a in arrays if a.dtype == "s32" and len(a.shape) == 2)
-        queries = _queries(computation, line)
+        queries, pages, table = _paged(computation, line)
         # Every page in the table is read once; the pool may have more pages.
         return table.size * pages.bytes / pages.shape[0] + 2.0 * queries.bytes
     if line.opcode == "custom-call" and "AllocateBuffer" in line.text:
@@ -363,7 +352,7 @@ def sent_by(
     inputs = sum(float(t.bytes) for t in _operands(computation, line))
     if kind == "collective-permute":
         return 2, inputs
-    size = group_size(line, chips)
+    size = len(group(line, chips))
     share = (size - 1) / size
     if kind == "all-gather":
         return size, inputs * (size - 1)
@@ -372,18 +361,12 @@ def sent_by(
     return size, inputs * share
 
 
-def group_size(line: Instruction, chips: int) -> int:
-    """Returns the number of chips in a group of a collective."""
-    return len(group(line, chips))
-
-
 def group(line: Instruction, chips: int) -> list[int]:
     """Returns the indices of the chips in the first group of a collective.
 
     XLA writes groups in three notations.
     """
-    start = re.search(r"replica_groups=", line.text)
-    text = line.text[start.end() :] if start else ""
+    text = line.text.partition("replica_groups=")[2]
     mesh = re.match(r"@?mesh\[(.*?)\](?:, ?device_ids=\((.*?)\))?[^{]*?\{([^}]*)\}", text)
     if mesh:
         sizes = [(axis, int(size)) for axis, size in re.findall(r"'([^']+)'=(\d+)", mesh[1])]
@@ -392,9 +375,9 @@ def group(line: Instruction, chips: int) -> list[int]:
         chosen = re.findall(r"'([^']+)'", mesh[3])
         at = tuple(slice(None) if axis in chosen else 0 for axis, _ in sizes)
         return order.reshape(shape)[at].reshape(-1).tolist()
-    iota = re.match(r"\[(\d+),(\d+)\]<=", text)
+    iota = re.match(r"\[\d+,(\d+)\]<=", text)
     if iota:
-        return _iota(text[iota.end() - 2 :]).reshape(int(iota[1]), int(iota[2]))[0].tolist()
+        return _iota(text.partition("<=")[2]).reshape(-1, int(iota[1]))[0].tolist()
     listed = re.match(r"\{\{([^}]*)\}", text)
     if listed and listed[1].strip():
         return [int(chip) for chip in listed[1].split(",")]
@@ -402,11 +385,8 @@ def group(line: Instruction, chips: int) -> list[int]:
 
 
 def _iota(text: str) -> np.ndarray:
-    """Returns the indices of chips in the order of a text such as ``<=[4,2]T(1,0)``."""
+    """Returns the indices of chips in the order of a text such as ``[4,2]T(1,0)``."""
     shape, order = re.search(r"\[([\d,]+)\](?:T\(([\d,]+)\))?", text).groups()  # type: ignore
-    numbers = np.arange(math.prod(map(int, shape.split(",")))).reshape(_ints(shape))
-    return numbers.transpose(_ints(order)) if order else numbers
-
-
-def _ints(text: str) -> tuple[int, ...]:
-    return tuple(int(part) for part in text.split(","))
+    sizes = tuple(map(int, shape.split(",")))
+    numbers = np.arange(math.prod(sizes)).reshape(sizes)
+    return numbers.transpose(tuple(map(int, order.split(",")))) if order else numbers

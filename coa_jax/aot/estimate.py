@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import re
 import time
@@ -27,35 +28,6 @@ from coa_jax.parallel.chips import Chip
 from coa_jax.parallel.mesh import make_mesh
 from coa_jax.parallel.placement import split_devices
 
-
-@dataclasses.dataclass(frozen=True)
-class Memory:
-    """The memory in use on one chip while a compiled program runs, in bytes.
-
-    Attributes:
-        arguments: bytes of the arguments of the program.
-        output: bytes of the results of the program.
-        temporaries: bytes of temporary arrays, including those of kernels that could not be
-            compiled.
-        aliased: bytes of results that reuse the memory of arguments.
-        code: bytes of the program's code.
-        lying: bytes of arrays of the run that the program does not use, but that stay on the chip.
-    """
-
-    arguments: int
-    output: int
-    temporaries: int
-    aliased: int
-    code: int
-    lying: int
-
-    @property
-    def total(self) -> int:
-        """Number of bytes that the chip needs at the same time."""
-        kept = self.arguments + self.output - self.aliased
-        return kept + self.temporaries + self.code + self.lying
-
-
 KERNEL_EFFICIENCY = 0.5
 """Share of the peak FLOP rate that attention kernels are assumed (not measured) to reach."""
 SENSITIVITY = (1.0, 0.7, 0.5, 0.35)
@@ -77,13 +49,7 @@ def analyse(
         The result that the command prints; ``fits`` says whether the whole run fits in memory.
     """
     chip, config = setup.where.chip, setup.config
-    rows: list[dict[str, Any]] = []
-    total: dict[str, float] = {}
-    for program in all_programs(setup):
-        row = _compiled(program, setup.where, kernels)
-        rows.append(row)
-        if program.runs and row["roofline"]:
-            total[program.name] = program.runs * row["roofline"]["step_s"]
+    rows = [_compiled(program, setup.where, kernels) for program in all_programs(setup)]
     if setup.rollouts_go_on:
         _add_plans(rows)
     usable = chip.hbm_bytes * fraction
@@ -108,7 +74,7 @@ def analyse(
         "engine_chips": setup.engine_chips,
         "programs": rows,
         "other_moments_bytes_per_chip": moments,
-        "step": _step(setup, rows, total),
+        "step": _step(setup, rows),
         "peak_bytes_per_chip": peak,
         "free_share": round(1 - peak / usable, 4),
         "compile_s": round(sum(row["compile_s"] for row in rows), 1),
@@ -136,9 +102,8 @@ def _add_plans(rows: Sequence[dict[str, Any]]) -> None:
 
     def scratch(row: dict[str, Any]) -> int:
         used = row["bytes_per_chip"]
-        return sum(used.get(k, 0) for k in ("temporaries", "output", "code")) - used.get(
-            "aliased", 0
-        )
+        kept = sum(used.get(name, 0) for name in ("temporaries", "output", "code"))
+        return kept - used.get("aliased", 0)
 
     most = {
         kind: max((scratch(row) for row in rows if (row["name"] in ENGINE) == kind), default=0)
@@ -151,8 +116,9 @@ def _add_plans(rows: Sequence[dict[str, Any]]) -> None:
 
 
 def _compiled(program: Program, where: Slice, kernels: float = 1.0) -> dict[str, Any]:
-    chip = where.chip
     began = time.monotonic()
+    row: dict[str, Any] = {"name": program.name, "chips": len(program.devices)}
+    row["runs_per_step"] = program.runs
     lowered = program.lower()
     try:
         compiled = lowered.compile()
@@ -161,63 +127,65 @@ def _compiled(program: Program, where: Slice, kernels: float = 1.0) -> dict[str,
         if needed is None:
             raise
         memory = {"total": needed + program.lying, "lying": program.lying}
-        row: dict[str, Any] = {"bytes_per_chip": memory, "roofline": None, "refused": True}
+        row |= {"bytes_per_chip": memory, "roofline": None, "refused": True}
     else:
-        analysis, text = compiled.memory_analysis(), compiled.as_text()
-        assert analysis is not None
-        assert text is not None
-        scratch = analysis.temp_size_in_bytes if program.scratch is None else program.scratch
-        used = Memory(
-            analysis.argument_size_in_bytes,
-            analysis.output_size_in_bytes,
-            scratch + program.kernel_bytes,
-            analysis.alias_size_in_bytes,
-            analysis.generated_code_size_in_bytes,
-            program.lying,
-        )
-        module = parse(text)
-        costs = count(module, len(program.devices), program.data_trips)
-        costs.flops += program.kernel_flops
-        costs.kernel_flops += program.kernel_flops
-        row = {
-            "bytes_per_chip": {**dataclasses.asdict(used), "total": used.total},
-            "flops": costs.flops,
-            "kernel_flops": costs.kernel_flops,
-            "hbm_bytes": costs.hbm_bytes,
-            "collective_bytes": costs.sent_by_kind(),
-            "loops_ended_by_data": costs.unknown_loops,
-            "roofline": roofline(costs, chip, kernels),
-        }
-        shares = dict.fromkeys((kernels, *SENSITIVITY))
-        row["serial_s_by_kernel_efficiency"] = {
-            f"{share:g}": roofline(costs, chip, share)["serial_s"] for share in shares
-        }
-        # Only in the text of TPU programs are the instructions in the order of execution.
-        if where.tpu:
-            places = np.array([device.coords[: len(where.shape)] for device in program.devices])
-            # Chips are regarded as neighbours if only idle chips lie between them.
-            sizes = [len(np.unique(axis)) for axis in places.T]
-            places = np.array([np.unique(axis, return_inverse=True)[1] for axis in places.T]).T
-            # Chips along only a part of an axis do not form a ring.
-            rings = tuple(
-                size if ring and size == whole else 0
-                for ring, size, whole in zip(where.rings, sizes, where.shape, strict=True)
-            )
-            played = {
-                share: play(module, Machine(chip, places, rings, share), program.data_trips)
-                for share in shares
-            }
-            row["schedule"] = dataclasses.asdict(played[kernels])
-            row["schedule_s_by_kernel_efficiency"] = {
-                f"{share:g}": each.total for share, each in played.items()
-            }
-    return {
-        "name": program.name,
-        "chips": len(program.devices),
-        "runs_per_step": program.runs,
-        **row,
-        "compile_s": round(time.monotonic() - began, 1),
+        row |= _figures(program, compiled, where, kernels)
+    return {**row, "compile_s": round(time.monotonic() - began, 1)}
+
+
+def _figures(
+    program: Program, compiled: jax.stages.Compiled, where: Slice, kernels: float
+) -> dict[str, Any]:
+    """Returns the memory, the costs and the times of a compiled program on one chip."""
+    analysis, text = compiled.memory_analysis(), compiled.as_text()
+    assert analysis is not None
+    assert text is not None
+    scratch = analysis.temp_size_in_bytes if program.scratch is None else program.scratch
+    memory = {
+        "arguments": analysis.argument_size_in_bytes,
+        "output": analysis.output_size_in_bytes,
+        "temporaries": scratch + program.kernel_bytes,
+        "aliased": analysis.alias_size_in_bytes,  # results in the memory of arguments
+        "code": analysis.generated_code_size_in_bytes,
+        "lying": program.lying,
     }
+    memory["total"] = sum(memory.values()) - 2 * memory["aliased"]
+    module = parse(text)
+    costs = count(module, len(program.devices), program.data_trips)
+    costs.flops += program.kernel_flops
+    costs.kernel_flops += program.kernel_flops
+    shares = dict.fromkeys((kernels, *SENSITIVITY))
+    serial = {f"{share:g}": roofline(costs, where.chip, share)["serial_s"] for share in shares}
+    row = {
+        "bytes_per_chip": memory,
+        "flops": costs.flops,
+        "kernel_flops": costs.kernel_flops,
+        "hbm_bytes": costs.hbm_bytes,
+        "collective_bytes": costs.sent_by_kind(),
+        "loops_ended_by_data": costs.unknown_loops,
+        "roofline": roofline(costs, where.chip, kernels),
+        "serial_s_by_kernel_efficiency": serial,
+    }
+    # Only in the text of TPU programs are the instructions in the order of execution.
+    if where.tpu:
+        places = np.array([device.coords[: len(where.shape)] for device in program.devices])
+        # Chips are regarded as neighbours if only idle chips lie between them.
+        sizes = [len(np.unique(axis)) for axis in places.T]
+        places = np.array([np.unique(axis, return_inverse=True)[1] for axis in places.T]).T
+        # Chips along only a part of an axis do not form a ring.
+        rings = tuple(
+            size if ring and size == whole else 0
+            for ring, size, whole in zip(where.rings, sizes, where.shape, strict=True)
+        )
+        played = {
+            share: play(module, Machine(where.chip, places, rings, share), program.data_trips)
+            for share in shares
+        }
+        row["schedule"] = dataclasses.asdict(played[kernels])
+        row["schedule_s_by_kernel_efficiency"] = {
+            f"{share:g}": each.total for share, each in played.items()
+        }
+    return row
 
 
 _REFUSALS = (
@@ -277,44 +245,53 @@ _PARTS = {
 """Maps times in the result to the programs of an RL step beside training and rollouts."""
 
 
-def _step(setup: Setup, rows: Sequence[dict[str, Any]], total: dict[str, float]) -> dict[str, Any]:
+def _step(setup: Setup, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
     """Computes the time and MFU of a step's training part, and the speed of decoding.
 
     MFU is the model FLOP utilisation.
     """
-    config, chip = setup.config, setup.where.chip
-    tokens = micro_batches(config) * config.rows * config.row_length
-    lengths = [config.row_length] * (micro_batches(config) * config.rows)
-    useful = train_flops(setup.model, lengths, tokens, bool(config.lora.rank))
-    train = next(row for row in rows if row["name"] == "train")
-    known = train["roofline"] is not None
-    seconds = total.get("train", 0.0)
-    serial = train["runs_per_step"] * train["roofline"]["serial_s"] if known else 0.0
-    played = train["runs_per_step"] * train.get("schedule", {}).get("total", 0.0)
-    peak = setup.mesh.size * chip.flops
+    config = setup.config
+    number = micro_batches(config)
+    tokens, lengths = number * config.rows * config.row_length, [config.row_length] * config.rows
+    useful = train_flops(setup.model, lengths * number, tokens, bool(config.lora.rank))
+    peak = setup.mesh.size * setup.where.chip.flops
+    programs = {row["name"]: row for row in rows}
+
+    def mfu(seconds: float | None) -> float | None:
+        return round(useful / seconds / peak, 4) if seconds else None
+
+    def least(*names: str) -> float:
+        """Returns the time of programs per step, if their costs overlap perfectly."""
+        known = [programs[name] for name in names if name in programs]
+        runs = (
+            row["runs_per_step"] * row["roofline"]["step_s"] for row in known if row["roofline"]
+        )
+        return sum(runs, 0.0)
+
+    train = programs["train"]
+    runs, times = train["runs_per_step"], train["roofline"]
+    played = train.get("schedule")
     step: dict[str, Any] = {
         "assumes": "every row is full and has one sequence; MFU counts 6 FLOPs per parameter and "
         "token (4 if adapters are trained) and causal attention, without recomputation",
-        "micro_batches": micro_batches(config),
+        "micro_batches": number,
         "tokens": tokens,
         "model_flops": useful,
-        "train_s": seconds if known else None,
-        "mfu": round(useful / seconds / peak, 4) if known else None,
-        "mfu_scheduled": round(useful / played / peak, 4) if played else None,
-        "mfu_serial": round(useful / serial / peak, 4) if known else None,
+        "train_s": least("train") if times else None,
+        "mfu": mfu(least("train")),
+        "mfu_scheduled": mfu(runs * played["total"]) if played else None,
+        "mfu_serial": mfu(runs * times["serial_s"]) if times else None,
     }
     by = "schedule" if played else "serial"
-    if known:
+    if times:
         step[f"mfu_{by}_by_kernel_efficiency"] = {
-            share: round(useful / (train["runs_per_step"] * seconds) / peak, 4)
+            share: mfu(runs * seconds)
             for share, seconds in train.get(f"{by}_s_by_kernel_efficiency", {}).items()
         }
     if isinstance(config, RLConfig):
-        for name, parts in _PARTS.items():
-            step[name] = sum(total.get(part, 0.0) for part in parts)
-        decode = next(row for row in rows if row["name"] == "decode")
-        if decode["roofline"]:
-            seconds = decode["roofline"]["step_s"] / config.engine.chunk
+        step |= {name: least(*parts) for name, parts in _PARTS.items()}
+        if decoding := programs["decode"]["roofline"]:
+            seconds = decoding["step_s"] / config.engine.chunk
             step["decode_token_s"] = seconds
             engines = (len(setup.aside) or setup.mesh.size) // setup.engine_chips
             step["decode_tokens_per_s"] = engines * config.engine.row_sizes[-1] / seconds
@@ -340,8 +317,7 @@ def balance(
     Raises:
         UserError: the compiler refused a program, whose time is therefore unknown.
     """
-    config, rows = setup.config, result["programs"]
-    assert isinstance(config, RLConfig)
+    rows = result["programs"]
     if any(row["roofline"] is None for row in rows):
         raise UserError("the compiler refused a program: no split can be estimated")
     owners = owners_of(setup.where, devices)
@@ -354,23 +330,18 @@ def balance(
     step = result["step"]
     decoders = len(setup.aside) or setup.mesh.size
     rollout = ratio * update or decoders * step["tokens"] / step["decode_tokens_per_s"]
-    counts = [count for count in range(host) if _can_train(setup, devices, owners, count)]
+    counts = []
+    for number in range(host):
+        training, _ = split_devices(devices, number, owners)
+        with contextlib.suppress(UserError):  # the remaining chips form no block of the slice
+            make_mesh(fsdp=-1, devices=training)
+            counts.append(number)
     found = splits(hosts, host, counts, update, rollout)
     return found, {
         "assumes": f"{ASSUMES}; {BY_RATIO if ratio else BY_DECODING}",
         "rows": [{**dataclasses.asdict(row), "step_s": row.step_s} for row in found],
         "best_rollout_devices": best(found).rollout_devices,
     }
-
-
-def _can_train(setup: Setup, devices: Sequence[Any], owners: Sequence[int], count: int) -> bool:
-    """Returns whether the chips that remain for training form a block of the slice."""
-    training, _ = split_devices(devices, count, owners)
-    try:
-        make_mesh(fsdp=-1, devices=training)
-    except UserError:
-        return False
-    return True
 
 
 def advice(
@@ -404,14 +375,13 @@ def advice(
         return head + "lower engine.slots or engine.max_length, or set engine.pages"
     knobs = []
     # `remat` matters only for programs with a backward pass.
-    if worst["name"] in ("train", "critic") and (kept := config.remat) != "full":
-        knobs.append(f"set remat to full (it is {kept})")
+    if worst["name"] in ("train", "critic") and config.remat != "full":
+        knobs.append(f"set remat to full (it is {config.remat})")
     if memory.get("temporaries", memory["total"]) > memory["total"] / 2:
         if config.rows > 1:
             knobs.append(f"lower rows ({config.rows}) to the product of mesh.data and mesh.fsdp")
         knobs += ["raise mesh.tensor, which splits the tokens of a row", "lower row_length"]
     else:
         knobs.append("raise mesh.fsdp or mesh.tensor, or take more chips")
-        if isinstance(config, RLConfig):
-            knobs.append("lower engine.slots")
+        knobs += ["lower engine.slots"] if isinstance(config, RLConfig) else []
     return head + "; ".join(knobs)

@@ -6,6 +6,7 @@ import dataclasses
 import math
 import re
 from collections.abc import Iterator
+from typing import NamedTuple
 
 _BITS = {"pred": 8, "token": 0, "opaque": 0}
 
@@ -175,6 +176,39 @@ def _arrays(kind: str) -> Iterator[Array]:
 # --- loops ---------------------------------------------------------------------------------
 
 
+class Loop(NamedTuple):
+    """A loop of a program.
+
+    Attributes:
+        body: name of the computation that the loop repeats.
+        turns: trip count of the loop.
+        ended_by_data: whether the trip count depends on data and was assumed.
+        inner: assumed trip counts of such loops inside this loop.
+    """
+
+    body: str
+    turns: float
+    ended_by_data: bool
+    inner: tuple[float, ...]
+
+
+def loop_of(
+    module: Module, computation: Computation, line: Instruction, trips: tuple[float, ...]
+) -> Loop:
+    """Returns the loop of a ``while`` instruction.
+
+    Args:
+        module: the program.
+        computation: the computation that contains the instruction.
+        line: the instruction.
+        trips: assumed trip counts of loops whose end depends on data, see `costs.count`.
+    """
+    body, turns = line.attribute("body").lstrip("%"), trip_count(module, computation, line)
+    if turns is not None:
+        return Loop(body, turns, False, trips)
+    return Loop(body, trips[0] if trips else 1.0, True, trips[1:])
+
+
 def trip_count(module: Module, computation: Computation, loop: Instruction) -> int | None:
     """Returns the trip count of a loop; None if the trip count depends on data.
 
@@ -192,29 +226,35 @@ def trip_count(module: Module, computation: Computation, loop: Instruction) -> i
         return int(known[1])
     condition = module.computations[loop.attribute("condition").lstrip("%")]
     body = module.computations[loop.attribute("body").lstrip("%")]
-    compare = _through(module, condition, next(i for i in condition.values() if i.root))
-    if compare is None or compare[1].opcode != "compare":
+    compared = _through(module, condition, _root(condition))
+    if compared is None or compared[1].opcode != "compare":
         return None
-    within, compare_line = compare
-    sides = [_through(module, within, within[name]) for name in compare_line.operands]
-    if any(side is None for side in sides):
+    within, line = compared
+    sides = [_through(module, within, within[name]) for name in line.operands]
+    if None in sides:
         return None
-    direction = compare_line.attribute("direction")
+    direction = line.attribute("direction")
     (_, left), (_, right) = sides  # type: ignore[misc]
     if left.opcode == "constant":
         left, right = right, left
         direction = {"LT": "GT", "GT": "LT", "LE": "GE", "GE": "LE"}.get(direction, direction)
-    index = _element(condition, left)
-    if index is None or right.opcode != "constant":
+    if left.opcode != "get-tuple-element" or right.opcode != "constant":
         return None
-    start = _initial(computation, loop, index)
-    step = _step(module, body, index)
+    source = condition.get(left.operands[0])
+    if source is not None and source.opcode != "parameter":
+        return None
+    index = int(left.attribute("index"))  # of the loop's state
+    start, step = _initial(computation, loop, index), _step(module, body, index)
     if start is None or not step:
         return None
     distance = int(right.argument) - start + (step // abs(step) if direction in ("LE", "GE") else 0)
     if direction not in ("LT", "LE", "GT", "GE", "NE") or distance * step < 0:
         return None
     return -(-distance // step)
+
+
+def _root(computation: Computation) -> Instruction:
+    return next(line for line in computation.values() if line.root)
 
 
 def _through(
@@ -226,7 +266,6 @@ def _through(
             line = within[line.operands[0]]
         elif line.opcode == "fusion":
             inner = module.computations[line.called[0]]
-            root = next(i for i in inner.values() if i.root)
             operations = [i for i in inner.values() if i.opcode not in ("parameter", "constant")]
             if len(operations) > 1:
                 return None
@@ -238,19 +277,9 @@ def _through(
                     if source is None:
                         return None
                     replaced[i.name] = dataclasses.replace(source[1], name=i.name)
-            return replaced, replaced[root.name]
+            return replaced, replaced[_root(inner).name]
         else:
             return within, line
-
-
-def _element(condition: Computation, line: Instruction) -> int | None:
-    """Returns the index of a value in the state of the loop; None if it is not in the state."""
-    if line.opcode != "get-tuple-element":
-        return None
-    source = condition.get(line.operands[0])
-    if source is not None and source.opcode != "parameter":
-        return None
-    return int(line.attribute("index"))
 
 
 def _initial(computation: Computation, loop: Instruction, index: int) -> int | None:
@@ -264,7 +293,7 @@ def _initial(computation: Computation, loop: Instruction, index: int) -> int | N
 
 
 def _step(module: Module, body: Computation, index: int) -> int | None:
-    root = next(i for i in body.values() if i.root)
+    root = _root(body)
     if root.opcode != "tuple":
         return None
     found = _through(module, body, body[root.operands[index]])
@@ -272,10 +301,8 @@ def _step(module: Module, body: Computation, index: int) -> int | None:
         return None
     within, line = found
     sides = [_through(module, within, within[name]) for name in line.operands]
-    constants = [side[1] for side in sides if side is not None and side[1].opcode == "constant"]
-    others = [side[1] for side in sides if side is not None and side[1].opcode != "constant"]
-    if len(constants) != 1 or len(others) != 1 or others[0].opcode != "get-tuple-element":
+    lines = {side[1].opcode: side[1] for side in sides if side is not None}
+    if lines.keys() != {"constant", "get-tuple-element"}:
         return None
-    if int(others[0].attribute("index")) != index:
-        return None
-    return int(constants[0].argument)
+    same = int(lines["get-tuple-element"].attribute("index")) == index
+    return int(lines["constant"].argument) if same else None

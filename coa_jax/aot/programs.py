@@ -7,6 +7,7 @@ and their arguments have the same shapes as in `learn.update`.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -77,24 +78,19 @@ def all_programs(setup: Setup) -> list[Program]:
 def _training(setup: Setup) -> list[Program]:
     """Returns the programs of a step's updates."""
     config, mesh = setup.config, setup.mesh
-    number, updates, passes = arrays.micro_batches_of_update(config), 1, 1
+    number, updates, passes = arrays.micro_batches(config, whole=False), 1, 1
     if isinstance(config, RLConfig):
         updates, passes = config.updates_per_step, config.epochs
     each = passes * arrays.micro_batches(config) / updates
     count, tokens = arrays.array(mesh, (), "int32"), arrays.array(mesh, (), "float32")
 
     def program(
-        name: str,
-        state: TrainState,
-        batch: Batch,
-        allowed: Any,
-        loss: Loss,
-        optimizer: Any,
+        name: str, state: TrainState, batch: Batch, allowed: Any, loss: Loss, optimizer: Any
     ) -> Program:
         return Program(
             name,
-            lambda: train_program.lower(
-                state, batch, count, tokens, allowed,
+            functools.partial(
+                train_program.lower, state, batch, count, tokens, allowed,
                 loss=loss, model=setup.model, compute=_compute(setup), optimizer=optimizer,
             ),
             updates,
@@ -105,41 +101,40 @@ def _training(setup: Setup) -> list[Program]:
             _mask_bytes(setup),
         )  # fmt: skip
 
+    sampled, loss = arrays.policy_batch(setup, number), _loss(setup)
     policy, critic = arrays.policy(setup), arrays.critic(setup)
-    batch, optimizer = arrays.policy_batch(setup, number), config.optimizer
-    found = [program("train", policy, batch, _allowed(setup), _loss(setup), optimizer)]
+    found = [program("train", policy, sampled, _allowed(setup), loss, config.optimizer)]
     if critic is not None:
-        assert isinstance(config, RLConfig)
-        batch, optimizer = arrays.critic_batch(setup, number), critic_optimizer(config)
-        loss = ValueLoss(config.chosen.value_clip)
-        found.append(program("critic", critic, batch, None, loss, optimizer))
+        batch, optimizer = arrays.critic_batch(setup, number), critic_optimizer(setup.rl)
+        clip = setup.rl.chosen.value_clip
+        found.append(program("critic", critic, batch, None, ValueLoss(clip), optimizer))
     return found
 
 
 def _scoring(setup: Setup) -> list[Program]:
     """Returns the programs that `learn.experience` runs on each micro-batch before the updates."""
-    config = setup.config
-    assert isinstance(config, RLConfig)
+    config, policy, critic = setup.rl, arrays.policy(setup), arrays.critic(setup)
     batch, compute = experience.inputs(arrays.sampled_batch(setup)), _compute(setup)
-    number, allowed, kept = arrays.micro_batches(config), _allowed(setup), arrays.kept_bytes(setup)
-    policy, critic = arrays.policy(setup), arrays.critic(setup)
 
-    def program(name: str, lower: Any, times: int, params: Params, *turns: float) -> Program:
-        lying, devices = kept - chip_bytes(params), tuple(setup.mesh.devices.flat)
-        flops, mask = _attention_flops(setup, backward=False), _mask_bytes(setup)
-        return Program(name, lower, times * number, lying, devices, turns, flops, mask)
+    def program(
+        name: str, lower: Callable[[], Any], times: int, params: Params, *turns: float
+    ) -> Program:
+        return Program(
+            name,
+            lower,
+            times * arrays.micro_batches(config),
+            arrays.kept_bytes(setup) - chip_bytes(params),
+            tuple(setup.mesh.devices.flat),
+            turns,
+            _attention_flops(setup, backward=False),
+            _mask_bytes(setup),
+        )
 
     def score(name: str, times: int, params: Params, shared: Params, model: ModelConfig) -> Program:
-        def lower() -> jax.stages.Lowered:
-            return experience.score.lower(
-                params,
-                batch,
-                allowed,
-                model=model,
-                compute=compute,
-                temperature=config.temperature,
-            )
-
+        lower = functools.partial(
+            experience.score.lower, params, batch, _allowed(setup),
+            model=model, compute=compute, temperature=config.temperature,
+        )  # fmt: skip
         return program(name, lower, times, shared, _head_turns(setup))
 
     found = []
@@ -147,25 +142,17 @@ def _scoring(setup: Setup) -> list[Program]:
         shapes = arrays.teacher(setup)
         found.append(score("score_teacher", 1, shapes, shapes, setup.teacher))
     old = experience.scores_old(config.chosen, config.updates_per_step)
-    reference = config.chosen.needs_reference
     if policy.frozen and old:
         found.append(score("score_adapters", 1, policy.model, policy.frozen, setup.model))
         old = False
-    if old or reference:
-        params = policy.frozen or policy.params
-        base = without_adapters(setup.model)
-        found.append(score("score", old + reference, params, params, base))
+    if times := old + config.chosen.needs_reference:
+        params, base = policy.frozen or policy.params, without_adapters(setup.model)
+        found.append(score("score", times, params, params, base))
     if critic is not None:
-        found.append(
-            program(
-                "values",
-                lambda: experience.score_values.lower(
-                    critic.params, batch, model=setup.model, compute=compute
-                ),
-                1,
-                critic.params,
-            )
+        values = functools.partial(
+            experience.score_values.lower, critic.params, batch, model=setup.model, compute=compute
         )
+        found.append(program("values", values, 1, critic.params))
     return found
 
 
@@ -202,9 +189,9 @@ def _compute(setup: Setup) -> Compute:
         config.remat,
         # Kernels for GPUs can only be compiled on a GPU.
         _kernel(setup) if setup.where.tpu else STAND_IN,
-        backend_for("tpu" if setup.where.tpu else "cuda"),
+        backend_for(setup.platform),
         setup.mesh,
-        collectives_for("tpu" if setup.where.tpu else "cuda", config.mesh.collectives),
+        collectives_for(setup.platform, config.mesh.collectives),
     )
 
 
@@ -212,7 +199,7 @@ def _kernel(setup: Setup) -> str:
     """Returns the name of the attention implementation that the run uses on the slice."""
     config, model = setup.config, setup.model
     case = Case(
-        platform="tpu" if setup.where.tpu else "cuda",
+        platform=setup.platform,
         dtype=config.dtype,
         num_kv_heads=model.num_kv_heads,
         num_groups=model.num_groups,
@@ -265,22 +252,16 @@ def _publish(setup: Setup) -> list[Program]:
     If the engines have separate chips, the copies are then transferred within each host. If
     adapters are trained, the adapters are first added to a copy of their model.
     """
-    assert isinstance(setup.config, RLConfig)
-    params = arrays.parameters(setup)
     mesh = decode_mesh(setup.mesh, setup.engine_chips)
-    program = publish_program(without_adapters(setup.model), setup.config.engine.dtype, mesh)
-    devices = tuple(mesh.devices.flat)
-    policy = arrays.policy(setup)
-    kept = arrays.kept_bytes(setup)
+    program = publish_program(without_adapters(setup.model), setup.rl.engine.dtype, mesh)
+    publish = functools.partial(program.lower, arrays.parameters(setup))
+    devices, policy, kept = tuple(mesh.devices.flat), arrays.policy(setup), arrays.kept_bytes(setup)
     if not policy.frozen:
-        lying = kept - chip_bytes(policy.params)
-        return [Program("publish", lambda: program.lower(params), 1, lying, devices)]
-    beside = arrays.kept_bytes(setup) - chip_bytes(policy.model)
+        return [Program("publish", publish, 1, kept - chip_bytes(policy.params), devices)]
+    merge = functools.partial(merge_program.lower, setup.model, policy.model)
     return [
-        Program(
-            "merge", lambda: merge_program.lower(setup.model, policy.model), 1, beside, devices
-        ),
-        Program("publish", lambda: program.lower(params), 1, kept, devices),
+        Program("merge", merge, 1, kept - chip_bytes(policy.model), devices),
+        Program("publish", publish, 1, kept, devices),
     ]
 
 
@@ -315,34 +296,21 @@ def _decoding(setup: Setup, engine: EngineConfig) -> list[Program]:
     # float32 for every write.
     memory = engine_memory(without_adapters(setup.model), engine, setup.engine_chips)
     scratch = None if setup.where.tpu else memory.scratch
+    extend, decode, fork = (
+        functools.partial(
+            programs.extend.lower, params, layers, of(blocks, pages), block, block, **options
+        ),
+        functools.partial(
+            programs.decode_chunk.lower,
+            params, layers, of(rows, pages), state, of(1), of(), rules,
+            capacity=max(engine.chunk, 32), **options,
+        ),
+        functools.partial(programs.copy_pages.lower, layers, copies, copies, compute=compute),
+    )  # fmt: skip
+    trips = (float(engine.chunk), float(pages))
     found = [
-        Program(
-            "extend",
-            lambda: programs.extend.lower(
-                params, layers, of(blocks, pages), block, block, **options
-            ),
-            0,
-            lying,
-            devices,
-            (float(pages),),
-        ),
-        Program(
-            "decode",
-            lambda: programs.decode_chunk.lower(
-                params, layers, of(rows, pages), state, of(1), of(), rules,
-                capacity=max(engine.chunk, 32), **options,
-            ),
-            0,
-            lying - chip_bytes(rules),
-            devices,
-            (float(engine.chunk), float(pages)),
-        ),
-        Program(
-            "fork",
-            lambda: programs.copy_pages.lower(layers, copies, copies, compute=compute),
-            0,
-            kept - chip_bytes(layers),
-            devices,
-        ),
-    ]  # fmt: skip
+        Program("extend", extend, 0, lying, devices, trips[1:]),
+        Program("decode", decode, 0, lying - chip_bytes(rules), devices, trips),
+        Program("fork", fork, 0, kept - chip_bytes(layers), devices),
+    ]
     return [dataclasses.replace(program, scratch=scratch) for program in found]

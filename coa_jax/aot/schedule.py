@@ -27,7 +27,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from coa_jax.aot.costs import FREE, PREFETCHES, collectives, flops_of, group, moved_by, sent_by
-from coa_jax.aot.hlo import Computation, Instruction, Module, trip_count
+from coa_jax.aot.hlo import Computation, Instruction, Module, loop_of
 from coa_jax.parallel.chips import Chip
 
 
@@ -67,62 +67,47 @@ class Machine:
     Attributes:
         chip: peak rates of a chip.
         places: coordinates of each chip on the torus, int ``[chips, axes]``, in the order in which
-            the program numbers its devices; None for a machine in which every collective can use
-            all links.
+            the program numbers its devices.
         rings: for each axis of the torus, the size of the axis if its last chip is linked to its
-            first chip, and 0 if not; () if the chips along every axis form a ring.
+            first chip, and 0 if not.
         kernels: share of the peak FLOP rate that attention kernels reach.
     """
 
     chip: Chip
-    places: np.ndarray | None
-    rings: tuple[int, ...] = ()
+    places: np.ndarray
+    rings: tuple[int, ...]
     kernels: float = 1.0
 
-    def links(self, kind: str, line: Instruction) -> tuple[tuple[int, int], ...]:
-        """Returns a pair (axis, direction) for each link of a chip that a collective uses."""
-        if self.places is None:
-            return ((0, 0),)
-        places = self._members(kind, line)
-        axes = np.flatnonzero(np.ptp(places, axis=0)).tolist() if len(places) else []
-        if kind == "collective-permute" and axes:
-            # A permutation sends to the neighbour on one side, possibly around the torus.
-            step = int(places[1][axes[0]] - places[0][axes[0]])
-            return ((axes[0], 1 if step == 1 or step < -1 else -1),)
-        return tuple((axis, way) for axis in axes or [0] for way in (-1, 1))
-
-    def _members(self, kind: str, line: Instruction) -> np.ndarray:
-        """Returns the coordinates of a collective's first group.
-
-        For a permutation, the result is the coordinates of the first pair of chips.
-        """
-        assert self.places is not None
-        members = group(line, len(self.places))
-        if kind == "collective-permute":
-            pairs = re.findall(r"(\d+),(\d+)", line.attribute("source_target_pairs"))
-            members = [int(chip) for chip in next((p for p in pairs if p[0] != p[1]), ())]
-        return self.places[np.asarray(members, int)]
-
-    def bandwidth(
-        self, links: Sequence[tuple[int, int]], size: int, kind: str, line: Instruction
-    ) -> float:
-        """Returns the bandwidth of a chip in a collective, in bytes/s.
+    def links(self, kind: str, line: Instruction) -> tuple[list[tuple[int, int]], float]:
+        """Determines the links of a chip that a collective uses.
 
         Args:
-            links: links that the collective uses, see `links`.
-            size: number of chips in a group of the collective.
             kind: kind of the collective, one of `costs.COLLECTIVES`.
             line: the instruction of the collective.
+
+        Returns:
+            A pair (axis, direction) for each link, and the bandwidth of the chip in the collective,
+            in bytes/s.
         """
-        if self.places is None:
-            far = self.chip.group and size > self.chip.group
-            return self.chip.network_bandwidth if far else self.chip.link_bandwidth
+        permutes = kind == "collective-permute"
+        members = group(line, len(self.places))
+        if permutes:  # the first pair of different chips
+            pairs = re.findall(r"(\d+),(\d+)", line.attribute("source_target_pairs"))
+            members = [int(chip) for chip in next((p for p in pairs if p[0] != p[1]), ())]
+        places = self.places[np.asarray(members, int)]
+        axes = np.flatnonzero(np.ptp(places, axis=0)).tolist() if members else []
+        if permutes and axes:
+            # A permutation sends to the neighbour on one side, possibly around the torus.
+            step = int(places[1][axes[0]] - places[0][axes[0]])
+            links = [(axes[0], 1 if step == 1 or step < -1 else -1)]
+        else:
+            links = [(axis, way) for axis in axes or [0] for way in (-1, 1)]
         useful = float(len(links))
-        if kind != "collective-permute" and self.rings:
+        if not permutes:
             # Chips on only a part of a ring form a line.
-            chips = [len(np.unique(axis)) for axis in self._members(kind, line).T]
+            chips = [len(np.unique(axis)) for axis in places.T]
             useful = sum(1.0 if chips[axis] == self.rings[axis] else 0.5 for axis, _ in links)
-        return self.chip.link_bandwidth * useful / (2 * self.places.shape[1])
+        return links, self.chip.link_bandwidth * useful / (2 * self.places.shape[1])
 
 
 def play(module: Module, machine: Machine, data_trips: Sequence[float] = ()) -> Timeline:
@@ -136,20 +121,21 @@ def play(module: Module, machine: Machine, data_trips: Sequence[float] = ()) -> 
     return _play(module, module.entry, machine, tuple(data_trips))
 
 
+@dataclasses.dataclass
 class _Clock:
     """The state of a simulated computation; all times are in seconds.
 
     Attributes:
         now: current time.
+        copied: time at which the memory has finished all asynchronous copies.
         links: time at which each link is free, by axis and direction.
         arrives: time at which the result of each asynchronous operation is available, by name.
-        copied: time at which the memory has finished all asynchronous copies.
     """
 
-    def __init__(self) -> None:
-        self.now, self.copied = 0.0, 0.0
-        self.links: dict[tuple[int, int], float] = {}
-        self.arrives: dict[str, float] = {}
+    now: float = 0.0
+    copied: float = 0.0
+    links: dict[tuple[int, int], float] = dataclasses.field(default_factory=dict)
+    arrives: dict[str, float] = dataclasses.field(default_factory=dict)
 
 
 def _play(module: Module, name: str, machine: Machine, trips: tuple[float, ...]) -> Timeline:
@@ -157,13 +143,10 @@ def _play(module: Module, name: str, machine: Machine, trips: tuple[float, ...])
     clock, found = _Clock(), Timeline()
     for line in computation.values():
         if line.opcode == "while":
-            turns: float | None = trip_count(module, computation, line)
-            inner = trips
-            if turns is None:
-                turns, inner = (trips[0], trips[1:]) if trips else (1.0, ())
-            body = _play(module, line.attribute("body").lstrip("%"), machine, inner)
-            found.add(body, turns)
-            clock.now += turns * body.total
+            loop = loop_of(module, computation, line, trips)
+            body = _play(module, loop.body, machine, loop.inner)
+            found.add(body, loop.turns)
+            clock.now += loop.turns * body.total
         elif line.opcode in ("call", "conditional"):
             for called in line.called:
                 part = _play(module, called, machine, trips)
@@ -211,10 +194,9 @@ def _collective(
     clock: _Clock,
     found: Timeline,
 ) -> None:
-    chips = 1 if machine.places is None else len(machine.places)
-    size, sent = sent_by(kind, line, computation, chips)
-    links = machine.links(kind, line)
-    seconds = sent / machine.bandwidth(links, size, kind, line)
+    _, sent = sent_by(kind, line, computation, len(machine.places))
+    links, bandwidth = machine.links(kind, line)
+    seconds = sent / bandwidth
     free = max([clock.now, *(clock.links.get(link, 0.0) for link in links)])
     clock.links |= dict.fromkeys(links, free + seconds)
     if line.opcode.endswith("-start"):

@@ -20,6 +20,7 @@ the time of a step.
 
 from __future__ import annotations
 
+import dataclasses
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -28,7 +29,7 @@ import jax.numpy as jnp
 import numpy as np
 from absl import flags
 
-from coa_jax.bench.measure import output_path, peak_flops, read_bandwidth, report, spread
+from coa_jax.bench.measure import given, output_path, peak_flops, read_bandwidth, report, spread
 from coa_jax.bench.models import Subject, define_model_flags, load_subject
 from coa_jax.bench.profile import profile_parts
 from coa_jax.cli import run_main
@@ -39,6 +40,27 @@ from coa_jax.errors import UserError
 from coa_jax.model.costs import decode_bytes, forward_flops
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.request import RolloutConfig
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The decoding to measure.
+
+    Attributes:
+        prompt: number of tokens per prompt.
+        new: number of tokens to sample per sequence.
+        chunk: number of tokens that the device decodes per call, see `EngineConfig`.
+        dtype: dtype of the matmul operands, see `EngineConfig`.
+        repeats: number of measured repetitions.
+        profile: whether one more repetition is profiled.
+    """
+
+    prompt: int
+    new: int
+    chunk: int
+    dtype: str
+    repeats: int = 3
+    profile: bool = False
 
 
 def decode_once(
@@ -61,21 +83,21 @@ def decode_once(
     """
     _begin(engine, prompts, new, protocol)
     _drain(engine)
-    meter, rows = engine.meter, len(prompts)
-    if protocol is None and meter.decoded_tokens != rows * new:
-        raise RuntimeError(f"{meter.decoded_tokens} tokens were decoded, not {rows * new}")
+    meter, wanted = engine.meter, new * len(prompts)
+    if protocol is None and meter.decoded_tokens != wanted:
+        raise RuntimeError(f"{meter.decoded_tokens} tokens were decoded, not {wanted}")
     return meter.extend_s, meter.decode_s / meter.decode_steps
 
 
 def _begin(engine: Engine, prompts: np.ndarray, new: int, protocol: str | None = None) -> None:
     engine.restart()
-    rows, length = prompts.shape
+    length = prompts.shape[1]
     engine.extend([(slot, 0, prompt) for slot, prompt in enumerate(prompts.tolist())])
-    for slot in range(rows):
+    for slot, prompt in enumerate(prompts.tolist()):
         engine.start(
             slot,
             length,
-            last_token=int(prompts[slot, -1]),
+            last_token=prompt[-1],
             limit=length + new,
             key=(0, 0, slot),
             sampling=SamplingParams(),
@@ -90,36 +112,23 @@ def _drain(engine: Engine) -> None:
 
 
 def measure_batch(
-    subject: Subject,
-    batch: int,
-    constraint: Constraint | None = None,
-    *,
-    prompt: int,
-    new: int,
-    chunk: int,
-    dtype: str,
-    repeats: int,
-    profile: bool = False,
+    subject: Subject, batch: int, work: Work, constraint: Constraint | None = None
 ) -> dict[str, Any]:
     """Measures one batch size, after an unmeasured repetition that compiles the programs.
 
     Args:
         subject: the model.
         batch: number of sequences.
+        work: the work of each sequence.
         constraint: constraint of one protocol, under which each repetition is measured a second
             time; None for no second measurement.
-        prompt: number of tokens per prompt.
-        new: number of tokens to sample per sequence.
-        chunk: number of tokens that the device decodes per call, see `EngineConfig`.
-        dtype: dtype of the matmul operands, see `EngineConfig`.
-        repeats: number of measured repetitions.
-        profile: whether one more repetition is profiled.
 
     Returns:
         The results for this batch size, by name.
     """
+    prompt, new = work.prompt, work.new
     shapes = EngineConfig(
-        batch, prompt + new, chunk, (32, 128, 512), dtype=dtype, decode_programs=1
+        batch, prompt + new, work.chunk, (32, 128, 512), dtype=work.dtype, decode_programs=1
     )
     began = time.perf_counter()
     engine = Engine(subject.params, subject.config, shapes)
@@ -133,7 +142,7 @@ def measure_batch(
         decode_once(bound, prompts, new, protocol)
     first = time.perf_counter() - began
     runs, constrained_runs = [], []
-    for _ in range(repeats):
+    for _ in range(work.repeats):
         runs.append(decode_once(engine, prompts, new))
         if bound is not None:
             constrained_runs.append(decode_once(bound, prompts, new, protocol))
@@ -147,7 +156,7 @@ def measure_batch(
         ),
         "first_run_s": round(first, 2),
     }
-    if profile:
+    if work.profile:
         _begin(engine, prompts, new)
         program = engine.lower_decode().compile().as_text() or ""
         result["parts"] = profile_parts(lambda: _drain(engine), program)
@@ -161,28 +170,37 @@ def measure_batch(
 
 
 def measure(
-    subject: Subject, batches: Sequence[int], protocol: str = "", **options: Any
+    subject: Subject, batches: Sequence[int], work: Work, protocol: str = ""
 ) -> dict[str, Any]:
     """Measures all batch sizes, and returns the result that the command prints.
 
     Args:
         subject: the model.
         batches: the batch sizes.
+        work: the work of each sequence.
         protocol: protocol that constrains the sampling in additional repetitions; "" for no such
             repetitions.
-        options: keyword arguments of `measure_batch`.
     """
-    constraint = _constraint(subject, protocol) if protocol else None
-    dtype = options["dtype"]
-    itemsize = jnp.dtype(dtype).itemsize
-    context = options["prompt"] + options["new"] / 2
-    results = [measure_batch(subject, batch, constraint, **options) for batch in batches]
+    constraint = None
+    if protocol:
+        if subject.tokenizer is None:
+            raise UserError("--constrain needs the tokenizer of a --model, not random weights")
+        constraint = constraint_for(
+            RolloutConfig(constrain=True),
+            subject.tokenizer,
+            subject.config.vocab_size,
+            [protocol],
+        )
+    context = work.prompt + work.new / 2
+    results = [measure_batch(subject, batch, work, constraint) for batch in batches]
     # The limits are measured last, when the clock rate of the warm processor is the same as during
     # decoding.
-    bandwidth, peak = read_bandwidth(), peak_flops(dtype)
+    bandwidth, peak = read_bandwidth(), peak_flops(work.dtype)
     for result in results:
         batch = result["batch"]
-        read = decode_bytes(subject.config, batch, context, itemsize) / bandwidth
+        read = (
+            decode_bytes(subject.config, batch, context, jnp.dtype(work.dtype).itemsize) / bandwidth
+        )
         compute = batch * forward_flops(subject.config, context) / peak
         floor = 1e3 * max(read, compute)
         result["floor_ms"] = {"read": round(1e3 * read, 3), "compute": round(1e3 * compute, 3)}
@@ -190,19 +208,12 @@ def measure(
     return {
         "bench": "decode",
         "model": subject.name,
-        **options,
+        **dataclasses.asdict(work),
         **({} if constraint is None else {"constraint": str(constraint)}),
         "bandwidth_gb_s": round(bandwidth / 1e9, 2),
         "peak_gflop_s": round(peak / 1e9, 1),
         "batches": results,
     }
-
-
-def _constraint(subject: Subject, protocol: str) -> Constraint | None:
-    if subject.tokenizer is None:
-        raise UserError("--constrain needs the tokenizer of a --model; random weights have none")
-    config = RolloutConfig(constrain=True)
-    return constraint_for(config, subject.tokenizer, subject.config.vocab_size, [protocol])
 
 
 def define_flags() -> None:
@@ -233,18 +244,8 @@ def main(_: list[str]) -> None:
     values = flags.FLAGS
     out, batches = output_path(values.out), batch_sizes(values.batch)
     subject = load_subject(values.model, values.random, values.dtype)
-    result = measure(
-        subject,
-        batches,
-        values.constrain,
-        prompt=values.prompt,
-        new=values.new,
-        chunk=values.chunk,
-        dtype=values.dtype,
-        repeats=values.repeats,
-        profile=values.profile,
-    )
-    report(result, out)
+    work = Work(**given(field.name for field in dataclasses.fields(Work)))
+    report(measure(subject, batches, work, values.constrain), out)
 
 
 if __name__ == "__main__":

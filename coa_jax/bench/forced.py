@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator
 
 from coa_jax.bench.workload import Script, Workload
+from coa_jax.engine.config import SamplingParams
 from coa_jax.protocol import get_protocol
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.episode import Episode, ToolRequest
@@ -75,16 +76,34 @@ class ForcedEpisode(Episode):
         return ToolRequest(Sleep.name, repr(self.script.calls[call].seconds))
 
 
-@dataclasses.dataclass(frozen=True)
 class ForcedEpisodes(Episodes):
+    """Base class for the samples of a workload, whose episodes are `ForcedEpisode`."""
+
+    def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
+        """Returns the workload's observation in place of the tool's text.
+
+        The argument ``room`` is ignored, because every rollout of the workload fits into a slot.
+        """
+        assert isinstance(episode, ForcedEpisode)
+        return list(episode.script.calls[len(episode.tool_calls)].observation), text
+
+    def frame(self, episode: Episode) -> int:
+        """Returns 0, because the workload's observations need no tokens around them."""
+        return 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Rollouts(ForcedEpisodes):
     """The rollouts of a workload, for the agent loop (see `coa_jax.rollout.episodes.Episodes`).
 
     Attributes:
         workload: the workload, which fixes the lengths of turns, the tool calls and the
             observations.
+        temperature: sampling temperature.
     """
 
     workload: Workload
+    temperature: float = 1.0
 
     def requests(self) -> Iterator[Request]:
         """Yields a request per prompt, with the indices of the prompt's rollouts as samples."""
@@ -92,23 +111,12 @@ class ForcedEpisodes(Episodes):
             scripts = enumerate(self.workload.scripts)
             samples = tuple(i for i, script in scripts if script.prompt == number)
             task = Task(f"prompt-{number}", "", _PROTOCOL, (), "bench")
-            yield Request(task, prompt, self.workload.seed, number, samples)
+            sampling = SamplingParams(self.temperature)
+            yield Request(task, prompt, self.workload.seed, number, samples, sampling)
 
     def begin(self, request: Request, sample: int) -> Episode:
         """Starts the episode of a rollout."""
         return ForcedEpisode(request, sample, self.workload.scripts[sample])
-
-    def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
-        """Returns the workload's observation in place of the tool's text.
-
-        The argument ``room`` is ignored, because every rollout of the workload fits into a slot.
-        """
-        calls = self.workload.scripts[episode.sample_id].calls
-        return list(calls[len(episode.tool_calls)].observation), text
-
-    def frame(self, episode: Episode) -> int:
-        """Returns 0, because the workload's observations need no tokens around them."""
-        return 0
 
 
 class Sleep:

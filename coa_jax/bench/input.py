@@ -20,6 +20,7 @@ Other programs on the machine hardly change the processor time.
 
 from __future__ import annotations
 
+import bisect
 import contextlib
 import itertools
 import tempfile
@@ -31,7 +32,7 @@ from typing import Any
 import numpy as np
 from absl import flags
 
-from coa_jax.bench.measure import output_path, peak_memory_mb, report, spread
+from coa_jax.bench.measure import given, output_path, peak_memory_mb, report, spread
 from coa_jax.cli import run_main
 from coa_jax.learn.batch import first_fit, stack
 from coa_jax.learn.data import Examples, RecordReader, Updates, read_ahead, shuffled
@@ -93,12 +94,11 @@ def batch_size_of(examples: Examples, rows: int, length: int) -> int:
         rows: number of rows.
         length: number of tokens of a row.
     """
-    low, high = 1, len(examples)
-    while low < high:
-        middle = (low + high + 1) // 2
-        enough = len(first_fit(examples.sizes[:middle], length)) <= rows
-        low, high = (middle, high) if enough else (low, middle - 1)
-    return low
+    numbers = range(1, len(examples) + 1)
+    enough = bisect.bisect_right(
+        numbers, rows, key=lambda number: len(first_fit(examples.sizes[:number], length))
+    )
+    return max(enough, 1)
 
 
 def run_steps(
@@ -163,13 +163,16 @@ def define_flags() -> None:
     """Defines the flags of the command."""
     flags.DEFINE_string("model", None, "directory or GGUF file with the tokenizer", required=True)
     flags.DEFINE_string("data", "", "files of records; by default records of Factbook pages")
-    flags.DEFINE_integer("records", 256, "number of records without --data", lower_bound=1)
-    flags.DEFINE_integer("hosts", 16, "processes of the run", lower_bound=1)
-    flags.DEFINE_integer("rows", 4, "rows of a micro-batch on this host", lower_bound=1)
-    flags.DEFINE_integer("length", 20480, "tokens of a row", lower_bound=64)
-    flags.DEFINE_integer("steps", 60, "measured steps", lower_bound=1)
+    for name, default, least, about in (
+        ("records", 256, 1, "number of records without --data"),
+        ("hosts", 16, 1, "processes of the run"),
+        ("rows", 4, 1, "rows of a micro-batch on this host"),
+        ("length", 20480, 64, "tokens of a row"),
+        ("steps", 60, 1, "measured steps"),
+        ("workers", 0, 0, "worker processes; 0 for a thread"),
+    ):
+        flags.DEFINE_integer(name, default, about, lower_bound=least)
     flags.DEFINE_float("step_seconds", 1.0, "seconds of a step", lower_bound=0.0)
-    flags.DEFINE_integer("workers", 0, "worker processes; 0 for a thread", lower_bound=0)
     flags.DEFINE_string("out", None, "JSON file for the result, which is printed as well")
 
 
@@ -189,26 +192,16 @@ def main(_: list[str]) -> None:
         measured = measure(reader, values.workers, 600.0)
         seconds = time.perf_counter() - began
         examples = fitting(reader, measured, values.length)
+        names = ("hosts", "rows", "length", "steps", "workers")
+        options = given(names)
         result = {
             "bench": "input",
             "records": len(examples),
             "tokens": int(examples.sizes.sum()),
-            "hosts": values.hosts,
-            "rows": values.rows,
-            "length": values.length,
-            "steps": values.steps,
+            **options,
             "step_s": values.step_seconds,
-            "workers": values.workers,
             "lengths_s": round(seconds, 2),
-            **run_steps(
-                examples,
-                hosts=values.hosts,
-                rows=values.rows,
-                length=values.length,
-                steps=values.steps,
-                step_seconds=values.step_seconds,
-                workers=values.workers,
-            ),
+            **run_steps(examples, step_seconds=values.step_seconds, **options),
             "tokens_per_core_s": round(core_speed(examples)),
             "peak_rss_mb": round(peak_memory_mb(), 1),
         }

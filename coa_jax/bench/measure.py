@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import json
@@ -16,12 +17,11 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from absl import flags
 
 from coa_jax.errors import UserError
 from coa_jax.files import write_json
 from coa_jax.model.ops import einsum
-
-_COMPILE_EVENT = "/jax/core/compile/backend_compile_duration"
 
 
 def spread(values: Iterable[float]) -> dict[str, float]:
@@ -38,23 +38,20 @@ def spread(values: Iterable[float]) -> dict[str, float]:
 
 
 @functools.cache
-def _compile_count() -> list[int]:
-    """Returns a list whose only element is the number of compilations.
-
-    All callers share the list, because listeners of JAX cannot be removed.
-    """
-    cell = [0]
+def _events() -> collections.Counter[str]:
+    """Counts the events that JAX times, with one listener, because JAX cannot remove listeners."""
+    counts: collections.Counter[str] = collections.Counter()
 
     def listen(event: str, duration_secs: float, **_: str | int) -> None:
-        cell[0] += event == _COMPILE_EVENT
+        counts[event] += 1
 
     jax.monitoring.register_event_duration_secs_listener(listen)
-    return cell
+    return counts
 
 
 def compile_count() -> int:
     """Returns how many programs JAX compiled or loaded from its cache since the first call."""
-    return _compile_count()[0]
+    return _events()["/jax/core/compile/backend_compile_duration"]
 
 
 def reset_peak_memory() -> None:
@@ -75,6 +72,20 @@ def peak_memory_mb() -> float:
     except (OSError, StopIteration):
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         return peak / 1e6 if sys.platform == "darwin" else peak * 1.024e-3
+
+
+def after_warm_up() -> Callable[[], dict[str, float]]:
+    """Begins to count compilations and memory, when all programs are compiled.
+
+    Returns:
+        A function that returns the number of compilations and the peak memory since then, by name.
+    """
+    reset_peak_memory()
+    compiled = compile_count()
+    return lambda: {
+        "compiles_after_warmup": compile_count() - compiled,
+        "peak_rss_mb": round(peak_memory_mb(), 1),
+    }
 
 
 # --- ceilings of the machine ---------------------------------------------------------------
@@ -158,3 +169,8 @@ def report(result: dict[str, Any], path: Path | None) -> None:
     print(json.dumps(result), flush=True)
     if path is not None:
         write_json(path, result)
+
+
+def given(names: Iterable[str]) -> dict[str, Any]:
+    """Returns the values of flags of the command line by name."""
+    return {name: getattr(flags.FLAGS, name) for name in names}

@@ -8,11 +8,17 @@ from typing import Any
 import jax
 from absl import flags
 
+from coa_jax.engine.config import EngineConfig
+from coa_jax.engine.engine import Engine
+from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
+from coa_jax.learn.rl_config import RLConfig
+from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.api import load_model
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params, init_params
 from coa_jax.model.shapes import ARCHITECTURES
+from coa_jax.rollout.request import RolloutConfig
 
 # --help lists the flags that this module defines under the command that calls the function below.
 flags.disclaim_key_flags()
@@ -66,10 +72,47 @@ def load_subject(model: str | None, random: str | None, dtype: str) -> Subject:
         return Subject(model, loaded.config, loaded.params, loaded.tokenizer)
     if random not in ARCHITECTURES:
         raise UserError(f"no architecture {random!r}; give one of {', '.join(ARCHITECTURES)}")
-    config = ARCHITECTURES[random]
+    return random_subject(f"random {random}", ARCHITECTURES[random], dtype)
+
+
+def random_subject(name: str, config: ModelConfig, dtype: str) -> Subject:
+    """Creates a model with random weights on the first device of this process."""
     # The function is compiled, so that initialisation and casting are fused: a float32 copy of a
     # large model may not fit into memory beside the result.
     init = jax.jit(init_params, static_argnames=("config", "dtype"))
     params = init(config, jax.random.key(0), dtype)
     # The parameters are committed to a device, like those of a loaded model.
-    return Subject(f"random {random}", config, jax.device_put(params, jax.local_devices()[0]))
+    return Subject(name, config, jax.device_put(params, jax.local_devices()[0]))
+
+
+def warm_engines(params: Params, config: ModelConfig, shapes: EngineConfig) -> list[Engine]:
+    """Creates the engines of this process, and compiles their programs."""
+    engines = make_engines(params, config, shapes)
+    for engine in engines:
+        engine.warm_up()
+    return engines
+
+
+def rl_settings(engine: EngineConfig, optimizer: OptimizerConfig, **settings: Any) -> RLConfig:
+    """Creates settings of RL with one task per group, sampled at temperature 1.
+
+    Args:
+        engine: shapes of the engine.
+        optimizer: settings of the optimiser, of which the number of steps is that of the run.
+        settings: further fields of `RLConfig`, by name.
+    """
+    common = {
+        "model": "",
+        "tasks": "arithmetic",  # required, but unused if the caller has the trajectories
+        "num_tasks": settings["groups"],
+        "seed": 0,
+        "format_reward": False,
+        "temperature": 1.0,
+        "dtype": engine.dtype,
+        "engine": engine,
+        "rollout": RolloutConfig(max_tokens=engine.max_length),
+        "optimizer": optimizer,
+        "checkpoint_every": optimizer.total_steps,
+        "checkpoint_seconds": 86_400.0,
+    }
+    return RLConfig(**{**common, **settings})

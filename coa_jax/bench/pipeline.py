@@ -43,6 +43,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import statistics
@@ -51,18 +52,21 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 from unittest import mock
 
 import jax
 from absl import flags
 
-from coa_jax.bench.measure import output_path, report
-from coa_jax.bench.pipeline_samples import PROTOCOL, RIGHT, Episodes, Watch, WatchedSleep, within
-from coa_jax.bench.pipeline_workload import FIRST_ID, Workload, read_workload
+from coa_jax import jsonl
+from coa_jax.bench.measure import given, output_path, report
+from coa_jax.bench.models import rl_settings, warm_engines
+from coa_jax.bench.pipeline_samples import PROTOCOL, RIGHT, Samples, Watch, WatchedSleep, within
+from coa_jax.bench.pipeline_workload import Workload, read_workload
+from coa_jax.bench.workload import FIRST_ID
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
-from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
 from coa_jax.learn import learner, rl
 from coa_jax.learn.algorithms import Algorithm
@@ -101,10 +105,7 @@ class _Run(RunDir):
     def traces(self, step: int, phase: str, rows: Iterable[Any], *form: str) -> None:
         """Writes the trajectories of a step, see `RunDir.traces`, and records their ages."""
         rows = list(rows)
-        for row in rows:
-            metadata = row["metadata"]
-            versions = metadata["policy_versions"]
-            self.ages[step - 1 - versions[0][1]] += 1
+        self.ages.update(step - 1 - row["metadata"]["policy_versions"][0][1] for row in rows)
         super().traces(step, phase, rows, *form)
 
 
@@ -124,7 +125,7 @@ def run_rl(
         The run directory with the measurements of the run, and the measurements of the samples.
     """
     watch = Watch()
-    episodes = Episodes(workload, watch)
+    episodes = Samples(workload, watch)
     # Replace the class that parses the policy's text, and remove the end-of-sequence tokens.
     with (
         mock.patch.object(loop, "TextEpisodes", lambda *_: episodes),
@@ -137,13 +138,12 @@ def run_rl(
 
 def write_inputs(workload: Workload, folder: Path) -> None:
     """Writes a policy with random weights, and one task per group."""
-    folder.mkdir(parents=True, exist_ok=True)
     questions = [f"Question {number} of {workload.name}." for number in range(len(workload.groups))]
-    rows = [
+    rows = (
         {"id": str(i), "question": q, "answer": RIGHT, "protocol": PROTOCOL}
         for i, q in enumerate(questions)
-    ]
-    (folder / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    )
+    jsonl.write_lines(folder / "tasks.jsonl", rows)
     tokenizer = train_bpe(questions, 400)
     shape = ModelConfig("llama", len(tokenizer), 64, 128, 2, 4, 2, 16)
     model = Model(shape, init_params(shape, jax.random.key(0)), tokenizer)
@@ -157,7 +157,7 @@ def rl_config(
     steps: int,
     groups: int,
     slots: int,
-    changes: Mapping[str, Any] | None = None,
+    changes: Mapping[str, Any],
 ) -> RLConfig:
     """Creates the settings of a run on the inputs in a folder.
 
@@ -172,37 +172,27 @@ def rl_config(
     Raises:
         UserError: a name in ``changes`` is not a field of `RLConfig`.
     """
+    if unknown := sorted(changes.keys() - {field.name for field in dataclasses.fields(RLConfig)}):
+        raise UserError(f"--set: there is no setting {unknown[0]!r} of RL")
     prompt = 128
     longest = -(-(workload.longest + prompt) // 128) * 128
-    size = len(workload.groups[0])
-    values: dict[str, Any] = {
-        "model": str(folder / "policy"),
-        "tasks": str(folder / "tasks.jsonl"),
-        "num_tasks": len(workload.groups),
-        "seed": 0,
-        "groups": groups,
-        "group_size": size,
-        "format_reward": False,
-        "temperature": 1.0,
-        "rows": 4,
-        "row_length": longest,
-        "dtype": "float32",
-        "remat": "none",
-        "algorithm": Algorithm(name="dapo"),
-        "optimizer": OptimizerConfig(learning_rate=1e-6, total_steps=steps),
-        "engine": EngineConfig(slots=slots, max_length=longest, chunk=8, dtype="float32"),
-        "rollout": RolloutConfig(max_tokens=longest),
-        "checkpoint_every": max(steps, 1),
-        "checkpoint_seconds": 86_400.0,
-        "keep_last": 1,
-        "max_sampled": 4.0,
-    }
-    if unknown := set(changes or {}) - _SETTINGS:
-        raise UserError(f"--set: there is no setting {sorted(unknown)[0]!r} of RL")
-    return RLConfig(**{**values, **(changes or {})})
+    config = rl_settings(
+        EngineConfig(slots=slots, max_length=longest, chunk=8, dtype="float32"),
+        OptimizerConfig(learning_rate=1e-6, total_steps=steps),
+        model=str(folder / "policy"),
+        tasks=str(folder / "tasks.jsonl"),
+        num_tasks=len(workload.groups),
+        groups=groups,
+        group_size=len(workload.groups[0]),
+        rows=4,
+        row_length=longest,
+        remat="none",
+        algorithm=Algorithm(name="dapo"),
+        keep_last=1,
+        max_sampled=4.0,
+    )
+    return dataclasses.replace(config, **changes)
 
-
-_SETTINGS = {field.name for field in dataclasses.fields(RLConfig)}
 
 # --- the measurement -------------------------------------------------------------------------
 
@@ -218,11 +208,8 @@ def full_rate(config: RLConfig, workload: Workload) -> float:
         UserError: the workload has too few samples to fill the slots.
     """
     policy = load_model(config.model)
-    engines = make_engines(policy.params, policy.config, config.engine)
-    for engine in engines:
-        engine.warm_up()
+    engines = warm_engines(policy.params, policy.config, config.engine)
     watch = Watch()
-    episodes = Episodes(workload, watch)
     last: list[tuple[float, int]] = []
 
     def requests() -> Iterator[Request]:
@@ -233,10 +220,10 @@ def full_rate(config: RLConfig, workload: Workload) -> float:
             yield Request(task, prompt, 0, number, tuple(range(len(group))))
 
     async def work() -> None:
-        calls = max(len(s.script.calls) for group in workload.groups for s in group)
+        calls = max(len(script.calls) for script in workload.scripts)
         budgets = RolloutConfig(max_tokens=config.engine.max_length, max_tool_calls=calls)
-        tools = [WatchedSleep(watch, 0.0)]
-        stream = loop.rollout(engines, None, requests(), tools, budgets, episodes=episodes)
+        samples, tools = Samples(workload, watch), [WatchedSleep(watch, 0.0)]
+        stream = loop.rollout(engines, None, requests(), tools, budgets, episodes=samples)
         async with contextlib.aclosing(stream):
             async for _ in stream:
                 pass
@@ -261,8 +248,8 @@ def floor(
         update_s: seconds that an update and the publication of the new weights take together.
     """
     sampled = groups / workload.signal
-    decode = sampled * workload.per_group("tokens") / rate
-    tools = sampled * workload.per_group("seconds") / slots
+    decode = sampled * workload.tokens_per_group / rate
+    tools = sampled * workload.seconds_per_group / slots
     return {
         "decode_s": decode,
         "tools_s": tools,
@@ -281,7 +268,7 @@ def measure(
     groups: int = 8,
     slots: int = 32,
     edge: int = EDGE,
-    changes: Mapping[str, Any] | None = None,
+    changes: Mapping[str, Any] = MappingProxyType({}),
 ) -> dict[str, Any]:
     """Measures a workload, and returns the result that the command prints.
 
@@ -297,27 +284,29 @@ def measure(
     """
     write_inputs(workload, folder)
 
-    def config(steps: int, changes: Mapping[str, Any] | None) -> RLConfig:
-        return rl_config(workload, folder, steps=steps, groups=groups, slots=slots, changes=changes)
-
+    config = functools.partial(rl_config, workload, folder, groups=groups, slots=slots)
     # In a run without tool latency and with the default ``max_staleness=0``, no rollouts run during
     # an update, so nothing disturbs the time of the update.
-    alone, _ = run_rl(config(4, None), workload, folder / "alone", tool_share=0.0)
+    alone, _ = run_rl(config(steps=4, changes={}), workload, folder / "alone", tool_share=0.0)
     update_s = statistics.median(
         row["time/update"] + row["time/publish"] for row in alone.figures[1:]
     )
-    chosen = config(steps, changes)
+    chosen = config(steps=steps, changes=changes)
     least = floor(workload, groups, slots, full_rate(chosen, workload), update_s)
     run, watch = run_rl(chosen, workload, folder / "run")
     ends = run.ends[edge - 1 : len(run.ends) - edge]
     start, end = ends[0], ends[-1]
     seconds = [b - a for a, b in itertools.pairwise(ends)]
     mean, space = statistics.mean(seconds), slots * (end - start)
-    times = [name for name in run.figures[-1] if name.startswith("time/")]
+    times = {
+        name: statistics.median(row[name] for row in run.figures[edge:-edge])
+        for name in run.figures[-1]
+        if name.startswith("time/")
+    }
     return {
         "bench": "pipeline",
         "workload": workload.name,
-        "settings": dict(changes or {}),
+        "settings": dict(changes),
         "steps": len(run.ends),
         "groups": groups,
         "group_size": len(workload.groups[0]),
@@ -328,12 +317,7 @@ def measure(
         "occupied": round(within(watch.occupied, start, end) / space, 4),
         "waiting": round(within(watch.waited, start, end) / space, 4),
         "staleness": {str(age): run.ages[age] for age in sorted(run.ages)},
-        "time": {
-            name.removeprefix("time/"): round(
-                statistics.median(row[name] for row in run.figures[edge:-edge]), 4
-            )
-            for name in times
-        },
+        "time": {name.removeprefix("time/"): round(value, 4) for name, value in times.items()},
         "floor": {name: round(value, 4) for name, value in least.items()},
         "of_floor": round(least["step_s"] / mean, 4),
     }
@@ -345,9 +329,7 @@ def measure(
 def define_flags() -> None:
     """Defines the flags of the command."""
     flags.DEFINE_string("workload", "20", "5, 20, 60, or a file, see pipeline_workload")
-    flags.DEFINE_string(
-        "workdir", None, "new folder for inputs and runs; by default a temporary folder"
-    )
+    flags.DEFINE_string("workdir", None, "new folder for inputs and runs; by default temporary")
     flags.DEFINE_string("out", None, "JSON file for the result, which is printed as well")
     flags.DEFINE_integer("steps", 16, "steps of the run", lower_bound=2 * EDGE + 1)
     flags.DEFINE_integer("groups", 8, "groups that a step trains on", lower_bound=1)
@@ -382,14 +364,8 @@ def main(_: list[str]) -> None:
         folder = values.workdir or stack.enter_context(tempfile.TemporaryDirectory())
         if (Path(folder) / "run").exists():
             raise UserError(f"--workdir={folder}: contains a run; give a new folder")
-        result = measure(
-            workload,
-            Path(folder),
-            steps=values.steps,
-            groups=values.groups,
-            slots=values.slots,
-            changes=changes,
-        )
+        options = given(("steps", "groups", "slots"))
+        result = measure(workload, Path(folder), changes=changes, **options)
     report(result, out)
 
 

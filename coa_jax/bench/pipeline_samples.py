@@ -11,9 +11,8 @@ import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
-from coa_jax.bench.forced import ForcedEpisode, Sleep
+from coa_jax.bench.forced import ForcedEpisode, ForcedEpisodes, Sleep
 from coa_jax.bench.pipeline_workload import Sample, Workload
-from coa_jax.rollout import episodes
 from coa_jax.rollout.episode import Episode, ToolRequest
 from coa_jax.rollout.request import Request
 from coa_jax.tools.base import Observation, ToolContext
@@ -82,7 +81,7 @@ def within(spans: Iterable[Sequence[float]], start: float, end: float) -> float:
 
 
 @dataclasses.dataclass(frozen=True)
-class Episodes(episodes.Episodes):
+class Samples(ForcedEpisodes):
     """The samples of a workload, for the agent loop (see `coa_jax.rollout.episodes.Episodes`).
 
     Attributes:
@@ -97,15 +96,6 @@ class Episodes(episodes.Episodes):
         """Starts a sample of a group; the group's index in the workload is the id of the task."""
         forced = self.workload.groups[int(request.task.id)][sample]
         return _Episode(request, sample, forced, self.watch)
-
-    def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
-        """Returns the workload's observation in place of the tool's text."""
-        assert isinstance(episode, ForcedEpisode)
-        return list(episode.script.calls[len(episode.tool_calls)].observation), text
-
-    def frame(self, episode: Episode) -> int:
-        """Returns 0, because the workload gives all tokens of an observation."""
-        return 0
 
 
 class WatchedSleep(Sleep):

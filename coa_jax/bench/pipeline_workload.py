@@ -28,15 +28,13 @@ import numpy as np
 from absl import flags
 
 from coa_jax.bench.measure import output_path
-from coa_jax.bench.workload import Call, Script
+from coa_jax.bench.workload import FIRST_ID, Call, Script
 from coa_jax.bounds import MAX_INT
 from coa_jax.cli import run_main
 from coa_jax.errors import UserError
 from coa_jax.files import replace
 
 WORKLOADS = Path(__file__).parent / "workloads"
-FIRST_ID = 64
-"""The first token id of every observation."""
 
 GROUPS, SIZE, CALLS, SIGNAL = 240, 4, 2, 0.5
 TOOL_MEDIAN_S, TOKENS, TAIL = 0.5, 48, 8
@@ -75,25 +73,25 @@ class Workload:
         mixed = sum(len({sample.right for sample in group}) > 1 for group in self.groups)
         return mixed / len(self.groups)
 
-    def per_group(self, figure: str) -> float:
-        """Returns the mean number of sampled tokens, or of tool seconds, per group.
+    @property
+    def scripts(self) -> list[Script]:
+        """The script of each sample."""
+        return [sample.script for group in self.groups for sample in group]
 
-        Args:
-            figure: ``tokens`` for sampled tokens, ``seconds`` for tool seconds.
-        """
-        scripts = [sample.script for group in self.groups for sample in group]
-        if figure == "tokens":
-            return sum(sum(script.lengths) for script in scripts) / len(self.groups)
-        return sum(call.seconds for s in scripts for call in s.calls) / len(self.groups)
+    @property
+    def tokens_per_group(self) -> float:
+        """Mean number of sampled tokens of a group."""
+        return sum(script.generated for script in self.scripts) / len(self.groups)
+
+    @property
+    def seconds_per_group(self) -> float:
+        """Mean number of tool seconds of a group."""
+        return sum(call.seconds for s in self.scripts for call in s.calls) / len(self.groups)
 
     @property
     def longest(self) -> int:
         """Number of tokens of the longest sample, not including its prompt."""
-        return max(
-            sum(s.script.lengths) + sum(len(call.observation) for call in s.script.calls)
-            for group in self.groups
-            for s in group
-        )
+        return max(script.generated + script.observed for script in self.scripts)
 
 
 def read_workload(name: str) -> Workload:
@@ -110,10 +108,7 @@ def read_workload(name: str) -> Workload:
     try:
         value = json.loads(path.read_text())
         groups = tuple(
-            tuple(
-                Sample(_script(number, sample), bool(sample["right"]))
-                for sample in group["samples"]
-            )
+            tuple(_sample(number, sample) for sample in group["samples"])
             for number, group in enumerate(value["groups"])
         )
     except OSError as error:
@@ -125,15 +120,15 @@ def read_workload(name: str) -> Workload:
     return Workload(path.stem, groups)
 
 
-def _script(group: int, sample: Mapping[str, Any]) -> Script:
-    calls = [
+def _sample(group: int, sample: Mapping[str, Any]) -> Sample:
+    calls = tuple(
         Call(float(seconds), tuple(range(FIRST_ID, FIRST_ID + int(size))))
         for seconds, size in zip(sample["seconds"], sample["observations"], strict=True)
-    ]
+    )
     lengths = tuple(map(int, sample["lengths"]))
     if len(lengths) != len(calls) + 1 or min(lengths) < 1:
         raise ValueError(f"the lengths {lengths} do not fit a sample with {len(calls)} calls")
-    return Script(group, lengths, tuple(calls))
+    return Sample(Script(group, lengths, calls), bool(sample["right"]))
 
 
 def draw(p99: float, seed: int, name: str) -> dict[str, Any]:

@@ -35,25 +35,18 @@ import jax
 import numpy as np
 from absl import flags
 
-from coa_jax.bench.measure import (
-    compile_count,
-    output_path,
-    peak_memory_mb,
-    report,
-    reset_peak_memory,
-    spread,
-)
-from coa_jax.bench.models import Subject, define_model_flags, load_subject
+from coa_jax.bench import shapes
+from coa_jax.bench.measure import after_warm_up, given, spread
+from coa_jax.bench.models import Subject, rl_settings
 from coa_jax.bench.rollout import mean_of, run_workload
-from coa_jax.bench.shapes import define_shape_flags, given_shapes
-from coa_jax.bench.workload import Workload, read_workload
+from coa_jax.bench.workload import Workload
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.group import copies, make_engines, publish_all
 from coa_jax.errors import UserError
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.step import OptimizerConfig, TrainState, init_state
+from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.learn.update import update
 from coa_jax.model.compute import training_compute
 from coa_jax.model.remat import POLICIES
@@ -87,25 +80,27 @@ def row_lengths(workload: Workload, row_length: int, share_prompts: bool) -> tup
 
 def rl_config(
     workload: Workload,
-    shapes: EngineConfig,
+    engine: EngineConfig,
     *,
-    rows: int,
-    row_length: int,
-    share_prompts: bool,
-    remat: str,
-    steps: int,
+    rows: int = 0,
+    row_length: int = 0,
+    share_prompts: bool = True,
+    remat: str = "dots",
+    attention: str = "auto",
+    steps: int = 3,
 ) -> RLConfig:
-    """Creates the settings of a run of ``steps`` updates on the workload's groups.
+    """Creates the settings of a run on the workload's groups.
 
     Args:
         workload: a workload whose groups have the same size.
-        shapes: shapes of the engine.
+        engine: shapes of the engine.
         rows: number of rows per micro-batch; 0 puts all rows that the trajectories need into one
             micro-batch.
         row_length: number of tokens per row, see `row_lengths`.
         share_prompts: whether the samples of a group share one copy of their prompt in a row.
         remat: name of the rematerialisation policy, see `RLConfig`.
-        steps: number of updates.
+        attention: implementation of attention, see `RLConfig`.
+        steps: number of measured steps; one more step precedes them.
 
     Raises:
         UserError: the groups have different sizes, or have only one rollout.
@@ -118,27 +113,20 @@ def rl_config(
         )
     row_length, attention_length = row_lengths(workload, row_length, share_prompts)
     per_row = max(1, max(row_length, attention_length) // workload.longest)
-    return RLConfig(
-        model="",
-        tasks="arithmetic",  # required, but unused: the workload gives the trajectories
-        num_tasks=len(members),
+    return rl_settings(
+        engine,
+        OptimizerConfig(learning_rate=1e-6, total_steps=steps + 1),
         seed=workload.seed,
         groups=len(members),
         group_size=int(members[0]),
         max_sampled=1.0,
-        format_reward=False,
-        temperature=1.0,
         rows=rows or -(-len(workload.scripts) // per_row),
         row_length=row_length,
         attention_length=attention_length,
-        dtype=shapes.dtype,
         remat=remat,
+        attention=attention,
         algorithm=Algorithm(name="grpo", kl_coef=0.0),
-        optimizer=OptimizerConfig(learning_rate=1e-6, total_steps=steps),
-        engine=shapes,
         rollout=RolloutConfig(max_tokens=workload.longest),
-        checkpoint_every=steps,
-        checkpoint_seconds=86_400.0,
     )
 
 
@@ -156,48 +144,26 @@ def graded(trajectories: Sequence[Trajectory], group_size: int) -> list[list[Tra
     return [with_reward[i : i + group_size] for i in range(0, len(with_reward), group_size)]
 
 
-def measure(
-    subject: Subject,
-    workload: Workload,
-    shapes: EngineConfig,
-    *,
-    rows: int = 0,
-    row_length: int = 0,
-    share_prompts: bool = True,
-    remat: str = "dots",
-    steps: int = 3,
-    attention: str = "auto",
-) -> dict[str, Any]:
+def measure(subject: Subject, workload: Workload, config: RLConfig) -> dict[str, Any]:
     """Measures steps of RL, and returns the result that the command prints.
 
     Args:
         subject: the model, whose parameters must be float32, and are donated.
         workload: a workload whose groups have the same size.
-        shapes: shapes of the engine.
-        rows: number of rows per micro-batch; 0 puts all rows that the trajectories need into one
-            micro-batch.
-        row_length: number of tokens per row, see `row_lengths`.
-        share_prompts: whether the samples of a group share one copy of their prompt in a row.
-        remat: name of the rematerialisation policy, see `RLConfig`.
-        steps: number of measured steps.
-        attention: implementation of attention, see `RLConfig`.
+        config: settings of the run, see `rl_config`.
     """
-    config = rl_config(
-        workload,
-        shapes,
-        rows=rows,
-        row_length=row_length,
-        share_prompts=share_prompts,
-        remat=remat,
-        steps=steps + 1,
+    model, steps = subject.config, config.optimizer.total_steps - 1
+    compute = training_compute(
+        model, dtype=config.dtype, remat=config.remat, attention=config.attention
     )
-    model = subject.config
-    compute = training_compute(model, dtype=config.dtype, remat=remat, attention=attention)
     state = init_state(subject.params, config.optimizer)
-    engines = make_engines(state.params, subject.config, shapes)
+    engines = make_engines(state.params, model, config.engine)
     order = np.argsort([script.prompt for script in workload.scripts], kind="stable")
 
-    def step(state: TrainState) -> tuple[TrainState, dict[str, float]]:
+    seconds, measured, counted = [], [], after_warm_up()
+    for number in range(steps + 1):
+        if number == 1:  # the first step compiles the programs
+            counted = after_warm_up()
         times = [time.perf_counter()]
         publish_all(engines, state.params)
         jax.block_until_ready(copies(engines))
@@ -211,25 +177,19 @@ def measure(
         state, _, stats = update(config, state, model, groups, compute)
         times.append(time.perf_counter())
         publish_s, rollout_s, update_s = np.diff(times).tolist()
-        step_s = times[-1] - times[0]
-        return state, {
-            "step_s": step_s,
-            "publish_s": publish_s,
-            "rollout_s": rollout_s,
-            "decode_s": mean_of(engines, "decode_s"),
-            "extend_s": mean_of(engines, "extend_s"),
-            "update_s": update_s,
-            "tokens_per_s": workload.generated_tokens / step_s,
-            "logp_gap_max": stats["mismatch/abs_logp_max"],
-        }
-
-    state, first = step(state)
-    compile_count()
-    reset_peak_memory()
-    compiled, measured = compile_count(), []
-    for _ in range(steps):
-        state, figures = step(state)
-        measured.append(figures)
+        seconds.append(times[-1] - times[0])
+        measured.append(
+            {
+                "step_s": seconds[-1],
+                "publish_s": publish_s,
+                "rollout_s": rollout_s,
+                "decode_s": mean_of(engines, "decode_s"),
+                "extend_s": mean_of(engines, "extend_s"),
+                "update_s": update_s,
+                "tokens_per_s": workload.generated_tokens / seconds[-1],
+                "logp_gap_max": stats["mismatch/abs_logp_max"],
+            }
+        )
     return {
         "bench": "rl",
         "model": subject.name,
@@ -237,23 +197,21 @@ def measure(
         "rollouts": len(workload.scripts),
         "group_size": config.group_size,
         "generated_tokens": workload.generated_tokens,
-        **dataclasses.asdict(shapes),
+        **dataclasses.asdict(config.engine),
         "rows": config.rows,
         "row_length": config.row_length,
         "attention_length": config.attention_length,
-        "remat": remat,
+        "remat": config.remat,
         "steps": steps,
-        "first_step_s": round(first["step_s"], 2),
-        **{name: spread(figures[name] for figures in measured) for name in measured[0]},
-        "compiles_after_warmup": compile_count() - compiled,
-        "peak_rss_mb": round(peak_memory_mb(), 1),
+        "first_step_s": round(seconds[0], 2),
+        **{name: spread(figures[name] for figures in measured[1:]) for name in measured[0]},
+        **counted(),
     }
 
 
 def define_flags() -> None:
     """Defines the flags of the command."""
-    define_model_flags()
-    define_shape_flags()
+    shapes.define_flags()
     flags.DEFINE_integer("rows", 0, "rows per micro-batch; 0 for the whole batch", lower_bound=0)
     flags.DEFINE_integer("row_length", 0, "tokens per row; 0 fits a group", lower_bound=0)
     flags.DEFINE_bool("share_prompts", True, "store the prompt of a group's samples once per row")
@@ -264,22 +222,15 @@ def define_flags() -> None:
 def main(_: list[str]) -> None:
     """Runs the command."""
     values = flags.FLAGS
-    out = output_path(values.out)
+    options = given(("rows", "row_length", "share_prompts", "remat", "attention"))
+
+    def measured(subject: Subject, workload: Workload, engine: EngineConfig) -> dict[str, Any]:
+        return measure(
+            subject, workload, rl_config(workload, engine, steps=values.repeats, **options)
+        )
+
     # As in `coa_jax.rl`, parameters are float32 for any dtype of the matmul operands.
-    subject = load_subject(values.model, values.random, "float32")
-    workload = read_workload(values.workload, subject.config.vocab_size)
-    result = measure(
-        subject,
-        workload,
-        given_shapes(values, workload),
-        rows=values.rows,
-        row_length=values.row_length,
-        share_prompts=values.share_prompts,
-        remat=values.remat,
-        steps=values.repeats,
-        attention=values.attention,
-    )
-    report(result, out)
+    shapes.run_command(measured, "float32")
 
 
 if __name__ == "__main__":

@@ -39,22 +39,14 @@ import jax
 import numpy as np
 from absl import flags
 
-from coa_jax.bench.forced import ForcedEpisodes, Sleep
-from coa_jax.bench.measure import (
-    compile_count,
-    output_path,
-    peak_memory_mb,
-    report,
-    reset_peak_memory,
-    spread,
-)
-from coa_jax.bench.models import Subject, define_model_flags, load_subject
-from coa_jax.bench.shapes import define_shape_flags, given_shapes
-from coa_jax.bench.workload import Workload, read_workload
+from coa_jax.bench.forced import Rollouts, Sleep
+from coa_jax.bench.measure import after_warm_up, spread
+from coa_jax.bench.models import Subject, warm_engines
+from coa_jax.bench.shapes import define_flags, run_command
+from coa_jax.bench.workload import Workload
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
-from coa_jax.engine.group import make_engines
 from coa_jax.learn.batch import pack, split_rows, trajectory_example
 from coa_jax.learn.logps import token_logps
 from coa_jax.model.compute import local_compute
@@ -68,6 +60,7 @@ from coa_jax.trajectory import Author, Trajectory
 def run_workload(
     engines: Sequence[Engine],
     workload: Workload,
+    temperature: float = 1.0,
     on_finish: Callable[[Trajectory], None] = lambda trajectory: None,
 ) -> list[Trajectory]:
     """Runs a workload in the same agent loop as in training.
@@ -76,12 +69,13 @@ def run_workload(
         engines: engines without stop tokens, whose slots are free and have at least
             ``workload.longest`` positions.
         workload: the workload to run.
+        temperature: sampling temperature.
         on_finish: function that is called with each trajectory when the trajectory finishes.
 
     Returns:
         A trajectory for each rollout, in the order of the workload.
     """
-    episodes = ForcedEpisodes(workload)
+    episodes = Rollouts(workload, temperature)
     calls = max(len(script.calls) for script in workload.scripts)
     config = RolloutConfig(max_tokens=engines[0].config.max_length, max_tool_calls=calls)
     finished = []
@@ -177,24 +171,12 @@ def measure(
         shapes: shapes of the engines.
         repeats: number of measured repetitions.
     """
-    compile_count()
     began = time.perf_counter()
-    engines = make_engines(subject.params, subject.config, shapes)
-    for engine in engines:
-        engine.warm_up()
+    engines = warm_engines(subject.params, subject.config, shapes)
     warm_up = time.perf_counter() - began
-    reset_peak_memory()
-    compiled = compile_count()
-    runs: list[dict[str, float]] = []
-    trajectories: list[Trajectory] = []
-    for _ in range(repeats):
-        figures, trajectories = measure_once(engines, workload)
-        runs.append(figures)
-    after = {
-        "compiles_after_warmup": compile_count() - compiled,
-        "peak_rss_mb": round(peak_memory_mb(), 1),
-        "logp_gap_max": logp_gap(subject, trajectories, shapes.dtype),
-    }
+    counted = after_warm_up()
+    measured = [measure_once(engines, workload) for _ in range(repeats)]
+    runs, trajectories = [figures for figures, _ in measured], measured[-1][1]
     return {
         "bench": "rollout",
         "model": subject.name,
@@ -205,24 +187,15 @@ def measure(
         "generated_tokens": workload.generated_tokens,
         "prefill_tokens_needed": workload.prefill_tokens,
         **{name: spread(run[name] for run in runs) for name in runs[0]},
-        **after,
+        **counted(),
+        "logp_gap_max": logp_gap(subject, trajectories, shapes.dtype),
     }
-
-
-def define_flags() -> None:
-    """Defines the flags of the command."""
-    define_model_flags()
-    define_shape_flags()
 
 
 def main(_: list[str]) -> None:
     """Runs the command."""
     values = flags.FLAGS
-    out = output_path(values.out)
-    subject = load_subject(values.model, values.random, values.dtype)
-    workload = read_workload(values.workload, subject.config.vocab_size)
-    shapes = given_shapes(values, workload)
-    report(measure(subject, workload, shapes, values.repeats), out)
+    run_command(functools.partial(measure, repeats=values.repeats), values.dtype)
 
 
 if __name__ == "__main__":

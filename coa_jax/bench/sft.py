@@ -23,12 +23,11 @@ import numpy as np
 from absl import flags
 
 from coa_jax.bench.measure import (
-    compile_count,
+    after_warm_up,
+    given,
     output_path,
     peak_flops,
-    peak_memory_mb,
     report,
-    reset_peak_memory,
     spread,
 )
 from coa_jax.bench.models import Subject, define_model_flags, load_subject
@@ -37,11 +36,32 @@ from coa_jax.learn.batch import Example, pack, split_rows
 from coa_jax.learn.losses import SFTLoss
 from coa_jax.learn.step import OptimizerConfig, init_state, train_step
 from coa_jax.model.compute import training_compute
-from coa_jax.model.config import LoraConfig
 from coa_jax.model.costs import train_flops
-from coa_jax.model.params import split_trained
 from coa_jax.model.remat import POLICIES
 from coa_jax.parallel.chips import stated_flops
+
+
+@dataclasses.dataclass(frozen=True)
+class Work:
+    """The training steps to measure.
+
+    Attributes:
+        batch: number of sequences per step.
+        length: number of tokens per sequence.
+        rows: number of sequences per micro-batch.
+        dtype: dtype of the matmul operands, see `SFTConfig`.
+        remat: name of the rematerialisation policy, see `SFTConfig`.
+        steps: number of measured steps.
+        attention: implementation of attention, see `SFTConfig`.
+    """
+
+    batch: int
+    length: int
+    rows: int
+    dtype: str
+    remat: str
+    steps: int = 3
+    attention: str = "auto"
 
 
 def random_examples(vocab_size: int, batch: int, length: int) -> list[Example]:
@@ -57,68 +77,41 @@ def random_examples(vocab_size: int, batch: int, length: int) -> list[Example]:
     return [Example(row, np.ones(length, np.float32), zeros, zeros) for row in tokens]
 
 
-def measure(
-    subject: Subject,
-    *,
-    batch: int,
-    length: int,
-    rows: int,
-    dtype: str,
-    remat: str,
-    steps: int,
-    attention: str = "auto",
-    lora_rank: int = 0,
-) -> dict[str, Any]:
+def measure(subject: Subject, work: Work) -> dict[str, Any]:
     """Measures training steps, and returns the result that the command prints.
 
     Args:
         subject: the model, whose parameters must be float32, and are donated.
-        batch: number of sequences per step.
-        length: number of tokens per sequence.
-        rows: number of sequences per micro-batch.
-        dtype: dtype of the matmul operands, see `SFTConfig`.
-        remat: name of the rematerialisation policy, see `SFTConfig`.
-        steps: number of measured steps.
-        attention: implementation of attention, see `SFTConfig`.
-        lora_rank: rank of LoRA adapters for all projections; 0 trains all parameters.
+        work: the steps.
     """
-    batches = split_rows(
-        pack(random_examples(subject.config.vocab_size, batch, length), length), rows
-    )
+    batch, length, steps = work.batch, work.length, work.steps
+    examples = random_examples(subject.config.vocab_size, batch, length)
+    batches = split_rows(pack(examples, length), work.rows)
     optimizer = OptimizerConfig(learning_rate=1e-5, total_steps=steps + 1)
-    model = dataclasses.replace(subject.config, lora=LoraConfig(lora_rank))
-    compute = training_compute(model, dtype=dtype, remat=remat, attention=attention)
-    trained, frozen = split_trained(subject.params, model, seed=0)
-    state = init_state(trained, optimizer, frozen)
-    compile_count()
-    compiled, seconds = 0, []
+    model = subject.config
+    compute = training_compute(model, dtype=work.dtype, remat=work.remat, attention=work.attention)
+    state = init_state(subject.params, optimizer)
+    seconds, counted = [], after_warm_up()
     for step in range(steps + 1):
-        if step == 1:
-            reset_peak_memory()
-            compiled = compile_count()
+        if step == 1:  # the first step compiles the program
+            counted = after_warm_up()
         began = time.perf_counter()
         # `train_step` returns statistics on the host, so the computation has ended here.
         state, stats = train_step(
             state, batches, loss=SFTLoss(), model=model, compute=compute, optimizer=optimizer
         )
         seconds.append(time.perf_counter() - began)
-    compiled, memory = compile_count() - compiled, peak_memory_mb()
+    counts = counted()  # before the peak FLOP rate is measured
     lengths, losses = [length] * batch, batch * (length - 1)
-    flops = train_flops(subject.config, lengths, losses, adapters=bool(lora_rank))
-    peak, stated = peak_flops(dtype), stated_flops(jax.devices()[:1])
+    flops = train_flops(model, lengths, losses)
+    peak, stated = peak_flops(work.dtype), stated_flops(jax.devices()[:1])
     measured = seconds[1:]
     speed = spread(flops / s / 1e9 for s in measured)
     return {
         "bench": "sft",
         "model": subject.name,
-        "batch": batch,
-        "length": length,
-        "rows": rows,
-        "dtype": dtype,
-        "remat": remat,
-        "lora_rank": lora_rank,
+        **dataclasses.asdict(work),
         "attention": compute.attention,
-        "steps": steps,
         "first_step_s": round(seconds[0], 2),
         "step_s": spread(measured),
         "tokens_per_s": spread(batch * length / s for s in measured),
@@ -126,8 +119,7 @@ def measure(
         "peak_gflop_s": round(peak / 1e9, 1),
         "share_of_peak": round(speed["median"] * 1e9 / peak, 3),
         "mfu": round(speed["median"] * 1e9 / stated, 4) if stated else None,
-        "compiles_after_warmup": compiled,
-        "peak_rss_mb": round(memory, 1),
+        **counts,
         "loss": stats["loss"],
     }
 
@@ -139,7 +131,6 @@ def define_flags() -> None:
     flags.DEFINE_integer("length", 256, "tokens per sequence", lower_bound=2)
     flags.DEFINE_integer("rows", 0, "sequences per micro-batch; 0 for the batch", lower_bound=0)
     flags.DEFINE_enum("remat", "dots", list(POLICIES), "what the backward pass recomputes")
-    flags.DEFINE_integer("lora_rank", 0, "rank of LoRA adapters; 0 for none", lower_bound=0)
     flags.DEFINE_string("attention", "auto", "attention kernel, see docs/kernels.md")
     flags.DEFINE_integer("steps", 3, "number of measured steps", lower_bound=1)
 
@@ -150,18 +141,9 @@ def main(_: list[str]) -> None:
     out = output_path(values.out)
     # As in `coa_jax.sft`, parameters are float32 for any dtype of the matmul operands.
     subject = load_subject(values.model, values.random, "float32")
-    result = measure(
-        subject,
-        batch=values.batch,
-        length=values.length,
-        rows=values.rows or values.batch,
-        dtype=values.dtype,
-        remat=values.remat,
-        steps=values.steps,
-        attention=values.attention,
-        lora_rank=values.lora_rank,
-    )
-    report(result, out)
+    flag_values = given(field.name for field in dataclasses.fields(Work))
+    work = Work(**{**flag_values, "rows": values.rows or values.batch})
+    report(measure(subject, work), out)
 
 
 if __name__ == "__main__":

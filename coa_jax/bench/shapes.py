@@ -1,13 +1,15 @@
-"""Defines the flags of the rollout benchmarks for the workload and the engine's shapes."""
+"""The flags of the benchmarks that run a workload on engines, and the shapes of these engines."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from absl import flags
 
-from coa_jax.bench.workload import Workload
+from coa_jax.bench.measure import given, output_path, report
+from coa_jax.bench.models import Subject, define_model_flags, load_subject
+from coa_jax.bench.workload import Workload, read_workload
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 
@@ -15,42 +17,48 @@ from coa_jax.errors import UserError
 flags.disclaim_key_flags()
 
 
-def define_shape_flags() -> None:
-    """Defines the command-line flags for the workload, the engine and the number of repetitions."""
+def define_flags() -> None:
+    """Defines the flags of a benchmark that measures a workload several times."""
+    define_model_flags()
     flags.DEFINE_string("workload", None, "JSON file of the workload", required=True)
-    flags.DEFINE_integer(
-        "slots", 0, "sequences in progress at a time; 0 for min(rollouts, 32)", lower_bound=0
-    )
     flags.DEFINE_integer("chunk", 8, "tokens that the device decodes per call", lower_bound=1)
-    flags.DEFINE_integer(
-        "max_length", 0, "positions per slot; 0 for the longest rollout", lower_bound=0
-    )
     flags.DEFINE_multi_integer(
         "extend_buckets", [], "tokens that a prefill program processes (repeatable)", lower_bound=1
     )
-    flags.DEFINE_integer(
-        "pages", 0, "pages of a KV cache that slots share; 0 for unshared pages", lower_bound=0
-    )
-    flags.DEFINE_integer(
-        "engines", 0, "engines that share the slots; 0 for the platform's default", lower_bound=0
-    )
+    for name, about in (
+        ("slots", "sequences in progress at a time; 0 for min(rollouts, 32)"),
+        ("max_length", "positions per slot; 0 for the longest rollout"),
+        ("pages", "pages of a KV cache that slots share; 0 for unshared pages"),
+        ("engines", "engines that share the slots; 0 for the platform's default"),
+    ):
+        flags.DEFINE_integer(name, 0, about, lower_bound=0)
     flags.DEFINE_enum("cache_dtype", "", ["", "float32", "bfloat16", "int8"], "dtype of the cache")
     flags.DEFINE_integer("repeats", 3, "number of measured runs", lower_bound=1)
 
 
-def given_shapes(values: Any, workload: Workload) -> EngineConfig:
-    """Returns the shapes of an engine that the flags of `define_shape_flags` describe.
+def run_command(
+    measure: Callable[[Subject, Workload, EngineConfig], dict[str, Any]], dtype: str
+) -> None:
+    """Loads the model and the workload that the flags name, and reports the measurement.
 
     Args:
-        values: the values of the command-line flags.
-        workload: the workload, whose rollouts must fit into a slot.
+        measure: function that measures a workload, and returns the result.
+        dtype: dtype of the parameters.
 
     Raises:
-        UserError: a rollout is longer than ``--max_length``.
+        UserError: the model or the workload cannot be read, or does not fit the other flags.
     """
+    values = flags.FLAGS
+    out = output_path(values.out)
+    subject = load_subject(values.model, values.random, dtype)
+    workload = read_workload(values.workload, subject.config.vocab_size)
     names = ("chunk", "dtype", "max_length", "extend_buckets", "pages", "cache_dtype", "engines")
-    chosen = {name: getattr(values, name) for name in names}
-    return engine_shapes(workload, slots=values.slots or min(len(workload.scripts), 32), **chosen)
+    shapes = engine_shapes(
+        workload,
+        slots=values.slots or min(len(workload.scripts), 32),
+        **given(names),
+    )
+    report(measure(subject, workload, shapes), out)
 
 
 def engine_shapes(

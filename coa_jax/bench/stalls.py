@@ -14,11 +14,13 @@ measurement is given as median, minimum and maximum:
                                negative if the other rollouts gain from the waiting rollout's share
     wall_s, wall_s_quick       seconds until all rollouts have finished
     compiles_after_warmup      programs compiled in all repeats together; should be 0
+    peak_rss_mb                peak resident memory in all repeats together, in 10^6 bytes
 """
 
 from __future__ import annotations
 
 import dataclasses
+import functools
 import statistics
 import time
 from collections.abc import Sequence
@@ -26,15 +28,14 @@ from typing import Any
 
 from absl import flags
 
-from coa_jax.bench.measure import compile_count, output_path, report, spread
-from coa_jax.bench.models import Subject, define_model_flags, load_subject
+from coa_jax.bench.measure import after_warm_up, spread
+from coa_jax.bench.models import Subject, warm_engines
 from coa_jax.bench.rollout import run_workload
-from coa_jax.bench.shapes import define_shape_flags, given_shapes
-from coa_jax.bench.workload import Call, Workload, read_workload
+from coa_jax.bench.shapes import define_flags, run_command
+from coa_jax.bench.workload import Call, Workload
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
-from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
 from coa_jax.trajectory import Trajectory
 
@@ -86,9 +87,9 @@ def throughput(engines: Sequence[Engine], workload: Workload, apart: int) -> tup
     def ended(trajectory: Trajectory) -> None:
         ends[trajectory.sample_id] = time.perf_counter() - began
 
-    run_workload(engines, workload, ended)
+    run_workload(engines, workload, on_finish=ended)
     others = [number for number in ends if number != apart]
-    tokens = sum(sum(workload.scripts[number].lengths) for number in others)
+    tokens = sum(workload.scripts[number].generated for number in others)
     return tokens / max(ends[number] for number in others), max(ends.values())
 
 
@@ -114,11 +115,8 @@ def measure(
             f"--slots={shapes.slots}: give one slot for each of the {len(workload.scripts)} "
             "rollouts, so that no rollout waits for a slot"
         )
-    compile_count()
-    engines: list[Engine] = make_engines(subject.params, subject.config, shapes)
-    for engine in engines:
-        engine.warm_up()
-    compiled = compile_count()
+    engines = warm_engines(subject.params, subject.config, shapes)
+    counted = after_warm_up()
     runs: dict[str, list[float]] = {}
     for _ in range(repeats):
         for suffix, chosen in (("", workload), ("_quick", quick)):
@@ -136,24 +134,14 @@ def measure(
         "slow_tool_s": max(c.seconds for script in workload.scripts for c in script.calls),
         "lost": round(lost, 4),
         **{name: spread(values) for name, values in runs.items()},
-        "compiles_after_warmup": compile_count() - compiled,
+        **counted(),
     }
-
-
-def define_flags() -> None:
-    """Defines the flags of the command."""
-    define_model_flags()
-    define_shape_flags()
 
 
 def main(_: list[str]) -> None:
     """Runs the command."""
     values = flags.FLAGS
-    out = output_path(values.out)
-    subject = load_subject(values.model, values.random, values.dtype)
-    workload = read_workload(values.workload, subject.config.vocab_size)
-    shapes = given_shapes(values, workload)
-    report(measure(subject, workload, shapes, values.repeats), out)
+    run_command(functools.partial(measure, repeats=values.repeats), values.dtype)
 
 
 if __name__ == "__main__":

@@ -23,21 +23,31 @@ which may need the length of the prompts, or check their own totals.
 from __future__ import annotations
 
 import dataclasses
-import itertools
 import json
 import reprlib
-from collections.abc import Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import numpy as np
 from absl import flags
 
-from coa_jax.bench.measure import output_path
-from coa_jax.bounds import MAX_INT, Seed, check
+from coa_jax.bench.measure import given, output_path
+from coa_jax.bounds import (
+    MAX_INT,
+    Between,
+    Bounded,
+    Count,
+    Items,
+    Natural,
+    NotNegative,
+    Seed,
+    check,
+)
 from coa_jax.cli import run_main
 from coa_jax.errors import UserError
 from coa_jax.files import read_json_object, replace
+from coa_jax.settings import build
 
 
 @dataclasses.dataclass(frozen=True)
@@ -68,6 +78,21 @@ class Script:
     lengths: tuple[int, ...]
     calls: tuple[Call, ...]
 
+    @property
+    def generated(self) -> int:
+        """Number of tokens that the rollout samples."""
+        return sum(self.lengths)
+
+    @property
+    def observed(self) -> int:
+        """Number of tokens that all calls return."""
+        return sum(len(call.observation) for call in self.calls)
+
+    @property
+    def seconds(self) -> float:
+        """Number of seconds that all calls sleep."""
+        return sum(call.seconds for call in self.calls)
+
 
 @dataclasses.dataclass(frozen=True)
 class Workload:
@@ -88,19 +113,17 @@ class Workload:
     @property
     def generated_tokens(self) -> int:
         """Number of tokens that all rollouts sample."""
-        return sum(sum(script.lengths) for script in self.scripts)
+        return sum(script.generated for script in self.scripts)
 
     @property
     def prefill_tokens(self) -> int:
         """Minimum number of tokens to prefill; each prompt and each observation counts once."""
         prompts = sum(len(self.prompts[i]) for i in {script.prompt for script in self.scripts})
-        calls = itertools.chain.from_iterable(script.calls for script in self.scripts)
-        return prompts + sum(len(call.observation) for call in calls)
+        return prompts + sum(script.observed for script in self.scripts)
 
     def length(self, script: Script) -> int:
         """Returns the number of tokens of a rollout, including its prompt."""
-        observed = sum(len(call.observation) for call in script.calls)
-        return len(self.prompts[script.prompt]) + sum(script.lengths) + observed
+        return len(self.prompts[script.prompt]) + script.generated + script.observed
 
     @property
     def longest(self) -> int:
@@ -117,87 +140,67 @@ def read_workload(path: str | Path, vocab_size: int) -> Workload:
     Raises:
         UserError: the file cannot be read, or is not a workload for this vocabulary.
     """
-    path = Path(path)
-    reader = _Reader(path, vocab_size)
-    data = read_json_object(path, limit=None)
+    return _parsed(read_json_object(Path(path), limit=None), vocab_size, Path(path))
+
+
+def _parsed(data: dict[str, Any], vocab_size: int, path: Path) -> Workload:
+    """Checks the JSON object of a workload; a `UserError` names the place of a wrong value."""
+    where = f"{path}: "
     prompts = tuple(
-        reader.ids(ids, f"prompts[{i}]") for i, ids in enumerate(reader.list_of(data, "prompts"))
+        _ids(ids, vocab_size, f"{where}prompts[{i}]")
+        for i, ids in enumerate(_value(data, "prompts", list, where))
     )
     scripts = tuple(
-        reader.script(value, len(prompts), f"rollouts[{i}]")
-        for i, value in enumerate(reader.list_of(data, "rollouts"))
+        _script(value, len(prompts), vocab_size, f"{where}rollouts[{i}].")
+        for i, value in enumerate(_value(data, "rollouts", list, where))
     )
     if not scripts:
         raise UserError(f"{path}: rollouts is empty; there is nothing to run")
-    seed = reader.number(data, "seed", int, 0)
-    check(seed, Seed, f"{path}: seed")
-    return Workload(str(data.get("name", path.stem)), seed, prompts, scripts)
+    return Workload(
+        str(data.get("name", path.stem)), _value(data, "seed", Seed, where), prompts, scripts
+    )
 
 
-@dataclasses.dataclass(frozen=True)
-class _Reader:
-    """Reads JSON values; a `UserError` names the position of an invalid value in the file."""
+def _script(value: Any, prompts: int, vocab_size: int, where: str) -> Script:
+    lengths, calls = [], []
+    for i, turn in enumerate(_value(value, "turns", list, where)):
+        at = f"{where}turns[{i}]."
+        lengths.append(_value(turn, "gen_tokens", Count, at))
+        seconds = _value(turn, "tool_latency_s", NotNegative, at)
+        ids = _ids(_value(turn, "observation", list, at), vocab_size, f"{at}observation")
+        calls.append(Call(seconds, ids))
+    lengths.append(_value(value, "final_gen_tokens", Count, where))
+    prompt = _value(value, "prompt", Annotated[int, Between(0, prompts - 1)], where)
+    return Script(prompt, tuple(lengths), tuple(calls))
 
-    path: Path
-    vocab_size: int
 
-    def script(self, value: Any, prompts: int, where: str) -> Script:
-        prompt = self.number(value, "prompt", int, 0, where)
-        if prompt >= prompts:
-            raise UserError(f"{self.path}: {where}.prompt is {prompt}; it must be below {prompts}")
-        lengths, calls = [], []
-        for i, turn in enumerate(self.list_of(value, "turns", where)):
-            at = f"{where}.turns[{i}]"
-            lengths.append(self.number(turn, "gen_tokens", int, 1, at))
-            seconds = self.number(turn, "tool_latency_s", float, 0, at)
-            ids = self.ids(self.list_of(turn, "observation", at), f"{at}.observation")
-            calls.append(Call(seconds, ids))
-        lengths.append(self.number(value, "final_gen_tokens", int, 1, where))
-        return Script(prompt, tuple(lengths), tuple(calls))
+def _value(value: Any, key: str, kind: Any, where: str) -> Any:
+    """Returns the value of a key, which must obey an annotation."""
+    if not isinstance(value, dict) or key not in value:
+        raise UserError(f"{where}{key} is missing; see coa_jax/bench/workload.py")
+    return check(value[key], kind, f"{where}{key}")
 
-    def get(self, value: Any, key: str, where: str) -> tuple[Any, str]:
-        """Returns the value of a key, and its position in the file."""
-        name = f"{where}.{key}" if where else key
-        if not isinstance(value, dict) or key not in value:
-            raise UserError(f"{self.path}: {name} is missing; see coa_jax/bench/workload.py")
-        return value[key], name
 
-    def list_of(self, value: Any, key: str, where: str = "") -> list[Any]:
-        found, name = self.get(value, key, where)
-        if not isinstance(found, list):
-            raise UserError(f"{self.path}: {name} is {str(found)[:40]!r}, not a list")
-        return found
-
-    def number(self, value: Any, key: str, kind: type, least: int, where: str = "") -> Any:
-        found, name = self.get(value, key, where)
-        right = isinstance(found, int if kind is int else (int, float))
-        if not right or isinstance(found, bool) or not least <= found < float("inf"):
-            what = "a whole number" if kind is int else "a number"
-            shown = reprlib.repr(found)
-            raise UserError(f"{self.path}: {name} is {shown}; it must be {what} from {least}")
-        return found
-
-    def ids(self, found: Any, where: str) -> tuple[int, ...]:
-        if not isinstance(found, list) or not found:
-            raise UserError(f"{self.path}: {where} is not a list of token ids with at least one")
-        for token in found:
-            if type(token) is not int or not 0 <= token < self.vocab_size:
-                shown = reprlib.repr(token)
-                raise UserError(
-                    f"{self.path}: {where} holds {shown}, and the model's ids go from 0 to "
-                    f"{self.vocab_size - 1}; draw a workload for this vocabulary (--vocab_size)"
-                )
-        return tuple(found)
+def _ids(found: Any, vocab_size: int, where: str) -> tuple[int, ...]:
+    if not isinstance(found, list) or not found:
+        raise UserError(f"{where} is not a list of token ids with at least one")
+    for token in found:
+        if type(token) is not int or not 0 <= token < vocab_size:
+            raise UserError(
+                f"{where} holds {reprlib.repr(token)}, and the model's ids go from 0 to "
+                f"{vocab_size - 1}; draw a workload for this vocabulary (--vocab_size)"
+            )
+    return tuple(found)
 
 
 # --- writing -------------------------------------------------------------------------------
 
-_FIRST_ID = 64  # smaller ids are control tokens in many vocabularies
+FIRST_ID = 64  # smaller ids are control tokens in many vocabularies
 _QUICK_TOOL = 0.1
 
 
 @dataclasses.dataclass(frozen=True)
-class Recipe:
+class Recipe(Bounded):
     """The parameters of the distribution from which a workload is drawn at random.
 
     Numbers of tokens are drawn uniformly from ranges that include both ends.
@@ -217,31 +220,34 @@ class Recipe:
             other calls then take 0.1 s. With 0, all latencies are drawn from ``tool_seconds``.
     """
 
-    rollouts: int = 32
-    group_size: int = 4
-    prompt_tokens: int = 384
-    turns: int = 3
-    gen_tokens: tuple[int, int] = (24, 72)
-    tool_seconds: tuple[float, float] = (0.05, 2.0)
-    observation_tokens: tuple[int, int] = (32, 128)
-    final_tokens: tuple[int, int] = (16, 32)
-    vocab_size: int = 49152
-    slow_tool: float = 0.0
+    rollouts: Count = 32
+    group_size: Count = 4
+    prompt_tokens: Count = 384
+    turns: Natural = 3
+    gen_tokens: Annotated[tuple[Count, ...], Items(2, 2)] = (24, 72)
+    tool_seconds: Annotated[tuple[NotNegative, ...], Items(2, 2)] = (0.05, 2.0)
+    observation_tokens: Annotated[tuple[Count, ...], Items(2, 2)] = (32, 128)
+    final_tokens: Annotated[tuple[Count, ...], Items(2, 2)] = (16, 32)
+    vocab_size: Annotated[int, Between(FIRST_ID + 1, MAX_INT)] = 49152
+    slow_tool: NotNegative = 0.0
 
     def __post_init__(self) -> None:
+        """Checks that the parameters fit together."""
+        super().__post_init__()
+        for name in ("gen_tokens", "tool_seconds", "observation_tokens", "final_tokens"):
+            low, high = getattr(self, name)
+            if low > high:
+                raise UserError(f"{name} is {low},{high}; give the minimum before the maximum")
         if self.rollouts % self.group_size:
             raise UserError(
-                f"--rollouts={self.rollouts} is not a multiple of --group_size={self.group_size}"
+                f"rollouts is {self.rollouts}; give a multiple of group_size ({self.group_size})"
             )
-        if self.vocab_size <= _FIRST_ID:
-            raise UserError(f"--vocab_size={self.vocab_size}: give more than {_FIRST_ID}")
         if self.slow_tool and not self.turns:
-            raise UserError("--slow_tool needs a tool call: give --turns=1 or more")
+            raise UserError("slow_tool needs a tool call; give turns=1 or more")
 
 
 PRESETS = {
     "W1": Recipe(),
-    "W1s": Recipe(rollouts=8),
     "tiny": Recipe(
         rollouts=4,
         group_size=2,
@@ -266,10 +272,11 @@ def draw(recipe: Recipe, name: str, seed: int) -> dict[str, Any]:
     random = np.random.default_rng(seed)
 
     def ids(size: int) -> list[int]:
-        return random.integers(_FIRST_ID, recipe.vocab_size, size).tolist()
+        return random.integers(FIRST_ID, recipe.vocab_size, size).tolist()
 
-    def whole(bounds: tuple[int, int]) -> int:
-        return int(random.integers(*bounds, endpoint=True))
+    def whole(bounds: tuple[int, ...]) -> int:
+        low, high = bounds
+        return int(random.integers(low, high, endpoint=True))
 
     def seconds() -> float:
         low, high = recipe.tool_seconds
@@ -295,20 +302,19 @@ def draw(recipe: Recipe, name: str, seed: int) -> dict[str, Any]:
     ]
     if recipe.slow_tool:
         rollouts[0]["turns"][0]["tool_latency_s"] = recipe.slow_tool
-    return {
+    drawn = {
         "name": name,
         "seed": seed,
         "vocab": recipe.vocab_size,
         "prompt_len": recipe.prompt_tokens,
-        "totals": totals(prompts, rollouts),
+        "totals": {},
         "prompts": prompts,
         "rollouts": rollouts,
     }
+    return {**drawn, "totals": totals(_parsed(drawn, recipe.vocab_size, Path(name)))}
 
 
-def totals(
-    prompts: Sequence[Sequence[int]], rollouts: Sequence[dict[str, Any]]
-) -> dict[str, int | float]:
+def totals(workload: Workload) -> dict[str, int | float]:
     """Returns the totals of a workload's rollouts.
 
     Returns:
@@ -322,24 +328,17 @@ def totals(
         - ``tool_seconds_longest``: latency of all calls of the rollout whose calls take longest in
           total.
     """
-    generated = once = again = 0
-    waits = []
-    for rollout in rollouts:
-        context = len(prompts[rollout["prompt"]])
-        for turn in rollout["turns"]:
-            again += context
-            once += len(turn["observation"])
-            generated += turn["gen_tokens"]
-            context += turn["gen_tokens"] + len(turn["observation"])
-        again += context
-        generated += rollout["final_gen_tokens"]
-        waits.append(sum(turn["tool_latency_s"] for turn in rollout["turns"]))
+    again = 0
+    for script in workload.scripts:
+        again += (context := len(workload.prompts[script.prompt]))
+        for length, call in zip(script.lengths, script.calls, strict=False):
+            again += (context := context + length + len(call.observation))
     return {
-        "generated": generated,
-        "prefill_once": once + sum(map(len, prompts)),
+        "generated": workload.generated_tokens,
+        "prefill_once": workload.prefill_tokens,
         "prefill_again": again,
-        "tool_seconds": round(sum(waits), 3),
-        "tool_seconds_longest": round(max(waits), 3),
+        "tool_seconds": round(sum(script.seconds for script in workload.scripts), 3),
+        "tool_seconds_longest": round(max(script.seconds for script in workload.scripts), 3),
     }
 
 
@@ -351,45 +350,36 @@ def define_flags() -> None:
     flags.DEFINE_enum("preset", "W1", list(PRESETS), "recipe that the other flags override")
     flags.DEFINE_string("out", None, "file to write", required=True)
     flags.DEFINE_integer("seed", 0, "seed of all random numbers", 0, MAX_INT)
-    flags.DEFINE_integer("rollouts", None, "number of rollouts", lower_bound=1)
-    flags.DEFINE_integer("group_size", None, "rollouts per prompt", lower_bound=1)
-    flags.DEFINE_integer("prompt_tokens", None, "tokens per prompt", lower_bound=1)
-    flags.DEFINE_integer("turns", None, "tool calls per rollout", lower_bound=0)
-    flags.DEFINE_list("gen_tokens", None, "range of tokens sampled before a call, e.g. 24,72")
-    flags.DEFINE_list("tool_seconds", None, "range of the latency of a call, e.g. 0.05,2")
-    flags.DEFINE_list("observation_tokens", None, "range of tokens of a result, e.g. 32,128")
-    flags.DEFINE_list("final_tokens", None, "range of tokens after the last call, e.g. 16,32")
-    flags.DEFINE_integer("vocab_size", None, "all token ids are below this number", lower_bound=1)
-    flags.DEFINE_float(
-        "slow_tool", None, "seconds of one call; all other calls take 0.1 s", lower_bound=0.0
-    )
+    for name, about in (
+        ("rollouts", "number of rollouts"),
+        ("group_size", "rollouts per prompt"),
+        ("prompt_tokens", "tokens per prompt"),
+        ("turns", "tool calls per rollout"),
+        ("vocab_size", "all token ids are below this number"),
+    ):
+        flags.DEFINE_integer(name, None, about)
+    for name, about in (
+        ("gen_tokens", "range of tokens sampled before a call, e.g. 24,72"),
+        ("tool_seconds", "range of the latency of a call, e.g. 0.05,2"),
+        ("observation_tokens", "range of tokens of a result, e.g. 32,128"),
+        ("final_tokens", "range of tokens after the last call, e.g. 16,32"),
+    ):
+        flags.DEFINE_string(name, None, about)
+    flags.DEFINE_float("slow_tool", None, "seconds of one call; all other calls take 0.1 s")
 
 
-def given_recipe(values: Any) -> Recipe:
-    """Returns the recipe that the command-line flags describe.
+def given_recipe(preset: str, changes: Mapping[str, Any]) -> Recipe:
+    """Returns the recipe of a preset, of which the command line changes some parameters.
+
+    Args:
+        preset: a key of `PRESETS`.
+        changes: values of flags by name; None for a flag that is not given.
 
     Raises:
-        UserError: a range is not two numbers in ascending order, or flags contradict each other.
+        UserError: a value is out of bounds, or values contradict each other.
     """
-    chosen: dict[str, Any] = {}
-    for field in dataclasses.fields(Recipe):
-        value = getattr(values, field.name)
-        if isinstance(value, list):
-            value = _bounds(field.name, value, float if field.name == "tool_seconds" else int)
-        if value is not None:
-            chosen[field.name] = value
-    return dataclasses.replace(PRESETS[values.preset], **chosen)
-
-
-def _bounds(name: str, texts: Sequence[str], kind: type) -> tuple[Any, Any]:
-    try:
-        low, high = map(kind, texts)
-    except ValueError:
-        low, high = 1, 0
-    if not (0 if kind is float else 1) <= low <= high < float("inf"):
-        example = "0.05,2" if kind is float else "24,72"
-        raise UserError(f"--{name}={','.join(texts)}: give minimum and maximum, e.g. {example}")
-    return low, high
+    chosen = {name: value for name, value in changes.items() if value is not None}
+    return build(Recipe, {**dataclasses.asdict(PRESETS[preset]), **chosen}, "workload")
 
 
 def main(_: list[str]) -> None:
@@ -397,7 +387,8 @@ def main(_: list[str]) -> None:
     values = flags.FLAGS
     path = output_path(values.out)
     assert path is not None  # the flag is required
-    recipe = given_recipe(values)
+    names = (field.name for field in dataclasses.fields(Recipe))
+    recipe = given_recipe(values.preset, given(names))
     name = values.preset if recipe == PRESETS[values.preset] else path.stem
     workload = draw(recipe, name, values.seed)
     replace(path, (json.dumps(workload) + "\n").encode())

@@ -102,8 +102,14 @@ def runs_here(kind: Kind, name: str, head_dim: int) -> tuple[list[Compute], str]
     return [], why
 
 
-def _label(name: str, compute: Compute) -> str:
-    return f"{name} {compute.dtype}" + (" interpreted" if compute.interpret else "")
+def _found(kind: Kind, names: Sequence[str], head_dim: int) -> Iterator[tuple[str, Compute | str]]:
+    """Yields (label, `Compute` to check), or (name, reason why the implementation cannot run)."""
+    for name in names or implementations(kind):
+        computes, why = runs_here(kind, name, head_dim)
+        if not computes:
+            yield name, why
+        for compute in computes:
+            yield f"{name} {compute.dtype}{' interpreted' if compute.interpret else ''}", compute
 
 
 # --- whole sequences -----------------------------------------------------------------------
@@ -116,14 +122,13 @@ def causal_checks(length: int, names: Sequence[str] = ()) -> Iterator[Check]:
         length: number of tokens of a row.
         names: names of the implementations to check; () checks all implementations.
     """
-    for name in names or implementations("causal"):
-        computes, why = runs_here("causal", name, 64)
-        if not computes:
-            yield Check(GROUP, f"causal {name}", "skip", why)
-        for compute in computes:
-            for packed in (True, False):
-                label = f"causal {_label(name, compute)}, {length} tokens"
-                yield _causal(label, compute, length, packed)
+    for name, compute in _found("causal", names, 64):
+        if isinstance(compute, str):
+            yield Check(GROUP, f"causal {name}", "skip", compute)
+            continue
+        for packed in (True, False):
+            label = f"causal {name}, {length} tokens{', packed' if packed else ''}"
+            yield _causal(label, compute, length, packed)
 
 
 def _causal(name: str, compute: Compute, length: int, packed: bool) -> Check:
@@ -167,7 +172,7 @@ def _causal(name: str, compute: Compute, length: int, packed: bool) -> Check:
         if not why and not measured[f"d{letter}"] <= limit / 2 and rest <= limit:
             sign = " (wrong sign)" if factor < 0 else ""
             why = f"the gradient of {letter} is {factor:.3g} times the right one{sign}"
-    return within(GROUP, f"{name}{', packed' if packed else ''}", measured, limits, why)
+    return within(GROUP, name, measured, limits, why)
 
 
 # --- a cache in pages ----------------------------------------------------------------------
@@ -179,13 +184,12 @@ def paged_checks(names: Sequence[str] = ()) -> Iterator[Check]:
     Args:
         names: names of the implementations to check; () checks all implementations.
     """
-    for name in names or implementations("paged"):
-        computes, why = runs_here("paged", name, 128)
-        if not computes:
-            yield Check(GROUP, f"paged {name}", "skip", why)
-        for compute in computes:
-            for new, what in ((1, "decode"), (5, "extend")):
-                yield _paged(f"paged {_label(name, compute)}, {what}", compute, new)
+    for name, compute in _found("paged", names, 128):
+        if isinstance(compute, str):
+            yield Check(GROUP, f"paged {name}", "skip", compute)
+            continue
+        for new, what in ((1, "decode"), (5, "extend")):
+            yield _paged(f"paged {name}, {what}", compute, new)
 
 
 def _paged(name: str, compute: Compute, new: int) -> Check:
@@ -277,16 +281,12 @@ def _fitting(
     part = slice(None), slice(0, 48)
     if q.shape[1] > 48:  # a part is enough for the search
         out, q, k, v, right = out[part], q[part], k[part], v[part], right[:, :48, :48]
-    powers = np.linspace(-8, 8, 33)
-    best = powers[int(np.argmin([error(power) for power in powers]))]
-    low, high = best - 0.5, best + 0.5
-    while high - low > 1e-5:
-        third = (high - low) / 3
-        if error(low + third) < error(high - third):
-            high -= third
-        else:
-            low += third
-    factor = 2 ** float((low + high) / 2)
+    power, width = 0.0, 8.0
+    while width > 1e-5:
+        powers = power + np.linspace(-width, width, 33)
+        power = float(powers[int(np.argmin([error(power) for power in powers]))])
+        width /= 16
+    factor = 2**power
     if _far(out, numpy_attention(q, k, v, right, factor=factor)[0]) <= limit:
         return f"the scores are {factor:.3g} times the right ones (wrong scale)"
     return ""

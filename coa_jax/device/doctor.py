@@ -25,10 +25,12 @@ from __future__ import annotations
 
 import argparse
 import collections
+import contextlib
 import dataclasses
 import os
 import sys
 import time
+from importlib import metadata
 from pathlib import Path
 from typing import Any
 
@@ -84,16 +86,14 @@ def check_device(out: str) -> int:
     failed = [check.name for check in checks if check.verdict == "FAIL"]
     seconds = time.monotonic() - began
     said = ", ".join(f"{count} {verdict}" for verdict, count in number.items())
-    write_json(
-        path,
-        {
-            **facts,
-            "seconds": round(seconds, 1),
-            "ok": not failed,
-            "checks": [dataclasses.asdict(check) for check in checks],
-            "tracebacks": traces,
-        },
-    )
+    report = {
+        **facts,
+        "seconds": round(seconds, 1),
+        "ok": not failed,
+        "checks": [dataclasses.asdict(check) for check in checks],
+        "tracebacks": traces,
+    }
+    write_json(path, report)
     print(f"{said} in {seconds:.0f} s; {path} has all figures", flush=True)
     if failed:
         print("FAILED: " + "; ".join(failed))
@@ -101,24 +101,18 @@ def check_device(out: str) -> int:
 
 
 def _facts(jax: Any) -> dict[str, str]:
-    from importlib.metadata import PackageNotFoundError, version
-
     from coa_jax.engine.memory import size
 
-    def installed(name: str) -> str:
-        try:
-            return f"{name} {version(name)}"
-        except PackageNotFoundError:
-            return ""
-
+    versions = []
+    for name in ("coa_jax", "jax", "jaxlib", "libtpu", "flax", "numpy"):
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            versions.append(f"{name} {metadata.version(name)}")
     device = jax.local_devices()[0]
     stats = (device.memory_stats() or {}) if device.platform != "cpu" else {}
     facts = {
         "device": f"{jax.local_device_count()} x {device.device_kind} ({device.platform})",
         "runtime": device.client.platform_version.splitlines()[0][:100],
-        "versions": ", ".join(
-            filter(None, map(installed, ("coa_jax", "jax", "jaxlib", "libtpu", "flax", "numpy")))
-        ),
+        "versions": ", ".join(versions),
         "python": sys.version.split()[0],
     }
     if "bytes_limit" in stats:

@@ -16,22 +16,23 @@ from typing import Any
 import jax
 import numpy as np
 
+from coa_jax.bench.models import rl_settings
+from coa_jax.bench.rollout import run_workload
+from coa_jax.bench.workload import Call, Script, Workload
 from coa_jax.device.attention import runs_here
 from coa_jax.device.checks import Check, within
-from coa_jax.engine.config import EngineConfig, SamplingParams
+from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Batch, Example, pack, split_rows, trajectory_example
 from coa_jax.learn.experience import score
 from coa_jax.learn.losses import SFTLoss
-from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import OptimizerConfig, init_state, train_step
 from coa_jax.learn.update import update
 from coa_jax.model.compute import REFERENCE, Compute, local_compute, training_compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params, init_params
-from coa_jax.rollout.request import RolloutConfig
-from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
+from coa_jax.trajectory import Reward, Trajectory
 
 SAMPLING, TRAINING = "sampler against trainer", "training steps"
 MODEL = ModelConfig("llama", 512, 256, 512, 2, 4, 2, 128)
@@ -80,7 +81,7 @@ def computes() -> Iterator[tuple[Compute, Compute | None]]:
 
 
 def sampled(params: Params, dtype: str, compute: Compute | None) -> tuple[list[Trajectory], str]:
-    """Samples a group of trajectories from one prompt.
+    """Samples a group of trajectories from one prompt, in the agent loop of a run.
 
     Each trajectory has two turns, with an observation between them.
 
@@ -93,60 +94,23 @@ def sampled(params: Params, dtype: str, compute: Compute | None) -> tuple[list[T
         The trajectories, and the name of the engine's attention implementation.
     """
     rng = np.random.default_rng(3)
-    prompt = rng.integers(0, MODEL.vocab_size, 41).tolist()
+
+    def ids(size: int) -> tuple[int, ...]:
+        return tuple(rng.integers(0, MODEL.vocab_size, size).tolist())
+
+    prompt = ids(41)
+    scripts = [
+        Script(0, (23 + 5 * sample,) * 2, (Call(0.0, ids(9 + sample)),))
+        for sample in range(GROUP_SIZE)
+    ]
     shapes = EngineConfig(
         GROUP_SIZE, LENGTH, 8, (64,), 16, dtype=dtype, page_size=16, decode_programs=1
     )
     engine = Engine(params, MODEL, shapes, compute=compute)
-    tokens = [list(prompt) for _ in range(GROUP_SIZE)]
-    authors = [[Author.PROMPT] * len(prompt) for _ in tokens]
-    logps = [[0.0] * len(prompt) for _ in tokens]
-    engine.extend([(0, 0, prompt)])
-    engine.fork(0, range(1, GROUP_SIZE), len(prompt))
-    for slot in range(GROUP_SIZE):
-        engine.start(
-            slot,
-            len(prompt),
-            last_token=prompt[-1],
-            limit=LENGTH,
-            key=(0, 1, slot),
-            sampling=SamplingParams(TEMPERATURE),
-        )
-    for turn in range(2):
-        for slot in range(GROUP_SIZE):
-            engine.set_limit(slot, len(tokens[slot]) + 23 + 5 * slot)
-            engine.set_active(slot, True)
-        while engine.any_active:
-            chunk = engine.decode()
-            for slot, count in enumerate(chunk.count):
-                tokens[slot] += chunk.tokens[slot, :count].tolist()
-                authors[slot] += [Author.POLICY] * count
-                logps[slot] += chunk.logps[slot, :count].tolist()
-        if turn:
-            break
-        for slot in range(GROUP_SIZE):
-            seen = rng.integers(0, MODEL.vocab_size, 9 + slot).tolist()
-            engine.extend([(slot, len(tokens[slot]) - 1, [tokens[slot][-1], *seen])])
-            tokens[slot] += seen
-            authors[slot] += [Author.ENVIRONMENT] * len(seen)
-            logps[slot] += [0.0] * len(seen)
+    workload = Workload("device", 0, (prompt,), tuple(scripts))
     group = [
-        Trajectory(
-            task_id="device",
-            sample_id=slot,
-            question="",
-            protocol="generalist",
-            tokens=np.asarray(tokens[slot]),
-            author=np.asarray(authors[slot]),
-            logp=np.asarray(logps[slot]),
-            text="",
-            segments=(),
-            tool_calls=(),
-            stop_reason=StopReason.LENGTH,
-            reward=Reward(float(slot % 2)),
-            gold=(),
-        )
-        for slot in range(GROUP_SIZE)
+        dataclasses.replace(one, reward=Reward(float(one.sample_id % 2)))
+        for one in run_workload([engine], workload, TEMPERATURE)
     ]
     return group, engine.compute.attention
 
@@ -237,29 +201,21 @@ def rl_steps(
         The statistics of the steps, and a number in nats per token: how much more the steps raised
         the mean log-probability of rewarded samples than that of the other samples.
     """
-    config = RLConfig(
-        model="none",
-        tasks="none",
-        num_tasks=1,
-        seed=0,
+    config = rl_settings(
+        EngineConfig(GROUP_SIZE, LENGTH, dtype=compute.dtype),
+        OPTIMIZER,
         groups=1,
         group_size=GROUP_SIZE,
-        format_reward=False,
         temperature=TEMPERATURE,
         rows=1,
         row_length=ROW,
-        dtype=compute.dtype,
         remat="none",
         algorithm=Algorithm("dapo", overlong_buffer=0),
-        optimizer=OPTIMIZER,
-        engine=EngineConfig(GROUP_SIZE, LENGTH),
-        rollout=RolloutConfig(LENGTH, 3, 48),
-        checkpoint_every=1,
     )
-    signs = []
-    for reward in (1.0, 0.0):
-        chosen = [one for one in group if one.reward is not None and one.reward.value == reward]
-        signs.append(_batch(chosen))
+    signs = [
+        _batch([one for one in group if one.reward is not None and one.reward.value == reward])
+        for reward in (1.0, 0.0)
+    ]
 
     def preference(params: Params) -> float:
         right, wrong = (
@@ -316,13 +272,11 @@ def _steps(
     name: str, found: Sequence[dict[str, float]], right: Sequence[dict[str, float]], limit: float
 ) -> Check:
     measured: dict[str, float] = {}
-    limits: dict[str, float] = {}
     for number, (mine, theirs) in enumerate(zip(found, right, strict=True), 1):
         loss = abs(mine["loss"] - theirs["loss"]) / max(abs(theirs["loss"]), 0.1)
         norm = abs(mine["optim/grad_norm"] / theirs["optim/grad_norm"] - 1)
         measured |= {f"loss {number}": loss, f"gradient {number}": norm}
-        limits |= dict.fromkeys((f"loss {number}", f"gradient {number}"), limit)
-    return within(TRAINING, name, measured, limits)
+    return within(TRAINING, name, measured, dict.fromkeys(measured, limit))
 
 
 def all_checks() -> Iterator[Check]:

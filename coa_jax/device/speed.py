@@ -19,18 +19,16 @@ from coa_jax.aot.estimate import analyse
 from coa_jax.aot.slices import TPUS, Slice
 from coa_jax.bench import decode, sft
 from coa_jax.bench.measure import read_bandwidth
-from coa_jax.bench.models import Subject, load_subject
+from coa_jax.bench.models import Subject, random_subject
 from coa_jax.device.checks import Check, Verdict
 from coa_jax.engine.memory import size
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import init_params
+from coa_jax.model.shapes import ARCHITECTURES
 from coa_jax.parallel.chips import CHIPS, KINDS, Chip
 
 GROUP = "speed and memory"
-SMALL = ModelConfig("llama", 4096, 256, 1024, 4, 4, 2, 64)
-"""The model for measurements on a CPU."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,75 +36,64 @@ class Work:
     """The model and the sizes with which the speed of a device is measured.
 
     Attributes:
-        model: name of a published architecture; "" for `SMALL`.
-        dtype: dtype of the matmul operands.
-        remat: rematerialisation policy of the training step.
-        batch: number of sequences in a training step.
-        rows: number of sequences in a micro-batch.
-        length: number of tokens of a sequence in training.
-        decode: batch sizes (numbers of sequences) for which decoding is measured.
-        prompt: number of prompt tokens of a sequence in decoding.
-        new: number of tokens that are decoded per sequence.
+        name: name of the model.
+        model: architecture of the model.
+        step: the training steps.
+        batches: batch sizes (numbers of sequences) for which decoding is measured.
+        decoding: the decoding of each sequence.
     """
 
-    model: str
-    dtype: str
-    remat: str
-    batch: int
-    rows: int
-    length: int
-    decode: tuple[int, ...]
-    prompt: int
-    new: int
+    name: str
+    model: ModelConfig
+    step: sft.Work
+    batches: tuple[int, ...]
+    decoding: decode.Work
 
 
-ON_CPU = Work("", "float32", "dots", 4, 2, 256, (1, 8), 64, 16)
-ON_ACCELERATOR = Work("qwen2.5-0.5b", "bfloat16", "dots", 16, 4, 2048, (1, 32), 512, 128)
+ON_CPU = Work(
+    "small",
+    ModelConfig("llama", 4096, 256, 1024, 4, 4, 2, 64),
+    sft.Work(4, 256, 2, "float32", "dots"),
+    (1, 8),
+    decode.Work(64, 16, 16, "float32"),
+)
+ON_ACCELERATOR = Work(
+    "qwen2.5-0.5b",
+    ARCHITECTURES["qwen2.5-0.5b"],
+    sft.Work(16, 2048, 4, "bfloat16", "dots"),
+    (1, 32),
+    decode.Work(512, 128, 16, "bfloat16"),
+)
 
 
 def all_checks() -> Iterator[Check]:
     """Measures peak rates, a training step and decoding on the first device of this process."""
     device = jax.local_devices()[0]
-    work = ON_CPU if device.platform == "cpu" else ON_ACCELERATOR
-    subject, stated = _subject(work), KINDS.get(device.device_kind)
-    bandwidth = read_bandwidth(128 if device.platform == "cpu" else 2048)
+    on_cpu = device.platform == "cpu"
+    work, stated = ON_CPU if on_cpu else ON_ACCELERATOR, KINDS.get(device.device_kind)
+    subject = random_subject(f"random {work.name}", work.model, "float32")
+    bandwidth = read_bandwidth(128 if on_cpu else 2048)
     # A training step donates its parameters.
     copies = jax.tree.map(lambda x: x.copy(), subject.params)
-    step = sft.measure(
-        dataclasses.replace(subject, params=copies),
-        batch=work.batch,
-        length=work.length,
-        rows=work.rows,
-        dtype=work.dtype,
-        remat=work.remat,
-        steps=3,
-    )
-    used = _used(device)
+    step = sft.measure(dataclasses.replace(subject, params=copies), work.step)
+    stats = None if on_cpu else device.memory_stats()
+    used = float(stats["peak_bytes_in_use"]) if stats else None
     flops = step["peak_gflop_s"] * 1e9
     yield from _limits(flops, bandwidth, stated)
-    yield _compiled_once(step)
-    predicted = prediction(work, subject.config, device, stated, flops, bandwidth)
+    number = step["compiles_after_warmup"]
+    text = f"{number} programs were compiled after the first step"
+    verdict: Verdict = "FAIL" if number else "pass"
+    yield Check(GROUP, "training compiles once", verdict, text, {"compiles": number})
+    predicted = prediction(work.step, subject.config, device, stated, flops, bandwidth)
     yield from _beside(step, used, predicted)
     yield from _decoding(subject, work)
 
 
-def _subject(work: Work) -> Subject:
-    if work.model:
-        return load_subject(None, work.model, "float32")
-    params = jax.jit(init_params, static_argnums=0)(SMALL, jax.random.key(0))
-    return Subject("random small", SMALL, jax.device_put(params, jax.local_devices()[0]))
-
-
-def _used(device: Any) -> float | None:
-    """Returns the peak memory of the device so far, in bytes; None if it does not report memory."""
-    stats = None if device.platform == "cpu" else device.memory_stats()
-    return float(stats["peak_bytes_in_use"]) if stats else None
-
-
 def _limits(flops: float, bandwidth: float, stated: str | None) -> Iterator[Check]:
-    values = (("matmul rate", flops, "flops"), ("read bandwidth", bandwidth, "hbm_bandwidth"))
-    for name, value, field in values:
-        unit = "FLOP/s" if field == "flops" else "B/s"
+    for name, value, field, unit in (
+        ("matmul rate", flops, "flops", "FLOP/s"),
+        ("read bandwidth", bandwidth, "hbm_bandwidth", "B/s"),
+    ):
         text, verdict, figures = f"{value:.3g} {unit}", "pass", {"measured": value}
         if stated:
             peak = getattr(CHIPS[stated], field) / CHIPS[stated].devices
@@ -116,15 +103,8 @@ def _limits(flops: float, bandwidth: float, stated: str | None) -> Iterator[Chec
         yield Check(GROUP, name, verdict, text, figures)  # type: ignore[arg-type]
 
 
-def _compiled_once(step: dict[str, Any]) -> Check:
-    number = step["compiles_after_warmup"]
-    text = f"{number} programs were compiled after the first step"
-    verdict: Verdict = "FAIL" if number else "pass"
-    return Check(GROUP, "training compiles once", verdict, text, {"compiles": number})
-
-
 def prediction(
-    work: Work,
+    work: sft.Work,
     model: ModelConfig,
     device: Any,
     stated: str | None,
@@ -142,13 +122,9 @@ def prediction(
         flops: measured matmul rate in FLOP/s, which is used for an unknown chip.
         bandwidth: measured read bandwidth in bytes/s, which is used for an unknown chip.
     """
-    kind, peaks = stated or "measured", None
-    if stated is None:
-        peaks = Chip(flops, 1 << 50, bandwidth, 1.0)
-    shape = (1,) if kind not in TPUS else tuple(1 for _ in device.coords)
-    if kind in ("v5e", "v6e"):
-        shape = shape[:2]
-    where = Slice("this device", kind, shape, peaks)
+    peaks = None if stated else Chip(flops, 1 << 50, bandwidth, 1.0)
+    axes = 1 if stated not in TPUS else 2 if stated in ("v5e", "v6e") else 3
+    where = Slice("this device", stated or "measured", (1,) * axes, peaks)
     devices = [device] if where.tpu else jax.local_devices(backend="cpu")[:1]
     config = SFTConfig(
         model="random",
@@ -173,7 +149,7 @@ def _beside(step: dict[str, Any], used: float | None, predicted: dict[str, Any])
 
     Args:
         step: result of `bench.sft.measure`.
-        used: result of `_used`.
+        used: peak memory of the device in bytes; None if the device does not report its memory.
         predicted: result of `prediction`.
     """
     (program,) = predicted["programs"]
@@ -201,16 +177,9 @@ def _beside(step: dict[str, Any], used: float | None, predicted: dict[str, Any])
 
 
 def _decoding(subject: Subject, work: Work) -> Iterator[Check]:
-    params = jax.tree.map(lambda x: x.astype(work.dtype), subject.params)
-    measured = decode.measure(
-        dataclasses.replace(subject, params=params),
-        work.decode,
-        prompt=work.prompt,
-        new=work.new,
-        chunk=16,
-        dtype=work.dtype,
-        repeats=3,
-    )
+    params = jax.tree.map(lambda x: x.astype(work.decoding.dtype), subject.params)
+    subject = dataclasses.replace(subject, params=params)
+    measured = decode.measure(subject, work.batches, work.decoding)
     for result in measured["batches"]:
         floor = result["floor_ms"]
         least, share = max(floor.values()), result["share_of_floor"]
@@ -219,10 +188,7 @@ def _decoding(subject: Subject, work: Work) -> Iterator[Check]:
             f"{step:.3g} ms per token, {share:.0%} of the limit ({least:.3g} ms: "
             f"{floor['read']:.3g} to read, {floor['compute']:.3g} to compute)"
         )
-        figures = {
-            "ms": step,
-            "limit ms": least,
-            "prefill": result["prefill_tokens_per_s"]["median"],
-        }
+        prefill = result["prefill_tokens_per_s"]["median"]
+        figures = {"ms": step, "limit ms": least, "prefill": prefill}
         name = f"decoding, batch {result['batch']}"
         yield Check(GROUP, name, "pass" if share > 0.4 else "look", text, figures)

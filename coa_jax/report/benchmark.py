@@ -10,14 +10,19 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax import files
-from coa_jax.report.charts import Interval, Series, interval_bar, line_chart, number
-from coa_jax.report.page import table, whole_page
-from coa_jax.report.traces import escape
+from coa_jax.report.charts import Series, line_chart, number
+from coa_jax.report.page import (
+    NONE,
+    escape,
+    facts,
+    fixed,
+    rate_cells,
+    save_page,
+    table,
+    whole_page,
+)
 
 MOST_TASKS = 2000
-_NONE = "\u2013"
-_MARKS = {None: ("", "?"), True: ("correct", "\u2713"), False: ("wrong", "\u2717")}
 _STYLE = """
 .marks { white-space: normal; letter-spacing: 3px; } .marks span { font-weight: 700; }
 .correct { color: var(--good); } .wrong { color: var(--bad); }
@@ -37,9 +42,7 @@ def write_page(outcome: Mapping[str, Any], path: Path) -> Path:
     Returns:
         The path of the page.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    files.replace(path, page(outcome).encode("utf-8", "replace"))
-    return path
+    return save_page(path, page(outcome))
 
 
 def page(outcome: Mapping[str, Any]) -> str:
@@ -54,14 +57,14 @@ def page(outcome: Mapping[str, Any]) -> str:
         _left_out(figures),
         _tasks(outcome["tasks"], figures["by"]),
     ]
-    return whole_page(stage, sections, style=_STYLE, script="")
+    return whole_page(stage, sections, style=_STYLE, script=False)
 
 
 def _header(
     stage: str, settings: Mapping[str, Any], figures: Mapping[str, Any], not_plain: Sequence[str]
 ) -> str:
     sampling = settings.get("sampling") or {}
-    facts = {
+    found = {
         "policy": settings.get("policy"),
         "tasks": settings.get("tasks"),
         "samples": f"{figures['tasks']:,} tasks, {len(figures['rounds'])} each",
@@ -71,12 +74,8 @@ def _header(
         "tokens": (settings.get("rollout") or {}).get("max_tokens"),
         "not a plain pass@1": ", ".join(not_plain),
     }
-    shown = "".join(
-        f"<div><dt>{name}</dt><dd>{escape(str(value))}</dd></div>"
-        for name, value in facts.items()
-        if value not in (None, "")
-    )
-    return f'<header><h1>{escape(stage)}</h1><dl class="facts">{shown}</dl></header>'
+    shown = ((name, str(value)) for name, value in found.items() if value not in (None, ""))
+    return f"<header><h1>{escape(stage)}</h1>{facts(shown)}</header>"
 
 
 def _headline(figures: Mapping[str, Any]) -> str:
@@ -96,12 +95,8 @@ def _headline(figures: Mapping[str, Any]) -> str:
 
 
 def _rate_row(name: str, entry: Mapping[str, Any]) -> list[str]:
-    low, high = entry["ci95"]
-    value = entry["pass_at_1"]
-    error = _NONE if entry["se"] is None else f"{entry['se']:.3f}"
-    bar = "" if value is None else interval_bar(Interval(name, value, low, high))
-    shown = "not graded" if value is None else f"<strong>{value:.3f}</strong>"
-    return [escape(name), shown, bar, error, f"{entry['n']:,}"]
+    rate, _, plot = rate_cells(name, entry["pass_at_1"], entry["ci95"])
+    return [escape(name), rate, plot, fixed(entry["se"], 3, NONE), f"{entry['n']:,}"]
 
 
 def _several(figures: Mapping[str, Any]) -> str:
@@ -113,49 +108,42 @@ def _several(figures: Mapping[str, Any]) -> str:
     ]
     for name, e in scaling.items():
         tasks = f"{e['n']:,}" + (f" ({e['ungraded']:,} ungraded)" if e["ungraded"] else "")
-        rows.append([escape(name), _rate(e["pass_at_1"]), _error(e["se"]), tasks])
+        rate = fixed(e["pass_at_1"], 3, "not graded")
+        rows.append([escape(name), rate, _error(e["se"]), tasks])
     chart = ""
     if len(at) > 1:
-        curve = Series(
-            "pass@k", tuple(float(k) for k in at), tuple(e["value"] for e in at.values())
-        )
-        chart = line_chart("pass@k over k", [curve])
+        rates = tuple(entry["value"] for entry in at.values())
+        chart = line_chart("pass@k over k", [Series("pass@k", tuple(map(float, at)), rates)])
     shown = table("Test-time scaling", ["several samples", "", "error", "tasks"], rows)
     return f'<h2>Test-time scaling</h2><div class="columns">{shown}{chart}</div>'
 
 
-def _rate(value: float | None) -> str:
-    return "not graded" if value is None else f"{value:.3f}"
-
-
-def _share(value: float | None) -> str:
-    return _NONE if value is None else f"{value:.1%}"
-
-
 def _error(value: float | None) -> str:
-    return _NONE if value is None else f"\u00b1 {value:.3f}"
+    return NONE if value is None else f"\u00b1 {value:.3f}"
 
 
 def _breakdown(by: Mapping[str, Mapping[str, Any]]) -> str:
-    tables = []
-    for field, groups in by.items():
-        rows = [_rate_row(name, entry) for name, entry in groups.items()]
-        head = [field, "pass@1", "95 %", "error", "tasks"]
-        tables.append(table(f"Results by {field}", head, rows))
-    if not tables:
-        return ""
-    return f'<h2>Results by group</h2><div class="columns">{"".join(tables)}</div>'
+    tables = [
+        table(
+            f"Results by {field}",
+            [field, "pass@1", "95 %", "error", "tasks"],
+            [_rate_row(name, entry) for name, entry in groups.items()],
+        )
+        for field, groups in by.items()
+    ]
+    shown = f'<h2>Results by group</h2><div class="columns">{"".join(tables)}</div>'
+    return shown if tables else ""
 
 
 def _costs(figures: Mapping[str, Any]) -> str:
-    cost = figures["costs"]
+    cost, valid = figures["costs"], figures["format_valid"]
     rows = [
         ["policy tokens per sample", number(cost["tokens_per_sample"])],
         ["all tokens per sample", number(cost["length_per_sample"])],
         ["tool calls per sample", number(cost["calls_per_sample"])],
         ["tokens per solved sample", number(cost["tokens_per_solved"])],
         ["tool calls per solved sample", number(cost["calls_per_solved"])],
-        ["samples that obey the protocol", _share(figures["format_valid"])],
+        ["samples that obey the protocol", NONE if valid is None else f"{valid:.1%}"],
     ]
     calls = []
     for name, entry in cost["tools"].items():
@@ -202,18 +190,19 @@ def _tasks(tasks: Sequence[Mapping[str, Any]], by: Mapping[str, Any]) -> str:
     rows = []
     for task in tasks[:MOST_TASKS]:
         samples = task["samples"]
-        values = [sample["value"] for sample in samples]
-        marks = "".join(_mark(None if value is None else value == 1.0) for value in values)
+        marks = "".join(_mark(sample["value"]) for sample in samples)
         tokens = sum(sample["tokens"] for sample in samples) / len(samples) if samples else None
-        fields = [escape(str(task.get(field, _NONE))) for field in by]
-        rows.append([escape(str(task["id"])), *fields, f'<span class="marks">{marks}</span>',
-                     number(tokens)])  # fmt: skip
+        fields = [escape(str(task.get(field, NONE))) for field in by]
+        shown = f'<span class="marks">{marks}</span>'
+        rows.append([escape(str(task["id"])), *fields, shown, number(tokens)])
     more = len(tasks) - len(rows)
     note = f'<p class="dim">{more:,} more are in the result file.</p>' if more > 0 else ""
     shown = table("Tasks", ["task", *by, "samples", "tokens"], rows, "detail tasks")
     return f"<h2>Tasks</h2>{shown}{note}"
 
 
-def _mark(solved: bool | None) -> str:
-    kind, sign = _MARKS[solved]
+def _mark(value: float | None) -> str:
+    if value is None:
+        return '<span class="">?</span>'
+    kind, sign = ("correct", "\u2713") if value == 1.0 else ("wrong", "\u2717")
     return f'<span class="{kind}">{sign}</span>'

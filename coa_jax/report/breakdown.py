@@ -5,38 +5,40 @@ Each column is a policy. Each row is a kind of question, a tool, a stop reason o
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from coa_jax.report.charts import number
-from coa_jax.report.page import table
-from coa_jax.report.traces import escape
-
-_NONE = "\u2013"
+from coa_jax.report.page import NONE, as_number, escape, fixed, table
 
 
-def breakdown(summary: Mapping[str, Any], stages: Sequence[str], titles: Mapping[str, str]) -> str:
+def breakdown(summary: Mapping[str, Any], titles: Mapping[str, str]) -> str:
     """Renders a table with the details of each evaluated stage; "" if no stage has details.
 
     Args:
         summary: content of summary.json.
-        stages: names of the stages, in the order of the table's columns.
-        titles: titles of stages by name; a stage without a title is shown under its name.
+        titles: maps the name of each stage to its title, in the order of the table's columns.
     """
-    found = {stage: summary.get(f"{stage}_details") for stage in stages}
-    details = {stage: block for stage, block in found.items() if isinstance(block, Mapping)}
+    details = {stage: _mapping(summary.get(f"{stage}_details")) for stage in titles}
+    details = {stage: block for stage, block in details.items() if block}
     if not details:
         return ""
-    head = ["", *(titles.get(stage, stage) for stage in details)]
+    head = ["", *(titles[stage] for stage in details)]
+    blocks = list(details.values())
+    at_k = _rows(blocks, "pass_at_k", lambda k: f"pass@{k}", lambda v: fixed(v, 3, NONE))
     rows = [
-        *_rows(details, "pass_at_k", lambda k: f"pass@{k}", _number3, skip=("1",)),
-        *_rows(details, "by_hops", _hops, _rate),
-        *_tools(details),
-        *_rows(details, "stops", lambda name: f"stop: {name}", number),
-        *_single(details, "tokens_per_solved", "tokens per solved task"),
-        *_single(details, "ungraded", "ungraded samples"),
+        *(row for row in at_k if row[0] != "pass@1"),  # the table of results has pass@1
+        *_rows(blocks, "by_hops", _hops, _rate),
+        *_rows(blocks, "tools", lambda name: f"{name}: calls", _calls),
+        *_rows(blocks, "stops", lambda name: f"stop: {name}", _amount),
     ]
-    kinds = _rows(details, "by_kind", str, _rate)
+    for key, title in (
+        ("tokens_per_solved", "tokens per solved task"),
+        ("ungraded", "ungraded samples"),
+    ):
+        if any(values := [block.get(key) for block in blocks]):
+            rows.append([title, *map(_amount, values)])
+    kinds = _rows(blocks, "by_kind", str, _rate)
     more = ""
     if kinds:
         more = (
@@ -48,38 +50,26 @@ def breakdown(summary: Mapping[str, Any], stages: Sequence[str], titles: Mapping
 
 
 def _rows(
-    details: Mapping[str, Mapping[str, Any]],
+    blocks: list[Mapping[str, Any]],
     group: str,
     title: Callable[[str], str],
     show: Callable[[Any], str],
-    skip: Sequence[str] = (),
 ) -> list[list[str]]:
     """Returns a row for each name in a group of the details, such as ``by_hops``."""
-    groups = {stage: _mapping(block.get(group)) for stage, block in details.items()}
-    names = dict.fromkeys(name for values in groups.values() for name in values)
+    groups = [_mapping(block.get(group)) for block in blocks]
+    names = {name for values in groups for name in values}
     return [
-        [escape(title(name)), *(show(values[name]) if name in values else _NONE
-                                for values in groups.values())]
+        [escape(title(name)), *(show(v[name]) if name in v else NONE for v in groups)]
         for name in sorted(names, key=lambda name: (len(name) if name.isdigit() else 0, name))
-        if name not in skip
-    ]  # fmt: skip
-
-
-def _single(details: Mapping[str, Mapping[str, Any]], key: str, title: str) -> list[list[str]]:
-    values = [block.get(key) for block in details.values()]
-    return [[title, *map(_amount, values)]] if any(values) else []
-
-
-def _tools(details: Mapping[str, Mapping[str, Any]]) -> list[list[str]]:
-    """Returns a row for each tool, with its calls and the shares of outcomes other than ``ok``."""
-    return _rows(details, "tools", lambda name: f"{name}: calls", _calls)
+    ]
 
 
 def _calls(entry: Any) -> str:
+    """Returns the number of calls of a tool, with the shares of outcomes other than ``ok``."""
     entry = _mapping(entry)
     calls, outcomes = entry.get("calls"), _mapping(entry.get("outcomes"))
     if not isinstance(calls, int) or not calls:
-        return _NONE
+        return NONE
     bad = [
         f"{count / calls:.1%} {escape(str(name))}"
         for name, count in sorted(outcomes.items())
@@ -91,19 +81,15 @@ def _calls(entry: Any) -> str:
 def _rate(entry: Any) -> str:
     entry = _mapping(entry)
     tasks = f' <span class="dim">of {_amount(entry.get("n"))}</span>'
-    return _number3(entry.get("pass_at_1")) + tasks
+    return fixed(entry.get("pass_at_1"), 3, NONE) + tasks
 
 
 def _hops(name: str) -> str:
     return f"pass@1, {name} search{'' if name == '1' else 'es'}"
 
 
-def _number3(value: Any) -> str:
-    return f"{value:.3f}" if isinstance(value, int | float) else _NONE
-
-
 def _amount(value: Any) -> str:
-    return number(value) if isinstance(value, int | float) else _NONE
+    return number(as_number(value))
 
 
 def _mapping(value: Any) -> Mapping[str, Any]:

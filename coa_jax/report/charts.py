@@ -34,23 +34,6 @@ class Series:
     y: tuple[float | None, ...]
 
 
-@dataclasses.dataclass(frozen=True)
-class Interval:
-    """A measured share with its confidence interval.
-
-    Attributes:
-        name: name of the share, which is read aloud by screen readers.
-        value: the share, from 0 to 1.
-        low: lower end of the interval.
-        high: upper end of the interval.
-    """
-
-    name: str
-    value: float
-    low: float
-    high: float
-
-
 def line_chart(title: str, series: Sequence[Series]) -> str:
     """Renders a chart with axes and a line for each series; returns "" if no series has a value.
 
@@ -59,51 +42,62 @@ def line_chart(title: str, series: Sequence[Series]) -> str:
     points is reduced to this number, and keeps its extremes.
     """
     series = [_thin(s) for s in series]
-    values = [y for s in series for y in s.y if y is not None]
-    steps = [x for s in series for x, y in zip(s.x, s.y, strict=True) if y is not None]
-    if not values:
+    points = [(x, y) for s in series for x, y in zip(s.x, s.y, strict=True) if y is not None]
+    if not points:
         return ""
-    x_range, y_range = _padded(min(steps), max(steps), 0.0), _padded(min(values), max(values), 0.06)
-    parts = [_axes(x_range, y_range, whole_x=all(float(x).is_integer() for x in steps))]
+    steps, values = zip(*points, strict=True)
+    frame = _Frame(_padded(min(steps), max(steps), 0.0), _padded(min(values), max(values), 0.06))
+    parts = [_axes(frame, whole_x=all(float(x).is_integer() for x in steps))]
+    latest, legend = [], ""
     for index, one in enumerate(series):
         found = [y for y in one.y if y is not None]
         smooth = len(series) < 3 and len(found) >= _SMOOTH_FROM and _is_noisy(found)
-        place = f"line {_colour(index)}"
-        parts.append(_path(one, x_range, y_range, place + (" faint" if smooth else "")))
+        # One of eight colours; from the ninth line on, dashes.
+        colour = f"s{index % 8}{' dashed' if index >= 8 else ''}"
+        parts.append(_path(one, frame, f"line {colour}{' faint' if smooth else ''}"))
         if smooth:
-            parts.append(_path(_smoothed(one), x_range, y_range, place))
+            parts.append(_path(_smoothed(one), frame, f"line {colour}"))
+        latest += [f"{one.name} {number(found[-1])}"] if found else []
+        legend += f'<span><i class="{colour}"></i>{html.escape(one.name)}</span>'
     data = {
         "plot": [_LEFT, _TOP, WIDTH - _LEFT - _RIGHT, HEIGHT - _TOP - _BOTTOM],
-        "x": x_range,
-        "y": y_range,
+        "x": frame.x_range,
+        "y": frame.y_range,
         "series": [{"name": s.name, "x": s.x, "y": s.y} for s in series],
     }
-    latest = ", ".join(f"{s.name} {number(last)}" for s in series if (last := _last(s)) is not None)
-    label = html.escape(f"{title}: latest {latest}")
+    label = html.escape(f"{title}: latest {', '.join(latest)}")
+    below = f'<div class="legend">{legend}</div>' if len(series) > 1 else ""
     return (
         f'<figure class="chart"><figcaption>{html.escape(title)}</figcaption>'
         f'<svg viewBox="0 0 {WIDTH} {HEIGHT}" role="img" aria-label="{label}" '
         f'data-chart="{html.escape(json.dumps(data))}">{"".join(parts)}'
-        '<line class="cursor" y1="0" y2="0"/></svg>'
-        f"{_legend(series)}</figure>"
+        f'<line class="cursor" y1="0" y2="0"/></svg>{below}</figure>'
     )
 
 
-def interval_bar(interval: Interval) -> str:
-    """Renders a share between 0 and 1 as a dot, and its confidence interval as a bar."""
+def interval_bar(name: str, value: float, low: float, high: float) -> str:
+    """Renders a share between 0 and 1 as a dot, and its confidence interval as a bar.
+
+    Args:
+        name: name of the share, which is read aloud by screen readers.
+        value: the share.
+        low: lower end of the interval.
+        high: upper end of the interval.
+    """
     width, height = 200, 22
-    at = [round(6 + (width - 12) * min(1.0, max(0.0, v)), 1)
-          for v in (interval.value, interval.low, interval.high)]  # fmt: skip
-    label = html.escape(f"{interval.name}: {interval.value:.3f}")
+
+    def x(share: float) -> float:
+        return round(6 + (width - 12) * min(1.0, max(0.0, share)), 1)
+
     ticks = "".join(
-        f'<line class="grid" x1="{6 + (width - 12) * f:.1f}" x2="{6 + (width - 12) * f:.1f}" '
-        f'y1="2" y2="{height - 2}"/>'
-        for f in (0, 0.25, 0.5, 0.75, 1)
+        f'<line class="grid" x1="{x(share)}" x2="{x(share)}" y1="2" y2="{height - 2}"/>'
+        for share in (0, 0.25, 0.5, 0.75, 1)
     )
     return (
-        f'<svg class="interval" viewBox="0 0 {width} {height}" role="img" aria-label="{label}">'
-        f'{ticks}<line class="bar" x1="{at[1]}" x2="{at[2]}" y1="{height / 2}" y2="{height / 2}"/>'
-        f'<circle class="dot" cx="{at[0]}" cy="{height / 2}" r="5"/></svg>'
+        f'<svg class="interval" viewBox="0 0 {width} {height}" role="img" '
+        f'aria-label="{html.escape(f"{name}: {value:.3f}")}">{ticks}'
+        f'<line class="bar" x1="{x(low)}" x2="{x(high)}" y1="{height / 2}" y2="{height / 2}"/>'
+        f'<circle class="dot" cx="{x(value)}" cy="{height / 2}" r="5"/></svg>'
     )
 
 
@@ -140,73 +134,52 @@ def nice_ticks(low: float, high: float, count: int = 5, whole: bool = False) -> 
 
 
 def _padded(low: float, high: float, share: float) -> tuple[float, float]:
-    if low == high:
-        pad = abs(low) * 0.1 or 0.5
-        return low - pad, high + pad
-    pad = (high - low) * share
+    """Extends a range by a share of its length; a range that is a single number gets a length."""
+    pad = (high - low) * share if high > low else abs(low) * 0.1 or 0.5
     # If no value is negative, the axis does not go below 0.
-    bottom = 0.0 if low >= 0 and low - pad < 0 else low - pad
-    return bottom, high + pad
+    return 0.0 if low >= 0 > low - pad else low - pad, high + pad
 
 
-def _x(value: float, x_range: tuple[float, float]) -> float:
-    share = (value - x_range[0]) / (x_range[1] - x_range[0])
-    return round(_LEFT + share * (WIDTH - _LEFT - _RIGHT), 1)
+@dataclasses.dataclass(frozen=True)
+class _Frame:
+    """The plot of a chart: the ranges of steps and values, and where each point is drawn."""
+
+    x_range: tuple[float, float]
+    y_range: tuple[float, float]
+
+    def x(self, step: float) -> float:
+        share = (step - self.x_range[0]) / (self.x_range[1] - self.x_range[0])
+        return round(_LEFT + share * (WIDTH - _LEFT - _RIGHT), 1)
+
+    def y(self, value: float) -> float:
+        share = (value - self.y_range[0]) / (self.y_range[1] - self.y_range[0])
+        return round(HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM), 1)
 
 
-def _y(value: float, y_range: tuple[float, float]) -> float:
-    share = (value - y_range[0]) / (y_range[1] - y_range[0])
-    return round(HEIGHT - _BOTTOM - share * (HEIGHT - _TOP - _BOTTOM), 1)
-
-
-def _axes(x_range: tuple[float, float], y_range: tuple[float, float], whole_x: bool) -> str:
-    parts = []
-    for tick in nice_ticks(*y_range, count=5):
-        y = _y(tick, y_range)
+def _axes(frame: _Frame, whole_x: bool) -> str:
+    parts, bottom = [], HEIGHT - _BOTTOM
+    for tick in nice_ticks(*frame.y_range, count=5):
+        y = frame.y(tick)
         parts.append(f'<line class="grid" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
         parts.append(f'<text x="{_LEFT - 6}" y="{y + 4}" text-anchor="end">{number(tick)}</text>')
-    for tick in nice_ticks(*x_range, count=6, whole=whole_x):
-        x, y = _x(tick, x_range), HEIGHT - _BOTTOM
-        parts.append(f'<line class="axis" x1="{x}" x2="{x}" y1="{y}" y2="{y + 4}"/>')
-        parts.append(f'<text x="{x}" y="{y + 17}" text-anchor="middle">{number(tick)}</text>')
-    y = HEIGHT - _BOTTOM
-    parts.append(f'<line class="axis" x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{y}" y2="{y}"/>')
-    return "".join(parts)
+    for tick in nice_ticks(*frame.x_range, count=6, whole=whole_x):
+        x = frame.x(tick)
+        parts.append(f'<line class="axis" x1="{x}" x2="{x}" y1="{bottom}" y2="{bottom + 4}"/>')
+        parts.append(f'<text x="{x}" y="{bottom + 17}" text-anchor="middle">{number(tick)}</text>')
+    ends = f'x1="{_LEFT}" x2="{WIDTH - _RIGHT}" y1="{bottom}" y2="{bottom}"'
+    return "".join(parts) + f'<line class="axis" {ends}/>'
 
 
-def _path(
-    one: Series, x_range: tuple[float, float], y_range: tuple[float, float], place: str
-) -> str:
-    commands, points, pen = [], 0, "M"
+def _path(one: Series, frame: _Frame, style: str) -> str:
+    commands, pen = [], "M"
     for x, y in zip(one.x, one.y, strict=True):
-        if y is None:
-            pen = "M"
-            continue
-        commands.append(f"{pen}{_x(x, x_range)} {_y(y, y_range)}")
-        points, pen = points + 1, "L"
-    if points == 1:  # a path with a single point would be invisible
+        if y is not None:
+            commands.append(f"{pen}{frame.x(x)} {frame.y(y)}")
+        pen = "M" if y is None else "L"
+    if len(commands) == 1:  # a path with a single point would be invisible
         cx, cy = commands[0][1:].split()
-        return f'<circle class="{place} dot" cx="{cx}" cy="{cy}" r="3"/>'
-    return f'<path class="{place}" d="{"".join(commands)}"/>'
-
-
-def _legend(series: Sequence[Series]) -> str:
-    if len(series) < 2:
-        return ""
-    names = "".join(
-        f'<span><i class="{_colour(index)}"></i>{html.escape(one.name)}</span>'
-        for index, one in enumerate(series)
-    )
-    return f'<div class="legend">{names}</div>'
-
-
-def _colour(index: int) -> str:
-    """Returns the CSS classes of a line: one of eight colours; from the ninth line on, dashes."""
-    return f"s{index % 8}{' dashed' if index >= 8 else ''}"
-
-
-def _last(one: Series) -> float | None:
-    return next((y for y in reversed(one.y) if y is not None), None)
+        return f'<circle class="{style} dot" cx="{cx}" cy="{cy}" r="3"/>'
+    return f'<path class="{style}" d="{"".join(commands)}"/>'
 
 
 def _smoothed(one: Series) -> Series:
@@ -235,10 +208,10 @@ def _thin(one: Series) -> Series:
         size = math.ceil(len(points) / (MAX_POINTS // 2))
         kept = []
         for start in range(0, len(points), size):
-            bucket = [i for i in range(start, min(start + size, len(points)))
-                      if points[i][1] is not None] or [start]  # fmt: skip
-            ends = {min(bucket, key=lambda i: points[i][1] or 0.0),
-                    max(bucket, key=lambda i: points[i][1] or 0.0)}  # fmt: skip
-            kept += [points[i] for i in sorted(ends)]
+            bucket = points[start : start + size]
+            drawn = [(y, i) for i, (_, y) in enumerate(bucket) if y is not None] or [(0.0, 0)]
+            lowest = min(drawn)[1]
+            highest = max(drawn, key=lambda pair: pair[0])[1]
+            kept += [bucket[i] for i in sorted({lowest, highest})]
         points = kept
     return Series(one.name, tuple(x for x, _ in points), tuple(y for _, y in points))

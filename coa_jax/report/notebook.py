@@ -9,23 +9,16 @@ from __future__ import annotations
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
-from functools import cached_property
-from pathlib import Path
+from collections.abc import Sequence
 from typing import Any
 
-from coa_jax import files, jsonl, shards
-from coa_jax.errors import UserError
-from coa_jax.report.page import as_number, step_of
-from coa_jax.report.traces import STAGES, escape, stage_of, verdict_of
-from coa_jax.trajectory import Author, StopReason, Trajectory, read_trajectories
+from coa_jax.report.page import escape
+from coa_jax.report.terminal import COLOURS
+from coa_jax.report.tokens import token_title
+from coa_jax.report.traces import verdict_of
+from coa_jax.trajectory import Author, StopReason, Trajectory
 
-_FILES = ("summary.json", "metrics.jsonl", "traces.jsonl", "traces")
-_COLOURS = {
-    "think": "#7b8492", "plan": "#8a63d2", "wiki_search": "#0b7fc4", "web_search": "#0b7fc4",
-    "crawl_page": "#0b7fc4", "code": "#0a8573", "reflection": "#b06a00",
-    "suggested_answer": "#b8489f", "double_check": "#cf4f16", "answer": "#1a8550",
-}  # fmt: skip
+_COLOURS = {**COLOURS, "think": "#7b8492"}
 _TOOL = "#0b7fc4"
 _OBSERVED = "#a58a3c"
 
@@ -53,71 +46,6 @@ def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Html:
     return Html(f"<table>{line('th', head)}{''.join(line('td', row) for row in rows)}</table>")
 
 
-# --- a run ---------------------------------------------------------------------------------
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """The contents of a run's files; a file that does not exist yet is treated as empty.
-
-    Attributes:
-        path: directory of the run.
-        config: content of ``config.json``.
-        summary: content of ``summary.json``.
-        rows: rows of ``metrics.jsonl``.
-    """
-
-    path: Path
-    config: Mapping[str, Any] = dataclasses.field(repr=False)
-    summary: Mapping[str, Any] = dataclasses.field(repr=False)
-    rows: Sequence[Mapping[str, Any]] = dataclasses.field(repr=False)
-
-    @property
-    def results(self) -> dict[str, Mapping[str, Any]]:
-        """Results of the evaluations by stage, in the order in which the stages run."""
-        found = {k: v for k, v in self.summary.items() if isinstance(v, dict) and v.get("ci95")}
-        known = [stage for stage in STAGES if stage in found]
-        return {stage: found[stage] for stage in [*known, *(s for s in found if s not in known)]}
-
-    @cached_property
-    def trajectories(self) -> list[Trajectory]:
-        """All trajectories of the run, in the order in which they were written."""
-        return read_trajectories(self.path) if shards.of_run(self.path) else []
-
-    def of_stage(self, stage: str) -> list[Trajectory]:
-        """Returns the trajectories of a stage, such as ``sft`` (evaluation) or ``rl-train``."""
-        return [one for one in self.trajectories if stage_of(one) == stage]
-
-    def curve(self, phase: str, metric: str) -> tuple[list[float], list[float]]:
-        """Returns the steps of a phase, such as ``rl``, and the value of a metric at each step."""
-        points = [
-            (step_of(row), value)
-            for row in self.rows
-            if row.get("phase") == phase and (value := as_number(row.get(metric))) is not None
-        ]
-        return [step for step, _ in points], [value for _, value in points]
-
-
-def read_run(path: str | Path) -> Run:
-    """Reads the files of a run.
-
-    Args:
-        path: directory of the run.
-
-    Raises:
-        UserError: the directory holds no run, or a file is malformed.
-    """
-    root = Path(path)
-    if not any((root / name).exists() for name in _FILES):
-        raise UserError(f"{root.resolve()} holds no run; give the --workdir of a command")
-
-    def read(name: str) -> Mapping[str, Any]:
-        return files.read_json_object(root / name) if (root / name).exists() else {}
-
-    rows = jsonl.read_objects(root / "metrics.jsonl")
-    return Run(root, read("config.json"), read("summary.json"), rows)
-
-
 def failure_of(trajectory: Trajectory) -> str:
     """Returns why the answer of a trajectory is wrong, in a few words.
 
@@ -142,9 +70,6 @@ def failure_of(trajectory: Trajectory) -> str:
     if not all(call.ok for call in trajectory.tool_calls):
         return "a tool call failed"
     return "no tool returned the answer"
-
-
-# --- trajectories --------------------------------------------------------------------------
 
 
 def show(*trajectories: Trajectory) -> Html:
@@ -201,19 +126,15 @@ def show_tokens(one: Any, tokenizer: Any, trained: Sequence[float] = ()) -> Html
     authors = one.author.tolist() if isinstance(one, Trajectory) else [None] * len(tokens)
     for place, (token, author, logp) in enumerate(zip(tokens, authors, one.logp, strict=True)):
         text = escape(tokenizer.decode([token])).replace("\n", "\u21b5\n")
-        style = ""
-        title = f"id {token}" if author is None else f"prompt, id {token}"
-        if author == Author.ENVIRONMENT:
-            style, title = "background:rgba(165,138,60,.28);", f"tool, id {token}"
-        elif author == Author.POLICY:
+        title = f"id {token}" if author is None else token_title(token, author, float(logp))
+        style = "background:rgba(165,138,60,.28);" if author == Author.ENVIRONMENT else ""
+        if author == Author.POLICY:
             shade = 0.08 + 0.34 * (1 - math.exp(min(float(logp), 0.0)))
             style = f"background:rgba(47,95,208,{shade:.2f});"
-            title = f"policy, id {token}, log p {float(logp):.3f}"
         if place < len(trained) and trained[place]:
             style += "border-bottom:2px solid #1a8550;"
         spans.append(f'<span style="{style}" title="{title}">{text}</span>')
-    joined = "".join(spans)
     return Html(
         '<div style="white-space:pre-wrap;overflow-wrap:anywhere;font-family:monospace;'
-        f'line-height:1.7">{joined}</div>'
+        f'line-height:1.7">{"".join(spans)}</div>'
     )

@@ -1,41 +1,62 @@
-"""Renders what all report pages have in common: the HTML frame, tables and numbers."""
+"""Renders what all report pages have in common: the HTML frame, tables, rates and numbers."""
 
 from __future__ import annotations
 
 import base64
 import hashlib
 import html
-from collections.abc import Mapping, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
-from coa_jax.report.assets import SCRIPT, STYLE
-from coa_jax.report.charts import Series, number
-from coa_jax.report.traces import escape
+from coa_jax import files
+from coa_jax.report.charts import Series, interval_bar, number
+
+NONE = "\u2013"
+"""Stands in a table for a value that does not exist."""
+
+_STYLE, _SCRIPT = (
+    Path(__file__).with_name(name).read_text("utf-8") for name in ("page.css", "page.js")
+)
+_UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uffff]")
 
 
-def whole_page(name: str, sections: Sequence[str], *, style: str = "", script: str = SCRIPT) -> str:
+def escape(text: str) -> str:
+    """Escapes text for HTML elements and attributes; control characters become U+FFFD."""
+    return html.escape(_UNSEEN.sub("\ufffd", text.replace("\r\n", "\n")))
+
+
+def save_page(path: Path, page: str) -> Path:
+    """Writes an HTML page, whose folder is created if it does not exist; returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    files.replace(path, page.encode("utf-8", "replace"))
+    return path
+
+
+def whole_page(name: str, sections: Iterable[str], *, style: str = "", script: bool = True) -> str:
     """Renders a whole HTML page, which needs no other file.
 
     Args:
         name: title of the page.
         sections: HTML of the page's sections.
         style: CSS rules in addition to those of all pages.
-        script: JavaScript of the page; "" for none.
+        script: whether the page has the script for charts and trajectories.
     """
     # The content security policy allows only this script, in case some text of a trace were not
     # escaped.
-    digest = base64.b64encode(hashlib.sha256(script.encode()).digest()).decode()
+    digest = base64.b64encode(hashlib.sha256(_SCRIPT.encode()).digest()).decode()
     allowed = f"script-src 'sha256-{digest}'; " if script else ""
     policy = (
         f"default-src 'none'; style-src 'unsafe-inline'; {allowed}base-uri 'none'; "
         "form-action 'none'"
     )
-    code = f"\n<script>{script}</script>" if script else ""
+    code = f"\n<script>{_SCRIPT}</script>" if script else ""
     return (
         '<!doctype html>\n<html lang="en"><head><meta charset="utf-8">'
         f'<meta http-equiv="Content-Security-Policy" content="{html.escape(policy, quote=False)}">'
         '<meta name="viewport" content="width=device-width, initial-scale=1">'
-        f"<title>{escape(name)}</title><style>{STYLE}{style}</style></head>\n<body>"
+        f"<title>{escape(name)}</title><style>{_STYLE}{style}</style></head>\n<body>"
         f"<main>{''.join(sections)}</main>{code}</body></html>\n"
     )
 
@@ -60,31 +81,63 @@ def table(
     )
 
 
+def facts(values: Iterable[tuple[str, Any]], kind: str = "facts") -> str:
+    """Renders pairs (name, value) as an HTML description list of the CSS class ``kind``."""
+    items = "".join(
+        f"<div><dt>{escape(name)}</dt><dd>"
+        f"{escape(number(value) if as_number(value) is not None else str(value))}</dd></div>"
+        for name, value in values
+    )
+    return f'<dl class="{kind}">{items}</dl>'
+
+
+def rate_cells(name: str, value: Any, interval: Any) -> tuple[str, str, str]:
+    """Renders a rate for a table: the rate, its confidence interval, and a plot of both.
+
+    Args:
+        name: name of the rate, which is read aloud by screen readers.
+        value: the rate, from 0 to 1; anything else is shown as "not graded".
+        interval: lower and upper end of the interval; anything else is not shown.
+    """
+    ends = [as_number(end) for end in interval] if isinstance(interval, list | tuple) else []
+    rate, span, plot = as_number(value), "", ""
+    if len(ends) == 2 and ends[0] is not None and ends[1] is not None:
+        span = f"{ends[0]:.3f} {NONE} {ends[1]:.3f}"
+        plot = "" if rate is None else interval_bar(name, rate, ends[0], ends[1])
+    return "not graded" if rate is None else f"<strong>{rate:.3f}</strong>", span, plot
+
+
 def as_number(value: Any) -> float | None:
     """Converts a number to a float; returns None if the value is not a number."""
     is_number = isinstance(value, int | float) and not isinstance(value, bool)
     return float(value) if is_number else None
 
 
-def fixed(value: Any, digits: int) -> str:
-    """Formats a number with a fixed number of decimals; "" if the value is not a number."""
+def fixed(value: Any, digits: int, none: str = "") -> str:
+    """Formats a number with a fixed number of decimals; ``none`` if the value is not a number."""
     figure = as_number(value)
-    return "" if figure is None else f"{figure:,.{digits}f}"
+    return none if figure is None else f"{figure:,.{digits}f}"
 
 
-def facts(values: Mapping[str, Any]) -> str:
-    """Renders names with their values as an HTML description list."""
-    items = "".join(
-        f"<div><dt>{escape(str(key))}</dt><dd>"
-        f"{escape(number(value) if as_number(value) is not None else str(value))}</dd></div>"
-        for key, value in values.items()
-    )
-    return f'<dl class="facts">{items}</dl>'
+# --- rows of metrics.jsonl -----------------------------------------------------------------
 
 
 def step_of(row: Mapping[str, Any]) -> float:
-    """Returns the step of a row of metrics.jsonl; 0 if the row has no step."""
+    """Returns the step of a row; 0 if the row has no step."""
     return as_number(row.get("step")) or 0.0
+
+
+def phase_of(row: Mapping[str, Any]) -> str:
+    """Returns the training phase of a row."""
+    return str(row.get("phase", "run"))
+
+
+def phases_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
+    """Returns the rows of each training phase, sorted by step; the phases in order of time."""
+    found: dict[str, list[Mapping[str, Any]]] = {}
+    for row in rows:
+        found.setdefault(phase_of(row), []).append(row)
+    return {phase: sorted(mine, key=step_of) for phase, mine in found.items()}
 
 
 def phase_title(phase: str) -> str:
@@ -92,7 +145,19 @@ def phase_title(phase: str) -> str:
     return phase.upper() if phase in ("sft", "rl") else phase
 
 
-def series_of(name: str, rows: Sequence[Mapping[str, Any]]) -> Series:
-    """Returns the values of a metric by step, from those rows that contain the metric."""
-    points = [(step_of(row), as_number(row[name])) for row in rows if name in row]
-    return Series(name, tuple(x for x, _ in points), tuple(y for _, y in points))
+def series_of(metric: str, rows: Iterable[Mapping[str, Any]], name: str = "") -> Series:
+    """Returns a metric by step, from the rows that contain it, as a line with a name.
+
+    Args:
+        metric: name of the metric.
+        rows: rows of metrics.jsonl.
+        name: name of the line; "" for the name of the metric.
+    """
+    points = [(step_of(row), as_number(row[metric])) for row in rows if metric in row]
+    return Series(name or metric, tuple(x for x, _ in points), tuple(y for _, y in points))
+
+
+def charts_of(phase: str, charts: Iterable[str]) -> str:
+    """Renders the charts of a phase below the name of the phase."""
+    title = escape(phase_title(phase))
+    return f'<h3>{title}, by step</h3><div class="charts">{"".join(charts)}</div>'

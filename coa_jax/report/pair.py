@@ -11,41 +11,32 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from coa_jax import files, jsonl, shards
-from coa_jax.errors import UserError
-from coa_jax.report.assets import CHARTS
-from coa_jax.report.charts import Interval, Series, interval_bar, line_chart
-from coa_jax.report.page import phase_title, series_of, step_of, table, whole_page
+from coa_jax import shards
+from coa_jax.report.charts import line_chart
+from coa_jax.report.page import (
+    NONE,
+    charts_of,
+    escape,
+    phases_of,
+    rate_cells,
+    series_of,
+    table,
+    whole_page,
+)
+from coa_jax.report.run import Run
 from coa_jax.report.sweep import CHARTED
-from coa_jax.report.traces import escape, render_body, stage_of, verdict_of
+from coa_jax.report.traces import render_body, stage_of, verdict_of
 from coa_jax.trajectory import Trajectory, iterate_trajectories
 
 QUESTIONS = 6
 """Maximum number of questions that the page shows of each kind, such as "both are right"."""
 
-_FILES = ("config.json", "metrics.jsonl", "summary.json", "traces.jsonl", "traces", "evaluate")
-_NONE = "\u2013"
 _KINDS = {
     (False, True): "B is right, A is wrong",
     (True, False): "A is right, B is wrong",
     (False, False): "Both are wrong",
     (True, True): "Both are right",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class Side:
-    """One of the two runs that a page compares.
-
-    Attributes:
-        path: directory of the run.
-        config: content of config.json; {} if the file does not exist.
-        rows: rows of metrics.jsonl.
-    """
-
-    path: Path
-    config: Mapping[str, Any]
-    rows: Sequence[Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,25 +55,7 @@ class Result:
     notes: Sequence[str]
 
 
-def read_side(run: Path) -> Side:
-    """Reads the files of one of the two runs, from its directory.
-
-    Raises:
-        UserError: the directory does not exist or holds no run, or a file is malformed.
-    """
-    if not run.is_dir():
-        raise UserError(f"{run}: no such run directory; pass the --workdir of a run")
-    if not any((run / name).exists() for name in _FILES):
-        raise UserError(f"{run}: not a run directory: it has none of {', '.join(_FILES)}")
-    config = run / "config.json"
-    return Side(
-        run,
-        files.read_json_object(config) if config.exists() else {},
-        jsonl.read_objects(run / "metrics.jsonl"),
-    )
-
-
-def pair_page(a: Side, b: Side, results: Sequence[Result]) -> str:
+def pair_page(a: Run, b: Run, results: Sequence[Result]) -> str:
     """Renders the page that compares two runs.
 
     Args:
@@ -92,9 +65,10 @@ def pair_page(a: Side, b: Side, results: Sequence[Result]) -> str:
     Raises:
         UserError: a file of trajectories is malformed.
     """
-    names = [side.path.resolve().name for side in (a, b)]
+    paths = [run.path.resolve() for run in (a, b)]
+    names = [path.name for path in paths]
     if names[0] == names[1]:  # for example runs/x/rl and runs/y/rl
-        names = [f"{side.path.resolve().parent.name}/{side.path.resolve().name}" for side in (a, b)]
+        names = [f"{path.parent.name}/{path.name}" for path in paths]
     title = f"{names[0]} and {names[1]}"
     keys = "".join(
         f'<span><i class="s{index}"></i>{letter}: {escape(name)}</span>'
@@ -113,20 +87,15 @@ def pair_page(a: Side, b: Side, results: Sequence[Result]) -> str:
         '<h2 id="questions">The same questions</h2>',
         _questions(a, b, results) or '<p class="dim">The runs have no trajectories to compare.</p>',
     ]
-    return whole_page(title, sections, script=CHARTS)
+    return whole_page(title, sections)
 
 
 def _result(result: Result) -> str:
-    found = result.comparison
-    rows = []
+    found, rows = result.comparison, []
     for letter, outcome in (("A", result.a), ("B", result.b)):
         figures = outcome["figures"]
-        low, high = figures["ci95"]
-        rate = figures["pass_at_1"]
-        bar = "" if rate is None else interval_bar(Interval(letter, rate, low, high))
-        shown = "not graded" if rate is None else f"<strong>{rate:.3f}</strong>"
-        cells = [f"{letter}: {escape(str(outcome['stage']))}", shown]
-        rows.append([*cells, f"{low:.3f} {_NONE} {high:.3f}", bar, f"{figures['n']:,}"])
+        cells = rate_cells(letter, figures["pass_at_1"], figures["ci95"])
+        rows.append([f"{letter}: {escape(str(outcome['stage']))}", *cells, f"{figures['n']:,}"])
     span = found["ci95"]
     interval = f"95% interval {span[0]:+.3f} to {span[1]:+.3f}" if span else "no interval"
     lines = [
@@ -147,7 +116,7 @@ def _settings(a: Mapping[str, Any], b: Mapping[str, Any]) -> str:
     if not names:
         return '<p class="dim">The two configurations are equal.</p>'
     rows = [
-        [escape(name), *(escape(str(side.get(name, _NONE))) for side in (first, second))]
+        [escape(name), *(escape(str(side.get(name, NONE))) for side in (first, second))]
         for name in names
     ]
     return table("Settings that differ", ("setting", "A", "B"), rows, "detail settings")
@@ -164,24 +133,21 @@ def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
 
 def _curves(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> str:
     """Renders charts of the phases that both runs have, with a line for each run."""
-    phases = [dict.fromkeys(str(row.get("phase", "run")) for row in rows) for rows in (a, b)]
-    parts = []
-    for phase in (phase for phase in phases[0] if phase in phases[1]):
-        mine = [
-            sorted((r for r in rows if str(r.get("phase", "run")) == phase), key=step_of)
-            for rows in (a, b)
-        ]
-        charts = []
-        for title, metric in CHARTED:
-            lines = [series_of(metric, rows) for rows in mine]
-            named = [Series(f"{letter}", s.x, s.y) for letter, s in zip("AB", lines, strict=True)]
-            charts.append(line_chart(title, named))
-        heading = f"<h3>{escape(phase_title(phase))}, by step</h3>"
-        parts.append(f'{heading}<div class="charts">{"".join(charts)}</div>')
-    return "".join(parts)
+    first, second = phases_of(a), phases_of(b)
+    return "".join(
+        charts_of(
+            phase,
+            (
+                line_chart(title, [series_of(metric, mine, "A"), series_of(metric, other, "B")])
+                for title, metric in CHARTED
+            ),
+        )
+        for phase, mine in first.items()
+        if (other := second.get(phase))
+    )
 
 
-def _questions(a: Side, b: Side, results: Sequence[Result]) -> str:
+def _questions(a: Run, b: Run, results: Sequence[Result]) -> str:
     """Renders trajectories of the same questions side by side, for the last comparison."""
     if not results:
         return ""

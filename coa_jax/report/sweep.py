@@ -26,10 +26,20 @@ from absl import flags
 from coa_jax import files, jsonl
 from coa_jax.cli import run_main, workdir_flag
 from coa_jax.errors import UserError
-from coa_jax.report.charts import Interval, Series, interval_bar, line_chart, number
-from coa_jax.report.page import as_number, fixed, phase_title, series_of, step_of, whole_page
+from coa_jax.report.charts import Series, line_chart, number
+from coa_jax.report.page import (
+    as_number,
+    escape,
+    fixed,
+    phase_title,
+    phases_of,
+    rate_cells,
+    save_page,
+    step_of,
+    whole_page,
+)
 from coa_jax.report.page import table as html_table
-from coa_jax.report.traces import STAGES, escape
+from coa_jax.report.traces import stage_rank
 from coa_jax.storage import shown, visited
 
 CHARTED = (
@@ -125,41 +135,30 @@ def read_runs(parent: Path) -> list[Run]:
             f"{parent}: no run in it; runs are subdirectories NAME-SEED with metrics.jsonl or "
             "summary.json"
         )
-    return _of_last_phase(runs)
-
-
-def _of_last_phase(runs: Sequence[Run]) -> list[Run]:
-    """Keeps only the rows of the last phase of each setting, so that steps are comparable."""
+    # Only rows of the last phase are kept, so that the steps of a setting are comparable.
     phases: dict[str, tuple[str, ...]] = {}
     for run in runs:
-        begun = tuple(dict.fromkeys(map(_phase_of, run.rows)))
-        phases[run.name] = max(phases.get(run.name, ()), begun, key=len)
+        phases[run.name] = max(phases.get(run.name, ()), tuple(phases_of(run.rows)), key=len)
     found = []
     for run in runs:
-        last = phases[run.name][-1] if phases[run.name] else ""
-        mine = sorted((row for row in run.rows if _phase_of(row) == last), key=step_of)
-        found.append(dataclasses.replace(run, rows=tuple(mine), phase=last))
+        *_, last = ("", *phases[run.name])
+        rows = tuple(phases_of(run.rows).get(last, ()))
+        found.append(dataclasses.replace(run, rows=rows, phase=last))
     return found
-
-
-def _phase_of(row: Mapping[str, Any]) -> str:
-    return str(row.get("phase", "run"))
 
 
 def _read(path: Path) -> Run | None:
     metrics = path / "metrics.jsonl"
-    summaries = [
-        p for p in (path / "evaluate" / "summary.json", path / "summary.json") if p.exists()
-    ]
-    if not summaries and not metrics.exists():
+    places = (path / "evaluate" / "summary.json", path / "summary.json")
+    summary = next((place for place in places if place.exists()), None)
+    if summary is None and not metrics.exists():
         return None
-    blocks = files.read_json_object(summaries[0]) if summaries else {}
+    blocks = {} if summary is None else files.read_json_object(summary)
     measured = {k: v for k, v in blocks.items() if isinstance(v, Mapping) and "pass_at_1" in v}
     # The result of a pipeline is the result of its last evaluated stage.
-    last = max(measured, key=lambda k: STAGES.index(k) if k in STAGES else len(STAGES), default="")
+    last = max(measured, key=stage_rank, default="")
     name, seed = re.fullmatch(r"(.+?)(?:-(\d+))?", path.name).groups(default="")  # type: ignore[union-attr]
-    rows = jsonl.read_objects(metrics)
-    return Run(name, seed, tuple(rows), measured.get(last))
+    return Run(name, seed, tuple(jsonl.read_objects(metrics)), measured.get(last))
 
 
 def summarize(runs: Sequence[Run]) -> list[Row]:
@@ -173,9 +172,9 @@ def summarize(runs: Sequence[Run]) -> list[Row]:
 
 def _row(name: str, runs: Sequence[Run]) -> Row:
     results = [run.result for run in runs if run.result is not None]
-    rates = _values(results, "pass_at_1")
-    tasks = _values(results, "n")
-    rewards = [value for run in runs if (value := _late_mean(run.rows, "reward/mean")) is not None]
+    rates, tasks = _values(results, "pass_at_1"), _values(results, "n")
+    rewards = [_values(run.rows, "reward/mean") for run in runs]
+    late = [values[-math.ceil(len(values) / 4) :] for values in rewards if values]
     gaps = _values([row for run in runs for row in run.rows], "mismatch/abs_logp_max")
     return Row(
         name=name,
@@ -189,7 +188,7 @@ def _row(name: str, runs: Sequence[Run]) -> Row:
         tasks=int(max(tasks)) if tasks else None,
         tokens_per_task=_mean(_values(results, "tokens_per_task")),
         format_valid=_mean(_values(results, "format_valid")),
-        reward=_mean(rewards),
+        reward=_mean([sum(values) / len(values) for values in late]),
         steps=int(min((step_of(run.rows[-1]) for run in runs if run.rows), default=0)),
         gap=max(gaps, default=None),
     )
@@ -200,14 +199,10 @@ def curves(runs: Sequence[Run], metric: str) -> list[Series]:
     lines = []
     for name in dict.fromkeys(run.name for run in runs):
         points: dict[float, list[float]] = defaultdict(list)
-        for run in runs:
-            if run.name == name:
-                one = series_of(metric, run.rows)
-                for x, y in zip(one.x, one.y, strict=True):
-                    if y is not None and math.isfinite(y):
-                        points[x].append(y)
-        if points:
-            steps = sorted(points)
+        for row in (row for run in runs if run.name == name for row in run.rows):
+            points[step_of(row)] += _values([row], metric)
+        steps = sorted(step for step, values in points.items() if values)
+        if steps:
             lines.append(Series(name, tuple(steps), tuple(_mean(points[x]) for x in steps)))
     return lines
 
@@ -236,9 +231,7 @@ def build_sweep(parent: Path) -> tuple[Path, list[Row]]:
             *(_charts(phase, runs) for phase in dict.fromkeys(run.phase for run in runs)),
         ],
     )
-    path = parent / "report" / "index.html"
-    path.parent.mkdir(exist_ok=True)
-    files.replace(path, page.encode("utf-8", "replace"))
+    path = save_page(parent / "report" / "index.html", page)
     result = [dataclasses.asdict(row) for row in rows]
     files.replace(parent / "sweep.json", (json.dumps(result, indent=1) + "\n").encode())
     return path, rows
@@ -279,15 +272,13 @@ def table(rows: Sequence[Row]) -> str:
 def _html_table(rows: Sequence[Row]) -> str:
     body = []
     for row in rows:
-        bar = ""
-        if row.pass_at_1 is not None and row.low is not None and row.high is not None:
-            bar = interval_bar(Interval(row.name, row.pass_at_1, row.low, row.high))
+        rate = ("", "", "")
+        if row.pass_at_1 is not None:
+            rate = rate_cells(row.name, row.pass_at_1, (row.low, row.high))
         cells = (
             escape(row.name),
             f"{row.measured} of {row.runs}",
-            f"<strong>{fixed(row.pass_at_1, 3)}</strong>",
-            f"{fixed(row.low, 3)} \u2013 {fixed(row.high, 3)}" if bar else "",
-            bar,
+            *rate,
             fixed(row.deviation, 3),
             number(row.tasks),
             fixed(row.tokens_per_task, 1),
@@ -304,11 +295,6 @@ def _html_table(rows: Sequence[Row]) -> str:
         "largest |log p| gap",
     )  # fmt: skip
     return html_table("Results", heads, body, "")
-
-
-def _late_mean(rows: Sequence[Mapping[str, Any]], metric: str) -> float | None:
-    values = _values(rows, metric)
-    return _mean(values[-math.ceil(len(values) / 4) :]) if values else None
 
 
 def _values(rows: Sequence[Mapping[str, Any]], name: str) -> list[float]:

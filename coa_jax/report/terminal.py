@@ -6,11 +6,10 @@ written to the terminal.
 
 from __future__ import annotations
 
-import dataclasses
 import re
 from collections import Counter
 from collections.abc import Callable, Sequence
-from typing import IO
+from typing import IO, NamedTuple
 
 from rich.cells import cell_len
 from rich.console import COLOR_SYSTEMS, Console
@@ -63,8 +62,7 @@ def clean(text: str) -> str:
 # --- reading the policy's text while it is written -----------------------------------------
 
 
-@dataclasses.dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """A part of the text of a segment, which arrives piece by piece.
 
     Attributes:
@@ -141,38 +139,32 @@ class Paragraph:
     def write(self, text: str) -> None:
         """Writes text, but holds the last word back until the word is complete."""
         for character in text:
+            if not character.isspace():
+                self._word += character
+                continue
+            self.end()
             if character == "\n":
-                self._flush()
                 self._line_ends += 1
                 self._blanks = ""
-            elif character.isspace():
-                self._flush()
-                self._blanks += "    " if character == "\t" else " "
             else:
-                self._word += character
+                self._blanks += "    " if character == "\t" else " "
         if self._width is None or len(self._word) >= self._width:
-            self._flush()
+            self.end()
 
     def end(self) -> None:
         """Ends the paragraph: writes the word that is held back."""
-        self._flush()
-
-    def _flush(self) -> None:
         if not self._word:
             return
         text = self._blanks + self._word
-        size = cell_len(text)
-        full = self._width is not None and self._column > 0 and self._column + size > self._width
+        full = self._width is not None and self._column > max(0, self._width - cell_len(text))
         if full and not self._line_ends:
-            text, size = self._word, cell_len(self._word)
+            text = self._word
         # There is no empty line before the first word, and at most one before each later word.
-        begins = bool(self._line_ends or full)
         if self._line_ends > 1 and self._column:
             self._put("", True)
-        if begins:
-            self._column = 0
+        begins = bool(self._line_ends or full)
         self._put(text, begins)
-        self._column += size
+        self._column = cell_len(text) + (0 if begins else self._column)
         self._word, self._blanks, self._line_ends = "", "", 0
 
 
@@ -197,13 +189,12 @@ class Screen:
             note: text that is shown after the role; "" for none.
         """
         self.end()
-        by_tool = name == "observation"
-        bar = self._bars[1 if by_tool else 2 if name == "answer" else 0]
+        bar = self._bars[{"observation": 1, "answer": 2}.get(name, 0)]
         colour = COLOURS.get(name, COLOURS["fault"])
-        head, gutter = Style(color=colour, bold=True), Style(color=colour)
-        body = {"answer": ANSWER, "think": gutter, "observation": gutter}.get(name, Style())
-        self._write("  " if by_tool else "", Style())
-        self._write(name, head)
+        gutter, plain = Style(color=colour), Style()
+        body = {"answer": ANSWER, "think": gutter, "observation": gutter}.get(name, plain)
+        self._write("  " if name == "observation" else "", plain)
+        self._write(name, Style(color=colour, bold=True))
         self._write(f"  {note}" if note else "", gutter)
         started = False
 
@@ -310,19 +301,11 @@ def footer(trajectory: Trajectory, seconds: float) -> list[tuple[str, str]]:
     tools = f"{len(calls)} tool call{'' if len(calls) == 1 else 's'}"
     tools += f" ({in_tools:.2f} s)" if calls else ""
     rate = count / max(seconds - in_tools, 1e-9)
-    lines = [
-        (
-            f"{count} tokens, {tools}, {seconds:.1f} s, {rate:.0f} tokens/s, "
-            f"stop: {trajectory.stop_reason}",
-            "question",
-        )
-    ]
-    if trajectory.answer is None:
-        lines.insert(0, ("no answer", "fault"))
+    statistics = f"{count} tokens, {tools}, {seconds:.1f} s, {rate:.0f} tokens/s"
+    lines = [("no answer", "fault")] if trajectory.answer is None else []
+    lines.append((f"{statistics}, stop: {trajectory.stop_reason}", "question"))
     broken = Counter(f"{v.kind}: {v.message}" for v in trajectory_violations(trajectory))
-    for text, times in broken.most_common(MAX_FAULTS):
-        more = f" ({times} times)" if times > 1 else ""
-        lines.append((f"breaks the protocol: {text}{more}", "fault"))
-    if len(broken) > MAX_FAULTS:
-        lines.append((f"breaks the protocol: {len(broken) - MAX_FAULTS} more rules", "fault"))
-    return lines
+    rules = [f"{text} ({n} times)" if n > 1 else text for text, n in broken.most_common()]
+    if len(rules) > MAX_FAULTS:
+        rules[MAX_FAULTS:] = [f"{len(rules) - MAX_FAULTS} more rules"]
+    return [*lines, *((f"breaks the protocol: {rule}", "fault") for rule in rules)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -9,7 +10,7 @@ from typing import Any
 
 from tokenizers import Tokenizer
 
-from coa_jax.report.traces import escape
+from coa_jax.report.page import escape
 from coa_jax.trajectory import Author, Trajectory
 
 MAX_TOKENS = 4000
@@ -21,27 +22,26 @@ Spell = Callable[[Sequence[int]], list[str]]
 _BOUNDS = (0.9, 0.5, 0.2, 0.05)  # probabilities at which the shade of a token changes
 
 
-def spelling(run: Path, config: Mapping[str, Any] | None) -> Spell | None:
+def spelling(run: Path, config: Mapping[str, Any]) -> Spell | None:
     """Finds the tokenizer of a run, in a model that the run wrote or that its config names.
 
     Args:
         run: directory of the run.
-        config: content of the run's config.json; None if the file does not exist.
+        config: content of the run's config.json; {} if the file does not exist.
 
     Returns:
         A function that decodes token ids; None if no tokenizer can be found or read.
     """
     folders = [run / "model", *sorted((run / "models").glob("*"))]
-    if config is not None and isinstance(config.get("model"), str):
+    if isinstance(config.get("model"), str):
         folders.append(Path(config["model"]))
     for path in (folder / "tokenizer.json" for folder in folders):
-        if not path.is_file():
-            continue
-        try:
-            tokenizer = Tokenizer.from_file(str(path))
-        except Exception:  # the library has no narrower exception for a damaged file
-            continue
-        return lambda ids: tokenizer.decode_batch([[i] for i in ids], skip_special_tokens=False)
+        with contextlib.suppress(Exception):  # the library has no exception for a damaged file
+            if path.is_file():
+                tokenizer = Tokenizer.from_file(str(path))
+                return lambda ids: tokenizer.decode_batch(
+                    [[i] for i in ids], skip_special_tokens=False
+                )
     return None
 
 
@@ -68,11 +68,16 @@ def render_tokens(trajectory: Trajectory, spell: Spell) -> str:
     )
 
 
+def token_title(token: int, author: int, logp: float) -> str:
+    """Describes a token: author, id and, if the policy wrote the token, its log-probability."""
+    if author == Author.POLICY:
+        return f"policy, id {token}, log p {logp:.3f}"
+    return f"{'prompt' if author == Author.PROMPT else 'tool'}, id {token}"
+
+
 def _span(text: str, token: int, author: int, logp: float) -> str:
+    kind = "prompt" if author == Author.PROMPT else "tool"
+    if author == Author.POLICY:
+        kind = f"p{sum(math.exp(min(logp, 0.0)) < bound for bound in _BOUNDS)}"
     shown = escape(text.replace("\n", "\u21b5\n"))
-    if author != Author.POLICY:
-        kind = "prompt" if author == Author.PROMPT else "tool"
-        return f'<span class="{kind}" title="{kind}, id {token}">{shown}</span>'
-    probability = math.exp(min(logp, 0.0))
-    shade = sum(probability < bound for bound in _BOUNDS)
-    return f'<span class="p{shade}" title="policy, id {token}, log p {logp:.3f}">{shown}</span>'
+    return f'<span class="{kind}" title="{token_title(token, author, logp)}">{shown}</span>'

@@ -9,16 +9,14 @@ from __future__ import annotations
 import dataclasses
 import hashlib
 import heapq
-import html
 import os
-import re
 from collections import Counter
 from collections.abc import Iterator
 from typing import Any
 
 from coa_jax.errors import UserError
 from coa_jax.protocol import Protocol, get_protocol, parse, protocol_names
-from coa_jax.report.charts import number
+from coa_jax.report.page import escape, facts
 from coa_jax.trajectory import (
     Author,
     ToolCall,
@@ -31,7 +29,6 @@ STAGES = ("teacher", "base", "sft", "rl", "rl-train")
 """Names of the known stages, in the order of the pipeline; a run may have other stages."""
 
 MAX_SEGMENT_CHARS = 6000
-_UNSEEN = re.compile(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff\ufeff\ufffe\uffff]")
 _ROLES = frozenset(role for name in protocol_names() for role in get_protocol(name).roles)
 
 
@@ -50,15 +47,15 @@ class Sample:
     counts: dict[str, Counter[str]]
 
 
-def escape(text: str) -> str:
-    """Escapes text for HTML elements and attributes; control characters become U+FFFD."""
-    return html.escape(_UNSEEN.sub("\ufffd", text.replace("\r\n", "\n")))
-
-
 def stage_of(trajectory: Trajectory) -> str:
     """Returns the stage in which a trajectory was sampled, according to its metadata."""
     metadata = trajectory.metadata
     return str(metadata.get("stage") or metadata.get("phase") or "run")
+
+
+def stage_rank(stage: str) -> int:
+    """Returns the place of a stage in the pipeline; unknown stages come after all known ones."""
+    return STAGES.index(stage) if stage in STAGES else len(STAGES)
 
 
 def verdict_of(trajectory: Trajectory) -> str:
@@ -85,34 +82,25 @@ def sample_traces(path: str | os.PathLike[str], per_stage: int) -> Sample:
     Raises:
         UserError: a line of a file of trajectories is malformed.
     """
-    heaps: dict[str, list[tuple[tuple[int, int], int, Trajectory]]] = {}
+    heaps: dict[str, list[tuple[int, int, int, Trajectory]]] = {}
     counts: dict[str, Counter[str]] = {}
     traces = iterate_trajectories(path, Trajectory.from_json, growing=True)
     for order, trajectory in enumerate(traces):
         stage = stage_of(trajectory)
         counts.setdefault(stage, Counter())[verdict_of(trajectory)] += 1
-        training = stage == "rl-train"
-        name = f"{trajectory.task_id}/{trajectory.sample_id}/{order}" if training else (
-            trajectory.task_id
-        )  # fmt: skip
-        key = (0 if training else trajectory.sample_id, _hash(name))
+        name, sample = trajectory.task_id, trajectory.sample_id
+        if stage == "rl-train":
+            name, sample = f"{name}/{sample}/{order}", 0
+        digest = hashlib.blake2b(name.encode("utf-8", "replace"), digest_size=8).digest()
         heap = heaps.setdefault(stage, [])
         # The heap keeps the smallest keys. Keys are negated, so the root of the heap is the largest
         # key.
-        heapq.heappush(heap, ((-key[0], -key[1]), -order, trajectory))
+        heapq.heappush(heap, (-sample, -int.from_bytes(digest, "big"), -order, trajectory))
         if len(heap) > per_stage:
             heapq.heappop(heap)
-    stages = sorted(counts, key=lambda s: (STAGES.index(s) if s in STAGES else len(STAGES), s))
-    shown = {
-        stage: [t for _, _, t in sorted(heaps[stage], key=lambda e: (e[0], e[1]), reverse=True)]
-        for stage in stages
-    }
+    stages = sorted(counts, key=lambda stage: (stage_rank(stage), stage))
+    shown = {stage: [t for *_, t in sorted(heaps[stage], reverse=True)] for stage in stages}
     return Sample(shown, {stage: counts[stage] for stage in stages})
-
-
-def _hash(text: str) -> int:
-    digest = hashlib.blake2b(text.encode("utf-8", "replace"), digest_size=8).digest()
-    return int.from_bytes(digest, "big")
 
 
 def render_trace(trajectory: Trajectory, tokens: str = "") -> str:
@@ -124,52 +112,41 @@ def render_trace(trajectory: Trajectory, tokens: str = "") -> str:
     """
     verdict, stage = verdict_of(trajectory), stage_of(trajectory)
     hops = trajectory.metadata.get("hops")
-    task = escape(trajectory.task_id)
     mark = {"correct": "\u2713", "wrong": "\u2717", "partial": "\u25d0"}.get(verdict, "?")
-    chips = [stage, *([_count(hops, "hop")] if hops is not None else [])]
-    facts = [
+    chips = [f"<b>{escape(stage)}</b>"]
+    if hops is not None:
+        chips.append(f"<b>{escape(_count(hops, 'hop'))}</b>")
+    sizes = (
         _count(len(trajectory.tool_calls), "call"),
         _count(trajectory.num_policy_tokens, "token"),
-        trajectory.stop_reason.value,
-    ]
-    summary = (
+    )
+    chips += [f"<span>{escape(text)}</span>" for text in (*sizes, trajectory.stop_reason.value)]
+    return (
+        f'<details class="trace" data-stage="{escape(stage)}" data-verdict="{verdict}" '
+        f'data-hops="{escape(str(hops))}" data-task="{escape(trajectory.task_id)}">'
         f'<summary><span class="mark {verdict}" role="img" title="{verdict}" '
         f'aria-label="{verdict}">{mark}</span>'
         f'<span class="question">{escape(_short(trajectory.question, 300))}</span>'
-        f'<span class="chips">{"".join(f"<b>{escape(c)}</b>" for c in chips)}'
-        f"{''.join(f'<span>{escape(f)}</span>' for f in facts)}</span></summary>"
-    )
-    same = '<button type="button" class="same">show this task only</button>'
-    return (
-        f'<details class="trace" data-stage="{escape(stage)}" data-verdict="{verdict}" '
-        f'data-hops="{escape(str(hops))}" data-task="{task}">{summary}'
-        f'<div class="body">{same}{render_body(trajectory)}{tokens}</div></details>'
+        f'<span class="chips">{"".join(chips)}</span></summary>'
+        '<div class="body"><button type="button" class="same">show this task only</button>'
+        f"{render_body(trajectory)}{tokens}</div></details>"
     )
 
 
 def render_body(trajectory: Trajectory) -> str:
     """Renders the outcome of a trajectory, the protocol rules that it broke, and its segments."""
-    return _outcome(trajectory) + "".join(_segments(trajectory))
-
-
-def _outcome(trajectory: Trajectory) -> str:
-    answer = trajectory.answer
-    rows = [
-        ("answer", "none" if answer is None else answer),
-        ("gold", " | ".join(trajectory.gold) or "none"),
+    answer, reward, metadata = trajectory.answer, trajectory.reward, trajectory.metadata
+    rows: list[tuple[str, Any]] = [
+        ("answer", "none" if answer is None else _short(answer, 500)),
+        ("gold", _short(" | ".join(trajectory.gold) or "none", 500)),
     ]
-    if trajectory.reward is not None:
-        value = trajectory.reward.value
-        rows.append(("reward", "none (not graded)" if value is None else number(value)))
-        rows += [(name, number(part)) for name, part in trajectory.reward.parts.items()]
-    rows.append(("task", f"{trajectory.task_id}, sample {trajectory.sample_id}"))
-    if "step" in trajectory.metadata:
-        rows.append(("step", str(trajectory.metadata["step"])))
-    cells = "".join(
-        f"<div><dt>{escape(name)}</dt><dd>{escape(_short(value, 500))}</dd></div>"
-        for name, value in rows
-    )
-    return f'<dl class="outcome">{cells}</dl>{_broken_rules(trajectory)}'
+    if reward is not None:
+        value = "none (not graded)" if reward.value is None else reward.value
+        rows += [("reward", value), *reward.parts.items()]
+    rows.append(("task", _short(f"{trajectory.task_id}, sample {trajectory.sample_id}", 500)))
+    if "step" in metadata:
+        rows.append(("step", str(metadata["step"])))
+    return facts(rows, "outcome") + _broken_rules(trajectory) + "".join(_segments(trajectory))
 
 
 def _broken_rules(trajectory: Trajectory) -> str:
@@ -180,21 +157,20 @@ def _broken_rules(trajectory: Trajectory) -> str:
     if not found:
         return ""
     counts = Counter((v.kind, v.message) for v in found)
-    items = "".join(
+    items = [
         f"<li><code>{escape(kind)}</code> {escape(message)}{f' ({n} times)' if n > 1 else ''}</li>"
-        for (kind, message), n in list(counts.items())[:8]
-    )
-    more = f"<li>and {len(counts) - 8} other kinds</li>" if len(counts) > 8 else ""
-    return f'<div class="rules">Broken rules of the protocol<ul>{items}{more}</ul></div>'
+        for (kind, message), n in counts.items()
+    ]
+    if len(items) > 8:
+        items[8:] = [f"<li>and {len(items) - 8} other kinds</li>"]
+    return f'<div class="rules">Broken rules of the protocol<ul>{"".join(items)}</ul></div>'
 
 
 def _segments(trajectory: Trajectory) -> Iterator[str]:
     calls = list(trajectory.tool_calls)
     for role, author, body, closed in _pieces(trajectory):
-        call = None
-        if author == Author.POLICY and calls and role == calls[0].tool and closed:
-            call = calls.pop(0)
-        yield _render_segment(role, author, body, closed, call)
+        answered = author == Author.POLICY and calls and role == calls[0].tool and closed
+        yield _render_segment(role, author, body, closed, calls.pop(0) if answered else None)
 
 
 def _pieces(trajectory: Trajectory) -> Iterator[tuple[str | None, Author, str, bool]]:
@@ -205,34 +181,27 @@ def _pieces(trajectory: Trajectory) -> Iterator[tuple[str | None, Author, str, b
         yield None, Author.POLICY, trajectory.text, True
         return
     if not trajectory.segments:
-        yield from _parsed(protocol, trajectory.text, assume_observations=True)
+        for role, author, body, closed in _parsed(protocol, trajectory.text):
+            by_tool = role == protocol.observation
+            yield role, Author.ENVIRONMENT if by_tool else author, body, closed
         return
-    if protocol.format is not None:
-        for span in trajectory.segments:
-            if span.text.strip():
-                yield span.role, span.author, span.text if span.body is None else span.body, True
-        return
-    said = ""
+    said = ""  # text of the policy that is not parsed yet, because it may continue a segment
     for span in trajectory.segments:
-        if span.author == Author.POLICY:
+        if span.author == Author.POLICY and protocol.format is None:
             said += span.text
             continue
         yield from _parsed(protocol, said)
         said = ""
         if span.text.strip():
-            body = span.text if span.body is None else span.body
-            yield protocol.observation, Author.ENVIRONMENT, body, True
+            role = span.role if protocol.format is not None else protocol.observation
+            yield role, span.author, span.text if span.body is None else span.body, True
     yield from _parsed(protocol, said)
 
 
-def _parsed(
-    protocol: Protocol, text: str, assume_observations: bool = False
-) -> Iterator[tuple[str | None, Author, str, bool]]:
+def _parsed(protocol: Protocol, text: str) -> Iterator[tuple[str | None, Author, str, bool]]:
     for segment in parse(protocol, text).segments:
         if segment.role is not None or segment.body.strip():
-            tool = assume_observations and segment.role == protocol.observation
-            author = Author.ENVIRONMENT if tool else Author.POLICY
-            yield segment.role, author, segment.body, segment.closed
+            yield segment.role, Author.POLICY, segment.body, segment.closed
 
 
 def _render_segment(

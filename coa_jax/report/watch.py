@@ -10,11 +10,12 @@ upload, without trajectories.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import functools
 import itertools
 import json
 import time
-from collections import defaultdict
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -31,7 +32,8 @@ from coa_jax.cli import run_main, workdir_flag
 from coa_jax.errors import UserError
 from coa_jax.learn.watch import warnings_of
 from coa_jax.report.charts import number
-from coa_jax.report.page import as_number, phase_title
+from coa_jax.report.page import as_number, phase_of, phase_title, step_of
+from coa_jax.report.run import check_run
 from coa_jax.report.terminal import COLOURS, clean
 from coa_jax.report.traces import verdict_of
 from coa_jax.storage.mirror import NAMES_ONLY, visited
@@ -77,19 +79,17 @@ class Tail:
         """
         try:
             with self.path.open("rb") as file:
-                size = file.seek(0, 2)
-                if size < self._offset:
+                if file.seek(0, 2) < self._offset:
                     self._offset, self.rows = 0, []
                 file.seek(self._offset)
-                whole = file.read(size - self._offset).rpartition(b"\n")[0]
+                *lines, _ = file.read().split(b"\n")
         except FileNotFoundError:
             self._offset, self.rows = 0, []
             return
         except OSError as error:
             raise UserError(f"{self.path}: cannot be read: {error.strerror}") from error
-        for line in whole.split(b"\n") if whole else ():
-            self.rows.append(files.parse_row(line, f"{self.path}: a line"))
-        self._offset += len(whole) + bool(whole)
+        self.rows += [files.parse_row(line, f"{self.path}: a line") for line in lines]
+        self._offset += sum(len(line) + 1 for line in lines)
 
 
 def newest_trajectories(run: Path, count: int) -> list[Trajectory]:
@@ -99,38 +99,31 @@ def newest_trajectories(run: Path, count: int) -> list[Trajectory]:
     ``traces.jsonl``. The function reads both, but not the compressed shards in ``traces/``.
     """
     plain = [*(run / "spool").glob("*.jsonl"), run / "traces.jsonl"]
-    stamped = sorted(((_modified(p), p) for p in plain), reverse=True)
     found: list[Trajectory] = []
-    for stamp, path in stamped:
-        if stamp and len(found) < count:
-            found += _last(path, count - len(found))
+    for path in sorted(plain, key=lambda path: (_modified(path), path), reverse=True):
+        for line in _last_lines(path, count - len(found)):
+            with contextlib.suppress(*reading.MALFORMED):
+                found.append(Trajectory.from_json(json.loads(line)))
     return found
 
 
 def _modified(path: Path) -> float:
     """Returns the modification time of a file; 0 if the file does not exist."""
-    try:
+    with contextlib.suppress(OSError):
         return path.stat().st_mtime
-    except OSError:
-        return 0.0
+    return 0.0
 
 
-def _last(path: Path, count: int) -> list[Trajectory]:
-    """Returns the trajectories in the last complete lines of a file, the last line first."""
+def _last_lines(path: Path, count: int) -> list[bytes]:
+    """Returns the last complete lines of a file, the last line first; [] if there is no file."""
     try:
         with path.open("rb") as file:
             start = max(0, file.seek(0, 2) - _TAIL)
             file.seek(start)
             lines = file.read().split(b"\n")[bool(start) : -1]
-    except OSError:  # the run has removed the file in the meantime
+    except OSError:
         return []
-    found = []
-    for line in reversed(lines[-count:]):
-        try:
-            found.append(Trajectory.from_json(json.loads(line)))
-        except reading.MALFORMED:
-            continue
-    return found
+    return lines[::-1][:count]
 
 
 def sparkline(values: Sequence[float]) -> str:
@@ -147,47 +140,38 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(_BARS[round((value - low) / step)] for value in shown)
 
 
-class Picture:
-    """Draws the state of a run as a renderable of rich."""
+def picture(tail: Tail, trajectories: int) -> RenderableType:
+    """Reads new rows and trajectories of a run, and draws the state of the run.
 
-    def __init__(self, run: Path, trajectories: int):
-        """Prepares to read a run directory.
+    Args:
+        tail: reader of the run's metrics.jsonl.
+        trajectories: number of newest trajectories to show.
 
-        Args:
-            run: directory of the run.
-            trajectories: number of newest trajectories to show.
-        """
-        self._run, self._count = run, trajectories
-        self._tail = Tail(run / "metrics.jsonl")
+    Raises:
+        UserError: a file cannot be read.
+    """
+    run = tail.path.parent
+    tail.read()
+    if not tail.rows:
+        return Text(f"{run}: no step yet", style=COLOURS["think"])
+    phase = phase_of(tail.rows[-1])
+    rows = [row for row in tail.rows if phase_of(row) == phase]
+    parts: list[RenderableType] = [_head(tail.path, phase, rows), _curves(rows), *_warnings(rows)]
+    if newest := newest_trajectories(run, trajectories):
+        parts.append(_trajectories(newest))
+    return Group(*parts)
 
-    def draw(self) -> RenderableType:
-        """Reads new rows and trajectories, and draws the state of the run.
 
-        Raises:
-            UserError: a file cannot be read.
-        """
-        self._tail.read()
-        rows = self._tail.rows
-        if not rows:
-            return Text(f"{self._run}: no step yet", style=COLOURS["think"])
-        phase = str(rows[-1].get("phase", "run"))
-        mine = [row for row in rows if str(row.get("phase", "run")) == phase]
-        parts: list[RenderableType] = [self._head(phase, mine), _curves(mine), *_warnings(mine)]
-        if newest := newest_trajectories(self._run, self._count):
-            parts.append(_trajectories(newest))
-        return Group(*parts)
-
-    def _head(self, phase: str, rows: Sequence[Mapping[str, Any]]) -> Text:
-        total = _total_steps(self._run, phase)
-        age = time.time() - _modified(self._tail.path)
-        text = Text(f"{self._run.resolve().name}  ", style="bold")
-        step = number(as_number(rows[-1].get("step")) or 0)
-        text.append(f"{phase_title(phase)} step {step}{f' of {total}' if total else ''}")
-        seconds = [s for row in rows[-_RECENT:] if (s := as_number(row.get("time/step")))]
-        if seconds:
-            text.append(f", {3600 * len(seconds) / sum(seconds):,.0f} steps per hour")
-        text.append(f", last row {age:,.0f} s ago")
-        return text
+def _head(metrics: Path, phase: str, rows: Sequence[Mapping[str, Any]]) -> Text:
+    text = Text(f"{metrics.parent.resolve().name}  ", style="bold")
+    text.append(f"{phase_title(phase)} step {number(step_of(rows[-1]))}")
+    if total := _total_steps(metrics.parent, phase):
+        text.append(f" of {total}")
+    seconds = [s for row in rows[-_RECENT:] if (s := as_number(row.get("time/step")))]
+    if seconds:
+        text.append(f", {3600 * len(seconds) / sum(seconds):,.0f} steps per hour")
+    text.append(f", last row {time.time() - _modified(metrics):,.0f} s ago")
+    return text
 
 
 def _total_steps(run: Path, phase: str) -> int:
@@ -201,20 +185,17 @@ def _total_steps(run: Path, phase: str) -> int:
 
 def _curves(rows: Sequence[Mapping[str, Any]]) -> Table:
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False)
-    for name, side in (("metric", "left"), ("now", "right"), (f"mean of {_RECENT}", "right")):
-        table.add_column(name, justify=side)  # type: ignore[arg-type]
+    table.add_column("metric")
+    table.add_column("now", justify="right")
+    table.add_column(f"mean of {_RECENT}", justify="right")
     table.add_column("whole run")
-    columns: dict[str, list[float]] = defaultdict(list)
-    for row in rows:
-        for name in SHOWN:
-            if (value := as_number(row.get(name))) is not None:
-                columns[name].append(value)
-    for name in (n for n in SHOWN if n in columns):
-        values = columns[name]
-        recent = values[-_RECENT:]
-        mean = sum(recent) / len(recent)
-        curve = Text(sparkline(values), style=COLOURS["wiki_search"])
-        table.add_row(name, number(values[-1]), number(mean), curve)
+    for name in SHOWN:
+        found = (as_number(row.get(name)) for row in rows)
+        if values := [value for value in found if value is not None]:
+            recent = values[-_RECENT:]
+            mean = sum(recent) / len(recent)
+            curve = Text(sparkline(values), style=COLOURS["wiki_search"])
+            table.add_row(name, number(values[-1]), number(mean), curve)
     return table
 
 
@@ -230,8 +211,8 @@ def _trajectories(found: Sequence[Trajectory]) -> Table:
     for name, width in (("newest", 9), ("reward", 6), ("stop", 9), ("tokens", 6), ("calls", 5)):
         left = name in ("newest", "stop")
         table.add_column(name, justify="left" if left else "right", min_width=width, no_wrap=True)
-    table.add_column("question", ratio=2, no_wrap=True, overflow="ellipsis")
-    table.add_column("answer", ratio=1, no_wrap=True, overflow="ellipsis")
+    for name, ratio in (("question", 2), ("answer", 1)):
+        table.add_column(name, ratio=ratio, no_wrap=True, overflow="ellipsis")
     for trajectory in found:
         verdict = verdict_of(trajectory)
         reward = trajectory.reward.value if trajectory.reward else None
@@ -269,22 +250,22 @@ def main(argv: list[str]) -> None:
     """Shows the run until Ctrl-C."""
     place = flags.FLAGS.workdir
     run = fetched(place)
-    if not run.is_dir():
-        raise UserError(f"{place}: no such run directory; pass the --workdir of a run")
-    if not any((run / name).exists() for name in ("config.json", "metrics.jsonl")):
-        raise UserError(f"{place}: not a run directory: it has no config.json and no metrics.jsonl")
-    picture, console = Picture(run, flags.FLAGS.trajectories), Console()
+    check_run(run)
+    console, draw = (
+        Console(),
+        functools.partial(picture, Tail(run / "metrics.jsonl"), flags.FLAGS.trajectories),
+    )
     if flags.FLAGS.once or not console.is_terminal:
-        console.print(picture.draw())
+        console.print(draw())
         return
     try:
-        with Live(picture.draw(), console=console, screen=True, auto_refresh=False) as live:
+        with Live(draw(), console=console, screen=True, auto_refresh=False) as live:
             while True:
                 time.sleep(flags.FLAGS.every)
                 fetched(place)
-                live.update(picture.draw(), refresh=True)
+                live.update(draw(), refresh=True)
     except KeyboardInterrupt:
-        console.print(picture.draw())
+        console.print(draw())
 
 
 if __name__ == "__main__":

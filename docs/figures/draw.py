@@ -35,12 +35,13 @@ Point = tuple[float, float]
 
 def box(kind: str, x: float, y: float, width: float, name: str, *notes: str) -> str:
     """A box with a name and lines of notes below it, 64 units high."""
-    lines = [f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="64" rx="7"/>']
-    lines.append(f'<text class="name" x="{x + 12}" y="{y + 21}">{escape(name)}</text>')
-    lines += [
-        f'<text class="note" x="{x + 12}" y="{y + 38 + 15 * row}">{escape(note)}</text>'
-        for row, note in enumerate(notes)
+    lines = [
+        f'<rect class="{kind}" x="{x}" y="{y}" width="{width}" height="64" rx="7"/>',
+        f'<text class="name" x="{x + 12}" y="{y + 21}">{escape(name)}</text>',
     ]
+    for row, note in enumerate(notes):
+        place = f'x="{x + 12}" y="{y + 38 + 15 * row}"'
+        lines.append(f'<text class="note" {place}>{escape(note)}</text>')
     return "\n".join(lines)
 
 
@@ -60,46 +61,36 @@ def figure(width: int, height: int, title: str, *parts: str) -> str:
         '<marker id="head" viewBox="0 0 8 8" refX="7.5" refY="4" markerWidth="8" markerHeight="8" '
         'orient="auto-start-reverse"><path class="head" d="M0,0.5 L8,4 L0,7.5 z"/></marker>'
     )
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" '
-            f'aria-label="{escape(title)}" font-family="system-ui, sans-serif" font-size="14">',
-            f"<style>{STYLE}</style>",
-            f"<defs>{head}</defs>",
-            f'<rect class="paper" width="{width}" height="{height}" rx="10"/>',
-            *parts,
-            "</svg>",
-            "",
-        ]
-    )
+    body = "\n".join(parts)
+    return f"""\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" role="img" \
+aria-label="{escape(title)}" font-family="system-ui, sans-serif" font-size="14">
+<style>{STYLE}</style>
+<defs>{head}</defs>
+<rect class="paper" width="{width}" height="{height}" rx="10"/>
+{body}
+</svg>
+"""
 
 
 def data_flow() -> str:
     """From the traces of a multi-agent system to a trained policy."""
+    team = ("team of agents with tools,", "or logs of another system")
     top = [
-        box(
-            "box", 20, 20, 176, "Traces", "team of agents with tools,", "or logs of another system"
-        ),
+        box("box", 20, 20, 176, "Traces", *team),
         box("box", 232, 20, 164, "Distil", "convert to one context", "and filter"),
         box("box", 432, 20, 148, "Records", "text, and who wrote", "each part"),
         box("learn", 620, 20, 152, "Fine-tune (SFT)", "loss on the tokens", "of the policy only"),
         box("box", 812, 20, 128, "Policy", "a Hugging Face", "directory"),
         *(arrow((x, 52), (to, 52)) for x, to in ((196, 232), (396, 432), (580, 620), (772, 812))),
     ]
+    slots = ("slots with a KV cache; compiled", "extend, decode and fork")
     inside = [
         '<rect class="group" x="20" y="150" width="920" height="314" rx="10"/>',
         '<text class="name" x="36" y="176">Reinforce (RL)</text>',
         box("box", 40, 196, 150, "Tasks", "questions with", "checkable answers"),
         box("box", 250, 196, 190, "Rollouts", "a host loop: one episode", "for each sample"),
-        box(
-            "learn",
-            660,
-            196,
-            260,
-            "Engine",
-            "slots with a KV cache; compiled",
-            "extend, decode and fork",
-        ),
+        box("learn", 660, 196, 260, "Engine", *slots),
         box("tool", 660, 288, 260, "Tools", "search, code in a sandbox, web pages,", "MCP servers"),
         box("box", 250, 380, 190, "Trajectories", "tokens, authors,", "log-probabilities"),
         box("box", 40, 380, 150, "Graders", "a reward, or no", "verdict (masked)"),

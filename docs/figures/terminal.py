@@ -21,6 +21,7 @@ from pathlib import Path
 from xml.sax.saxutils import escape, quoteattr
 
 from rich.console import Console
+from rich.style import Style
 from rich.text import Text
 
 COLUMNS = 80
@@ -74,32 +75,29 @@ def draw(cast: Path, shown: str) -> str:
     for row, (seconds, text) in enumerate(rows):
         y, column, marks, spans = 28 + height * row, 0, "", ""
         for segment in text.render(console):
-            style, x = segment.style, 16 + width * column
-            fill = f' fill="{style.color.get_truecolor().hex}"' if style and style.color else ""
-            bold = ' font-weight="600"' if style and style.bold else ""
-            length = f'textLength="{width * len(segment.text):.1f}"'
-            if style and style.bgcolor:
-                ground = style.bgcolor.get_truecolor().hex
-                size = f'width="{width * len(segment.text):.1f}" height="{height}"'
-                marks += f'<rect x="{x:.1f}" y="{y - 14}" {size} fill="{ground}"/>'
-            spans += f'<tspan x="{x:.1f}" {length}{fill}{bold}>{escape(segment.text)}</tspan>'
+            style, x = segment.style or Style(), f'x="{16 + width * column:.1f}"'
+            fill = f' fill="{style.color.get_truecolor().hex}"' if style.color else ""
+            bold = ' font-weight="600"' if style.bold else ""
+            length = f"{width * len(segment.text):.1f}"
+            if style.bgcolor:
+                ground = f'height="{height}" fill="{style.bgcolor.get_truecolor().hex}"'
+                marks += f'<rect {x} y="{y - 14}" width="{length}" {ground}/>'
+            spans += f'<tspan {x} textLength="{length}"{fill}{bold}>{escape(segment.text)}</tspan>'
             column += len(segment.text)
         kind = "command" if seconds is None else "late"
         delay = "" if seconds is None else f' style="animation-delay:{1 + SLOWER * seconds:.2f}s"'
         parts.append(f'<g class="{kind}"{delay}>{marks}<text y="{y}">{spans}</text></g>')
     size = (32 + width * max(text.cell_len for _, text in rows), 28 + height * len(rows))
-    return "\n".join(
-        [
-            f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]:.0f} {size[1]}" '
-            f'role="img" aria-label={quoteattr(shown)} font-size="13" '
-            'font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace">',
-            f"<style>{STYLE}</style>",
-            f'<rect class="paper" width="{size[0]:.0f}" height="{size[1]}" rx="10"/>',
-            *parts,
-            "</svg>",
-            "",
-        ]
-    )
+    body = "\n".join(parts)
+    return f"""\
+<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {size[0]:.0f} {size[1]}" \
+role="img" aria-label={quoteattr(shown)} font-size="13" \
+font-family="ui-monospace, Menlo, Consolas, DejaVu Sans Mono, monospace">
+<style>{STYLE}</style>
+<rect class="paper" width="{size[0]:.0f}" height="{size[1]}" rx="10"/>
+{body}
+</svg>
+"""
 
 
 if __name__ == "__main__":

@@ -109,16 +109,18 @@ def config_classes() -> list[type[Any]]:
 def entry_point(command: str) -> types.ModuleType:
     """Returns the imported module of a command."""
     module = importlib.import_module(f"coa_jax.{COMMANDS[command]}")
-    is_package = hasattr(module, "__path__")
-    return importlib.import_module(f"{module.__name__}.__main__") if is_package else module
+    return (
+        importlib.import_module(f"{module.__name__}.__main__")
+        if hasattr(module, "__path__")
+        else module
+    )
 
 
 def _argument(module: types.ModuleType, function: str, index: int) -> Any:
     """Returns an argument of a module's call of a function; None if the module has no such call."""
     for node in ast.walk(ast.parse(inspect.getsource(module))):
-        if not isinstance(node, ast.Call) or len(node.args) <= index:
-            continue
-        if getattr(node.func, "id", "") == function:
+        called = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
+        if called == function and len(node.args) > index:
             code = compile(ast.Expression(node.args[index]), module.__name__, "eval")
             return eval(code, vars(module))
     return None
@@ -130,10 +132,9 @@ def command_flags(module: types.ModuleType) -> list[flags.Flag[Any]]:
     before = set(flags.FLAGS)
     if define is not None:
         define()
-    names = [name for name in flags.FLAGS if name not in before]
-    found = [flags.FLAGS[name] for name in names]
-    for name in names:
-        delattr(flags.FLAGS, name)
+    found = [flags.FLAGS[name] for name in flags.FLAGS if name not in before]
+    for flag in found:
+        delattr(flags.FLAGS, flag.name)
     return found
 
 
@@ -167,22 +168,19 @@ def command_settings(module: types.ModuleType) -> type[Any] | None:
 
 
 def _commands() -> str:
-    rows = []
-    for command in COMMANDS:
-        about = (entry_point(command).__doc__ or "").partition("\n")[0]
-        rows.append(f"| [`{command}`]({command}.md) | {about} |")
-    return "\n".join(
-        [
-            "# Commands",
-            "",
-            "`coa-jax COMMAND` and `python -m coa_jax.MODULE` run the same code.",
-            "",
-            "| command | purpose |",
-            "|---|---|",
-            *rows,
-            "",
-        ]
+    rows = "\n".join(
+        f"| [`{name}`]({name}.md) | {(entry_point(name).__doc__ or '').partition(chr(10))[0]} |"
+        for name in COMMANDS
     )
+    return f"""\
+# Commands
+
+`coa-jax COMMAND` and `python -m coa_jax.MODULE` run the same code.
+
+| command | purpose |
+|---|---|
+{rows}
+"""
 
 
 def _command(command: str, shown: set[type[Any]]) -> str:
@@ -197,13 +195,8 @@ def _command(command: str, shown: set[type[Any]]) -> str:
         lines += _definition(name, f"flag-{name[2:]}", *about)
     settings = command_settings(module)
     if settings:
-        lines += [
-            "## Settings",
-            "",
-            "The config file sets these values; `--config.KEY=VALUE` overrides a value.",
-            "",
-            *_group(settings, "", None, shown, 2),
-        ]
+        about = "The config file sets these values; `--config.KEY=VALUE` overrides a value."
+        lines += ["## Settings", "", about, "", *_group(settings, "", None, shown, 2)]
     return "\n".join(lines)
 
 
@@ -231,12 +224,10 @@ def _option(option: argparse.Action) -> tuple[str, str]:
 
 def _other_settings(shown: set[type[Any]]) -> str:
     lines = [
-        "# Further groups of settings",
-        "",
-        "These groups have no fixed place in the config of a command.  They are values of tables",
-        "whose keys you choose, such as `tools.mcp.TAG` and `graders.rewards.NAME`, or arguments",
-        "of the Python API.",
-        "",
+        "# Further groups of settings\n\n"
+        "These groups have no fixed place in the config of a command.  They are values of tables\n"
+        "whose keys you choose, such as `tools.mcp.TAG` and `graders.rewards.NAME`, or arguments\n"
+        "of the Python API.\n",
     ]
     for cls in config_classes():
         if cls not in shown and cls.__name__ != "Command":

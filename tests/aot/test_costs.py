@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import pytest
 
-from coa_jax.aot.costs import Costs, count, group_size
+from coa_jax.aot.costs import Costs, count, group
 from coa_jax.aot.hlo import parse, trip_count
 from tests.devices import on_devices
 
@@ -161,7 +161,7 @@ def test_a_tpu_program_is_read():
 )
 def test_groups_of_collectives_are_read_in_every_form(groups, size):
     text = TPU.replace("mesh['axis_0'=32,'axis_1'=4] {'axis_1'}", groups)
-    assert group_size(parse(text).computations["body"]["reduced"], 128) == size
+    assert len(group(parse(text).computations["body"]["reduced"], 128)) == size
 
 
 def test_attention_kernels_count_half_of_the_square():

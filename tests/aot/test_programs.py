@@ -69,9 +69,11 @@ for case in sys.argv[1:]:
     except UserError as error:
         print(str(error).partition(":")[0])
         continue
-    roofline = {"step_s": config.engine.chunk, "serial_s": 1.0}
-    rows = [{"name": n, "roofline": roofline, "runs_per_step": 1} for n in ("train", "decode")]
-    step = _step(setup, rows, {"train": 1e-12})
+    rows = [
+        {"name": name, "roofline": {"step_s": seconds, "serial_s": 1.0}, "runs_per_step": 1}
+        for name, seconds in (("train", 1e-12), ("decode", config.engine.chunk))
+    ]
+    step = _step(setup, rows)
     speed = step["decode_tokens_per_s"] / config.engine.row_sizes[-1]
     mfu = step["model_flops"] / 1e-12 / where.chip.flops / step["mfu"]
     print(setup.mesh.size, "chips", round(mfu), "at work", round(speed), "engines")

@@ -13,6 +13,7 @@ from coa_jax.parallel.chips import Chip
 CHIP = Chip(flops=100.0, hbm_bytes=10**9, hbm_bandwidth=100.0, link_bandwidth=60.0)
 # Two chips along the first axis, two along the second.
 PLACES = np.array([(0, 0, 0), (1, 0, 0), (0, 1, 0), (1, 1, 0)])
+RINGS = (2, 2, 1)
 
 # A product of 2000 FLOPs (20 s); gathers of 100 float32 (400 bytes sent to one other chip, which
 # two links of an axis do in 20 s).
@@ -40,7 +41,7 @@ WHOLE = (
 FIRST, SECOND = "{{0,1},{2,3}}", "{{0,2},{1,3}}"
 
 
-def played(*lines, rings=()):
+def played(*lines, rings=RINGS):
     """The timeline of lines; each has a number of its own and maybe groups."""
     body = "".join(
         line.replace("N ", f"{n} ").replace("N)", f"{n})").replace("{GROUPS}", groups)
@@ -89,7 +90,7 @@ def test_a_kernel_takes_as_long_as_its_assumed_share_of_the_peak_says():
     text = PROGRAM.replace("BODY\n", kernel.replace("N ", "1 "))
     # Two products of half of 8 x 8, of two heads of width 4: 1,024 FLOPs.
     for share, seconds in ((1.0, 10.24), (0.5, 20.48)):
-        found = play(parse(text), Machine(CHIP, PLACES, kernels=share))
+        found = play(parse(text), Machine(CHIP, PLACES, RINGS, share))
         assert found.total == pytest.approx(seconds)
 
 
@@ -97,7 +98,7 @@ def test_an_operation_takes_the_longer_of_its_products_and_its_traffic():
     in_memory = PRODUCT.replace("f32[10,10]{1,0:S(1)} dot", "f32[10,10]{1,0} dot")
     found = played((in_memory, 1, ""))
     assert (found.total, found.beyond) == (20, 0)  # 400 bytes take 4 s of the 20
-    slow = Machine(Chip(100.0, 10**9, 10.0, 60.0), PLACES)
+    slow = Machine(Chip(100.0, 10**9, 10.0, 60.0), PLACES, RINGS)
     text = PROGRAM.replace("BODY\n", in_memory.replace("N ", "1 "))
     found = play(parse(text), slow)
     assert (found.total, found.beyond) == (40, 20)
@@ -108,7 +109,7 @@ def test_an_operation_takes_the_cycles_that_the_compiler_says():
     text = PROGRAM.replace("BODY\n", line.replace("N ", "1 "))
     for clock, total in ((2.0, 25), (0.0, 20)):
         chip = Chip(100.0, 10**9, 100.0, 60.0, clock=clock)
-        found = play(parse(text), Machine(chip, PLACES))
+        found = play(parse(text), Machine(chip, PLACES, RINGS))
         assert (found.total, found.beyond) == (total, total - 20)
 
 
@@ -118,7 +119,7 @@ def test_a_loop_counts_as_often_as_it_turns():
     module = parse(TPU)
     chip = Chip(1e12, 10**9, 1e12, 6e9)
     places = np.array([(n // 4, n % 4, 0) for n in range(128)])
-    found = play(module, Machine(chip, places))
+    found = play(module, Machine(chip, places, (32, 4, 1)))
     sent = 2 * 64 * 4 * 9 * 128 * 4 * 3 / 4  # by each chip of a ring of four, along one axis
     assert found.whole == pytest.approx(14 * sent / 2e9)
     product = 2 * 64 * 3584 * 4 * 9 * 128 / 1e12
@@ -169,6 +170,6 @@ def test_what_is_sent_inside_a_fusion_uses_the_links():
     from tests.aot.test_costs import SCATTERED
 
     places = np.array([(n % 4, n // 4, 0) for n in range(8)])
-    found = play(parse(SCATTERED), Machine(Chip(100.0, 10**9, 1e9, 60.0), places))
+    found = play(parse(SCATTERED), Machine(Chip(100.0, 10**9, 1e9, 60.0), places, (4, 2, 1)))
     # Three quarters of 400,000 bytes over the two links of an axis.
     assert (found.total, found.whole, found.waiting) == (15_000, 15_000, 15_000)

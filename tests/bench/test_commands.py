@@ -57,7 +57,10 @@ def test_a_drawn_workload_is_run_with_its_slow_tool(tmp_path):
         (["rollout", "--random=tiny", "--workload={folder}/none.json"], "cannot be read"),
         (["decode", "--model={folder}/none"], "does not exist: give a model directory"),
         (["decode", "--random=tiny", "--batch=0"], "--batch=0: give whole numbers from 1"),
-        (["workload", "--rollouts=3", "--out={folder}/w.json"], "not a multiple of --group_size=4"),
+        (
+            ["workload", "--rollouts=3", "--out={folder}/w.json"],
+            "workload.rollouts is 3; give a multiple of group_size (4)",
+        ),
         (["sft", "--random=tiny", "--batch=0"], "--batch=0: 0 is not a positive integer"),
         (["sft", "--random=tiny", "--out={folder}/none/r.json"], "an existing directory"),
     ],

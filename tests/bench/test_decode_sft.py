@@ -62,7 +62,7 @@ def test_what_is_measured_as_constrained_is_sampled_under_the_constraint(monkeyp
     monkeypatch.setattr(decode, "decode_once", run_and_keep)
     monkeypatch.setattr(Engine, "decode", decode_and_keep)
     shapes = {"prompt": 8, "new": 24, "chunk": 8, "dtype": "float32", "repeats": 1}
-    decode.measure_batch(learnt, 4, constraint, **shapes)
+    decode.measure_batch(learnt, 4, decode.Work(**shapes), constraint)
     assert [protocol for protocol, _ in runs] == [None, "generalist"] * 2
     for protocol, sampled in runs:
         # After random prompts even a policy that knows the protocol breaks it by itself.
@@ -74,18 +74,18 @@ def test_constrained_decoding_is_measured_beside_the_free_one():
     model = tiny_policy.policy()
     learnt = Subject("learnt", model.config, model.params, model.tokenizer)
     options = {"prompt": 16, "new": 8, "chunk": 8, "dtype": "float32", "repeats": 2}
-    result = decode.measure(learnt, (2,), "generalist", **options)
+    result = decode.measure(learnt, (2,), decode.Work(**options), "generalist")
     assert result["constraint"].startswith("generalist: ")
     (entry,) = result["batches"]
     slower = entry["constrained"]["ms_per_step"]["max"] / entry["ms_per_step"]["min"] - 1
     assert entry["constrained"]["slower"]["max"] <= slower + 1e-3
-    with pytest.raises(UserError, match="random weights have none"):
-        decode.measure(subject(), (2,), "generalist", **options)
+    with pytest.raises(UserError, match="not random weights"):
+        decode.measure(subject(), (2,), decode.Work(**options), "generalist")
 
 
 def test_decoding_is_reported_for_each_batch_size_beside_its_floor():
     options = {"prompt": 16, "new": 8, "chunk": 8, "dtype": "float32", "repeats": 2}
-    result = decode.measure(subject(), (1, 3), **options)
+    result = decode.measure(subject(), (1, 3), decode.Work(**options))
     assert [entry["batch"] for entry in result["batches"]] == [1, 3]
     for entry in result["batches"]:
         step = entry["ms_per_step"]["median"]
@@ -99,7 +99,7 @@ def test_decoding_is_reported_for_each_batch_size_beside_its_floor():
 def test_a_training_step_is_measured_without_its_compilation():
     # The step donates its parameters.
     own = dataclasses.replace(subject(), params=jax.tree.map(jax.numpy.copy, subject().params))
-    result = sft.measure(own, batch=4, length=32, rows=2, dtype="float32", remat="none", steps=2)
+    result = sft.measure(own, sft.Work(4, 32, 2, "float32", "none", steps=2))
     assert result["compiles_after_warmup"] == 0
     assert result["first_step_s"] > result["step_s"]["max"]
     assert result["tokens_per_s"]["max"] == pytest.approx(128 / result["step_s"]["min"], rel=1e-3)
@@ -127,7 +127,7 @@ def test_batch_sizes_are_whole_numbers_from_one(values):
 
 def test_a_profile_says_which_parts_of_a_step_take_how_much():
     options = {"prompt": 16, "new": 8, "chunk": 8, "dtype": "float32", "repeats": 1}
-    (entry,) = decode.measure(subject(), (3,), profile=True, **options)["batches"]
+    (entry,) = decode.measure(subject(), (3,), decode.Work(profile=True, **options))["batches"]
     assert sum(entry["parts"].values()) == pytest.approx(1, abs=0.01)
     assert {"qkv", "attend", "mlp", "head", "sample"} <= set(entry["parts"])
     assert entry["parts"].get("other", 0) < 0.5

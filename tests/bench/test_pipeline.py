@@ -50,8 +50,8 @@ def test_the_kept_workloads_have_the_tails_they_promise(name):
     assert np.quantile(tokens, 0.99) / np.median(tokens) == pytest.approx(8, rel=0.05)
     assert workload.signal == 0.5
     assert all(len(group) == 4 for group in workload.groups)
-    assert workload.per_group("tokens") == pytest.approx(4 * tokens.mean())
-    assert workload.per_group("seconds") == pytest.approx(8 * seconds.mean())
+    assert workload.tokens_per_group == pytest.approx(4 * tokens.mean())
+    assert workload.seconds_per_group == pytest.approx(8 * seconds.mean())
 
 
 def test_the_floor_is_work_by_what_the_machine_can_do():

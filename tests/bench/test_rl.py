@@ -25,7 +25,7 @@ def own():
 def test_a_step_is_measured_in_parts_and_without_its_compilation(tmp_path):
     work = workload(tmp_path, *(rollout(prompt) for prompt in (0, 1, 0, 1)))
     shapes = engine_shapes(work, slots=4, chunk=4, dtype="float32")
-    result = rl.measure(own(), work, shapes, steps=2)
+    result = rl.measure(own(), work, rl.rl_config(work, shapes, steps=2))
     assert result["compiles_after_warmup"] == 0
     assert (result["group_size"], result["rollouts"], result["generated_tokens"]) == (2, 4, 32)
     parts = sum(result[name]["min"] for name in ("publish_s", "rollout_s", "update_s"))
@@ -61,8 +61,9 @@ def test_rows_hold_a_group_with_its_prompt_once_unless_prompts_are_not_shared(tm
     assert rl.row_lengths(work, 0, False) == (512, 0)
     assert rl.row_lengths(work, 30, False) == (30, 0)
     shapes = engine_shapes(work, slots=4, chunk=4, dtype="float32")
-    shared = rl.measure(own(), work, shapes, steps=1)
-    apart = rl.measure(own(), work, shapes, steps=1, share_prompts=False)
+    shared = rl.measure(own(), work, rl.rl_config(work, shapes, steps=1))
+    config = rl.rl_config(work, shapes, steps=1, share_prompts=False)
+    apart = rl.measure(own(), work, config)
     assert (shared["row_length"], shared["attention_length"]) == (64, 64)
     assert (apart["row_length"], apart["attention_length"]) == (512, 0)
     assert 0 < shared["logp_gap_max"]["max"] < 1e-4
@@ -73,4 +74,4 @@ def test_groups_of_one_or_of_several_sizes_are_refused(tmp_path, prompts):
     work = workload(tmp_path, *(rollout(prompt) for prompt in prompts))
     shapes = engine_shapes(work, slots=2, chunk=4, dtype="float32")
     with pytest.raises(UserError, match="groups of one size, at least 2"):
-        rl.measure(subject(), work, shapes)
+        rl.rl_config(work, shapes)

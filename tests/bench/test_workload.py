@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import types
 
 import pytest
 from hypothesis import given
@@ -61,18 +60,24 @@ TURN = ("rollouts", 0, "turns", 0)
         ("{", "not JSON"),
         ("[]", "not a JSON object"),
         (changed(["prompts"], None), "prompts is missing"),
-        (changed(["prompts"], 3), "prompts is '3', not a list"),
+        (changed(["prompts"], 3), "prompts is 3; give a list"),
         (changed(["prompts", 0], []), r"prompts\[0\] is not a list of token ids"),
         (changed(["prompts", 0, 1], 512), r"prompts\[0\] holds 512, and the model's ids .* to 511"),
         (changed(["prompts", 0, 1], True), r"prompts\[0\] holds True"),
-        (changed(["seed"], "a"), "seed is 'a'; it must be a whole number from 0"),
+        (changed(["seed"], "a"), "seed is 'a'; give a whole number from 0"),
         (changed(["seed"], 2**31), "seed is 2147483648; give a whole number from 0 to 2147483647"),
         (changed(["rollouts"], []), "rollouts is empty"),
-        (changed(["rollouts", 0], 5), r"rollouts\[0\].prompt is missing"),
-        (changed(["rollouts", 0, "prompt"], 1), r"rollouts\[0\].prompt is 1; it must be below 1"),
-        (changed(["rollouts", 0, "final_gen_tokens"], 0), "final_gen_tokens is 0; .* from 1"),
-        (changed([*TURN, "gen_tokens"], 2.5), r"turns\[0\].gen_tokens is 2.5; .* whole number"),
-        (changed([*TURN, "tool_latency_s"], -1), "tool_latency_s is -1; it must be a number"),
+        (changed(["rollouts", 0], 5), r"rollouts\[0\].turns is missing"),
+        (
+            changed(["rollouts", 0, "prompt"], 1),
+            r"rollouts\[0\].prompt is 1; give a whole number from 0 to 0",
+        ),
+        (
+            changed(["rollouts", 0, "final_gen_tokens"], 0),
+            "final_gen_tokens is 0; give a whole number from 1",
+        ),
+        (changed([*TURN, "gen_tokens"], 2.5), r"turns\[0\].gen_tokens is 2.5; give a whole number"),
+        (changed([*TURN, "tool_latency_s"], -1), "tool_latency_s is -1; give a number from 0"),
         (changed([*TURN, "observation"], [-1]), r"observation holds -1"),
     ],
 )
@@ -174,30 +179,27 @@ def test_one_tool_can_be_slow():
     assert seconds == [20.0] + [0.1] * 95
 
 
-def values_of(**given_values):
-    names = [field.name for field in dataclasses.fields(Recipe)]
-    return types.SimpleNamespace(**{**dict.fromkeys(names), "preset": "tiny", **given_values})
-
-
 def test_flags_change_the_preset():
-    recipe = given_recipe(values_of(rollouts=6, gen_tokens=["2", "3"], tool_seconds=["0", "0.5"]))
+    given_values = {"rollouts": 6, "gen_tokens": "2,3", "tool_seconds": "0,0.5", "turns": None}
     changed = {"rollouts": 6, "gen_tokens": (2, 3), "tool_seconds": (0.0, 0.5)}
-    assert recipe == dataclasses.replace(PRESETS["tiny"], **changed)
+    assert given_recipe("tiny", given_values) == dataclasses.replace(PRESETS["tiny"], **changed)
 
 
 @pytest.mark.parametrize(
     ("given_values", "message"),
     [
-        ({"rollouts": 5}, "--rollouts=5 is not a multiple of --group_size=2"),
-        ({"vocab_size": 64}, "--vocab_size=64: give more than 64"),
-        ({"turns": 0, "slow_tool": 20.0}, "--slow_tool needs a tool call"),
-        ({"gen_tokens": ["4"]}, "--gen_tokens=4: give minimum and maximum, e.g. 24,72"),
-        ({"gen_tokens": ["5", "4"]}, "--gen_tokens=5,4: give minimum"),
-        ({"final_tokens": ["0", "4"]}, "--final_tokens=0,4: give minimum"),
-        ({"tool_seconds": ["0", "inf"]}, "--tool_seconds=0,inf: .* e.g. 0.05,2"),
-        ({"tool_seconds": ["nan", "1"]}, "--tool_seconds=nan,1: .* e.g. 0.05,2"),
+        ({"rollouts": 5}, r"workload.rollouts is 5; give a multiple of group_size \(2\)"),
+        ({"rollouts": 0}, "workload.rollouts is 0; give a whole number from 1"),
+        ({"vocab_size": 64}, "workload.vocab_size is 64; give a whole number from 65"),
+        ({"turns": 0, "slow_tool": 20.0}, "workload.slow_tool needs a tool call"),
+        ({"gen_tokens": "4"}, r"workload.gen_tokens is \(4,\)"),
+        ({"gen_tokens": "4,x"}, "workload.gen_tokens is '4,x'; give whole numbers"),
+        ({"gen_tokens": "5,4"}, "workload.gen_tokens is 5,4; give the minimum before the maximum"),
+        ({"final_tokens": "0,4"}, r"workload.final_tokens\[0\] is 0; give a whole number from 1"),
+        ({"tool_seconds": "0,inf"}, r"workload.tool_seconds\[1\] is inf; give a number from 0"),
+        ({"tool_seconds": "nan,1"}, r"workload.tool_seconds\[0\] is nan; give a number from 0"),
     ],
 )
 def test_recipes_that_cannot_be_are_refused(given_values, message):
     with pytest.raises(UserError, match=message):
-        given_recipe(values_of(**given_values))
+        given_recipe("tiny", given_values)

@@ -41,7 +41,7 @@ def rows(page: str) -> dict[str, list[str]]:
 
 
 def test_policies_stand_side_by_side():
-    shown = rows(breakdown(SUMMARY, ["teacher", "base", "sft"], TITLES))
+    shown = rows(breakdown(SUMMARY, {"teacher": "Teacher", **TITLES}))
     assert shown[""] == ["Base model", "After SFT"]
     assert shown["pass@4"] == ["0.250", "0.750"]
     assert "pass@1" not in shown  # it stands in the table above
@@ -55,24 +55,24 @@ def test_policies_stand_side_by_side():
 
 
 def test_rows_are_in_the_order_of_numbers():
-    names = list(rows(breakdown(SUMMARY, ["base", "sft"], TITLES)))
+    names = list(rows(breakdown(SUMMARY, TITLES)))
     assert names.index("pass@1, 2 searches") < names.index("pass@1, 10 searches")
 
 
 def test_names_are_escaped():
-    page = breakdown(SUMMARY, ["sft"], TITLES)
+    page = breakdown(SUMMARY, {"sft": "After SFT"})
     assert "in&lt;verse" in page
     assert "in<verse" not in page
 
 
 def test_without_details_there_is_no_table():
-    assert breakdown({"base": {}}, ["base", "sft"], TITLES) == ""
-    assert breakdown({"base_details": None}, ["base"], TITLES) == ""
+    assert breakdown({"base": {}}, TITLES) == ""
+    assert breakdown({"base_details": None}, TITLES) == ""
 
 
 def test_details_of_another_form_do_not_stop_the_page():
     odd = {"base_details": {"by_hops": {"1": 3}, "tools": {"code": None}, "stops": [], "x": 1}}
-    shown = rows(breakdown(odd, ["base"], TITLES))
+    shown = rows(breakdown(odd, TITLES))
     assert shown["pass@1, 1 search"] == ["\u2013 of \u2013"]
     assert shown["code: calls"] == ["\u2013"]
 

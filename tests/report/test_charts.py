@@ -16,7 +16,6 @@ from coa_jax.report.charts import (
     HEIGHT,
     MAX_POINTS,
     WIDTH,
-    Interval,
     Series,
     interval_bar,
     line_chart,
@@ -74,6 +73,13 @@ def test_a_single_point_is_visible():
     assert len(points(drawn(line_chart("T", [Series("a", (3,), (1.0,))])))) == 1
 
 
+@pytest.mark.parametrize("values", [(0.0, 0.0), (0.0, 1.0), (2.0, 2.0)])
+def test_an_axis_of_values_that_are_not_negative_does_not_go_below_zero(values):
+    svg = drawn(line_chart("T", [Series("a", (1, 2), values)]))
+    low, high = json.loads(svg.get("data-chart"))["y"]
+    assert 0 <= low <= min(values) and high > max(values)
+
+
 def test_long_series_are_thinned_but_keep_their_extremes():
     values = [0.0] * 100_000
     values[77_777], values[12_345] = 9.0, -9.0
@@ -113,7 +119,7 @@ def test_numbers_are_short(value, text):
 
 
 def test_an_interval_is_drawn_around_its_value():
-    svg = ElementTree.fromstring(interval_bar(Interval("a<b", 0.5, 0.25, 1.0)))
+    svg = ElementTree.fromstring(interval_bar("a<b", 0.5, 0.25, 1.0))
     bar = next(line for line in svg.iter("line") if line.get("class") == "bar")
     left, dot, right = float(bar.get("x1")), float(svg.find("circle").get("cx")), bar.get("x2")
     assert left < dot < float(right) and (dot - left) * 2 == pytest.approx(float(right) - dot)

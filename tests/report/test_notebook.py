@@ -36,7 +36,7 @@ def test_a_run_that_is_under_way_has_what_it_has_written(tmp_path):
     run = coa_jax.read_run(tmp_path)
     assert (run.results, run.trajectories) == ({}, [])
     assert run.curve("rl", "reward/mean") == ([1.0], [0.5])
-    with pytest.raises(UserError, match="holds no run; give the --workdir of a command"):
+    with pytest.raises(UserError, match="nothing: no such run directory; pass the --workdir"):
         coa_jax.read_run(tmp_path / "nothing")
 
 

@@ -20,7 +20,8 @@ from hypothesis import strategies as st
 from coa_jax.errors import UserError
 from coa_jax.learn.watch import QUIET
 from coa_jax.report import build_report
-from coa_jax.report.traces import escape, render_trace, sample_traces, verdict_of
+from coa_jax.report.page import escape
+from coa_jax.report.traces import render_trace, sample_traces, verdict_of
 from coa_jax.trajectory import Author, Reward, SegmentSpan, append_trajectories
 
 _SPEC = importlib.util.spec_from_file_location(

@@ -57,7 +57,7 @@ def test_a_page_spells_tokens_by_the_tokenizer_of_the_run(tmp_path, place):
     assert "more tokens" not in build_report(tmp_path).read_text()
     tokenizer = train_bpe(["one river"], 300)
     tokenizer.save_pretrained(tmp_path / place)
-    spell = spelling(tmp_path, None)
+    spell = spelling(tmp_path, {})
     ids = tokenizer.encode("a river", add_special_tokens=False)
     assert spell is not None and "".join(spell(ids)) == "a river"
     assert 'title="policy, id 1' in build_report(tmp_path).read_text()
@@ -66,5 +66,5 @@ def test_a_page_spells_tokens_by_the_tokenizer_of_the_run(tmp_path, place):
 def test_a_damaged_tokenizer_leaves_the_tokens_out(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "tokenizer.json").write_text("{}")
-    assert spelling(tmp_path, None) is None
+    assert spelling(tmp_path, {}) is None
     assert spelling(tmp_path, {"model": str(tmp_path / "model")}) is None

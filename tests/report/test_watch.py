@@ -17,7 +17,7 @@ from rich.console import Console
 
 from coa_jax import jsonl
 from coa_jax.errors import UserError
-from coa_jax.report.watch import Picture, Tail, newest_trajectories, sparkline
+from coa_jax.report.watch import Tail, newest_trajectories, picture, sparkline
 from coa_jax.trajectory import append_trajectories
 from tests.report.run_files import PLACES, episode
 
@@ -28,7 +28,7 @@ def row(step, **metrics):
 
 def drawn(run, width=100, count=8):
     console = Console(file=io.StringIO(), width=width, force_terminal=True, color_system=None)
-    console.print(Picture(run, count).draw())
+    console.print(picture(Tail(run / "metrics.jsonl"), count))
     return console.file.getvalue()
 
 

@@ -202,7 +202,8 @@ def test_a_run_in_a_bucket_is_watched_as_it_was_uploaded(bucket):
         rows = [{"step": i, "phase": "rl", "reward/mean": 0.5} for i in range(1, count + 1)]
         put(f"{place}/metrics.jsonl", "".join(jsonl.dumps(row) + "\n" for row in rows))
         console = Console(file=io.StringIO(), width=100)
-        console.print(watch.Picture(watch.fetched(place), 8).draw())
+        tail = watch.Tail(watch.fetched(place) / "metrics.jsonl")
+        console.print(watch.picture(tail, 8))
         text = console.file.getvalue()
         assert f"RL step {count}" in text and "reward/mean" in text
 

@@ -1,0 +1,89 @@
+"""Reads the files of a run directory, for pages, notebooks and comparisons."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from coa_jax import files, jsonl, shards
+from coa_jax.errors import UserError
+from coa_jax.report.page import as_number, step_of
+from coa_jax.report.traces import stage_of, stage_rank
+from coa_jax.trajectory import Trajectory, read_trajectories
+
+_FILES = ("config.json", "metrics.jsonl", "traces.jsonl", "traces", "summary.json", "evaluate")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """The contents of a run's files; a file that does not exist yet is treated as empty.
+
+    Attributes:
+        path: directory of the run.
+        config: content of ``config.json``.
+        summary: content of ``summary.json``.
+        rows: rows of ``metrics.jsonl``.
+    """
+
+    path: Path
+    config: Mapping[str, Any] = dataclasses.field(repr=False)
+    summary: Mapping[str, Any] = dataclasses.field(repr=False)
+    rows: Sequence[Mapping[str, Any]] = dataclasses.field(repr=False)
+
+    @property
+    def results(self) -> dict[str, Mapping[str, Any]]:
+        """Results of the evaluations by stage, in the order in which the stages run."""
+        found = {k: v for k, v in self.summary.items() if isinstance(v, dict) and v.get("ci95")}
+        return {stage: found[stage] for stage in sorted(found, key=stage_rank)}
+
+    @cached_property
+    def trajectories(self) -> list[Trajectory]:
+        """All trajectories of the run, in the order in which they were written."""
+        return read_trajectories(self.path) if shards.of_run(self.path) else []
+
+    def of_stage(self, stage: str) -> list[Trajectory]:
+        """Returns the trajectories of a stage, such as ``sft`` (evaluation) or ``rl-train``."""
+        return [one for one in self.trajectories if stage_of(one) == stage]
+
+    def curve(self, phase: str, metric: str) -> tuple[list[float], list[float]]:
+        """Returns the steps of a phase, such as ``rl``, and the value of a metric at each step."""
+        points = [
+            (step_of(row), value)
+            for row in self.rows
+            if row.get("phase") == phase and (value := as_number(row.get(metric))) is not None
+        ]
+        return [step for step, _ in points], [value for _, value in points]
+
+
+def check_run(root: Path) -> None:
+    """Checks that a directory is that of a run.
+
+    Raises:
+        UserError: the directory does not exist or contains none of the files of a run.
+    """
+    if not root.is_dir():
+        raise UserError(f"{root}: no such run directory; pass the --workdir of a run")
+    if not any((root / name).exists() for name in _FILES):
+        raise UserError(f"{root}: not a run directory: it has none of {', '.join(_FILES)}")
+
+
+def read_run(path: str | Path) -> Run:
+    """Reads the files of a run.
+
+    Args:
+        path: directory of the run.
+
+    Raises:
+        UserError: the directory holds no run, or a file is malformed.
+    """
+    root = Path(path)
+    check_run(root)
+
+    def read(name: str) -> Mapping[str, Any]:
+        return files.read_json_object(root / name) if (root / name).exists() else {}
+
+    rows = jsonl.read_objects(root / "metrics.jsonl")
+    return Run(root, read("config.json"), read("summary.json"), rows)
