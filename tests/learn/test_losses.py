@@ -86,7 +86,7 @@ def test_sft_loss_is_the_cross_entropy_of_the_masked_tokens_in_torch(tmp_path):
         )
     )
     reference.save_pretrained(tmp_path)
-    train_bpe(["words"], 300, tmp_path)
+    train_bpe(["words"], 300).save_pretrained(tmp_path)
     model = load_model(tmp_path)
     members = [e for e in examples() if e.mask.any()]
     batch = pack(members, 32)
