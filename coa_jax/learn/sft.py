@@ -192,26 +192,11 @@ def train(
     architecture = dataclasses.replace(model.config, lora=config.lora)
     model = dataclasses.replace(model, config=architecture, card=card)
     compute = config.compute(model.config, mesh)
-    own = own_rows(mesh, config.rows)
     change = None
     if augmentation is not None:
         pairs = zip(readers, parts, strict=True)
         records = [part.record(row) for part, its in pairs for row in its.place.tolist()]
         change = augmentation(model.tokenizer, records, prompt)
-    order = shuffled([len(part) for part in parts], config.weights or (1.0,), config.seed)
-
-    def updates(cursor: int, number: int) -> Updates:
-        return Updates(
-            examples=examples,
-            order=order,
-            cursor=cursor,
-            number=number,
-            batch_size=config.batch_size,
-            rows=config.rows,
-            length=config.row_length,
-            own=own,
-            change=change,
-        )
 
     def validate(state: TrainState) -> float:
         assert validation is not None
@@ -237,7 +222,15 @@ def train(
         weights=functools.partial(load_weights, config.model, mesh),
         loss=SFTLoss(),
         compute=compute,
-        updates=updates,
+        updates=Updates(
+            examples=examples,
+            order=shuffled([len(part) for part in parts], config.weights or (1.0,), config.seed),
+            batch_size=config.batch_size,
+            rows=config.rows,
+            length=config.row_length,
+            own=own_rows(mesh, config.rows),
+            change=change,
+        ),
         epoch=len(examples),
         longest=longest,
         validate=validate if validation else None,

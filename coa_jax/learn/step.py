@@ -142,9 +142,10 @@ def init_state(
         optimizer: settings of the optimiser.
         frozen: parameters that are not trained; None if all parameters are trained.
     """
-    _, places, rest = _opt_state(params, optimizer)
+    like = abstract_state(params, optimizer)
+    places = jax.tree.map(lambda x: x.sharding, like.opt_state)
     opt_state = jax.jit(make_optimizer(optimizer).init, out_shardings=places)(params)
-    counters = (jax.device_put(jnp.zeros((), jnp.int32), rest) for _ in range(3))
+    counters = (jax.device_put(jnp.zeros((), jnp.int32), like.step.sharding) for _ in range(3))
     return TrainState(params, frozen or {}, opt_state, *counters)
 
 
@@ -163,9 +164,18 @@ def abstract_state(
     def placed(x: jax.ShapeDtypeStruct, place: Sharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    shapes, places, rest = _opt_state(params, optimizer)
+    first = jax.tree.leaves(params)[0].sharding
+    rest = NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
+    transformation = make_optimizer(optimizer)
+    opt_state = optax.tree_map_params(
+        transformation,
+        lambda moment, parameter: placed(moment, parameter.sharding),
+        jax.eval_shape(transformation.init, params),
+        params,
+        transform_non_params=lambda x: placed(x, rest),
+    )
     counters: list[Any] = [jax.ShapeDtypeStruct((), jnp.int32, sharding=rest) for _ in range(3)]
-    return TrainState(params, frozen or {}, jax.tree.map(placed, shapes, places), *counters)
+    return TrainState(params, frozen or {}, opt_state, *counters)
 
 
 def run_state(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh | None) -> TrainState:
@@ -181,25 +191,6 @@ def run_state(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh | None)
         return abstract_state(params, optimizer)
     trained, frozen = (select(model, params, adapter=kind) for kind in (True, False))
     return abstract_state(trained, optimizer, frozen)
-
-
-def _opt_state(params: Params, optimizer: OptimizerConfig) -> tuple[Any, Any, Sharding]:
-    """Returns shapes and shardings of the optimiser state, and the sharding of the counters.
-
-    The counters are replicated.
-    """
-    transformation = make_optimizer(optimizer)
-    first = jax.tree.leaves(params)[0].sharding
-    rest = NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
-    shapes = jax.eval_shape(transformation.init, params)
-    places = optax.tree_map_params(
-        transformation,
-        lambda _, parameter: parameter.sharding,
-        shapes,
-        params,
-        transform_non_params=lambda _: rest,
-    )
-    return shapes, places, rest
 
 
 def gradient_sums(

@@ -146,7 +146,6 @@ def update(
         teacher=teacher,
         updates=config.updates_per_step,
         allowed=allowed,
-        mesh=compute.mesh,
     )
     figures["time/score"] = time.perf_counter() - began
     figures |= _spread_of_advantages(step)
