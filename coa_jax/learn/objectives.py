@@ -67,16 +67,14 @@ def weigh(batches: Sequence[Batch], normalise: str, length: int = 1) -> list[Bat
     # Each of the n policy tokens of a sequence counts as 1 / n of a sequence.
     sequences = sum(float((batch.mask / n).sum()) for batch, n in zip(batches, counts, strict=True))
     scale = tokens / max(sequences, 1.0)
-    weighed = []
-    for batch, n in zip(batches, counts, strict=True):
-        if normalise == "sequence":
-            weight = batch.mask * scale / n
-        elif normalise == "constant":
-            weight = batch.mask * scale / length
-        else:
-            raise ValueError(f"unknown normalisation {normalise!r}")
-        weighed.append(batch._replace(weight=weight.astype(np.float32)))
-    return weighed
+    weights = [
+        batch.mask * scale / {"sequence": n, "constant": length}[normalise]
+        for batch, n in zip(batches, counts, strict=True)
+    ]
+    return [
+        batch._replace(weight=weight.astype(np.float32))
+        for batch, weight in zip(batches, weights, strict=True)
+    ]
 
 
 def _tokens_of_own_sequence(batch: Batch) -> np.ndarray:

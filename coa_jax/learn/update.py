@@ -19,13 +19,7 @@ from coa_jax.learn.experience import complete_experience
 from coa_jax.learn.losses import PolicyLoss, ValueLoss
 from coa_jax.learn.objectives import weigh
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.step import (
-    OptimizerConfig,
-    TrainState,
-    abstract_state,
-    init_state,
-    train_step,
-)
+from coa_jax.learn.step import OptimizerConfig, TrainState, abstract_state, init_state, train_step
 from coa_jax.learn.teacher import Teacher, scored_by_server
 from coa_jax.learn.turns import credited, spread_over_tokens, weight_of_turns
 from coa_jax.learn.value import abstract_critic, init_critic
