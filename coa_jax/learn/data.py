@@ -211,12 +211,16 @@ class UpdateSequence(Sequence[Update]):
     Attributes:
         order: index of the example at each position of the endless stream of examples.
         batch_size: number of examples per update.
+        rows: number of rows of a micro-batch over all processes.
+        length: number of tokens of a row.
         cursor: position in the stream at which the first update begins.
         number: number of updates in the sequence.
     """
 
     order: grain.MapDataset
     batch_size: int
+    rows: int
+    length: int
     cursor: int = 0
     number: int = 0
 
@@ -240,16 +244,12 @@ class Updates(UpdateSequence):
 
     Attributes:
         examples: examples with at most ``length`` tokens each.
-        rows: number of rows of a micro-batch over all processes.
-        length: number of tokens of a row.
         own: indices of the rows of a micro-batch that this process computes, see
             `placement.own_rows`.
         change: random change of the records, see `Change`; None to leave the records unchanged.
     """
 
     examples: Examples
-    rows: int
-    length: int
     own: Sequence[int]
     change: Change | None = None
 

@@ -6,7 +6,7 @@ All of these arrays are computed once per step, before the step's first update.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -142,12 +142,9 @@ def complete_experience(
     settings: dict[str, Any] = {"compute": compute, "temperature": temperature}
 
     def each(batches: Sequence[Batch], name: str, score: Callable[[Batch], Any]) -> list[Batch]:
-        def filled(batch: Batch) -> Batch:
-            values = in_turn(compute.mesh, score, put_batch(inputs(batch), compute.mesh))
-            found: dict[str, Any] = {name: to_host(values)}
-            return batch._replace(**found)
-
-        return [filled(batch) for batch in batches]
+        placed = (put_batch(inputs(batch), compute.mesh) for batch in batches)
+        found: Iterator[Any] = (to_host(in_turn(compute.mesh, score, batch)) for batch in placed)
+        return [b._replace(**{name: values}) for b, values in zip(batches, found, strict=True)]
 
     filled = list(batches)
     if scores_old(algorithm, updates):

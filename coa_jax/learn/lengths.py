@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import io
 import json
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import grain
 import numpy as np
 from absl import logging
 
@@ -57,36 +59,21 @@ class Measured:
     wording: Wording
 
 
-@dataclasses.dataclass(frozen=True)
-class _Chunks(Sequence[Measured]):
-    """Counts the tokens of chunks of rows.
-
-    Attributes:
-        reader: reads and tokenises the rows.
-        numbers: indices of the chunks to measure.
-    """
-
-    reader: RecordReader
-    numbers: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: int) -> Measured:  # type: ignore[override]
-        start = self.numbers[index] * _CHUNK
-        rows = range(start, min(start + _CHUNK, len(self.reader.records)))
-        sizes, losses = (np.zeros(len(rows), np.int32) for _ in range(2))
-        counts, wording = Counts(), Wording()
-        for at, row in enumerate(rows):
-            found = self.reader.records[row]
-            counts.add(found)
-            if isinstance(found, LeftOut):
-                continue
-            record = one_with_level(found.record, self.reader.level, self.reader.format)
-            wording += wording_of(record, self.reader.prompt)
-            example = self.reader.example(record)
-            sizes[at], losses[at] = len(example.tokens), loss_tokens(example)
-        return Measured(sizes, losses, counts, wording)
+def _measured(reader: RecordReader, chunk: int) -> Measured:
+    """Counts the tokens of a chunk of rows."""
+    rows = range(chunk * _CHUNK, min((chunk + 1) * _CHUNK, len(reader.records)))
+    sizes, losses = (np.zeros(len(rows), np.int32) for _ in range(2))
+    counts, wording = Counts(), Wording()
+    for at, row in enumerate(rows):
+        found = reader.records[row]
+        counts.add(found)
+        if isinstance(found, LeftOut):
+            continue
+        record = one_with_level(found.record, reader.level, reader.format)
+        wording += wording_of(record, reader.prompt)
+        example = reader.example(record)
+        sizes[at], losses[at] = len(example.tokens), loss_tokens(example)
+    return Measured(sizes, losses, counts, wording)
 
 
 def measure(reader: RecordReader, workers: int, seconds: float) -> Measured:
@@ -109,7 +96,8 @@ def measure(reader: RecordReader, workers: int, seconds: float) -> Measured:
         assert known is not None
         return known
     chunks = range(-(-len(reader.records) // _CHUNK))
-    mine = _Chunks(reader, processes.share(chunks))
+    count = functools.partial(_measured, reader)
+    mine = grain.MapDataset.source(processes.share(chunks)).map(count)
     workers = workers if len(mine) > _FEW else 0
     shown = len(chunks) > _FEW and processes.index() == 0
     with (

@@ -47,13 +47,13 @@ def rollout_metrics(sampled: Sampled) -> dict[str, float]:
         "drop/given_up": float(sampled.composition.given_up),
         "drop/len_mean": _mean(t.num_policy_tokens for t in lost),
         "rollout/tokens": float(sum(lengths)),
+        **_parts(flat),
         "reward/mean": float(np.mean(values)),
         "reward/std": float(np.std(values)),
         "reward/min": float(min(values)),
         "reward/max": float(max(values)),
         "reward/masked_frac": 1.0 - len(graded_values(groups)) / len(flat),
         "reward/ungraded": float(sum(bool(t.reward and t.reward.reason) for t in flat)),
-        **_parts(flat),
         **{f"masked/{why}": masked[why] / len(flat) for why in sorted({*MASKED_BY, *masked})},
         "group/sampled": float(len(groups)),
         "group/used": float(len(sampled.used)),
@@ -235,7 +235,7 @@ def train_speed(
 ) -> dict[str, float]:
     """Computes the throughput of updates and, if the chip's peak FLOP rate is known, the MFU.
 
-    MFU is the model FLOP utilisation over all devices, see `mfu`.
+    MFU (model FLOP utilisation) is the share of the peak FLOP rate of all devices.
 
     Args:
         model: architecture of the model, including the adapters if only those are trained.
@@ -245,19 +245,12 @@ def train_speed(
     """
     if not lengths:
         return {}
-    flops = train_flops(model, lengths, loss_tokens, bool(model.lora.rank))
-    return {"perf/train_tok_s": sum(lengths) / max(seconds, 1e-9), **mfu(flops, seconds)}
-
-
-def mfu(flops: float, seconds: float) -> dict[str, float]:
-    """Computes the model FLOP utilisation over all devices, ``perf/mfu``.
-
-    Returns {} if the chip's peak FLOP rate is unknown.
-    """
+    figures = {"perf/train_tok_s": sum(lengths) / max(seconds, 1e-9)}
     peak = stated_flops(jax.devices())
-    if peak is None or seconds <= 0:
-        return {}
-    return {"perf/mfu": flops / (seconds * peak)}
+    if peak is not None and seconds > 0:
+        flops = train_flops(model, lengths, loss_tokens, bool(model.lora.rank))
+        figures["perf/mfu"] = flops / (seconds * peak)
+    return figures
 
 
 def memory() -> dict[str, float]:

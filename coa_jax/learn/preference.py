@@ -131,13 +131,9 @@ class PairUpdates(UpdateSequence):
 
     Attributes:
         pairs: pairs to train on.
-        rows: number of rows of a micro-batch.
-        length: number of tokens of a row.
     """
 
     pairs: Sequence[Pair]
-    rows: int
-    length: int
 
     def make(self, positions: range) -> Update:
         """Creates the update of the pairs at some positions of the stream."""

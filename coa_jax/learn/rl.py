@@ -92,8 +92,9 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             before_save=run.sync,
         )
     ) as checkpoints:
-        held_out = (
-            HeldOut(
+        held_out = None
+        if config.evaluate_every:
+            held_out = HeldOut(
                 config.held_out,
                 config.evaluate_every,
                 config.rules.steps,
@@ -108,9 +109,6 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
                 otherwise=config,
                 trained=tasks,
             )
-            if config.evaluate_every
-            else None
-        )
         everything = [*tasks, *(held_out.tasks if held_out else ())]
         learner = Learner(config, (task.protocol for task in everything), checkpoints)
         run.rewind("rl", learner.step)

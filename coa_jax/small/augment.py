@@ -138,8 +138,8 @@ def _capitals(name: str, rng: np.random.Generator) -> str:
 
 
 def _new_number(number: str, rng: np.random.Generator) -> str:
-    first = str(rng.integers(1, 10))
-    return first + "".join(str(d) for d in rng.integers(0, 10, len(number) - 1))
+    digits = [rng.integers(1, 10), *rng.integers(0, 10, len(number) - 1)]
+    return "".join(map(str, digits))
 
 
 def _like(number: str, table: dict[str, str]) -> str:

@@ -15,6 +15,8 @@ from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
+
 from coa_jax.errors import UserError
 from coa_jax.model.chat_template import TEMPLATE
 
@@ -84,8 +86,6 @@ def train_bpe(
 
 
 def _pre_tokenizer() -> Any:
-    from tokenizers import Regex, pre_tokenizers
-
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(_TAG), behavior="isolated"),
@@ -100,15 +100,12 @@ def _count_words(texts: Iterable[str]) -> dict[str, int]:
     splits = _pre_tokenizer()
     counts: Counter[str] = Counter()
     for text in texts:
-        pieces = splits.pre_tokenize_str(text)
-        counts.update(text[start:end] for _, (start, end) in pieces)
+        counts.update(text[start:end] for _, (start, end) in splits.pre_tokenize_str(text))
     return {word: n for word, n in sorted(counts.items()) if not re.fullmatch(_TAG, word)}
 
 
 def _learn_merges(counts: dict[str, int], num_merges: int) -> list[tuple[str, str]]:
     """Learns the most frequent merges within words in the byte alphabet, the best first."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
     def corpus() -> Iterator[str]:
@@ -131,8 +128,6 @@ def _learn_merges(counts: dict[str, int], num_merges: int) -> list[tuple[str, st
 
 
 def _assemble(merges: list[tuple[str, str]], tags: Sequence[str]) -> Any:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
     tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *dict.fromkeys(tags)]
     tokens += ["".join(merge) for merge in merges]
     vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}

@@ -73,9 +73,8 @@ def write_policy(
     roles = sorted({role for known in protocols if not known.format for role in known.roles})
     tags = [tag for role in roles for tag in (f"<{role}>", f"</{role}>")]
     tags += [tag for known in protocols if known.format for tag in known.format.tags]
-    not_names = template_words(records, prompt, config.common_word)
-    texts = _texts(records, prompt)
-    tokenizer = train_bpe(texts, config.vocab_size, tags=tags, not_names=not_names)
+    words, texts = template_words(records, prompt, config.common_word), _texts(records, prompt)
+    tokenizer = train_bpe(texts, config.vocab_size, tags=tags, not_names=words)
     model = ModelConfig(
         architecture=config.architecture,
         qk_norm=config.architecture == "qwen3",
@@ -96,8 +95,7 @@ def write_policy(
     params = init_params(model, jax.random.key(config.seed))
     if config.induction:
         params = add_induction(params, model, config.seed)
-    card = make_card(prompt, records)
-    save_model(Model(model, params, tokenizer, card), path, overwrite=True)
+    save_model(Model(model, params, tokenizer, make_card(prompt, records)), path, overwrite=True)
 
 
 def _texts(records: Sequence[DistilledRecord], prompt: Prompt) -> list[str]:
