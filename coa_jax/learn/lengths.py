@@ -201,29 +201,26 @@ def _read(path: Path, number: int) -> Measured | None:
         with np.load(path, allow_pickle=False) as held:
             sizes, losses = held["sizes"], held["losses"]
             notes = json.loads(str(held["notes"]))
-        counts, wording = notes["counts"], notes["wording"]
+        counts = notes["counts"]
         if not sizes.shape == losses.shape == (number,):
             return None
         return Measured(
             sizes,
             losses,
             Counts(
-                {why: (rows, tuple(where)) for why, (rows, where) in counts["left_out"].items()},
+                {why: _tuples(rows) for why, rows in counts["left_out"].items()},
                 Counter(counts["told"]),
                 {name: set(tags) for name, tags in counts["tags"].items()},
             ),
-            Wording(
-                **{
-                    **wording,
-                    "protocols": tuple(wording["protocols"]),
-                    "kinds": tuple(
-                        (before, tuple(map(tuple, turns))) for before, turns in wording["kinds"]
-                    ),
-                }
-            ),
+            Wording(**{name: _tuples(value) for name, value in notes["wording"].items()}),
         )
     except (OSError, EOFError, zipfile.BadZipFile, *reading.MALFORMED):
         return None
+
+
+def _tuples(value: Any) -> Any:
+    """Turns the lists of a JSON value into tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _write(path: Path, measured: Measured) -> None:

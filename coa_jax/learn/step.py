@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -194,42 +194,29 @@ def run_state(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh | None)
 
 
 def gradient_sums(
+    loss: Callable[[Params, Batch], tuple[jax.Array, Stats]],
     params: Params,
-    frozen: Params,
     batches: Batch,
-    number: jax.Array,
-    allowed: jax.Array | None = None,
-    *,
-    loss: Loss,
-    model: ModelConfig,
-    compute: Compute,
+    number: jax.Array | int,
 ) -> tuple[Params, Stats]:
     """Sums gradients and statistics over the first ``number`` micro-batches of a stack.
 
     Args:
+        loss: computes the loss of a micro-batch, and statistics.
         params: parameters with respect to which the loss is differentiated.
-        frozen: the other parameters of the model.
         batches: stacked micro-batches, whose arrays have the shape ``[M, R, T]``.
         number: number of micro-batches, int32 ``[]``, at most M.
-        allowed: table of the constraint under which the batches were sampled; None without a
-            constraint.
-        loss: loss of a micro-batch.
-        model: architecture of the model.
-        compute: dtype, operations and sharding of the computation.
 
     Returns:
         The summed gradients, in the shapes of ``params``, and statistics by name. A statistic is a
         sum over tokens, or a maximum if its name ends in ``max``.
     """
 
-    def loss_of(params: Params, batch: Batch) -> tuple[jax.Array, Stats]:
-        return loss(Net(join(params, frozen), model, compute, allowed), batch)
-
     def batch_at(i: jax.Array | int) -> Batch:
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), batches)
 
     def add(i: jax.Array, total: tuple[Params, Stats]) -> tuple[Params, Stats]:
-        gradients, stats = jax.grad(loss_of, has_aux=True)(params, batch_at(i))
+        gradients, stats = jax.grad(loss, has_aux=True)(params, batch_at(i))
         sums, seen = total
         merged = {
             name: jnp.maximum(seen[name], value) if name.endswith("max") else seen[name] + value
@@ -237,7 +224,7 @@ def gradient_sums(
         }
         return jax.tree.map(jnp.add, sums, gradients), merged
 
-    names = jax.eval_shape(lambda: loss_of(params, batch_at(0))[1])
+    names = jax.eval_shape(lambda: loss(params, batch_at(0))[1])
     start = (
         jax.tree.map(jnp.zeros_like, params),
         {name: jnp.zeros((), jnp.float32) for name in names},
@@ -277,16 +264,11 @@ def train_program(
     Returns:
         The new state, and statistics by name, see `train_step`.
     """
-    sums, stats = gradient_sums(
-        state.params,
-        state.frozen,
-        batches,
-        number,
-        allowed,
-        loss=loss,
-        model=model,
-        compute=compute,
-    )
+
+    def loss_of(params: Params, batch: Batch) -> tuple[jax.Array, Stats]:
+        return loss(Net(join(params, state.frozen), model, compute, allowed), batch)
+
+    sums, stats = gradient_sums(loss_of, state.params, batches, number)
     gradients = jax.tree.map(lambda g: g / count, sums)
     norm = optax.tree.norm(gradients)
     updates, opt_state = make_optimizer(optimizer).update(gradients, state.opt_state, state.params)
