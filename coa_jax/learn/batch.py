@@ -302,13 +302,10 @@ def _fill(examples: Sequence[Example], length: int, unfolded: int) -> list[_Row]
         _check_size(size, length)
         prompt = _prompt(example)
         with_room = [row for row in rows if row.has_room(size, prompt, length, unfolded)]
-        row = next((row for row in with_room if prompt in row.prompts), None)
-        if row is None and with_room:
-            row = with_room[0]
-        if row is None:
-            row = _Row()
-            rows.append(row)
-        row.add(example, prompt)
+        if not with_room:
+            rows.append(_Row())
+        sharing = [row for row in with_room if prompt in row.prompts]
+        (sharing or with_room or rows[-1:])[0].add(example, prompt)
     return rows
 
 

@@ -67,14 +67,11 @@ def weigh(batches: Sequence[Batch], normalise: str, length: int = 1) -> list[Bat
     # Each of the n policy tokens of a sequence counts as 1 / n of a sequence.
     sequences = sum(float((batch.mask / n).sum()) for batch, n in zip(batches, counts, strict=True))
     scale = tokens / max(sequences, 1.0)
-    weights = [
-        batch.mask * scale / {"sequence": n, "constant": length}[normalise]
-        for batch, n in zip(batches, counts, strict=True)
-    ]
-    return [
-        batch._replace(weight=weight.astype(np.float32))
-        for batch, weight in zip(batches, weights, strict=True)
-    ]
+    weighed = []
+    for batch, n in zip(batches, counts, strict=True):
+        weight = batch.mask * scale / (n if normalise == "sequence" else length)
+        weighed.append(batch._replace(weight=weight.astype(np.float32)))
+    return weighed
 
 
 def _tokens_of_own_sequence(batch: Batch) -> np.ndarray:

@@ -135,22 +135,21 @@ class StepRecord:
     def to_json(self) -> dict[str, Any]:
         """Returns the row of the file."""
         row = {**dataclasses.asdict(self.composition), "samples": self.samples}
-        return {**row, "counts": {name: row.pop(name) for name in _COUNTS}}
+        return {**row, "counts": {name: row.pop(name) for name in ("discarded", "given_up")}}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> StepRecord:
         """Creates the record that a row of the file describes."""
         composition = Composition(
             step=row["step"],
+            used=tuple(row["used"]),
+            examined=tuple(row["examined"]),
+            dropped=tuple(row["dropped"]),
             state=row["state"],
             scores=tuple((solved, graded) for solved, graded in row.get("scores", ())),
-            **{name: tuple(row[name]) for name in ("used", "examined", "dropped")},
             **row["counts"],
         )
         return cls(composition, row["samples"])
-
-
-_COUNTS = ("discarded", "given_up")
 
 
 def sample_record(trajectory: Trajectory) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import sharing
 from coa_jax.environments.session import Environments
 from coa_jax.errors import UserError
-from coa_jax.learn import groups
+from coa_jax.learn import groups, metrics
 from coa_jax.learn.admission import Composition, Ledger
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.clock import Clock, Profile
@@ -30,13 +30,6 @@ from coa_jax.learn.groups import Sampled
 from coa_jax.learn.held_out import HeldOut
 from coa_jax.learn.learner import Learner, group_rows
 from coa_jax.learn.losses import check_loss
-from coa_jax.learn.metrics import (
-    describe_sources,
-    memory,
-    rollout_metrics,
-    sampling_metrics,
-    train_speed,
-)
 from coa_jax.learn.pool import Pool
 from coa_jax.learn.questions import questions
 from coa_jax.learn.record import Spool, StepLog, StepRecord, recorded_groups
@@ -197,7 +190,7 @@ class Source:
             return None
         sampled = self._assembled(share)
         self.log.write(StepRecord.of(sampled.composition, sampled.used))
-        return sampled, sampling_metrics(sampled, share.figures)
+        return sampled, metrics.sampling_metrics(sampled, share.figures)
 
     def _recorded(self) -> tuple[Sampled, dict[str, float]] | None:
         """Returns the next recorded step; None if there is none, or if a trajectory is missing."""
@@ -383,17 +376,17 @@ def _loop(
                 run.traces(learner.step, "rl", rows, config.traces.format)
             row = {
                 **stats,
-                **rollout_metrics(sampled),
-                **train_speed(
+                **metrics.rollout_metrics(sampled),
+                **metrics.train_speed(
                     learner.model.config,
                     groups.learned_lengths(sampled.used),
                     stats.get("tokens", 0.0),
                     clock.seconds["update"],
                 ),
-                **memory(),
+                **metrics.memory(),
                 **clock.report(),
                 **figures,
-                **describe_sources(config, sampled),
+                **metrics.describe_sources(config, sampled),
             }
             run.metrics(learner.step, "rl", **row)
             profile.after(learner.step)
