@@ -139,30 +139,27 @@ def complete_experience(
         needs; and a dictionary of metrics that summarise these fields.
     """
     in_reward = algorithm.needs_reference and algorithm.kl_in == "reward"
-    settings: dict[str, Any] = {"compute": compute, "temperature": temperature}
-
-    def each(batches: Sequence[Batch], name: str, score: Callable[[Batch], Any]) -> list[Batch]:
-        placed = (put_batch(inputs(batch), compute.mesh) for batch in batches)
-        found: Iterator[Any] = (to_host(in_turn(compute.mesh, score, batch)) for batch in placed)
-        return [b._replace(**{name: values}) for b, values in zip(batches, found, strict=True)]
-
     filled = list(batches)
+
+    def each(name: str, program: Callable[[Batch], Any]) -> list[Batch]:
+        placed = (put_batch(inputs(batch), compute.mesh) for batch in filled)
+        found: Iterator[Any] = (to_host(in_turn(compute.mesh, program, b)) for b in placed)
+        return [b._replace(**{name: values}) for b, values in zip(filled, found, strict=True)]
+
+    def scored(name: str, params: Params, model: ModelConfig, allowed: Any) -> list[Batch]:
+        static = {"model": model, "compute": compute, "temperature": temperature}
+        return each(name, functools.partial(score, params, allowed=allowed, **static))
+
     if scores_old(algorithm, updates):
-        old = functools.partial(score, policy, allowed=allowed, model=model, **settings)
-        filled = each(filled, "old_logp", old)
+        filled = scored("old_logp", policy, model, allowed)
     if reference is not None:
-        base = without_adapters(model)
-        ref = functools.partial(score, reference, allowed=allowed, model=base, **settings)
-        filled = each(filled, "ref_logp", ref)
+        filled = scored("ref_logp", reference, without_adapters(model), allowed)
     if teacher is not None:
         known = None if allowed is None else teacher.fitted(allowed)
-        own = functools.partial(
-            score, teacher.params, allowed=known, model=teacher.config, **settings
-        )
-        filled = each(filled, "teacher_logp", own)
+        filled = scored("teacher_logp", teacher.params, teacher.config, known)
     if critic is not None:
         value = functools.partial(score_values, critic, model=model, compute=compute)
-        filled = each(filled, "value", value)
+        filled = each("value", value)
     stats: dict[str, float] = {}
     if algorithm.whitened:
         estimate = functools.partial(

@@ -116,7 +116,7 @@ async def graded(
         trajectory: a finished trajectory.
     """
     reward = await graders.grade_alone(task, trajectory)
-    if config.stops.masks(trajectory):
+    if config.stops.added(trajectory) is None:
         reward = dataclasses.replace(reward, value=None)
     return dataclasses.replace(trajectory, reward=reward)
 
@@ -142,7 +142,7 @@ async def completed(
             budget=config.longest,
             buffer=config.chosen.overlong_buffer,
             penalty=config.chosen.overlong_penalty,
-            stop=config.stops.added(trajectory),
+            stop=config.stops.added(trajectory) or 0.0,
         )
         for reward, trajectory in zip(together, group, strict=True)
     ]

@@ -108,13 +108,9 @@ def schedule(config: OptimizerConfig) -> optax.Schedule:
 @functools.lru_cache
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """Creates the optimiser of a run from its settings."""
-
-    def decays(params: Params) -> Any:
-        def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
-            return path[-1].key not in ("scale", "bias")
-
-        return jax.tree_util.tree_map_with_path(is_matrix, params)
-
+    decays = functools.partial(
+        jax.tree_util.tree_map_with_path, lambda path, _: path[-1].key not in ("scale", "bias")
+    )
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(

@@ -74,6 +74,14 @@ def test_a_penalty_for_length_makes_no_group_pass_or_fail():
     assert figures["group/frac_zero_std"] == 3 / 4
 
 
+def test_a_component_of_the_reward_replaces_no_metric_of_the_whole():
+    named = Reward(0.5, {"mean": 9.0, "brief": 1.0})
+    figures = rollout_metrics(
+        step_of([[dataclasses.replace(t, reward=named) for t in MIXED]], (0,))
+    )
+    assert (figures["reward/mean"], figures["reward/brief"]) == (0.5, 1.0)
+
+
 # --- what stopped a trajectory --------------------------------------------------------------
 
 TASK = Task("t", "What?", "web", ("x",), "")
