@@ -93,7 +93,7 @@ def fit(
             checkpoint contains the frozen base parameters.
         loss: loss of an update.
         compute: dtype, operations and sharding; rows are split over the mesh of ``compute``.
-        updates: updates of the run, of which ``cursor`` and ``number`` are set by this function.
+        updates: updates of the run; this function sets their fields ``cursor`` and ``number``.
         epoch: number of examples in one pass over the data.
         longest: number of tokens of the longest sequence; a warning is logged if the model supports
             fewer positions.

@@ -92,8 +92,10 @@ def measure(reader: RecordReader, workers: int, seconds: float) -> Measured:
     """
     path = _folder() / f"{_digest(reader)}.npz"
     known = _read(path, len(reader.records))
-    if _all_know(known is not None, seconds):
-        assert known is not None
+    told = [known is not None]
+    if processes.count() > 1:  # `asyncio.run` would fail in a notebook, which runs an event loop
+        told = asyncio.run(processes.exchange(told[0], "known lengths of records", seconds))
+    if known is not None and all(told):
         return known
     chunks = range(-(-len(reader.records) // _CHUNK))
     count = functools.partial(_measured, reader)
@@ -112,13 +114,6 @@ def measure(reader: RecordReader, workers: int, seconds: float) -> Measured:
     with contextlib.suppress(OSError):  # the cache only saves time
         _write(path, whole)
     return whole
-
-
-def _all_know(known: bool, seconds: float) -> bool:
-    """Returns whether all processes of the run have found the lengths in their cache."""
-    if processes.count() == 1:  # `asyncio.run` would fail in a notebook, which runs an event loop
-        return known
-    return all(asyncio.run(processes.exchange(known, "known lengths of records", seconds)))
 
 
 def _merged(parts: Sequence[Measured]) -> Measured:

@@ -303,7 +303,7 @@ def test_the_loop_over_the_output_head_turns_as_often_as_is_counted(rows, length
     (train, *_) = all_programs(setup_of(settings))
     batch = empty_batch(rows, length)
     hidden, _ = jax.eval_shape(
-        lambda weights: logps._hidden(weights, MODEL, batch, local_compute(), None, 0)[::2],
+        lambda weights: logps._hidden(weights, MODEL, batch, local_compute(), None)[::2],
         params(),
     )
     assert train.data_trips[1] == hidden.shape[0]
