@@ -49,7 +49,7 @@ def written(tmp_path_factory) -> dict[str, set[str]]:
         # A CPU does not report its memory; everything else is as the run has it.
         known = {"mem/device_peak_gb": 1.0} if not jax.devices()[0].memory_stats() else {}
         own = metrics.memory
-        for module in ("rl", "fit"):
+        for module in ("metrics", "fit"):
             patch.setattr(f"coa_jax.learn.{module}.memory", lambda: {**own(), **known})
         config = sft_config(
             folder / "base", folder / "data.jsonl", validate_every=1, profile_steps=(2, 3)
