@@ -203,25 +203,28 @@ def whiten(batches: Sequence[Batch], eps: float = 1e-8) -> list[Batch]:
         The batches with standardised advantages, which are 0 at tokens that the policy did not
         write.
     """
-    sums = [jax.device_get(_sums(b.advantage, b.mask, jnp.float32(0.0))) for b in batches]
-    count = max(sum(float(np.sum(s[0])) for s in sums), 1.0)
-    mean = sum(float(s[1]) for s in sums) / count
-    around = [jax.device_get(_sums(b.advantage, b.mask, jnp.float32(mean))) for b in batches]
-    variance = sum(float(s[2]) for s in around) / count
+
+    def moments(mean: float) -> np.ndarray:
+        each = [jax.device_get(_moments(b.advantage, b.mask, jnp.float32(mean))) for b in batches]
+        count, *sums = np.sum(np.asarray(each, np.float64), axis=0)
+        return np.asarray(sums) / max(count, 1.0)
+
+    mean, _ = moments(0.0)
+    _, variance = moments(mean)
     # A smaller variance is rounding error of the mean.
     scale = 1.0 / np.sqrt(variance + eps) if variance > (1e-6 * mean) ** 2 else 0.0
-    return [
-        b._replace(
-            advantage=_standardise(b.advantage, b.mask, jnp.float32(mean), jnp.float32(scale))
-        )
-        for b in batches
-    ]
+    how = jnp.float32(mean), jnp.float32(scale)
+    return [b._replace(advantage=_standardise(b.advantage, b.mask, *how)) for b in batches]
 
 
 @jax.jit
-def _sums(
+def _moments(
     advantage: jax.Array, mask: jax.Array, mean: jax.Array
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
+    """Returns the number of policy tokens, and the sums of their differences to a mean.
+
+    The second of the two sums is that of the squared differences.
+    """
     centred = jnp.where(mask > 0, advantage - mean, 0.0)
     return jnp.sum(mask), jnp.sum(centred), jnp.sum(centred * centred)
 

@@ -74,16 +74,8 @@ that the loss needs one advantage for all tokens of a sequence.
 
 NORMALISATIONS = ("token", "sequence", "constant")
 NAMES = (
-    "grpo",
-    "dapo",
-    "dr_grpo",
-    "rloo",
-    "gspo",
-    "cispo",
-    "reinforce++",
-    "reinforce++_baseline",
-    "ppo",
-    "opd",
+    *("grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo"),
+    *("reinforce++", "reinforce++_baseline", "ppo", "opd"),
 )
 """Names of the presets."""
 
@@ -223,9 +215,7 @@ class Algorithm(Bounded):
         known = presets(budget)
         knobs = {k: v for k, v in dataclasses.asdict(self).items() if v not in ("", UNSET)}
         chosen = dataclasses.replace(known[self.name], **knobs)
-        if self.dual_clip > 0 and "dual_clip" not in chosen.loss_call.asks:
-            _refuse(chosen, "dual_clip", f"the loss {chosen.loss} does not take it: give 0")
-        _check(chosen, budget)
+        _check(chosen, budget, own_dual_clip=self.dual_clip > 0)
         return chosen
 
     @functools.cached_property
@@ -373,49 +363,45 @@ def presets(budget: int) -> dict[str, Algorithm]:
     }
 
 
-def _check(a: Algorithm, budget: int) -> None:
+def _check(a: Algorithm, budget: int, own_dual_clip: bool) -> None:
     """Raises `UserError` if settings of the resolved algorithm ``a`` contradict each other."""
+
+    def refuse(knob: str, advice: str) -> None:
+        raise UserError(f"algorithm.{knob} is {getattr(a, knob)!r} (algorithm {a.name}); {advice}")
+
+    if own_dual_clip and "dual_clip" not in a.loss_call.asks:
+        refuse("dual_clip", f"the loss {a.loss} does not take it: give 0")
     if a.overlong_buffer > budget:
-        _refuse(a, "overlong_buffer", f"the budget is {budget} tokens: give at most that")
+        refuse("overlong_buffer", f"the budget is {budget} tokens: give at most that")
     if a.of_sequence and (a.whitened or a.opd_coef):
         which = "a teacher" if a.opd_coef else f"advantage={a.advantage}"
-        _refuse(
-            a,
+        other = "opd_coef=0" if a.opd_coef else "advantage=group"
+        refuse(
             "loss",
             f"a sequence-level ratio needs one advantage per sequence, and {which} has one per "
-            "token: "
-            "give loss=clip, or " + ("opd_coef=0" if a.opd_coef else "advantage=group"),
+            f"token: give loss=clip, or {other}",
         )
     if a.advantage == "none" and not a.opd_coef:
-        _refuse(a, "advantage", "without a teacher nothing is learned: give opd_coef=1")
+        refuse("advantage", "without a teacher nothing is learned: give opd_coef=1")
     if a.mask_high and a.mask_low >= a.mask_high:
-        _refuse(a, "mask_low", f"mask_high is {a.mask_high:g}: give less than that")
+        refuse("mask_low", f"mask_high is {a.mask_high:g}: give less than that")
     if a.kl_coef and a.kl_in == "reward" and not (a.alone and a.whitened):
-        _refuse(
-            a,
+        refuse(
             "kl_in",
             f"advantage={a.advantage} takes one reward per sequence: give kl_in=loss, or "
             "advantage=batch or gae",
         )
     if a.kl_coef and a.kl_in == "loss" and a.kl == "k1":
-        _refuse(
-            a,
+        refuse(
             "kl",
             "as a loss k1 has the gradient of the log-probability, whose mean is zero: give k2 "
             "or k3, or kl_in=reward",
         )
     if a.tis_cap and a.old_logp == "sampler":
-        _refuse(
-            a,
+        refuse(
             "tis_cap",
             "the ratio to the sampler corrects the mismatch already: give old_logp=trainer, or "
             "tis_cap=0",
         )
     if a.needs_critic and not a.critic_learning_rate:
-        _refuse(
-            a, "critic_learning_rate", f"advantage={a.advantage} learns values: give more than 0"
-        )
-
-
-def _refuse(a: Algorithm, knob: str, advice: str) -> None:
-    raise UserError(f"algorithm.{knob} is {getattr(a, knob)!r} (algorithm {a.name}); {advice}")
+        refuse("critic_learning_rate", f"advantage={a.advantage} learns values: give more than 0")

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from coa_jax.engine.constraint import FREE, Constraint, token_states
+from coa_jax.engine.constraint import Constraint, token_states
 from coa_jax.errors import UserError
 from coa_jax.model.attention.causal import Unfolded
 from coa_jax.model.tokenizer import encode_plain, end_of_turn_id
@@ -33,8 +33,6 @@ class Example:
         logp: float32 ``[T]``, log-probability with which the token was sampled; 0 for tokens that
             the policy did not sample.
         advantage: advantage of each token, float32 ``[T]``.
-        rule: int32 ``[T]``, state of the constraint under which the token was sampled; `FREE` for
-            tokens that were not sampled.  None for sequences sampled without a constraint.
         more: further arrays ``[T]``; each key is the field of `Batch` to which the array belongs.
     """
 
@@ -42,7 +40,6 @@ class Example:
     mask: np.ndarray
     logp: np.ndarray
     advantage: np.ndarray
-    rule: np.ndarray | None = None
     more: Mapping[str, np.ndarray] = dataclasses.field(default_factory=dict)
 
 
@@ -57,7 +54,8 @@ class Batch(NamedTuple):
         mask: float32 ``[R, T]``, 1 for tokens that have a loss, 0 for all other tokens.
         logp: sampling log-probabilities, float32 ``[R, T]``.
         advantage: advantage of each token, float32 ``[R, T]``.
-        rule: states of the constraint, int32 ``[R, T]``, see `Example`; None without a constraint.
+        rule: int32 ``[R, T]``, state of the constraint under which the token was sampled; see
+            `engine.constraint.token_states`. None without a constraint.
         weight: weight of each token's loss, float32 ``[R, T]``, see `objectives.weigh`; None if
             every weight is 1.
         old_logp: log-probabilities under the trainer before the step's updates, float32 ``[R, T]``.
@@ -167,19 +165,15 @@ def trajectory_example(
     written = np.flatnonzero(trajectory.author == Author.POLICY)
     end = int(written[-1]) + 1 if written.size else 0
     tokens, by_policy = trajectory.tokens[:end], trajectory.author[:end] == Author.POLICY
-    mask = by_policy.astype(np.float32)
-    rule = None
+    more = {}
     if constraint is not None:
         start = constraint.start[trajectory.protocol]
-        rule = token_states(constraint, start, tokens.tolist(), by_policy.tolist())
-    return Example(
-        tokens,
-        mask,
-        trajectory.logp[:end].astype(np.float32),
-        mask * np.broadcast_to(np.float32(advantage), len(trajectory.tokens))[:end],
-        rule,
-        {} if version is None else {"age": version - token_versions(trajectory, version)[:end]},
-    )
+        more["rule"] = token_states(constraint, start, tokens.tolist(), by_policy.tolist())
+    if version is not None:
+        more["age"] = version - token_versions(trajectory, version)[:end]
+    mask, logp = by_policy.astype(np.float32), trajectory.logp[:end].astype(np.float32)
+    spread = np.broadcast_to(np.float32(advantage), len(trajectory.tokens))[:end]
+    return Example(tokens, mask, logp, mask * spread, more)
 
 
 def token_versions(trajectory: Trajectory, version: int) -> np.ndarray:
@@ -208,8 +202,7 @@ def pack(examples: Sequence[Example], length: int, unfolded: int = 0) -> Batch:
 
     Args:
         examples: the sequences. The prompt of a sequence consists of all tokens before the first
-            token with a loss. Either all sequences must have been sampled under a constraint, or
-            none.
+            token with a loss. All sequences must have the same further arrays ``more``.
         length: number of tokens of a row, T.
         unfolded: number of positions of a row inside attention, E; 0 if sequences do not share
             prompts.
@@ -218,14 +211,12 @@ def pack(examples: Sequence[Example], length: int, unfolded: int = 0) -> Batch:
         UserError: a sequence is longer than a row.
     """
     rows = _fill(examples, length, unfolded)
-    constrained = any(example.rule is not None for example in examples)
-    batch = empty_batch(max(len(rows), 1), length, constrained, unfolded)
-    if examples:
-        more: dict[str, Any] = {
-            name: np.zeros(batch.tokens.shape, values.dtype)
-            for name, values in examples[0].more.items()
-        }
-        batch = batch._replace(**more)
+    batch = empty_batch(max(len(rows), 1), length, unfolded)
+    more: dict[str, Any] = {  # zeros are padding, as is the state `FREE`
+        name: np.zeros(batch.tokens.shape, values.dtype)
+        for name, values in (examples[0].more.items() if examples else ())
+    }
+    batch = batch._replace(**more)
     for number, row in enumerate(rows):
         _lay_out(row, jax.tree.map(operator.itemgetter(number), batch))
     return batch
@@ -311,13 +302,10 @@ def _fill(examples: Sequence[Example], length: int, unfolded: int) -> list[_Row]
         _check_size(size, length)
         prompt = _prompt(example)
         with_room = [row for row in rows if row.has_room(size, prompt, length, unfolded)]
-        row = next((row for row in with_room if prompt in row.prompts), None)
-        if row is None and with_room:
-            row = with_room[0]
-        if row is None:
-            row = _Row()
-            rows.append(row)
-        row.add(example, prompt)
+        if not with_room:
+            rows.append(_Row())
+        sharing = [row for row in with_room if prompt in row.prompts]
+        (sharing or with_room or rows[-1:])[0].add(example, prompt)
     return rows
 
 
@@ -382,19 +370,13 @@ def _lay_out(row: _Row, batch: Batch) -> None:
         size = len(example.tokens)
         end = at + size - skipped
         span, own = slice(at, end), slice(skipped, None)
-        batch.tokens[span] = example.tokens[own]
+        arrays = {name: getattr(example, name) for name in ("tokens", "mask", "logp", "advantage")}
+        for name, values in {**arrays, **example.more}.items():
+            getattr(batch, name)[span] = values[own]
         batch.positions[span] = np.arange(skipped, size)
         batch.segment_ids[span] = segment
-        batch.mask[span] = example.mask[own]
         # The first token of a sequence cannot be predicted: no token precedes it.
         batch.mask[at : at + 1] = 0.0
-        batch.logp[span] = example.logp[own]
-        batch.advantage[span] = example.advantage[own]
-        if batch.rule is not None:
-            assert example.rule is not None
-            batch.rule[span] = example.rule[own]
-        for name, values in example.more.items():
-            getattr(batch, name)[span] = values[own]
         if batch.unfolded is not None:
             whole = slice(start, start + size)
             shared, new = np.arange(source, source + skipped), np.arange(at, end)
@@ -404,24 +386,20 @@ def _lay_out(row: _Row, batch: Batch) -> None:
         at, start = end, start + size
 
 
-def empty_batch(rows: int, length: int, constrained: bool = False, unfolded: int = 0) -> Batch:
+def empty_batch(rows: int, length: int, unfolded: int = 0) -> Batch:
     """Creates a batch of padding.
 
     Args:
         rows: number of rows, R.
         length: number of tokens of a row, T.
-        constrained: whether the batch has states of a constraint.
         unfolded: number of positions of a row inside attention, E; 0 if no prompts are shared.
     """
     shape = (rows, length)
     tokens, positions, segments = (np.zeros(shape, np.int32) for _ in range(3))
     mask, logp, advantage = (np.zeros(shape, np.float32) for _ in range(3))
     batch = Batch(tokens, positions, segments, mask, logp, advantage)
-    if constrained:
-        batch = batch._replace(rule=np.full(shape, FREE, np.int32))
     if unfolded:
-        sizes = (unfolded, unfolded, length)
-        arrays = (np.zeros((rows, size), np.int32) for size in sizes)
+        arrays = (np.zeros((rows, size), np.int32) for size in (unfolded, unfolded, length))
         batch = batch._replace(unfolded=Unfolded(*arrays))
     return batch
 
@@ -429,11 +407,9 @@ def empty_batch(rows: int, length: int, constrained: bool = False, unfolded: int
 def split_rows(batch: Batch, rows: int) -> list[Batch]:
     """Splits a batch into micro-batches of ``rows`` rows each; pads the last micro-batch."""
     missing = -batch.tokens.shape[0] % rows
-    if missing:
-        # Zeros are padding, and `FREE` is 0.
-        batch = jax.tree.map(
-            lambda x: np.concatenate((x, np.zeros((missing, *x.shape[1:]), x.dtype))), batch
-        )
+    batch = jax.tree.map(  # zeros are padding
+        lambda x: np.concatenate((x, np.zeros((missing, *x.shape[1:]), x.dtype))), batch
+    )
     parts = [slice(at, at + rows) for at in range(0, batch.tokens.shape[0], rows)]
     return [jax.tree.map(operator.itemgetter(part), batch) for part in parts]
 

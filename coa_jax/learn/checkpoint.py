@@ -107,7 +107,7 @@ class Checkpoints:
 
         Args:
             directory: directory that contains only checkpoints: a local path or a URL.
-            keep: number of newest checkpoints to keep.
+            keep: number of newest checkpoints to keep, at least 1.
             best: metric that selects the best checkpoint, which is kept beside the newest ones; ""
                 for no best checkpoint. Lower values are better if the metric's name ends in
                 ``loss``, higher values otherwise.
@@ -116,12 +116,7 @@ class Checkpoints:
             wait_seconds: number of seconds to wait for the slowest process, see `processes.meet`.
             before_save: function that each process calls before a checkpoint is written. The
                 function writes data to disk that must be complete before the checkpoint exists.
-
-        Raises:
-            UserError: ``keep`` is less than 1.
         """
-        if keep < 1:
-            raise UserError(f"keep_last is {keep}; a run needs at least 1 checkpoint to resume")
         _tell_faults_once()
         self._saved = time.monotonic()
         self.best_metric, self._sign = best, -1.0 if best.endswith("loss") else 1.0
@@ -442,8 +437,6 @@ def _plain(tree: Any) -> Any:
 def _leaves(tree: Any) -> dict[str, str]:
     """Maps the dotted name of each leaf to a text with its dtype and shape."""
     tree = getattr(tree, "tree", tree)
-    found = {}
-    for path, leaf in jax.tree_util.tree_flatten_with_path(tree)[0]:
-        keys = [str(getattr(k, "key", getattr(k, "name", getattr(k, "idx", "")))) for k in path]
-        found[".".join(keys)] = f"{jnp.dtype(leaf.dtype)}{list(leaf.shape)}"
-    return found
+    name = functools.partial(jax.tree_util.keystr, simple=True, separator=".")
+    leaves = jax.tree_util.tree_leaves_with_path(tree)
+    return {name(path): f"{jnp.dtype(leaf.dtype)}{list(leaf.shape)}" for path, leaf in leaves}

@@ -30,16 +30,12 @@ class Clock:
         finally:
             self.seconds[name] += time.monotonic() - began
 
-    def elapsed(self) -> float:
-        """Returns the seconds since the creation of the clock."""
-        return time.monotonic() - self._began
-
     def report(self) -> dict[str, float]:
         """Returns the seconds spent in each phase so far, as metrics ``time/...``.
 
         ``time/unaccounted`` is the time outside all phases.
         """
-        total, parts = self.elapsed(), dict(self.seconds)
+        total, parts = time.monotonic() - self._began, dict(self.seconds)
         return {
             **{f"time/{name}": seconds for name, seconds in parts.items()},
             "time/step": total,

@@ -10,6 +10,7 @@ library grain prepares the next updates during a training step.
 
 from __future__ import annotations
 
+import abc
 import contextlib
 import dataclasses
 import functools
@@ -204,31 +205,24 @@ class Update:
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Updates(Sequence[Update]):
-    """The next updates of a run, from a position in the data; each is created on demand.
+class UpdateSequence(Sequence[Update]):
+    """Successive updates of a run, from a position in the data on; each is created on demand.
 
     Attributes:
-        examples: examples with at most ``length`` tokens each.
         order: index of the example at each position of the endless stream of examples.
-        cursor: position in the stream at which the first update begins.
-        number: number of updates in the sequence.
         batch_size: number of examples per update.
         rows: number of rows of a micro-batch over all processes.
         length: number of tokens of a row.
-        own: indices of the rows of a micro-batch that this process computes, see
-            `placement.own_rows`.
-        change: random change of the records, see `Change`; None to leave the records unchanged.
+        cursor: position in the stream at which the first update begins.
+        number: number of updates in the sequence.
     """
 
-    examples: Examples
     order: grain.MapDataset
-    cursor: int
-    number: int
     batch_size: int
     rows: int
     length: int
-    own: Sequence[int]
-    change: Change | None = None
+    cursor: int = 0
+    number: int = 0
 
     def __len__(self) -> int:
         return self.number
@@ -237,7 +231,30 @@ class Updates(Sequence[Update]):
         if not 0 <= number < self.number:
             raise IndexError(number)
         start = self.cursor + number * self.batch_size
-        positions = range(start, start + self.batch_size)
+        return self.make(range(start, start + self.batch_size))
+
+    @abc.abstractmethod
+    def make(self, positions: range) -> Update:
+        """Creates the update of the examples at some positions of the stream."""
+
+
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class Updates(UpdateSequence):
+    """Successive updates with packed examples, of which each process has its own rows.
+
+    Attributes:
+        examples: examples with at most ``length`` tokens each.
+        own: indices of the rows of a micro-batch that this process computes, see
+            `placement.own_rows`.
+        change: random change of the records, see `Change`; None to leave the records unchanged.
+    """
+
+    examples: Examples
+    own: Sequence[int]
+    change: Change | None = None
+
+    def make(self, positions: range) -> Update:
+        """Creates the update of the examples at some positions of the stream."""
         if self.change is None:
             indices = np.array([self.order[position] for position in positions])
             sizes, losses = self.examples.sizes[indices], self.examples.losses[indices]

@@ -6,14 +6,12 @@ All of these arrays are computed once per step, before the step's first update.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import Mesh
-from jax.typing import ArrayLike
 
 from coa_jax.learn.advantages import distillation, gae, whiten
 from coa_jax.learn.algorithms import Algorithm
@@ -114,7 +112,6 @@ def complete_experience(
     teacher: Teacher | None = None,
     updates: int = 1,
     allowed: jax.Array | None = None,
-    mesh: Mesh | None = None,
 ) -> tuple[list[Batch], dict[str, float]]:
     """Adds to the batches of a step those arrays that the algorithm needs for its loss.
 
@@ -129,12 +126,12 @@ def complete_experience(
         critic: parameters of the critic; None without a critic.
         reference: parameters of the reference policy; None without a KL penalty.
         temperature: sampling temperature.
-        compute: dtype, operations and sharding of the forward passes.
+        compute: dtype, operations and sharding of the forward passes; rows are split over the mesh
+            of ``compute``.
         teacher: teacher model on the devices of this run; None without such a teacher.
         updates: number of optimiser updates of the step.
         allowed: table of the constraint under which the batches were sampled; None without a
             constraint.
-        mesh: mesh over which the rows are split; None for one device.
 
     Returns:
         The batches, as arrays on the host, in which the function has set those of the fields
@@ -142,33 +139,27 @@ def complete_experience(
         needs; and a dictionary of metrics that summarise these fields.
     """
     in_reward = algorithm.needs_reference and algorithm.kl_in == "reward"
-    settings: dict[str, Any] = {"model": model, "compute": compute, "temperature": temperature}
-
-    def each(batches: Sequence[Batch], name: str, score: Callable[[Batch], Any]) -> list[Batch]:
-        def filled(batch: Batch) -> Batch:
-            values = in_turn(mesh, score, put_batch(inputs(batch), mesh))
-            found: dict[str, Any] = {name: to_host(values)}
-            return batch._replace(**found)
-
-        return [filled(batch) for batch in batches]
-
     filled = list(batches)
+
+    def each(name: str, program: Callable[[Batch], Any]) -> list[Batch]:
+        placed = (put_batch(inputs(batch), compute.mesh) for batch in filled)
+        found: Iterator[Any] = (to_host(in_turn(compute.mesh, program, b)) for b in placed)
+        return [b._replace(**{name: values}) for b, values in zip(filled, found, strict=True)]
+
+    def scored(name: str, params: Params, model: ModelConfig, allowed: Any) -> list[Batch]:
+        static = {"model": model, "compute": compute, "temperature": temperature}
+        return each(name, functools.partial(score, params, allowed=allowed, **static))
+
     if scores_old(algorithm, updates):
-        old = functools.partial(score, policy, allowed=allowed, **settings)
-        filled = each(filled, "old_logp", old)
+        filled = scored("old_logp", policy, model, allowed)
     if reference is not None:
-        base = {**settings, "model": without_adapters(model)}
-        ref = functools.partial(score, reference, allowed=allowed, **base)
-        filled = each(filled, "ref_logp", ref)
+        filled = scored("ref_logp", reference, without_adapters(model), allowed)
     if teacher is not None:
         known = None if allowed is None else teacher.fitted(allowed)
-        own = {**settings, "model": teacher.config}
-        filled = each(
-            filled, "teacher_logp", functools.partial(score, teacher.params, allowed=known, **own)
-        )
+        filled = scored("teacher_logp", teacher.params, teacher.config, known)
     if critic is not None:
         value = functools.partial(score_values, critic, model=model, compute=compute)
-        filled = each(filled, "value", value)
+        filled = each("value", value)
     stats: dict[str, float] = {}
     if algorithm.whitened:
         estimate = functools.partial(
@@ -232,24 +223,11 @@ def _explained_variance(batches: Sequence[Batch]) -> dict[str, float]:
     The metric is 1 for a perfect critic, and 0 for a critic that gives the same value to every
     state.
     """
-
-    def means(returned: float, error: float) -> np.ndarray:
-        about = [jax.device_get(_moments(b, returned, error)) for b in batches]
-        count, *moments = np.sum(np.asarray(about, np.float64), axis=0)
-        return np.asarray(moments) / max(count, 1.0)
-
-    # Subtract the means first: a difference of squares in float32 would lose a small variance.
-    returned, error = means(0.0, 0.0)[[0, 2]]
-    _, variance, _, unexplained = means(returned, error)
-    known = variance > (1e-6 * returned) ** 2  # a smaller variance is rounding error of the mean
+    returns, values = (
+        np.concatenate([getattr(b, name)[b.mask > 0] for b in batches]).astype(np.float64)
+        for name in ("returns", "value")
+    )
+    variance = returns.var()
+    known = variance > (1e-6 * returns.mean()) ** 2  # else rounding error of the mean
+    unexplained = (returns - values).var()
     return {"critic/explained_variance": float(1 - unexplained / variance) if known else 0.0}
-
-
-@jax.jit
-def _moments(batch: Batch, returned: ArrayLike, missed: ArrayLike) -> jax.Array:
-    assert batch.returns is not None
-    assert batch.value is not None
-    on = batch.mask > 0
-    returns = jnp.where(on, batch.returns - returned, 0.0)
-    error = jnp.where(on, batch.returns - batch.value - missed, 0.0)
-    return jnp.stack([jnp.sum(x) for x in (batch.mask, returns, returns**2, error, error**2)])

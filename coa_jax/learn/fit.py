@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated
 
@@ -14,7 +14,7 @@ from absl import logging
 from coa_jax.bounds import Between, Count, OneOf, Size
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.clock import Clock, Profile
-from coa_jax.learn.data import Update, read_ahead
+from coa_jax.learn.data import Update, UpdateSequence, read_ahead
 from coa_jax.learn.losses import Loss
 from coa_jax.learn.metrics import memory, train_speed
 from coa_jax.learn.room import check_rows
@@ -68,7 +68,7 @@ def fit(
     weights: Callable[[], Params],
     loss: Loss,
     compute: Compute,
-    updates: Callable[[int, int], Sequence[Update]],
+    updates: UpdateSequence,
     epoch: int,
     longest: int,
     phase: str = "sft",
@@ -93,8 +93,7 @@ def fit(
             checkpoint contains the frozen base parameters.
         loss: loss of an update.
         compute: dtype, operations and sharding; rows are split over the mesh of ``compute``.
-        updates: function that takes a position in the data and a number of updates, and returns
-            this number of updates from that position on.
+        updates: updates of the run; this function sets their fields ``cursor`` and ``number``.
         epoch: number of examples in one pass over the data.
         longest: number of tokens of the longest sequence; a warning is logged if the model supports
             fewer positions.
@@ -115,13 +114,13 @@ def fit(
     state, cursor, checkpoints = _resume(config, run, model, weights, compute.mesh, phase)
     check_rows(model.config, config.rows, config.row_length, config.dtype, compute.mesh)
     total, step = config.optimizer.total_steps, int(state.step)
-    adapters = bool(model.config.lora.rank)
     watch = Watch(run.rows(phase))
+    planned = dataclasses.replace(updates, cursor=cursor, number=total - step)
     with (
         contextlib.closing(checkpoints),
         contextlib.closing(Profile(config.profile_steps, run.path / "profile")) as profile,
         stop_on_sigterm(hurry) as stop,
-        read_ahead(updates(cursor, total - step), config.data_workers) as ahead,
+        read_ahead(planned, config.data_workers) as ahead,
         progress(phase.upper(), total=total, initial=step) as bar,
     ):
         clock, stopping = Clock(*_PARTS), False
@@ -150,9 +149,8 @@ def fit(
                 )
             step += 1
             stats["epoch"] = cursor / epoch
-            stats |= train_speed(
-                model.config, data.lengths, stats["tokens"], clock.seconds["update"], adapters
-            )
+            seconds = clock.seconds["update"]
+            stats |= train_speed(model.config, data.lengths, stats["tokens"], seconds)
             if validate is not None and (step % config.validate_every == 0 or step == total):
                 with clock("validation"):
                     stats["validation/loss"] = validate(state)

@@ -1,12 +1,9 @@
-"""Builds the requests, rewards and metrics of groups; a group is all samples of one task."""
+"""Builds the requests and rewards of groups; a group is all samples of one task."""
 
 from __future__ import annotations
 
 import dataclasses
-from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-
-import numpy as np
 
 from coa_jax.engine.config import SamplingParams
 from coa_jax.environments.session import Environments
@@ -20,7 +17,7 @@ from coa_jax.parallel import processes
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.request import Request, prompt_ids
 from coa_jax.tasks import Graders, Task
-from coa_jax.trajectory import StopReason, Trajectory, format_valid
+from coa_jax.trajectory import Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
@@ -119,7 +116,7 @@ async def graded(
         trajectory: a finished trajectory.
     """
     reward = await graders.grade_alone(task, trajectory)
-    if config.stops.masks(trajectory):
+    if config.stops.added(trajectory) is None:
         reward = dataclasses.replace(reward, value=None)
     return dataclasses.replace(trajectory, reward=reward)
 
@@ -145,7 +142,7 @@ async def completed(
             budget=config.longest,
             buffer=config.chosen.overlong_buffer,
             penalty=config.chosen.overlong_penalty,
-            stop=config.stops.added(trajectory),
+            stop=config.stops.added(trajectory) or 0.0,
         )
         for reward, trajectory in zip(together, group, strict=True)
     ]
@@ -168,101 +165,15 @@ def score_group(config: RLConfig, group: Sequence[Trajectory]) -> Score:
     return sum(value >= config.pool.solved_at for value in graded), len(graded)
 
 
-def describe_sources(config: RLConfig, sampled: Sampled) -> dict[str, float]:
-    """Computes metrics of the step's groups for each task source; {} without a mixture."""
-    groups: dict[str, list[list[Trajectory]]] = defaultdict(list)
-    for group in sampled.everything if config.mixture else ():
-        groups[group[0].metadata["source"]].append(group)
-    figures: dict[str, float] = {}
-    for name, members in sorted(groups.items()):
-        solved, graded = map(
-            sum, zip(*(score_group(config, group) for group in members), strict=True)
-        )
-        values = graded_values(members)
-        figures |= {
-            f"source/{name}/groups": float(len(members)),
-            f"source/{name}/reward": float(np.mean(values)) if values else 0.0,
-            f"source/{name}/solved": solved / max(graded, 1),
-            f"source/{name}/tokens": float(sum(t.num_policy_tokens for g in members for t in g)),
-        }
-    return figures
-
-
-def describe(sampled: Sampled) -> dict[str, float]:
-    """Returns metrics of a step's rollouts, over all examined groups."""
-    groups = sampled.everything
-    counts = {
-        "group/sampled": float(len(groups)),
-        "group/used": float(len(sampled.used)),
-        "group/discarded": float(sampled.composition.discarded),
-    }
-    flat = [trajectory for group in groups for trajectory in group]
-    values = graded_values(groups)
-    calls = [call for trajectory in flat for call in trajectory.tool_calls]
-    lengths = [trajectory.num_policy_tokens for trajectory in flat]
-    stops = Counter(str(trajectory.stop_reason) for trajectory in flat)
-    unsure = sum(not has_signal(earned(group)) for group in groups)
-    return {
-        "reward/mean": float(np.mean(values)) if values else 0.0,
-        "reward/std": float(np.std(values)) if values else 0.0,
-        "reward/masked_frac": 1.0 - len(values) / len(flat),
-        "reward/ungraded": float(sum(bool(t.reward and t.reward.reason) for t in flat)),
-        **_parts(flat),
-        **_masked(flat),
-        "group/frac_zero_std": unsure / len(groups),
-        **counts,
-        "len/mean": float(np.mean(lengths)),
-        "len/max": float(np.max(lengths)),
-        "tool/calls": len(calls) / len(flat),
-        "tool/fail_frac": sum(not call.ok for call in calls) / max(len(calls), 1),
-        "tool/seconds": sum(call.end - call.start for call in calls) / len(flat),
-        "format/valid": float(np.mean([format_valid(trajectory) for trajectory in flat])),
-        **{f"stop/{reason}": count / len(flat) for reason, count in sorted(stops.items())},
-    }
-
-
-def _parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns the mean of each reward component over the graded trajectories that have it."""
-    rewards = [t.reward for t in trajectories if t.reward is not None]
-    there = [reward.parts for reward in rewards if reward.value is not None]
-    names = sorted({name for parts in there for name in parts} - {"earned"})
-    means = {}
-    for name in names:
-        # A reward has a penalty as a component only if the penalty lowered the reward; in the mean,
-        # the penalty of the other rewards is 0.
-        absent = [0.0] if name in ("overlong", "stop") else []
-        means[f"reward/{name}"] = float(
-            np.mean([v for parts in there for v in ([parts[name]] if name in parts else absent)])
-        )
-    return means
-
-
-MASKED_BY = ("ungraded", "fault", "tool_fault", "deadline", "tool_time")
-"""Reasons why trajectories are masked under the default settings; see `masked_by`."""
-
-
-def _masked(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Returns, for each reason, the share of the trajectories that are masked for this reason."""
-    causes = Counter(cause for t in trajectories if (cause := masked_by(t)))
-    names = sorted({*MASKED_BY, *causes})
-    return {f"masked/{name}": causes[name] / len(trajectories) for name in names}
-
-
-def masked_by(trajectory: Trajectory) -> str:
-    """Returns the reason why a trajectory has no reward to train on; "" if it has a reward.
-
-    The reason is ``ungraded`` if a grader gave no verdict, and ``tool_fault`` if a tool call failed
-    through a fault of the tool and not of the policy. For every other trajectory without a reward,
-    the reason is the trajectory's stop reason.
-    """
-    reward, stop = trajectory.reward, trajectory.stop_reason
-    if reward is None or reward.reason:
-        return "ungraded"
-    if reward.value is not None:
-        return ""
-    broken = any(call.outcome == "fault" for call in trajectory.tool_calls)
-    ours = stop in (StopReason.FAULT, StopReason.CANCELLED)
-    return "tool_fault" if broken and not ours else str(stop)
+def learned_lengths(groups: Sequence[Sequence[Trajectory]]) -> list[int]:
+    """Returns the number of tokens of each sequence on which a step trains."""
+    return [
+        len(one.tokens)
+        for group in groups
+        for t, reward in zip(group, rewards(group), strict=True)
+        if reward is not None and t.num_policy_tokens
+        for one in t.sequences
+    ]
 
 
 def graded_values(groups: Sequence[Sequence[Trajectory]]) -> list[float]:

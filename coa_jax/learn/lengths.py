@@ -11,6 +11,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import dataclasses
+import functools
 import hashlib
 import io
 import json
@@ -21,6 +22,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import grain
 import numpy as np
 from absl import logging
 
@@ -57,36 +59,21 @@ class Measured:
     wording: Wording
 
 
-@dataclasses.dataclass(frozen=True)
-class _Chunks(Sequence[Measured]):
-    """Counts the tokens of chunks of rows.
-
-    Attributes:
-        reader: reads and tokenises the rows.
-        numbers: indices of the chunks to measure.
-    """
-
-    reader: RecordReader
-    numbers: Sequence[int]
-
-    def __len__(self) -> int:
-        return len(self.numbers)
-
-    def __getitem__(self, index: int) -> Measured:  # type: ignore[override]
-        start = self.numbers[index] * _CHUNK
-        rows = range(start, min(start + _CHUNK, len(self.reader.records)))
-        sizes, losses = (np.zeros(len(rows), np.int32) for _ in range(2))
-        counts, wording = Counts(), Wording()
-        for at, row in enumerate(rows):
-            found = self.reader.records[row]
-            counts.add(found)
-            if isinstance(found, LeftOut):
-                continue
-            record = one_with_level(found.record, self.reader.level, self.reader.format)
-            wording += wording_of(record, self.reader.prompt)
-            example = self.reader.example(record)
-            sizes[at], losses[at] = len(example.tokens), loss_tokens(example)
-        return Measured(sizes, losses, counts, wording)
+def _measured(reader: RecordReader, chunk: int) -> Measured:
+    """Counts the tokens of a chunk of rows."""
+    rows = range(chunk * _CHUNK, min((chunk + 1) * _CHUNK, len(reader.records)))
+    sizes, losses = (np.zeros(len(rows), np.int32) for _ in range(2))
+    counts, wording = Counts(), Wording()
+    for at, row in enumerate(rows):
+        found = reader.records[row]
+        counts.add(found)
+        if isinstance(found, LeftOut):
+            continue
+        record = one_with_level(found.record, reader.level, reader.format)
+        wording += wording_of(record, reader.prompt)
+        example = reader.example(record)
+        sizes[at], losses[at] = len(example.tokens), loss_tokens(example)
+    return Measured(sizes, losses, counts, wording)
 
 
 def measure(reader: RecordReader, workers: int, seconds: float) -> Measured:
@@ -105,11 +92,14 @@ def measure(reader: RecordReader, workers: int, seconds: float) -> Measured:
     """
     path = _folder() / f"{_digest(reader)}.npz"
     known = _read(path, len(reader.records))
-    if _all_know(known is not None, seconds):
-        assert known is not None
+    told = [known is not None]
+    if processes.count() > 1:  # `asyncio.run` would fail in a notebook, which runs an event loop
+        told = asyncio.run(processes.exchange(told[0], "known lengths of records", seconds))
+    if known is not None and all(told):
         return known
     chunks = range(-(-len(reader.records) // _CHUNK))
-    mine = _Chunks(reader, processes.share(chunks))
+    count = functools.partial(_measured, reader)
+    mine = grain.MapDataset.source(processes.share(chunks)).map(count)
     workers = workers if len(mine) > _FEW else 0
     shown = len(chunks) > _FEW and processes.index() == 0
     with (
@@ -124,13 +114,6 @@ def measure(reader: RecordReader, workers: int, seconds: float) -> Measured:
     with contextlib.suppress(OSError):  # the cache only saves time
         _write(path, whole)
     return whole
-
-
-def _all_know(known: bool, seconds: float) -> bool:
-    """Returns whether all processes of the run have found the lengths in their cache."""
-    if processes.count() == 1:  # `asyncio.run` would fail in a notebook, which runs an event loop
-        return known
-    return all(asyncio.run(processes.exchange(known, "known lengths of records", seconds)))
 
 
 def _merged(parts: Sequence[Measured]) -> Measured:
@@ -213,29 +196,26 @@ def _read(path: Path, number: int) -> Measured | None:
         with np.load(path, allow_pickle=False) as held:
             sizes, losses = held["sizes"], held["losses"]
             notes = json.loads(str(held["notes"]))
-        counts, wording = notes["counts"], notes["wording"]
+        counts = notes["counts"]
         if not sizes.shape == losses.shape == (number,):
             return None
         return Measured(
             sizes,
             losses,
             Counts(
-                {why: (rows, tuple(where)) for why, (rows, where) in counts["left_out"].items()},
+                {why: _tuples(rows) for why, rows in counts["left_out"].items()},
                 Counter(counts["told"]),
                 {name: set(tags) for name, tags in counts["tags"].items()},
             ),
-            Wording(
-                **{
-                    **wording,
-                    "protocols": tuple(wording["protocols"]),
-                    "kinds": tuple(
-                        (before, tuple(map(tuple, turns))) for before, turns in wording["kinds"]
-                    ),
-                }
-            ),
+            Wording(**{name: _tuples(value) for name, value in notes["wording"].items()}),
         )
     except (OSError, EOFError, zipfile.BadZipFile, *reading.MALFORMED):
         return None
+
+
+def _tuples(value: Any) -> Any:
+    """Turns the lists of a JSON value into tuples."""
+    return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
 def _write(path: Path, measured: Measured) -> None:

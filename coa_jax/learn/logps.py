@@ -22,9 +22,9 @@ from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params, bind
 
 CHUNK, SHARED_CHUNK = 512, 2048
-"""Defaults of ``vocab_chunk``: the number of positions per device with logits in memory at once.
+"""Number of positions per device for which logits are in memory at once.
 
-The first default is for one device, the second for several devices. Several devices sum the
+The first number is for one device, the second for several devices. Several devices sum the
 gradient of the head once per chunk, so their chunks are larger.
 """
 
@@ -36,7 +36,6 @@ def token_logps(
     compute: Compute,
     *,
     temperature: float = 1.0,
-    vocab_chunk: int = 0,
     allowed: jax.Array | None = None,
     mask: Any = None,
     entropy: bool = True,
@@ -53,8 +52,6 @@ def token_logps(
         batch: packed rows to score.
         compute: dtype, operations and sharding of the computation.
         temperature: number by which the logits are divided.
-        vocab_chunk: maximum number of positions per device for which logits are in memory at once;
-            0 takes the default.
         allowed: table of the constraint, see `engine.constraint.ConstraintTables`, if the batch was
             sampled under a constraint; otherwise None.
         mask: ``[R, T]``, nonzero for tokens that are scored. The results of all other tokens are 0;
@@ -70,7 +67,7 @@ def token_logps(
     """
     if (allowed is None) != (batch.rule is None):
         raise ValueError("give `allowed` if, and only if, the batch has constraint states (`rule`)")
-    hidden, weight, order = _hidden(params, config, batch, compute, mask, vocab_chunk)
+    hidden, weight, order = _hidden(params, config, batch, compute, mask)
     rules = None if batch.rule is None else _arrange(order, jnp.asarray(batch.rule)[:, 1:])
     targets = _arrange(order, jnp.asarray(batch.tokens)[:, 1:])
     allowed = None if allowed is None else jnp.asarray(allowed)
@@ -79,37 +76,25 @@ def token_logps(
     return _restore(order, logps, batch), _restore(order, entropies, batch)
 
 
-def weighted_logp_sum(
-    params: Params,
-    config: ModelConfig,
-    batch: Batch,
-    weights: Any,
-    compute: Compute,
-    *,
-    vocab_chunk: int = 0,
-) -> jax.Array:
-    """Computes the sum of the tokens' log-probabilities, each multiplied by a constant weight.
+def logp_sum(params: Params, config: ModelConfig, batch: Batch, compute: Compute) -> jax.Array:
+    """Computes the sum of the log-probabilities of all tokens that have a loss.
 
-    The result equals a weighted sum over the result of `token_logps`. Because the weights are known
-    when the logits are computed, the forward pass computes the gradients too, and the backward pass
-    need not compute the logits again.
+    The result equals a sum over the result of `token_logps`. Because it is known when the logits
+    are computed which tokens count, the forward pass computes the gradients too, and the backward
+    pass need not compute the logits again.
 
     Args:
         params: parameters of the policy.
         config: architecture of the policy.
-        batch: packed rows.
-        weights: constant weights, ``[R, T]``; log-probabilities of tokens with weight 0 are not
-            computed.
+        batch: packed rows; log-probabilities of tokens with mask 0 are not computed.
         compute: dtype, operations and sharding of the computation.
-        vocab_chunk: maximum number of positions per device for which logits are in memory at once;
-            0 takes the default.
 
     Returns:
         The sum, float32 ``[]``.
     """
-    hidden, weight, order = _hidden(params, config, batch, compute, weights, vocab_chunk)
+    hidden, weight, order = _hidden(params, config, batch, compute, batch.mask)
     head = Head(compute, config.tie_embeddings)
-    targets, factors = (_arrange(order, jnp.asarray(x)[:, 1:]) for x in (batch.tokens, weights))
+    targets, factors = (_arrange(order, jnp.asarray(x)[:, 1:]) for x in (batch.tokens, batch.mask))
     factors = jnp.where(_counted(order), factors, 0.0)
     return weighted_sum(head, hidden, weight, targets, factors, order.live)
 
@@ -135,15 +120,13 @@ class _Order(NamedTuple):
     live: jax.Array
 
 
-def chunked(rows: int, length: int, compute: Compute, vocab_chunk: int = 0) -> tuple[int, int, int]:
+def chunked(rows: int, length: int, compute: Compute) -> tuple[int, int, int]:
     """Computes the shape in which a batch reaches the output head.
 
     Args:
         rows: number of rows of the batch.
         length: number of tokens of a row.
         compute: settings of the computation, of which the function reads only the mesh.
-        vocab_chunk: maximum number of positions per device for which logits are in memory at once;
-            0 takes the default.
 
     Returns:
         Three numbers: rows R, positions P per row, and positions C per chunk; there are ceil(P / C)
@@ -152,24 +135,15 @@ def chunked(rows: int, length: int, compute: Compute, vocab_chunk: int = 0) -> t
         P is ``rows * (length - 1)``.
     """
     if compute.one_device:
-        rows, positions, each = 1, rows * (length - 1), 1
-        vocab_chunk = vocab_chunk or CHUNK
-    else:
-        # Rows are sharded over devices, so a chunk contains positions of every row of a device.
-        assert compute.mesh is not None
-        positions = length - 1
-        each = -(-rows // (compute.mesh.size // compute.mesh.shape["tensor"]))
-        vocab_chunk = vocab_chunk or SHARED_CHUNK
-    return rows, positions, min(max(vocab_chunk // each, 1), positions)
+        return 1, rows * (length - 1), min(CHUNK, rows * (length - 1))
+    # Rows are sharded over devices, so a chunk contains positions of every row of a device.
+    assert compute.mesh is not None
+    each = -(-rows // (compute.mesh.size // compute.mesh.shape["tensor"]))
+    return rows, length - 1, min(max(SHARED_CHUNK // each, 1), length - 1)
 
 
 def _hidden(
-    params: Params,
-    config: ModelConfig,
-    batch: Batch,
-    compute: Compute,
-    mask: Any,
-    vocab_chunk: int,
+    params: Params, config: ModelConfig, batch: Batch, compute: Compute, mask: Any
 ) -> tuple[jax.Array, jax.Array, _Order]:
     """Computes final hidden states ``[K, R, C, D]``, the head's weight, and the permutation."""
     decoder = bind(config, params)
@@ -183,7 +157,7 @@ def _hidden(
     weight = decoder.embed.embedding if decoder.head is None else decoder.head.kernel
     wanted = jnp.ones(batch.tokens.shape, bool) if mask is None else jnp.asarray(mask) != 0
     rows, length = batch.tokens.shape
-    rows, positions, chunk = chunked(rows, length, compute, vocab_chunk)
+    rows, positions, chunk = chunked(rows, length, compute)
     order = _sort(wanted[:, 1:].reshape(rows, positions), chunk)
     chunks = _arrange(order, compute.constrain(hidden, "batch", None, None)[:, :-1])
     return compute.constrain(chunks, None, "batch", None, None), weight[...], order

@@ -20,7 +20,7 @@ from coa_jax.errors import UserError
 from coa_jax.extensions import first_line
 from coa_jax.learn.algorithms import LOSSES, Algorithm
 from coa_jax.learn.batch import Batch
-from coa_jax.learn.logps import token_logps, weighted_logp_sum
+from coa_jax.learn.logps import logp_sum, token_logps
 from coa_jax.learn.objectives import Stats, policy_objective, surrogate, value_objective
 from coa_jax.learn.value import token_values
 from coa_jax.model.compute import Compute
@@ -69,7 +69,7 @@ class SFTLoss:
 
     def __call__(self, net: Net, batch: Batch) -> tuple[jax.Array, Stats]:
         """Computes the loss of a micro-batch; see `Loss`."""
-        loss = -weighted_logp_sum(net.params, net.model, batch, batch.mask, net.compute)
+        loss = -logp_sum(net.params, net.model, batch, net.compute)
         return loss, {"loss": loss}
 
 

@@ -4,68 +4,133 @@ from __future__ import annotations
 
 import resource
 import sys
-from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
 
 import jax
 import numpy as np
 
+from coa_jax.learn.advantages import has_signal
 from coa_jax.learn.batch import Batch
-from coa_jax.learn.groups import Sampled, earned, graded_values
+from coa_jax.learn.groups import Sampled, earned, graded_values, score_group
 from coa_jax.learn.record import oldest_of, versions_of
+from coa_jax.learn.rl_config import RLConfig
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.costs import train_flops
 from coa_jax.parallel.chips import stated_flops
-from coa_jax.trajectory import Author, StopReason, Trajectory
+from coa_jax.trajectory import Author, StopReason, Trajectory, format_valid
 
-# Stop reasons of trajectories that were cut off by a budget.
-CUT_OFF = frozenset(
-    {
-        StopReason.LENGTH,
-        StopReason.TURN_LENGTH,
-        StopReason.TURNS,
-        StopReason.DEADLINE,
-        StopReason.TOOL_TIME,
-    }
-)
+CUT_OFF = ("length", "turn_length", "turns", "deadline", "tool_time")
+"""Stop reasons of trajectories that were cut off by a budget."""
+
+MASKED_BY = ("ungraded", "fault", "tool_fault", "deadline", "tool_time")
+"""Reasons why trajectories are masked under the default settings; see `masked_by`."""
 
 
 def rollout_metrics(sampled: Sampled) -> dict[str, float]:
-    """Computes metrics of a step's rollouts, in addition to those of `groups.describe`."""
-    flat = [t for group in sampled.everything for t in group]
-    lost = [t for group in sampled.dropped for t in group]
-    figures = {
-        **staleness(sampled.used, sampled.composition.step),
-        "drop/groups": float(len(sampled.dropped)),
-        "drop/given_up": float(sampled.composition.given_up),
-        "drop/len_mean": float(np.mean([t.num_policy_tokens for t in lost] or [0])),
-        "rollout/tokens": float(sum(t.num_policy_tokens for t in flat)),
-    }
-    values = graded_values(sampled.everything) or [0.0]
+    """Computes metrics of a step's rollouts, over all groups that the step examined."""
+    groups, lost = sampled.everything, [t for group in sampled.dropped for t in group]
+    flat = [t for group in groups for t in group]
+    values = graded_values(groups) or [0.0]
     # Rewards before the length penalty, because the penalty may lower the reward of a correct
     # answer to 0 or below.
-    graded = [[v for v in earned(group) if v is not None] for group in sampled.everything]
+    graded = [[v for v in earned(group) if v is not None] for group in groups]
     lengths = [t.num_policy_tokens for t in flat]
     answered = [t.num_policy_tokens for t in flat if t.stop_reason == StopReason.ANSWER]
     calls = [call for t in flat for call in t.tool_calls]
     by_tool = Counter(call.tool for call in calls)
-    timeouts = sum(call.outcome == "timeout" for call in calls)
-    best = max(values)
+    stops = Counter(str(t.stop_reason) for t in flat)
+    masked = Counter(cause for t in flat if (cause := masked_by(t)))
     return {
-        **figures,
+        **staleness(sampled.used, sampled.composition.step),
+        "drop/groups": float(len(sampled.dropped)),
+        "drop/given_up": float(sampled.composition.given_up),
+        "drop/len_mean": _mean(t.num_policy_tokens for t in lost),
+        "rollout/tokens": float(sum(lengths)),
+        **_parts(flat),
+        "reward/mean": float(np.mean(values)),
+        "reward/std": float(np.std(values)),
         "reward/min": float(min(values)),
-        "reward/max": float(best),
-        "group/frac_all_pass": _share([bool(g) and min(g) == max(g) > 0 for g in graded]),
-        "group/frac_all_fail": _share([bool(g) and max(g) <= 0 for g in graded]),
+        "reward/max": float(max(values)),
+        "reward/masked_frac": 1.0 - len(graded_values(groups)) / len(flat),
+        "reward/ungraded": float(sum(bool(t.reward and t.reward.reason) for t in flat)),
+        **{f"masked/{why}": masked[why] / len(flat) for why in sorted({*MASKED_BY, *masked})},
+        "group/sampled": float(len(groups)),
+        "group/used": float(len(sampled.used)),
+        "group/discarded": float(sampled.composition.discarded),
+        "group/frac_zero_std": _mean(not has_signal(rewards) for rewards in graded),
+        "group/frac_all_pass": _mean(bool(g) and min(g) == max(g) > 0 for g in graded),
+        "group/frac_all_fail": _mean(bool(g) and max(g) <= 0 for g in graded),
+        "len/mean": float(np.mean(lengths)),
         "len/min": float(min(lengths)),
+        "len/max": float(max(lengths)),
         "len/p90": float(np.percentile(lengths, 90)),
-        "len/answered_mean": float(np.mean(answered)) if answered else 0.0,
-        "len/cut_off_frac": _share([t.stop_reason in CUT_OFF for t in flat]),
-        "tool/timeout_frac": timeouts / max(len(calls), 1),
+        "len/answered_mean": _mean(answered),
+        "len/cut_off_frac": _mean(t.stop_reason in CUT_OFF for t in flat),
+        "tool/calls": len(calls) / len(flat),
+        "tool/fail_frac": _mean(not call.ok for call in calls),
+        "tool/timeout_frac": _mean(call.outcome == "timeout" for call in calls),
+        "tool/seconds": sum(call.end - call.start for call in calls) / len(flat),
         **{f"tool/{name}/calls": n / len(flat) for name, n in sorted(by_tool.items())},
+        "format/valid": _mean(format_valid(t) for t in flat),
+        **{f"stop/{reason}": count / len(flat) for reason, count in sorted(stops.items())},
         **turn_figures(flat),
         **agent_figures(flat),
     }
+
+
+def _mean(values: Iterable[float]) -> float:
+    """Returns the mean of some numbers; 0 if there are none."""
+    return float(np.mean([*values] or [0.0]))
+
+
+def _parts(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    """Returns the mean of each reward component over the graded trajectories that have it."""
+    rewards = [t.reward for t in trajectories if t.reward is not None]
+    there = [reward.parts for reward in rewards if reward.value is not None]
+    means = {}
+    for name in sorted({name for parts in there for name in parts} - {"earned"}):
+        values = [parts[name] for parts in there if name in parts]
+        # A reward has a penalty as a component only if the penalty lowered the reward; in the mean,
+        # the penalty of the other rewards is 0.
+        count = len(there) if name in ("overlong", "stop") else len(values)
+        means[f"reward/{name}"] = float(sum(values) / count)
+    return means
+
+
+def masked_by(trajectory: Trajectory) -> str:
+    """Returns the reason why a trajectory has no reward to train on; "" if it has a reward.
+
+    The reason is ``ungraded`` if a grader gave no verdict, and ``tool_fault`` if a tool call failed
+    through a fault of the tool and not of the policy. For every other trajectory without a reward,
+    the reason is the trajectory's stop reason.
+    """
+    reward, stop = trajectory.reward, trajectory.stop_reason
+    if reward is None or reward.reason:
+        return "ungraded"
+    if reward.value is not None:
+        return ""
+    broken = any(call.outcome == "fault" for call in trajectory.tool_calls)
+    ours = stop in (StopReason.FAULT, StopReason.CANCELLED)
+    return "tool_fault" if broken and not ours else str(stop)
+
+
+def describe_sources(config: RLConfig, sampled: Sampled) -> dict[str, float]:
+    """Computes metrics of the step's groups for each task source; {} without a mixture."""
+    groups: dict[str, list[list[Trajectory]]] = defaultdict(list)
+    for group in sampled.everything if config.mixture else ():
+        groups[group[0].metadata["source"]].append(group)
+    figures: dict[str, float] = {}
+    for name, members in sorted(groups.items()):
+        scores = [score_group(config, group) for group in members]
+        solved, graded = (sum(counts) for counts in zip(*scores, strict=True))
+        figures |= {
+            f"source/{name}/groups": float(len(members)),
+            f"source/{name}/reward": _mean(graded_values(members)),
+            f"source/{name}/solved": solved / max(graded, 1),
+            f"source/{name}/tokens": float(sum(t.num_policy_tokens for g in members for t in g)),
+        }
+    return figures
 
 
 def turn_figures(flat: Sequence[Trajectory]) -> dict[str, float]:
@@ -87,10 +152,7 @@ def agent_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     if not turns:
         return {}
     sequences = [len(trajectory.sequences) for trajectory in trajectories]
-    return {
-        "agent/turns": float(np.mean(turns)),
-        "agent/sequences": float(np.mean(sequences)),
-    }
+    return {"agent/turns": _mean(turns), "agent/sequences": _mean(sequences)}
 
 
 def staleness(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, float]:
@@ -108,9 +170,9 @@ def staleness(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, fl
     """
     ages = [step - 1 - oldest_of(group) for group in groups]
     figures = {
-        "stale/mean": float(np.mean(ages)) if ages else 0.0,
+        "stale/mean": _mean(ages),
         "stale/max": float(max(ages, default=0)),
-        "stale/frac": _share([age > 0 for age in ages]),
+        "stale/frac": _mean(age > 0 for age in ages),
     }
     if not any(ages):
         return figures
@@ -126,14 +188,10 @@ def staleness(groups: Sequence[Sequence[Trajectory]], step: int) -> dict[str, fl
         figures[f"stale/{age}/groups"] = float(len(members))
         figures[f"stale/{age}/tokens"] = tokens[age] / max(tokens.total(), 1)
         if members:
-            lengths = [t.num_policy_tokens for group in members for t in group]
-            figures[f"stale/{age}/len_mean"] = float(np.mean(lengths))
-            figures[f"stale/{age}/reward_mean"] = float(np.mean(graded_values(members) or [0.0]))
+            lengths = (t.num_policy_tokens for group in members for t in group)
+            figures[f"stale/{age}/len_mean"] = _mean(lengths)
+            figures[f"stale/{age}/reward_mean"] = _mean(graded_values(members))
     return figures
-
-
-def _share(flags: Sequence[bool]) -> float:
-    return sum(flags) / max(len(flags), 1)
 
 
 def sampling_metrics(sampled: Sampled, figures: Mapping[str, float]) -> dict[str, float]:
@@ -173,38 +231,26 @@ def sequence_lengths(batches: Sequence[Batch]) -> list[int]:
 
 
 def train_speed(
-    model: ModelConfig,
-    lengths: Sequence[int],
-    loss_tokens: float,
-    seconds: float,
-    adapters: bool = False,
+    model: ModelConfig, lengths: Sequence[int], loss_tokens: float, seconds: float
 ) -> dict[str, float]:
     """Computes the throughput of updates and, if the chip's peak FLOP rate is known, the MFU.
 
-    MFU is the model FLOP utilisation over all devices, see `mfu`.
+    MFU (model FLOP utilisation) is the share of the peak FLOP rate of all devices.
 
     Args:
-        model: architecture of the model.
+        model: architecture of the model, including the adapters if only those are trained.
         lengths: number of tokens of each sequence.
         loss_tokens: number of tokens with a loss.
         seconds: time that the updates took.
-        adapters: whether only LoRA adapters are trained.
     """
     if not lengths:
         return {}
-    flops = train_flops(model, lengths, loss_tokens, adapters)
-    return {"perf/train_tok_s": sum(lengths) / max(seconds, 1e-9), **mfu(flops, seconds)}
-
-
-def mfu(flops: float, seconds: float) -> dict[str, float]:
-    """Computes the model FLOP utilisation over all devices, ``perf/mfu``.
-
-    Returns {} if the chip's peak FLOP rate is unknown.
-    """
+    figures = {"perf/train_tok_s": sum(lengths) / max(seconds, 1e-9)}
     peak = stated_flops(jax.devices())
-    if peak is None or seconds <= 0:
-        return {}
-    return {"perf/mfu": flops / (seconds * peak)}
+    if peak is not None and seconds > 0:
+        flops = train_flops(model, lengths, loss_tokens, bool(model.lora.rank))
+        figures["perf/mfu"] = flops / (seconds * peak)
+    return figures
 
 
 def memory() -> dict[str, float]:

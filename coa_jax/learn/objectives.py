@@ -69,12 +69,7 @@ def weigh(batches: Sequence[Batch], normalise: str, length: int = 1) -> list[Bat
     scale = tokens / max(sequences, 1.0)
     weighed = []
     for batch, n in zip(batches, counts, strict=True):
-        if normalise == "sequence":
-            weight = batch.mask * scale / n
-        elif normalise == "constant":
-            weight = batch.mask * scale / length
-        else:
-            raise ValueError(f"unknown normalisation {normalise!r}")
+        weight = batch.mask * scale / (n if normalise == "sequence" else length)
         weighed.append(batch._replace(weight=weight.astype(np.float32)))
     return weighed
 

@@ -13,7 +13,6 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import grain
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -22,7 +21,7 @@ from absl import logging
 from coa_jax.bounds import Count, OneOf, Place, Positive, Prose
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch, pack, split_rows, trajectory_example
-from coa_jax.learn.data import Update, shuffled
+from coa_jax.learn.data import Update, UpdateSequence, shuffled
 from coa_jax.learn.experience import score
 from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.logps import token_logps
@@ -93,7 +92,6 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
     model = load_model(config.model, mesh=mesh)
     reference = model.params
     compute = config.compute(model.config, mesh)
-    order = shuffled([len(pairs)], (1.0,), config.seed)
 
     def with_reference(update: Update) -> Update:
         processes.meet("scores of the reference", config.mesh.wait_seconds)
@@ -113,7 +111,13 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
         weights=lambda: jax.tree.map(jnp.copy, reference),  # copies: updates donate them
         loss=DPOLoss(config.beta),
         compute=compute,
-        updates=lambda cursor, number: PairUpdates(pairs, order, cursor, number, config),
+        updates=PairUpdates(
+            pairs=pairs,
+            order=shuffled([len(pairs)], (1.0,), config.seed),
+            batch_size=config.batch_size,
+            rows=config.rows,
+            length=config.row_length,
+        ),
         complete=with_reference,
         epoch=len(pairs),
         longest=max(len(trajectory.tokens) for pair in pairs for trajectory in pair),
@@ -121,38 +125,22 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
     )
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class PairUpdates(Sequence[Update]):
-    """The next updates of a DPO run, from a position in the data.
-
-    Every process has all rows of an update.
+@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
+class PairUpdates(UpdateSequence):
+    """Successive updates of a DPO run; every process has all rows of an update.
 
     Attributes:
         pairs: pairs to train on.
-        order: index of the pair at each position of the endless stream of pairs.
-        cursor: position in the stream at which the first update begins.
-        number: number of updates in the sequence.
-        config: settings of the run.
     """
 
     pairs: Sequence[Pair]
-    order: grain.MapDataset
-    cursor: int
-    number: int
-    config: DPOConfig
 
-    def __len__(self) -> int:
-        return self.number
-
-    def __getitem__(self, number: int) -> Update:  # type: ignore[override]
-        if not 0 <= number < self.number:
-            raise IndexError(number)
-        size = self.config.batch_size
-        start = self.cursor + number * size
-        chosen = [self.pairs[self.order[position]] for position in range(start, start + size)]
-        batches = pair_batches(chosen, self.config.row_length, self.config.rows)
+    def make(self, positions: range) -> Update:
+        """Creates the update of the pairs at some positions of the stream."""
+        chosen = [self.pairs[self.order[position]] for position in positions]
+        batches = pair_batches(chosen, self.length, self.rows)
         tokens = sum(float(np.sum(batch.mask, dtype=np.float64)) for batch in batches)
-        return Update(batches, 0, sequence_lengths(batches), tokens, start + size)
+        return Update(batches, 0, sequence_lengths(batches), tokens, positions.stop)
 
 
 def make_pairs(

@@ -20,6 +20,7 @@ from typing import Any
 from absl import logging
 
 from coa_jax import files, jsonl
+from coa_jax.learn.admission import Composition
 from coa_jax.parallel import processes
 from coa_jax.trajectory import Reward, Trajectory
 
@@ -119,25 +120,36 @@ class StepRecord:
     """The record of a step, which is a row of ``steps.jsonl``.
 
     Attributes:
-        step: number of the step.
-        used: task index of each group that the step trained on.
-        examined: task index of each group that the step examined, see `admission.Composition`.
-        dropped: task index of each group that was dropped because it was too old, see
-            `admission.Composition`.
+        composition: names the groups that the step uses.
         samples: for each used group, the records of its trajectories, see `sample_record`.
-        state: state of `admission.Ledger` after the step.
-        counts: the fields ``discarded`` and ``given_up`` of `admission.Composition`.
-        scores: the field ``scores`` of `admission.Composition`; [] for a run without a pool.
     """
 
-    step: int
-    used: list[int]
-    examined: list[int]
-    dropped: list[int]
+    composition: Composition
     samples: list[list[dict[str, Any]]]
-    state: dict[str, Any]
-    counts: dict[str, int]
-    scores: list[list[int]] = dataclasses.field(default_factory=list)
+
+    @classmethod
+    def of(cls, composition: Composition, used: Iterable[Sequence[Trajectory]]) -> StepRecord:
+        """Creates the record of a step that trains on the groups ``used``."""
+        return cls(composition, [[sample_record(t) for t in group] for group in used])
+
+    def to_json(self) -> dict[str, Any]:
+        """Returns the row of the file."""
+        row = {**dataclasses.asdict(self.composition), "samples": self.samples}
+        return {**row, "counts": {name: row.pop(name) for name in ("discarded", "given_up")}}
+
+    @classmethod
+    def from_json(cls, row: Mapping[str, Any]) -> StepRecord:
+        """Creates the record that a row of the file describes."""
+        composition = Composition(
+            step=row["step"],
+            used=tuple(row["used"]),
+            examined=tuple(row["examined"]),
+            dropped=tuple(row["dropped"]),
+            state=row["state"],
+            scores=tuple((solved, graded) for solved, graded in row.get("scores", ())),
+            **row["counts"],
+        )
+        return cls(composition, row["samples"])
 
 
 def sample_record(trajectory: Trajectory) -> dict[str, Any]:
@@ -186,7 +198,7 @@ class StepLog:
         If a step was recorded more than once, only its last record is returned.
         """
         rows = jsonl.read_objects(self.path)
-        records = {row["step"]: StepRecord(**row) for row in rows if "used" in row}
+        records = {row["step"]: StepRecord.from_json(row) for row in rows if "used" in row}
         steps: list[StepRecord] = []
         while (step := after + len(steps) + 1) in records:
             steps.append(records[step])
@@ -199,7 +211,7 @@ class StepLog:
 
     def write(self, record: StepRecord) -> None:
         """Appends the record of a step; must be called before the step's update."""
-        self._append(dataclasses.asdict(record))
+        self._append(record.to_json())
 
     def learned(self, step: int, parameters: int) -> None:
         """Appends the checksum of the parameters after a step.
@@ -239,8 +251,8 @@ def recorded_groups(
         step.
     """
     groups: dict[int, list[Trajectory]] = {}
-    wanted = dict(zip(record.used, record.samples, strict=True))
-    for index in record.examined:
+    wanted = dict(zip(record.composition.used, record.samples, strict=True))
+    for index in record.composition.examined:
         if index % processes.count() != processes.index():
             continue
         known = {sample["sample"]: sample for sample in wanted.get(index, ())}

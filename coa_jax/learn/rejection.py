@@ -95,18 +95,6 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
         print(f"{len(parts[-1])} records of {config.data}", flush=True)
     examples = join(parts)
 
-    def updates(cursor: int, number: int) -> Updates:
-        return Updates(
-            examples=examples,
-            order=shuffled([len(examples)], (1.0,), config.seed),
-            cursor=cursor,
-            number=number,
-            batch_size=config.batch_size,
-            rows=config.rows,
-            length=config.row_length,
-            own=own_rows(mesh, config.rows),
-        )
-
     fit(
         config,
         run,
@@ -115,7 +103,14 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
         weights=functools.partial(load_weights, config.model, mesh),
         loss=SFTLoss(),
         compute=config.compute(model.config, mesh),
-        updates=updates,
+        updates=Updates(
+            examples=examples,
+            order=shuffled([len(examples)], (1.0,), config.seed),
+            batch_size=config.batch_size,
+            rows=config.rows,
+            length=config.row_length,
+            own=own_rows(mesh, config.rows),
+        ),
         epoch=len(examples),
         longest=int(examples.sizes.max()),
         phase="rft",

@@ -106,7 +106,7 @@ def replay(
     if not records:
         raise UserError(f"{run / 'steps.jsonl'} has no record of step 1: nothing can be replayed")
     known = log.parameters()
-    records = [record for record in records if record.step in known]  # steps that were updated
+    records = [r for r in records if r.composition.step in known]  # steps that were updated
     different: list[tuple[int, int, int]] = []
     diverged: int | None = None
     with (
@@ -118,19 +118,20 @@ def replay(
         learner = Learner(config, protocols, checkpoints)
         again = _Again(config, learner, records, tasks, prompt)
         for record in records:
-            found = runner.run(again.sample(record.step - 1))
+            step = record.composition.step
+            found = runner.run(again.sample(step - 1))
             groups = []
-            for index, samples in zip(record.used, record.samples, strict=True):
+            for index, samples in zip(record.composition.used, record.samples, strict=True):
                 groups.append([found[index, sample["sample"]] for sample in samples])
                 different += [
-                    (record.step, index, sample["sample"])
+                    (step, index, sample["sample"])
                     for sample, trajectory in zip(samples, groups[-1], strict=True)
                     if sample["checksum"] != checksum(trajectory)
                 ]
             learner.learn(groups)
-            learner.step = record.step
-            if diverged is None and digest(fingerprint(learner.state.model)) != known[record.step]:
-                diverged = record.step
+            learner.step = step
+            if diverged is None and digest(fingerprint(learner.state.model)) != known[step]:
+                diverged = step
             again.publish()
             bar.update()
         runner.run(again.close())
@@ -167,7 +168,7 @@ class _Again:
         self._requests: dict[int, list[Request]] = {}  # by their first policy version
         calls: dict[str, list[ToolCall]] = {}
         for record in records:
-            for index, samples in zip(record.used, record.samples, strict=True):
+            for index, samples in zip(record.composition.used, record.samples, strict=True):
                 task = dataclasses.replace(tasks[index], id=str(index))
                 request = request_of(config, learner.model, task, prompt, index)
                 for sample in samples:

@@ -11,61 +11,48 @@ import contextlib
 import dataclasses
 import functools
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
-import numpy as np
 from absl import logging
 
+from coa_jax.agents import agent_sampler
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import sharing
 from coa_jax.environments.session import Environments
 from coa_jax.errors import UserError
+from coa_jax.learn import groups, metrics
 from coa_jax.learn.admission import Composition, Ledger
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.clock import Clock, Profile
 from coa_jax.learn.fingerprints import digest, fingerprint
-from coa_jax.learn.groups import (
-    Sampled,
-    assemble,
-    completed,
-    describe,
-    describe_sources,
-    graded,
-    graded_values,
-    is_learned,
-    request_of,
-    rewards,
-    score_group,
-)
+from coa_jax.learn.groups import Sampled
 from coa_jax.learn.held_out import HeldOut
 from coa_jax.learn.learner import Learner, group_rows
 from coa_jax.learn.losses import check_loss
-from coa_jax.learn.metrics import memory, rollout_metrics, sampling_metrics, train_speed
 from coa_jax.learn.pool import Pool
-from coa_jax.learn.questions import measured_by, questions
-from coa_jax.learn.record import Spool, StepLog, StepRecord, recorded_groups, sample_record
+from coa_jax.learn.questions import questions
+from coa_jax.learn.record import Spool, StepLog, StepRecord, recorded_groups
 from coa_jax.learn.replay import Repeated, replay
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.sampling import sampler_of
 from coa_jax.learn.step import check_updates
-from coa_jax.learn.stop import Stop, end_run, stop_on_sigterm
+from coa_jax.learn.stop import end_run, stop_on_sigterm
 from coa_jax.learn.stream import Share, Stream
 from coa_jax.learn.watch import Watch
 from coa_jax.model.card import CARD
 from coa_jax.model.params import DecodeParams
 from coa_jax.model.peft_io import save_trained
 from coa_jax.parallel import processes
-from coa_jax.progress import Bar, progress
+from coa_jax.progress import progress
 from coa_jax.protocol import Prompt
 from coa_jax.rollout.request import Request
+from coa_jax.rollout.sampler import EngineSampler, Sampler
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks import Graders, Task
 from coa_jax.tasks.checks import warn_of_tools
 from coa_jax.tasks.mixture import stream_of
 from coa_jax.tasks.prompts import make_card
 from coa_jax.tools.base import Tool
-from coa_jax.trajectory import Trajectory
 
 _PARTS = ("rollout_wait", "update", "publish", "traces", "checkpoint")
 
@@ -98,7 +85,23 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             before_save=run.sync,
         )
     ) as checkpoints:
-        held_out = measured_by(config, run, tasks, prompt, graders, tools, environments)
+        held_out = None
+        if config.evaluate_every:
+            held_out = HeldOut(
+                config.held_out,
+                config.evaluate_every,
+                config.rules.steps,
+                run,
+                "rl",
+                rollout=config.budgets,
+                graders=graders,
+                prompt=prompt,
+                tools=tools,
+                environments=environments,
+                wait_seconds=config.mesh.wait_seconds,
+                otherwise=config,
+                trained=tasks,
+            )
         everything = [*tasks, *(held_out.tasks if held_out else ())]
         learner = Learner(config, (task.protocol for task in everything), checkpoints)
         run.rewind("rl", learner.step)
@@ -161,7 +164,7 @@ class Source:
             whole = {index for index, count in there.items() if count == config.group_size}
             self._kept = {key: found for key, found in self._kept.items() if key[0] in whole}
         self._records = self.log.read(learner.step)
-        self._ask: Callable[[int], Request] = lambda index: request_of(
+        self._ask: Callable[[int], Request] = lambda index: groups.request_of(
             config, learner.model, tasks[index], prompt, index, environments
         )
         self._graders = graders
@@ -185,41 +188,34 @@ class Source:
         wait = self._config.mesh.wait_seconds
         if not _all_say(share is not None, "rollouts of a step", wait) or not share:
             return None
-        sampled = self._assembled(share.composition, share)
-        self.log.write(_record(sampled, self._pool is not None))
-        return sampled, sampling_metrics(sampled, share.figures)
+        sampled = self._assembled(share)
+        self.log.write(StepRecord.of(sampled.composition, sampled.used))
+        return sampled, metrics.sampling_metrics(sampled, share.figures)
 
     def _recorded(self) -> tuple[Sampled, dict[str, float]] | None:
         """Returns the next recorded step; None if there is none, or if a trajectory is missing."""
         if not self._records or self._abandoned:
             return None
         record = self._records.pop(0)
-        groups = recorded_groups(record, self._kept, self._config.group_size)
+        found = recorded_groups(record, self._kept, self._config.group_size)
         wait = self._config.mesh.wait_seconds
-        if not _all_say(groups is not None, "recorded groups", wait):
-            logging.warning("step %d cannot be repeated and is sampled again", record.step)
-            self.log.forget(record.step - 1)
+        if not _all_say(found is not None, "recorded groups", wait):
+            step = record.composition.step
+            logging.warning("step %d cannot be repeated and is sampled again", step)
+            self.log.forget(step - 1)
             self._records = []
             return None
-        assert groups is not None
-        composition = Composition(
-            step=record.step,
-            used=tuple(record.used),
-            examined=tuple(record.examined),
-            dropped=tuple(record.dropped),
-            state=record.state,
-            scores=tuple((solved, graded) for solved, graded in record.scores),
-            **record.counts,
-        )
-        for index in groups:
+        assert found is not None
+        for index in found:
             for sample in range(self._config.group_size):
                 self._kept.pop((index, sample), None)
-        return self._assembled(composition, Share(composition, groups, [], {})), {}
+        return self._assembled(Share(record.composition, found, [], {})), {}
 
-    def _assembled(self, composition: Composition, share: Share) -> Sampled:
+    def _assembled(self, share: Share) -> Sampled:
         if not self._config.max_staleness:  # no rollout is in flight: free memory for the update
             self._learner.give_back()
-        return assemble(composition, share.groups, share.dropped, self._config.mesh.wait_seconds)
+        wait = self._config.mesh.wait_seconds
+        return groups.assemble(share.composition, share.groups, share.dropped, wait)
 
     def _start(self) -> None:
         config, learner = self._config, self._learner
@@ -228,25 +224,29 @@ class Source:
         ledger = Ledger.restore(config.rules, learner.ledger, ahead)
         if learner.step:
             learner.publish()
-        sampler = sampler_of(config, learner, self._tools, ledger.version)
-
-        async def grade(request: Request, trajectory: Trajectory) -> Trajectory:
-            return await graded(config, self._graders, request.task, trajectory)
-
-        async def complete(request: Request, group: Sequence[Trajectory]) -> list[Trajectory]:
-            return await completed(config, self._graders, request.task, group)
+        model, engines, budgets = learner.model, learner.engines, config.budgets
+        version, recompute = ledger.version, config.in_flight_weights == "recompute"
+        sampler: Sampler
+        if config.agent:
+            agent = config.agent
+            sampler = agent_sampler(model, engines, agent, budgets, version, recompute=recompute)
+        else:
+            tokenizer, tools = model.tokenizer, self._tools
+            sampler = EngineSampler(
+                engines, tokenizer, tools, budgets, version, recompute=recompute
+            )
 
         self._stream = Stream(
             ledger,
             sampler,
             self._spool,
             ask=self._ask,
-            grade=grade,
-            complete=complete,
-            has_signal=functools.partial(is_learned, config),
+            grade=functools.partial(groups.graded, config, self._graders),
+            complete=functools.partial(groups.completed, config, self._graders),
+            has_signal=functools.partial(groups.is_learned, config),
             wait_seconds=config.mesh.wait_seconds,
             leave_out=config.late_samples == "leave_out",
-            score=functools.partial(score_group, config),
+            score=functools.partial(groups.score_group, config),
             kept=self._kept,
         )
         if self._abandoned:
@@ -325,7 +325,17 @@ def _loop(
     """Runs steps until the run is complete or is asked to stop."""
     watch, saved, stopping = Watch(run.rows("rl")), learner.step, False
     clock, row = Clock(*_PARTS), dict[str, float]()
-    with _around(config, learner, run, source, held_out) as (profile, stop, bar):
+
+    def abandon() -> None:
+        source.abandon()
+        if held_out is not None:
+            held_out.abandon()
+
+    with (
+        contextlib.closing(Profile(config.profile_steps, run.path / "profile")) as profile,
+        stop_on_sigterm(abandon) as stop,
+        progress("RL", total=learner.total, initial=learner.step) as bar,
+    ):
         while learner.step < learner.total and not stopping:
             profile.before(learner.step + 1)
             processes.doing(f"rollouts of step {learner.step + 1}")
@@ -364,8 +374,20 @@ def _loop(
                 source.log.learned(learner.step, parameters)
                 rows = group_rows(config.chosen, config.traces.kept(sampled.everything))
                 run.traces(learner.step, "rl", rows, config.traces.format)
-            figures |= describe_sources(config, sampled)
-            row = {**stats, **_describe(sampled, learner, stats, clock), **figures}
+            row = {
+                **stats,
+                **metrics.rollout_metrics(sampled),
+                **metrics.train_speed(
+                    learner.model.config,
+                    groups.learned_lengths(sampled.used),
+                    stats.get("tokens", 0.0),
+                    clock.seconds["update"],
+                ),
+                **metrics.memory(),
+                **clock.report(),
+                **figures,
+                **metrics.describe_sources(config, sampled),
+            }
             run.metrics(learner.step, "rl", **row)
             profile.after(learner.step)
             for text in watch.see(row):
@@ -380,71 +402,11 @@ def _loop(
                 saved = learner.step
             if error:
                 raise error
-            bar.update(reward=float(np.mean(graded_values(sampled.everything) or [0.0])))
+            bar.update(reward=row["reward/mean"])
         if saved < learner.step:
             learner.save(row)
-
-
-@contextlib.contextmanager
-def _around(
-    config: RLConfig, learner: Learner, run: RunDir, source: Source, held_out: HeldOut | None
-) -> Iterator[tuple[Profile, Stop, Bar]]:
-    """Provides the profiler, the stop request, and the progress bar of a run."""
-
-    def abandon() -> None:
-        source.abandon()
-        if held_out is not None:
-            held_out.abandon()
-
-    with (
-        contextlib.closing(Profile(config.profile_steps, run.path / "profile")) as profile,
-        stop_on_sigterm(abandon) as stop,
-        progress("RL", total=learner.total, initial=learner.step) as bar,
-    ):
-        yield profile, stop, bar
 
 
 def _all_say(answer: bool, what: str, seconds: float) -> bool:
     """Returns whether ``answer`` is True in every process; see `processes.exchange`."""
     return all(asyncio.run(processes.exchange(answer, what, seconds)))
-
-
-def _record(sampled: Sampled, scored: bool) -> StepRecord:
-    composition = sampled.composition
-    return StepRecord(
-        step=composition.step,
-        used=list(composition.used),
-        examined=list(composition.examined),
-        dropped=list(composition.dropped),
-        samples=[[sample_record(t) for t in group] for group in sampled.used],
-        state=composition.state,
-        counts={"discarded": composition.discarded, "given_up": composition.given_up},
-        scores=[list(score) for score in composition.scores] if scored else [],
-    )
-
-
-def _describe(
-    sampled: Sampled, learner: Learner, stats: dict[str, float], clock: Clock
-) -> dict[str, float]:
-    """Computes metrics of a step, in addition to those of its losses and of its sampling."""
-    lengths = [
-        len(one.tokens)
-        for group in sampled.used
-        for t in group
-        for one in t.sequences
-        if rewards([t])[0] is not None and t.num_policy_tokens
-    ]
-    seconds = clock.seconds["update"]
-    return {
-        **describe(sampled),
-        **rollout_metrics(sampled),
-        **train_speed(
-            learner.model.config,
-            lengths,
-            stats.get("tokens", 0.0),
-            seconds,
-            adapters=bool(learner.model.config.lora.rank),
-        ),
-        **memory(),
-        **clock.report(),
-    }

@@ -19,17 +19,8 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import make_engines
 from coa_jax.errors import UserError
+from coa_jax.learn import data
 from coa_jax.learn.batch import Batch, first_fit
-from coa_jax.learn.data import (
-    Augmentation,
-    Examples,
-    MicroBatches,
-    RecordReader,
-    Updates,
-    join,
-    read_ahead,
-    shuffled,
-)
 from coa_jax.learn.fingerprints import digest, fingerprint
 from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.held_out import METRICS, HeldOut, HeldOutConfig, check_best
@@ -140,7 +131,7 @@ def train(
     config: SFTConfig,
     run: RunDir,
     output: Path,
-    augmentation: Augmentation | None = None,
+    augmentation: data.Augmentation | None = None,
     tools: Sequence[Tool] = (),
 ) -> None:
     """Fine-tunes a model, and writes the result as a Hugging Face directory to ``output``.
@@ -167,11 +158,11 @@ def train(
     prompt = load_prompt(config.prompt_style, config.model)
     model = describe_model(config.model)
 
-    def reader(source: str) -> RecordReader:
+    def reader(source: str) -> data.RecordReader:
         records = Records(source, config.protocol)
-        return RecordReader(records, model.tokenizer, prompt, config.level, config.format)
+        return data.RecordReader(records, model.tokenizer, prompt, config.level, config.format)
 
-    def measured(reader: RecordReader) -> Measured:
+    def measured(reader: data.RecordReader) -> Measured:
         return measure(reader, config.data_workers, config.mesh.wait_seconds)
 
     readers = [reader(path) for path in config.parts]
@@ -181,8 +172,8 @@ def train(
     parts = [
         fitting(part, its, config.row_length) for part, its in zip(readers, found, strict=True)
     ]
-    examples, longest = join(parts), max(int(part.sizes.max()) for part in parts)
-    validation: Examples | None = None
+    examples, longest = data.join(parts), max(int(part.sizes.max()) for part in parts)
+    validation: data.Examples | None = None
     if config.validation:
         held_out = reader(config.validation)
         validation = fitting(held_out, measured(held_out), config.row_length)
@@ -192,26 +183,11 @@ def train(
     architecture = dataclasses.replace(model.config, lora=config.lora)
     model = dataclasses.replace(model, config=architecture, card=card)
     compute = config.compute(model.config, mesh)
-    own = own_rows(mesh, config.rows)
     change = None
     if augmentation is not None:
         pairs = zip(readers, parts, strict=True)
         records = [part.record(row) for part, its in pairs for row in its.place.tolist()]
         change = augmentation(model.tokenizer, records, prompt)
-    order = shuffled([len(part) for part in parts], config.weights or (1.0,), config.seed)
-
-    def updates(cursor: int, number: int) -> Updates:
-        return Updates(
-            examples=examples,
-            order=order,
-            cursor=cursor,
-            number=number,
-            batch_size=config.batch_size,
-            rows=config.rows,
-            length=config.row_length,
-            own=own,
-            change=change,
-        )
 
     def validate(state: TrainState) -> float:
         assert validation is not None
@@ -237,7 +213,17 @@ def train(
         weights=functools.partial(load_weights, config.model, mesh),
         loss=SFTLoss(),
         compute=compute,
-        updates=updates,
+        updates=data.Updates(
+            examples=examples,
+            order=data.shuffled(
+                [len(part) for part in parts], config.weights or (1.0,), config.seed
+            ),
+            batch_size=config.batch_size,
+            rows=config.rows,
+            length=config.row_length,
+            own=own_rows(mesh, config.rows),
+            change=change,
+        ),
         epoch=len(examples),
         longest=longest,
         validate=validate if validation else None,
@@ -289,7 +275,7 @@ def _engines(
 
 def mean_loss(
     state: TrainState,
-    examples: Examples,
+    examples: data.Examples,
     config: SFTConfig,
     model: ModelConfig,
     compute: Compute,
@@ -305,9 +291,9 @@ def mean_loss(
     """
     rows, length = config.rows, config.row_length
     own, layout = own_rows(compute.mesh, rows), first_fit(examples.sizes, length)
-    batches = MicroBatches(layout, examples.__getitem__, rows, length, own)
+    batches = data.MicroBatches(layout, examples.__getitem__, rows, length, own)
     total = jnp.zeros(())
-    with read_ahead(batches, workers=0) as ahead:
+    with data.read_ahead(batches, workers=0) as ahead:
         for batch in ahead:
             placed = put_batch(batch, compute.mesh, rows)
             total += _loss(state.model, placed, model=model, compute=compute)

@@ -42,17 +42,12 @@ class StopRewards(Bounded):
     deadline: Verdict = "mask"
     tool_time: Verdict = "mask"
 
-    def masks(self, trajectory: Trajectory) -> bool:
-        """Returns whether the reward of a trajectory is removed."""
-        return self._of(trajectory) == "mask"
-
-    def added(self, trajectory: Trajectory) -> float:
-        """Returns the number to add to the reward of a trajectory; 0 for ``score`` and ``mask``."""
-        verdict = self._of(trajectory)
-        return 0.0 if verdict in ("score", "mask") else float(verdict)
-
-    def _of(self, trajectory: Trajectory) -> str:
-        return str(getattr(self, trajectory.stop_reason, "score"))
+    def added(self, trajectory: Trajectory) -> float | None:
+        """Returns the number to add to the reward of a trajectory; None removes the reward."""
+        verdict = getattr(self, trajectory.stop_reason, "score")
+        if verdict == "mask":
+            return None
+        return 0.0 if verdict == "score" else float(verdict)
 
 
 def overlong_penalty(length: int, budget: int, buffer: int, penalty: float) -> float:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Annotated, Any, NamedTuple
 
 import jax
@@ -108,13 +108,9 @@ def schedule(config: OptimizerConfig) -> optax.Schedule:
 @functools.lru_cache
 def make_optimizer(config: OptimizerConfig) -> optax.GradientTransformation:
     """Creates the optimiser of a run from its settings."""
-
-    def decays(params: Params) -> Any:
-        def is_matrix(path: tuple[Any, ...], _: Any) -> bool:
-            return path[-1].key not in ("scale", "bias")
-
-        return jax.tree_util.tree_map_with_path(is_matrix, params)
-
+    decays = functools.partial(
+        jax.tree_util.tree_map_with_path, lambda path, _: path[-1].key not in ("scale", "bias")
+    )
     return optax.chain(
         optax.clip_by_global_norm(config.clip_norm),
         optax.adamw(
@@ -142,9 +138,10 @@ def init_state(
         optimizer: settings of the optimiser.
         frozen: parameters that are not trained; None if all parameters are trained.
     """
-    _, places, rest = _opt_state(params, optimizer)
+    like = abstract_state(params, optimizer)
+    places = jax.tree.map(lambda x: x.sharding, like.opt_state)
     opt_state = jax.jit(make_optimizer(optimizer).init, out_shardings=places)(params)
-    counters = (jax.device_put(jnp.zeros((), jnp.int32), rest) for _ in range(3))
+    counters = (jax.device_put(jnp.zeros((), jnp.int32), like.step.sharding) for _ in range(3))
     return TrainState(params, frozen or {}, opt_state, *counters)
 
 
@@ -163,9 +160,18 @@ def abstract_state(
     def placed(x: jax.ShapeDtypeStruct, place: Sharding) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    shapes, places, rest = _opt_state(params, optimizer)
+    first = jax.tree.leaves(params)[0].sharding
+    rest = NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
+    transformation = make_optimizer(optimizer)
+    opt_state = optax.tree_map_params(
+        transformation,
+        lambda moment, parameter: placed(moment, parameter.sharding),
+        jax.eval_shape(transformation.init, params),
+        params,
+        transform_non_params=lambda x: placed(x, rest),
+    )
     counters: list[Any] = [jax.ShapeDtypeStruct((), jnp.int32, sharding=rest) for _ in range(3)]
-    return TrainState(params, frozen or {}, jax.tree.map(placed, shapes, places), *counters)
+    return TrainState(params, frozen or {}, opt_state, *counters)
 
 
 def run_state(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh | None) -> TrainState:
@@ -183,62 +189,30 @@ def run_state(model: ModelConfig, optimizer: OptimizerConfig, mesh: Mesh | None)
     return abstract_state(trained, optimizer, frozen)
 
 
-def _opt_state(params: Params, optimizer: OptimizerConfig) -> tuple[Any, Any, Sharding]:
-    """Returns shapes and shardings of the optimiser state, and the sharding of the counters.
-
-    The counters are replicated.
-    """
-    transformation = make_optimizer(optimizer)
-    first = jax.tree.leaves(params)[0].sharding
-    rest = NamedSharding(first.mesh, PartitionSpec()) if isinstance(first, NamedSharding) else first
-    shapes = jax.eval_shape(transformation.init, params)
-    places = optax.tree_map_params(
-        transformation,
-        lambda _, parameter: parameter.sharding,
-        shapes,
-        params,
-        transform_non_params=lambda _: rest,
-    )
-    return shapes, places, rest
-
-
 def gradient_sums(
+    loss: Callable[[Params, Batch], tuple[jax.Array, Stats]],
     params: Params,
-    frozen: Params,
     batches: Batch,
-    number: jax.Array,
-    allowed: jax.Array | None = None,
-    *,
-    loss: Loss,
-    model: ModelConfig,
-    compute: Compute,
+    number: jax.Array | int,
 ) -> tuple[Params, Stats]:
     """Sums gradients and statistics over the first ``number`` micro-batches of a stack.
 
     Args:
+        loss: computes the loss of a micro-batch, and statistics.
         params: parameters with respect to which the loss is differentiated.
-        frozen: the other parameters of the model.
         batches: stacked micro-batches, whose arrays have the shape ``[M, R, T]``.
         number: number of micro-batches, int32 ``[]``, at most M.
-        allowed: table of the constraint under which the batches were sampled; None without a
-            constraint.
-        loss: loss of a micro-batch.
-        model: architecture of the model.
-        compute: dtype, operations and sharding of the computation.
 
     Returns:
         The summed gradients, in the shapes of ``params``, and statistics by name. A statistic is a
         sum over tokens, or a maximum if its name ends in ``max``.
     """
 
-    def loss_of(params: Params, batch: Batch) -> tuple[jax.Array, Stats]:
-        return loss(Net(join(params, frozen), model, compute, allowed), batch)
-
     def batch_at(i: jax.Array | int) -> Batch:
         return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, i, keepdims=False), batches)
 
     def add(i: jax.Array, total: tuple[Params, Stats]) -> tuple[Params, Stats]:
-        gradients, stats = jax.grad(loss_of, has_aux=True)(params, batch_at(i))
+        gradients, stats = jax.grad(loss, has_aux=True)(params, batch_at(i))
         sums, seen = total
         merged = {
             name: jnp.maximum(seen[name], value) if name.endswith("max") else seen[name] + value
@@ -246,7 +220,7 @@ def gradient_sums(
         }
         return jax.tree.map(jnp.add, sums, gradients), merged
 
-    names = jax.eval_shape(lambda: loss_of(params, batch_at(0))[1])
+    names = jax.eval_shape(lambda: loss(params, batch_at(0))[1])
     start = (
         jax.tree.map(jnp.zeros_like, params),
         {name: jnp.zeros((), jnp.float32) for name in names},
@@ -286,16 +260,11 @@ def train_program(
     Returns:
         The new state, and statistics by name, see `train_step`.
     """
-    sums, stats = gradient_sums(
-        state.params,
-        state.frozen,
-        batches,
-        number,
-        allowed,
-        loss=loss,
-        model=model,
-        compute=compute,
-    )
+
+    def loss_of(params: Params, batch: Batch) -> tuple[jax.Array, Stats]:
+        return loss(Net(join(params, state.frozen), model, compute, allowed), batch)
+
+    sums, stats = gradient_sums(loss_of, state.params, batches, number)
     gradients = jax.tree.map(lambda g: g / count, sums)
     norm = optax.tree.norm(gradients)
     updates, opt_state = make_optimizer(optimizer).update(gradients, state.opt_state, state.params)

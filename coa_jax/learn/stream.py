@@ -26,6 +26,7 @@ from coa_jax.learn.record import Spool, oldest_of, versions_of
 from coa_jax.parallel import processes
 from coa_jax.rollout.request import Request
 from coa_jax.rollout.sampler import Sampler
+from coa_jax.tasks import Task
 from coa_jax.trajectory import StopReason, Trajectory
 
 _NEWS_S = 0.25
@@ -86,8 +87,8 @@ class Stream:
         spool: Spool,
         *,
         ask: Callable[[int], Request],
-        grade: Callable[[Request, Trajectory], Awaitable[Trajectory]],
-        complete: Callable[[Request, Sequence[Trajectory]], Awaitable[Sequence[Trajectory]]],
+        grade: Callable[[Task, Trajectory], Awaitable[Trajectory]],
+        complete: Callable[[Task, Sequence[Trajectory]], Awaitable[Sequence[Trajectory]]],
         has_signal: Callable[[Sequence[Trajectory]], bool],
         wait_seconds: float,
         leave_out: bool = False,
@@ -236,7 +237,7 @@ class Stream:
 
     async def _finish(self, group: _Group, trajectory: Trajectory) -> None:
         began = self._clock()
-        graded = await self._grade(group.request, trajectory)
+        graded = await self._grade(group.request.task, trajectory)
         self._reward_s += self._clock() - began
         self._spool.add(graded)
         group.done[graded.sample_id] = graded
@@ -245,7 +246,7 @@ class Stream:
     async def _check_whole(self, group: _Group) -> None:
         if len(group.done) == group.size:
             members = [group.done[number] for number in sorted(group.done)]
-            group.members = list(await self._complete(group.request, members))
+            group.members = list(await self._complete(group.request.task, members))
             signal, index = self._has_signal(group.members), group.request.prompt_id
             score = list(self._score(group.members))
             self._events.append(["end", index, signal, oldest_of(members), score])

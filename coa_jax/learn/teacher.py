@@ -160,15 +160,10 @@ def scored_by_server(
             async with places:
                 return await prompt_logprobs(teacher, example.tokens.tolist())
 
-        async with asyncio.TaskGroup() as tasks:
-            found = [tasks.create_task(one(example)) for example in examples]
-        return [task.result() for task in found]
+        return await asyncio.gather(*map(one, examples))
 
     flat = [example for group in groups for example in group]
-    try:
-        mine = asyncio.run(ask(processes.share(flat)))
-    except* UserError as errors:
-        raise errors.exceptions[0] from None
+    mine = asyncio.run(ask(processes.share(flat)))
     scores = iter(processes.gather(mine, "scores of the teacher", seconds))
     return [
         [dataclasses.replace(e, more={**e.more, "teacher_logp": next(scores)}) for e in group]

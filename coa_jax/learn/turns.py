@@ -59,11 +59,6 @@ def turn_rewards(trajectory: Trajectory) -> np.ndarray:
     return rewards
 
 
-def has_turn_rewards(group: Sequence[Trajectory]) -> bool:
-    """Returns whether an environment gave a reward for any turn of a group."""
-    return any(call.reward is not None for t in group for call in t.tool_calls)
-
-
 def credited(
     algorithm: Algorithm, learned: Sequence[tuple[Trajectory, np.ndarray]], weight: float | None
 ) -> list[np.ndarray] | None:
@@ -86,7 +81,8 @@ def credited(
         cases above.
     """
     group = [trajectory for trajectory, _ in learned]
-    if weight is None or not has_turn_rewards(group) or any(a.ndim for _, a in learned):
+    given = any(call.reward is not None for t in group for call in t.tool_calls)
+    if weight is None or not given or any(a.ndim for _, a in learned):
         return None
     alone = algorithm.alone and algorithm.whitened
     return turn_advantages(group, [float(a) for _, a in learned], weight, alone)

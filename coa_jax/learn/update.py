@@ -15,17 +15,11 @@ from coa_jax.engine.constraint import Constraint
 from coa_jax.learn.advantages import advantages_of
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Batch, Example, pack, split_rows, trajectory_example, unpack
-from coa_jax.learn.experience import complete_experience
+from coa_jax.learn.experience import complete_experience, inputs
 from coa_jax.learn.losses import PolicyLoss, ValueLoss
 from coa_jax.learn.objectives import weigh
 from coa_jax.learn.rl_config import RLConfig
-from coa_jax.learn.step import (
-    OptimizerConfig,
-    TrainState,
-    abstract_state,
-    init_state,
-    train_step,
-)
+from coa_jax.learn.step import OptimizerConfig, TrainState, abstract_state, init_state, train_step
 from coa_jax.learn.teacher import Teacher, scored_by_server
 from coa_jax.learn.turns import credited, spread_over_tokens, weight_of_turns
 from coa_jax.learn.value import abstract_critic, init_critic
@@ -146,7 +140,6 @@ def update(
         teacher=teacher,
         updates=config.updates_per_step,
         allowed=allowed,
-        mesh=compute.mesh,
     )
     figures["time/score"] = time.perf_counter() - began
     figures |= _spread_of_advantages(step)
@@ -168,10 +161,7 @@ def update(
         if critic is not None:
             critic, values = train_step(
                 critic,
-                [
-                    b._replace(rule=None, weight=None, old_logp=None, ref_logp=None, age=None)
-                    for b in batches
-                ],
+                [inputs(b)._replace(rule=None, value=b.value, returns=b.returns) for b in batches],
                 loss=ValueLoss(algorithm.value_clip),
                 model=model,
                 compute=compute,
@@ -283,14 +273,8 @@ def quotients(means: dict[str, float]) -> dict[str, float]:
 
 def _spread_of_advantages(batches: Sequence[Batch]) -> dict[str, float]:
     """Returns the smallest and largest advantage of a policy token; {} without policy tokens."""
-    found = [batch.advantage[batch.mask > 0] for batch in batches]
-    found = [values for values in found if values.size]
-    if not found:
-        return {}
-    return {
-        "adv/min": float(min(values.min() for values in found)),
-        "adv/max": float(max(values.max() for values in found)),
-    }
+    found = np.concatenate([batch.advantage[batch.mask > 0] for batch in batches])
+    return {"adv/min": float(found.min()), "adv/max": float(found.max())} if found.size else {}
 
 
 def group_examples(

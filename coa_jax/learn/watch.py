@@ -6,6 +6,7 @@ rules from these rows, and the report of a run finds the same warnings again.
 
 from __future__ import annotations
 
+import dataclasses
 import math
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -29,7 +30,7 @@ class Watch:
         self._first: dict[str, list[float]] = {}
         self._last: dict[str, deque[float]] = {}
         self._best: tuple[float, int] = (math.inf, 0)
-        self._open: dict[str, int] = {}  # rule that has warned -> rows without a fault since then
+        self._open: dict[Rule, int] = {}  # rule that has warned -> rows without a fault since then
         for row in rows:
             self.see(row)
 
@@ -40,16 +41,13 @@ class Watch:
             if metric not in row:
                 continue  # only some steps have this metric
             text = rule(self, row)
-            name = rule.__name__
-            if text is None:
-                if name in self._open:
-                    self._open[name] += 1
-                    if self._open[name] >= QUIET:
-                        del self._open[name]
-                continue
-            if name not in self._open:
-                texts.append(text)
-            self._open[name] = 0
+            if text is not None:
+                texts += [] if rule in self._open else [text]
+                self._open[rule] = 0
+            elif rule in self._open:
+                self._open[rule] += 1
+                if self._open[rule] >= QUIET:
+                    del self._open[rule]
         return texts
 
     def start(self, row: Row, name: str) -> float | None:
@@ -106,27 +104,82 @@ def _value(row: Row, name: str) -> float | None:
     return float(value) if isinstance(value, int | float) and math.isfinite(value) else None
 
 
-def _above(row: Row, name: str, bound: float) -> float | None:
-    value = _value(row, name)
-    return value if value is not None and value > bound else None
+@dataclasses.dataclass(frozen=True, eq=False)
+class Limit:
+    """A rule that warns if a share of the trajectories, groups or calls is above a bound.
+
+    Attributes:
+        metric: metric that holds the share.
+        bound: the bound.
+        text: text of the warning, in which {share} and {cause} are replaced.
+        causes: maps the metric of each possible cause to the text that replaces {cause} if this
+            metric is the largest.
+    """
+
+    metric: str
+    bound: float
+    text: str
+    causes: Mapping[str, str] = dataclasses.field(default_factory=dict)
+
+    def __call__(self, watch: Watch, row: Row) -> str | None:
+        """Returns a warning if the share is above the bound."""
+        share = _value(row, self.metric)
+        if share is None or share <= self.bound:
+            return None
+        most = max(self.causes, key=lambda name: _value(row, name) or 0.0, default="")
+        return self.text.format(share=share, cause=self.causes.get(most))
 
 
-def cut_off(watch: Watch, row: Row) -> str | None:
-    share = _above(row, "len/cut_off_frac", 0.2)
-    if share is None:
-        return None
-    reasons = {
-        "length": "rollout.max_tokens",
-        "turn_length": "rollout.max_turn_tokens",
-        "turns": "rollout.max_tool_calls",
-        "deadline": "rollout.max_seconds",
-        "tool_time": "rollout.max_tool_seconds",
-    }
-    most = max(reasons, key=lambda reason: _value(row, f"stop/{reason}") or 0.0)
-    return (
-        f"{share:.0%} of the trajectories were cut off (above 20 %), most of them by "
-        f"{reasons[most]}: raise this setting, or find out why the policy does not finish"
-    )
+_LIMITS = (
+    Limit(
+        "len/cut_off_frac",
+        0.2,
+        "{share:.0%} of the trajectories were cut off (above 20 %), most of them by {cause}: raise "
+        "this setting, or find out why the policy does not finish",
+        {
+            "stop/length": "rollout.max_tokens",
+            "stop/turn_length": "rollout.max_turn_tokens",
+            "stop/turns": "rollout.max_tool_calls",
+            "stop/deadline": "rollout.max_seconds",
+            "stop/tool_time": "rollout.max_tool_seconds",
+        },
+    ),
+    Limit(
+        "tool/fail_frac",
+        0.5,
+        "{share:.0%} of the tool calls failed: read their outcomes in traces.jsonl, and run "
+        "`python -m coa_jax.tools.doctor`",
+    ),
+    Limit(
+        "group/frac_all_pass",
+        0.9,
+        "in {share:.0%} of the groups all samples are right, so these groups have no signal: give "
+        "harder tasks",
+    ),
+    Limit(
+        "group/frac_all_fail",
+        0.9,
+        "in {share:.0%} of the groups all samples are wrong, so these groups have no signal: give "
+        "easier tasks, more SFT or a larger group_size, and check the grader on a known answer",
+    ),
+    Limit(
+        "reward/masked_frac",
+        0.05,
+        "{share:.0%} of the trajectories are masked (above 5 %), most of them because {cause}; the "
+        "policy does not learn from masked trajectories",
+        {
+            "masked/ungraded": "a grader had no verdict: the judge or the sandbox is down or too "
+            "slow",
+            "masked/tool_fault": "a tool had a system failure: run `python -m "
+            "coa_jax.tools.doctor`",
+            "masked/fault": "the system failed: the log has the reason",
+            "masked/deadline": "rollout.max_seconds was reached: raise it, or reduce the load of "
+            "the machine",
+            "masked/tool_time": "rollout.max_tool_seconds was reached: raise it, or find out which "
+            "tool is slow",
+        },
+    ),
+)
 
 
 def no_tools(watch: Watch, row: Row) -> str | None:
@@ -136,56 +189,6 @@ def no_tools(watch: Watch, row: Row) -> str | None:
         "no trajectory called a tool: the policy has not learnt to call tools (try more SFT, or "
         "prompt_style=full), or the tasks can be solved without tools"
     )
-
-
-def broken_tools(watch: Watch, row: Row) -> str | None:
-    share = _above(row, "tool/fail_frac", 0.5)
-    if share is None:
-        return None
-    return (
-        f"{share:.0%} of the tool calls failed: read their outcomes in traces.jsonl, and run "
-        "`python -m coa_jax.tools.doctor`"
-    )
-
-
-def all_solved(watch: Watch, row: Row) -> str | None:
-    share = _above(row, "group/frac_all_pass", 0.9)
-    if share is None:
-        return None
-    return (
-        f"in {share:.0%} of the groups all samples are right, so these groups have no signal: give "
-        "harder tasks"
-    )
-
-
-def all_failed(watch: Watch, row: Row) -> str | None:
-    share = _above(row, "group/frac_all_fail", 0.9)
-    if share is None:
-        return None
-    return (
-        f"in {share:.0%} of the groups all samples are wrong, so these groups have no signal: give "
-        "easier tasks, more SFT or a larger group_size, and check the grader on a known answer"
-    )
-
-
-def masked(watch: Watch, row: Row) -> str | None:
-    share = _above(row, "reward/masked_frac", 0.05)
-    if share is None:
-        return None
-    most = max(_MASKED, key=lambda cause: _value(row, f"masked/{cause}") or 0.0)
-    return (
-        f"{share:.0%} of the trajectories are masked (above 5 %), most of them because "
-        f"{_MASKED[most]}; the policy does not learn from masked trajectories"
-    )
-
-
-_MASKED = {
-    "ungraded": "a grader had no verdict: the judge or the sandbox is down or too slow",
-    "tool_fault": "a tool had a system failure: run `python -m coa_jax.tools.doctor`",
-    "fault": "the system failed: the log has the reason",
-    "deadline": "rollout.max_seconds was reached: raise it, or reduce the load of the machine",
-    "tool_time": "rollout.max_tool_seconds was reached: raise it, or find out which tool is slow",
-}
 
 
 def masked_more(watch: Watch, row: Row) -> str | None:
@@ -269,12 +272,8 @@ def diverged(watch: Watch, row: Row) -> str | None:
 
 Rule = Callable[[Watch, Row], str | None]
 RULES: dict[Rule, str] = {
-    cut_off: "len/cut_off_frac",
+    **{limit: limit.metric for limit in _LIMITS},
     no_tools: "tool/calls",
-    broken_tools: "tool/fail_frac",
-    all_solved: "group/frac_all_pass",
-    all_failed: "group/frac_all_fail",
-    masked: "reward/masked_frac",
     masked_more: "reward/masked_frac",
     entropy_collapse: "policy/entropy",
     mismatch: "mismatch/abs_logp_mean",

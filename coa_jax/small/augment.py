@@ -43,7 +43,7 @@ def renaming(share: float) -> Callable[[Any, Sequence[DistilledRecord], Prompt],
         return None
 
     def prepare(tokenizer: Any, records: Sequence[DistilledRecord], prompt: Prompt) -> Change:
-        keep, pieces = template_words(records, prompt), NamePieces.of(tokenizer)
+        keep, pieces = frozenset(template_words(records, prompt)), NamePieces.of(tokenizer)
 
         def change(record: DistilledRecord, rng: np.random.Generator) -> DistilledRecord:
             return rename(record, keep, pieces, rng) if rng.random() < share else record
@@ -89,10 +89,7 @@ class NamePieces:
 
 
 def rename(
-    record: DistilledRecord,
-    keep: frozenset[str],
-    pieces: NamePieces,
-    rng: np.random.Generator,
+    record: DistilledRecord, keep: frozenset[str], pieces: NamePieces, rng: np.random.Generator
 ) -> DistilledRecord:
     """Replaces the names and the long numbers in a record by random names and numbers.
 
@@ -112,7 +109,7 @@ def rename(
     written = _words(text for author, text in record.parts if author == "policy")
     given = _words([record.question, *(t for author, t in record.parts if author != "policy")])
     names = sorted(w for w in written & given if w not in keep and w != w.lower())
-    table = {name: _new_name(name, pieces, rng) for name in names}
+    table = {name: _capitals(name, rng) if name.isupper() else pieces.name(rng) for name in names}
     numbers = dict.fromkeys(m.replace(",", "") for m in _NUMBER.findall("\n".join(texts)))
     digits = {number: _new_number(number, rng) for number in numbers}
 
@@ -136,15 +133,13 @@ def _words(texts: Iterable[str]) -> set[str]:
     return {word for text in texts for word in _WORD.findall(text)}
 
 
-def _new_name(name: str, pieces: NamePieces, rng: np.random.Generator) -> str:
-    if name.isupper():
-        return "".join(chr(ord("A") + int(i)) for i in rng.integers(0, 26, len(name)))
-    return pieces.name(rng)
+def _capitals(name: str, rng: np.random.Generator) -> str:
+    return "".join(chr(ord("A") + int(i)) for i in rng.integers(0, 26, len(name)))
 
 
 def _new_number(number: str, rng: np.random.Generator) -> str:
-    first = str(rng.integers(1, 10))
-    return first + "".join(str(d) for d in rng.integers(0, 10, len(number) - 1))
+    digits = [rng.integers(1, 10), *rng.integers(0, 10, len(number) - 1)]
+    return "".join(map(str, digits))
 
 
 def _like(number: str, table: dict[str, str]) -> str:

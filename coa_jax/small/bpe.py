@@ -9,12 +9,13 @@ not copy an unseen name.
 
 from __future__ import annotations
 
-import collections
 import json
 import re
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
-from pathlib import Path
-from typing import Any, Literal
+from typing import Any
+
+from tokenizers import AddedToken, Regex, Tokenizer, decoders, models, pre_tokenizers, trainers
 
 from coa_jax.errors import UserError
 from coa_jax.model.chat_template import TEMPLATE
@@ -26,19 +27,15 @@ _WORDS = (
     + r"|'(?:s|t|re|ve|m|ll|d)|\p{Lu}\p{L}*| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 )
 _NAME_COUNT = 8
-"""Weight of each name when merges are learned with ``merge_words="pieces"``."""
+"""Weight of each name when merges are learned from words that are not names too."""
 
 
 def train_bpe(
     texts: Iterable[str],
     vocab_size: int,
-    path: str | Path | None = None,
     *,
     tags: Sequence[str] = (),
-    merge_words: Literal["all", "lowercase", "pieces"] = "all",
-    min_word_count: int = 1,
-    keep_words: Sequence[str] = (),
-    max_length: int = 4096,
+    not_names: Sequence[str] | None = None,
 ) -> Any:
     """Trains a byte-level BPE tokenizer; the result is deterministic.
 
@@ -50,18 +47,13 @@ def train_bpe(
         texts: texts from which merges are learned.
         vocab_size: maximum number of tokens, including the 3 control tokens, the 256 bytes, the
             tags and the merges.
-        path: directory to which the tokenizer is written; None to write nothing.
         tags: texts of the form ``<name>`` or ``</name>``. Each becomes one token, even if it is
             rare.
-        merge_words: words from which merges are learned. ``"all"`` uses all words, including names.
-            ``"lowercase"`` uses only words without an upper-case letter, so that names are
-            tokenised into characters and into short pieces of common words. ``"pieces"`` also uses
-            the words with an upper-case letter, but each such word only once and without the
-            preceding space, so that common parts of names become tokens, but whole names do not.
-        min_word_count: minimum number of occurrences of a word from which merges are learned.
-        keep_words: words from which merges are learned even if ``merge_words`` or
-            ``min_word_count`` excludes them, e.g. ``"Question"``.
-        max_length: ``model_max_length`` of the tokenizer.
+        not_names: words with an upper-case letter that are not names, e.g. ``"Question"``. Merges
+            are learned from these words and from words in lower case. Every other word counts as a
+            name: merges are learned from a name only once and without the preceding space, so that
+            common parts of names become tokens, but whole names do not. None treats no word as a
+            name.
 
     Returns:
         A transformers ``PreTrainedTokenizerFast`` with a ChatML template.
@@ -69,35 +61,31 @@ def train_bpe(
     Raises:
         UserError: ``vocab_size`` is too small, or a tag has another form.
     """
+    from transformers import PreTrainedTokenizerFast
+
     base = len(SPECIAL_TOKENS) + 256 + len(set(tags))
     if vocab_size < base:
         raise UserError(f"vocab_size {vocab_size} is too small: bytes and tags take {base}")
-    if merge_words not in ("all", "lowercase", "pieces"):
-        known = "'all', 'lowercase' or 'pieces'"
-        raise UserError(f"merge_words {merge_words!r} is unknown: use {known}")
     for tag in tags:
         if not re.fullmatch(_TAG, tag):
             raise UserError(f"tag {tag!r} is not of the form <name> or </name> in a-z and _")
-    kept = {word for k in keep_words for word in (k, " " + k)}
-    counts = {
-        word: count
-        for word, count in sorted(_count_words(texts).items())
-        if word in kept
-        or (count >= min_word_count and (merge_words == "all" or word == word.lower()))
-    }
-    if merge_words == "pieces":
-        names = {word.strip() for word in _count_words(texts) if word != word.lower()} - kept
-        counts |= dict.fromkeys(sorted(names - set(counts)), _NAME_COUNT)
-    num_merges = vocab_size - base
-    tokenizer = _wrap(_assemble(_learn_merges(counts, num_merges), tags), max_length)
-    if path is not None:
-        tokenizer.save_pretrained(str(path))
-    return tokenizer
+    counts = _count_words(texts)
+    if not_names is not None:
+        kept = {word for k in not_names for word in (k, " " + k)}
+        plain = {word: n for word, n in counts.items() if word in kept or word == word.lower()}
+        names = {word.strip() for word in counts if word != word.lower()} - kept
+        counts = plain | dict.fromkeys(sorted(names - plain.keys()), _NAME_COUNT)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=_assemble(_learn_merges(counts, vocab_size - base), tags),
+        eos_token=SPECIAL_TOKENS[1],
+        pad_token=SPECIAL_TOKENS[2],
+        chat_template=TEMPLATE,
+        clean_up_tokenization_spaces=False,
+        model_max_length=4096,
+    )
 
 
 def _pre_tokenizer() -> Any:
-    from tokenizers import Regex, pre_tokenizers
-
     return pre_tokenizers.Sequence(
         [
             pre_tokenizers.Split(Regex(_TAG), behavior="isolated"),
@@ -107,22 +95,17 @@ def _pre_tokenizer() -> Any:
     )
 
 
-def _count_words(texts: Iterable[str]) -> collections.Counter[str]:
+def _count_words(texts: Iterable[str]) -> dict[str, int]:
     """Counts how often each pre-token occurs, without tags, which become tokens anyway."""
     splits = _pre_tokenizer()
-    counts: collections.Counter[str] = collections.Counter()
+    counts: Counter[str] = Counter()
     for text in texts:
-        pieces = splits.pre_tokenize_str(text)
-        counts.update(text[start:end] for _, (start, end) in pieces)
-    return collections.Counter(
-        {word: n for word, n in counts.items() if not re.fullmatch(_TAG, word)}
-    )
+        counts.update(text[start:end] for _, (start, end) in splits.pre_tokenize_str(text))
+    return {word: n for word, n in sorted(counts.items()) if not re.fullmatch(_TAG, word)}
 
 
 def _learn_merges(counts: dict[str, int], num_merges: int) -> list[tuple[str, str]]:
     """Learns the most frequent merges within words in the byte alphabet, the best first."""
-    from tokenizers import Tokenizer, models, pre_tokenizers, trainers
-
     byte_level = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
 
     def corpus() -> Iterator[str]:
@@ -145,8 +128,6 @@ def _learn_merges(counts: dict[str, int], num_merges: int) -> list[tuple[str, st
 
 
 def _assemble(merges: list[tuple[str, str]], tags: Sequence[str]) -> Any:
-    from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
-
     tokens = [*SPECIAL_TOKENS, *sorted(pre_tokenizers.ByteLevel.alphabet()), *dict.fromkeys(tags)]
     tokens += ["".join(merge) for merge in merges]
     vocab = {token: i for i, token in enumerate(dict.fromkeys(tokens))}
@@ -159,16 +140,3 @@ def _assemble(merges: list[tuple[str, str]], tags: Sequence[str]) -> Any:
         [AddedToken(token, special=True, normalized=False) for token in SPECIAL_TOKENS]
     )
     return tokenizer
-
-
-def _wrap(tokenizer: Any, max_length: int) -> Any:
-    from transformers import PreTrainedTokenizerFast
-
-    return PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer,
-        eos_token=SPECIAL_TOKENS[1],
-        pad_token=SPECIAL_TOKENS[2],
-        chat_template=TEMPLATE,
-        clean_up_tokenization_spaces=False,
-        model_max_length=max_length,
-    )

@@ -76,13 +76,13 @@ def add_induction(params: Params, config: ModelConfig, seed: int) -> Params:
     norm = float(np.sqrt(2.0) * lengths.mean())
     embed *= norm / lengths
     embed[:, -1] = norm / 2
-    places = (np.arange(tokens, tokens + size), np.arange(tokens + size, tokens + 2 * size))
+    places = (slice(tokens, tokens + size), slice(tokens + size, tokens + 2 * size))
     attn = params["layers"]["attn"]
     qkv, out = np.array(attn["qkv"]["kernel"]), np.array(attn["out"]["kernel"])
     code = _orthonormal(rng, tokens, size)  # code by which a later position holds a token
+    _previous_token_heads(config, qkv[0], out[0], code, places, norm / n)
     for head in range(n):
-        _previous_token_heads(config, qkv, out, head, code, places, norm / n)
-        _match_heads(qkv, out, head, code, places, slow, rng, norm / n)
+        _match_heads(qkv[1, :, head], out[1, head], code, places, slow, rng, norm / n)
     replaced = {
         ("embed", "embedding"): embed,
         ("layers", "attn", "qkv", "kernel"): qkv,
@@ -95,9 +95,8 @@ def _previous_token_heads(
     config: ModelConfig,
     qkv: np.ndarray,
     out: np.ndarray,
-    head: int,
     code: np.ndarray,
-    places: tuple[np.ndarray, np.ndarray],
+    places: tuple[slice, slice],
     norm: float,
 ) -> None:
     """Sets layer 0, whose heads attend by distance and write the code of the token they find."""
@@ -105,48 +104,47 @@ def _previous_token_heads(
     # The normalised constant is sqrt(D / 5), so every rotary pair of a query and a key has norm 7.
     sharpness = 7.0 * np.sqrt(5 / config.hidden_size)
     angles = np.asarray(frequencies(config)[0])[:_FAST]
-    qkv[0, :, head] = 0.0
-    out[0, head] = 0.0
-    qkv[0, -1, head, key, :_FAST] = sharpness
-    qkv[0, :tokens, head, key + 1, :size] = code
+    qkv[:], out[:] = 0.0, 0.0
+    qkv[-1, :, key, :_FAST] = sharpness
+    qkv[:tokens, :, key + 1, :size] = code[:, None]
     # A normalised token has norm sqrt(D), and its code has norm sqrt(D size / tokens).
     gain = norm / np.sqrt(config.hidden_size * size / tokens)
     for group, offset in enumerate((1, 2)):
-        qkv[0, -1, head, group, :_FAST] = sharpness * np.cos(offset * angles)
-        qkv[0, -1, head, group, half : half + _FAST] = -sharpness * np.sin(offset * angles)
-        out[0, head, group, :size, places[group]] = gain * np.eye(size)
+        qkv[-1, :, group, :_FAST] = sharpness * np.cos(offset * angles)
+        qkv[-1, :, group, half : half + _FAST] = -sharpness * np.sin(offset * angles)
+        out[:, group, :size, places[group]] = gain * np.eye(size)
 
 
 def _match_heads(
     qkv: np.ndarray,
     out: np.ndarray,
-    head: int,
     code: np.ndarray,
-    places: tuple[np.ndarray, np.ndarray],
+    places: tuple[slice, slice],
     slow: np.ndarray,
     rng: np.random.Generator,
     norm: float,
 ) -> None:
-    """Sets layer 1, which attends after earlier occurrences of a token and writes what it finds."""
+    """Sets the heads of layer 1 that share a key/value head.
+
+    These heads attend to the positions after earlier occurrences of a token, and write the tokens
+    that they find there.
+    """
     tokens, size = code.shape
-    groups = qkv.shape[3] - 2
+    groups = qkv.shape[1] - 2
     key, value, width = groups, groups + 1, qkv.shape[-1]
-    qkv[1, :, head] = 0.0
+    qkv[:], out[:] = 0.0, 0.0
     # Two thirds of the dimensions match the current token, the other third the token before it.
     split = 2 * len(slow) // 3
     first, second = _orthonormal(rng, size, split), _orthonormal(rng, size, len(slow) - split)
     strength = 1.6
     here, before = places
-    qkv[1, here[:, None], head, key, slow[:split]] = strength * first
-    qkv[1, before[:, None], head, key, slow[split:]] = strength * second
-    for group in range(groups):
-        qkv[1, np.arange(tokens)[:, None], head, group, slow[:split]] = strength * (code @ first)
-        qkv[1, here[:, None], head, group, slow[split:]] = strength * second
+    qkv[here, key, slow[:split]] = strength * first
+    qkv[before, key, slow[split:]] = strength * second
+    qkv[:tokens, :groups, slow[:split]] = strength * (code @ first)[:, None]
+    qkv[here, :groups, slow[split:]] = strength * second[:, None]
     found = _orthonormal(rng, tokens, min(width, tokens))
-    qkv[1, :tokens, head, value, : found.shape[1]] = found
-    out[1, head] = 0.0
-    for group in range(groups):
-        out[1, head, group, : found.shape[1], :tokens] = found.T * norm / 2
+    qkv[:tokens, value, : found.shape[1]] = found
+    out[:, : found.shape[1], :tokens] = found.T * norm / 2
 
 
 def _orthonormal(rng: np.random.Generator, rows: int, columns: int) -> np.ndarray:

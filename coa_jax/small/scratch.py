@@ -69,20 +69,12 @@ def write_policy(
     Raises:
         UserError: the free memory is too small for the parameters.
     """
-    texts = _texts(records, prompt)
-    tags: list[str] = []
     protocols = [get_protocol(name) for name in sorted({record.protocol for record in records})]
-    for role in sorted({role for known in protocols if not known.format for role in known.roles}):
-        tags += [f"<{role}>", f"</{role}>"]
-    for known in protocols:
-        tags += known.format.tags if known.format else ()
-    tokenizer = train_bpe(
-        texts,
-        config.vocab_size,
-        tags=tags,
-        merge_words="pieces",
-        keep_words=common_words(texts, config.common_word),
-    )
+    roles = sorted({role for known in protocols if not known.format for role in known.roles})
+    tags = [tag for role in roles for tag in (f"<{role}>", f"</{role}>")]
+    tags += [tag for known in protocols if known.format for tag in known.format.tags]
+    words, texts = template_words(records, prompt, config.common_word), _texts(records, prompt)
+    tokenizer = train_bpe(texts, config.vocab_size, tags=tags, not_names=words)
     model = ModelConfig(
         architecture=config.architecture,
         qk_norm=config.architecture == "qwen3",
@@ -98,29 +90,12 @@ def write_policy(
     needed, free = 4 * num_params(model), free_memory(jax.local_devices()[0])
     if free is not None and needed > free:
         raise UserError(
-            f"the policy's parameters need {size(needed)}, and {size(free)} are free; lower its "
-            "sizes"
+            f"the policy's parameters need {size(needed)}, and {size(free)} are free; lower a size"
         )
     params = init_params(model, jax.random.key(config.seed))
     if config.induction:
         params = add_induction(params, model, config.seed)
-    card = make_card(prompt, records)
-    save_model(Model(model, params, tokenizer, card), path, overwrite=True)
-
-
-def template_words(
-    records: Sequence[DistilledRecord], prompt: Prompt, share: float = 0.1
-) -> frozenset[str]:
-    """Returns the capitalised words, such as "Step", that occur in many records.
-
-    These words belong to the templates of questions and trajectories, and are not names.
-
-    Args:
-        records: the records.
-        prompt: prompt style of the questions.
-        share: a word is returned if at least this share of the records contains it.
-    """
-    return frozenset(common_words(_texts(records, prompt), share))
+    save_model(Model(model, params, tokenizer, make_card(prompt, records)), path, overwrite=True)
 
 
 def _texts(records: Sequence[DistilledRecord], prompt: Prompt) -> list[str]:
@@ -130,12 +105,19 @@ def _texts(records: Sequence[DistilledRecord], prompt: Prompt) -> list[str]:
     ]
 
 
-def common_words(texts: Sequence[str], share: float) -> list[str]:
-    """Returns the sorted capitalised words that occur in at least a given share of the texts.
+def template_words(
+    records: Sequence[DistilledRecord], prompt: Prompt, share: float = 0.1
+) -> list[str]:
+    """Returns the capitalised words, such as "Step", that occur in many records, sorted.
 
-    Such words, for example "Step" and "Title", belong to the templates of questions and
-    trajectories and are not names.
+    These words belong to the templates of questions and trajectories, and are not names.
+
+    Args:
+        records: the records.
+        prompt: prompt style of the questions.
+        share: a word is returned if at least this share of the records contains it.
     """
+    texts = _texts(records, prompt)
     counts: Counter[str] = Counter()
     for text in texts:
         words = {w.strip(".,:?()<>/`'\"") for line in text.split("\n") for w in line.split(" ")}

@@ -305,7 +305,7 @@ def test_the_loop_over_the_output_head_turns_as_often_as_is_counted(rows, length
     (train, *_) = all_programs(setup_of(settings))
     batch = empty_batch(rows, length)
     hidden, _ = jax.eval_shape(
-        lambda weights: logps._hidden(weights, MODEL, batch, local_compute(), None, 0)[::2],
+        lambda weights: logps._hidden(weights, MODEL, batch, local_compute(), None)[::2],
         params(),
     )
     assert train.data_trips[1] == hidden.shape[0]
@@ -317,7 +317,8 @@ def test_the_loop_over_the_output_head_turns_as_often_as_is_counted(rows, length
 def test_the_tables_of_a_constraint_are_those_of_the_tokenizer(tmp_path):
     protocol, tasks = get_protocol("mhqa"), str(tmp_path / "tasks.jsonl")
     tags = [f"<{slash}{role}>" for role in protocol.roles for slash in ("", "/")]
-    train_bpe([render_prompt(protocol, "Why?", "brief")], 400, tmp_path / "model", tags=tags)
+    tokenizer = train_bpe([render_prompt(protocol, "Why?", "brief")], 400, tags=tags)
+    tokenizer.save_pretrained(tmp_path / "model")
     settings = rl_config(
         tmp_path / "model",
         Path(f"{tasks}:protocol=mhqa"),

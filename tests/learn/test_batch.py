@@ -159,7 +159,7 @@ def test_what_batches_have_gained_is_found_again_in_their_examples(unfolded):
             mask[6] = 0
             zeros = np.zeros(len(tokens), np.float32)
             more = {"age": rng.integers(0, 4, len(tokens)).astype(np.int32)}
-            examples.append(Example(tokens.astype(np.int32), mask, zeros, zeros, None, more))
+            examples.append(Example(tokens.astype(np.int32), mask, zeros, zeros, more))
     packed = pack(examples, 30, unfolded)
     assert packed.age[packed.mask > 0].sum() == sum(
         (e.more["age"] * e.mask).sum() for e in examples
@@ -192,7 +192,7 @@ def example_of(size, start):
         (tokens % 3 > 0).astype(np.float32),
         -tokens.astype(np.float32),
         tokens.astype(np.float32) / 2,
-        tokens * 7,
+        {"rule": tokens * 7},
     )
 
 
@@ -227,7 +227,9 @@ def test_packing_keeps_every_example_exactly_once(sizes):
     for e in examples:
         mask = e.mask.copy()
         mask[0] = 0  # nothing comes before the first token that could predict it
-        expected.append(tuple(x.tolist() for x in (e.tokens, mask, e.logp, e.advantage, e.rule)))
+        expected.append(
+            tuple(x.tolist() for x in (e.tokens, mask, e.logp, e.advantage, e.more["rule"]))
+        )
     assert sorted(segments_of(batch)) == sorted(expected)
 
 

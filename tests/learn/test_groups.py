@@ -11,8 +11,8 @@ import pytest
 from coa_jax.errors import UserError
 from coa_jax.learn.admission import Composition
 from coa_jax.learn.algorithms import Algorithm
-from coa_jax.learn.groups import assemble, completed, describe, graded, is_learned, masked_by
-from coa_jax.learn.metrics import rollout_metrics
+from coa_jax.learn.groups import assemble, completed, graded, is_learned
+from coa_jax.learn.metrics import masked_by, rollout_metrics
 from coa_jax.learn.shaping import StopRewards, shape_reward
 from coa_jax.tasks import Graders, GradersConfig, Task
 from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
@@ -62,7 +62,7 @@ def test_lengths_alone_are_no_signal(tmp_path, name, learned):
     assert [members for members in groups if is_learned(config, members)] == learned
     sampled = step_of(groups, (2,))
     assert sampled.used == [MIXED] and sampled.everything == groups
-    assert describe(sampled)["group/frac_zero_std"] == pytest.approx(2 / 3)
+    assert rollout_metrics(sampled)["group/frac_zero_std"] == pytest.approx(2 / 3)
 
 
 def test_a_penalty_for_length_makes_no_group_pass_or_fail():
@@ -71,7 +71,15 @@ def test_a_penalty_for_length_makes_no_group_pass_or_fail():
     figures = rollout_metrics(sampled)
     assert figures["group/frac_all_pass"] == 2 / 4
     assert figures["group/frac_all_fail"] == 1 / 4
-    assert describe(sampled)["group/frac_zero_std"] == 3 / 4
+    assert figures["group/frac_zero_std"] == 3 / 4
+
+
+def test_a_component_of_the_reward_replaces_no_metric_of_the_whole():
+    named = Reward(0.5, {"mean": 9.0, "brief": 1.0})
+    figures = rollout_metrics(
+        step_of([[dataclasses.replace(t, reward=named) for t in MIXED]], (0,))
+    )
+    assert (figures["reward/mean"], figures["reward/brief"]) == (0.5, 1.0)
 
 
 # --- what stopped a trajectory --------------------------------------------------------------
@@ -162,7 +170,7 @@ def test_parts_and_causes_are_figures_of_a_step():
     ]
     causes = ["", "", "deadline", "tool_fault", "fault", "ungraded", "turns", ""]
     assert [masked_by(trajectory) for trajectory in group] == causes
-    figures = describe(step_of([group], (0,)))
+    figures = rollout_metrics(step_of([group], (0,)))
     parts = {name: figures[f"reward/{name}"] for name in ("rouge", "brief", "overlong")}
     assert parts == pytest.approx({"rouge": 0.5, "brief": 0.5, "overlong": -0.5 / 3})
     assert "reward/earned" not in figures

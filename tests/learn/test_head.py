@@ -1,6 +1,7 @@
 """The chunked head: values and gradients against float64; positions without a loss are skipped."""
 
 import functools
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
@@ -9,6 +10,7 @@ import pytest
 from jax.sharding import AbstractMesh
 
 from coa_jax.engine.constraint import FREE
+from coa_jax.learn import logps
 from coa_jax.learn.batch import Example, pack
 from coa_jax.learn.head import Head, score, weighted_sum
 from coa_jax.learn.logps import (
@@ -17,8 +19,8 @@ from coa_jax.learn.logps import (
     _hidden,
     _sort,
     chunked,
+    logp_sum,
     token_logps,
-    weighted_logp_sum,
 )
 from coa_jax.model.compute import Compute, local_compute
 from coa_jax.model.config import ModelConfig
@@ -200,15 +202,20 @@ def test_what_fills_the_last_chunk_of_each_row_does_not_count(chunk):
 
 def test_on_one_device_all_rows_fill_chunks_together_and_on_several_each_its_own():
     on = lambda *sizes: Compute(mesh=AbstractMesh(sizes, AXES))  # noqa: E731
-    assert chunked(8, 257, Compute(), 512) == (1, 8 * 256, 512)
-    assert chunked(8, 257, on(1, 1, 1), 512) == (1, 8 * 256, 512)
-    assert chunked(2, 9, Compute(), 512) == (1, 16, 16)
+
+    def shape(rows, length, compute, chunk):
+        with mock.patch.multiple(logps, CHUNK=chunk, SHARED_CHUNK=chunk):
+            return chunked(rows, length, compute)
+
+    assert shape(8, 257, Compute(), 512) == (1, 8 * 256, 512)
+    assert shape(8, 257, on(1, 1, 1), 512) == (1, 8 * 256, 512)
+    assert shape(2, 9, Compute(), 512) == (1, 16, 16)
     # Four groups of devices with two rows each; those of `tensor` have the same rows.
-    assert chunked(8, 257, on(2, 2, 1), 512) == (8, 256, 256)
-    assert chunked(8, 257, on(2, 2, 2), 512) == (8, 256, 256)
-    assert chunked(8, 257, on(1, 1, 2), 512) == (8, 256, 64)
-    assert chunked(6, 257, on(4, 1, 1), 512) == (6, 256, 256)
-    assert chunked(64, 257, on(2, 1, 1), 4) == (64, 256, 1)
+    assert shape(8, 257, on(2, 2, 1), 512) == (8, 256, 256)
+    assert shape(8, 257, on(2, 2, 2), 512) == (8, 256, 256)
+    assert shape(8, 257, on(1, 1, 2), 512) == (8, 256, 64)
+    assert shape(6, 257, on(4, 1, 1), 512) == (6, 256, 256)
+    assert shape(64, 257, on(2, 1, 1), 4) == (64, 256, 1)
 
 
 MODEL = ModelConfig("qwen2", 97, 32, 48, 1, 4, 2, 8, qkv_bias=True)
@@ -227,10 +234,9 @@ def test_a_mask_leaves_the_wanted_values_and_their_gradients_as_they_are():
     @functools.partial(jax.jit, static_argnames=("masked", "chunk"))
     def run(masked, chunk):
         def f(params):
-            logp, entropy = token_logps(
-                params, MODEL, batch, local_compute(), vocab_chunk=chunk,
-                mask=batch.mask if masked else None,
-            )  # fmt: skip
+            mask = batch.mask if masked else None
+            with mock.patch.object(logps, "CHUNK", chunk):
+                logp, entropy = token_logps(params, MODEL, batch, local_compute(), mask=mask)
             return jnp.sum(logp * batch.mask), (logp * batch.mask, entropy * batch.mask)
 
         return jax.value_and_grad(f, has_aux=True)(params)
@@ -238,7 +244,8 @@ def test_a_mask_leaves_the_wanted_values_and_their_gradients_as_they_are():
     @jax.jit
     @jax.value_and_grad
     def at_once(params):
-        return weighted_logp_sum(params, MODEL, batch, batch.mask, local_compute(), vocab_chunk=6)
+        with mock.patch.object(logps, "CHUNK", 6):
+            return logp_sum(params, MODEL, batch, local_compute())
 
     (total, values), gradient = run(False, 512)
     close = functools.partial(np.testing.assert_allclose, rtol=1e-5, atol=1e-5)
@@ -251,19 +258,19 @@ def test_a_mask_leaves_the_wanted_values_and_their_gradients_as_they_are():
 
 
 @pytest.mark.parametrize("chunk", [6, 23, 45])
-def test_where_every_position_is_wanted_each_counts_once(chunk):
+def test_where_every_position_is_wanted_each_counts_once(monkeypatch, chunk):
     """Chunks that do not divide the positions are filled, with what must not count."""
     params = random_params(MODEL, 1)
     ids = np.random.default_rng(3).integers(0, 97, 24).astype(np.int32)
     ones = np.ones(24, np.float32)
     batch = pack([Example(ids, ones, 0 * ones, 0 * ones)] * 2, 24)
-    kwargs = {"compute": local_compute(), "vocab_chunk": chunk}
+    monkeypatch.setattr(logps, "CHUNK", chunk)
 
     def by_values(params):
-        return jnp.sum(token_logps(params, MODEL, batch, **kwargs)[0] * batch.mask)
+        return jnp.sum(token_logps(params, MODEL, batch, local_compute())[0] * batch.mask)
 
     def at_once(params):
-        return weighted_logp_sum(params, MODEL, batch, batch.mask, **kwargs)
+        return logp_sum(params, MODEL, batch, local_compute())
 
     assert batch.mask[:, 1:].all()
     of_values, of_sum = (jax.jit(jax.value_and_grad(f))(params) for f in (by_values, at_once))
@@ -271,12 +278,13 @@ def test_where_every_position_is_wanted_each_counts_once(chunk):
     jax.tree.map(close, of_sum, of_values)
 
 
-def test_one_long_row_among_empty_ones_costs_its_own_chunks_only():
+def test_one_long_row_among_empty_ones_costs_its_own_chunks_only(monkeypatch):
     params = random_params(MODEL, 1)
     rows = [Example(np.arange(24, dtype=np.int32), *np.ones((3, 24), np.float32))] * 4
     batch = pack(rows, 24)
     mask = np.zeros((4, 24), np.float32)
     mask[2, 1:] = 1.0
-    hidden, _, order = _hidden(params, MODEL, batch, local_compute(), mask, 10)
+    monkeypatch.setattr(logps, "CHUNK", 10)
+    hidden, _, order = _hidden(params, MODEL, batch, local_compute(), mask)
     assert hidden.shape[:3] == (10, 1, 10)  # 4 x 23 positions
     assert int(order.live) == 3

@@ -5,13 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import operator
+from unittest import mock
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from coa_jax.learn import step
+from coa_jax.learn import logps, step
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Example, pack, split_rows
 from coa_jax.learn.logps import token_logps
@@ -51,11 +52,10 @@ def loss_and_gradient(params, batch, loss, compute=COMPUTE):
     return jax.value_and_grad(lambda p: loss(Net(p, MODEL, compute), batch)[0])(params)
 
 
-@functools.partial(jax.jit, static_argnames=("temperature", "vocab_chunk"))
-def scores(batch, temperature=1.0, vocab_chunk=2048):
-    return token_logps(
-        PARAMS, MODEL, batch, COMPUTE, temperature=temperature, vocab_chunk=vocab_chunk
-    )
+@functools.partial(jax.jit, static_argnames=("temperature", "chunk"))
+def scores(batch, temperature=1.0, chunk=2048):
+    with mock.patch.object(logps, "CHUNK", chunk):
+        return token_logps(PARAMS, MODEL, batch, COMPUTE, temperature=temperature)
 
 
 def assert_same_tree(left, right, **tolerance):
@@ -86,7 +86,7 @@ def test_sft_loss_is_the_cross_entropy_of_the_masked_tokens_in_torch(tmp_path):
         )
     )
     reference.save_pretrained(tmp_path)
-    train_bpe(["words"], 300, tmp_path)
+    train_bpe(["words"], 300).save_pretrained(tmp_path)
     model = load_model(tmp_path)
     members = [e for e in examples() if e.mask.any()]
     batch = pack(members, 32)
@@ -157,7 +157,7 @@ def test_rematerialisation_and_chunks_of_the_vocabulary_change_nothing():
     assert_same_tree(
         plain, loss_and_gradient(PARAMS, batch, SFT, dataclasses.replace(COMPUTE, remat="full"))
     )
-    for left, right in zip(scores(batch), scores(batch, vocab_chunk=7), strict=True):
+    for left, right in zip(scores(batch), scores(batch, chunk=7), strict=True):
         np.testing.assert_allclose(left, right, atol=1e-5)
 
 

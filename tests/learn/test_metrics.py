@@ -16,7 +16,7 @@ from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Batch, Example, pack
 from coa_jax.learn.experience import _distilled, _explained_variance
 from coa_jax.learn.held_out import HeldOutConfig
-from coa_jax.learn.metrics import mfu, sequence_lengths, train_speed
+from coa_jax.learn.metrics import sequence_lengths, train_speed
 from coa_jax.learn.objectives import policy_objective, value_objective
 from coa_jax.learn.preference import dpo_objective
 from coa_jax.learn.update import quotients
@@ -49,7 +49,7 @@ def written(tmp_path_factory) -> dict[str, set[str]]:
         # A CPU does not report its memory; everything else is as the run has it.
         known = {"mem/device_peak_gb": 1.0} if not jax.devices()[0].memory_stats() else {}
         own = metrics.memory
-        for module in ("rl", "fit"):
+        for module in ("metrics", "fit"):
             patch.setattr(f"coa_jax.learn.{module}.memory", lambda: {**own(), **known})
         config = sft_config(
             folder / "base", folder / "data.jsonl", validate_every=1, profile_steps=(2, 3)
@@ -111,7 +111,6 @@ def test_the_sequences_of_packed_rows_are_found_again():
 def test_mfu_is_the_share_of_all_devices_and_absent_where_a_peak_is_unknown(monkeypatch):
     model, kind = ModelConfig("llama", 512, 64, 160, 2, 4, 2, 16), jax.devices()[0].device_kind
     assert kind not in KINDS
-    assert mfu(1e12, 1.0) == {}
     assert train_speed(model, [10, 30], 25, 2.0) == {"perf/train_tok_s": 20.0}
     monkeypatch.setitem(KINDS, kind, "v4")
     share = train_flops(model, [10, 30], 25) / 2.0 / 275e12 / jax.device_count()

@@ -41,7 +41,8 @@ def known_after(config, run):
     pool = Pool(config.pool, stream_of(config, parts, config.seed), tasks)
     records = StepLog(run / "steps.jsonl", active=False).read()
     for record in records:
-        pool.learn(record.step, dict(zip(record.examined, record.scores, strict=True)))
+        step = record.composition
+        pool.learn(step.step, dict(zip(step.examined, step.scores, strict=True)))
     return pool, records
 
 

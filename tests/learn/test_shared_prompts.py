@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from coa_jax.errors import UserError
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.batch import Example, pack, split_rows
-from coa_jax.learn.losses import PolicyLoss, ValueLoss
+from coa_jax.learn.losses import Net, PolicyLoss, ValueLoss
 from coa_jax.learn.objectives import weigh
 from coa_jax.learn.step import gradient_sums
 from coa_jax.learn.value import init_critic
@@ -99,14 +99,16 @@ def sums(loss, params_of=lambda: PARAMS, whole=0, rows=1, normalise="token", com
     packed = pack(MEMBERS, ROW, whole)
     batches = weigh(split_rows(packed, rows), normalise)
     total = None
+
+    def of_params(params, batch):
+        return loss(Net(params, MODEL, compute), batch)
+
     for batch in batches:
         if isinstance(loss, ValueLoss):
             batch = batch._replace(value=0.3 * batch.logp, returns=batch.advantage)
         one = jax.tree.map(lambda x: x[None], batch)
-        step = jax.jit(gradient_sums, static_argnames=("loss", "model", "compute"))
-        found = jax.device_get(
-            step(params_of(), {}, one, 1, loss=loss, model=MODEL, compute=compute)
-        )
+        step = jax.jit(gradient_sums, static_argnums=0)
+        found = jax.device_get(step(of_params, params_of(), one, 1))
         total = found if total is None else jax.tree.map(np.add, total, found)
     return *total, int((packed.segment_ids > 0).sum())
 

@@ -163,7 +163,7 @@ def make_reference(family: str, path: Path, dtype: str = "float32") -> Reference
         scale, shift = (0.2, 1.0) if len(shape) == 1 else (0.15, 0.0)
         tensors[tensor] = (rng.standard_normal(shape) * scale + shift).astype(jnp.dtype(dtype))
     safetensors.numpy.save_file(tensors, path / "model.safetensors", metadata={"format": "pt"})
-    train_bpe(CORPUS, 384, path, tags=("<think>", "</think>"))
+    train_bpe(CORPUS, 384, tags=("<think>", "</think>")).save_pretrained(path)
     return Reference(path)
 
 

@@ -56,7 +56,7 @@ def base(tmp_path_factory):
             head_dim=12,
         )
     ).save_pretrained(path)
-    train_bpe(["words"], 300, path)
+    train_bpe(["words"], 300).save_pretrained(path)
     return path
 
 

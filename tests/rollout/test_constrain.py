@@ -165,7 +165,7 @@ def policy_tokens(trajectory):
     made = engine().constraint
     example = trajectory_example(trajectory, 0.0, made)
     for index in np.flatnonzero(example.mask):
-        yield example.rule[index], example.tokens[index], example.logp[index], index
+        yield example.more["rule"][index], example.tokens[index], example.logp[index], index
 
 
 def test_log_probabilities_are_those_among_the_allowed_tokens():

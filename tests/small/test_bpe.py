@@ -42,29 +42,19 @@ def test_digits_stand_alone_even_after_a_space():
     assert pieces(tokenizer, "in 1234") == ["in", " ", "1", "2", "3", "4"]
 
 
-def test_lowercase_merges_spell_seen_and_unseen_names_alike():
-    plain = train_bpe(NAMES + CORPUS, 380, merge_words="lowercase")
-    assert pieces(plain, " Norrland")[:3] == [" ", "N", "o"]
+def test_a_name_is_spelt_in_pieces_unless_every_word_is_merged():
+    plain = train_bpe(NAMES + CORPUS, 380, not_names=())
+    assert pieces(plain, " Norrland")[0] == " "
+    assert len(pieces(plain, "Kestovar")) > 2
     assert len(pieces(plain, " river")) == 1
-    # Names leave no trace: with other names in the corpus the tokenizer is the same.
-    others = [text.replace("Norrland", "Kestovar") for text in NAMES + CORPUS]
-    other = train_bpe(others, 380, merge_words="lowercase")
-    assert other.backend_tokenizer.to_str() == plain.backend_tokenizer.to_str()
     everything = train_bpe(NAMES + CORPUS, 380)
     assert pieces(everything, " Norrland") == [" Norrland"]
 
 
-def test_keep_words_are_merged_in_spite_of_the_rule():
-    tokenizer = train_bpe(NAMES, 400, merge_words="lowercase", keep_words=("Question",))
+def test_words_with_a_capital_that_are_not_names_are_merged():
+    tokenizer = train_bpe(NAMES, 400, not_names=("Question",))
     assert pieces(tokenizer, "Question") == ["Question"]
-    assert len(pieces(tokenizer, " Norrland")) > 3
-
-
-def test_rare_words_are_left_out():
-    texts = ["common common common common zebra"]
-    tokenizer = train_bpe(texts, 400, min_word_count=3)
-    assert len(pieces(tokenizer, " common")) == 1
-    assert len(pieces(tokenizer, " zebra")) == 6
+    assert pieces(tokenizer, " Norrland")[0] == " "
 
 
 def test_the_bound_on_the_vocabulary_holds_and_counts_everything():
@@ -75,11 +65,9 @@ def test_the_bound_on_the_vocabulary_holds_and_counts_everything():
         train_bpe(CORPUS, 263, tags=TAGS)
 
 
-def test_bad_tags_and_rules_are_refused():
+def test_bad_tags_are_refused():
     with pytest.raises(UserError, match="tag '<Bad>'"):
         train_bpe(CORPUS, 400, tags=("<Bad>",))
-    with pytest.raises(UserError, match="merge_words 'upper'"):
-        train_bpe(CORPUS, 400, merge_words="upper")
 
 
 def test_training_is_deterministic():
@@ -88,7 +76,8 @@ def test_training_is_deterministic():
 
 
 def test_saved_tokenizer_is_the_same_in_transformers(tmp_path):
-    tokenizer = train_bpe(CORPUS, 380, tmp_path, tags=TAGS)
+    tokenizer = train_bpe(CORPUS, 380, tags=TAGS)
+    tokenizer.save_pretrained(tmp_path)
     loaded = transformers.AutoTokenizer.from_pretrained(tmp_path)
     text = "<|im_start|>user\n<think>the longest 12</think> Ünï\n\n<|im_end|>"
     assert loaded(text)["input_ids"] == tokenizer(text)["input_ids"]

@@ -8,7 +8,7 @@ PROGRAM = """
 import sys
 import jax, numpy as np
 from coa_jax.learn.batch import Batch, stack
-from coa_jax.learn.losses import SFTLoss
+from coa_jax.learn.losses import Net, SFTLoss
 from coa_jax.learn.step import gradient_sums
 from coa_jax.model.compute import REFERENCE, Compute
 from coa_jax.model.config import ModelConfig
@@ -31,11 +31,11 @@ params = random_params(config)
 
 def gradients(compute):
     here = jax.device_put(params, shardings(config, compute.mesh))
-    sums = jax.jit(gradient_sums, static_argnames=("loss", "model", "compute"))
+    def loss(params, batch):
+        return SFTLoss()(Net(params, config, compute), batch)
+
     only = put_batch(stack([batch], 1), compute.mesh)
-    return jax.device_get(
-        sums(here, {}, only, 1, loss=SFTLoss(), model=config, compute=compute)
-    )
+    return jax.device_get(jax.jit(gradient_sums, static_argnums=0)(loss, here, only, 1))
 
 expected, expected_stats = gradients(REFERENCE)
 for case in sys.argv[1:]:

@@ -19,7 +19,7 @@ from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.engine import programs
 from coa_jax.learn.batch import Batch
-from coa_jax.learn.losses import SFTLoss
+from coa_jax.learn.losses import Net, SFTLoss
 from coa_jax.learn.step import gradient_sums
 from coa_jax.model import cache
 from coa_jax.model.attention.choice import Case, resolve
@@ -75,10 +75,12 @@ def training(topology: str, rows: int = 4, length: int = 256) -> None:
 
     batch = Batch(*(array("int32") for _ in range(3)), *(array("float32") for _ in range(3)))
     number = jax.ShapeDtypeStruct((), "int32", sharding=NamedSharding(mesh, PartitionSpec()))
-    sums = jax.jit(gradient_sums, static_argnames=("loss", "model", "compute"))
-    static = {"loss": SFTLoss(), "model": MODEL, "compute": compute}
-    lowered = sums.lower(params, {}, batch, number, **static)
-    report("training", lowered.compile())
+
+    def loss(params, batch):
+        return SFTLoss()(Net(params, MODEL, compute), batch)
+
+    sums = jax.jit(gradient_sums, static_argnums=0)
+    report("training", sums.lower(loss, params, batch, number).compile())
 
 
 def decoding(topology: str, tensor: int, new: int) -> None:
