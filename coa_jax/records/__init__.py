@@ -144,8 +144,8 @@ class Records:
             raise IndexError(index)
         file = bisect.bisect_right(self._ends, index)
         rows = self._files[file]
-        row = rows[index - self._ends[file] + len(rows)]
-        return _found(row, self._columns[file], self.protocol)
+        place = index - self._ends[file] + len(rows)
+        return _found(rows[place], self._columns[file], self.protocol)
 
     def stamps(self) -> list[str]:
         """Returns one text per file. The text changes when the file is rewritten."""

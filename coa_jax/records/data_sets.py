@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+from coa_jax import reading
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
 from coa_jax.storage import local
@@ -92,8 +93,7 @@ def open_tfds(source: str, split: str, data_dir: str = "", setting: str = "") ->
         if Path(name).is_dir():
             builder = tfds.builder_from_directory(name)
         else:
-            place = {"data_dir": data_dir} if data_dir else {}
-            builder = tfds.builder(name, file_format="array_record", **place)
+            builder = tfds.builder(name, file_format="array_record", data_dir=data_dir or None)
             builder.download_and_prepare()
         known = list(builder.info.splits)
         rows = builder.as_data_source(split=part) if part.partition("[")[0] in known else None
@@ -105,5 +105,4 @@ def open_tfds(source: str, split: str, data_dir: str = "", setting: str = "") ->
 
 
 def _refused(where: str, error: Exception) -> UserError:
-    text = " ".join(str(error).split())
-    return UserError(f"{where}: {type(error).__name__}: {text[:200]}")
+    return UserError(f"{where}: {type(error).__name__}: {reading.reason(error)}")

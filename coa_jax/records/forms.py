@@ -125,12 +125,9 @@ def from_tfds(example: Mapping[str, Any]) -> DistilledRecord:
 
     authors, texts = map(text, example["authors"]), map(text, example["texts"])
     return DistilledRecord(
-        id=text(example["id"]),
-        question=text(example["question"]),
-        protocol=text(example["protocol"]),
+        **{name: text(example[name]) for name in ("id", "question", "protocol", "answer")},
         gold=tuple(map(text, example["gold"])),
         parts=tuple(zip(authors, texts, strict=True)),
-        answer=text(example["answer"]),
         metadata=jsonl.loads(text(example["metadata"])),
         prompt=text(example.get("prompt", "")),
         context=_pairs(jsonl.loads(text(example.get("context", "[]"))), "context"),
@@ -213,7 +210,7 @@ def _of_messages(value: dict[str, Any], listed: Any, name: str, protocol: str) -
         )
     if any(turn.role == "system" for turn in after):
         raise Unusable("a system message is in the middle of the trajectory")
-    named = _named(value, protocol)
+    named = _text(value, "protocol") or protocol
     rules = get_protocol(named) if named else any_protocol()
     context = tuple((turn.role, turn.text) for turn in before if turn.text or turn.role != "system")
     prompt = "\n".join(turn.text for turn in asked)
@@ -285,14 +282,6 @@ def _tagged(rules: Protocol, call: Any) -> str:
 # --- shared parts of all forms ------------------------------------------------------------------
 
 
-def _named(value: Mapping[str, Any], protocol: str) -> str:
-    """Returns the protocol that a row names, or else the protocol of the setting."""
-    named = value.get("protocol") or protocol
-    if not isinstance(named, str):
-        raise TypeError(f"the field 'protocol' cannot be {type(named).__name__}")
-    return named
-
-
 def _assemble(
     value: Mapping[str, Any],
     context: Parts,
@@ -330,7 +319,7 @@ def _assemble(
     text = "".join(text for _, text in exact or turns)
     if not text.strip():
         raise Unusable("the assistant says nothing")
-    named, tags = _named(value, protocol), tuple[str, ...]()
+    named, tags = _text(value, "protocol") or protocol, tuple[str, ...]()
     if not named:
         instructions = "\n".join([*(said for _, said in context), prompt[:begin]])
         said = "\n".join(text for author, text in exact or turns if author == POLICY)
@@ -345,7 +334,6 @@ def _assemble(
         gold=_gold(value),
         parts=parts,
         answer=_answer(rules, parts),
-        metadata={},
         prompt=prompt,
         context=context,
     )
@@ -360,17 +348,21 @@ def _answer(rules: Protocol, parts: Parts) -> str:
 
 
 def _gold(value: Mapping[str, Any]) -> tuple[str, ...]:
-    found = next((value[key] for key in _GOLD if value.get(key) is not None), ())
-    answers = found if isinstance(found, list | tuple) else [found]
+    found = next((value[key] for key in _GOLD if value.get(key) is not None), [])
+    answers = found if isinstance(found, list) else [found]
     if not all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in answers):
         raise TypeError("an accepted answer is neither a string nor a number")
     return tuple(map(str, answers))
 
 
 def _text(value: Mapping[str, Any], key: str) -> str:
-    found = value.get(key)
+    return _string(value.get(key), f"the field {key!r}")
+
+
+def _string(found: Any, what: str) -> str:
+    """Returns a string; "" for null."""
     if found is not None and not isinstance(found, str):
-        raise TypeError(f"the field {key!r} cannot be {type(found).__name__}")
+        raise TypeError(f"{what} cannot be {type(found).__name__}")
     return found or ""
 
 
@@ -381,9 +373,7 @@ def _content(content: Any, number: int) -> str:
         if not all(isinstance(part, str) for part in parts):
             raise Unusable(f"turn {number} holds something other than text")
         return "\n".join(map(str, parts))
-    if content is not None and not isinstance(content, str):
-        raise TypeError(f"the text of turn {number} cannot be {type(content).__name__}")
-    return content or ""
+    return _string(content, f"the text of turn {number}")
 
 
 def _pairs(value: Any, key: str) -> Parts:

@@ -91,13 +91,13 @@ def parts_of(protocol: Protocol, text: str) -> Parts:
             parts += [(POLICY, said.strip()), (ENVIRONMENT, frame(protocol, _body(segment.body)))]
             said = call = ""
             continue
-        blank = segment.role is None and not raw.strip()
-        if not blank:
-            if call and segment.role is None:
-                raise Unusable(f"untagged text follows a call of {call}, before its observation")
-            _check(protocol, segment, raw)
-            call = segment.role if segment.role in protocol.tools and segment.closed else ""
         said += raw
+        if segment.role is None and not raw.strip():
+            continue
+        if call and segment.role is None:
+            raise Unusable(f"untagged text follows a call of {call}, before its observation")
+        _check(protocol, segment, raw)
+        call = segment.role if segment.role in protocol.tools and segment.closed else ""
     if said.strip():
         parts.append((POLICY, said.strip()))
     return tuple(parts)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-from coa_jax import jsonl
+from coa_jax import jsonl, reading
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
 from coa_jax.records.data_sets import open_hub, open_tfds
@@ -82,7 +82,6 @@ def parquet(path: Path) -> Opened:
         UserError: pyarrow is not installed, or the file is damaged.
     """
     try:
-        import pyarrow
         import pyarrow.parquet
     except ImportError:
         raise missing(f"{path}: parquet", "pyarrow", "tasks") from None
@@ -92,8 +91,8 @@ def parquet(path: Path) -> Opened:
             ends = np.cumsum([0, *(group.num_rows for group in groups)], dtype=np.int64)
             size = sum(group.total_byte_size for group in groups)
     except (pyarrow.ArrowException, ValueError) as error:
-        reason = " ".join(str(error).split())[:200]
-        raise UserError(f"{path}: damaged parquet ({reason}); fetch it again") from error
+        why = reading.reason(error)
+        raise UserError(f"{path}: damaged parquet ({why}); fetch it again") from error
     held = min(len(groups), _HELD * len(groups) // max(size, 1)) or 1
     return int(ends[-1]), functools.partial(_parquet_row, path, stamp(path), ends, held)
 

@@ -139,5 +139,5 @@ def test_what_is_no_file_of_records_is_the_users_mistake(tmp_path):
     path.write_bytes(gzip.compress(file_of(tower())))
     with pytest.raises(UserError, match="is compressed; unpack it with gunzip first"):
         read_traces(path, "oagents")
-    with pytest.raises(UserError, match="cannot be read: Is a directory"):
+    with pytest.raises(UserError, match="cannot be read: it is a directory"):
         read_traces(tmp_path, "oagents")
