@@ -99,7 +99,8 @@ class Guard:
         """
         self._app, self._rules, self._answer = app, rules, answer
         self._log, self._count = log, count
-        self._bodies = _Bodies(rules)
+        self._reading: dict[object, tuple[asyncio.Timeout, bytearray]] = {}
+        self._most = max(_BUFFERED, 8 * rules.max_body)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Handles a request, as ASGI defines."""
@@ -118,7 +119,7 @@ class Guard:
             try:
                 self._check(scope)
                 if scope["method"] == "POST":
-                    scope[_BODY] = await self._bodies.read(receive)
+                    scope[_BODY] = await self._read(receive)
             except Refused as error:
                 reasons.append(error.reason)
                 answer = self._answer(error)
@@ -180,17 +181,8 @@ class Guard:
             if int(declared[:18]) > rules.max_body:
                 raise _too_large(rules.max_body)
 
-
-class _Bodies:
-    """Reads bodies. If all bodies together need too much memory, the oldest is dropped."""
-
-    def __init__(self, rules: Rules):
-        self._rules = rules
-        self._reading: dict[object, tuple[asyncio.Timeout, bytearray]] = {}
-        self._most = max(_BUFFERED, 8 * rules.max_body)
-
-    async def read(self, receive: Receive) -> bytearray:
-        """Reads a whole body.
+    async def _read(self, receive: Receive) -> bytearray:
+        """Reads a whole body. If all bodies together need too much memory, the oldest is dropped.
 
         Raises:
             Refused: the body is too large or too slow.

@@ -40,10 +40,6 @@ class Connections:
         self._bodies: deque[GuardedProtocol] = deque()
         self._scheduled = False
 
-    def protocol(self, **options: Any) -> GuardedProtocol:
-        """Creates the protocol of a connection; uvicorn calls this method with its own options."""
-        return GuardedProtocol(self, **options)
-
     def wants_turn(self, connection: GuardedProtocol) -> None:
         """Lets a connection parse its received data, at once or after other connections."""
         queue = self._headers if connection.awaits_request else self._bodies

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import functools
 import os
 import resource
 import signal
@@ -15,7 +16,7 @@ from starlette.types import ASGIApp
 
 from coa_jax.errors import UserError
 from coa_jax.web.limits import ConnectionLimits
-from coa_jax.web.protocol import Connections
+from coa_jax.web.protocol import Connections, GuardedProtocol
 from coa_jax.web.refusals import RefusalLog
 
 
@@ -68,7 +69,8 @@ class Server(uvicorn.Server):
         connections = Connections(limits, log)
         config = uvicorn.Config(
             app,
-            http=connections.protocol,  # type: ignore[arg-type]  # a class, or what makes its object
+            # uvicorn adds its own options.
+            http=functools.partial(GuardedProtocol, connections),  # type: ignore[arg-type]
             ws="none",
             log_level="error",  # warnings concern clients, which `RefusalLog` logs
             access_log=False,

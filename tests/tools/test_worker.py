@@ -76,6 +76,15 @@ def test_an_endless_call_is_killed_in_time(workers):
     assert workers.ask("echo", 7, timeout=20)[1] == 7
 
 
+def test_a_process_that_reads_nothing_is_killed_in_time():
+    one = Workers("tests.tools.test_worker:act", count=1)
+    process, _ = one.ask("echo", timeout=30)
+    os.kill(process, signal.SIGSTOP)
+    with pytest.raises(WorkerTimeoutError):
+        one.ask("echo", "x" * (8 << 20), timeout=0.5)
+    assert one.ask("echo", 1, timeout=30)[1] == 1
+
+
 def test_prints_are_no_answers(workers):
     assert workers.ask("print", "kept", timeout=20)[1] == "kept"
 
