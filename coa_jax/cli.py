@@ -19,6 +19,7 @@ command with exit code 130. Every other exception is a bug of coa_jax and keeps 
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import errno
 import importlib.util
@@ -117,6 +118,8 @@ def run_main(
         signal.signal(signal.SIGINT, signal.SIG_DFL)
         print("interrupted; run the same command again to continue", file=sys.stderr)
         _leave_processes(KeyboardInterrupt(), "interrupted", 130)
+        if main.__module__ == "__main__":  # a notebook or a test that calls run_main goes on
+            atexit.register(_exit_without_destructors, 130)
         sys.exit(130)
     except BrokenPipeError:
         # The reader of a pipe has closed it (`... | head`); no message can be printed.
@@ -137,6 +140,23 @@ def run_main(
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
         sys.exit(2)
     sys.exit(0)
+
+
+def _exit_without_destructors(code: int) -> None:
+    """Runs the exit handlers except that of JAX, and ends the process.
+
+    Ctrl-C interrupts the Python code that waits for a compilation, but not the thread of XLA that
+    compiles. The exit handler of JAX and the destructors of the interpreter would destroy the
+    client that this thread uses, and the process would crash.
+    """
+    atexit.unregister(_exit_without_destructors)
+    if "jax._src.api" in sys.modules:
+        atexit.unregister(sys.modules["jax._src.api"].clean_up)
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+    os._exit(code)
 
 
 def explain(error: BaseException) -> str | None:

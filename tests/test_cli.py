@@ -33,7 +33,7 @@ def define_flags():
     flags.DEFINE_string("workdir", None, "where to write")
     flags.DEFINE_integer("seed", 0, "seed")
     flags.DEFINE_enum("then", "print", ["print", "user", "fault", "full", "forbidden", "wait",
-                                        "cause", "many", "root"], "what to do")
+                                        "cause", "many", "root", "compile"], "what to do")
 
 def main(argv):
     then = flags.FLAGS.then
@@ -51,6 +51,17 @@ def main(argv):
     if then == "wait":
         print("ready", flush=True)
         import time; time.sleep(60)
+    if then == "compile":
+        import atexit, jax
+        def sorts(x):
+            for i in range(60):
+                x = jax.lax.sort(x + i)
+            return x
+        lowered = jax.jit(sorts).lower(jax.numpy.ones((4, 4)))
+        atexit.register(print, "the exit handler ran")
+        print("ready", flush=True)
+        lowered.compile()
+        print("the compilation ended too early for this test")
     if then == "many":
         for i in range(100000): print(i)
     if then == "root":
@@ -258,6 +269,23 @@ def test_ctrl_c_says_how_to_continue(command):
     _, stderr = process.communicate(timeout=20)
     assert process.returncode == 130
     assert stderr == "interrupted; run the same command again to continue\n"
+
+
+def test_ctrl_c_during_a_compilation_runs_the_exit_handlers_and_does_not_crash(command):
+    process = subprocess.Popen(
+        [sys.executable, str(command.home / "command_under_test.py"), "--then=compile"],
+        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu",
+             "JAX_ENABLE_COMPILATION_CACHE": "false"},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+    assert process.stdout.readline() == "ready\n"
+    time.sleep(0.3)
+    process.send_signal(signal.SIGINT)
+    stdout, stderr = process.communicate(timeout=60)
+    # A crash would give the number of a signal: a thread of XLA still compiles.
+    assert process.returncode == 130, stderr
+    assert stderr == "interrupted; run the same command again to continue\n"
+    assert stdout == "the exit handler ran\n"
 
 
 def test_a_closed_pipe_ends_the_command_silently(command):

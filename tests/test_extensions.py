@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import importlib
 import json
 import sys
@@ -20,7 +21,7 @@ from coa_jax.settings import build, complete
 from coa_jax.tasks import SOURCES, Graders, GradersConfig, load_tasks
 from coa_jax.tasks.checks import REWARDS
 from coa_jax.tools.base import ToolContext, call
-from coa_jax.tools.make import TOOLS, ToolsConfig, make_tools
+from coa_jax.tools.make import TOOLS, ToolsConfig, make_tools, tools_for
 from coa_jax.tools.web_search import PROVIDERS
 from tests.own_files import FILES, install
 from tests.tasks.finished import finished
@@ -60,6 +61,18 @@ def test_a_tool_of_ones_own_may_take_the_place_of_one_that_is_built_in(folder):
     own = {"wiki_search": {"path": "my_tools:Rivers"}}
     (tool,) = make_tools(ToolsConfig(names=("wiki_search",), own=own))
     assert use(tool, "Norrland").text == "Norrland: the river Ume, the lake Ivo."
+
+
+@pytest.mark.parametrize("group", ["own", "mcp"])
+def test_settings_of_a_tool_that_the_run_does_not_have_are_refused(folder, group):
+    settings = {"own": {"path": "my_tools:Shout"}, "mcp": {"url": "http://localhost:1/mcp"}}[group]
+    config = ToolsConfig(names=("code",), **{group: {"shout": settings}})
+    said = rf"config.tools.{group}.shout has no effect.* config.tools.names has only code; add shout"
+    with pytest.raises(UserError, match=said):
+        make_tools(config)
+    # A protocol without a tag of the tool leaves the tool out together with its settings.
+    both = dataclasses.replace(config, names=("code", "shout"))
+    assert [tool.name for tool in tools_for("code", both)] == ["code"]
 
 
 def test_a_protocol_describes_a_tool_by_its_docstring(folder):

@@ -230,9 +230,15 @@ def make_tools(config: ToolsConfig, described: Mapping[str, str] | None = None) 
             created protocol also has these tags.
 
     Raises:
-        UserError: a name is unknown, a setting, package or key is missing, or programs cannot be
-            isolated on this machine.
+        UserError: a name is unknown, a setting, package or key is missing, programs cannot be
+            isolated on this machine, or ``mcp`` or ``own`` has a tool that ``names`` lacks.
     """
+    for group in ("mcp", "own"):
+        for tag in sorted(set(getattr(config, group)) - set(config.names)):
+            raise UserError(
+                f"config.tools.{group}.{tag} has no effect, because config.tools.names has only "
+                f"{', '.join(config.names) or 'no tools'}; add {tag} to config.tools.names"
+            )
     passages = read_corpus(config.corpus) if config.corpus else None
     check_retrieval(config.retrieval, config.encoder)
     load = functools.partial(load_retriever, config.retrieval, config.encoder)
@@ -336,7 +342,11 @@ def tools_for(
         known = get_protocol(protocol).tools
         pairs = zip(config.names, config.tags, strict=True)
         kept = tuple(name for name, tag in pairs if tag in known)
-        config = dataclasses.replace(config, names=kept, protocol="")
+        groups = {
+            group: {tag: x for tag, x in getattr(config, group).items() if tag in kept}
+            for group in ("mcp", "own")
+        }
+        config = dataclasses.replace(config, names=kept, protocol="", **groups)
     return make_tools(config, described)
 
 
