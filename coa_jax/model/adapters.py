@@ -10,6 +10,7 @@ import dataclasses
 import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import ml_dtypes
 import numpy as np
@@ -69,8 +70,8 @@ def read_adapter(folder: Path) -> Adapter | None:
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(f"{path}: base_model_name_or_path is missing: name the base model there")
-    rank = check(config.get("r"), Count, f"{path}: r")
-    alpha = check(config.get("lora_alpha"), Positive, f"{path}: lora_alpha")
+    rank: Any = check(config.get("r"), Count, f"{path}: r")
+    alpha: Any = check(config.get("lora_alpha"), Positive, f"{path}: lora_alpha")
     return Adapter(folder, base, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))
 
 
