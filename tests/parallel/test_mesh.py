@@ -43,8 +43,9 @@ def test_devices_that_do_nothing_of_their_own_are_told_of(caplog):
     assert training_mesh(MeshConfig(), rows=3) is None
     assert caplog.text == ""
     mesh = AbstractMesh((2, 4, 1), AXES, axis_types=(AxisType.Auto,) * 3)
+    devices = jax.devices()[:1] * 16
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(jax, "device_count", lambda: 16)
+        patch.setattr(jax, "devices", lambda: devices)
         patch.setattr(placement, "make_mesh", lambda *_: mesh)
         training_mesh(MeshConfig(2, 4), rows=12)
     assert "the mesh has 8 of 16 devices" in caplog.text
