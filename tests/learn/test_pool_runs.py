@@ -103,7 +103,7 @@ def test_a_stream_with_a_pool_that_is_killed_goes_on_with_the_same_pool(folder):
     config = config_of("pool", folder)
     run_rl(folder / name, config)
     pool, records = known_after(config, folder / name)
-    assert [record.step for record in records] == list(range(1, 9))
+    assert [record.composition.step for record in records] == list(range(1, 9))
     assert saved(folder / name) == pool.known
     found = rl.repeat(config, folder / name)
     assert found.steps == 8 and found.identical, str(found)
