@@ -82,7 +82,7 @@ def test_a_run_with_a_pool_is_a_function_of_its_seed(folder):
     assert asked[0] == asked[1]
     pool, records = known_after(config, folder / "whole")
     assert saved(folder / "whole") == saved(folder / "parts") == pool.known
-    examined = [index for record in records for index in record.examined]
+    examined = [index for record in records for index in record.composition.examined]
     assert examined == sorted(examined)
     if examined == list(range(len(examined))):
         pytest.skip("no task rests: what is sampled depends on the last bits of this JAX and CPU")
@@ -103,7 +103,7 @@ def test_a_stream_with_a_pool_that_is_killed_goes_on_with_the_same_pool(folder):
     config = config_of("pool", folder)
     run_rl(folder / name, config)
     pool, records = known_after(config, folder / name)
-    assert [record.step for record in records] == list(range(1, 9))
+    assert [record.composition.step for record in records] == list(range(1, 9))
     assert saved(folder / name) == pool.known
     found = rl.repeat(config, folder / name)
     assert found.steps == 8 and found.identical, str(found)

@@ -106,7 +106,10 @@ def test_two_processes_ask_the_same_tasks_of_a_pool_and_measure_the_same(folder)
     files = sorted(path.name for path in (two / "evaluations").iterdir())
     assert files == [f"rl-{step:08d}-{process}.jsonl" for step in (1, 2, 3) for process in (0, 1)]
     asked = [
-        [(record.examined, record.scores) for record in StepLog(run / "steps.jsonl", False).read()]
+        [
+            (record.composition.examined, record.composition.scores)
+            for record in StepLog(run / "steps.jsonl", False).read()
+        ]
         for run in (one, two)
     ]
     assert asked[0] == asked[1]
