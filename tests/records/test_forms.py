@@ -200,7 +200,7 @@ def test_rows_that_cannot_be_learned_are_counted_with_their_places(tmp_path, cap
     said = f"rows left out: 3, because an observation is never closed ({path}: row 2, "
     assert said in caplog.text
     assert f"{path}: row 4, ...)" in caplog.text
-    found = [row.number for row in iterate_records(path) if isinstance(row, LeftOut)]
+    found = [row.row.number for row in iterate_records(path) if isinstance(row, LeftOut)]
     assert found == [2, 4, 5]
     path.write_text(json.dumps([bad]))
     with pytest.raises(UserError, match=r"row 1: an observation is never closed; none of the 1"):
