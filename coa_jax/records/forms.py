@@ -348,7 +348,7 @@ def _answer(rules: Protocol, parts: Parts) -> str:
 
 
 def _gold(value: Mapping[str, Any]) -> tuple[str, ...]:
-    found = next((value[key] for key in _GOLD if value.get(key) is not None), [])
+    found: Any = next((value[key] for key in _GOLD if value.get(key) is not None), [])
     answers = found if isinstance(found, list) else [found]
     if not all(isinstance(a, str | int | float) and not isinstance(a, bool) for a in answers):
         raise TypeError("an accepted answer is neither a string nor a number")

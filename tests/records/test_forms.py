@@ -200,7 +200,7 @@ def test_rows_that_cannot_be_learned_are_counted_with_their_places(tmp_path, cap
     said = f"rows left out: 3, because an observation is never closed ({path}: row 2, "
     assert said in caplog.text
     assert f"{path}: row 4, ...)" in caplog.text
-    found = [row.number for row in iterate_records(path) if isinstance(row, LeftOut)]
+    found = [row.row.number for row in iterate_records(path) if isinstance(row, LeftOut)]
     assert found == [2, 4, 5]
     path.write_text(json.dumps([bad]))
     with pytest.raises(UserError, match=r"row 1: an observation is never closed; none of the 1"):
@@ -399,6 +399,7 @@ DAMAGED = {
     ":1: nested too deeply|:1: not JSON": "{" + '"a":{' * 100_000,
     "row 2: not JSON": f"[{ROW}, {ROW[:-9]}",
     "row 1: not JSON: Extra data": f"[{ROW} {ROW}]",
+    "row 1: nested more than 100 levels": f'[{ROW[:-1]}, "more": {"[" * 101}{"]" * 101}}}]',
     "row 1: NaN is not JSON": '[{"instruction": NaN}]',
     "row 1: expected an object, found int": "[3]",
     ":2: expected an object, found list": f"{ROW}\n[1]\n",
