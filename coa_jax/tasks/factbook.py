@@ -73,7 +73,7 @@ class _Options:
         if not {"wiki_search", "web_search"} & set(get_protocol(self.protocol).tools):
             raise UserError(f"factbook: protocol={self.protocol} has no search; use mhqa or web")
         if not sum(self.shares.values()):
-            raise UserError("factbook: all weights are 0; give at least one weight above 0")
+            raise UserError("factbook: hops and weights select no questions; give a weight above 0")
 
     @property
     def shares(self) -> dict[int, float]:
