@@ -90,7 +90,7 @@ class CodeTool:
             logging.warning("programs of the model run WITHOUT isolation on this machine")
         else:
             self.isolation = isolation.find_isolation(backend)
-        self.max_output_chars = max_output_chars
+        self.timeout_s, self.max_output_chars = timeout_s, max_output_chars
         self.queue_s = queue_s
         self.remembers = session
         longest = longest_s(timeout_s) if session else timeout_s

@@ -43,7 +43,7 @@ def ended(out: str = "", error: str = "", reason: str = "exit", code: int | None
 def test_it_is_a_tool(tool):
     assert isinstance(tool, Tool)
     assert tool.name == "code"
-    assert tool.deadline > 3.0 + tool.queue_s
+    assert tool.deadline > tool.timeout_s + tool.queue_s
 
 
 def test_a_program_that_went_well_gives_its_output(tool):

@@ -11,6 +11,7 @@ from coa_jax.errors import UserError
 from coa_jax.tools.base import Observation, Tool, ToolContext, call
 from coa_jax.tools.code import CodeTool
 from coa_jax.tools.factbook_pages import Passage
+from coa_jax.tools.make import StoreConfig
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded
 from coa_jax.tools.wiki_search import WikiSearch
@@ -119,6 +120,6 @@ def test_a_recording_that_cannot_be_written_is_a_fault(store):
     assert ask(recording, "a").outcome == "fault"
 
 
-def test_unknown_modes_are_refused(store):
+def test_unknown_modes_are_refused():
     with pytest.raises(UserError, match="cache, record, replay"):
-        Recorded(Counting(), store, "rewind")
+        StoreConfig(mode="rewind")
