@@ -92,8 +92,8 @@ class GradersConfig(Bounded):
         private_tests: folder with one file of tests per question, named by the question id; "" to
             use the tests in the question file.
         programs: maximum number of programs that are graded concurrently.
-        maths_s: time limit for comparing two mathematical expressions, in seconds. If the time is
-            exceeded, the answer counts as wrong.
+        maths_s: time limit for comparing two mathematical expressions, in seconds of processor
+            time. If the time is exceeded, the answer counts as wrong.
     """
 
     answer: Annotated[str, Named(REWARDS)] = "exact_match"

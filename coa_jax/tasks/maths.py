@@ -129,13 +129,13 @@ def same_expression(answer: str | None, gold: str, timeout: float = 10.0) -> boo
         answer: answer of the policy, with or without ``\boxed`` and dollar signs. None, which means
             that the policy gave no answer, is wrong.
         gold: accepted answer, with or without ``\boxed`` and dollar signs.
-        timeout: time limit of the comparison in seconds, after which the answer counts as wrong.
-            Before the comparison starts, the function waits for a free process, for up to six times
-            ``timeout``.
+        timeout: time limit of the comparison in seconds of processor time, after which the answer
+            counts as wrong.
 
     Raises:
         UserError: math-verify is not installed.
-        MathsUnsureError: all processes are busy with other comparisons for too long.
+        MathsUnsureError: there is no result after six times ``timeout``, because the machine or
+            all processes are busy.
     """
     if answer is None:
         return False

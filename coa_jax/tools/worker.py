@@ -70,27 +70,31 @@ class Workers:
 
         Args:
             arguments: arguments of the function.
-            timeout: time limit of the call in seconds.
-            wait: maximum time in seconds to wait for a free process. If None, ``timeout`` limits
-                the total time of waiting and of the call.
+            timeout: time limit of the call in seconds. If ``wait`` is given, only the processor
+                time of the call counts, so the outcome does not depend on the load of the machine.
+            wait: maximum time in seconds to wait for a free process and for the result. If None,
+                ``timeout`` limits this time.
 
         Raises:
-            WorkerBusyError: no process was free in time, or no process can be started.
+            WorkerBusyError: no process was free in time, no process can be started, or the result
+                did not arrive within ``wait``.
             WorkerTimeoutError: the call took longer than ``timeout``.
             WorkerError: the function raised an exception, or the process died.
         """
-        end = time.monotonic() + timeout
+        end = time.monotonic() + (timeout if wait is None else wait)
         try:
-            process = self._free.get(timeout=max(timeout if wait is None else wait, 0.0))
+            process = self._free.get(timeout=max(end - time.monotonic(), 0.0))
         except queue.Empty:
             raise WorkerBusyError("no process was free in time") from None
-        if wait is not None:
-            end = time.monotonic() + timeout
         try:
             if process is None or not process.alive:
                 process = _Process(self._function)
                 end += process.start_s
-            return process.ask(arguments, end - time.monotonic())
+            return process.ask(arguments, timeout, end - time.monotonic())
+        except WorkerBusyError as error:
+            if wait is None:
+                raise WorkerTimeoutError(f"it took longer than {timeout:.3g} seconds") from error
+            raise
         finally:
             self._free.put(process)
 
@@ -122,20 +126,19 @@ class _Process:
     def alive(self) -> bool:
         return self._kill.alive and self._process.poll() is None
 
-    def ask(self, arguments: tuple[Any, ...], timeout: float) -> Any:
-        timeout = max(timeout, 0.001)
-        answer = self._answer(timeout, (timeout, arguments))
+    def ask(self, arguments: tuple[Any, ...], timeout: float, wait: float) -> Any:
+        answer = self._answer(max(wait, 0.001), (max(timeout, 0.001), arguments))
         if "error" in answer:
             raise WorkerError(answer["error"])
         return answer["value"]
 
-    def _answer(self, timeout: float, request: Any = None) -> Any:
+    def _answer(self, wait: float, request: Any = None) -> Any:
         """Sends a request, unless it is None, and reads an answer.
 
         Answers are JSON, because unpickling what a worker sends would not be safe.
         """
-        end = time.monotonic() + timeout
-        watchdog = threading.Timer(timeout, self._process.kill)
+        end = time.monotonic() + wait
+        watchdog = threading.Timer(wait, self._process.kill)
         watchdog.daemon = True  # must not delay the end of this process
         watchdog.start()
         try:
@@ -146,8 +149,10 @@ class _Process:
             self._kill()
             if not isinstance(error, EOFError | OSError):
                 raise
+            if self._process.returncode == -signal.SIGPROF:
+                raise WorkerTimeoutError("it took too much processor time") from None
             if time.monotonic() >= end:
-                raise WorkerTimeoutError(f"it took longer than {timeout:.3g} seconds") from None
+                raise WorkerBusyError(f"no result came within {wait:.3g} seconds") from None
             raise WorkerError("the process died") from error
         finally:
             watchdog.cancel()
@@ -183,10 +188,10 @@ def serve() -> None:
             timeout, arguments = connection.recv()
         except EOFError:
             return
-        signal.setitimer(signal.ITIMER_REAL, timeout + 1.0)  # by default the signal kills
+        signal.setitimer(signal.ITIMER_PROF, timeout)  # counts processor time; the signal kills
         try:
             answer = {"value": call(*arguments)}
         except Exception as error:  # noqa: BLE001 - an exception of any kind is an answer
             answer = {"error": f"{type(error).__name__}: {error}"[:500]}
-        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
         connection.send_bytes(json.dumps(answer).encode())

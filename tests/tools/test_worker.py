@@ -55,15 +55,19 @@ def test_what_goes_wrong_is_an_error_and_the_next_call_works(workers, what):
     assert workers.ask("echo", 1, timeout=20)[1] == 1
 
 
-def test_waiting_for_others_does_not_take_a_calls_own_time():
+def test_neither_waiting_for_others_nor_a_busy_machine_takes_a_calls_own_time():
     one = Workers("tests.tools.test_worker:act", count=1)
     one.ask("echo", timeout=30)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(one.ask, "sleep", 1.5, timeout=30)
         time.sleep(0.3)
-        second = threads.submit(one.ask, "sleep", 0.5, timeout=1.0, wait=30.0)
-        assert second.result()[1] == 0.5
+        second = threads.submit(one.ask, "sleep", 1.0, timeout=0.5, wait=30.0)
+        assert second.result()[1] == 1.0
         assert first.done()
+    with pytest.raises(WorkerTimeoutError):
+        one.ask("loop", timeout=0.5, wait=60.0)
+    with pytest.raises(WorkerBusyError, match="no result came within"):
+        one.ask("sleep", 30, timeout=30.0, wait=0.5)
 
 
 def test_an_endless_call_is_killed_in_time(workers):
