@@ -91,7 +91,7 @@ def test_a_record_without_the_requests_of_the_program_is_refused(finished, folde
     rows_ = [json.loads(line) for line in (finished / "steps.jsonl").read_text().splitlines()]
     del rows_[0]["samples"][0][0]["recorded_turns"]
     (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_))
-    config = rl_config(folder / "model", folder / "tasks.jsonl", **CHANGES)
+    config = rl_config(folder / "model", folder / "tasks.jsonl", agent=AGENT, **CHANGES)
     with pytest.raises(UserError, match="lacks the requests of the agent program"):
         repeat(config, tmp_path)
 
