@@ -67,7 +67,7 @@ def test_a_tool_of_ones_own_may_take_the_place_of_one_that_is_built_in(folder):
 def test_settings_of_a_tool_that_the_run_does_not_have_are_refused(folder, group):
     settings = {"own": {"path": "my_tools:Shout"}, "mcp": {"url": "http://localhost:1/mcp"}}[group]
     config = ToolsConfig(names=("code",), **{group: {"shout": settings}})
-    said = rf"config.tools.{group}.shout has no effect.* config.tools.names has only code; add shout"
+    said = rf"config.tools.{group}.shout has no effect.* has only code; add shout to"
     with pytest.raises(UserError, match=said):
         make_tools(config)
     # A protocol without a tag of the tool leaves the tool out together with its settings.

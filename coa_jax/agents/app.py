@@ -2,23 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections import defaultdict
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Mapping
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from coa_jax.agents.program import Outcome, ProgramError
-from coa_jax.agents.session import Place, Session
-from coa_jax.engine.engine import Engine
-from coa_jax.model.api import Model
-from coa_jax.protocol import Prompt
+from coa_jax.agents.program import MODEL, Outcome, ProgramError
+from coa_jax.agents.session import Session
 from coa_jax.serve.app import handle_errors
 from coa_jax.serve.chat import chat_completion, read_messages
-from coa_jax.serve.config import ServeConfig
 from coa_jax.serve.errors import error_response
 from coa_jax.serve.exchange import check_length, make_visit
 from coa_jax.serve.samples import Event, Visit
@@ -30,57 +27,12 @@ from coa_jax.web.errors import Refused
 from coa_jax.web.guard import Guard, Rules, body_of
 from coa_jax.web.refusals import RefusalLog
 
-MODEL = "policy"
-"""Name of the model at the endpoint; requests may contain any other name."""
-
-_ROUTES = ("/health", "/reward", "/v1/models", "/v1/chat/completions")
-
-
-@dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
-class Asked(Visit):
-    """A request of an agent program while the rollout loop serves the request.
-
-    Attributes:
-        session: session of the program.
-        place: point in the session's tree of turns at which the request continues.
-    """
-
-    session: Session
-    place: Place
-
 
 class Sessions(Service):
     """Serves the policy to the sessions of many agent programs.
 
-    Attributes:
-        by_key: open sessions, by the key that their programs send with each request.
+    The metadata of each request contain its ``session``, and its ``place`` in the tree of turns.
     """
-
-    def __init__(
-        self,
-        model: Model,
-        engines: Sequence[Engine],
-        config: ServeConfig,
-        version: int,
-        most: int,
-        *,
-        recompute: bool = False,
-    ):
-        """Sets up the service.
-
-        Args:
-            model: the policy; only its tokenizer and its architecture are used.
-            engines: decoding engines with the weights of ``version``.
-            config: settings of the server.
-            version: policy version of the engines' weights.
-            most: maximum number of requests per session.
-            recompute: whether running requests recompute their KV cache when weights change.
-        """
-        super().__init__(
-            model, engines, (), config, Prompt("brief"), version=version, recompute=recompute
-        )
-        self.by_key: dict[str, Session] = {}
-        self._most = most
 
     def prepare(self, session: Session, _: Service, body: ChatRequest) -> Visit:
         """Converts the body of a chat request into a request for the rollout loop.
@@ -102,84 +54,75 @@ class Sessions(Service):
         if messages[-1][0] == "assistant":
             raise Refused(400, "the last message is the assistant's; add a user's", "messages")
         session.asked += 1
-        if session.asked > self._most:
+        if session.asked > session.most:
             session.ended_by = session.ended_by or StopReason.TURNS
-            raise Refused(400, f"a session may make {self._most} requests (agent.max_requests)")
+            raise Refused(400, f"a session may make {session.most} requests (agent.max_requests)")
         try:
             before, new = session.known(messages)
             check_length(self.model.tokenizer, [text for _, text in new], length, "messages")
             place = session.place(before, new)
-            room = length - len(place.prompt)
+            prompt = place.prompt
+            room = length - len(prompt)
             if room < 1:
                 raise Refused(
-                    400, f"the conversation has {len(place.prompt)} tokens; this model's maximum "
+                    400, f"the conversation has {len(prompt)} tokens; this model's maximum "
                     f"context length is {length} tokens", "messages"
                 )  # fmt: skip
         except Refused:
             session.ended_by = session.ended_by or StopReason.LENGTH
             raise
-        visit = make_visit(
-            self, body, place.prompt, min(body.limit or room, room), calls=body.calls
+        limit = min(body.limit or room, room)
+        return dataclasses.replace(
+            make_visit(self, body, prompt, limit, calls=body.calls),
+            task=session.request.task,
+            seed=session.request.seed,
+            prompt_id=place.number,
+            sampling=session.request.sampling,
+            metadata={"session": session, "place": place},
         )
-        values = {f.name: getattr(visit, f.name) for f in dataclasses.fields(Visit)}
-        request = session.request
-        values |= {
-            "task": request.task,
-            "seed": request.seed,
-            "prompt_id": place.number,
-            "sampling": request.sampling,
-            "metadata": {**request.metadata, "session": session.key},
-        }
-        return Asked(**values, session=session, place=place)
 
     async def events(self, visit: Visit) -> AsyncGenerator[Event, None]:
         """Runs a request like `Service.events`, but records each completion before yielding it."""
-        assert isinstance(visit, Asked)
-        if visit.session.closed:  # the session was closed while its request was being read
+        session: Session = visit.metadata["session"]
+        if session.closed:  # the session was closed while its request was being read
             raise Refused(401, "the session has ended")
         said: dict[int, str] = defaultdict(str)
-        events = super().events(visit)
-        try:
+        async with contextlib.aclosing(super().events(visit)) as events:
             async for event in events:
                 said[event.sample] += event.text
-                if event.trajectory is not None:
-                    self._write_down(visit, said[event.sample], event.trajectory)
+                answer = event.trajectory
+                if answer is not None and answer.stop_reason is StopReason.FAULT:
+                    session.ended_by = StopReason.FAULT
+                elif answer is not None and answer.stop_reason is not StopReason.CANCELLED:
+                    session.add(visit.metadata["place"], said[event.sample], answer)
                 yield event
-        finally:
-            await events.aclose()
-
-    def _write_down(self, visit: Asked, said: str, answer: Trajectory) -> None:
-        session = visit.session
-        if answer.stop_reason is StopReason.FAULT:
-            session.ended_by = StopReason.FAULT
-        elif answer.stop_reason is not StopReason.CANCELLED:
-            session.add(visit.place, said, answer)
 
     def _submit(self, visit: Visit) -> None:
-        assert isinstance(visit, Asked)
-        visit.session.in_engine += len(visit.samples)
+        visit.metadata["session"].in_engine += len(visit.samples)
         super()._submit(visit)
 
     def _ended(self, trajectory: Trajectory) -> None:
-        session = self.by_key.get(trajectory.metadata["session"])
-        if session is not None:
-            session.in_engine -= 1
+        trajectory.metadata["session"].in_engine -= 1
 
-    def running(self, session: Session) -> list[Asked]:
+    def running(self, session: Session) -> list[Visit]:
         """Returns the requests of a session that are running."""
-        return [v for v in self._visits if isinstance(v, Asked) and v.session is session]
+        return [visit for visit in self._visits if visit.metadata["session"] is session]
 
 
-def make_app(service: Sessions, log: RefusalLog) -> FastAPI:
+def make_app(service: Sessions, sessions: Mapping[str, Session], log: RefusalLog) -> FastAPI:
     """Creates the ASGI application.
 
-    Every request must carry the key of an open session as its bearer token.
+    Args:
+        service: serves the completions.
+        sessions: the open sessions by their keys. Every request must carry such a key as its bearer
+            token.
+        log: log of refused requests.
     """
     app = FastAPI(openapi_url=None)
 
     def session_of(request: Request) -> Session:
         key = request.headers.get("authorization", "").partition(" ")[2].strip()
-        return service.by_key[key]
+        return sessions[key]
 
     @app.post("/v1/chat/completions")
     async def chat(request: Request) -> Response:
@@ -212,10 +155,10 @@ def make_app(service: Sessions, log: RefusalLog) -> FastAPI:
 
     handle_errors(app)
     rules = Rules(
-        api_key=service.by_key.__contains__,
+        api_key=sessions.__contains__,
         local=False,  # requests of other machines have a key, too
         max_body=service.config.body_limit,
-        routes=_ROUTES,
+        routes=("/health", "/reward", "/v1/models", "/v1/chat/completions"),
         open=("/health",),
         limits=service.config.limits,
     )

@@ -18,6 +18,9 @@ from coa_jax.agents.config import AGENTS, AgentConfig
 from coa_jax.errors import UserError
 from coa_jax.extensions import bind
 
+MODEL = "policy"
+"""Name of the model at the endpoint; requests may contain any other name."""
+
 _TAIL = 64 << 10  # maximum number of bytes that are kept of a program's output
 _GRACE_S = 10.0  # seconds in which a supervisor (`leash`) must end the program's process tree
 
@@ -61,12 +64,11 @@ class Outcome:
         if value.get("error"):
             raise ProgramError(str(value["error"]))
         answer, reward = value.get("answer"), value.get("reward")
-        number = isinstance(reward, int | float) and math.isfinite(reward)
-        if reward is not None and not number:
-            raise ProgramError(f"its reward is {str(reward)[:200]!r}, not a finite number")
-        return cls(
-            None if answer is None else str(answer), None if reward is None else float(reward)
-        )
+        if reward is not None:
+            if not isinstance(reward, int | float) or not math.isfinite(reward):
+                raise ProgramError(f"its reward is {str(reward)[:200]!r}, not a finite number")
+            reward = float(reward)
+        return cls(None if answer is None else str(answer), reward)
 
     def over(self, other: Outcome) -> Outcome:
         """Returns this outcome; fields that are None get the values of the other outcome."""
@@ -81,17 +83,10 @@ class Access:
     Attributes:
         url: address of the endpoint, without the suffix ``/v1``.
         key: key of the session.
-        model: name of the model, for the field ``model`` of requests.
     """
 
     url: str
     key: str
-    model: str
-
-    @property
-    def base_url(self) -> str:
-        """Base URL for OpenAI clients, with ``/v1``."""
-        return f"{self.url}/v1"
 
 
 Agent = Callable[[Mapping[str, Any], Access], Awaitable[Outcome]]
@@ -119,9 +114,9 @@ def make_agent(config: AgentConfig) -> Agent:
             found = await call(
                 task=dict(task),
                 question=task["question"],
-                base_url=access.base_url,
+                base_url=f"{access.url}/v1",
                 api_key=access.key,
-                model=access.model,
+                model=MODEL,
             )
         except Exception as error:  # the function of a user may raise anything
             raise ProgramError(f"{type(error).__name__}: {error}") from error
@@ -145,14 +140,13 @@ async def run_command(command: list[str], task: Mapping[str, Any], access: Acces
         ProgramError: the program cannot be started, its exit code is not 0, or its outcome is
             invalid.
     """
-    text = json.dumps(task)
     starting = asyncio.ensure_future(
         asyncio.create_subprocess_exec(
             *(sys.executable, "-m", "coa_jax.agents.leash", str(os.getpid()), *command),
             stdin=asyncio.subprocess.PIPE,
             stdout=asyncio.subprocess.PIPE,
             stderr=asyncio.subprocess.PIPE,
-            env=environment(task["question"], access),
+            env=_environment(task["question"], access),
             start_new_session=True,  # Ctrl-C reaches only this process, which ends its programs
         )
     )
@@ -164,45 +158,41 @@ async def run_command(command: list[str], task: Mapping[str, Any], access: Acces
     except OSError as error:  # for example, too many processes or open files
         raise ProgramError(f"no process can be started: {error.strerror}") from error
     assert process.stdin and process.stdout and process.stderr
-    reading = [asyncio.ensure_future(_tail(s)) for s in (process.stdout, process.stderr)]
     try:
-        with contextlib.suppress(OSError):  # the program may exit before it reads its input
-            process.stdin.write(text.encode())
-            await process.stdin.drain()
-        process.stdin.close()
-        printed, errors = await asyncio.gather(*reading)
+        _, printed, errors = await asyncio.gather(
+            _write(process.stdin, json.dumps(task)), _tail(process.stdout), _tail(process.stderr)
+        )
         code = await process.wait()
     finally:
         if process.returncode is None:
             await asyncio.shield(_end(process))
-        for task_ in reading:
-            task_.cancel()
     if code:
-        last = errors.strip().splitlines()[-1:] or ["its standard error is empty"]
-        raise ProgramError(f"exit code {code}: {last[0][:500]}")
-    lines = printed.strip().splitlines()
-    return _said(lines[-1].strip()) if lines else Outcome()
+        *_, last = errors.strip().splitlines() or ["its standard error is empty"]
+        raise ProgramError(f"exit code {code}: {last[:500]}")
+    *_, last = printed.strip().splitlines() or [""]
+    with contextlib.suppress(ValueError):
+        if isinstance(value := json.loads(last), dict):
+            return Outcome.read(value)
+    return Outcome.read(last.strip() or None)
 
 
-def _said(line: str) -> Outcome:
-    """Reads the outcome from the last line that a program printed."""
-    try:
-        value = json.loads(line)
-    except ValueError:
-        return Outcome(line)
-    return Outcome.read(value) if isinstance(value, dict) else Outcome(line)
-
-
-def environment(question: str, access: Access) -> dict[str, str]:
+def _environment(question: str, access: Access) -> dict[str, str]:
     """Returns the environment variables of a program; OpenAI clients read ``OPENAI_...``."""
     return {
         **os.environ,
-        "OPENAI_BASE_URL": access.base_url,
+        "OPENAI_BASE_URL": f"{access.url}/v1",
         "OPENAI_API_KEY": access.key,
-        "OPENAI_MODEL": access.model,
+        "OPENAI_MODEL": MODEL,
         "COA_REWARD_URL": f"{access.url}/reward",
         **({} if "\0" in question or len(question) > _TAIL else {"COA_QUESTION": question}),
     }
+
+
+async def _write(stream: asyncio.StreamWriter, text: str) -> None:
+    with contextlib.suppress(OSError):  # the program may exit before it reads its input
+        stream.write(text.encode())
+        await stream.drain()
+    stream.close()
 
 
 async def _tail(stream: asyncio.StreamReader) -> str:

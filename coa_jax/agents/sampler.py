@@ -5,26 +5,27 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import secrets
-from collections import deque
 from collections.abc import AsyncGenerator, Sequence
 from typing import Any
 
 from absl import logging
 
-from coa_jax.agents.app import MODEL, Sessions, make_app
+from coa_jax.agents.app import Sessions, make_app
 from coa_jax.agents.config import AgentConfig
-from coa_jax.agents.program import Access, Outcome, ProgramError, make_agent
+from coa_jax.agents.program import MODEL, Access, Outcome, ProgramError, make_agent
 from coa_jax.agents.session import Session
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model
 from coa_jax.model.params import DecodeParams
+from coa_jax.protocol import Prompt
 from coa_jax.rollout.request import Request, RolloutConfig
 from coa_jax.serve.config import ServeConfig
 from coa_jax.trajectory import StopReason, Trajectory
 from coa_jax.web.refusals import RefusalLog
 from coa_jax.web.server import Server, address_of, listen
 
+_NOTHING = Outcome()
 _HOPELESS = 8
 """Number of failed programs after which the run stops if no program has succeeded before."""
 
@@ -61,6 +62,7 @@ class AgentSampler:
         longest = min(rollout.max_tokens, shapes.max_length)
         slots = sum(engine.config.slots for engine in engines)
         self._room = config.concurrency or slots
+        self._places = asyncio.Semaphore(0)  # limits the number of running programs
         served = ServeConfig(
             model="", name=MODEL, host=config.host, port=config.port, api_key_env="", protocol="",
             max_waiting=64 * (slots + self._room), max_samples=64, max_body=1 << 24,
@@ -68,39 +70,36 @@ class AgentSampler:
             engine=dataclasses.replace(shapes, max_length=longest),
         )  # fmt: skip
         self._service = Sessions(
-            model, engines, served, version, config.max_requests, recompute=recompute
+            model, engines, (), served, Prompt("brief"), version=version, recompute=recompute
         )
+        self._by_key: dict[str, Session] = {}  # open sessions
         self._version = version
         self._listener = listen(config.host, config.port, "give another agent.port or agent.host")
         self._url = address_of(self._listener)
-        self._waiting: deque[tuple[Request, int]] = deque()
-        self._running: dict[asyncio.Task[Trajectory], Session] = {}
-        self._refused: list[Trajectory] = []
-        self._news = asyncio.Event()
+        self._running: dict[asyncio.Task[Any], Session] = {}  # and waiting for a place
+        self._ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         self._failures: int | None = 0  # number of failures; None once a program has succeeded
         self._warned = False
 
     def submit(self, request: Request) -> None:
         """Implements `Sampler`."""
-        self._waiting.extend((request, sample) for sample in request.samples)
-        self._news.set()
+        for sample in request.samples:
+            tokenizer, most = self._service.model.tokenizer, self._config.max_requests
+            session = Session(tokenizer, request, sample, self._version, most)
+            task = asyncio.create_task(self._run(session))
+            task.add_done_callback(self._ended.put_nowait)
+            self._running[task] = session
 
-    def cancel(self, request: Request) -> None:
-        """Implements `Sampler`."""
-        for pair in [pair for pair in self._waiting if pair[0] is request]:
-            self._waiting.remove(pair)
-            session = self._session(*pair)
-            self._refused.append(self._finished(session, StopReason.CANCELLED, Outcome(), 0.0))
+    def cancel(self, request: Request | None = None) -> None:
+        """Implements `Sampler`; without a request, the method cancels the samples of all requests.
+
+        Programs that are ending are left alone, because the cancellation would interrupt their
+        cleanup.
+        """
         for task, session in self._running.items():
-            if session.request is request:
-                self._end(task, session)
-        self._news.set()
-
-    def _end(self, task: asyncio.Task[Trajectory], session: Session) -> None:
-        """Cancels a program, but only once: a second cancellation would interrupt its cleanup."""
-        if not session.cancelled:
-            session.cancelled = True
-            task.cancel()
+            wanted = request is None or session.request is request
+            if wanted and not (session.closed or task.cancelling()):
+                task.cancel()
 
     def publish(self, weights: Sequence[DecodeParams] | None, version: int) -> None:
         """Loads new weights into the engines, like `EngineSampler.publish`."""
@@ -109,10 +108,12 @@ class AgentSampler:
 
     def oldest(self, request: Request) -> int | None:
         """Implements `Sampler`."""
-        sessions = [s for s in self._running.values() if s.request is request]
-        found = [session.oldest for session in sessions]
-        running = [visit for session in sessions for visit in self._service.running(session)]
-        found += [self._service.sampler.oldest(visit) for visit in running]
+        found: list[int | None] = []
+        for session in self._running.values():
+            if session.request is request:
+                found += [turn.answer.metadata["policy_versions"][0][1] for turn in session.turns]
+                visits = self._service.running(session)
+                found += [self._service.sampler.oldest(visit) for visit in visits]
         return min((version for version in found if version is not None), default=None)
 
     def figures(self) -> dict[str, float]:
@@ -127,53 +128,55 @@ class AgentSampler:
         log = RefusalLog()
         service = self._service
         async with service:
-            server = Server(make_app(service, log), service.config.limits, log)
+            app = make_app(service, self._by_key, log)
+            server = Server(app, service.config.limits, log)
             serving = asyncio.create_task(server.serve([self._listener]))
+            for task in (serving, service.loop):
+                task.add_done_callback(self._ended.put_nowait)
+            for _ in range(self._room):
+                self._places.release()
             try:
                 while True:
-                    for trajectory in self._begin():
-                        yield trajectory
-                    news = asyncio.create_task(self._news.wait())
-                    ends = {*self._running, news, serving, service.loop}
-                    await asyncio.wait(ends, return_when=asyncio.FIRST_COMPLETED)
-                    news.cancel()
-                    self._news.clear()
-                    for broken in (service.loop, serving):
-                        if broken.done():
-                            broken.result()
-                            raise RuntimeError("the endpoint of the agent programs has stopped")
-                    for task in [task for task in self._running if task.done()]:
-                        session = self._running.pop(task)
-                        if task.cancelled():  # the program was cancelled before it started
-                            yield self._finished(session, StopReason.CANCELLED, Outcome(), 0.0)
-                        else:
-                            yield task.result()
+                    ended = await self._ended.get()
+                    if ended not in self._running:
+                        ended.result()
+                        raise RuntimeError("the endpoint of the agent programs has stopped")
+                    session = self._running.pop(ended)
+                    if ended.cancelled():  # before the program started
+                        yield self._finished(session, StopReason.CANCELLED)
+                    else:
+                        yield ended.result()
             finally:
-                for task, session in self._running.items():
-                    self._end(task, session)
+                self.cancel()
                 await asyncio.gather(*self._running, return_exceptions=True)
                 server.should_exit = True
                 await asyncio.gather(serving, return_exceptions=True)
 
-    def _begin(self) -> list[Trajectory]:
-        """Starts waiting programs up to the limit; returns samples that were cancelled before."""
-        refused, self._refused = self._refused, []
-        while self._waiting and len(self._running) < self._room:
-            session = self._session(*self._waiting.popleft())
-            self._running[asyncio.create_task(self._run(session))] = session
-        return refused
-
-    def _session(self, request: Request, sample: int) -> Session:
-        key = secrets.token_urlsafe(24)
-        return Session(self._service.model.tokenizer, request, sample, self._version, key)
-
     async def _run(self, session: Session) -> Trajectory:
         """Runs a program until it ends; returns a trajectory even if the program fails."""
-        clock, task = asyncio.get_running_loop().time, session.request.task
-        began, outcome, fault = clock(), Outcome(), ""
-        self._service.by_key[session.key] = session
+        clock = asyncio.get_running_loop().time
+        async with self._places:
+            began = clock()
+            reason, outcome, fault = await self._ended_program(session)
+        if session.ended_by is StopReason.FAULT:
+            reason, fault = StopReason.FAULT, "the policy's log-probabilities are not finite"
+        outcome = outcome.over(session.given)
+        if not session.turns and reason is StopReason.EOS:  # the outcome is not the policy's
+            reason, fault = StopReason.FAULT, _unanswered(session)
+        if reason is StopReason.EOS and outcome != _NOTHING:
+            reason = StopReason.ANSWER
+        if reason is not StopReason.CANCELLED:
+            self._count(session, reason, fault)
+        return self._finished(session, reason, outcome, clock() - began, fault)
+
+    async def _ended_program(self, session: Session) -> tuple[StopReason, Outcome, str]:
+        """Runs a program, and closes its session; returns the stop reason, outcome and fault."""
+        task, outcome, fault = session.request.task, _NOTHING, ""
+        session.version = self._version
+        key = secrets.token_urlsafe(24)
+        self._by_key[key] = session
         given = {"id": task.id, "question": task.question, "metadata": dict(task.metadata)}
-        access = Access(self._url, session.key, MODEL)
+        access = Access(self._url, key)
         try:
             async with asyncio.timeout(self._config.seconds):
                 outcome = await self._agent({**given, "sample": session.sample}, access)
@@ -186,31 +189,14 @@ class AgentSampler:
             # Most programs fail if a request is refused because a budget is used up. The stop
             # reason is then this budget, and not a fault.
             reason, fault = session.ended_by or StopReason.FAULT, str(error)
-        await self._leave(session)
-        if session.ended_by is StopReason.FAULT:
-            reason, fault = StopReason.FAULT, "the policy's log-probabilities are not finite"
-        outcome = outcome.over(session.given)
-        said = outcome.answer is not None or outcome.reward is not None
-        if not session.turns and reason is StopReason.EOS:  # the outcome is not the policy's
-            reason, fault = StopReason.FAULT, _unanswered(session)
-        if reason is StopReason.EOS and said:
-            reason = StopReason.ANSWER
-        if reason is not StopReason.CANCELLED:
-            self._count(session, reason, fault)
-        about = {"fault": fault} if fault else {}
-        return self._finished(session, reason, outcome, clock() - began, **about)
-
-    async def _leave(self, session: Session) -> None:
-        """Closes a session, and waits until the engines hold none of its requests.
-
-        Without waiting, new weights could be loaded while a request is still running.
-        """
         session.closed = True
         for visit in self._service.running(session):
             self._service.sampler.cancel(visit)
+        # Without waiting, new weights could be loaded while a request is still running.
         while session.in_engine and self._service.healthy:
             await asyncio.sleep(0.005)
-        del self._service.by_key[session.key]
+        del self._by_key[key]
+        return reason, outcome, fault
 
     def _count(self, session: Session, reason: StopReason, fault: str) -> None:
         """Logs the first failure, and stops the run if the first programs all fail.
@@ -221,8 +207,15 @@ class AgentSampler:
             UserError: the first `_HOPELESS` programs have failed.
         """
         if reason is not StopReason.FAULT:
-            self._warn_without_turns(session, reason)
-            self._failures = None if session.turns else self._failures
+            if session.turns:
+                self._failures = None
+            elif not self._warned:
+                self._warned = True
+                logging.warning(
+                    "the agent's program ended on task %s (stop reason %s) without a completion of "
+                    "the policy, so no token of it can be trained: %s; further such samples get no "
+                    "warning", session.request.task.id, reason, _unanswered(session)
+                )  # fmt: skip
         elif self._failures is not None:
             self._failures += 1
             if self._failures == 1:
@@ -235,38 +228,25 @@ class AgentSampler:
                     f"the agent's program failed {_HOPELESS} times and never succeeded: {fault}"
                 )
 
-    def _warn_without_turns(self, session: Session, reason: StopReason) -> None:
-        if session.turns or self._warned:
-            return
-        self._warned = True
-        logging.warning(
-            "the agent's program ended on task %s (stop reason %s) without a completion of the "
-            "policy, so no token of it can be trained: %s; further such samples get no warning",
-            session.request.task.id, reason, _unanswered(session)
-        )  # fmt: skip
-
     def _finished(
         self,
         session: Session,
         reason: StopReason,
-        outcome: Outcome,
-        seconds: float,
-        **about: Any,
+        outcome: Outcome = _NOTHING,
+        seconds: float = 0.0,
+        fault: str = "",
     ) -> Trajectory:
         request = session.request
-        return session.trajectory(
-            reason,
-            outcome,
-            {
-                "source": request.task.source,
-                "prompt_id": request.prompt_id,
-                "seconds": round(seconds, 3),
-                "sampling": {"seed": request.seed, **dataclasses.asdict(request.sampling)},
-                "rollout": dataclasses.asdict(self._rollout),
-                "agent_turns": len(session.turns),
-                **about,
-            },
-        )
+        about = {
+            "source": request.task.source,
+            "prompt_id": request.prompt_id,
+            "seconds": round(seconds, 3),
+            "sampling": {"seed": request.seed, **dataclasses.asdict(request.sampling)},
+            "rollout": dataclasses.asdict(self._rollout),
+            "agent_turns": len(session.turns),
+            **({"fault": fault} if fault else {}),
+        }
+        return session.trajectory(reason, outcome, about)
 
 
 def _unanswered(session: Session) -> str:

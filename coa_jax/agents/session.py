@@ -26,29 +26,47 @@ from coa_jax.serve.functions import Message, further_ids, prompt_ids, same_turn
 from coa_jax.trajectory import Author, SegmentSpan, StopReason, Trajectory
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Turn:
-    """A request of an agent program, and one completion of the request.
+@dataclasses.dataclass(frozen=True)
+class Place:
+    """The point in the tree of turns that a request continues.
 
     Attributes:
         before: the turn that the request continues; None if the request starts a conversation.
         messages: new messages of the request.
         added: token ids of the new messages, up to the beginning of the policy's turn.
-        said: text of the completion as the program received it.
-        answer: trajectory of the completion. The tokens of the trajectory are all earlier token
-            ids, ``added``, and the new tokens of the policy.
+        number: number that identifies the prompt in the session, and from which the sampling seed
+            is derived.
     """
 
     before: Turn | None
     messages: tuple[Message, ...]
     added: tuple[int, ...]
+    number: int
+
+    @property
+    def prompt(self) -> tuple[int, ...]:
+        """Token ids of the whole conversation, up to the beginning of the policy's turn."""
+        return (*(self.before.answer.tokens.tolist() if self.before else ()), *self.added)
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Turn:
+    """A request of an agent program, and one completion of the request.
+
+    Attributes:
+        place: point at which the request continued the tree of turns.
+        said: text of the completion as the program received it.
+        answer: trajectory of the completion: the prompt, and the new tokens of the policy.
+    """
+
+    place: Place
     said: str
     answer: Trajectory
 
     @property
     def path(self) -> tuple[Turn, ...]:
         """All turns of the conversation, from the first to this one."""
-        return (*self.before.path, self) if self.before else (self,)
+        return (*(self.place.before.path if self.place.before else ()), self)
 
     def is_said(self, message: Message) -> bool:
         """Returns whether a message repeats the completion of this turn.
@@ -62,35 +80,16 @@ class Turn:
         return role == "assistant" and (whole or same_turn(text, said))
 
 
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """The point in the tree of turns that a request continues.
-
-    Attributes:
-        before: the turn that the request continues; None if the request starts a conversation.
-        messages: new messages of the request.
-        added: token ids of the new messages, up to the beginning of the policy's turn.
-        prompt: token ids of the whole conversation, up to the beginning of the policy's turn.
-        number: number that identifies this prompt in the session, and from which the sampling seed
-            is derived.
-    """
-
-    before: Turn | None
-    messages: tuple[Message, ...]
-    added: tuple[int, ...]
-    prompt: tuple[int, ...]
-    number: int
-
-
 class Session:
     """The tree of turns of one sample.
 
-    Several threads may use a session at the same time.
+    Several threads may call `known` and `place` at the same time, but only one thread calls `add`.
 
     Attributes:
         request: the trainer's request for the samples of a task.
         sample: index of the sample among the samples of the task.
-        key: key by which the endpoint identifies the session.
+        most: maximum number of requests.
+        version: policy version when the program started.
         turns: turns, in the order in which they were completed.
         given: outcome that the program has sent to the endpoint's route ``/reward``.
         ended_by: stop reason of a request that was refused or failed, for example because a limit
@@ -98,11 +97,10 @@ class Session:
         in_engine: number of completions that the engines are still sampling.
         asked: number of requests so far.
         refused: reason why the last refused request was refused.
-        cancelled: whether the sample was cancelled.
         closed: whether the program has ended. Further requests of the session are refused.
     """
 
-    def __init__(self, tokenizer: Any, request: Request, sample: int, version: int, key: str):
+    def __init__(self, tokenizer: Any, request: Request, sample: int, version: int, most: int = 0):
         """Creates a session without turns.
 
         Args:
@@ -110,33 +108,35 @@ class Session:
             request: the trainer's request for the samples of a task.
             sample: index of the sample among the samples of the task.
             version: current policy version.
-            key: key by which the endpoint identifies the session.
+            most: maximum number of requests.
         """
-        self.request, self.sample, self.key = request, sample, key
+        self.request, self.sample, self.version, self.most = request, sample, version, most
         self.turns: list[Turn] = []
         self.given = Outcome()
         self.ended_by: StopReason | None = None
         self.in_engine = self.asked = 0
         self.refused = ""
-        self.cancelled = self.closed = False
-        self._tokenizer, self._version = tokenizer, version
+        self.closed = False
+        self._tokenizer = tokenizer
         self._after: dict[Turn | None, list[Turn]] = {None: []}
         self._prompts: Counter[int] = Counter()
         self._lock = threading.Lock()
 
-    def known(self, messages: Sequence[Message]) -> tuple[Turn | None, tuple[Message, ...]]:
-        """Returns the last turn that a request's messages repeat, and the messages after it."""
-        with self._lock:
-            return self._known(None, tuple(messages))
-
-    def _known(
-        self, turn: Turn | None, rest: tuple[Message, ...]
+    def known(
+        self, messages: Sequence[Message], turn: Turn | None = None
     ) -> tuple[Turn | None, tuple[Message, ...]]:
-        best = turn, rest
+        """Returns the last turn that a request's messages repeat, and the messages after it.
+
+        Args:
+            messages: messages of the request.
+            turn: turn after which the messages are compared; None for all messages of a request.
+        """
+        best = turn, tuple(messages)
         for later in self._after[turn]:
-            size = len(later.messages)
-            if rest[:size] == later.messages and len(rest) > size and later.is_said(rest[size]):
-                found = self._known(later, rest[size + 1 :])
+            size = len(later.place.messages)
+            repeated, said, rest = messages[:size], messages[size : size + 1], messages[size + 1 :]
+            if tuple(repeated) == later.place.messages and said and later.is_said(said[0]):
+                found = self.known(rest, later)
                 best = found if len(found[1]) <= len(best[1]) else best
         return best
 
@@ -148,18 +148,17 @@ class Session:
             new: messages after this turn, as returned by `known`.
         """
         if before is None:
-            added = prompt = prompt_ids(self._tokenizer, new)
+            added = prompt_ids(self._tokenizer, new)
         else:
-            ids = before.answer.tokens.tolist()
-            added = further_ids(self._tokenizer, ids[-1], new)
-            prompt = ids + added
+            added = further_ids(self._tokenizer, int(before.answer.tokens[-1]), new)
+        place = Place(before, new, tuple(added), 0)
+        content = zlib.crc32(np.asarray(place.prompt, np.int32).tobytes())
         with self._lock:
-            content = zlib.crc32(np.asarray(prompt, np.int32).tobytes())
             again = self._prompts[content]
             self._prompts[content] += 1
         # Concurrent requests may arrive in any order, on which their random keys must not depend.
         name = f"{self.request.prompt_id} {self.sample} {content} {again}"
-        return Place(before, new, tuple(added), tuple(prompt), zlib.crc32(name.encode()) >> 1)
+        return dataclasses.replace(place, number=zlib.crc32(name.encode()) >> 1)
 
     def add(self, place: Place, said: str, answer: Trajectory) -> None:
         """Records a completion as a new turn.
@@ -169,17 +168,10 @@ class Session:
             said: text of the completion as the program received it.
             answer: trajectory of the completion.
         """
-        turn = Turn(place.before, place.messages, place.added, said, answer)
-        with self._lock:
-            self.turns.append(turn)
-            self._after[turn] = []
-            self._after[turn.before].append(turn)
-
-    @property
-    def oldest(self) -> int | None:
-        """Oldest policy version that sampled a token of a turn; None if there are no turns."""
-        versions = [turn.answer.metadata["policy_versions"][0][1] for turn in self.turns]
-        return min(versions, default=None)
+        turn = Turn(place, said, answer)
+        self.turns.append(turn)
+        self._after[turn] = []  # comes first, because another thread may be in `known`
+        self._after[place.before].append(turn)
 
     def trajectory(
         self, reason: StopReason, outcome: Outcome, about: Mapping[str, Any]
@@ -200,11 +192,32 @@ class Session:
         leaves = [turn for turn in self.turns if not self._after[turn] and turn is not last]
         learned: set[Turn] = set()
         about = {**self.request.task.metadata, **self.request.metadata, **about}
+        about["recorded_turns"] = self._record()
         if outcome.reward is not None:
             about["given_reward"] = outcome.reward
         whole = self._sequence(last.path if last else (), learned, reason, outcome, about)
         branches = [self._sequence(leaf.path, learned, reason, Outcome(), {}) for leaf in leaves]
         return dataclasses.replace(whole, branches=tuple(branches))
+
+    def _record(self) -> list[dict[str, Any]]:
+        """Returns what a replay needs to sample each turn again, see `agents.replay`.
+
+        For each turn, these are the index of the turn that it continues, the token ids that the
+        request added, the last two parts of the random key, the number of tokens of the
+        conversation, and the policy versions that sampled them.
+        """
+        index = {turn: number for number, turn in enumerate(self.turns)}
+        return [
+            {
+                "before": None if turn.place.before is None else index[turn.place.before],
+                "added": list(turn.place.added),
+                "number": turn.place.number,
+                "sample": turn.answer.sample_id,
+                "length": len(turn.answer.tokens),
+                "versions": turn.answer.metadata["policy_versions"],
+            }
+            for turn in self.turns
+        ]
 
     def _sequence(
         self,
@@ -218,12 +231,12 @@ class Session:
         author = np.full(len(tokens), Author.ENVIRONMENT, np.uint8)
         logp = np.zeros(len(tokens), np.float32)
         spans: list[SegmentSpan] = []
-        versions: list[list[int]] = [] if path else [[0, self._version]]
+        versions: list[list[int]] = [] if path else [[0, self.version]]
         end = 0
         for turn in path:
-            start, begin, end = end, end + len(turn.added), len(turn.answer.tokens)
+            start, begin, end = end, end + len(turn.place.added), len(turn.answer.tokens)
             if start:
-                text = decode_ids(self._tokenizer, turn.added)
+                text = decode_ids(self._tokenizer, turn.place.added)
                 spans.append(SegmentSpan(None, Author.ENVIRONMENT, text, start, begin))
             spans += turn.answer.segments
             author[begin:end] = Author.PROMPT if turn in learned else Author.POLICY
@@ -235,7 +248,7 @@ class Session:
             for position, version in ([start, first], *later):
                 if not versions or versions[-1][1] != version:
                     versions.append([position, version])
-        author[: len(path[0].added) if path else len(tokens)] = Author.PROMPT
+        author[: len(path[0].place.added) if path else len(tokens)] = Author.PROMPT
         learned.update(path)
         if outcome.answer is not None:
             spans = [dataclasses.replace(s, role=None) if s.role == "answer" else s for s in spans]

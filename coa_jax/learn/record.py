@@ -154,6 +154,7 @@ class StepRecord:
 
 def sample_record(trajectory: Trajectory) -> dict[str, Any]:
     """Returns the data that a replay of a trajectory needs, with a checksum of the tokens."""
+    metadata = trajectory.metadata
     return {
         "sample": trajectory.sample_id,
         "versions": versions_of(trajectory),
@@ -162,7 +163,7 @@ def sample_record(trajectory: Trajectory) -> dict[str, Any]:
         "stop_reason": str(trajectory.stop_reason),
         "reward": None if trajectory.reward is None else dataclasses.asdict(trajectory.reward),
         "calls": [call.to_json() for call in trajectory.tool_calls],
-        **({"begun": begun} if (begun := trajectory.metadata.get("begun")) else {}),
+        **{key: metadata[key] for key in ("begun", "recorded_turns") if key in metadata},
     }
 
 

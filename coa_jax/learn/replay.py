@@ -8,7 +8,7 @@ A trajectory is a function of its prompt, its random key, the results of its too
 parameters of each policy version that sampled it. ``RUN/steps.jsonl`` records all of these except
 the parameters, which the replay computes again. With policy version v, each sample is decoded up to
 the position at which the run switched to version v + 1. Then the updates of the step run, and their
-parameters become version v + 1. The replay calls no tool and no judge.
+parameters become version v + 1. The replay calls no tool and no judge, and starts no agent program.
 """
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
+from coa_jax.agents.replay import RecordedSession, replay_episodes
 from coa_jax.environments.base import RESET
 from coa_jax.errors import UserError
 from coa_jax.learn.checkpoint import Checkpoints
@@ -99,12 +100,19 @@ def replay(
         prompt: prompt style in which the policy sees the tasks.
 
     Raises:
-        UserError: the run has no record of its steps.
+        UserError: the run has no record of its steps, or the record lacks the requests of an agent
+            program.
     """
     log = StepLog(run / "steps.jsonl", active=False)
     records = log.read()
     if not records:
         raise UserError(f"{run / 'steps.jsonl'} has no record of step 1: nothing can be replayed")
+    every = [sample for record in records for group in record.samples for sample in group]
+    if config.agent and not all("recorded_turns" in sample for sample in every):
+        raise UserError(
+            f"{run / 'steps.jsonl'} lacks the requests of the agent program, because an earlier "
+            "version of coa_jax wrote the file: the run cannot be replayed"
+        )
     known = log.parameters()
     records = [r for r in records if r.composition.step in known]  # steps that were updated
     different: list[tuple[int, int, int]] = []
@@ -163,28 +171,35 @@ class _Again:
         prompt: Prompt,
     ):
         self._learner = learner
+        tokenizer = learner.model.tokenizer
         self._rewards: dict[Key, Reward | None] = {}
-        self._last: dict[Key, int] = {}  # newest policy version that sampled a trajectory
-        self._requests: dict[int, list[Request]] = {}  # by their first policy version
+        # Requests whose prompts are known, and which have not been submitted.
+        self._ready: list[Request] = []
+        self._sessions: dict[Key, RecordedSession] = {}  # samples of an agent program
+        self._found: dict[Key, Trajectory] = {}
         calls: dict[str, list[ToolCall]] = {}
         for record in records:
             for index, samples in zip(record.composition.used, record.samples, strict=True):
                 task = dataclasses.replace(tasks[index], id=str(index))
                 request = request_of(config, learner.model, task, prompt, index)
                 for sample in samples:
-                    number, versions = sample["sample"], [tuple(v) for v in sample["versions"]]
-                    reward, reason = sample["reward"], StopReason(sample["stop_reason"])
-                    ends = (sample["length"], reason) if reason in _CLOCK else None
-                    one = dataclasses.replace(
-                        _asked(request, sample, learner.model.tokenizer),
-                        samples=(number,),
-                        plan=tuple(versions),
-                        ends=ends,
-                    )
-                    self._requests.setdefault(versions[0][1], []).append(one)
+                    number, reward = sample["sample"], sample["reward"]
                     self._rewards[index, number] = None if reward is None else Reward(**reward)
-                    self._last[index, number] = versions[-1][1]
                     calls[f"{index}/{number}"] = [ToolCall(**call) for call in sample["calls"]]
+                    if config.agent:
+                        session = RecordedSession(tokenizer, request, sample)
+                        self._sessions[session.key] = session
+                        self._ready += session.requests(None)
+                        self._take(session.key, session.trajectory())
+                        continue
+                    reason = StopReason(sample["stop_reason"])
+                    one = dataclasses.replace(
+                        _asked(request, sample, tokenizer),
+                        samples=(number,),
+                        plan=tuple((position, version) for position, version in sample["versions"]),
+                        ends=(sample["length"], reason) if reason in _CLOCK else None,
+                    )
+                    self._ready.append(one)
         names = {call.tool for made in calls.values() for call in made}
         timeless = dataclasses.replace(config.budgets, max_seconds=0.0, max_tool_seconds=0.0)
         self._sampler = EngineSampler(
@@ -194,38 +209,48 @@ class _Again:
             timeless,
             0,
             recompute=config.in_flight_weights == "recompute",
+            episodes=replay_episodes(learner.engines[0], tokenizer) if config.agent else None,
         )
-        self._found: dict[Key, Trajectory] = {}
-        self._asked = 0
+        self._running = 0  # number of requests that have been submitted and have not finished
         self._reader: asyncio.Task[None] | None = None
 
     async def sample(self, version: int) -> Mapping[Key, Trajectory]:
         """Samples with one policy version as far as the run did; returns finished trajectories."""
         if self._reader is None:
             self._reader = asyncio.create_task(self._read())
-
-        # Samples that finish under this version come first. Samples that wait for a later version
-        # keep their slots; there are never more waiting samples than there were in the run itself.
-        def last(request: Request) -> int:
-            return self._last[request.prompt_id, request.samples[0]]
-
-        for request in sorted(self._requests.pop(version, ()), key=last):
-            self._sampler.submit(request)
-            self._asked += 1
-        wanted = {key for key, newest in self._last.items() if newest <= version}
-        while not (
-            wanted <= self._found.keys() and self._sampler.settled(self._asked - len(self._found))
-        ):
+        while True:
+            settled = self._sampler.settled(self._running)
+            begun = [request for request in self._ready if request.plan[0][1] <= version]
+            # Requests that finish under this version come first. Requests that wait for a later
+            # version keep their slots; there are never more of them than there were in the run.
+            chosen = [request for request in begun if request.plan[-1][1] <= version]
+            if not chosen and settled:
+                chosen = begun
+            for request in chosen:
+                self._ready.remove(request)
+                self._sampler.submit(request)
+                self._running += 1
+            if settled and not chosen:
+                return self._found
             if self._reader.done():
                 self._reader.result()
             await asyncio.sleep(_LOOK_S)
-        return self._found
 
     async def _read(self) -> None:
         async with contextlib.aclosing(self._sampler.finished()) as finished:
             async for trajectory in finished:
+                self._running -= 1
                 key = trajectory.metadata["prompt_id"], trajectory.sample_id
-                self._found[key] = dataclasses.replace(trajectory, reward=self._rewards[key])
+                found: Trajectory | None = trajectory
+                if self._sessions:
+                    key = trajectory.metadata["session"]
+                    self._ready += self._sessions[key].add(trajectory)
+                    found = self._sessions[key].trajectory()
+                self._take(key, found)
+
+    def _take(self, key: Key, trajectory: Trajectory | None) -> None:
+        if trajectory is not None:
+            self._found[key] = dataclasses.replace(trajectory, reward=self._rewards[key])
 
     def publish(self) -> None:
         """Publishes the current parameters to the sampler."""

@@ -20,7 +20,6 @@ from coa_jax.agents import agent_sampler
 from coa_jax.engine.engine import Engine
 from coa_jax.engine.group import sharing
 from coa_jax.environments.session import Environments
-from coa_jax.errors import UserError
 from coa_jax.learn import groups, metrics
 from coa_jax.learn.admission import Composition, Ledger
 from coa_jax.learn.checkpoint import Checkpoints
@@ -121,14 +120,8 @@ def repeat(config: RLConfig, run: Path) -> Repeated:
     """Repeats the recorded steps of a run, and compares the results; see `learn.replay`.
 
     Raises:
-        UserError: an agent program sampled the trajectories, or the run recorded no steps.
+        UserError: the run has no record of its steps, or the record lacks data.
     """
-    if config.agent:
-        raise UserError(
-            "--replay repeats tool calls and steps of environments from their records, and the run "
-            "has an agent program (config.agent), whose requests are not recorded; start the run "
-            "again with the same seed and max_staleness=0 instead"
-        )
     parts, prompt, _ = questions(config)
     protocols = {task.protocol for tasks in parts.values() for task in tasks}
     return replay(config, run, stream_of(config, parts, config.seed), protocols, prompt)

@@ -103,6 +103,11 @@ def recording(trajectory: Trajectory) -> Recording:
             "trajectories of coa_jax's own engine can be replayed"
         )
     metadata = trajectory.metadata
+    if "agent_turns" in metadata:
+        raise ValueError(
+            "an agent program sampled the trajectory in several requests; replay the whole run "
+            "with coa-jax rl --replay=RUN"
+        )
     missing = [k for k in ("prompt_id", "sampling", "rollout", "engine") if k not in metadata]
     if missing:
         raise ValueError(

@@ -98,7 +98,8 @@ class Judge:
         Raises:
             UserError: the cache cannot be opened, or the package openai is not installed.
         """
-        check_client()
+        if config.endpoint is not None:
+            check_client()
         self._config = config
         self._store = Store(config.cache) if config.cache else None
         self._turns = Turns(config.concurrency)

@@ -342,11 +342,13 @@ def tools_for(
         known = get_protocol(protocol).tools
         pairs = zip(config.names, config.tags, strict=True)
         kept = tuple(name for name, tag in pairs if tag in known)
-        groups = {
-            group: {tag: x for tag, x in getattr(config, group).items() if tag in kept}
-            for group in ("mcp", "own")
-        }
-        config = dataclasses.replace(config, names=kept, protocol="", **groups)
+        config = dataclasses.replace(
+            config,
+            names=kept,
+            protocol="",
+            mcp={tag: settings for tag, settings in config.mcp.items() if tag in kept},
+            own={tag: settings for tag, settings in config.own.items() if tag in kept},
+        )
     return make_tools(config, described)
 
 

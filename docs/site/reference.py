@@ -159,7 +159,7 @@ def command_parser(module: types.ModuleType) -> argparse.ArgumentParser | None:
 
 def command_settings(module: types.ModuleType) -> type[Any] | None:
     """Returns the dataclass that the config of a command fills; None for one without."""
-    of_api = {"sft": api.SFTConfig, "rl": api.RLRun, "evaluate": api.EvaluateRun}
+    of_api = {"sft": SFTConfig, "rl": api.RLRun, "evaluate": api.EvaluateRun}
     name = module.__name__.removesuffix(".__main__").rpartition(".")[2]
     return _argument(module, "run_fit", 0) or getattr(module, "Command", None) or of_api.get(name)
 

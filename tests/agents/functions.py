@@ -54,6 +54,12 @@ async def team(base_url: str, api_key: str, question: str) -> dict[str, Any]:
     return {"answer": last["content"], "reward": 0.25}
 
 
+async def rewarded_team(base_url: str, api_key: str, question: str) -> dict[str, Any]:
+    """The same, with a reward that differs between samples."""
+    found = await team(base_url, api_key, question)
+    return {**found, "reward": 1 / (1 + len(found["answer"]))}
+
+
 async def rewarded_by_call(base_url: str, api_key: str, question: str) -> None:
     """Tells the reward over HTTP."""
     headers = {"Authorization": f"Bearer {api_key}"}

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import shutil
 import signal
 import subprocess
@@ -41,8 +42,15 @@ def folder(tmp_path_factory) -> Path:
     return tiny_policy.write_rl_inputs(tmp_path_factory.mktemp("agents"))
 
 
+CHANGES = {"optimizer": OPTIMIZER, "temperature": 2.0}
+STREAM = {
+    "agent": AgentConfig(function="tests.agents.functions:rewarded_team", seconds=600.0),
+    "max_staleness": 2,
+}
+
+
 def train(folder: Path, name: str, **changes: object) -> Path:
-    changes = {"agent": AGENT, "optimizer": OPTIMIZER, "temperature": 2.0, **changes}
+    changes = {"agent": AGENT, **CHANGES, **changes}
     run_rl(folder / name, rl_config(folder / "model", folder / "tasks.jsonl", **changes))
     return folder / name
 
@@ -63,8 +71,29 @@ def test_steps_learn_what_a_program_was_told(finished, folder):
         assert row["stop/answer"] == 1
     kept = read_trajectories(finished / "traces.jsonl")
     assert {t.reward.value for t in kept} == {1 / (1 + len(t.answer)) for t in kept}
-    with pytest.raises(UserError, match="agent program"):
-        repeat(rl_config(folder / "model", folder / "tasks.jsonl", agent=AGENT), finished)
+
+
+@pytest.mark.parametrize("name", ["whole", "stream"])
+def test_a_replay_repeats_every_token_without_the_program(finished, folder, name):
+    changes = {} if name == "whole" else STREAM
+    if changes:
+        train(folder, name, **changes)
+    config = rl_config(folder / "model", folder / "tasks.jsonl", **{**CHANGES, **changes})
+    absent = AgentConfig(function="nowhere:nothing")
+    found = repeat(dataclasses.replace(config, agent=absent), folder / name)
+    assert found.identical and found.steps == 2, str(found)
+    kept = read_trajectories(folder / name / "traces.jsonl")
+    assert found.trajectories == len([t for t in kept if t.metadata["step"]])
+    assert any(t.branches for t in kept) == (name == "stream")
+
+
+def test_a_record_without_the_requests_of_the_program_is_refused(finished, folder, tmp_path):
+    rows_ = [json.loads(line) for line in (finished / "steps.jsonl").read_text().splitlines()]
+    del rows_[0]["samples"][0][0]["recorded_turns"]
+    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_))
+    config = rl_config(folder / "model", folder / "tasks.jsonl", agent=AGENT, **CHANGES)
+    with pytest.raises(UserError, match="lacks the requests of the agent program"):
+        repeat(config, tmp_path)
 
 
 @pytest.mark.slow

@@ -15,7 +15,7 @@ import pytest
 
 from coa_jax.agents.program import Access, Outcome, ProgramError, run_command
 
-ACCESS = Access("http://127.0.0.1:1", "key", "policy")
+ACCESS = Access("http://127.0.0.1:1", "key")
 TASK = {"id": "t", "question": "Which 'river'?\n", "metadata": {"hops": 2}, "sample": 3}
 
 

@@ -164,9 +164,6 @@ EVERYTHING = Constraint(
         ends=jnp.zeros(1, bool),
     ),
     start={"generalist": 0},
-    next_state=np.zeros((1, 1), np.int32),
-    kind=np.zeros(61, np.int32),
-    ends=np.zeros(1, bool),
     observed=np.full(1, -1, np.int32),
 )
 """A constraint that allows every token, in the one state that it has."""

@@ -1,0 +1,88 @@
+"""Samples the recorded turns of an agent program again, without starting the program.
+
+The reply of the policy to a request depends only on the prompt and on the random key of the reply,
+see `session`. The record of a sample contains both for each turn, so every turn is a request of its
+own. A turn can be sampled as soon as the turn that it continues has ended.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from coa_jax.agents.program import Outcome
+from coa_jax.agents.session import Place, Session
+from coa_jax.engine.engine import Engine
+from coa_jax.rollout.detokenize import token_table
+from coa_jax.rollout.request import Request
+from coa_jax.serve.samples import ServedEpisodes, Visit
+from coa_jax.trajectory import StopReason, Trajectory
+
+
+def replay_episodes(engine: Engine, tokenizer: Any) -> ServedEpisodes:
+    """Returns the episodes for the requests of a `RecordedSession`."""
+    ends = frozenset(int(token) for token in engine.stop_tokens)
+    return ServedEpisodes(tokenizer, token_table(tokenizer), ends, 0, strict=False)
+
+
+class RecordedSession:
+    """A sample of an agent program whose recorded turns are sampled again."""
+
+    def __init__(self, tokenizer: Any, request: Request, sample: Mapping[str, Any]):
+        """Takes the record of a sample.
+
+        Args:
+            tokenizer: tokenizer of the policy.
+            request: request for the samples of the task.
+            sample: record of the sample and its turns, see `learn.record.sample_record`.
+        """
+        self._tokenizer, self._request, self._sample = tokenizer, request, sample
+        self._answers: dict[int, Trajectory] = {}
+
+    @property
+    def key(self) -> tuple[int, int]:
+        """Identifies the sample: (task index, sample index)."""
+        return self._request.prompt_id, self._sample["sample"]
+
+    def requests(self, before: int | None) -> list[Visit]:
+        """Returns the requests of the turns that continue a turn.
+
+        Args:
+            before: index of a turn that has been sampled again; None for the requests that start a
+                conversation.
+        """
+        past = () if before is None else self._answers[before].tokens.tolist()
+        return [
+            Visit(
+                task=self._request.task,
+                prompt=(*past, *turn["added"]),
+                seed=self._request.seed,
+                prompt_id=turn["number"],
+                samples=(turn["sample"],),
+                sampling=self._request.sampling,
+                max_tokens=turn["length"],
+                agent=False,
+                metadata={"session": self.key, "turn": index},
+                plan=tuple((at, version) for at, version in turn["versions"]),
+            )
+            for index, turn in enumerate(self._sample["recorded_turns"])
+            if turn["before"] == before
+        ]
+
+    def add(self, answer: Trajectory) -> list[Visit]:
+        """Adds the trajectory of a turn, and returns the requests of the turns that continue it."""
+        index = answer.metadata["turn"]
+        self._answers[index] = answer
+        return self.requests(index)
+
+    def trajectory(self) -> Trajectory | None:
+        """Returns the trajectory of the sample, without its outcome; None if a turn is missing."""
+        turns, first = self._sample["recorded_turns"], self._sample["versions"][0][1]
+        if len(self._answers) < len(turns):
+            return None
+        session = Session(self._tokenizer, self._request, self._sample["sample"], first)
+        for index, turn in enumerate(turns):
+            before = None if turn["before"] is None else session.turns[turn["before"]]
+            place = Place(before, (), tuple(turn["added"]), turn["number"])
+            session.add(place, "", self._answers[index])
+        return session.trajectory(StopReason(self._sample["stop_reason"]), Outcome(), {})
