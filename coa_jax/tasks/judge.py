@@ -98,7 +98,7 @@ class Judge:
         Raises:
             UserError: the cache cannot be opened, or the package openai is not installed.
         """
-        if config.endpoint is not None:
+        if config:
             check_client()
         self._config = config
         self._store = Store(config.cache) if config.cache else None

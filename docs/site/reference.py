@@ -27,6 +27,7 @@ import coa_jax
 from coa_jax import api
 from coa_jax.__main__ import COMMANDS
 from coa_jax.bounds import MAX_INT, Bounded, OneOf, Text, annotation_of, declared, parts, present
+from coa_jax.learn.sft import SFTConfig
 
 API = {
     "trajectories": ("Trajectories and records", "trajectory", "records"),

@@ -108,27 +108,26 @@ def test_engines_of_every_layout_sample_what_one_device_samples(cases):
 
 @pytest.mark.usefixtures("cpu_ops")
 @pytest.mark.parametrize("tied", [True, False])
-def test_weights_of_several_slots_on_a_cpu_have_their_outputs_first(tied):
+def test_weights_on_a_cpu_have_their_outputs_first(tied):
 
     config = ModelConfig("qwen2", 70, 32, 48, 2, 4, 2, 8, qkv_bias=True, tie_embeddings=tied)
     params = random_params(config)
-    published = [layout.publish(params, config, EngineConfig(slots=slots))[0] for slots in (1, 2)]
-    assert [copies.outputs_first for copies in published] == [False, True]
-    one, several = (dict(flatten(copies.layers[1])) for copies in published)
-    shapes = {path: x.shape for path, x in several.items() if path[-1] == "kernel"}
-    assert shapes == {
+    (copies,) = layout.publish(params, config, EngineConfig())
+    assert copies.outputs_first
+    kernels = dict(flatten(copies.layers[1]))
+    assert {path: x.shape for path, x in kernels.items() if path[-1] == "kernel"} == {
         ("attn", "qkv", "kernel"): (2, 4, 8, 32),
         ("attn", "out", "kernel"): (32, 2, 2, 8),
         ("mlp", "gate_up", "kernel"): (2, 48, 32),
         ("mlp", "down", "kernel"): (32, 48),
     }
-    assert one["attn", "qkv", "kernel"].shape == (32, 2, 4, 8)
+    plain = layout.publish_program(config, "float32", None)(params)
     tokens, positions = np.arange(12).reshape(2, 6) % 70, np.arange(6)
     found = []
-    for slots, copies in zip((1, 2), published, strict=True):
-        compute = layout.engine_compute(config, EngineConfig(slots=slots), copies)
-        assert compute.backend == "cpu" and compute.outputs_first == copies.outputs_first
-        decoder, layers = copies.bind(config)
+    for weights in (copies, plain):
+        compute = layout.engine_compute(config, EngineConfig(), weights)
+        assert compute.backend == "cpu" and compute.outputs_first == weights.outputs_first
+        decoder, layers = weights.bind(config)
         hidden, _ = decoder(tokens, positions, compute, layers=layers)
         found.append(decoder.logits(hidden, compute))
     np.testing.assert_allclose(*found, atol=1e-5)
