@@ -275,7 +275,8 @@ def test_ctrl_c_during_a_compilation_runs_the_exit_handlers_and_does_not_crash(c
     process = subprocess.Popen(
         [sys.executable, str(command.home / "command_under_test.py"), "--then=compile"],
         env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu",
-             "JAX_ENABLE_COMPILATION_CACHE": "false"},
+             "JAX_ENABLE_COMPILATION_CACHE": "false",
+             "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},  # a slow compilation
         stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
     assert process.stdout.readline() == "ready\n"

@@ -12,7 +12,7 @@ import pytest
 from coa_jax.errors import UserError
 from coa_jax.model import tokenizer as tokenizer_module
 from coa_jax.model.api import logits
-from coa_jax.rollout import running
+from coa_jax.rollout import scheduler
 from coa_jax.rollout.detokenize import TokenTable
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.serve import service
@@ -219,7 +219,7 @@ def test_a_turn_prefills_only_what_is_new_and_no_bit_depends_on_that(monkeypatch
     found, computed = {}, {}
     for reuse in (True, False):
         if not reuse:
-            monkeypatch.setattr(running, "source_of", lambda *_: (None, 0))
+            monkeypatch.setattr(scheduler, "source_of", lambda *_: (None, 0))
         before = engine(max_length=LENGTH).meter.extended_tokens
         (found[reuse],) = solve(sampler("conversation"), [one(temperature=3.0)])
         computed[reuse] = engine(max_length=LENGTH).meter.extended_tokens - before
