@@ -342,13 +342,11 @@ def tools_for(
         known = get_protocol(protocol).tools
         pairs = zip(config.names, config.tags, strict=True)
         kept = tuple(name for name, tag in pairs if tag in known)
-        config = dataclasses.replace(
-            config,
-            names=kept,
-            protocol="",
-            mcp={tag: settings for tag, settings in config.mcp.items() if tag in kept},
-            own={tag: settings for tag, settings in config.own.items() if tag in kept},
+        mcp, own = (
+            {tag: settings for tag, settings in group.items() if tag in kept}
+            for group in (config.mcp, config.own)
         )
+        config = dataclasses.replace(config, names=kept, protocol="", mcp=mcp, own=own)
     return make_tools(config, described)
 
 
