@@ -214,7 +214,8 @@ class _Call:
 
         Raises:
             FetchError: the page cannot be fetched or read.
-            WorkerBusyError: no process is free to parse the page. This is a fault of the tool.
+            WorkerBusyError: the page cannot be parsed in time, because all processes or the machine
+                are busy. This is a fault of the tool.
         """
         tool, most = self.tool, 8 * self.tool._config.page_chars
         parsed = parse_url(url)
@@ -226,11 +227,12 @@ class _Call:
                 raise FetchError("refused", why)
         request = Request(str(parsed), types=page_text.READABLE)
         response = await fetch(request, tool._limits.within(self.left()), tool._guard)
-        half = self.left() / 2  # separate limits distinguish a busy tool from a slow page
-        page, seconds = (response.body, dict(response.headers), response.url), tool._limits.total_s
-        ask = functools.partial(tool._workers.ask, *page, most, timeout=min(half, seconds))
+        page, left = (response.body, dict(response.headers), response.url), self.left()
+        # The limit on processor time is lower, so that a slow page is not taken for a busy tool.
+        seconds, wait = min(left / 2, tool._limits.total_s), 0.8 * left
+        ask = functools.partial(tool._workers.ask, *page, most, timeout=seconds, wait=wait)
         try:
-            found = await asyncio.to_thread(ask, wait=half)
+            found = await asyncio.to_thread(ask)
         except WorkerBusyError:
             raise
         except WorkerError as error:

@@ -197,14 +197,15 @@ async def _web(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
         return True, f"local index (no key in {web.key_env})" if web.key_env else "local index"
     if provider not in ("serper", "searxng"):
         return True, f"provider {provider}"
-    where, query, key_env = f"{provider}: {web.url}", "capital", ""
-    if provider == "serper":
+    where = f"{provider}: {web.url}"
+    if provider == "searxng":
+        search, query, key_env = searxng(web), "capital", ""
+    elif Secret(web.key_env):
         # An empty query costs nothing, and its error differs from the error for an invalid key.
-        query, key_env = "", web.key_env
-        if not Secret(key_env):
-            return _with_key(False, where, key_env)
+        search, query, key_env = serper(web), "", web.key_env
+    else:
+        return _with_key(False, where, web.key_env)
     try:
-        search = searxng(web) if query else serper(web)
         await search(query, 1, Limits(seconds, seconds, seconds, attempts=1, redirects=0))
     except FetchError as error:
         if query or error.status not in REFUSED or error.account:

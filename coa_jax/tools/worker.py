@@ -43,7 +43,10 @@ class WorkerTimeoutError(WorkerError):
 
 
 class WorkerBusyError(WorkerError):
-    """Says that the call was not made, because no process was free or a process did not start."""
+    """Says that the call has no result for a reason that is not the call's own.
+
+    No process was free, a process did not start, or the result did not arrive in time.
+    """
 
 
 class Workers:
@@ -90,11 +93,13 @@ class Workers:
             if process is None or not process.alive:
                 process = _Process(self._function)
                 end += process.start_s
-            return process.ask(arguments, timeout, end - time.monotonic())
-        except WorkerBusyError as error:
-            if wait is None:
-                raise WorkerTimeoutError(f"it took longer than {timeout:.3g} seconds") from error
-            raise
+            try:
+                return process.ask(arguments, timeout, end - time.monotonic())
+            except WorkerBusyError as error:
+                if wait is None:
+                    told = f"it took longer than {timeout:.3g} seconds"
+                    raise WorkerTimeoutError(told) from error
+                raise
         finally:
             self._free.put(process)
 

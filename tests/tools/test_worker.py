@@ -89,6 +89,12 @@ def test_a_process_that_reads_nothing_is_killed_in_time():
     assert one.ask("echo", 1, timeout=30)[1] == 1
 
 
+@pytest.mark.parametrize("wait", [None, 30.0])
+def test_that_a_process_does_not_start_is_not_the_fault_of_the_call(wait):
+    with pytest.raises(WorkerBusyError, match="did not start"):
+        Workers("tests.tools.test_worker:missing").ask(timeout=20, wait=wait)
+
+
 def test_prints_are_no_answers(workers):
     assert workers.ask("print", "kept", timeout=20)[1] == "kept"
 

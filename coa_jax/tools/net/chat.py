@@ -263,7 +263,7 @@ class Client:
         except openai.APIStatusError as error:
             answered, said = error.response, str(self._secret.redact(error.message))
             raise error_status(
-                error.status_code, answered.headers, answered.content, said
+                error.status_code, answered.headers, answered.content, said, longest_s=60.0
             ) from error
         except (openai.APIConnectionError, httpx2.TransportError) as error:
             raise FetchError("unreachable", "the server cannot be reached") from error

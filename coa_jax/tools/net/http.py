@@ -275,7 +275,11 @@ async def _exchange(url: httpx2.URL, sent: Request, limits: Limits, guard: Guard
 
 
 def error_status(
-    status: int, headers: Mapping[str, str], words: bytes, said: str = ""
+    status: int,
+    headers: Mapping[str, str],
+    words: bytes,
+    said: str = "",
+    longest_s: float = 3600.0,
 ) -> FetchError:
     """Returns the error for an answer with an error status.
 
@@ -284,10 +288,12 @@ def error_status(
         headers: HTTP headers of the answer.
         words: body of the answer.
         said: text of the server without the API key, for messages to the user.
+        longest_s: longest wait before another attempt for which the server may ask, in seconds.
     """
-    why, wait = f"the server answered with status {status}", headers.get("retry-after", "")
+    why, wait = f"the server answered with status {status}", _seconds_of(headers)
     account = status in REFUSED and speaks_of_account(words)
-    return FetchError("status", why, status, _seconds_of(wait), account, said)
+    wait = None if wait is None else min(wait, longest_s)
+    return FetchError("status", why, status, wait, account, said)
 
 
 def _check_head(headers: Mapping[str, str], types: tuple[str, ...], limits: Limits) -> None:
@@ -299,18 +305,18 @@ def _check_head(headers: Mapping[str, str], types: tuple[str, ...], limits: Limi
         raise too_large(limits.max_bytes)
 
 
-def _seconds_of(text: str) -> float | None:
+def _seconds_of(headers: Mapping[str, str]) -> float | None:
     """Converts the value of a Retry-After header, which is a number or a date, to seconds.
 
-    The result is at most a minute. It is None for any other value.
+    The result is None for any other value, and if there is no such header.
     """
-    text = text.strip()
+    text = headers.get("retry-after", "").strip()
     try:
         given = email.utils.parsedate_to_datetime
         left = float(text[:9]) if text.isdecimal() else given(text).timestamp() - time.time()
     except (ValueError, TypeError, OverflowError):
         return None
-    return min(max(left, 0.0), _LONGEST_WAIT_S)
+    return max(left, 0.0)
 
 
 def too_large(limit: int) -> FetchError:

@@ -60,7 +60,11 @@ class Store:
 
     def _open(self) -> contextlib.closing[sqlite3.Connection]:
         connection = sqlite3.connect(self.path, timeout=_WAIT_S, isolation_level=None)
-        connection.execute("PRAGMA synchronous=NORMAL")
+        try:
+            connection.execute("PRAGMA synchronous=NORMAL")
+        except sqlite3.Error:  # for example, the file is no database
+            connection.close()
+            raise
         return contextlib.closing(connection)
 
     def __len__(self) -> int:
