@@ -102,7 +102,9 @@ class Sessions(Service):
         super()._submit(visit)
 
     def _ended(self, trajectory: Trajectory) -> None:
-        trajectory.metadata["session"].in_engine -= 1
+        # The session keeps the trajectory, which must not keep the session: only the garbage
+        # collector would free such a cycle.
+        trajectory.metadata.pop("session").in_engine -= 1
 
     def running(self, session: Session) -> list[Visit]:
         """Returns the requests of a session that are running."""

@@ -195,11 +195,11 @@ async def _stream(
 ) -> AsyncIterator[dict[str, Any]]:
     visit = choices[0].visit
 
-    def delta(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
+    def chunk(index: int, delta: dict[str, Any], **more: Any) -> dict[str, Any]:
         return {"index": index, "delta": delta, "logprobs": None, "finish_reason": None, **more}
 
     for index in range(len(choices)):
-        yield delta(index, {"role": "assistant", "content": ""})
+        yield chunk(index, {"role": "assistant", "content": ""})
     async for event in events:
         choice = choices[event.sample]
         choice.add(event)
@@ -210,14 +210,14 @@ async def _stream(
             more["agent"] = answers.part(event)
         # If the text may contain calls, it is sent only when it is complete.
         if more or (event.text and not visit.calls):
-            yield delta(event.sample, {"content": "" if visit.calls else event.text}, **more)
+            yield chunk(event.sample, {"content": "" if visit.calls else event.text}, **more)
         if event.finish is not None:
             message, finish = _message(event.sample, choice)
             if visit.calls:
                 for position, call in enumerate(message.get("tool_calls", ())):
                     call["index"] = position
-                yield delta(event.sample, message)
+                yield chunk(event.sample, message)
             ended: dict[str, Any] = {"finish_reason": finish, "stop_reason": event.stop}
             if visit.agent:
                 ended["agent"] = _agent(event)
-            yield delta(event.sample, {}, **ended)
+            yield chunk(event.sample, {}, **ended)
