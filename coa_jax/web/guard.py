@@ -244,7 +244,7 @@ STATUS_WORDS = {
     404: "there is no such path",
     405: "the path does not take this method",
 }
-"""Reasons for the log if the router of an application refuses a request, by HTTP status."""
+"""Messages for the client and the log if the router refuses a request, by HTTP status."""
 
 
 def body_of(scope: Scope) -> bytearray:
