@@ -33,7 +33,7 @@ from coa_jax.report.terminal import Screen, Show
 from coa_jax.rollout.agent import Agent
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.settings import build
-from coa_jax.tools.make import ToolsConfig
+from coa_jax.tools.make import ToolsConfig, with_names
 
 _ROLLOUT = (
     *("max_tokens", "max_turn_tokens", "max_tool_calls", "max_observation_tokens"),
@@ -111,14 +111,14 @@ def tools_of(config: ConfigDict, names: Sequence[str] | None, top_k: int | None)
     if "tools" not in config:
         raise UserError("--config: the file has no group 'tools'; use configs/evaluate/web.py")
     tools = build(ToolsConfig, config.tools, "config.tools")
-    given: dict[str, Any] = {"names": None if names is None else tuple(names), "top_k": top_k}
-    for setting, value in given.items():
-        try:
-            tools = tools if value is None else dataclasses.replace(tools, **{setting: value})
-        except UserError as error:
-            flag = "tools" if setting == "names" else setting
-            raise UserError(f"--{flag}: {error}") from None
-    return tools
+    flag = "tools"
+    try:
+        if names is not None:
+            tools = with_names(tools, tuple(names))
+        flag = "top_k"
+        return tools if top_k is None else dataclasses.replace(tools, top_k=top_k)
+    except UserError as error:
+        raise UserError(f"--{flag}: {error}") from None
 
 
 def main(argv: list[str]) -> None:

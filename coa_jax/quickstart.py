@@ -51,7 +51,7 @@ from coa_jax.tasks import Task, load_splits
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.mixture import load_shares
 from coa_jax.tasks.prompts import load_prompt
-from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.tools.make import ToolsConfig, make_tools, with_names
 
 
 @dataclasses.dataclass(frozen=True)
@@ -288,7 +288,9 @@ class Pipeline:
         tasks, tools, told = self.held_out, self.tools, self.told_tools
         if stage in self.measures and (changes := self.measures[stage].tools):
             told = merged(told, changes)
-            tools = make_tools(build(ToolsConfig, told, f"config.measures.{stage}.tools"))
+            found = build(ToolsConfig, told, f"config.measures.{stage}.tools")
+            # The settings of tools that only the other evaluations have are no mistake.
+            tools = make_tools(with_names(found, found.names))
         if config is not self.evaluation:
             tasks = with_level(load(config), config.rollout.level, config.rollout.format)
         path = self.models / policy

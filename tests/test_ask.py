@@ -218,8 +218,9 @@ def test_the_budgets_and_passages_are_by_default_those_of_the_quickstart(monkeyp
 def test_the_tools_are_those_of_a_config_or_of_the_command_line():
     config = load_config("configs/evaluate/web.py:gaia")
     assert tools_of(config, None, None).names == ("web_search", "crawl_page")
+    config.tools.own = {"shout": {"path": "my_tools:Shout"}}
     chosen = tools_of(config, ["code"], 7)
-    assert (chosen.names, chosen.top_k) == (("code",), 7)
+    assert (chosen.names, chosen.top_k, chosen.own) == (("code",), 7, {})
     assert chosen.web_search.provider == "serper"  # the other settings stay
     with pytest.raises(UserError, match="no group 'tools'"):
         tools_of(load_config("configs/dpo/factbook.py"), None, None)

@@ -21,7 +21,15 @@ from coa_jax.settings import build, complete
 from coa_jax.tasks import SOURCES, Graders, GradersConfig, load_tasks
 from coa_jax.tasks.checks import REWARDS
 from coa_jax.tools.base import ToolContext, call
-from coa_jax.tools.make import TOOLS, ToolsConfig, make_tools, tools_for
+from coa_jax.tools.make import (
+    TOOLS,
+    StoreConfig,
+    ToolsConfig,
+    make_tools,
+    tools_for,
+    with_names,
+)
+from coa_jax.tools.recorded import Recorded
 from coa_jax.tools.web_search import PROVIDERS
 from tests.own_files import FILES, install
 from tests.tasks.finished import finished
@@ -73,6 +81,14 @@ def test_settings_of_a_tool_that_the_run_does_not_have_are_refused(folder, group
     # A protocol without a tag of the tool leaves the tool out together with its settings.
     both = dataclasses.replace(config, names=("code", "shout"))
     assert [tool.name for tool in tools_for("code", both)] == ["code"]
+
+
+def test_settings_and_stored_answers_of_a_tool_leave_with_the_tool(folder):
+    own = {"shout": {"path": "my_tools:Shout"}}
+    store = StoreConfig(path=str(folder / "calls.sqlite"), mode="record", tools=("shout",))
+    both = ToolsConfig(names=("code", "shout"), own=own, store=store)
+    (tool,) = make_tools(with_names(both, ("code",)))
+    assert tool.name == "code" and not isinstance(tool, Recorded)
 
 
 def test_a_protocol_describes_a_tool_by_its_docstring(folder):

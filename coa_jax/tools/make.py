@@ -342,12 +342,27 @@ def tools_for(
         known = get_protocol(protocol).tools
         pairs = zip(config.names, config.tags, strict=True)
         kept = tuple(name for name, tag in pairs if tag in known)
-        mcp, own = (
-            {tag: settings for tag, settings in group.items() if tag in kept}
-            for group in (config.mcp, config.own)
-        )
-        config = dataclasses.replace(config, names=kept, protocol="", mcp=mcp, own=own)
+        config = dataclasses.replace(with_names(config, kept), protocol="")
     return make_tools(config, described)
+
+
+def with_names(config: ToolsConfig, names: tuple[str, ...]) -> ToolsConfig:
+    """Returns the settings with other ``names``, without entries of ``mcp`` and ``own`` for others.
+
+    Raises:
+        UserError: there is no tool with one of the names.
+    """
+    lost = {*config.mcp, *config.own} - {*names}
+    mcp, own = (
+        {tag: settings for tag, settings in group.items() if tag not in lost}
+        for group in (config.mcp, config.own)
+    )
+    store = config.store
+    if lost & {*store.tools}:
+        stored = tuple(name for name in store.tools if name not in lost)
+        # Without a name, the store would hold the answers of all tools.
+        store = dataclasses.replace(store, tools=stored, path=store.path if stored else "")
+    return dataclasses.replace(config, names=names, mcp=mcp, own=own, store=store)
 
 
 def make_wiki_search(config: ToolsConfig, search: WikiSearch) -> Tool:
