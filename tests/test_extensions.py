@@ -21,15 +21,8 @@ from coa_jax.settings import build, complete
 from coa_jax.tasks import SOURCES, Graders, GradersConfig, load_tasks
 from coa_jax.tasks.checks import REWARDS
 from coa_jax.tools.base import ToolContext, call
-from coa_jax.tools.make import (
-    TOOLS,
-    StoreConfig,
-    ToolsConfig,
-    make_tools,
-    tools_for,
-    with_names,
-)
-from coa_jax.tools.recorded import Recorded
+from coa_jax.tools.make import TOOLS, ToolsConfig, make_tools, tools_for, with_names
+from coa_jax.tools.recorded import Recorded, StoreConfig
 from coa_jax.tools.web_search import PROVIDERS
 from tests.own_files import FILES, install
 from tests.tasks.finished import finished

@@ -16,8 +16,6 @@ from coa_jax.bounds import (
     Bounded,
     Count,
     MiB,
-    Natural,
-    NotNegative,
     OneOf,
     Place,
     Seconds,
@@ -52,7 +50,7 @@ from coa_jax.tools.mcp_tool import McpConfig, McpTool
 from coa_jax.tools.net.budget import CallBudget
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.store import Store
-from coa_jax.tools.recorded import Mode, Recorded
+from coa_jax.tools.recorded import Recorded, StoreConfig
 from coa_jax.tools.remote import RemoteCode, RemoteSearch
 from coa_jax.tools.turns import run_blocking
 from coa_jax.tools.visual_inspector import VisualConfig, VisualInspector
@@ -76,33 +74,6 @@ _WANTED = (
     "an object with a name, a deadline in seconds, and "
     "async def __call__(self, arguments: str, context: ToolContext) -> Observation"
 )
-
-
-@dataclasses.dataclass(frozen=True)
-class StoreConfig(Bounded):
-    """The settings for storing answers of tools on disk.
-
-    Attributes:
-        path: path of an SQLite file, which several processes may share; "" stores no answers.
-        mode: ``cache``, ``record`` or ``replay``, see ``coa_jax.tools.recorded``.
-        tools: tools whose answers are stored. () means all tools, but in the mode ``cache`` only
-            ``web_search`` and ``crawl_page``.
-        max_age_s: age in seconds after which a cached answer is not used; 0 for no limit.
-        max_entries: maximum number of stored answers, beyond which the oldest are deleted; 0 for no
-            limit.
-    """
-
-    path: Place = ""
-    mode: Mode = "cache"
-    tools: tuple[Place, ...] = ()
-    max_age_s: NotNegative = 0.0
-    max_entries: Natural = 0
-
-    def keeps(self, name: str) -> bool:
-        """Returns whether the answers of the tool with this name are stored."""
-        if not self.tools:
-            return self.mode != "cache" or name in ("web_search", "crawl_page")
-        return name in self.tools
 
 
 @dataclasses.dataclass(frozen=True)

@@ -14,6 +14,7 @@ import sqlite3
 import time
 from typing import Literal
 
+from coa_jax.bounds import Bounded, Natural, NotNegative, Place
 from coa_jax.tools.base import (
     Observation,
     Tool,
@@ -38,6 +39,33 @@ Mode = Literal["cache", "record", "replay"]
 """
 
 _MARGIN_S = 1.0
+
+
+@dataclasses.dataclass(frozen=True)
+class StoreConfig(Bounded):
+    """The settings for storing answers of tools on disk.
+
+    Attributes:
+        path: path of an SQLite file, which several processes may share; "" stores no answers.
+        mode: ``cache``, ``record`` or ``replay``, see ``coa_jax.tools.recorded``.
+        tools: tools whose answers are stored. () means all tools, but in the mode ``cache`` only
+            ``web_search`` and ``crawl_page``.
+        max_age_s: age in seconds after which a cached answer is not used; 0 for no limit.
+        max_entries: maximum number of stored answers, beyond which the oldest are deleted; 0 for no
+            limit.
+    """
+
+    path: Place = ""
+    mode: Mode = "cache"
+    tools: tuple[Place, ...] = ()
+    max_age_s: NotNegative = 0.0
+    max_entries: Natural = 0
+
+    def keeps(self, name: str) -> bool:
+        """Returns whether the answers of the tool with this name are stored."""
+        if not self.tools:
+            return self.mode != "cache" or name in ("web_search", "crawl_page")
+        return name in self.tools
 
 
 class Recorded(Wrapper):

@@ -9,7 +9,8 @@ import pytest
 from coa_jax.tools.base import ToolContext, call
 from coa_jax.tools.code import CodeTool
 from coa_jax.tools.code_session import FORGOTTEN
-from coa_jax.tools.make import StoreConfig, ToolsConfig, make_tools
+from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.tools.recorded import StoreConfig
 from coa_jax.tools.remote import RemoteCode
 from coa_jax.tools.sandbox.isolation import find_isolation
 from coa_jax.tools.wiki_search import load_index

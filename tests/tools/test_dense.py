@@ -19,8 +19,9 @@ from coa_jax.tools.base import ToolContext, call
 from coa_jax.tools.dense import DenseIndex, fuse, load_retriever, nearest
 from coa_jax.tools.encoder import Encoder, EncoderConfig
 from coa_jax.tools.factbook_pages import Passage
-from coa_jax.tools.make import StoreConfig, ToolsConfig, make_tools
+from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.reach import findings
+from coa_jax.tools.recorded import StoreConfig
 from coa_jax.tools.remote import RemoteSearch
 from coa_jax.tools.wiki_search import WikiSearch, load_index
 from tests.tools import tiny_encoder

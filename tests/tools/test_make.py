@@ -9,8 +9,8 @@ import pytest
 from coa_jax.errors import UserError
 from coa_jax.settings import build, complete
 from coa_jax.tools.base import Tool, ToolContext, call
-from coa_jax.tools.make import StoreConfig, ToolsConfig, make_tools
-from coa_jax.tools.recorded import Recorded
+from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.tools.recorded import Recorded, StoreConfig
 
 
 def test_the_default_tools_work_at_once():

@@ -11,9 +11,8 @@ from coa_jax.errors import UserError
 from coa_jax.tools.base import Observation, Tool, ToolContext, call
 from coa_jax.tools.code import CodeTool
 from coa_jax.tools.factbook_pages import Passage
-from coa_jax.tools.make import StoreConfig
 from coa_jax.tools.net.store import Store
-from coa_jax.tools.recorded import Recorded
+from coa_jax.tools.recorded import Recorded, StoreConfig
 from coa_jax.tools.wiki_search import WikiSearch
 
 NO_HISTORY = ToolContext()
