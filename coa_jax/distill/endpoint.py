@@ -216,12 +216,7 @@ class Endpoint:
             raise self._meaning(error) from error
         self._answered = True
         seconds = round(time.monotonic() - began, 3)
-        row: dict[str, Any] = {
-            "key": key,
-            "episode": episode,
-            "turn": turn,
-            "model": self.config.model,
-        }
+        row: dict[str, Any] = {"key": key, "episode": episode, "turn": turn}
         row |= {"model": self.config.model, "chat": list(map(dict, chat))}
         row |= {"reply": reply, **counts, "seconds": seconds}
         jsonl.append_lines(self.record, [row])

@@ -11,7 +11,7 @@ import queue
 import threading
 import time
 from collections.abc import Awaitable, Callable, Mapping, Sequence
-from concurrent.futures import Future
+from concurrent.futures import CancelledError, Future
 from typing import Any
 
 from absl import logging
@@ -359,6 +359,8 @@ class _Thread:
             try:
                 result.set_result(function())
             except BaseException as raised:  # noqa: BLE001 - the awaiting caller gets the error
-                # Awaiting cannot raise StopIteration, and e.g. SystemExit would end the event loop.
-                plain = isinstance(raised, Exception) and not isinstance(raised, StopIteration)
+                # Awaiting cannot raise StopIteration, CancelledError would cancel the caller, and
+                # e.g. SystemExit would end the event loop.
+                special = isinstance(raised, StopIteration | CancelledError)
+                plain = isinstance(raised, Exception) and not special
                 result.set_exception(raised if plain else RuntimeError(repr(raised)))

@@ -165,11 +165,13 @@ class ReactReader(Pieces):
             if not known:
                 self.broken("bad_call", f"there is no tool {self._tool[:100]!r}", self.start)
             self._mark, self._begins = "", 0
-            return self.close(*((self._tool, body) if known else (BAD_CALL, self._tool)))
+            return self.close(self._tool, body) if known else self.close(BAD_CALL, self._tool)
         if last == "Action:" and mark == "Action Input:":
             self._tool = body
+        elif last == "Thought:":
+            done = self.close(THINK, body)
         else:
-            done = self.close(*((THINK, body) if last == "Thought:" else ()))
+            done = self.close()
         self.text += mark
         self._mark, self._begins = ("" if mark == "Observation:" else mark), len(self.text)
         return done

@@ -17,6 +17,7 @@ import itertools
 import os
 from collections import Counter, defaultdict
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
 from absl import logging
@@ -79,14 +80,23 @@ def iterate_records(source: str | os.PathLike[str], protocol: str = "") -> Itera
         protocol: protocol of rows that name no protocol; "" infers the protocol from the tags of
             each row.
 
-    Returns:
-        An iterator over the rows: a `Read` with the record, or a `LeftOut` with the reason.
+    Yields:
+        For each row a `Read` with the record, or a `LeftOut` with the reason.
 
     Raises:
         UserError: a file cannot be read, or a row is damaged. The message names the file and the
             row.
     """
-    return iter(Records(source, protocol))
+    for path in _find_files(source):
+        yield from iter(Records(path, protocol))
+
+
+def _find_files(source: str | os.PathLike[str]) -> list[Path]:
+    """Returns the files of a source, and registers the protocols in ``protocols.json`` nearby."""
+    paths = find_files(source)
+    for path in paths:
+        find_protocols(path)
+    return paths
 
 
 def _found(row: Row, info: Mapping[str, Any], protocol: str) -> Read | LeftOut:
@@ -122,9 +132,7 @@ class Records:
             UserError: a file cannot be read, or is so damaged that its rows cannot be separated.
         """
         self.source, self.protocol = os.fspath(source), protocol
-        paths = find_files(source)
-        for path in paths:
-            find_protocols(path)
+        paths = _find_files(source)
         if protocol:
             get_protocol(protocol)
         self._files = [open_rows(path) for path in paths]

@@ -39,11 +39,8 @@ def renamed(row: Any, info: Mapping[str, Any]) -> Any:
     """
     if not isinstance(row, dict) or not info:
         return row
-    standard = {"prompt": "instruction", "query": "input", "response": "output"}
-    standard |= {key: key for key in ("system", "history")} | {"messages": "conversations"}
-    columns = {
-        old: standard[key] for key, old in _texts(info, "columns").items() if key in standard
-    }
+    named = _texts(info, "columns").items()
+    columns = {old: _COLUMNS[key] for key, old in named if key in _COLUMNS}
     row = {columns.get(key, key): value for key, value in row.items()}
     tags = _texts(info, "tags")
     turns = row.get("conversations")

@@ -243,9 +243,11 @@ def _document(file: IO[bytes], line: bytes) -> list[Any] | None:
 
 def _wrapped(value: Any) -> list[Any] | None:
     """Returns the list of rows in an object that contains only this list; None otherwise."""
-    key, *others = value if isinstance(value, dict) and value else ("",)
-    wrapped = not others and key in _LISTS and isinstance(value[key], list)
-    return value[key] if wrapped else None
+    if isinstance(value, dict) and len(value) == 1:
+        ((key, rows),) = value.items()
+        if key in _LISTS and isinstance(rows, list):
+            return rows
+    return None
 
 
 def _too_long(what: str) -> str:
@@ -284,6 +286,8 @@ def _list_spans(path: Path, file: IO[bytes]) -> Iterator[tuple[int, int]]:
             elif sign in b"]}":
                 depth -= 1
             if depth == 0:
+                if sign != b"]":
+                    raise UserError(f"{path}: row {number}: not JSON: expected ']', found '}}'")
                 if number > 1 or data[start:at].strip():
                     yield start, at
                 if _TEXT.search(data, end):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import concurrent.futures
 import functools
 import json
 import threading
@@ -123,6 +124,11 @@ class Raises(Base):
         raise RuntimeError("the game is lost")
 
 
+class LosesItsPool(Base):
+    def step(self, turn):
+        raise concurrent.futures.CancelledError("the pool has ended")
+
+
 class Hangs(Base):
     over = threading.Event()
 
@@ -172,7 +178,7 @@ def one(kind, **settings) -> Trajectory:
     return found
 
 
-@pytest.mark.parametrize("kind", [Raises, Hangs, HangsAsync, FailsToBegin])
+@pytest.mark.parametrize("kind", [Raises, LosesItsPool, Hangs, HangsAsync, FailsToBegin])
 def test_an_environment_that_fails_masks_its_trajectory(kind, caplog):
     engine()
     Hangs.over.clear()
@@ -183,8 +189,8 @@ def test_an_environment_that_fails_masks_its_trajectory(kind, caplog):
     assert found.stop_reason == StopReason.FAULT
     call = found.tool_calls[-1]
     assert (call.outcome, call.tool) == ("fault", "reset" if kind is FailsToBegin else "turn")
-    why = {Raises: "the game is lost", FailsToBegin: "no board"}.get(kind, "no result within 0.5")
-    assert why in call.detail["exception"]
+    why = {Raises: "the game is lost", LosesItsPool: "the pool has ended", FailsToBegin: "no board"}
+    assert why.get(kind, "no result within 0.5") in call.detail["exception"]
     assert grade(TASK, found).value is None
     assert f"{kind.__name__}: its {'reset' if kind is FailsToBegin else 'step'} failed" in (
         caplog.text

@@ -399,6 +399,7 @@ DAMAGED = {
     ":1: nested too deeply|:1: not JSON": "{" + '"a":{' * 100_000,
     "row 2: not JSON": f"[{ROW}, {ROW[:-9]}",
     "row 1: not JSON: Extra data": f"[{ROW} {ROW}]",
+    "row 2: not JSON: expected ']'": f"[{ROW}, {ROW}}}",
     "row 1: nested more than 100 levels": f'[{ROW[:-1]}, "more": {"[" * 101}{"]" * 101}}}]',
     "row 1: NaN is not JSON": '[{"instruction": NaN}]',
     "row 1: expected an object, found int": "[3]",

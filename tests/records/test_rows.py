@@ -128,3 +128,13 @@ def test_records_of_several_files_have_one_numbering(tmp_path):
     ]
     assert by_number[2].row.where == f"{tmp_path}/b.json: row 1"
     assert [found[i] for i in range(4)] == list(iterate_records(source))
+
+
+def test_no_file_is_opened_before_the_rows_of_earlier_files_are_read(tmp_path):
+    record = tiny_policy.records()[0]
+    write_records(tmp_path / "a.jsonl", [record])
+    (tmp_path / "b.jsonl").write_bytes(b"\x1f\x8b\x08\x00")
+    rows = iterate_records(f"{tmp_path}/*.jsonl")
+    assert next(rows).record == record
+    with pytest.raises(UserError, match=r"b\.jsonl: is compressed"):
+        next(rows)

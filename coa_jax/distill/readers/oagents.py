@@ -92,6 +92,7 @@ def _source(step: Field) -> str | None:
 
 def _action(talk: Conversation, step: Field, program: Program | None, runs: Sequence[_Run]) -> None:
     thought = programs.thought_of(step.get("model_output").optional_text())
+    programs.outcome_of(step)  # refuses damaged fields, even if the step needs no outcome
     if program is None:  # nothing ran, because the output could not be parsed
         talk.say(thought)
     elif not program.requests:

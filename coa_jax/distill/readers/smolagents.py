@@ -178,7 +178,8 @@ def _tools(
 
 def _delegations(talk: Conversation, step: Field, asked: int, runs: Sequence[Field]) -> None:
     """Adds the managed runs that a step asked for, of which a failed step may lack some."""
-    if len(runs) < asked and not programs.error_of(step):
+    _, error = programs.outcome_of(step)
+    if len(runs) < asked and not error:
         raise Malformed(f"{step} asks a managed agent whose run is not in the file")
     thought = _thought(step)
     if not runs:  # the step failed before it asked an agent
