@@ -74,8 +74,16 @@ that the loss needs one advantage for all tokens of a sequence.
 
 NORMALISATIONS = ("token", "sequence", "constant")
 NAMES = (
-    *("grpo", "dapo", "dr_grpo", "rloo", "gspo", "cispo"),
-    *("reinforce++", "reinforce++_baseline", "ppo", "opd"),
+    "grpo",
+    "dapo",
+    "dr_grpo",
+    "rloo",
+    "gspo",
+    "cispo",
+    "reinforce++",
+    "reinforce++_baseline",
+    "ppo",
+    "opd",
 )
 """Names of the presets."""
 

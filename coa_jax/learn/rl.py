@@ -250,7 +250,7 @@ class Source:
         """Updates the task pool with the scores of a step, and returns the pool's metrics."""
         if self._pool is None:
             return {}
-        # The run may have recorded this step without a pool, and so without scores.
+        # A record that an earlier version wrote without a pool has no scores.
         scores = dict(zip(composition.examined, composition.scores, strict=False))
         self._pool.learn(composition.step, scores)
         self._learner.pool = self._pool.known

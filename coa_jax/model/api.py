@@ -170,7 +170,9 @@ def logits(model: Model, tokens: Any) -> jax.Array:
         raise UserError(f"tokens have shape {list(ids.shape)}: give [batch, length], not empty")
     if not np.issubdtype(ids.dtype, np.integer):
         raise UserError(f"tokens have dtype {ids.dtype}: give integer ids")
-    for row, column in np.argwhere((ids < 0) | (ids >= model.config.vocab_size))[:1]:
+    bad = np.argwhere((ids < 0) | (ids >= model.config.vocab_size))
+    if bad.size:
+        row, column = bad[0]
         raise UserError(
             f"tokens[{row}][{column}] is {ids[row, column]}, outside the vocabulary of "
             f"{model.config.vocab_size}: use the tokenizer that belongs to the model"

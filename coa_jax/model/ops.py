@@ -1,8 +1,9 @@
 """The operations of the decoder in ordinary JAX, as textbooks write them.
 
 Each backend is a module with these functions; `Compute.ops` is the module in use. The modules of
-other backends define only the operations that their compiler needs in another form. Matmuls take
-operands in the compute dtype and accumulate in float32. All other operations compute in float32.
+other backends define the operations that their compiler needs in another form, and import the
+others from here. Matmuls take operands in the compute dtype and accumulate in float32. All other
+operations compute in float32.
 """
 
 from __future__ import annotations

@@ -19,15 +19,12 @@ import jax.numpy as jnp
 
 from coa_jax.model import ops
 from coa_jax.model.compute import Compute
-from coa_jax.model.ops import einsum, first_passed
+from coa_jax.model.ops import einsum as einsum
+from coa_jax.model.ops import first_passed as first_passed
+from coa_jax.model.ops import product as product
+from coa_jax.model.ops import swiglu as swiglu
 from coa_jax.model.ops_tpu import matmul_sum as row_sum
 from coa_jax.model.ops_tpu import rms_norm as rms_norm
-
-
-def __getattr__(name: str) -> Any:
-    """Takes the operations that this module does not define from `model.ops`."""
-    return getattr(ops, name)
-
 
 # --- matmuls -------------------------------------------------------------------------------
 

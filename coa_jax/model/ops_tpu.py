@@ -8,18 +8,20 @@ shorter by 2 % or more.
 from __future__ import annotations
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp
 
-from coa_jax.model import ops
-from coa_jax.model.ops import einsum
-
-
-def __getattr__(name: str) -> Any:
-    """Takes the operations that this module does not define from `model.ops`."""
-    return getattr(ops, name)
+from coa_jax.model.ops import attend as attend
+from coa_jax.model.ops import einsum as einsum
+from coa_jax.model.ops import first_passed as first_passed
+from coa_jax.model.ops import inverse_cdf as inverse_cdf
+from coa_jax.model.ops import linear as linear
+from coa_jax.model.ops import materialize as materialize
+from coa_jax.model.ops import over_rows as over_rows
+from coa_jax.model.ops import product as product
+from coa_jax.model.ops import row_sum as row_sum
+from coa_jax.model.ops import swiglu as swiglu
 
 
 @jax.custom_vjp

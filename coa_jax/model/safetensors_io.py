@@ -67,6 +67,7 @@ class Checkpoint:
         where: path, URL or id of the model, used in error messages.
         files: the files that hold the tensors.
         shapes: shape of each tensor by name.
+        sizes: number of bytes of each file, according to its header.
 
     Raises:
         UserError: there is no tensor, a file cannot be read, or a file is damaged; the message
@@ -75,12 +76,13 @@ class Checkpoint:
 
     def __init__(self, where: str, files: Files) -> None:
         self.where, self.files = where, files
+        self.sizes: dict[str, int] = {}
         self._tensors: dict[str, tuple[str, int, str, tuple[int, ...]]] = {}
         for file in files.names:
             try:
                 self._read_header(file)
             except (struct.error, *reading.MALFORMED) as error:
-                raise self._damaged(file, reading.reason(error)) from error
+                raise self.damaged(file, reading.reason(error)) from error
         if not self._tensors:
             raise UserError(f"{where} has no safetensors weights: give a directory with some")
         self.shapes: Mapping[str, tuple[int, ...]] = {n: t[-1] for n, t in self._tensors.items()}
@@ -96,14 +98,16 @@ class Checkpoint:
         for name, about in sorted(header.items(), key=lambda item: item[1]["data_offsets"]):
             numbers = (*about["data_offsets"], *about["shape"])
             begin, end, *shape = map(operator.index, numbers)
-            if begin != at:
+            if begin != at or min(end - begin, *shape, 0) < 0:
                 raise ValueError(f"invalid offset for tensor {name}")
             code, at = str(about["dtype"]), end
             if code in _DTYPES and end - begin != math.prod(shape) * _DTYPES[code].itemsize:
                 raise ValueError(f"tensor {name} does not have the bytes of its shape")
             self._tensors[name] = file, 8 + length + begin, code, tuple(shape)
+        self.sizes[file] = 8 + length + at
 
-    def _damaged(self, file: str, why: str) -> UserError:
+    def damaged(self, file: str, why: str) -> UserError:
+        """Returns the error for a file that is damaged for the reason ``why``."""
         path = f"{self.where}/{file}"
         return UserError(f"{path} is truncated or not a safetensors file ({why}): fetch it again")
 
@@ -125,7 +129,7 @@ class Checkpoint:
         size = math.prod(rest) * _DTYPES[code].itemsize
         data = self.files.read(file, start + first * size, start + last * size)
         if len(data) != (last - first) * size:
-            raise self._damaged(file, f"it ends within tensor {name}")
+            raise self.damaged(file, f"it ends within tensor {name}")
         values = np.frombuffer(data, _DTYPES[code])
         return values.reshape((last - first, *rest) if shape else ())
 
@@ -141,6 +145,9 @@ def local_checkpoint(directory: str | Path) -> Checkpoint:
     weight_map = _weight_map(directory)
     names = sorted(set(weight_map.values())) or [SINGLE_FILE]
     checkpoint = Checkpoint(str(directory), LocalFiles(directory, names))
+    for file, size in checkpoint.sizes.items():
+        if (found := (directory / file).stat().st_size) != size:
+            raise checkpoint.damaged(file, f"it has {found:,} bytes, and its header says {size:,}")
     for name, file in weight_map.items():
         if name not in checkpoint.shapes:
             raise UserError(f"{directory / file} lacks tensor {name}, though the index has it")

@@ -71,8 +71,10 @@ class Inbox:
         Args:
             request: the request; the same object as in `put`, not an equal one.
         """
-        for cancelled in [reader.cancelled for reader in self.readers] or [self._cancelled]:
-            cancelled.append(request)
+        if not self.readers:
+            self._cancelled.append(request)
+        for reader in self.readers:
+            reader.cancelled.append(request)
         self._tell()
 
     def publish(self, parts: Sequence[DecodeParams], version: int, recompute: bool = False) -> None:

@@ -386,7 +386,8 @@ class Scheduler:
         if feeds:
             await self._on_device(self.engine.extend, feeds)
         for slot, _, _ in feeds:
-            self.engine.set_active(slot, self.running[slot].tool is None)
+            run = self.running[slot]
+            self.engine.set_active(slot, run.tool is None and not run.must_pause(self.version))
 
     def _tell(self, run: Running, author: Author, text: str, call: ToolCall | None = None) -> None:
         if self.on_text and text:

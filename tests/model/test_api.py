@@ -15,6 +15,7 @@ import transformers
 
 from coa_jax.errors import UserError
 from coa_jax.model.api import describe_model, load_model, logits, save_model
+from coa_jax.model.safetensors_io import local_checkpoint
 from coa_jax.model.tokenizer import encode_plain
 from tests.model.conftest import FAMILIES, make_reference
 
@@ -352,3 +353,20 @@ def test_bytes_of_two_tensors_are_refused(broken):
     path.write_bytes(len(text).to_bytes(8, "little") + text + data[8 + length :])
     with pytest.raises(UserError, match=r"invalid offset for tensor .*up_proj\.weight"):
         load_model(broken)
+
+
+@pytest.mark.parametrize("change", [lambda data: data[:-1], lambda data: data + b"\0"])
+def test_a_file_of_another_size_is_refused_before_its_tensors_are_read(broken, change):
+    path = broken / "model.safetensors"
+    path.write_bytes(change(path.read_bytes()))
+    with pytest.raises(UserError, match=r"model\.safetensors is truncated .*its header says"):
+        local_checkpoint(broken)
+
+
+def test_a_negative_shape_is_refused(broken):
+    path = broken / "model.safetensors"
+    header = {"a": {"dtype": "F32", "shape": [-1], "data_offsets": [0, -4]}}
+    text = json.dumps(header).encode()
+    path.write_bytes(len(text).to_bytes(8, "little") + text)
+    with pytest.raises(UserError, match="invalid offset for tensor a"):
+        local_checkpoint(broken)

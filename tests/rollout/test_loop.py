@@ -17,6 +17,7 @@ from coa_jax.learn.batch import pack, record_example, trajectory_example
 from coa_jax.learn.logps import token_logps
 from coa_jax.model.compute import local_compute
 from coa_jax.protocol import Prompt
+from coa_jax.rollout.inbox import Inbox
 from coa_jax.rollout.loop import rollout
 from coa_jax.tasks import grade
 from coa_jax.trajectory import Author, StopReason, Trajectory, format_valid
@@ -256,3 +257,29 @@ def test_requests_are_taken_only_as_slots_become_free():
     seen = asyncio.run(go())
     assert seen[0] == 2  # four slots hold two groups of two
     assert len(seen) == 6
+
+
+def test_a_repeated_sample_waits_after_an_observation_for_the_policy_version_of_its_plan(greedy):
+    request, recorded, on = requests()[0], greedy[0], engine()
+    by_policy = recorded.author == Author.POLICY
+    seen = int(np.flatnonzero(recorded.author == Author.ENVIRONMENT)[0])
+    after = seen + int(np.flatnonzero(by_policy[seen:])[0])
+    plan = ((0, 0), (after, 1))
+    schedulers = []
+
+    async def publish(inbox):
+        while not any(scheduler.waiting_for_weights for scheduler in schedulers):
+            await asyncio.sleep(0.01)
+        inbox.publish([on.params], version=1)
+
+    async def go():
+        inbox = Inbox([dataclasses.replace(request, plan=plan)], closed=True, version=0)
+        tokenizer, tools = tiny_policy.policy().tokenizer, list(tiny_policy.tools().values())
+        found = rollout(on, tokenizer, inbox, tools, BUDGET, on_start=schedulers.append)
+        async with asyncio.timeout(60), asyncio.TaskGroup() as tasks:
+            tasks.create_task(publish(inbox))
+            return [trajectory async for trajectory in found]
+
+    (again,) = asyncio.run(go())
+    assert again.metadata["policy_versions"] == [list(pair) for pair in plan]
+    assert again.tokens.tolist() == recorded.tokens.tolist()
