@@ -191,7 +191,7 @@ def _hold_aborts() -> None:
 def _number(name: str) -> int:
     text = os.environ.get(name, "")
     if not text.isdecimal():
-        raise UserError(f"{name} is {repr(text) if text else 'not set'}: give a number")
+        raise UserError(f"{name} is {repr(text) if text else 'not set'}: give a whole number")
     return int(text)
 
 
