@@ -143,7 +143,8 @@ class Items:
 
     def wanted(self, kind: type[Any]) -> str:
         """Describes the allowed values, for error messages of the form "give DESCRIPTION"."""
-        return f"{self.low} to {self.high} items"
+        number = self.low if self.low == self.high else f"{self.low} to {self.high}"
+        return f"{number} items"
 
 
 Bound = Between | OneOf | Text | Items

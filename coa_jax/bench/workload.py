@@ -330,9 +330,11 @@ def totals(workload: Workload) -> dict[str, int | float]:
     """
     again = 0
     for script in workload.scripts:
-        again += (context := len(workload.prompts[script.prompt]))
-        for length, call in zip(script.lengths, script.calls, strict=False):
-            again += (context := context + length + len(call.observation))
+        context = len(workload.prompts[script.prompt])
+        again += context
+        for length, call in zip(script.lengths[:-1], script.calls, strict=True):
+            context += length + len(call.observation)
+            again += context
     return {
         "generated": workload.generated_tokens,
         "prefill_once": workload.prefill_tokens,

@@ -111,12 +111,12 @@ class _Joined:
     def coordinator_is_gone(self) -> bool:
         """Returns whether the address of the coordinator refuses connections."""
         host, port = self.coordinator.rsplit(":", 1)
-        # An unreachable coordinator may return before it counts as lost.
-        with contextlib.suppress(OSError):
-            try:
-                socket.create_connection((host.strip("[]"), int(port)), _interval(self)).close()
-            except ConnectionRefusedError:
-                return True
+        try:
+            socket.create_connection((host.strip("[]"), int(port)), _interval(self)).close()
+        except ConnectionRefusedError:
+            return True
+        except OSError:  # an unreachable coordinator may return before it counts as lost
+            return False
         return False
 
 
@@ -191,7 +191,7 @@ def _hold_aborts() -> None:
 def _number(name: str) -> int:
     text = os.environ.get(name, "")
     if not text.isdecimal():
-        raise UserError(f"{name} is {repr(text) if text else 'not set'}: give a number")
+        raise UserError(f"{name} is {repr(text) if text else 'not set'}: give a whole number")
     return int(text)
 
 

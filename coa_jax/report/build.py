@@ -94,7 +94,7 @@ def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_ST
 
     Args:
         run_dir: directory of the run. It must contain at least one of config.json, metrics.jsonl,
-            traces.jsonl, traces/ and summary.json.
+            traces.jsonl, traces/, summary.json and evaluate/.
         per_stage: maximum number of traces that the page shows per stage.
 
     Returns:

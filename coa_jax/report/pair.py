@@ -134,17 +134,17 @@ def _flat(values: Mapping[str, Any], path: str = "") -> Iterator[tuple[str, Any]
 def _curves(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> str:
     """Renders charts of the phases that both runs have, with a line for each run."""
     first, second = phases_of(a), phases_of(b)
-    return "".join(
-        charts_of(
-            phase,
-            (
-                line_chart(title, [series_of(metric, mine, "A"), series_of(metric, other, "B")])
-                for title, metric in CHARTED
-            ),
-        )
-        for phase, mine in first.items()
-        if (other := second.get(phase))
-    )
+    parts = []
+    for phase in (phase for phase in first if phase in second):
+        charts = [
+            line_chart(
+                title,
+                [series_of(metric, first[phase], "A"), series_of(metric, second[phase], "B")],
+            )
+            for title, metric in CHARTED
+        ]
+        parts.append(charts_of(phase, charts))
+    return "".join(parts)
 
 
 def _questions(a: Run, b: Run, results: Sequence[Result]) -> str:

@@ -141,7 +141,7 @@ def read_runs(parent: Path) -> list[Run]:
         phases[run.name] = max(phases.get(run.name, ()), tuple(phases_of(run.rows)), key=len)
     found = []
     for run in runs:
-        *_, last = ("", *phases[run.name])
+        last = phases[run.name][-1] if phases[run.name] else ""
         rows = tuple(phases_of(run.rows).get(last, ()))
         found.append(dataclasses.replace(run, rows=rows, phase=last))
     return found

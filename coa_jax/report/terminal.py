@@ -156,7 +156,8 @@ class Paragraph:
         if not self._word:
             return
         text = self._blanks + self._word
-        full = self._width is not None and self._column > max(0, self._width - cell_len(text))
+        end = self._column + cell_len(text)
+        full = self._width is not None and self._column > 0 and end > self._width
         if full and not self._line_ends:
             text = self._word
         # There is no empty line before the first word, and at most one before each later word.

@@ -101,6 +101,8 @@ def newest_trajectories(run: Path, count: int) -> list[Trajectory]:
     plain = [*(run / "spool").glob("*.jsonl"), run / "traces.jsonl"]
     found: list[Trajectory] = []
     for path in sorted(plain, key=lambda path: (_modified(path), path), reverse=True):
+        if len(found) == count:  # the other files are older, and a spool may have many of them
+            break
         for line in _last_lines(path, count - len(found)):
             with contextlib.suppress(*reading.MALFORMED):
                 found.append(Trajectory.from_json(json.loads(line)))
@@ -251,10 +253,8 @@ def main(argv: list[str]) -> None:
     place = flags.FLAGS.workdir
     run = fetched(place)
     check_run(run)
-    console, draw = (
-        Console(),
-        functools.partial(picture, Tail(run / "metrics.jsonl"), flags.FLAGS.trajectories),
-    )
+    draw = functools.partial(picture, Tail(run / "metrics.jsonl"), flags.FLAGS.trajectories)
+    console = Console()
     if flags.FLAGS.once or not console.is_terminal:
         console.print(draw())
         return

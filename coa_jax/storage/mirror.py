@@ -311,7 +311,7 @@ def _new_folder() -> tuple[Path, int]:
     root.mkdir(exist_ok=True)
     for old in root.iterdir():
         # An error means that the folder is locked, or that it is just being created.
-        with contextlib.suppress(OSError), open(old / ".lock") as left:
+        with contextlib.suppress(OSError), open(old / ".lock", "r+") as left:
             fcntl.flock(left, fcntl.LOCK_EX | fcntl.LOCK_NB)
             shutil.rmtree(old, ignore_errors=True)
     folder = Path(tempfile.mkdtemp(dir=root))

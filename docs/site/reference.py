@@ -169,10 +169,11 @@ def command_settings(module: types.ModuleType) -> type[Any] | None:
 
 
 def _commands() -> str:
-    rows = "\n".join(
-        f"| [`{name}`]({name}.md) | {(entry_point(name).__doc__ or '').partition(chr(10))[0]} |"
-        for name in COMMANDS
-    )
+    lines = []
+    for name in COMMANDS:
+        about = (entry_point(name).__doc__ or "").partition("\n")[0]
+        lines.append(f"| [`{name}`]({name}.md) | {about} |")
+    rows = "\n".join(lines)
     return f"""\
 # Commands
 

@@ -17,6 +17,7 @@ from rich.console import Console
 
 from coa_jax import jsonl
 from coa_jax.errors import UserError
+from coa_jax.report import watch
 from coa_jax.report.watch import Tail, newest_trajectories, picture, sparkline
 from coa_jax.trajectory import append_trajectories
 from tests.report.run_files import PLACES, episode
@@ -85,6 +86,18 @@ def test_the_newest_trajectories_come_first_wherever_they_stand(run):
     assert [t.task_id for t in found] == [t.task_id for t in [*new[::-1], *old[:0:-1]]]
     text = drawn(run, count=4)
     assert text.count("wrong") == 2 and text.count("correct") == 2
+
+
+def test_of_a_full_spool_only_the_newest_files_are_read(run, monkeypatch):
+    (run / "spool").mkdir()
+    for number, place in enumerate(PLACES[:4]):
+        path = run / "spool" / f"{number}.jsonl"
+        append_trajectories(path, [episode(place, "rl-train", True)])
+        os.utime(path, (number + 1, number + 1))
+    read, last_lines = [], watch._last_lines
+    monkeypatch.setattr(watch, "_last_lines", lambda p, n: read.append(p.name) or last_lines(p, n))
+    assert len(newest_trajectories(run, 2)) == 2
+    assert read == ["3.jsonl", "2.jsonl"]
 
 
 def test_text_of_a_policy_moves_no_cursor(run):
