@@ -183,6 +183,9 @@ def serve() -> None:
     """
     function, descriptor = sys.argv[1:3]
     connection = Connection(int(descriptor))
+    # The parent process may ignore or block the signal of the timer below.
+    signal.signal(signal.SIGPROF, signal.SIG_DFL)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
     threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     module, _, name = function.partition(":")

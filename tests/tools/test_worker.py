@@ -64,10 +64,22 @@ def test_neither_waiting_for_others_nor_a_busy_machine_takes_a_calls_own_time():
         second = threads.submit(one.ask, "sleep", 1.0, timeout=0.5, wait=30.0)
         assert second.result()[1] == 1.0
         assert first.done()
-    with pytest.raises(WorkerTimeoutError):
-        one.ask("loop", timeout=0.5, wait=60.0)
     with pytest.raises(WorkerBusyError, match="no result came within"):
         one.ask("sleep", 30, timeout=30.0, wait=0.5)
+
+
+@pytest.mark.parametrize("hidden", [signal.SIG_DFL, signal.SIG_IGN])
+def test_processor_time_is_limited_whatever_signals_the_parent_hides(hidden):
+    one = Workers("tests.tools.test_worker:act", count=1)
+    before = signal.signal(signal.SIGPROF, hidden)
+    if hidden == signal.SIG_DFL:
+        signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGPROF})
+    try:
+        with pytest.raises(WorkerTimeoutError, match="processor time"):
+            one.ask("loop", timeout=0.5, wait=60.0)
+    finally:
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, {signal.SIGPROF})
+        signal.signal(signal.SIGPROF, before)
 
 
 def test_an_endless_call_is_killed_in_time(workers):
