@@ -120,8 +120,9 @@ def entry_point(command: str) -> types.ModuleType:
 def _argument(module: types.ModuleType, function: str, index: int) -> Any:
     """Returns an argument of a module's call of a function; None if the module has no such call."""
     for node in ast.walk(ast.parse(inspect.getsource(module))):
-        called = getattr(node.func, "id", "") if isinstance(node, ast.Call) else ""
-        if called == function and len(node.args) > index:
+        if not isinstance(node, ast.Call) or len(node.args) <= index:
+            continue
+        if getattr(node.func, "id", "") == function:
             code = compile(ast.Expression(node.args[index]), module.__name__, "eval")
             return eval(code, vars(module))
     return None
@@ -197,8 +198,8 @@ def _command(command: str, shown: set[type[Any]]) -> str:
         lines += _definition(name, f"flag-{name[2:]}", *about)
     settings = command_settings(module)
     if settings:
-        about = "The config file sets these values; `--config.KEY=VALUE` overrides a value."
-        lines += ["## Settings", "", about, "", *_group(settings, "", None, shown, 2)]
+        text = "The config file sets these values; `--config.KEY=VALUE` overrides a value."
+        lines += ["## Settings", "", text, "", *_group(settings, "", None, shown, 2)]
     return "\n".join(lines)
 
 
