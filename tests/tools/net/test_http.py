@@ -111,10 +111,10 @@ def test_failures_in_passing_are_tried_again_and_others_are_not(server):
 def test_statuses_that_may_pass_are_tried_again(server, statuses, again):
     server.hits.clear()
     for status in statuses:
-        server.pages[f"/{status}"] = lambda h, status=status: h.answer(b"no", status)
+        server.pages[f"/status/{status}"] = lambda h, status=status: h.answer(b"no", status)
         with pytest.raises(FetchError):
-            get(server, f"/{status}")
-        assert server.hits[f"/{status}"] == (2 if again else 1), status
+            get(server, f"/status/{status}")
+        assert server.hits[f"/status/{status}"] == (2 if again else 1), status
 
 
 def test_a_wait_that_the_server_asks_for_is_not_begun_when_time_will_not_do(server):
