@@ -14,6 +14,7 @@ parameters become version v + 1. The replay calls no tool and no judge, and star
 from __future__ import annotations
 
 import asyncio
+import bisect
 import contextlib
 import dataclasses
 import tempfile
@@ -159,6 +160,10 @@ def _asked(request: Request, sample: Mapping[str, Any], tokenizer: Any) -> Reque
     return dataclasses.replace(request, prompt=prompt, environment=recorded_session(begun))
 
 
+def _first_version(request: Request) -> int:
+    return request.plan[0][1]
+
+
 class _Again:
     """Samples recorded trajectories again, each with the same policy versions as in the run."""
 
@@ -173,7 +178,8 @@ class _Again:
         self._learner = learner
         tokenizer = learner.model.tokenizer
         self._rewards: dict[Key, Reward | None] = {}
-        # Requests whose prompts are known, and which have not been submitted.
+        # Requests whose prompts are known, and which have not been submitted, in the order of the
+        # policy versions with which they begin.
         self._ready: list[Request] = []
         self._sessions: dict[Key, RecordedSession] = {}  # samples of an agent program
         self._found: dict[Key, Trajectory] = {}
@@ -200,6 +206,7 @@ class _Again:
                         ends=(sample["length"], reason) if reason in _CLOCK else None,
                     )
                     self._ready.append(one)
+        self._ready.sort(key=_first_version)
         names = {call.tool for made in calls.values() for call in made}
         timeless = dataclasses.replace(config.budgets, max_seconds=0.0, max_tool_seconds=0.0)
         self._sampler = EngineSampler(
@@ -220,7 +227,7 @@ class _Again:
             self._reader = asyncio.create_task(self._read())
         while True:
             settled = self._sampler.settled(self._running)
-            begun = [request for request in self._ready if request.plan[0][1] <= version]
+            begun = self._ready[: bisect.bisect_right(self._ready, version, key=_first_version)]
             # Requests that finish under this version come first. Requests that wait for a later
             # version keep their slots; there are never more of them than there were in the run.
             chosen = [request for request in begun if request.plan[-1][1] <= version]
@@ -244,7 +251,8 @@ class _Again:
                 found: Trajectory | None = trajectory
                 if self._sessions:
                     key = trajectory.metadata["session"]
-                    self._ready += self._sessions[key].add(trajectory)
+                    for request in self._sessions[key].add(trajectory):
+                        bisect.insort(self._ready, request, key=_first_version)
                     found = self._sessions[key].trajectory()
                 self._take(key, found)
 
