@@ -150,8 +150,9 @@ def _exit_without_destructors(code: int) -> None:
     client that this thread uses, and the process would crash.
     """
     atexit.unregister(_exit_without_destructors)
-    if "jax._src.api" in sys.modules:
-        atexit.unregister(sys.modules["jax._src.api"].clean_up)
+    of_jax = getattr(sys.modules.get("jax._src.api"), "clean_up", None)  # a private name of JAX
+    if of_jax is not None:
+        atexit.unregister(of_jax)
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):
         with contextlib.suppress(OSError, ValueError):

@@ -88,6 +88,8 @@ class Head:
         # temperature.
         largest = jnp.max(z, axis=-1, keepdims=True, where=may, initial=-jnp.inf)
         largest = jax.lax.stop_gradient(largest)
+        # Pick from the logits themselves: with a second use of the difference, XLA for CPUs fuses
+        # the maximum and the subtraction with the matmul of the logits, which takes longer.
         own = (_pick(z, targets) - largest[..., 0]) / self.temperature
         z = (z - largest) / self.temperature
         if may is not None:

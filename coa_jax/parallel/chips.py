@@ -44,7 +44,7 @@ def _gpu(
     flops: float, gigabytes: int, bandwidth: float, links: float, capability: float, kind: str,
     group: int = 8, host: int = 8,
 ) -> Chip:  # fmt: skip
-    """Describes a GPU, whose network adapter has 400 Gbit/s, or 200 Gbit/s before Hopper."""
+    """Describes a GPU. The network adapter has 400 Gbit/s, or 200 Gbit/s before Hopper."""
     network, memory = 25e9 if capability < 9 else 50e9, gigabytes * 10**9
     return Chip(
         flops, memory, bandwidth, links, group, network, host, capability=capability, kinds=(kind,)

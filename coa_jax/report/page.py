@@ -28,7 +28,7 @@ def escape(text: str) -> str:
 
 
 def save_page(path: Path, page: str) -> Path:
-    """Writes an HTML page, whose folder is created if it does not exist; returns its path."""
+    """Writes an HTML page and returns the path; creates the folder of the page if needed."""
     path.parent.mkdir(parents=True, exist_ok=True)
     files.replace(path, page.encode("utf-8", "replace"))
     return path

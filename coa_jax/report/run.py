@@ -59,7 +59,7 @@ class Run:
 
 
 def check_run(root: Path) -> None:
-    """Checks that a directory is that of a run.
+    """Checks that a directory is the work directory of a run.
 
     Raises:
         UserError: the directory does not exist or contains none of the files of a run.

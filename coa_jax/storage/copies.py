@@ -91,7 +91,7 @@ def _objects(fs: Any, inside: str) -> dict[str, Any]:
 
 
 def _copy(fs: Any, found: Mapping[str, Any], root: str, url: str) -> Path:
-    """Copies new and changed objects of the folder ``root``, whose URL is ``url``.
+    """Copies new and changed objects of the bucket folder ``root`` (its URL is ``url``).
 
     Returns:
         The local folder. A lock prevents two processes from copying to this folder.

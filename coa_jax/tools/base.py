@@ -152,7 +152,7 @@ def refused_query(name: str, arguments: str, context: ToolContext) -> Observatio
 
 
 def failed_search(start: float, error: FetchError, blame: Blame, **detail: Any) -> Observation:
-    """Returns the observation of a search whose service gave no usable answer.
+    """Returns the observation of a failed search: the service gave no usable answer.
 
     Args:
         start: time at which the call began, on the clock of ``time.monotonic``.

@@ -156,7 +156,7 @@ def examine_all(sources: Iterable[str | None], agents: Collection[str]) -> list[
 
 
 def outcome_of(step: Field) -> tuple[str, str]:
-    """Returns the output and the error of a step, each "" if there is none."""
+    """Returns the output and the error of a step; a missing output or error is ""."""
     return step.get("observations").optional_text(), error_of(step)
 
 

@@ -24,7 +24,7 @@ _MASKED = -1e30
 """Score of a key that a query may not see. It is finite, so that no result becomes NaN."""
 
 Pages = tuple[jax.Array, ...]
-"""The pool of one layer, whose arrays depend on the kernel:
+"""The pool of one layer. The kernel determines the arrays of the pool:
 
 ==============  ==================================================
 kernel          arrays

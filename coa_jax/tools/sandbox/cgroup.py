@@ -19,7 +19,7 @@ _REMOVE_S = 0.2
 
 @dataclasses.dataclass(frozen=True)
 class Group:
-    """A control group: that of one program, or one in which groups for programs are created.
+    """A control group of one program, or a parent group in which such groups are created.
 
     Attributes:
         path: directory of the group.
