@@ -77,7 +77,7 @@ def test_neither_waiting_for_others_nor_a_busy_machine_takes_a_calls_own_time():
     ids=["blocked", "ignored"],
 )
 def test_processor_time_is_limited_whatever_signals_the_parent_hides(hide):
-    # In a process of its own: libtpu sends SIGPROF to processes that have loaded it.
+    # In a process of its own: libtpu, which other tests load, uses SIGPROF itself.
     parent = f"""
 import signal
 from coa_jax.tools.worker import WorkerTimeoutError, Workers
