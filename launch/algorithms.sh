@@ -2,28 +2,36 @@
 # Compares RL algorithms: from one fine-tuned policy, on the same number of samples, with seeds.
 #
 #   bash launch/algorithms.sh [--workdir DIR] [--model DIR] [--algorithms A,B] [--seeds 0,1,2]
-#                             [--steps N] [--questions N] [--dry-run] [--config.KEY=VALUE ...]
+#                             [--steps N] [--questions N] [--name NAME] [--dry-run]
+#                             [--config.KEY=VALUE ...]
 #
 # Default: six algorithms, three seeds, 16 steps of 192 samples, 400 held-out questions each, from
 # the policy that configs/sft/factbook.py leaves in runs/sft/model, into runs/algorithms.  The same
 # command goes on where it was interrupted; a run that has been measured is not repeated.  Ends with
 # the table of coa_jax.report.sweep, which can be asked for at any time.
+#
+# To compare settings instead of algorithms, call the script once for each setting, with one
+# algorithm, with the setting as --config.KEY=VALUE, and with --name, which names the row of the
+# table.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 workdir="" model="" algorithms=grpo,dapo,dr_grpo,rloo,gspo,ppo
-seeds=0,1,2 steps=16 questions=400 dry_run=no
-parse_flags "workdir model algorithms seeds steps questions config.*" "" "$@"
+seeds=0,1,2 steps=16 questions=400 name="" dry_run=no
+parse_flags "workdir model algorithms seeds steps questions name config.*" "" "$@"
 [ -z "$action" ] || fail "unknown argument $action; --help lists the flags"
-for name in steps questions; do
-  [[ "${!name}" =~ ^[1-9][0-9]*$ ]] || fail "--$name ${!name}: give a number above 0"
+for number in steps questions; do
+  [[ "${!number}" =~ ^[1-9][0-9]*$ ]] || fail "--$number ${!number}: give a number above 0"
 done
 IFS=, read -ra seed_list <<<"$seeds"
 for seed in "${seed_list[@]}"; do
   [[ "$seed" =~ ^[0-9]+$ ]] || fail "--seeds $seeds: give numbers with commas between them"
 done
 IFS=, read -ra algorithm_list <<<"$algorithms"
+[[ "$name" =~ ^[A-Za-z0-9._-]*$ ]] || fail "--name $name: give letters, digits, dots and hyphens"
+[ -z "$name" ] || [ "${#algorithm_list[@]}" = 1 ] ||
+  fail "--name $name: it names the runs of one algorithm; give --algorithms one name"
 
 # The commands run in the repository; what is named is meant from where the user stands.
 workdir="${workdir:+$(absolute "$workdir")}" model="${model:+$(absolute "$model")}"
@@ -42,7 +50,7 @@ measure() {
 measure "$model" "$workdir/start"
 for seed in "${seed_list[@]}"; do
   for algorithm in "${algorithm_list[@]}"; do
-    run="$workdir/$algorithm-$seed"
+    run="$workdir/${name:-$algorithm}-$seed"
     [ ! -f "$run/evaluate/summary.json" ] || continue
     knobs=()
     # The preset's rate is for a critic that starts from a pretrained model of billions.

@@ -377,9 +377,22 @@ def test_what_has_been_measured_is_not_repeated(tree, tmp_path):
     assert ("grpo-0" in text, text.count("rloo-0/evaluate")) == (False, 1)
 
 
+def test_a_setting_is_compared_under_a_name(tree):
+    flags = ("--algorithms=grpo", "--seeds=3", "--name=stale2", "--config.max_staleness=2")
+    _, run, measured, _ = tree("algorithms.sh", "--dry-run", *flags).stdout.splitlines()
+    assert "--workdir=runs/algorithms/stale2-3 " in run and "--config.max_staleness=2" in run
+    assert "algorithm.name=grpo " in run and "--workdir=runs/algorithms/stale2-3/" in measured
+
+
 @pytest.mark.parametrize(
     ("arguments", "said"),
-    [(["--seeds=a"], "--seeds a"), (["--steps=0"], "--steps 0"), (["--fast"], "--fast")],
+    [
+        (["--seeds=a"], "--seeds a"),
+        (["--steps=0"], "--steps 0"),
+        (["--fast"], "--fast"),
+        (["--name=a"], "--name a"),
+        (["--name=a/b", "--algorithms=grpo"], "--name a/b"),
+    ],
 )
 def test_a_wrong_argument_of_the_comparison_is_one_line(tree, arguments, said):
     result = tree("algorithms.sh", "--dry-run", *arguments)
