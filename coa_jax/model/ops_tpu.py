@@ -73,8 +73,10 @@ def _rms_norm_bwd(
     # The sum over rows is a matmul too: on CPUs a reduction that XLA fuses with the computation of
     # its terms takes twenty times as long.
     rows = (g * x).reshape(-1, x.shape[-1])
-    d_scale = einsum("kt,td->kd", jnp.ones((8, len(rows)), jnp.float32), rows, jnp.float32)[0]
-    return dx, d_scale.astype(scale.dtype)
+    d_scale = einsum("kt,td->kd", jnp.ones((8, len(rows)), jnp.float32), rows, jnp.float32)
+    # All rows are equal. An index in place of the maximum makes the compiler of libtpu 0.0.42 fail
+    # on meshes with the axes fsdp and tensor: the compiler merges the index with a reduce-scatter.
+    return dx, jnp.max(d_scale, axis=0).astype(scale.dtype)
 
 
 _rms_norm.defvjp(lambda eps, x, scale: (_rms_norm(eps, x, scale), (x, scale)), _rms_norm_bwd)

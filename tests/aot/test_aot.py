@@ -208,6 +208,17 @@ def test_a_configuration_compiles_for_a_tpu_slice():
 
 @needs_tpu_compiler
 @pytest.mark.slow
+def test_gradients_of_norms_compile_on_meshes_with_fsdp_and_tensor():
+    code, result, err = aot(
+        "--config=configs/sft/web.py:4b,v5e-8", "--topology=v5e:2x4", "--config.row_length=1024",
+        "--config.mesh.fsdp=4", "--config.mesh.tensor=2",
+    )  # fmt: skip
+    assert code == 0, err
+    assert result["mesh"] == {"data": 1, "fsdp": 4, "tensor": 2}
+
+
+@needs_tpu_compiler
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "tensor"), [("v5p:8x8x8", 4), ("v6e:8x8", 4), ("v6e:16x16", 2), ("v6e:16x16", 8)]
 )
