@@ -109,7 +109,7 @@ processed beyond the longest sequence of its group.
 
 
 def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Inverts the cumulative distribution; see `ops.inverse_cdf`.
+    """Samples one index per row; see `ops.inverse_cdf` for arguments and result.
 
     Sums over blocks of the vocabulary find the block of the result; sums within this block then
     find the index. A cumulative sum over the whole vocabulary would be slow, and its bits would
@@ -129,7 +129,8 @@ def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def over_rows(function: Callable[..., jax.Array], *rows: jax.Array) -> jax.Array:
-    """Applies a function to sequences, eight at a time; see `ops.over_rows`."""
+    """Applies a function to eight sequences at a time, and joins the results; see
+    `ops.over_rows`."""
     count = len(rows[0])
     if count <= _GROUP or count % _GROUP:
         return function(*rows)

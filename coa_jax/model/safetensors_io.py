@@ -38,7 +38,10 @@ _LARGEST = 100 << 20
 
 
 class Files(Protocol):
-    """The files of a folder, from which ranges of bytes can be read."""
+    """Access to the files of a model: their names, and ranges of their bytes.
+
+    The files may be on this machine, in a bucket, or on the Hugging Face Hub.
+    """
 
     @property
     def names(self) -> Sequence[str]: ...
@@ -61,7 +64,7 @@ class LocalFiles:
 
 
 class Checkpoint:
-    """The tensors of a model, in one or more files.
+    """The tensors of a model in one or more safetensors files; implements `TensorSource`.
 
     Attributes:
         where: path, URL or id of the model, used in error messages.
@@ -107,7 +110,12 @@ class Checkpoint:
         self.sizes[file] = 8 + length + at
 
     def damaged(self, file: str, why: str) -> UserError:
-        """Returns the error for a file that is damaged for the reason ``why``."""
+        """Returns, but does not raise, the error for a damaged file.
+
+        Args:
+            file: name of the file.
+            why: what is wrong with the file.
+        """
         path = f"{self.where}/{file}"
         return UserError(f"{path} is truncated or not a safetensors file ({why}): fetch it again")
 
