@@ -121,11 +121,13 @@ class EngineConfig(Bounded):
         return max(1, min(cores, self.slots // 16))
 
     def share(self, engines: int) -> EngineConfig:
-        """Returns the settings of each engine if ``engines`` engines divide slots and pages
-        equally.
+        """Returns the settings of each engine if several engines divide slots and pages equally.
 
         The number of slots is rounded up. The number of pages is rounded down, but is at least 1 if
         there is a pool.
+
+        Args:
+            engines: number of engines.
         """
         slots = -(-self.slots // engines)
         # At least one page, because 0 would mean that every slot has its own pages.
