@@ -58,11 +58,11 @@ class Sampler(Protocol):
         """
 
     def figures(self) -> dict[str, float]:
-        """Returns name -> time or count since the start, see `EngineSampler.figures`."""
+        """Returns times and counts since the start, by name; see `EngineSampler.figures`."""
 
 
 class EngineSampler:
-    """A `Sampler` that uses the engines of this package. All engines share the requests."""
+    """A `Sampler` that decodes with the engines of this package; all engines share the requests."""
 
     def __init__(
         self,
