@@ -45,7 +45,7 @@ _EARLIER = ("params.embed", *(f"params.{projection}.a" for projection in PROJECT
 
 
 class Damaged(Exception):
-    """Raised if the contents of a checkpoint are no longer the contents that were saved."""
+    """Raised if the contents of a checkpoint differ from the contents that were saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _tell_faults_once() -> None:
 
 
 class Checkpoints:
-    """Saves and reads the newest checkpoints of a run, and the best one, in a directory."""
+    """Saves and restores the checkpoints of a run; keeps the newest ones and the best one."""
 
     def __init__(
         self,
@@ -160,11 +160,11 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def overdue(self, seconds: float) -> bool:
-        """Returns whether ``seconds`` have passed since the last save (or else since creation)."""
+        """Returns whether the last save (or the creation of this object) is ``seconds`` ago."""
         return time.monotonic() - self._saved >= seconds
 
     def best(self) -> int | None:
-        """Returns the number of the checkpoint with the best metric; None if none has one."""
+        """Returns the step of the checkpoint with the best metric; None if none has the metric."""
         step = self._manager.best_step() if self.best_metric else None
         known = {} if step is None else self._manager.metrics(step) or {}
         return step if self.best_metric in known else None

@@ -108,7 +108,7 @@ class Head:
         return logp, entropy
 
     def no_gradient(self, weight: jax.Array) -> jax.Array:
-        """Returns zeros, float32 ``[D, V]``: the initial value of the sum of weight gradients."""
+        """Returns zeros, float32 ``[D, V]``, to which the weight gradients of chunks are added."""
         return jnp.zeros(weight.shape[::-1] if self.tied else weight.shape, jnp.float32)
 
     def gradient(self, dw: jax.Array, weight: jax.Array) -> jax.Array:

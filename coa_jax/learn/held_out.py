@@ -96,7 +96,12 @@ class HeldOutConfig(Bounded):
             parts_of(self)
 
     def budgets(self, config: RolloutConfig) -> RolloutConfig:
-        """Returns ``config`` with those limits replaced that this object sets for evaluations."""
+        """Returns the limits of a trajectory in evaluations.
+
+        Args:
+            config: limits in training. A limit that this object sets (not 0) replaces the limit in
+                training.
+        """
         names = ("max_tokens", "max_turn_tokens", "max_tool_calls")
         own = {name: value for name in names if (value := getattr(self, name))}
         return dataclasses.replace(config, **own)
@@ -194,7 +199,7 @@ class HeldOut:
         self._abandoned = False
 
     def due(self, step: int) -> bool:
-        """Returns whether the policy is evaluated after a step."""
+        """Returns whether an evaluation follows the step with the number ``step``."""
         return step % self._every == 0 or step == self._total
 
     def measure(

@@ -148,7 +148,14 @@ class Learner:
         return constrained and trajectory.protocol in self.constraint.start
 
     def learn(self, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-        """Makes the updates of the next step on groups of samples, and returns their statistics."""
+        """Makes the updates of the next step on graded groups of samples.
+
+        Args:
+            groups: trajectories of each group (the samples of one task).
+
+        Returns:
+            Statistics of the updates by name.
+        """
         self.state, self.critic, statistics = update(
             self._config,
             self.state,
@@ -184,7 +191,7 @@ class Learner:
         return new_copies(self.engines, merge_adapters(self.model.config, self.state.model))
 
     def overdue(self) -> bool:
-        """Returns whether the last checkpoint is older than ``checkpoint_seconds``."""
+        """Returns whether the setting ``checkpoint_seconds`` requires a new checkpoint now."""
         return self._checkpoints.overdue(self._config.checkpoint_seconds)
 
     def save(self, metrics: dict[str, float]) -> None:

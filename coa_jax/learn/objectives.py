@@ -207,7 +207,7 @@ def _misfit(metrics: Any, shape: tuple[int, ...]) -> Any:
 
 
 def bounded_exp(x: jax.Array) -> jax.Array:
-    """Computes the exponential of a log-ratio, which is clipped so that the result is finite."""
+    """Computes the exponential of a log-ratio, after clipping it so that the result is finite."""
     return jnp.exp(jnp.clip(x, -_BOUND, _BOUND))
 
 

@@ -144,7 +144,7 @@ class Pool:
         self._all_rest: tuple[int, bool] = (-1, False)
 
     def copy(self) -> Pool:
-        """Returns an independent copy of the pool."""
+        """Returns a copy of the pool that can change without changing this pool."""
         return Pool(self._config, self._stream, self._tasks, self.known)
 
     def learn(self, step: int, scores: Mapping[int, Sequence[int]]) -> None:

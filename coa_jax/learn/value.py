@@ -38,9 +38,9 @@ def abstract_critic(model: ModelConfig, mesh: Mesh | None) -> Params:
 
 
 def critic_config(model: ModelConfig) -> ModelConfig:
-    """Returns the architecture of a critic, which has neither output head nor adapters.
+    """Returns the architecture of the critic of a policy with the architecture ``model``.
 
-    The layers are those of the policy.
+    The layers are those of the policy, without adapters; the critic has no output head.
     """
     return dataclasses.replace(model, tie_embeddings=True, lora=LoraConfig())
 

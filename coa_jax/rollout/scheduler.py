@@ -29,10 +29,7 @@ from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
 
 
 class Scheduler:
-    """Runs the requests of an inbox on one engine: slots, decoding and tool calls.
-
-    The rollout loop alternates `admit` and `turn`, and calls `arrival` when no sample is running.
-    """
+    """Runs the requests of an inbox on one engine: slots, decoding and tool calls."""
 
     def __init__(
         self,
