@@ -63,7 +63,7 @@ class ServerError(Exception):
 
 
 class OpenEnv:
-    """An environment whose episode runs in a session of an OpenEnv server."""
+    """An environment on an OpenEnv server; each trajectory has a session of its own."""
 
     def __init__(
         self,
