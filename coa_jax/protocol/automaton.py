@@ -39,7 +39,7 @@ AuthorName = Literal["policy", "environment"]
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The position of a trajectory in the automaton.
+    """The state of a protocol's automaton after the segments of a text, see `advance`.
 
     Attributes:
         action: the last action, or ``START`` if there was none.
@@ -91,7 +91,7 @@ def allowed_after(protocol: Protocol, state: State) -> frozenset[str]:
 
 
 def advance(protocol: Protocol, state: State, role: str, body: str) -> State:
-    """Returns the state after a segment.
+    """Returns the automaton's state after a further segment: the transition function.
 
     An illegal segment raises no error. The state after such a segment is chosen so that ``check``
     reports each mistake only once:
