@@ -97,13 +97,12 @@ ANY_BYTE = _bytes(_ALL_BYTES)
 
 
 def one_of(values: Iterable[int]) -> Regex:
-    """Returns the language of all strings that are a single byte of ``values``, such as ``b"ab"``.
-    """
+    """Returns the language of all strings that are a single byte of a set, such as ``b"ab"``."""
     return _bytes(functools.reduce(lambda mask, byte: mask | 1 << byte, values, 0))
 
 
 def none_of(values: Iterable[int]) -> Regex:
-    """Returns the language of all strings that are a single byte which is not in ``values``."""
+    """Returns the language of all strings that are a single byte outside a set."""
     return _bytes(_ALL_BYTES & ~one_of(values).parts)
 
 
