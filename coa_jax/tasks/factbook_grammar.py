@@ -45,7 +45,7 @@ OPERATIONS = tuple(_SIGNS)
 
 @dataclasses.dataclass(frozen=True)
 class Ref:
-    """A reference to the answer of an earlier step, by the step's index, counted from 0."""
+    """A reference, in a step, to the answer of an earlier step, by its index (from 0)."""
 
     step: int
 
@@ -211,7 +211,7 @@ def source_for(step: Computed, answers: Sequence[str]) -> str:
 
 
 def describe(step: Step) -> str:
-    """Returns a short phrase, for use in plans, that says what a step must find.
+    """Describes in a short phrase, for use in plans, what a step of a program must find.
 
     References to earlier steps are written as "#1", "#2" and so on.
     """
@@ -242,7 +242,7 @@ def kind_of(program: Program) -> str:
 
 
 def render(program: Program, template: int = 0) -> str:
-    """Writes a program as a question.
+    """Writes a question program as an English question.
 
     Args:
         program: a program with the order of steps that `understand` returns. Each step must
@@ -296,7 +296,7 @@ def density(subject: Subject, index: int) -> tuple[Step, ...]:
 
 
 def is_density(program: Program) -> bool:
-    """Returns whether a program ends with the steps of `density`."""
+    """Returns whether a program ends with the steps of `density`: population divided by area."""
     before, end = program.steps[:-3], program.steps[-3:]
     return isinstance(end[0], Lookup) and end == density(end[0].subject, len(before))
 

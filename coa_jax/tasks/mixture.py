@@ -58,7 +58,9 @@ class Sources(Protocol):
 
 
 def parts_of(sources: Sources) -> dict[str, Part]:
-    """Returns name of a source -> settings. If the run has a single source, its name is "".
+    """Returns the task sources of a run: name of a source -> its settings.
+
+    If the run has a single source, its name is "".
 
     Raises:
         UserError: neither ``tasks`` nor ``mixture`` is set, both are set, or a setting is invalid.
@@ -145,7 +147,9 @@ def load_shares(sources: Sources, split: str, n: int, seed: int) -> list[Task]:
 
 
 def stream_of(sources: Sources, tasks: Mapping[str, Sequence[Task]], seed: int) -> Sequence[Task]:
-    """Returns the endless sequence of tasks that training uses, see `alternate`.
+    """Returns the endless sequence of tasks that training uses, mixed by the sources' weights.
+
+    The task at an index depends only on the arguments, see `alternate`.
 
     Args:
         sources: the settings of the sources.

@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 
 def exact_match(answer: str, gold: Sequence[str]) -> float:
-    """Returns 1.0 if the answer is right after normalisation, else 0.0, see `grade_answer`.
+    """Returns 1.0 if an answer equals an accepted answer after normalisation, else 0.0.
+
+    `grade_answer` explains the comparison.
 
     An empty answer is wrong.
     """
@@ -122,7 +124,7 @@ def generator(task: Task, trajectory: Trajectory) -> float:
 
 
 def opened(task: Task, answer: str | None) -> str | None:
-    r"""Returns the part of an answer that graders compare with the accepted answers.
+    r"""Returns the part of an answer to a task that graders compare with the accepted answers.
 
     In the protocol ``code`` this is the content of ``\boxed``. If there is no box, and in other
     protocols, this is the whole answer.
