@@ -69,7 +69,9 @@ class StoreConfig(Bounded):
 
 
 class Recorded(Wrapper):
-    """A wrapper around a tool that stores the answers of the tool.
+    """A tool that stores the answers of another tool on disk, and uses stored answers.
+
+    `Mode` says when a stored answer takes the place of a call.
 
     Attributes:
         name: name of the tool.

@@ -60,7 +60,7 @@ class Guard:
                     raise UserError(f"the allowed network {entry!r} is invalid: {error}") from None
 
     def blocks(self, url: httpx2.URL) -> bool:
-        """Returns whether ``block`` contains the host of a URL, or a prefix of its path."""
+        """Returns whether ``block`` forbids a URL, by its host or by a prefix of its path."""
         host, path = host_of(url), f"/{url.path.lower().lstrip('/')}"
         path = posixpath.normpath(path)  # removes dots and double slashes, as servers do
         for entry in self.block:

@@ -29,7 +29,7 @@ def key_of(*parts: object) -> str:
 
 
 class Store:
-    """A mapping from keys to observations in a file.
+    """A mapping from keys to observations in an SQLite file, which several processes may share.
 
     Each operation opens and closes the file. Therefore threads share no connection, and SQLite
     repairs the file at the next operation if a process was killed.
