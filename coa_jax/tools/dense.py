@@ -90,8 +90,7 @@ class DenseIndex(Index):
 
 
 class HybridIndex(Index):
-    """A search index that combines several indexes over the same passages, such as BM25 and dense.
-    """
+    """A search index that combines several indexes over the same passages, like BM25 and dense."""
 
     def __init__(self, indexes: Sequence[Index]):
         super().__init__(indexes[0].passages)
