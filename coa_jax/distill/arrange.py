@@ -52,7 +52,7 @@ _SEARCH = ("web_search", "wiki_search")
 
 
 class Unconvertible(ValueError):
-    """Raised if a run cannot be written as a trajectory of the protocol; the message says why."""
+    """Raised if a run cannot be converted to a trajectory that its protocol allows; says why."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -53,7 +53,7 @@ FULL = Prompt()
 
 
 def prompt_of(record: DistilledRecord, style: Prompt = FULL) -> str:
-    """Returns the user message of a record in a prompt style."""
+    """Returns the user message (instructions and question) of a record in a prompt style."""
     return messages_of(record, style).user
 
 
@@ -167,7 +167,10 @@ def sharegpt(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
 
 
 def messages(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
-    """Converts a record to chat messages, with a field for the author of each part."""
+    """Converts a record to a row of chat messages (``role``, ``content``), as TRL reads them.
+
+    An additional field gives the author of each part.
+    """
     user, assistant = ("user", prompt_of(record, style)), ("assistant", record.text)
     turns = (*record.context, user, assistant)
     rows = [{"role": role, "content": text} for role, text in turns]
@@ -381,7 +384,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs the export command."""
     values = flags.FLAGS
     data = Path(local(values.data))
     records = read_records(values.data, values.protocol)

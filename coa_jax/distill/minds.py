@@ -73,7 +73,7 @@ class AgentView:
 
 @dataclasses.dataclass(frozen=True)
 class Action:
-    """The next message that a mind sends for its agent; the fields are those of `Message`."""
+    """The message that a mind decides to send for its agent; for the fields see `Message`."""
 
     recipient: str
     kind: Kind

@@ -46,8 +46,8 @@ class DistillConfig(Bounded):
         min_interactions: minimum number of messages, of any kind, of a kept run.
         keep_without_gold: whether to keep runs of tasks without an accepted answer, which cannot be
             graded. If False, the filter ``no_accepted_answer`` drops them.
-        plain_fraction: share that is kept of the runs without reflection; runs with a reflection
-            are not affected.
+        plain_fraction: share that is kept of the runs without reflection. Runs with a reflection
+            and runs that corrected their answer are not affected.
         corrected_copies: number of equal records that are written for a run that corrected its
             answer.
         selection: thresholds of further filters.
@@ -69,7 +69,7 @@ class DistillConfig(Bounded):
     judges: JudgesConfig = dataclasses.field(default_factory=JudgesConfig)
 
     def minds(self) -> Minds:
-        """Returns scripted minds with these settings."""
+        """Returns the scripted minds (rules that decide for the agents) with these settings."""
         return scripted_minds(self.mistake_rate, self.unrecovered_rate, self.seed)
 
     def filters(self, count_tokens: Callable[[str], int] | None = None) -> tuple[Filter, ...]:

@@ -39,7 +39,12 @@ class Slips:
     seed: int = 0
 
     def happens(self, episode: str, decision: str) -> bool:
-        """Returns whether a decision of a run goes wrong."""
+        """Returns whether a decision of a run becomes a deliberate mistake.
+
+        Args:
+            episode: id of the run.
+            decision: name of the decision.
+        """
         return uniform(self.seed, episode, decision) < self.rate
 
     def stays_unseen(self, episode: str) -> bool:

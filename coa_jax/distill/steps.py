@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 @functools.lru_cache(maxsize=4096)
 def steps_of(question: str) -> tuple[AnyStep, ...] | None:
-    """Returns the steps that lead to the answer of a question; None if its wording is not known."""
+    """Parses a question into the steps that lead to its answer; None if not understood."""
     if program := grammar.understand(question) or understand_people(question):
         return program.steps
     expression = read_expression(question)
@@ -39,7 +39,7 @@ def steps_of(question: str) -> tuple[AnyStep, ...] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """The progress of a run.
+    """How far a scripted run has come: the steps of its question, and the answers so far.
 
     Attributes:
         steps: all steps of the question.
@@ -96,7 +96,7 @@ def operands(step: grammar.Computed, answers: Sequence[str]) -> str:
 
 
 def tool_for(step: AnyStep) -> str:
-    """Returns the name of the agent that carries out a step, ``code`` or ``search``."""
+    """Returns the agent that carries out a step: ``code`` for computations, else ``search``."""
     return "code" if isinstance(step, grammar.Computed | Expression) else "search"
 
 

@@ -17,7 +17,7 @@ from coa_jax.tools.base import Tool, ToolContext, call
 
 
 def tools_of(role: str, tools: Iterable[str]) -> tuple[str, ...]:
-    """Returns those tools of the team that a given agent has."""
+    """Returns those of the team's tools that the agent ``role`` may call."""
     return tuple(name for name in tools if agent_of(name) == role)
 
 

@@ -91,7 +91,7 @@ def function_of(call: Field) -> tuple[str, Field]:
 
 
 def error_of(step: Field) -> str:
-    """Returns the message of a step's ``error``; "" for a step without an error."""
+    """Returns the error message of an agent's step; "" if the step has no error."""
     error = step.get("error")
     return error.get("message").optional_text() if error else ""
 
@@ -156,7 +156,7 @@ def examine_all(sources: Iterable[str | None], agents: Collection[str]) -> list[
 
 
 def outcome_of(step: Field) -> tuple[str, str]:
-    """Returns the output and the error of a step; a missing output or error is ""."""
+    """Returns (output, error message) of an agent's step; "" for what the step lacks."""
     return step.get("observations").optional_text(), error_of(step)
 
 
@@ -186,7 +186,7 @@ def tell(talk: Conversation, step: Field, program: Program, thought: str) -> Non
 
 
 def importing(program: Program) -> str:
-    """Returns the program's source, with an import of the `math` functions that it lacks."""
+    """Returns a program's source, with an import of the `math` functions that it lacks."""
     if not program.maths:
         return program.source
     return f"from math import {', '.join(program.maths)}\n{program.source.lstrip()}"

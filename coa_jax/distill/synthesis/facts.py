@@ -21,7 +21,7 @@ Fact = tuple[Relation, str, str]
 
 
 def fact_of(document: Document) -> Fact | None:
-    """Returns the fact that a document states.
+    """Parses the fact that a document states, such as the capital of a country.
 
     The result is None unless the document is one sentence in a known wording.
     """
