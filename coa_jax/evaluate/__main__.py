@@ -28,7 +28,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Entry point."""
+    """Runs the command."""
     values = flags.FLAGS
     if values.check != "false":
         return check("evaluate")
