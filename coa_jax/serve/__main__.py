@@ -44,7 +44,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs the server until Ctrl-C or SIGTERM."""
     try:
         from coa_jax.serve.run import make_service, open_listener, serve_until_signal
     except ModuleNotFoundError as error:

@@ -25,7 +25,7 @@ class ShuttingDown(Refused):
 
 
 def error_body(error: Refused) -> dict[str, Any]:
-    """Returns the JSON object of an error."""
+    """Returns the JSON object of an error response, in OpenAI's form."""
     other = "invalid_request_error" if error.status < 500 else "server_error"
     kind = _KINDS.get(error.status, other)
     fields = {"message": error.message, "type": kind, "param": error.param, "code": error.status}

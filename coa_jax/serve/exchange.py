@@ -246,7 +246,9 @@ def head(kind: str, model: str) -> dict[str, Any]:
 
 
 def check_model(service: Service, model: str, *, agents: bool) -> bool:
-    """Checks the name of the model; returns whether the request asks for the agent.
+    """Checks the name of the model in a request; returns whether the name asks for the agent.
+
+    The agent is the policy with the server's tools; its name is ``NAME-agent``.
 
     Args:
         service: the service that samples completions.

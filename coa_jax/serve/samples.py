@@ -47,7 +47,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Visit(Request):
-    """The request of a client, in the form that the rollout loop takes.
+    """A client's request for completions, in the form that the rollout loop takes.
 
     Attributes:
         events: queue that receives the events of the request's samples, and None if the rollout
@@ -95,7 +95,7 @@ class Completion(_Served):
         self._stops = StopStrings(visit.stops, keep=visit.keep_stop)
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
-        """Adds a sampled token like `Episode.feed`, except that protocol tags have no effect."""
+        """Adds a sampled token, like `Episode.feed`; tags of a protocol have no effect."""
         event = super().feed(token, logp)
         if event is StopReason.EOS:
             return event  # the end token is not part of the text
@@ -115,7 +115,10 @@ class Completion(_Served):
 
 
 class Agent(_Served):
-    """A sample whose tags call tools; its parts are sent to the client while they are written."""
+    """A sample of the agent (the policy with the server's tools), whose tags call tools.
+
+    Its text is sent to the client while it is written.
+    """
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
         """Adds a sampled token, like `Episode.feed`, and sends new text to the client."""
@@ -140,7 +143,7 @@ class Agent(_Served):
 
 @dataclasses.dataclass(frozen=True)
 class ServedEpisodes(TextEpisodes):
-    """Creates the samples of both kinds, see `coa_jax.rollout.episodes.Episodes`."""
+    """Creates the samples of a server: `Agent` or `Completion`; see `rollout.episodes.Episodes`."""
 
     def begin(self, request: Request, sample: int) -> Episode:
         """Starts a sample of a request, which is an `Agent` or a `Completion`."""

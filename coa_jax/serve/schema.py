@@ -17,7 +17,12 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """Options of a stream; ``include_usage`` adds the token usage to the last chunk."""
+    """Options of a stream.
+
+    Attributes:
+        include_usage: whether the last chunk contains the token usage.
+        continuous_usage_stats: not supported; must be False.
+    """
 
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
@@ -55,21 +60,37 @@ Parts = Annotated[list[TextPart], Field(min_length=1, max_length=_MOST_PARTS)]
 
 
 class CalledFunction(BaseModel):
-    """The name and the arguments of a call; the arguments are the text of a JSON object."""
+    """The function that an earlier assistant message called.
+
+    Attributes:
+        name: name of the function.
+        arguments: arguments, as the text of a JSON object.
+    """
 
     name: str
     arguments: str = "{}"
 
 
 class ToolCall(BaseModel):
-    """A call in an assistant message."""
+    """A function call in an earlier assistant message of the conversation.
+
+    Attributes:
+        type: "function", the only supported type.
+        function: the called function and its arguments.
+    """
 
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class Message(BaseModel):
-    """A message of a conversation; unknown fields are ignored."""
+    """A message of the conversation in a chat request; unknown fields are ignored.
+
+    Attributes:
+        role: author of the message; ``tool`` is the result of a function call.
+        content: text of the message; a list of text parts is joined.
+        tool_calls: calls of the client's functions, in a message of the assistant.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | Parts)]
@@ -151,7 +172,7 @@ class Function(BaseModel):
 
 
 class FunctionTool(_Strict):
-    """A function that the policy may call."""
+    """An entry of the request's ``tools``: a function that the policy may call."""
 
     type: Literal["function"]
     function: Function
