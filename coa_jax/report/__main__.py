@@ -22,7 +22,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Builds the page and prints its path."""
+    """Writes the page of a run and prints its path."""
     with visited(flags.FLAGS.workdir, names_only=("model", "model-adapters")) as folder:
         page = build_report(folder, flags.FLAGS.traces_per_stage)
     print(shown(page))

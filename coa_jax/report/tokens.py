@@ -69,7 +69,7 @@ def render_tokens(trajectory: Trajectory, spell: Spell) -> str:
 
 
 def token_title(token: int, author: int, logp: float) -> str:
-    """Describes a token: author, id and, if the policy wrote the token, its log-probability."""
+    """Returns the tooltip of a token: author, id and, if the policy wrote it, log-probability."""
     if author == Author.POLICY:
         return f"policy, id {token}, log p {logp:.3f}"
     return f"{'prompt' if author == Author.PROMPT else 'tool'}, id {token}"

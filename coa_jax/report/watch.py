@@ -129,7 +129,10 @@ def _last_lines(path: Path, count: int) -> list[bytes]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Draws a curve in one line of text, scaled from the smallest to the largest value."""
+    """Draws values as a curve of block characters in one line of text.
+
+    The lowest block is the smallest value, the highest block the largest value.
+    """
     shown = [v for v in values if v - v == 0]  # finite
     if not shown:
         return ""
@@ -231,7 +234,9 @@ def _trajectories(found: Sequence[Trajectory]) -> Table:
 
 
 def fetched(place: str) -> Path:
-    """Returns the local folder of a run; for a URL, a new copy of it without trajectories.
+    """Returns a local folder with the files of a run.
+
+    For a URL, this is a mirror of the run directory without trajectories.
 
     Raises:
         UserError: the bucket cannot be read, or has no such folder.
