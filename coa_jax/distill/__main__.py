@@ -239,13 +239,13 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.distill``."""
     config_flag("configs/distill/factbook.py")
     workdir_flag("where the data set is written")
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs ``python -m coa_jax.distill``: creates a distilled data set."""
     config, workdir = flags.FLAGS.config, run_folder(flags.FLAGS.workdir)
     kinds = (("smolagents", run_and_read), ("traces", read))
     summary = next((f for key, f in kinds if key in config), distill)(config, workdir)

@@ -373,7 +373,7 @@ def funnel_of(data: Path) -> dict[str, Any] | None:
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.distill.export``."""
     flags.DEFINE_string("data", None, "files of records, see docs/data.md", required=True)
     flags.DEFINE_string("out", None, "folder that the files are written to", required=True)
     flags.DEFINE_list("forms", list(FORMS), f"of {', '.join(FORMS)}")

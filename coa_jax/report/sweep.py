@@ -313,7 +313,7 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def define_flags() -> None:
-    """Defines the flags of this command."""
+    """Defines the command-line flags of ``python -m coa_jax.report.sweep``."""
     workdir_flag("directory whose subdirectories are runs")
 
 

@@ -246,7 +246,7 @@ def fetched(place: str) -> Path:
 
 
 def define_flags() -> None:
-    """Defines the flags of this command."""
+    """Defines the command-line flags of ``python -m coa_jax.report.watch``."""
     workdir_flag("directory of the run")
     flags.DEFINE_integer("trajectories", 8, "number of newest trajectories shown", lower_bound=0)
     flags.DEFINE_float("every", 2.0, "seconds between two updates of the view", lower_bound=0.1)

@@ -39,7 +39,7 @@ class Command(ServeConfig):
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.serve``."""
     config_flag("configs/serve/factbook.py")
 
 
