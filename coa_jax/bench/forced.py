@@ -41,7 +41,10 @@ class _Words(TokenTable):
 
 
 class ForcedEpisode(Episode):
-    """An episode whose turns end after a given number of tokens, whatever the tokens are."""
+    """An episode whose turns end after the number of tokens that a workload fixes.
+
+    Which tokens the policy samples does not matter.
+    """
 
     def __init__(self, request: Request, sample: int, script: Script):
         """Starts the episode of a sample.
@@ -77,7 +80,7 @@ class ForcedEpisode(Episode):
 
 
 class ForcedEpisodes(Episodes):
-    """Base class for the samples of a workload, whose episodes are `ForcedEpisode`."""
+    """Base class for running the samples of a workload in the agent loop of training."""
 
     def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
         """Returns the workload's observation in place of the tool's text.
@@ -115,12 +118,12 @@ class Rollouts(ForcedEpisodes):
             yield Request(task, prompt, self.workload.seed, number, samples, sampling)
 
     def begin(self, request: Request, sample: int) -> Episode:
-        """Starts the episode of a rollout."""
+        """Starts the episode of a rollout, see `Episodes.begin`."""
         return ForcedEpisode(request, sample, self.workload.scripts[sample])
 
 
 class Sleep:
-    """A tool that sleeps for the number of seconds in the argument of the call."""
+    """A tool that sleeps instead of working; the argument of a call is the number of seconds."""
 
     name = "sleep"
     deadline = math.inf

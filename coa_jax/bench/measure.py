@@ -172,5 +172,5 @@ def report(result: dict[str, Any], path: Path | None) -> None:
 
 
 def given(names: Iterable[str]) -> dict[str, Any]:
-    """Returns the values of flags of the command line by name."""
+    """Returns the values of the command-line flags ``names``, by name."""
     return {name: getattr(flags.FLAGS, name) for name in names}

@@ -86,7 +86,13 @@ def random_subject(name: str, config: ModelConfig, dtype: str) -> Subject:
 
 
 def warm_engines(params: Params, config: ModelConfig, shapes: EngineConfig) -> list[Engine]:
-    """Creates the engines of this process, and compiles their programs."""
+    """Creates the engines of this process, and compiles their programs before the measurement.
+
+    Args:
+        params: training parameters.
+        config: architecture of the model.
+        shapes: settings of the engines.
+    """
     engines = make_engines(params, config, shapes)
     for engine in engines:
         engine.warm_up()

@@ -139,7 +139,7 @@ def measure(
 
 
 def main(_: list[str]) -> None:
-    """Runs the command."""
+    """Runs ``python -m coa_jax.bench.stalls``: measures, and prints JSON."""
     values = flags.FLAGS
     run_command(functools.partial(measure, repeats=values.repeats), values.dtype)
 

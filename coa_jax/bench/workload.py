@@ -345,7 +345,7 @@ def totals(workload: Workload) -> dict[str, int | float]:
 
 
 def define_flags() -> None:
-    """Defines the command-line flags.
+    """Defines the command-line flags of ``python -m coa_jax.bench.workload``.
 
     There is a flag for each field of `Recipe`, which overrides the value of a preset.
     """
@@ -385,7 +385,7 @@ def given_recipe(preset: str, changes: Mapping[str, Any]) -> Recipe:
 
 
 def main(_: list[str]) -> None:
-    """Runs the command."""
+    """Runs ``python -m coa_jax.bench.workload``: writes a random workload to a file."""
     values = flags.FLAGS
     path = output_path(values.out)
     assert path is not None  # the flag is required
