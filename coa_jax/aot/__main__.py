@@ -44,7 +44,7 @@ from coa_jax.settings import build
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.aot``."""
     config_flag("configs/rl/factbook.py")
     flags.DEFINE_string("topology", None, "chips, such as v5p:4x4x8 or gpu:8xh100", required=True)
     flags.DEFINE_enum("model", None, sorted(ARCHITECTURES), "architecture, instead of the config's")
@@ -61,7 +61,7 @@ def define_flags() -> None:
 
 
 def main(_: list[str]) -> int:
-    """Runs the command; returns the exit code."""
+    """Runs ``python -m coa_jax.aot``: compiles and estimates; returns the exit code."""
     values = flags.FLAGS
     where = parse_slice(values.topology)
     fraction = values.memory_fraction or default_fraction(where)

@@ -91,7 +91,7 @@ Computation = dict[str, Instruction]
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A parsed program.
+    """A compiled XLA program after parsing: computations, each a list of instructions.
 
     Attributes:
         computations: computations by name.

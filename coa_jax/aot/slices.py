@@ -40,12 +40,12 @@ class Slice:
 
     @property
     def whole(self) -> Chip:
-        """Peak rates of a whole chip."""
+        """Peak rates and sizes of a whole chip, which may appear in JAX as several devices."""
         return self.peaks or CHIPS[self.kind]
 
     @property
     def chip(self) -> Chip:
-        """Peak rates and sizes of one JAX device, which is a chip or an equal part of a chip."""
+        """Peak rates and sizes of one JAX device: a chip, or an equal part of a chip."""
         chip = self.whole
         parts = chip.devices
         return dataclasses.replace(
