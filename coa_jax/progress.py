@@ -50,7 +50,12 @@ class Bar:
         self._start = self._shown = self.clock()
 
     def update(self, n: int = 1, **stats: Any) -> None:
-        """Adds `n` finished units, and stores values to show (numbers, scalar arrays or text)."""
+        """Adds finished units of work, and stores values to show.
+
+        Args:
+            n: number of finished units.
+            **stats: values to show by name: numbers, scalar arrays or text.
+        """
         self.done += n
         self.stats.update(stats)
         self._show_when_due()
@@ -88,7 +93,7 @@ class Bar:
         return ", ".join([" ".join(words), *figures])
 
     def elapsed(self) -> str:
-        """Returns the time since the bar was created."""
+        """Returns the time since the bar was created as text, such as `2m13s`."""
         return duration(self.clock() - self._start)
 
 
@@ -163,7 +168,7 @@ def _terminal_bar(
 
 
 def duration(seconds: float) -> str:
-    """Formats a number of seconds as `4.2s`, `2m13s` or `3h05m`."""
+    """Formats a number of seconds as text: `4.2s`, `2m13s` or `3h05m`."""
     if seconds < 59.95:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)

@@ -47,7 +47,9 @@ os.register_at_fork(after_in_child=_drop_inherited_locks)
 
 
 class RunDir:
-    """The run directory that this process writes to, as a context manager.
+    """Writes the files of a run (config, metrics, traces, summary) to its directory.
+
+    An object of this class is a context manager, which holds the lock of the directory.
 
     Attributes:
         path: path of the directory; for a URL, the path of the local mirror.
@@ -191,7 +193,7 @@ class RunDir:
             self._wandb.scalars(phase, int(step), values)
 
     def rows(self, phase: str) -> list[dict[str, Any]]:
-        """Reads the rows of a phase from `metrics.jsonl`."""
+        """Reads the rows of metrics of a phase, such as ``rl``, from `metrics.jsonl`."""
         rows = jsonl.read_objects(self.path / "metrics.jsonl")
         return [row for row in rows if row.get("phase") == phase]
 
