@@ -216,10 +216,16 @@ def rate(folders: Folders, stage: str, plain: bool = False, **where: Any) -> Fig
 def difference(
     folders: Folders, stage: str, other: str, plain: bool = False, **where: Any
 ) -> Figure | None:
-    """Computes pass@1 of a stage minus pass@1 of the stage ``other``.
+    """Computes pass@1 of a stage minus pass@1 of another stage.
 
-    The function compares only tasks with graded samples in both stages. If ``plain`` is True,
-    ``other`` is read from the folders of plain tool calling. ``where`` selects tasks as in `rate`.
+    Only tasks with graded samples in both stages are compared.
+
+    Args:
+        folders: the run folders.
+        stage: name of the stage.
+        other: name of the other stage.
+        plain: whether ``other`` is read from the folders of plain tool calling.
+        **where: values that fields of a task must have; tasks with other values are left out.
     """
     by_seed = []
     for pair in zip(folders.outcomes(stage), folders.outcomes(other, plain), strict=False):
@@ -231,7 +237,13 @@ def difference(
 
 @measure
 def at_k(folders: Folders, stage: str, k: int) -> Figure | None:
-    """Computes pass@k of a stage: the probability that at least one of k samples is right."""
+    """Computes pass@k of a stage: the probability that at least one of k samples is right.
+
+    Args:
+        folders: the run folders.
+        stage: name of the stage.
+        k: number of samples.
+    """
     seeds = [solved_of(outcome).values() for outcome in folders.outcomes(stage)]
     return _by_bootstrap(
         [[pass_at_k(len(g), sum(g), k) for g in groups if len(g) >= k] for groups in seeds]

@@ -338,7 +338,16 @@ def _plain(value: Any) -> Any:
 
 
 def differences(old: Any, new: Any, key: str = "") -> list[str]:
-    """Lists the settings in which two nested JSON objects differ, as lines `key: old -> new`."""
+    """Lists the settings in which two nested JSON objects differ.
+
+    Args:
+        old: the earlier settings.
+        new: the present settings.
+        key: name of the settings, with which the names in the result begin.
+
+    Returns:
+        A line `key: old -> new` for each setting that differs.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             line

@@ -85,7 +85,13 @@ class ForcedEpisodes(Episodes):
     def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
         """Returns the workload's observation in place of the tool's text.
 
-        The argument ``room`` is ignored, because every rollout of the workload fits into a slot.
+        Args:
+            episode: the episode, which knows its next observation.
+            text: text of the tool, which the token ids do not depend on.
+            room: ignored, because every rollout of the workload fits into a slot.
+
+        Returns:
+            The token ids of the observation, and ``text``.
         """
         assert isinstance(episode, ForcedEpisode)
         return list(episode.script.calls[len(episode.tool_calls)].observation), text

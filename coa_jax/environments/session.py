@@ -251,7 +251,10 @@ class Session(ToolLoop):
         return await self._guarded("reset", begin, context)
 
     async def act(self, name: str, arguments: str, context: ToolContext) -> Observation:
-        """Responds to an action with an observation, like `ToolLoop.act`.
+        """Responds to an action with an observation.
+
+        Args:
+            name, arguments, context: arguments of `ToolLoop.act`.
 
         Raises:
             UserError: the environment's ``step`` returned something other than a step, or the

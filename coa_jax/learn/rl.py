@@ -65,6 +65,12 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     is a function of (seed, task index, sample index, parameters), so a seed determines the run.
 
     On SIGTERM the process abandons the rollouts in flight, saves a checkpoint, and exits with 0.
+
+    Args:
+        config: settings of the run.
+        run: directory of the run, for metrics, trajectories and checkpoints.
+        output: directory for the trained model.
+        tools: tools that the policy can call.
     """
     check_loss(config.chosen)
     parts, prompt, graders = questions(config)

@@ -37,7 +37,7 @@ sequences have several new tokens.
 
 
 def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Array:
-    """Multiplies ``x`` by the kernel ``w``; see `ops.linear`."""
+    """Multiplies ``x`` by the kernel ``w``; for arguments and result see `ops.linear`."""
     if compute.outputs_first:
         batch = x.shape[: x.ndim - inputs]
         x = x.reshape(*batch, -1)
@@ -69,7 +69,7 @@ def _outputs_first(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
 
 
 def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
-    """Computes logits with tied weights; see `ops.attend`.
+    """Computes logits with tied weights; for arguments and result see `ops.attend`.
 
     The output axis V of an embedding table ``[V, D]`` comes first, as in the kernels of a model
     with ``outputs_first``.

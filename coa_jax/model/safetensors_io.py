@@ -51,13 +51,25 @@ class Files(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LocalFiles:
-    """Files of a folder of this machine; implements `Files`."""
+    """The files of a model in a folder of this machine; implements `Files`.
+
+    Attributes:
+        folder: the folder.
+        names: names of the files.
+    """
 
     folder: Path
     names: Sequence[str]
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Reads the bytes ``[start, stop)`` of a file; fewer if the file ends before ``stop``."""
+        """Reads a range of bytes of a file.
+
+        Args:
+            name: name of the file.
+            start: position of the first byte.
+            stop: position one past the last byte. If the file ends before, the result has fewer
+                bytes.
+        """
         with reading.open_file(self.folder / name) as file:
             file.seek(start)
             return file.read(stop - start)

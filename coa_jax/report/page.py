@@ -119,7 +119,13 @@ def as_number(value: Any) -> float | None:
 
 
 def fixed(value: Any, digits: int, none: str = "") -> str:
-    """Formats a number with a fixed number of decimals; ``none`` if the value is not a number."""
+    """Formats a number with a fixed number of decimals.
+
+    Args:
+        value: the number.
+        digits: number of decimals.
+        none: text if ``value`` is not a number.
+    """
     figure = as_number(value)
     return none if figure is None else f"{figure:,.{digits}f}"
 

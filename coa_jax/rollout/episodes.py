@@ -92,7 +92,7 @@ class TextEpisodes:
     strict: bool
 
     def begin(self, request: Request, sample: int) -> Episode:
-        """Creates the episode of a sample, see `Episodes.begin`."""
+        """Creates the episode of a sample; for the arguments see `Episodes.begin`."""
         return Episode(
             task_id=request.task.id,
             sample_id=sample,
@@ -115,7 +115,7 @@ class TextEpisodes:
         return frames_of(self.tokenizer, protocol) if turns and request.agent else None
 
     def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
-        """Encodes the result of a tool, see `Episodes.encode`."""
+        """Encodes the result of a tool; for arguments and result see `Episodes.encode`."""
         most = max(min(room, self.max_observation_tokens), 0)
         if episode.turn_over:
             return encode_reply(self.tokenizer, episode.tokens[-1], text, most)

@@ -106,7 +106,10 @@ class Completion(_Served):
     def finish(
         self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
     ) -> Trajectory:
-        """Ends the sample like `Episode.finish`, and sends its last event to the client."""
+        """Ends the sample, and sends its last event to the client.
+
+        Arguments and result are those of `Episode.finish`.
+        """
         trajectory = super().finish(stop_reason, gold, metadata)
         rest = self._stops.feed(self.take_text()) + self._stops.flush()
         finish, stop = finish_reason(stop_reason), self._stops.found
@@ -121,21 +124,30 @@ class Agent(_Served):
     """
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
-        """Adds a sampled token, like `Episode.feed`, and sends new text to the client."""
+        """Adds a sampled token, and sends new text to the client.
+
+        Arguments and result are those of `Episode.feed`.
+        """
         event = super().feed(token, logp)
         if text := self.take_text():
             self._send(text)
         return event
 
     def observe(self, tokens: Sequence[int], text: str, call: ToolCall) -> None:
-        """Adds an observation, like `Episode.observe`, and sends it to the client."""
+        """Adds an observation, and sends its text to the client.
+
+        The arguments are those of `Episode.observe`.
+        """
         super().observe(tokens, text, call)
         self._send(text, author=Author.ENVIRONMENT, call=call)
 
     def finish(
         self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
     ) -> Trajectory:
-        """Ends the sample like `Episode.finish`, and sends its last event to the client."""
+        """Ends the sample, and sends its last event to the client.
+
+        Arguments and result are those of `Episode.finish`.
+        """
         trajectory = super().finish(stop_reason, gold, metadata)
         self._send(self.take_text(), finish=finish_reason(stop_reason), trajectory=trajectory)
         return trajectory

@@ -29,7 +29,7 @@ class StreamOptions(_Strict):
 
 
 class TextPart(_Strict):
-    """A part of a message's content; only text is supported."""
+    """A part of a message's content; only parts of the type "text" are supported."""
 
     type: Literal["text"]
     text: str
@@ -121,10 +121,11 @@ Stops = Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None
 
 
 class Sampling(_Strict):
-    """The fields that chat and text completions have in common.
+    """The fields that requests for chat and for text completions have in common.
 
-    If this server does not support a field of the API, the field may only have the value that
-    disables its function.
+    The fields have the meanings of OpenAI's API; ``top_k``, ``include_stop_str_in_output``,
+    ``prompt_logprobs`` and ``repetition_penalty`` are fields of vLLM. If this server does not
+    support a field, the field may only have the value that disables its function.
     """
 
     model: str
@@ -156,13 +157,16 @@ class Sampling(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """The format of the response; only text is supported."""
+    """The field ``response_format`` of a request; only the type "text" is supported."""
 
     type: Literal["text"]
 
 
 class Function(BaseModel):
-    """A function that the client offers to the policy as a tool.
+    """The description of a function that the client offers to the policy.
+
+    Attributes:
+        name: name of the function.
 
     The policy sees all fields of the function, including fields that this class does not list.
     """
@@ -179,7 +183,7 @@ class FunctionTool(_Strict):
 
 
 class ChatRequest(Sampling):
-    """The body of POST /v1/chat/completions.
+    """The body of POST /v1/chat/completions, with the fields of OpenAI's API and of vLLM.
 
     ``tool_choice`` may be "none" or "auto". Other values are treated as "auto", because the server
     cannot force the policy to call a function.
@@ -254,7 +258,7 @@ Prompts = (
 
 
 class TextRequest(Sampling):
-    """The body of POST /v1/completions.
+    """The body of POST /v1/completions, with the fields of OpenAI's API.
 
     ``max_tokens`` is 16 by default, as in OpenAI's API. With null, a completion may have as many
     tokens as fit in the context, as in a chat request. With 0, the response contains no completion,

@@ -55,7 +55,7 @@ Subject = str | Ref
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """A step that looks up the value of a relation, such as the capital, of an entity."""
+    """A step that looks up the value of ``relation`` (such as the capital) for ``subject``."""
 
     relation: str
     subject: Subject
@@ -63,7 +63,7 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True)
 class Inverse:
-    """A step that finds the only entity with a given value, such as a given capital."""
+    """A step that finds the only entity whose ``relation`` (such as the capital) is ``value``."""
 
     relation: str
     value: str
@@ -71,14 +71,15 @@ class Inverse:
 
 @dataclasses.dataclass(frozen=True)
 class Neighbour:
-    """A step that finds the country with which an entity shares its longest land border."""
+    """A step that finds the country with which ``subject`` shares its longest land border."""
 
     subject: Subject
 
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """A step that adds, subtracts or divides the answers of two earlier steps."""
+    """A step that applies ``operation`` (of `OPERATIONS`) to the answers of steps ``a`` and
+    ``b``."""
 
     operation: str
     a: Ref
@@ -87,7 +88,11 @@ class Arithmetic:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A step that finds which of several subjects has the ``largest`` or ``smallest`` value."""
+    """A step that finds which of ``subjects`` has the largest or smallest value.
+
+    ``operation`` is ``largest`` or ``smallest``. ``values`` are the steps with the values of the
+    subjects.
+    """
 
     operation: str
     values: tuple[Ref, ...]
@@ -96,7 +101,7 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """A step that counts the members of a list that an earlier step found."""
+    """A step that counts the members of a list, which the step ``items`` found."""
 
     items: Ref
 

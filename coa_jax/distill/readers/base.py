@@ -302,7 +302,12 @@ class Conversation:
     def add(
         self, kind: Kind, sender: str, to: str, content: str, thought: str = "", outcome: Any = None
     ) -> None:
-        """Adds a message; the parameters are fields of `Message`."""
+        """Adds a message to the run.
+
+        Args:
+            kind, sender, content, thought, outcome: fields of `Message`.
+            to: recipient of the message.
+        """
         index = len(self.messages)
         self.messages.append(Message(index, sender, to, kind, content, thought, outcome))
 

@@ -179,7 +179,14 @@ class GuardedBackend(httpcore2.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
-        """Connects to the host's first address that answers, within ``timeout`` seconds."""
+        """Connects to the first address of a host that answers.
+
+        Args:
+            host: host name or address, all of whose addresses must be allowed.
+            port: port of the connection.
+            timeout: time limit in seconds; None for an hour.
+            local_address, socket_options: as in `httpcore2.AsyncNetworkBackend.connect_tcp`.
+        """
         deadline = asyncio.get_running_loop().time() + (timeout or 3600.0)
         try:
             addresses = await asyncio.wait_for(
