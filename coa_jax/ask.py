@@ -122,7 +122,7 @@ def tools_of(config: ConfigDict, names: Sequence[str] | None, top_k: int | None)
 
 
 def main(argv: list[str]) -> None:
-    """Runs ``python -m coa_jax.ask``: answers the questions."""
+    """Runs ``python -m coa_jax.ask``: answers questions of the user with a policy."""
     values = flags.FLAGS
     for stream in (sys.stdout, sys.stdin):
         if hasattr(stream, "reconfigure"):

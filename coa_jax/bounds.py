@@ -286,7 +286,7 @@ def frozen(value: Any) -> Any:
 
 
 def has_default(field: dataclasses.Field[Any]) -> bool:
-    """Returns whether a field of a dataclass has a default value."""
+    """Returns whether a dataclass field has a default value or a default factory."""
     return (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
 
 

@@ -76,7 +76,7 @@ class Kind:
 
     @property
     def one(self) -> str:
-        """The noun with its indefinite article, such as "a tool"."""
+        """The noun with its indefinite article, such as "a tool", for error messages."""
         return f"{'an' if self.noun[0] in 'aeiou' else 'a'} {self.noun}"
 
     def names(self) -> tuple[str, ...]:

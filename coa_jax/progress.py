@@ -61,11 +61,16 @@ class Bar:
         self._show_when_due()
 
     def reach(self, done: int, **stats: Any) -> None:
-        """Sets the number of finished units, and stores values to show, as in `update`."""
+        """Sets the number of finished units of work, and stores values to show.
+
+        Args:
+            done: number of finished units.
+            **stats: values to show by name, as in `update`.
+        """
         self.update(done - self.done, **stats)
 
     def count(self, **amounts: int) -> None:
-        """Adds amounts to the quantities in `counts`; the status shows their sum and rate."""
+        """Adds amounts to the quantities in `counts`, such as tokens, whose rates the bar shows."""
         for name, amount in amounts.items():
             self.counts[name] = self.counts.get(name, 0) + amount
         self._show_when_due()

@@ -146,7 +146,7 @@ class Command(Bounded):
     minutes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def sft_config(self, path: Path) -> SFTConfig:
-        """Returns the settings of SFT with the paths of a work directory."""
+        """Returns the settings of SFT, with the paths of model and data in a work directory."""
         values = {
             **self.sft,
             "model": str(path / "models" / "base"),
@@ -158,7 +158,7 @@ class Command(Bounded):
         return build(SFTConfig, values, "config.sft")
 
     def rl_config(self, path: Path) -> RLConfig:
-        """Returns the settings of RL with the path of the model in a work directory."""
+        """Returns the settings of RL, with the path of the SFT policy in a work directory."""
         values = {**self.rl, "model": str(path / "models" / "sft")}
         if self.format:
             values["rollout"] = {**values["rollout"], "format": self.format}

@@ -271,7 +271,10 @@ class RunDir:
         self.keep_json("summary.json", merged)
 
     def blocks(self) -> dict[str, Any]:
-        """Reads the blocks of `summary.json`; {} if there is no file."""
+        """Returns the content of `summary.json`, whose top-level entries are called blocks.
+
+        The result is {} if there is no file.
+        """
         return _read_object(self.path / "summary.json")
 
 

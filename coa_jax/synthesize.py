@@ -163,7 +163,7 @@ async def _work(
 
 
 def endpoints_of(command: Command) -> dict[str, EndpointConfig]:
-    """Returns the configured models that write (``endpoint``) and solve (``solver``) questions."""
+    """Returns the configured language models: ``endpoint`` (writes) and ``solver`` (answers)."""
     endpoint, solver = command.endpoint, command.solver
     both = {"endpoint": endpoint, "solver": solver}
     if not endpoint or not solver:

@@ -261,7 +261,7 @@ class Trajectory:
 
     @property
     def sequences(self) -> tuple[Trajectory, ...]:
-        """This trajectory and its branches."""
+        """All token sequences of the sample: this trajectory and its branches."""
         return (self, *self.branches)
 
     @property

@@ -71,7 +71,11 @@ class Outcome:
         return cls(None if answer is None else str(answer), reward)
 
     def over(self, other: Outcome) -> Outcome:
-        """Merges two outcomes: the fields of this outcome, and for None those of ``other``."""
+        """Completes this outcome: fields that are None get the values of another outcome.
+
+        Args:
+            other: the other outcome.
+        """
         answer = other.answer if self.answer is None else self.answer
         return Outcome(answer, other.reward if self.reward is None else self.reward)
 

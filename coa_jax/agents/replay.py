@@ -50,7 +50,7 @@ class RecordedSession:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Identifies the sample: (task index, sample index)."""
+        """Pair (task index, sample index) that identifies the sample."""
         return self._request.prompt_id, self._sample["sample"]
 
     def requests(self, before: int | None) -> list[Visit]:

@@ -111,7 +111,10 @@ class AgentSampler:
         self._service.sampler.publish(weights, version)
 
     def oldest(self, request: Request) -> int | None:
-        """Returns the oldest policy version of a request's running samples, see `Sampler`."""
+        """Returns the oldest policy version that sampled tokens of a request's running samples.
+
+        The result is None if no sample of the request is running.
+        """
         found: list[int | None] = []
         for session in self._running.values():
             if session.request is request:

@@ -94,7 +94,7 @@ class Setup:
 
     @property
     def rollouts_go_on(self) -> bool:
-        """Whether rollouts continue on the training chips during updates."""
+        """Whether rollouts continue during updates on the same chips that train."""
         stale = isinstance(self.config, RLConfig) and self.config.max_staleness > 0
         return stale and not self.aside
 
@@ -295,7 +295,7 @@ def policy_batch(setup: Setup, number: int) -> Batch:
 
 
 def critic_batch(setup: Setup, number: int) -> Batch:
-    """Returns the shapes of the stacked micro-batches of the critic's update in `learn.update`."""
+    """Returns the shapes of ``number`` stacked micro-batches of the critic's update."""
     batch = sampled_batch(setup, number)
     return batch._replace(rule=None, weight=None, age=None, value=batch.logp, returns=batch.logp)
 

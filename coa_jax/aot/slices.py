@@ -72,7 +72,7 @@ class Slice:
 
     @property
     def count(self) -> int:
-        """Number of JAX devices."""
+        """Number of JAX devices of the slice."""
         return math.prod(self.shape) * self.whole.devices
 
     @property
@@ -123,7 +123,7 @@ def default_fraction(where: Slice) -> float:
 
 
 def owners_of(where: Slice, devices: Sequence[Any]) -> list[int]:
-    """Returns the index of the host that owns each device.
+    """Returns, for each device of a slice, the index of the host that owns the device.
 
     Simulated devices are assigned to hosts in order.
     """

@@ -115,7 +115,10 @@ class Rollouts(ForcedEpisodes):
     temperature: float = 1.0
 
     def requests(self) -> Iterator[Request]:
-        """Yields a request per prompt, with the indices of the prompt's rollouts as samples."""
+        """Yields a request per prompt of the workload.
+
+        The samples of a request are the rollouts with this prompt, by their indices.
+        """
         for number, prompt in enumerate(self.workload.prompts):
             scripts = enumerate(self.workload.scripts)
             samples = tuple(i for i, script in scripts if script.prompt == number)

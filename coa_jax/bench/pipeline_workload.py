@@ -85,7 +85,7 @@ class Workload:
 
     @property
     def seconds_per_group(self) -> float:
-        """Mean number of tool seconds of a group."""
+        """Mean total time, in seconds, that the tools of a group's samples sleep."""
         return sum(call.seconds for s in self.scripts for call in s.calls) / len(self.groups)
 
     @property

@@ -126,7 +126,7 @@ def same_answer(answer: str, other: str) -> bool:
 
 
 def may_replan(rules: Protocol) -> bool:
-    """Returns whether a protocol allows a plan after the first action."""
+    """Returns whether a protocol allows a further plan after the first action of a trajectory."""
     return any("plan" in to for at, to in rules.next_actions.items() if at != START)
 
 

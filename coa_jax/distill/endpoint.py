@@ -229,7 +229,7 @@ class Endpoint:
         return reply
 
     async def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection to the endpoint."""
         await self._client.close()
 
     async def closing(self, work: Coroutine[Any, Any, T]) -> T:

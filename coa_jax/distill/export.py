@@ -113,7 +113,10 @@ def _columns_before(record: DistilledRecord) -> dict[str, Any]:
 
 
 def fits_alpaca(record: DistilledRecord) -> bool:
-    """Returns whether the alpaca form can represent a record (see `masked_by_markers`)."""
+    """Returns whether a record can be exported in LLaMA-Factory's alpaca form.
+
+    In this form the environment's text must be masked correctly, see `masked_by_markers`.
+    """
     try:
         _columns_before(record)
     except ValueError:

@@ -204,7 +204,7 @@ def plain_share(fraction: float, seed: int) -> Filter:
 
 
 def first_failure(run: Run, filters: Sequence[Filter]) -> str | None:
-    """Returns the name of the first filter that a run fails; None if it passes all filters."""
+    """Returns the name of the first of some filters that a run fails; None if it passes all."""
     return next((f.name for f in filters if not f.keeps(run)), None)
 
 

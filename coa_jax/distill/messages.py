@@ -119,7 +119,7 @@ class MessageLog:
         return tuple(m.slip for m in self.messages if m.slip)
 
     def count(self, kind: Kind) -> int:
-        """Returns the number of messages of a kind."""
+        """Returns how many messages of the run are of a given kind."""
         return sum(m.kind is kind for m in self.messages)
 
 

@@ -67,7 +67,7 @@ class AgentView:
         return self.messages[-1]
 
     def of_kind(self, kind: Kind) -> tuple[Message, ...]:
-        """Returns the messages of one kind, oldest first."""
+        """Returns the messages of the run that are of a given kind, oldest first."""
         return tuple(m for m in self.messages if m.kind is kind)
 
 

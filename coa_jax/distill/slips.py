@@ -48,7 +48,11 @@ class Slips:
         return uniform(self.seed, episode, decision) < self.rate
 
     def stays_unseen(self, episode: str) -> bool:
-        """Returns whether the double check of a run overlooks a wrong suggested answer."""
+        """Returns whether, in a run, the double check overlooks a wrong suggested answer.
+
+        Args:
+            episode: id of the run.
+        """
         return uniform(self.seed, episode, "overlook") < self.unrecovered_rate
 
     def choose(self, episode: str, decision: str, options: Sequence[str]) -> str:

@@ -351,7 +351,7 @@ class Engine:
         return chunk
 
     def lower_decode(self) -> jax.stages.Lowered:
-        """Lowers the largest decoding program for inspection, without compiling it."""
+        """Lowers the largest decoding program to XLA, for inspection; does not compile it."""
         arguments, static = self._decode_arguments(np.zeros(0, np.int32), self.config.row_sizes[-1])
         return programs.decode_chunk.lower(*arguments, **static)
 
@@ -402,7 +402,7 @@ class Engine:
 
     @property
     def any_active(self) -> bool:
-        """Whether any slot is decoding."""
+        """Whether a sequence is being decoded in any slot."""
         return bool(self._state.active.any())
 
 

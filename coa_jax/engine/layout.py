@@ -416,7 +416,7 @@ def _new_pages(model: ModelConfig, config: EngineConfig, compute: Compute) -> An
 
 
 def mesh_of(params: Params | DecodeParams) -> Mesh | None:
-    """Returns the mesh over which parameters are sharded; None if they lie on one device."""
+    """Returns the mesh over which parameters are sharded; None if they are on one device."""
     placed = jax.tree.leaves(params)[0].sharding
     if not isinstance(placed, NamedSharding) or placed.num_devices == 1:
         return None

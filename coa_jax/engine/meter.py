@@ -54,7 +54,11 @@ class Meter:
 
     @contextlib.contextmanager
     def clock(self, name: str) -> Iterator[None]:
-        """Adds the duration of the body of a ``with`` statement to the field ``name``."""
+        """Returns a context manager that adds the time of its block to a field of this meter.
+
+        Args:
+            name: name of the field, such as ``decode_s``.
+        """
         began = time.perf_counter()
         if self._idle_since is not None:
             self.idle_s += began - self._idle_since

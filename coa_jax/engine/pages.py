@@ -81,7 +81,10 @@ class PageTable:
         return True
 
     def release(self, slot: int) -> None:
-        """Frees the pages of a slot; in a contiguous table the slot keeps its pages."""
+        """Frees the pages of a slot whose sequence has ended.
+
+        In a contiguous table, the pages stay with the slot.
+        """
         if not self.contiguous:
             self._drop(self.table[slot, : self._held[slot]])
             self._held[slot] = 0

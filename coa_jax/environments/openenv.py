@@ -107,7 +107,11 @@ class OpenEnv:
         self._seen: Mapping[str, Any] = {}
 
     def reset(self, task: Task) -> str:
-        """Opens a session; returns the first observation, with instructions on how to act."""
+        """Opens a session on the server, and starts an episode.
+
+        Returns:
+            The first observation as text, with instructions on how to act.
+        """
         schema = self._schema()
         data = self._open({**self._arguments, **task.metadata.get("reset", {})})
         tools = ()

@@ -118,7 +118,7 @@ class TextArena:
         return [("user", self._await().observation)]
 
     def step(self, turn: Turn) -> Step:
-        """Makes a move, and waits until it is the player's turn again or the game is over."""
+        """Makes a move, and waits until the player's next turn or the end of the game."""
         text = turn.text if "[" in turn.text else f"[{turn.text.strip()}]"
         self._game.move(self._seat, text)
         return self._await()

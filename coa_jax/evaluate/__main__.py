@@ -28,7 +28,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command."""
+    """Runs ``python -m coa_jax.evaluate``: evaluates a policy; returns the exit code."""
     values = flags.FLAGS
     if values.check != "false":
         return check("evaluate")

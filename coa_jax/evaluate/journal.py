@@ -204,7 +204,12 @@ class Journal:
         return {"stage": self.folder.name, "settings": self._settings}
 
     def add(self, trajectory: Trajectory, exposure: Exposure) -> Sample:
-        """Stores a sample that has just ended; returns its data."""
+        """Stores a sample that has just ended, and returns its data for the results.
+
+        Args:
+            trajectory: trajectory of the sample.
+            exposure: check for copies of the benchmark, see `sample_of`.
+        """
         offset = self._traces.stat().st_size if self._traces.exists() else 0
         key = trajectory.task_id, trajectory.sample_id
         if trajectory.metadata.get("attempt"):

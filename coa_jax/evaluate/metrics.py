@@ -83,7 +83,7 @@ def standard_error(rates: Sequence[float]) -> float | None:
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Returns the mean; None if there are no values."""
+    """Returns the mean of some numbers; None if there are none."""
     return float(np.mean(values)) if len(values) else None
 
 

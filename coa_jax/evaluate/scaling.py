@@ -239,12 +239,12 @@ def scaling(
 
 
 def vote_name(group: Measured) -> str:
-    """Returns the name under which the journal stores the vote over the samples of a task."""
+    """Returns the name of a task's majority vote, under which the journal stores the result."""
     return f"vote/{group.task.id}/{_numbers(group.samples)}"
 
 
 def pick_name(group: Measured, n: int) -> str:
-    """Returns the name under which the journal stores the model's choice for best-of-n."""
+    """Returns the name of a task's best-of-n choice, under which the journal stores the result."""
     return f"pick/{group.task.id}/{_numbers(group.samples[:n])}"
 
 

@@ -142,7 +142,7 @@ class Ledger:
 
     @property
     def complete(self) -> bool:
-        """Whether all steps of the run have been composed."""
+        """Whether the groups of all steps of the run have been chosen."""
         return self.step >= self.rules.steps
 
     @property

@@ -228,12 +228,12 @@ class Algorithm(Bounded):
 
     @functools.cached_property
     def advantage_call(self) -> Bound:
-        """The advantage function, with its options bound."""
+        """The advantage function that the settings name, with its options."""
         return bind(ADVANTAGES, self.advantage, self.advantage_options, "algorithm.advantage")
 
     @functools.cached_property
     def loss_call(self) -> Bound:
-        """The loss function, with its options bound."""
+        """The loss function that the settings name, with its options."""
         return bind(LOSSES, self.loss, self.loss_options, "algorithm.loss")
 
     @property

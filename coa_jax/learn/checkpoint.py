@@ -156,7 +156,7 @@ class Checkpoints:
         return self._sign * metrics.get(self.best_metric, -self._sign * math.inf)
 
     def steps(self) -> list[int]:
-        """Returns the numbers of the complete checkpoints, in ascending order."""
+        """Returns the steps of the checkpoints that were written completely, in ascending order."""
         return sorted(self._manager.all_steps())
 
     def overdue(self, seconds: float) -> bool:

@@ -83,7 +83,7 @@ class Profile:
             self._recording = True
 
     def after(self, step: int) -> None:
-        """Stops recording the profile after the last step of the range."""
+        """Stops the recording if ``step`` is the last step of the range, or a later one."""
         if self._recording and step >= self._steps[1]:
             self.close()
 

@@ -193,7 +193,7 @@ def graded_values(groups: Sequence[Sequence[Trajectory]]) -> list[float]:
 
 
 def rewards(group: Sequence[Trajectory]) -> list[float | None]:
-    """Returns the reward of each trajectory; None for a trajectory without a reward."""
+    """Returns the reward of each trajectory of a group; None where there is no reward."""
     return [None if t.reward is None else t.reward.value for t in group]
 
 

@@ -205,7 +205,7 @@ class Pool:
         return 1.0 - float(known.solved / known.graded if known else rate)
 
     def figures(self, step: int) -> dict[str, float]:
-        """Returns metrics of the pool after a step."""
+        """Returns metrics of the pool after a step by name, such as the number of resting tasks."""
         rates = [known.solved / known.graded for known in self.known.values()]
         return {
             "pool/asked": float(len(rates)),

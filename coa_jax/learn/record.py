@@ -103,7 +103,10 @@ class Spool:
         self._tasks[path].add(trajectory.metadata["prompt_id"])
 
     def prune(self, step: int, still_open: Collection[int]) -> None:
-        """Removes the files that a run resumed from the checkpoint of a step would not need.
+        """Removes files that are no longer needed, after the checkpoint of a step was written.
+
+        A file is needed as long as a run that resumes from this checkpoint could use a trajectory
+        in it.
 
         Args:
             step: number of the step.
@@ -242,7 +245,7 @@ class StepLog:
             )
 
     def forget(self, step: int) -> None:
-        """Removes the records of all steps after ``step``, which cannot be repeated."""
+        """Removes the records of all steps after a step, because they cannot be repeated."""
         self._parameters = {s: known for s, known in self._parameters.items() if s <= step}
         if self._active:
             files.drop_last_rows(self.path, lambda row: True if row["step"] > step else None)

@@ -175,7 +175,7 @@ class RLConfig(TrainingConfig):
 
     @functools.cached_property
     def chosen(self) -> Algorithm:
-        """The algorithm, in which every unset setting has the value of its preset."""
+        """The algorithm in which the preset has filled in every unset setting."""
         return self.algorithm.resolve(self.longest)
 
     def __post_init__(self) -> None:

@@ -30,7 +30,12 @@ def init_critic(params: Params) -> Params:
 
 
 def abstract_critic(model: ModelConfig, mesh: Mesh | None) -> Params:
-    """Returns the shapes and shardings of the result of `init_critic` for a policy architecture."""
+    """Returns the shapes and shardings of a critic's parameters, the result of `init_critic`.
+
+    Args:
+        model: architecture of the policy.
+        mesh: devices of the run; None for one device.
+    """
     body = abstract_params(critic_config(model), mesh)
     norm = body["final_norm"]["scale"]
     place = norm.sharding if mesh is None else NamedSharding(mesh, PartitionSpec())

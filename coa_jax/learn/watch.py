@@ -106,7 +106,12 @@ class Watch:
         return seen
 
     def lowest(self, value: float, step: int) -> tuple[float, int]:
-        """Returns the lowest validation loss so far, including ``value``, and its step."""
+        """Updates and returns the lowest validation loss so far, as a pair (loss, step).
+
+        Args:
+            value: newest validation loss.
+            step: its step.
+        """
         self._best = min(self._best, (value, step))
         return self._best
 

@@ -72,7 +72,7 @@ class Compute:
 
     @property
     def one_device(self) -> bool:
-        """Whether nothing is sharded, because there is no mesh or the mesh has a single device."""
+        """Whether the computation uses a single device, so that nothing is sharded."""
         return self.mesh is None or self.mesh.size == 1
 
     def constrain(self, x: jax.Array, *axes: str | None) -> jax.Array:

@@ -111,7 +111,7 @@ def flatten(params: Params, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def join(first: Params, second: Params) -> Params:
-    """Merges two nested dicts that have no path in common."""
+    """Merges two nested dicts of parameters that have no path in common."""
     return nest({**dict(flatten(first)), **dict(flatten(second))})
 
 
@@ -339,7 +339,11 @@ def merge_program(config: ModelConfig, params: Params) -> Params:
 
 
 def merge_adapters(config: ModelConfig, params: Params) -> Params:
-    """Returns the parameters of a model, with its adapters added to the kernels."""
+    """Adds the LoRA adapters of a model to its kernels.
+
+    Returns:
+        Parameters without adapters; ``params`` itself if the model has no adapters.
+    """
     if not config.lora.rank:
         return params
     return in_turn(mesh_of(jax.tree.leaves(params)[0]), merge_program, config, params)

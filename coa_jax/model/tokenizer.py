@@ -150,7 +150,7 @@ def _checked(make: Callable[[], Any], path: Path) -> Any:
 
 
 def gguf_tokenizer(file: GgufFile) -> Any:
-    """Loads the tokenizer that a GGUF file contains; see :func:`find_tokenizer`."""
+    """Loads the tokenizer in a GGUF file; a `MissingTokenizer` if the file has none."""
     path = Path(file.where)
     if file.metadata("tokenizer.ggml.model") is None:
         return MissingTokenizer(

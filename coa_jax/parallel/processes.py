@@ -288,7 +288,7 @@ async def exchange(value: Any, what: str, seconds: float, place: str = "") -> li
 
 
 def ask_all_to_stop() -> None:
-    """Tells all processes that this process has been asked to stop."""
+    """Tells all processes of the run that this process has received a request to stop."""
     if _joined is not None:
         _joined.client.key_value_set(f"{_STOP}{_joined.index}", "yes", allow_overwrite=True)
 

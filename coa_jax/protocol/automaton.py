@@ -79,7 +79,7 @@ def _candidates(protocol: Protocol, state: State) -> frozenset[str]:
 
 
 def allowed_after(protocol: Protocol, state: State) -> frozenset[str]:
-    """Returns the roles that may come next in a state. After the answer, the set is empty."""
+    """Returns the roles (tags) that a protocol allows next in a state; none after the answer."""
     if state.waiting:
         return frozenset({protocol.observation})
     candidates = _candidates(protocol, state)

@@ -122,7 +122,7 @@ def literal(text: str, ignore_case: bool = False) -> Regex:
 
 
 def union(regexes: Iterable[Regex]) -> Regex:
-    """Returns the union of languages."""
+    """Returns the union of regular languages."""
     return functools.reduce(Regex.__or__, regexes, NOTHING)
 
 

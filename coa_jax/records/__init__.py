@@ -203,7 +203,7 @@ class Counts:
     tags: dict[str, set[str]] = dataclasses.field(default_factory=lambda: defaultdict(set))
 
     def add(self, found: Read | LeftOut) -> None:
-        """Counts a row, which was either converted to a record or left out."""
+        """Counts a row, which was either converted to a record (`Read`) or left out (`LeftOut`)."""
         if isinstance(found, LeftOut):
             self._leave_out(found.reason, 1, (found.row.where,))
         elif found.tags:
@@ -211,7 +211,7 @@ class Counts:
             self.tags[found.record.protocol].update(found.tags)
 
     def merge(self, later: Counts) -> None:
-        """Adds the counts of later rows."""
+        """Adds the counts of rows that follow the rows counted here."""
         for reason, (number, where) in later.left_out.items():
             self._leave_out(reason, number, where)
         self.told.update(later.told)

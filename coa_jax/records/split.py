@@ -27,7 +27,7 @@ _BRIEF = re.compile(r"Follow the (\w+) protocol\.")
 
 
 class Unusable(ValueError):
-    """Says that a row is not safe to train on. The message is the reason."""
+    """Raised if a row is not safe to train on; the message is the reason."""
 
 
 def frame(protocol: Protocol, body: str) -> str:

@@ -90,7 +90,7 @@ class RoleStream:
         self._shown = 0  # number of characters of the open segment's body that have been returned
 
     def feed(self, text: str) -> list[Piece]:
-        """Adds text of the policy; returns the pieces that can be shown."""
+        """Adds text of the policy; returns the pieces that can be shown now."""
         pieces = self._closed(self._parser.feed(text))
         role, body = self._parser.open_role, self._parser.open_body
         if role is not None or body:

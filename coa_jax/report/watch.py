@@ -254,7 +254,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Shows the run until Ctrl-C."""
+    """Runs ``python -m coa_jax.report.watch``: shows the run until Ctrl-C."""
     place = flags.FLAGS.workdir
     run = fetched(place)
     check_run(run)

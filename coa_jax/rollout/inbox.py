@@ -47,7 +47,7 @@ class Inbox:
         return reader
 
     def leave(self, reader: Reader) -> None:
-        """Unregisters a reader, so that it takes no more requests."""
+        """Unregisters the reader of an engine, so that it takes no more requests."""
         self.readers.remove(reader)
 
     def _tell(self) -> None:
@@ -104,7 +104,7 @@ class Inbox:
         return request or (self._queue.popleft() if self._queue else None)
 
     def drop(self, request: Request) -> bool:
-        """Removes a request from the queue; returns False if a reader has already taken it."""
+        """Removes a request that no engine has taken yet; returns whether this was the case."""
         left = deque(other for other in self._queue if other is not request)
         found, self._queue = len(left) < len(self._queue), left
         return found

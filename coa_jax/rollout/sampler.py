@@ -35,7 +35,7 @@ class Sampler(Protocol):
     """
 
     def submit(self, request: Request) -> None:
-        """Adds a request; `finished` yields its samples later."""
+        """Adds a request for samples, which `finished` yields when they have ended."""
 
     def cancel(self, request: Request) -> None:
         """Ends all samples of a request that have not finished."""
@@ -133,7 +133,10 @@ class EngineSampler:
         return self._stream
 
     def oldest(self, request: Request) -> int | None:
-        """Returns the oldest policy version of the running samples, see `Sampler.oldest`."""
+        """Returns the oldest policy version that sampled tokens of a request's running samples.
+
+        The result is None if no sample of the request is running.
+        """
         runs = (run for scheduler in self._schedulers for run in scheduler.running.values())
         versions = [run.episode.versions[0][1] for run in runs if run.request is request]
         return min(versions, default=None)

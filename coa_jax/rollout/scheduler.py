@@ -121,7 +121,7 @@ class Scheduler:
 
     @property
     def waiting_for_weights(self) -> int:
-        """Number of samples that wait for a policy version that is not published yet."""
+        """Number of running samples that wait until a later policy version is published."""
         paused = sum(run.must_pause(self.version) for run in self.running.values())
         return paused if self.reader.weights is None else 0
 

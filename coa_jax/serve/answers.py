@@ -31,7 +31,7 @@ class Choice:
 
     @property
     def ids(self) -> list[int]:
-        """Ids of the tokens of the prompt and the completion."""
+        """Token ids of the prompt and of the completion, joined."""
         return [*self.visit.prompt, *(token.id for token in self.tokens)]
 
     def add(self, event: Event) -> None:

@@ -18,7 +18,7 @@ _KINDS = {
 
 
 class ShuttingDown(Refused):
-    """Raised if the server ends before it can finish a request."""
+    """Raised if the server shuts down before it can finish a request."""
 
     def __init__(self) -> None:
         super().__init__(503, "the server is shutting down")

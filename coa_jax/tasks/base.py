@@ -51,7 +51,7 @@ class Task:
 
     @property
     def is_program(self) -> bool:
-        """Whether the answer is a program. The field ``gold`` then contains the program's tests."""
+        """Whether the answer to the task is a program; ``gold`` then contains its tests."""
         return self.metadata.get("grader") == "code"
 
     def without_tests(self) -> Task:

@@ -78,8 +78,7 @@ class Neighbour:
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """A step that applies ``operation`` (of `OPERATIONS`) to the answers of steps ``a`` and
-    ``b``."""
+    """A step that applies ``operation`` of `OPERATIONS` to the answers of steps ``a`` and ``b``."""
 
     operation: str
     a: Ref

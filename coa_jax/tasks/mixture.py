@@ -50,11 +50,11 @@ class Sources(Protocol):
 
     @property
     def task_options(self) -> Mapping[str, Any]:
-        """Option name -> value for the source ``tasks``."""
+        """Options of the task source ``tasks``, by name."""
 
     @property
     def mixture(self) -> Mapping[str, Any]:
-        """Name of a source -> its settings (`Part`); empty if the run has the source ``tasks``."""
+        """Settings (`Part`) of each task source, by name; empty if ``tasks`` names the source."""
 
 
 def parts_of(sources: Sources) -> dict[str, Part]:

@@ -133,7 +133,11 @@ def define_options(parser: argparse.ArgumentParser) -> None:
 
 
 def run_checks(options: argparse.Namespace) -> int:
-    """Runs the checks that the options select, and returns the exit code."""
+    """Runs the checks that command-line options select: of the isolation, or of the tools.
+
+    Returns:
+        The exit code, see the docstring of the module.
+    """
     warn_untested()
     if options.tools or options.config:
         return _show_tools(options.config)

@@ -409,7 +409,7 @@ def _source(tool: Tool, name: str, config: ToolsConfig) -> str:
 
 
 def named_tools(tools: Tools) -> dict[str, Any]:
-    """Converts tools to settings of `ToolsConfig`. Objects become entries of ``own``."""
+    """Converts tools (names, objects, settings) to settings; objects become entries of ``own``."""
     if isinstance(tools, ToolsConfig):
         return dataclasses.asdict(tools)
     if not isinstance(tools, Sequence):

@@ -108,7 +108,12 @@ class Recorded(Wrapper):
         self._warned = False
 
     def key(self, arguments: str, context: ToolContext) -> str:
-        """Returns the key under which the answer to a call is stored."""
+        """Returns the key under which the answer to a call is stored.
+
+        Args:
+            arguments: arguments of the call.
+            context: context of the call.
+        """
         return self._key(arguments, context, getattr(self.tool, "tailored", False))
 
     def _key(self, arguments: str, context: ToolContext, tailored: bool) -> str:

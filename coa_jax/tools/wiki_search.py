@@ -98,7 +98,7 @@ def tokenize(text: str) -> list[str]:
 
 
 class WikiIndex(Index):
-    """A BM25 index over a fixed list of passages."""
+    """A search index that ranks passages by BM25, that is, by the words of the query."""
 
     def __init__(self, passages: Sequence[Passage], scorer: bm25s.BM25):
         super().__init__(passages)

@@ -170,7 +170,7 @@ class GuardedProtocol(H11Protocol):
             self.transport.abort()
 
     def on_response_complete(self) -> None:
-        """Prepares the connection for its next request when a response is complete."""
+        """Prepares the connection for its next request, after a response was sent completely."""
         super().on_response_complete()
         if self.transport.is_closing():
             return

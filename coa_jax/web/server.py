@@ -88,7 +88,11 @@ class Server(uvicorn.Server):
 
 
 def on_signals(asked: asyncio.Event) -> None:
-    """Sets ``asked`` at SIGINT or SIGTERM; a second signal ends the process immediately."""
+    """Sets an event at SIGINT or SIGTERM; a second signal ends the process immediately.
+
+    Args:
+        asked: event that requests the shutdown.
+    """
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _ask, asked, number)

@@ -150,7 +150,11 @@ def decode_line(data: bytes, number: int = 1) -> Line:
 
 
 def decoded(line: Line) -> Any:
-    """Returns the JSON value of a line; raises `Malformed` if the line is invalid."""
+    """Returns the JSON value of a decoded line.
+
+    Raises:
+        Malformed: the line is invalid.
+    """
     if isinstance(line.value, Malformed):
         raise line.value
     return line.value

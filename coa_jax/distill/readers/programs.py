@@ -85,7 +85,7 @@ class Program:
 
 
 def function_of(call: Field) -> tuple[str, Field]:
-    """Returns the name and the arguments of a tool call in the form of OpenAI."""
+    """Returns the name and the arguments of a tool call in the format of OpenAI's API."""
     function = call["function"]
     return function["name"].text(), function["arguments"]
 
@@ -318,7 +318,7 @@ def _literals(nodes: Iterable[ast.expr]) -> list[Any] | None:
 
 
 def thought_of(output: str) -> str:
-    """Returns the text before the program in the output of a step."""
+    """Returns the thought in the output of an agent's step: the text before the program."""
     return _HEAD.sub("", _FENCE.sub("", output)).strip()
 
 

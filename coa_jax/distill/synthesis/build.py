@@ -114,7 +114,7 @@ class Funnel:
     dropped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the counts as a JSON object."""
+        """Returns the counts of the stage as a JSON object."""
         return {**dataclasses.asdict(self), "dropped": dict(sorted(self.dropped.items()))}
 
 

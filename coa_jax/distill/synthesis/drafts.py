@@ -79,7 +79,7 @@ class Draft:
 
     @property
     def split(self) -> str:
-        """Split of the documents of the draft."""
+        """Name of the split of the documents from which the draft was written."""
         return self.documents[0].split
 
     @property
@@ -153,7 +153,7 @@ class TextRules(Bounded):
 
 
 def fault_of(draft: Draft, rules: TextRules) -> str | None:
-    """Returns the name of the first rule that the text of a draft breaks, or None."""
+    """Returns the name of the first rule that a draft's text breaks; None if it breaks none."""
     words = len(draft.question.split())
     if not rules.min_words <= words <= rules.max_words:
         return "question_length"

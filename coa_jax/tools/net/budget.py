@@ -376,7 +376,7 @@ class Purse:
                 self.spent.add(counts_of(usage), self.price)
 
     def close(self) -> None:
-        """Writes the final cost to the file of this process."""
+        """Writes the cost so far to this process's file in the work directory."""
         with self._lock:
             if self._written:
                 self._write(0)

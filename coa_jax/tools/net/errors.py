@@ -65,7 +65,7 @@ class FetchError(Exception):
 
     @property
     def transient(self) -> bool:
-        """Whether another attempt may succeed."""
+        """Whether the failure may be temporary, so that another attempt may succeed."""
         if self.status is not None:
             # Includes statuses that no standard defines, such as 520 to 524 of Cloudflare.
             failed = self.status >= 500 and self.status not in (501, 505)

@@ -24,7 +24,7 @@ _WAIT_S = 10.0  # for other processes that write
 
 
 def key_of(*parts: object) -> str:
-    """Returns the key for an observation, which is a hash of the given JSON values."""
+    """Returns the key under which an observation is stored: a hash of JSON values."""
     return hashlib.sha256(json.dumps(parts, ensure_ascii=True).encode()).hexdigest()
 
 

@@ -92,7 +92,7 @@ def _remains(uid: int, marker: str) -> list[str]:
 
 @contextlib.contextmanager
 def scene() -> Iterator[Scene]:
-    """Creates a `Scene`, as a context manager that removes the scene at the end."""
+    """Creates a `Scene`, in which hostile programs can run; a context manager that removes it."""
     with contextlib.ExitStack() as stack:
         directories = []
         for parent in (Path.home(), Path(tempfile.gettempdir())):
