@@ -165,7 +165,10 @@ class Command(Bounded):
         return build(RLConfig, values, "config.rl")
 
     def rft_config(self, path: Path) -> RFTConfig | None:
-        """Returns the settings of RFT with the paths of a work directory; None to skip RFT."""
+        """Returns the settings of rejection-sampling fine-tuning (RFT); None to skip this stage.
+
+        The paths in the settings are those of a work directory.
+        """
         if not self.rft:
             return None
         paths = {"model": str(path / "models" / "sft"), "traces": str(path / "traces.jsonl")}

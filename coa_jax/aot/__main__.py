@@ -9,7 +9,7 @@ rollouts and publishing. For TPUs it uses the compiler of real TPUs, which runs 
 compiler instead, and marks the result as an estimate. No weights are needed, because the
 architecture comes from ``config.json``, from the name in the model's path, or from ``--model``.
 
-The command prints one JSON object.  If the configuration does not fit, the exit code is 1, and a
+The command prints one JSON object. If the configuration does not fit, the exit code is 1, and a
 line on stderr names the memory that is needed and the setting to change.
 
     python -m coa_jax.aot --config=configs/rl/web.py:32b --topology=v5p:4x4x8 \\

@@ -8,7 +8,7 @@ into the arrays of the step. The process stands for the first of ``--hosts`` pro
 first ``--rows`` rows of every micro-batch. Without ``--data``, the records consist of Factbook
 pages, and have from 2,000 to ``--length`` tokens.
 
-The command prints one JSON object.  Its main figures are:
+The command prints one JSON object. Its main figures are:
 
     stalled            share of the time in which steps wait for data, without the first wait
     first_wait_s       wait before the first step, in seconds

@@ -184,7 +184,9 @@ async def ask(
 
 
 def language_minds(endpoint: Endpoint, attempts: int = 3) -> Minds:
-    """Returns a mind for each agent of the team; all minds ask the same language model.
+    """Returns the minds of a team whose agents all ask the same language model.
+
+    The mind of an agent is the function that decides the agent's next message.
 
     A mind raises `UnusableReplyError` if no reply names a valid message or the endpoint refuses the
     request, and UserError if the budget is spent or the endpoint does not answer.

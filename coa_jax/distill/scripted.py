@@ -234,7 +234,9 @@ def _digits(text: str) -> list[str]:
 def scripted_minds(
     mistake_rate: float = 0.0, unrecovered_rate: float = 0.0, seed: int = 0
 ) -> Minds:
-    """Returns a scripted mind for every agent.
+    """Returns the minds of a team whose agents all follow scripted rules.
+
+    The mind of an agent is the function that decides the agent's next message.
 
     Args:
         mistake_rate: probability that a mind makes a deliberate mistake when it decides.

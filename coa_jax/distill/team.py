@@ -35,7 +35,7 @@ async def solve(
         question: the question. The team knows nothing else about the task.
         protocol: name of the protocol that the manager follows.
         episode: id of the run, from which scripted minds derive their random choices.
-        minds: a mind for each agent.
+        minds: for each agent its mind, the function that decides its next message.
         tools: maps the name of each tool to the tool.
         max_messages: number of messages after which the run ends without an answer.
 

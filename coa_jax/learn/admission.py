@@ -4,8 +4,8 @@ A group is the set of samples of one task. A `Ledger` receives the groups that h
 returns the tasks to sample and the groups to train on. A ledger uses no clock, thread or model, so
 processes that report the same events to their ledgers in the same order reach the same decisions.
 
-Step s updates policy version s - 1 to version s.  The age (staleness) of a group at step s is
-s - 1 minus the oldest policy version that sampled one of the group's tokens.
+Step s updates policy version s - 1 to version s. The age (staleness) of a group at step s is s - 1
+minus the oldest policy version that sampled one of the group's tokens.
 """
 
 from __future__ import annotations
@@ -122,7 +122,6 @@ class Ledger:
     @classmethod
     def restore(cls, rules: Rules, state: Mapping[str, Any], pool: Pool | None = None) -> Ledger:
         """Creates the ledger of a resumed run from the state that was saved with a step.
-
 
         Tasks whose samples were still unfinished or unused after that step are requested again.
 

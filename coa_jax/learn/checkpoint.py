@@ -160,7 +160,7 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def overdue(self, seconds: float) -> bool:
-        """Returns whether the last save (or the creation of this object) is ``seconds`` ago."""
+        """Returns whether the last save (or else the creation) is at least ``seconds`` ago."""
         return time.monotonic() - self._saved >= seconds
 
     def best(self) -> int | None:

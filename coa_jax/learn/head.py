@@ -76,7 +76,8 @@ class Head:
             z: logits, float32 ``[R, C, V]``.
             targets: ids of the tokens that the logits predict, int32 ``[R, C]``.
             rules: states of the constraint, int32 ``[R, C]``; None without a constraint.
-            allowed: table of the constraint; None without a constraint.
+            allowed: tokens that the constraint allows, `ConstraintTables.allowed`; None without a
+                constraint.
 
         Returns:
             Log-probabilities and entropies, each float32 ``[R, C]``.
@@ -166,7 +167,8 @@ def score(
         weight: weight of the head, ``[V, D]`` or ``[D, V]``, see `Head`.
         targets: token ids, int32 ``[K, R, C]``.
         rules: states of the constraint, int32 ``[K, R, C]``; None without a constraint.
-        allowed: table of the constraint; None without a constraint.
+        allowed: tokens that the constraint allows, `ConstraintTables.allowed`; None without a
+            constraint.
         live: int32, number of chunks to compute; the results of the chunks after these are 0.
 
     Returns:

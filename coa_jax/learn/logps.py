@@ -52,8 +52,9 @@ def token_logps(
         batch: packed rows to score.
         compute: dtype, operations and sharding of the computation.
         temperature: number by which the logits are divided.
-        allowed: table of the constraint, see `engine.constraint.ConstraintTables`, if the batch was
-            sampled under a constraint; otherwise None.
+        allowed: tokens that the run's constraint allows
+            (`engine.constraint.ConstraintTables.allowed`), if the batch was sampled under a
+            constraint; otherwise None.
         mask: ``[R, T]``, nonzero for tokens that are scored. The results of all other tokens are 0;
             chunks without a token to score are skipped. None scores all tokens.
         entropy: whether entropies are computed; if not, 0 is returned in their place.

@@ -35,8 +35,8 @@ class Net(NamedTuple):
         params: all parameters of the model, including adapters.
         model: architecture of the model.
         compute: dtype, operations and sharding of the computation.
-        allowed: table of the constraint under which the batch was sampled; None without a
-            constraint.
+        allowed: tokens that the run's constraint allows, the table `ConstraintTables.allowed`; None
+            without constrained decoding.
     """
 
     params: Params

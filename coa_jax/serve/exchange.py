@@ -63,7 +63,7 @@ def check_length(tokenizer: Any, texts: Sequence[str], room: int, param: str) ->
         param: name of the request's field with the prompt, used in the error message.
 
     Raises:
-        Refused: the prompt has more than ``room`` tokens.
+        Refused: the prompt has more than about twice ``room`` tokens.
     """
     if sum(map(len, texts)) <= max(_PIECE, 2 * room) and len(texts) <= room:
         return
