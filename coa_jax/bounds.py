@@ -120,7 +120,8 @@ class Text:
     hidden: bool = False
 
     def holds(self, value: Any) -> bool:
-        """Returns whether a string has an allowed length, allowed characters and the pattern."""
+        """Returns whether a string is short enough, valid UTF-8 without NUL, and fits the pattern.
+        """
         if len(value) > self.longest or re.search("[\0\ud800-\udfff]", value):
             return False
         return re.fullmatch(self.pattern, value, re.DOTALL) is not None

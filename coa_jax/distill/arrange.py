@@ -57,7 +57,9 @@ class Unconvertible(ValueError):
 
 @dataclasses.dataclass(frozen=True)
 class Completion(Bounded):
-    """Says which tags may be added to a run of another system, which wrote no tags for these steps.
+    """Settings that say which tags may be added when a run of another system is converted.
+
+    Such a system takes steps, such as a verification, for which it writes no message of its own.
 
     Attributes:
         plan: whether, in a run without a plan, the first thought becomes the plan.

@@ -127,7 +127,9 @@ def check_best(keep_best: str, evaluate_every: int, checkpoint_every: int) -> No
 
 
 class HeldOut:
-    """Evaluates the policy of a run on held-out tasks.
+    """Evaluates the policy of a training run on held-out tasks, which updates do not use.
+
+    `due` says after which steps, and `measure` evaluates.
 
     Attributes:
         tasks: the held-out tasks.

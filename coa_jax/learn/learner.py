@@ -137,7 +137,7 @@ class Learner:
         return restored.state, critic, reference
 
     def still_learnable(self, trajectory: Trajectory) -> bool:
-        """Returns whether the run can train on a trajectory from before an interruption.
+        """Returns whether a resumed run can train on a trajectory that was sampled before.
 
         The trajectory must have been sampled under the constraint of this run, or without a
         constraint if this run has none.

@@ -50,7 +50,7 @@ class Measured:
         losses: number of tokens with a loss in each record, int32 ``[N]``.
         counts: number of rows that are left out, by reason; and number of records whose protocol
             was inferred from tags, by protocol.
-        wording: the wordings of prompts that occur in the records, see `tasks.prompts.Wording`.
+        wording: summary of the prompts of all records, see `tasks.prompts.Wording`.
     """
 
     sizes: np.ndarray

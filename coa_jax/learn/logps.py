@@ -80,9 +80,8 @@ def token_logps(
 def logp_sum(params: Params, config: ModelConfig, batch: Batch, compute: Compute) -> jax.Array:
     """Computes the sum of the log-probabilities of all tokens that have a loss.
 
-    The result equals a sum over the result of `token_logps`. Because it is known when the logits
-    are computed which tokens count, the forward pass computes the gradients too, and the backward
-    pass need not compute the logits again.
+    The result equals a sum over the result of `token_logps`, but takes less time: the forward pass
+    computes the gradients too, so the backward pass need not compute the logits again.
 
     Args:
         params: parameters of the policy.

@@ -180,7 +180,7 @@ class Source:
     def step(self) -> tuple[Sampled, dict[str, float]] | None:
         """Returns the groups and the sampling metrics of the next step.
 
-        The result is None if any process has abandoned the run.
+        The result is None if the run was abandoned in any process, see `abandon`.
         """
         if self._stream is None and (record := self._recorded()) is not None:
             return record

@@ -71,7 +71,7 @@ LIBRARIES = "{libraries}"
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """Says how questions are put to a policy.
+    """The instructions and the system message with which questions are put to a policy.
 
     Attributes:
         style: ``full`` explains every rule of the protocol. ``brief`` only names the protocol.

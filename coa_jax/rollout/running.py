@@ -45,10 +45,10 @@ class Running:
     tool_seconds: float = 0.0
 
     def asked(self, event: ToolRequest | StopReason) -> ToolRequest | StopReason:
-        """Converts the end of a turn to a call of the environment, if the environment answers it.
+        """Converts an event to a call of the environment, for environments that answer whole turns.
 
-        Some environments answer the end of a turn, or the final answer. Any other event is returned
-        unchanged.
+        Such an environment answers the end of a turn, or the final answer. Any other event is
+        returned unchanged.
 
         Args:
             event: result of `Episode.feed`: a tool call, or the reason to stop.

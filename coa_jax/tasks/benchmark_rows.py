@@ -57,7 +57,7 @@ the benchmark, the parser raises KeyError, TypeError or ValueError.
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """Says how the questions of a benchmark are parsed, solved and graded.
+    """The functions and names with which a benchmark's questions are parsed, solved and graded.
 
     Attributes:
         read: function that converts a row of the benchmark's files to a question; None leaves the

@@ -74,7 +74,7 @@ class RewardConfig(Extension):
 
 @dataclasses.dataclass(frozen=True)
 class GradersConfig(Bounded):
-    """Says how the answers of the policy are graded.
+    """Settings that say how the answers of the policy are graded.
 
     Attributes:
         answer: reward for text answers that no judge grades: ``exact_match`` (without the bugs of

@@ -38,7 +38,7 @@ _METADATA = frozenset({ipaddress.ip_address("168.63.129.16")})
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """Says which addresses are allowed in addition to public addresses, and which are blocked.
+    """The addresses that a tool may open in addition to public addresses, and those it may not.
 
     Attributes:
         allow: host names (``search.lab``), host names with the only allowed port
