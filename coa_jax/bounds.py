@@ -120,7 +120,10 @@ class Text:
     hidden: bool = False
 
     def holds(self, value: Any) -> bool:
-        """Returns whether a string is short enough, valid UTF-8 without NUL, and fits the pattern.
+        """Returns whether a string is within the bounds.
+
+        It must be at most ``longest`` characters of valid UTF-8 without NUL, and match ``pattern``
+        in full.
         """
         if len(value) > self.longest or re.search("[\0\ud800-\udfff]", value):
             return False

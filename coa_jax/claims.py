@@ -107,7 +107,7 @@ Measure = Callable[[Folders], Figure | None]
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A row of the table.
+    """A row of the table that compares the paper's claims with our results.
 
     Attributes:
         topic: subject of the claim, for the first column.

@@ -387,7 +387,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Runs the export command."""
+    """Runs ``python -m coa_jax.distill.export``."""
     values = flags.FLAGS
     data = Path(local(values.data))
     records = read_records(values.data, values.protocol)
