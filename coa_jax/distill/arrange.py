@@ -112,7 +112,7 @@ def trajectory_of(
     Args:
         trace: the log.
         protocol: name of the protocol.
-        how: tags that may be added; None for the defaults of `Completion`.
+        how: settings for adding tags that the log lacks; None for the defaults of `Completion`.
 
     Returns:
         The reordered messages, and the trajectory as a record.
