@@ -140,7 +140,10 @@ class Command(Bounded):
 
 
 class Ablation:
-    """The stages of an ablation, which all write to the same work directory."""
+    """The stages of an ablation (distillation, SFT, evaluation), for any seed and arm.
+
+    All stages write to the same work directory.
+    """
 
     def __init__(self, config: ml_collections.ConfigDict, workdir: Path):
         """Reads the settings and creates the tools.
@@ -191,7 +194,7 @@ class Ablation:
         return sets
 
     def base(self, seed: int) -> Path:
-        """Returns the folder of the initial policy of a seed; creates the policy if necessary."""
+        """Returns the folder of a seed's initial policy, which is created in the first call."""
         path = self.workdir / f"seed{seed}" / "base"
         if not (path / "config.json").is_file():
             records = read_records(self.workdir / f"seed{seed}" / UNFILTERED / "train.jsonl")
@@ -360,7 +363,15 @@ def _with(mean: float, interval: Sequence[float] | None, sign: str) -> str:
 
 
 def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs every arm for every seed, unless it is finished; returns the summary."""
+    """Runs the ablation: every arm for every seed, unless it is finished.
+
+    Args:
+        config: settings of the ablation, see `Command`.
+        workdir: work directory.
+
+    Returns:
+        The content of ``summary.json``.
+    """
     with RunDir(workdir) as run:
         run.keep_config(config)
         work = Ablation(config, workdir)
@@ -389,13 +400,13 @@ def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.ablation``."""
     config_flag("configs/ablation/factbook.py")
     workdir_flag("where the runs are written", "runs/ablation")
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs ``python -m coa_jax.ablation``: runs the ablation and prints the report."""
     workdir = run_folder(flags.FLAGS.workdir)
     run_ablation(flags.FLAGS.config, workdir)
     print((workdir / "report.md").read_text())

@@ -120,7 +120,7 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class RLRun(RLConfig):
-    """The settings of RL, with the tools.
+    """The settings of a run of RL together with the settings of its tools.
 
     Attributes:
         tools: tools that the policy can call.
@@ -254,7 +254,7 @@ class Evaluation:
 
     @property
     def figures(self) -> Mapping[str, Any]:
-        """All measured figures, such as ``pass_at_1``, by name."""
+        """All results of the evaluation by name, such as ``pass_at_1``, see docs/benchmarks.md."""
         return self.outcome["figures"]
 
     @property
@@ -269,7 +269,7 @@ class Evaluation:
 
     @property
     def rows(self) -> list[dict[str, Any]]:
-        """Rows of the samples, with task, number, grade, stop reason, tokens and tool calls."""
+        """One row per sample, with task, number, grade, stop reason, tokens and tool calls."""
         return [
             {
                 **{key: value for key, value in task.items() if key != "samples"},

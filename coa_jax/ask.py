@@ -75,7 +75,7 @@ def questions(arguments: Sequence[str], stream: IO[str]) -> Iterator[tuple[str, 
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.ask``."""
     flags.DEFINE_string("model", "runs/quickstart/models/rl", "Hugging Face directory or GGUF file")
     config_flag("configs/evaluate/factbook.py")
     flags.DEFINE_string("protocol", "", "protocol of its answers (default: as in its training)")
@@ -122,7 +122,7 @@ def tools_of(config: ConfigDict, names: Sequence[str] | None, top_k: int | None)
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs ``python -m coa_jax.ask``: answers questions of the user with a policy."""
     values = flags.FLAGS
     for stream in (sys.stdout, sys.stdin):
         if hasattr(stream, "reconfigure"):

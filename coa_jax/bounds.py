@@ -52,13 +52,13 @@ class Between:
     also: tuple[float, ...] = ()
 
     def holds(self, value: Any) -> bool:
-        """Returns whether the bound allows a value, which already has the annotated type."""
+        """Returns whether a value, which already has the annotated type, is within the bounds."""
         inside = self.low <= value <= self.high
         edge = (self.above and value == self.low) or (self.below and value == self.high)
         return (inside and not edge) or value in self.also
 
     def wanted(self, kind: type[Any]) -> str:
-        """Describes the allowed values, for error messages of the form "give DESCRIPTION".
+        """Describes the allowed numbers, for error messages of the form "give DESCRIPTION".
 
         Args:
             kind: type of the value, int or float.
@@ -93,11 +93,11 @@ class OneOf:
         return tuple(self.known() if callable(self.known) else self.known)
 
     def holds(self, value: Any) -> bool:
-        """Returns whether the bound allows a value, which already has the annotated type."""
+        """Returns whether a value, which already has the annotated type, is one of the names."""
         return value in self.names()
 
     def wanted(self, kind: type[Any]) -> str:
-        """Describes the allowed values, for error messages of the form "give DESCRIPTION"."""
+        """Describes the allowed names, for error messages of the form "give DESCRIPTION"."""
         return "one of " + ", ".join(name or '""' for name in self.names())
 
 
@@ -120,29 +120,37 @@ class Text:
     hidden: bool = False
 
     def holds(self, value: Any) -> bool:
-        """Returns whether the bound allows a value, which already has the annotated type."""
+        """Returns whether a string is within the bounds.
+
+        It must be at most ``longest`` characters of valid UTF-8 without NUL, and match ``pattern``
+        in full.
+        """
         if len(value) > self.longest or re.search("[\0\ud800-\udfff]", value):
             return False
         return re.fullmatch(self.pattern, value, re.DOTALL) is not None
 
     def wanted(self, kind: type[Any]) -> str:
-        """Describes the allowed values, for error messages of the form "give DESCRIPTION"."""
+        """Describes the allowed strings, for error messages of the form "give DESCRIPTION"."""
         return self.what or f"at most {self.longest} characters of UTF-8 without NUL"
 
 
 @dataclasses.dataclass(frozen=True)
 class Items:
-    """Allows tuples and mappings with ``low`` to ``high`` items."""
+    """Allows tuples and mappings whose number of items is within bounds.
+
+    Attributes:
+        low, high: minimum and maximum number of items.
+    """
 
     low: int
     high: int
 
     def holds(self, value: Any) -> bool:
-        """Returns whether the bound allows a value, which already has the annotated type."""
+        """Returns whether a tuple or mapping has an allowed number of items."""
         return self.low <= len(value) <= self.high
 
     def wanted(self, kind: type[Any]) -> str:
-        """Describes the allowed values, for error messages of the form "give DESCRIPTION"."""
+        """Describes the allowed number of items, for error messages ("give DESCRIPTION")."""
         number = self.low if self.low == self.high else f"{self.low} to {self.high}"
         return f"{number} items"
 
@@ -187,7 +195,10 @@ Split = Literal["train", "validation", "test"]
 
 
 class Bounded:
-    """Base class of config dataclasses; checks that every field obeys its annotation."""
+    """Base class of config dataclasses, which checks every field when an object is created.
+
+    A field of a wrong type, or out of the bounds in its annotation, raises a `UserError`.
+    """
 
     def __post_init__(self) -> None:
         """Checks the fields; a subclass with additional checks calls this method first.
@@ -203,13 +214,13 @@ class Bounded:
 
 @functools.cache
 def declared(cls: type[Any]) -> dict[str, Any]:
-    """Returns the annotations of a dataclass, including bounds, keyed by field name."""
+    """Returns the annotation, including bounds, of each field of a dataclass, by name."""
     found = typing.get_type_hints(cls, include_extras=True)
     return {field.name: found[field.name] for field in dataclasses.fields(cls)}
 
 
 def present(annotation: Any) -> Any:
-    """Returns ``X`` for the annotation ``X | None``, and any other annotation unchanged."""
+    """Removes ``| None`` from an annotation: ``X`` for ``X | None``; others stay unchanged."""
     if not isinstance(annotation, types.UnionType):
         return annotation
     (kind,) = (part for part in typing.get_args(annotation) if part is not types.NoneType)
@@ -262,18 +273,24 @@ def parts(annotation: Any) -> tuple[type[Any], tuple[Bound, ...]]:
 
 
 def annotation_of(annotation: Any) -> Any:
-    """Removes the bounds from an annotation; bounds on the items of a tuple are kept."""
+    """Returns the type of an annotation without its bounds, such as ``int`` for `Count`.
+
+    Bounds on the items of a tuple are kept.
+    """
     annotated = typing.get_origin(annotation) is Annotated
     return typing.get_args(annotation)[0] if annotated else annotation
 
 
 def frozen(value: Any) -> Any:
-    """Converts lists to tuples: dataclasses that are static arguments of jit must be hashable."""
+    """Converts lists in a value to tuples, so that a config is hashable.
+
+    Configs must be hashable because they are static arguments of compiled functions.
+    """
     return tuple(map(frozen, value)) if isinstance(value, list | tuple) else value
 
 
 def has_default(field: dataclasses.Field[Any]) -> bool:
-    """Returns whether a field of a dataclass has a default value."""
+    """Returns whether a dataclass field has a default value or a default factory."""
     return (field.default, field.default_factory) != (dataclasses.MISSING,) * 2
 
 

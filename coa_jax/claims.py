@@ -107,7 +107,7 @@ Measure = Callable[[Folders], Figure | None]
 
 @dataclasses.dataclass(frozen=True)
 class Claim:
-    """A row of the table.
+    """A row of the table that compares the paper's claims with our results.
 
     Attributes:
         topic: subject of the claim, for the first column.
@@ -146,7 +146,13 @@ def solved_of(outcome: Mapping[str, Any], **where: Any) -> dict[str, list[bool]]
 
 
 def measure(compute: Callable[..., Figure | None]) -> Callable[..., Measure]:
-    """Makes a function that takes all arguments of ``compute`` except the first, the folders."""
+    """Turns a function of run folders and further arguments into a factory for `Claim.figure`.
+
+    The result takes the further arguments, and returns a function of the run folders alone.
+
+    Args:
+        compute: function whose first argument is the `Folders`.
+    """
 
     @functools.wraps(compute)
     def given(*arguments: Any, **named: Any) -> Measure:
@@ -210,10 +216,16 @@ def rate(folders: Folders, stage: str, plain: bool = False, **where: Any) -> Fig
 def difference(
     folders: Folders, stage: str, other: str, plain: bool = False, **where: Any
 ) -> Figure | None:
-    """Computes pass@1 of a stage minus pass@1 of the stage ``other``.
+    """Computes pass@1 of a stage minus pass@1 of another stage.
 
-    The function compares only tasks with graded samples in both stages. If ``plain`` is True,
-    ``other`` is read from the folders of plain tool calling. ``where`` selects tasks as in `rate`.
+    Only tasks with graded samples in both stages are compared.
+
+    Args:
+        folders: the run folders.
+        stage: name of the stage.
+        other: name of the other stage.
+        plain: whether ``other`` is read from the folders of plain tool calling.
+        **where: values that fields of a task must have; tasks with other values are left out.
     """
     by_seed = []
     for pair in zip(folders.outcomes(stage), folders.outcomes(other, plain), strict=False):
@@ -225,7 +237,13 @@ def difference(
 
 @measure
 def at_k(folders: Folders, stage: str, k: int) -> Figure | None:
-    """Computes pass@k, the probability that at least one of k samples is right."""
+    """Computes pass@k of a stage: the probability that at least one of k samples is right.
+
+    Args:
+        folders: the run folders.
+        stage: name of the stage.
+        k: number of samples.
+    """
     seeds = [solved_of(outcome).values() for outcome in folders.outcomes(stage)]
     return _by_bootstrap(
         [[pass_at_k(len(g), sum(g), k) for g in groups if len(g) >= k] for groups in seeds]
@@ -234,7 +252,13 @@ def at_k(folders: Folders, stage: str, k: int) -> Figure | None:
 
 @measure
 def scaled(folders: Folders, stage: str, prefix: str) -> Figure | None:
-    """Computes pass@1 of the samples chosen by ``prefix``, such as ``majority``."""
+    """Computes pass@1 of the samples that a method such as ``majority`` has chosen.
+
+    Args:
+        folders: the run folders.
+        stage: name of the stage.
+        prefix: name of the method in the result file.
+    """
     entries = [
         entry
         for outcome in folders.outcomes(stage)
@@ -250,7 +274,13 @@ def scaled(folders: Folders, stage: str, prefix: str) -> Figure | None:
 
 @measure
 def well_formed(folders: Folders, stage: str, *tools: str) -> Figure | None:
-    """Computes the share of calls of ``tools`` whose outcome is ``ok``."""
+    """Computes the share of a stage's calls of some tools whose outcome is ``ok``.
+
+    Args:
+        folders: the run folders.
+        stage: name of the stage.
+        *tools: tags of the tools.
+    """
     seeds = []
     for outcome in folders.outcomes(stage):
         entries = outcome["figures"]["costs"]["tools"].items()
@@ -262,7 +292,13 @@ def well_formed(folders: Folders, stage: str, *tools: str) -> Figure | None:
 
 @measure
 def helped(folders: Folders, stage: str, *tools: str) -> Figure | None:
-    """Computes the share of samples that are right and called one of ``tools``."""
+    """Computes the share of a stage's samples that are right and called one of some tools.
+
+    Args:
+        folders: the run folders.
+        stage: name of the stage.
+        *tools: tags of the tools.
+    """
     seeds = [
         [
             [s["value"] == 1.0 and not set(tools).isdisjoint(s["calls"]) for s in graded]
@@ -276,7 +312,7 @@ def helped(folders: Folders, stage: str, *tools: str) -> Figure | None:
 
 @measure
 def saved(folders: Folders, key: str) -> Figure | None:
-    """Computes the share of the teacher's tokens that the policy saves.
+    """Computes the share of the multi-agent teacher's tokens that the policy saves.
 
     ``key`` names the tokens to compare, for example ``both_solved``, see `distill.economy`.
     """
@@ -287,14 +323,17 @@ def saved(folders: Folders, key: str) -> Figure | None:
 
 @measure
 def calls_per_solved(folders: Folders, stage: str) -> Figure | None:
-    """Computes the tool calls of all samples per solved sample."""
+    """Computes the number of tool calls in all samples of a stage, per solved sample."""
     found = [outcome["figures"] for outcome in folders.outcomes(stage)]
     n = sum(figures["n"] for figures in found)
     return _of_seeds([figures["costs"]["calls_per_solved"] for figures in found], n)
 
 
 def team_calls_per_solved(folders: Folders) -> Figure | None:
-    """Computes the teacher's tool calls per solved task; None without statistics of the teacher."""
+    """Computes the number of the teacher's tool calls per solved task.
+
+    The result is None if the runs have no statistics of the teacher.
+    """
     blocks = [block for block in folders.summaries("teacher") if block["pass_at_1"]]
     values = [block["tool_calls_per_task"] / block["pass_at_1"] for block in blocks]
     return _of_seeds(values, sum(block["n"] for block in blocks))
@@ -359,7 +398,7 @@ CLAIMS: tuple[Claim, ...] = (
 
 
 def table(folders: Folders) -> str:
-    """Formats the claims as a Markdown table."""
+    """Computes the figure of each claim from run folders, and formats the table in Markdown."""
     head = ("about", "the paper", "here", "figure (95 %)", "n", "by seed", "command")
     rows = [
         (claim.topic, claim.paper, claim.what, *_shown(claim.figure(folders)), f"`{claim.command}`")
@@ -382,13 +421,13 @@ def _shown(figure: Figure | None) -> tuple[str, str, str]:
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.claims``."""
     flags.DEFINE_list("plain", [], "run folders of plain tool calling, in the order of the seeds")
     flags.DEFINE_string("out", "", "Markdown file for the table, which is printed as well")
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs ``python -m coa_jax.claims``: prints the table of claims."""
     runs, plain = [Path(name) for name in argv[1:]], [Path(name) for name in flags.FLAGS.plain]
     if not runs:
         raise UserError("give the folders of one or more runs of configs/pretrained/factbook.py")

@@ -161,7 +161,7 @@ def _exit_without_destructors(code: int) -> None:
 
 
 def explain(error: BaseException) -> str | None:
-    """Returns the message for an error that the user can correct; None for a bug in coa_jax."""
+    """Returns the one-line message for an error that the user can correct; None for a bug."""
     if isinstance(error, UserError | flags.Error | app.UsageError):
         return _one_line(shown(str(error)))
     for cause in causes_of(error):

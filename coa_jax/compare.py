@@ -45,7 +45,7 @@ def outcomes(run: Path) -> dict[str, Outcome]:
 
 
 def paired(a: Mapping[str, Outcome], b: Mapping[str, Outcome]) -> list[tuple[Outcome, Outcome]]:
-    """Pairs the evaluations of two runs that have the same stage.
+    """Pairs the evaluations of two runs, by stage, for a comparison.
 
     If the runs have no stage in common, the only pair is the last evaluation of each run.
     """
@@ -94,7 +94,7 @@ def compare_runs(a: str, b: str, page: str) -> dict[str, dict[str, Any]]:
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.compare``."""
     flags.DEFINE_string("out", "", "file for the comparison as JSON")
     flags.DEFINE_string("page", "", "file for the page that compares two runs")
 
@@ -136,7 +136,7 @@ def run(places: Sequence[str], out: str = "", page: str = "") -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs ``python -m coa_jax.compare``: compares two runs or result files."""
     run(argv[1:], flags.FLAGS.out, flags.FLAGS.page)
 
 

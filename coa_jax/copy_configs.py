@@ -42,7 +42,7 @@ def copy_configs(target: Path) -> int:
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.copy_configs``."""
     # Like a boolean flag of absl, this flag needs no value: `--copy`, `--copy DIR`, `--copy=DIR`.
     copy: flags.Flag[str] = flags.Flag(
         flags.ArgumentParser(), flags.ArgumentSerializer(), "copy", "",
@@ -52,7 +52,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs ``python -m coa_jax.copy_configs``: lists or copies the configs."""
     copy, rest = flags.FLAGS.copy, argv[1:]
     if len(rest) > (copy == "true"):
         raise UserError(f"unexpected argument {rest[-1]!r}; --copy takes one directory")

@@ -29,7 +29,11 @@ QUESTIONS = (
 
 
 def make_debug_files(folder: Path) -> None:
-    """Writes to a folder the data, policy, questions and benchmarks that debug variants use."""
+    """Writes data, policy, questions and benchmarks for the debug variants of the configs.
+
+    Args:
+        folder: folder to write to.
+    """
     sizes = {"tasks.train": 40, "tasks.validation": 4}
     distill(load_config("configs/distill/factbook.py", sizes), folder / "distill")
     policy = {
@@ -52,12 +56,12 @@ def make_debug_files(folder: Path) -> None:
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.debug_files``."""
     workdir_flag("where the files are written", "runs/debug")
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs ``python -m coa_jax.debug_files``: writes the debug files."""
     with output(flags.FLAGS.workdir) as folder:
         make_debug_files(folder)
     print(f"policy, data and questions -> {flags.FLAGS.workdir}")

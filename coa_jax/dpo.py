@@ -19,7 +19,7 @@ from coa_jax.learn.preference import DPOConfig, train
 
 
 def main(argv: list[str]) -> int:
-    """Entry point."""
+    """Runs ``python -m coa_jax.dpo``: trains by DPO; returns the exit code."""
     if flags.FLAGS.check != "false":
         return check("dpo")
     run_fit(DPOConfig, train)

@@ -59,7 +59,7 @@ def read_traces(path: str, phase: str) -> list[Trajectory]:
 
 
 def token_counter(tokenizer: Any) -> Callable[[str], int]:
-    """Returns a function that counts the tokens of a text."""
+    """Returns a function that counts the tokens of a text with a policy's tokenizer."""
     return lambda text: len(encode_plain(tokenizer, text))
 
 
@@ -157,7 +157,15 @@ def tasks_of(config: Tasks, traces: list[Trajectory]) -> list[Task]:
 
 
 def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs the team and compares the numbers of tokens; returns the content of ``summary.json``."""
+    """Lets the team solve the tasks, and compares its tokens with those of the policy.
+
+    Args:
+        config: settings of the comparison, see `Command`.
+        workdir: work directory.
+
+    Returns:
+        The content of ``summary.json``.
+    """
     command = build(Command, config)
     teacher, limits = command.teacher, command.endpoint
     traces = read_traces(command.traces, command.phase)
@@ -192,7 +200,11 @@ def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
 
 
 def describe(told: dict[str, Any]) -> str:
-    """Formats the content of ``summary.json`` for a terminal."""
+    """Formats the content of ``summary.json`` as text for a terminal.
+
+    Args:
+        told: result of `measure`.
+    """
     team, policy, both = told["team"], told["policy"], told["both_solved"]
     rates = ["unknown" if s["success"] is None else f"{s['success']:.3f}" for s in (team, policy)]
     lines = [
@@ -215,13 +227,13 @@ def describe(told: dict[str, Any]) -> str:
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.economy``."""
     config_flag("configs/economy/factbook.py")
     workdir_flag("where the results are written")
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs ``python -m coa_jax.economy``: compares the tokens of policy and teacher."""
     print(describe(measure(flags.FLAGS.config, run_folder(flags.FLAGS.workdir))))
 
 

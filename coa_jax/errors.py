@@ -15,7 +15,7 @@ class UserError(Exception):
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """Yields an exception, the exceptions that it groups, and the causes of each."""
+    """Yields an exception and everything that led to it: grouped exceptions, and causes of each."""
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:

@@ -43,7 +43,7 @@ def crc32c(data: bytes) -> int:
 
 
 def frame(message: bytes) -> bytes:
-    """Returns a message as a TFRecord: its length, a checksum, the message, another checksum."""
+    """Encodes a message as a TFRecord: length, checksum of the length, message, its checksum."""
     length = struct.pack("<Q", len(message))
     return length + _masked(length) + message + _masked(message)
 
@@ -74,7 +74,7 @@ def _event(step: int, body: bytes) -> bytes:
 
 
 class EventFile:
-    """One append-only TensorBoard event file.
+    """A TensorBoard event file, to which a run appends its metrics.
 
     Attributes:
         path: path of the file, `DIRECTORY/events.out.tfevents.TIME.HOST.PID.N`.

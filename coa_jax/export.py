@@ -163,7 +163,7 @@ def _phase_config(config: Mapping[str, Any], phase: str, workdir: Path) -> Mappi
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.export``."""
     workdir_flag("directory of the run")
     flags.DEFINE_string("output", None, "directory to write, a local path or a URL")
     flags.DEFINE_string("push", "", "Org/Name of the Hub model to which the files are uploaded")
@@ -176,7 +176,7 @@ def define_flags() -> None:
 
 
 def main(_: list[str]) -> None:
-    """Entry point."""
+    """Runs ``python -m coa_jax.export``: exports a checkpoint."""
     values = flags.FLAGS
     if values.best and values.step is not None:
         raise UserError("--best and --step both choose a checkpoint: give one of them")

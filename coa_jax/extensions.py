@@ -76,11 +76,11 @@ class Kind:
 
     @property
     def one(self) -> str:
-        """The noun with its indefinite article, such as "a tool"."""
+        """The noun with its indefinite article, such as "a tool", for error messages."""
         return f"{'an' if self.noun[0] in 'aeiou' else 'a'} {self.noun}"
 
     def names(self) -> tuple[str, ...]:
-        """Returns the short names that are built in, defined in this process or by packages."""
+        """Returns the short names of this kind: built in, of packages, and of this process."""
         installed = sorted(self._installed().names)
         return tuple(dict.fromkeys((*self.built_in, *self.given, *installed)))
 
@@ -128,7 +128,10 @@ class Kind:
 
 
 class Named(OneOf):
-    """Allows the short names of a kind, some further names, and paths ``package.module:name``."""
+    """A bound of a setting that names code of a kind, such as a reward.
+
+    It allows the short names of the kind, some further names, and paths ``package.module:name``.
+    """
 
     def __init__(self, kind: Kind, *further: str):
         """Takes the kind, and further names that the setting allows."""
@@ -136,12 +139,12 @@ class Named(OneOf):
         object.__setattr__(self, "at_hand", (*further, *kind.built_in))
 
     def holds(self, value: Any) -> bool:
-        """Returns whether the bound allows a value, which already has the annotated type."""
+        """Returns whether a value is one of the allowed names or has the form of a path."""
         # Listing the names of installed packages reads from the disk, so this test comes last.
         return value in self.at_hand or is_path(value) or value in self.names()  # type: ignore[attr-defined]
 
     def wanted(self, kind: type[Any]) -> str:
-        """Describes the allowed values, for error messages of the form "give DESCRIPTION"."""
+        """Describes the allowed names, for error messages of the form "give DESCRIPTION"."""
         return f"{super().wanted(kind)}, or package.module:name"
 
 
@@ -161,7 +164,7 @@ class Extension(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class Bound:
-    """A function together with its options.
+    """A user-defined or built-in function, together with the options that the config gives.
 
     Attributes:
         found: the function or class.
@@ -295,7 +298,7 @@ def tried(call: Bound, name: str, where: str, advice: str = "", **offered: Any) 
 
 
 def first_line(error: Exception) -> str:
-    """Returns the type of an exception and the first line of its message."""
+    """Returns the type of an exception and the first line of its message, as one line of text."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 
 

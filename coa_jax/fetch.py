@@ -105,7 +105,7 @@ def _is_whole(file: Path, sha256: str) -> bool:
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs ``python -m coa_jax.fetch``: downloads the weights of a small model."""
     name, directory = (*argv[1:], "", "")[:2]
     if name not in WEIGHTS or len(argv) > 3:
         raise UserError(f"give one of {', '.join(WEIGHTS)}, and optionally a directory")

@@ -121,7 +121,10 @@ def make_folder(path: Path, fill: Callable[[Path], None]) -> None:
 
 
 def cache_folder(name: str) -> Path:
-    """Returns ``$XDG_CACHE_HOME/coa_jax/NAME`` or ``~/.cache/coa_jax/NAME``."""
+    """Returns the folder of the user's cache for ``name``; the folder need not exist.
+
+    This is ``$XDG_CACHE_HOME/coa_jax/NAME``, or else ``~/.cache/coa_jax/NAME``.
+    """
     base = os.environ.get("XDG_CACHE_HOME", "")
     root = Path(base) if os.path.isabs(base) else Path.home() / ".cache"
     return root / "coa_jax" / name

@@ -133,7 +133,7 @@ def _minor(version: str) -> tuple[int, ...]:
 
 
 def config_files() -> list[Path]:
-    """Returns the sorted paths of the package's config files, relative to `ROOT`."""
+    """Returns the paths of the config files in the package, sorted and relative to `ROOT`."""
     return sorted(path.relative_to(ROOT) for path in (ROOT / "configs").glob("*/*.py"))
 
 

@@ -8,7 +8,15 @@ _Z = 1.959963984540054  # two-sided 95 % quantile of the normal distribution
 
 
 def wilson_interval(successes: float, n: int) -> tuple[float, float]:
-    """Returns the 95 % score interval (Wilson 1927) of a proportion; (0, 1) if n is 0."""
+    """Returns the 95 % confidence interval of a proportion (score interval, Wilson 1927).
+
+    Args:
+        successes: number of successes; may be fractional.
+        n: number of trials.
+
+    Returns:
+        The low and high end of the interval; (0, 1) if ``n`` is 0.
+    """
     if n == 0:
         return 0.0, 1.0
     p, z2 = successes / n, _Z**2

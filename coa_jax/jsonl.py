@@ -105,7 +105,9 @@ def _fits(hint: Any, value: Any) -> bool:
 
 
 def fields(cls: type, value: Any) -> dict[str, Any]:
-    """Reads the fields of a dataclass from a JSON object; fields that it lacks are left out.
+    """Reads the fields of a dataclass from a JSON object, as keyword arguments of the class.
+
+    Fields that the object lacks are left out.
 
     The values of tuple and array fields remain lists.
 

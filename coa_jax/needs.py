@@ -231,14 +231,14 @@ def has_extra(extra: str) -> bool:
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.needs``."""
     config_flag("configs/rl/factbook.py")
     workdir_flag("directory of the run", required=False)
     flags.DEFINE_string("wandb_project", "", "the command's flag of the same name")
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs ``python -m coa_jax.needs``: prints what a command needs."""
     values = flags.FLAGS
     if len(argv) != 2 or argv[1] not in COMMANDS:
         raise UserError(f"give a command, one of {', '.join(COMMANDS)}")

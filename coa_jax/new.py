@@ -67,7 +67,7 @@ def write_new(kind: str, name: str) -> list[Path]:
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs ``python -m coa_jax.new``: creates the folder of an extension."""
     if len(argv) != 3:
         raise UserError(f"give a kind and a name: coa-jax new {'|'.join(kinds())} NAME")
     for path in write_new(argv[1], argv[2]):

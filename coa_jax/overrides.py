@@ -38,7 +38,7 @@ def suggest(word: str, known: Iterable[str]) -> str:
 
 
 def switches(arguments: list[str]) -> list[str]:
-    """Returns the arguments before a lone `--`, after which absl reads no flags."""
+    """Returns the command-line arguments that absl reads as flags: those before a lone ``--``."""
     return arguments[: arguments.index("--")] if "--" in arguments else arguments
 
 
@@ -73,7 +73,14 @@ def join_new_keys(argv: list[str], config: ml_collections.ConfigDict) -> list[st
 def join_new_values(
     overrides: Mapping[str, Any], config: ml_collections.ConfigDict
 ) -> dict[str, Any]:
-    """Like `join_new_keys`, but takes a mapping instead of command-line arguments."""
+    """Converts overrides of settings that the config lacks to overrides of whole groups.
+
+    This is `join_new_keys` for a mapping instead of command-line arguments.
+
+    Args:
+        overrides: maps dotted names of settings to values.
+        config: the config.
+    """
     groups: dict[str, dict[str, Any]] = {}
     rest: dict[str, Any] = {}
     for name, value in overrides.items():
@@ -107,7 +114,11 @@ def _join(
 
 
 def check_key(config: Any, key: str) -> None:
-    """Raises UserError unless the config has a setting with the dotted name (`a.b`, `a[0].b`)."""
+    """Checks that a config has a setting with a dotted name, such as ``a.b`` or ``a[0].b``.
+
+    Raises:
+        UserError: there is no such setting; the message suggests a similar name.
+    """
     try:
         parts = config_path.split(key)
     except (ValueError, TypeError) as error:

@@ -50,17 +50,27 @@ class Bar:
         self._start = self._shown = self.clock()
 
     def update(self, n: int = 1, **stats: Any) -> None:
-        """Adds `n` finished units, and stores values to show (numbers, scalar arrays or text)."""
+        """Adds finished units of work, and stores values to show.
+
+        Args:
+            n: number of finished units.
+            **stats: values to show by name: numbers, scalar arrays or text.
+        """
         self.done += n
         self.stats.update(stats)
         self._show_when_due()
 
     def reach(self, done: int, **stats: Any) -> None:
-        """Sets the number of finished units, and stores values to show, as in `update`."""
+        """Sets the number of finished units of work, and stores values to show.
+
+        Args:
+            done: number of finished units.
+            **stats: values to show by name, as in `update`.
+        """
         self.update(done - self.done, **stats)
 
     def count(self, **amounts: int) -> None:
-        """Adds amounts to the quantities in `counts`; the status shows their sum and rate."""
+        """Adds amounts to the quantities in `counts`, such as tokens, whose rates the bar shows."""
         for name, amount in amounts.items():
             self.counts[name] = self.counts.get(name, 0) + amount
         self._show_when_due()
@@ -88,7 +98,7 @@ class Bar:
         return ", ".join([" ".join(words), *figures])
 
     def elapsed(self) -> str:
-        """Returns the time since the bar was created."""
+        """Returns the time since the bar was created as text, such as `2m13s`."""
         return duration(self.clock() - self._start)
 
 
@@ -163,7 +173,7 @@ def _terminal_bar(
 
 
 def duration(seconds: float) -> str:
-    """Formats a number of seconds as `4.2s`, `2m13s` or `3h05m`."""
+    """Formats a number of seconds as text: `4.2s`, `2m13s` or `3h05m`."""
     if seconds < 59.95:
         return f"{seconds:.1f}s"
     minutes, rest = divmod(round(seconds), 60)

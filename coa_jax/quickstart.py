@@ -146,7 +146,7 @@ class Command(Bounded):
     minutes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
     def sft_config(self, path: Path) -> SFTConfig:
-        """Returns the settings of SFT with the paths of a work directory."""
+        """Returns the settings of SFT, with the paths of model and data in a work directory."""
         values = {
             **self.sft,
             "model": str(path / "models" / "base"),
@@ -158,21 +158,24 @@ class Command(Bounded):
         return build(SFTConfig, values, "config.sft")
 
     def rl_config(self, path: Path) -> RLConfig:
-        """Returns the settings of RL with the path of the model in a work directory."""
+        """Returns the settings of RL, with the path of the SFT policy in a work directory."""
         values = {**self.rl, "model": str(path / "models" / "sft")}
         if self.format:
             values["rollout"] = {**values["rollout"], "format": self.format}
         return build(RLConfig, values, "config.rl")
 
     def rft_config(self, path: Path) -> RFTConfig | None:
-        """Returns the settings of RFT with the paths of a work directory; None to skip RFT."""
+        """Returns the settings of rejection-sampling fine-tuning (RFT); None to skip this stage.
+
+        The paths in the settings are those of a work directory.
+        """
         if not self.rft:
             return None
         paths = {"model": str(path / "models" / "sft"), "traces": str(path / "traces.jsonl")}
         return build(RFTConfig, {**self.rft, **paths, "phase": "rl"}, "config.rft")
 
     def further(self) -> dict[str, Measure]:
-        """Returns the settings of the additional evaluations, by name."""
+        """Returns the settings of the additional evaluations (``measures``), by name."""
         return {
             name: build(Measure, values, f"config.measures.{name}")
             for name, values in self.measures.items()
@@ -180,7 +183,10 @@ class Command(Bounded):
 
 
 class Pipeline:
-    """The stages of the pipeline, which all write to the same work directory."""
+    """The stages of the quickstart pipeline, one method per stage.
+
+    All stages write to the same work directory.
+    """
 
     def __init__(self, config: ml_collections.ConfigDict, run: RunDir):
         """Checks the settings of all stages.
@@ -282,7 +288,12 @@ class Pipeline:
             rejection.train(self.rft_config, run, self.models / "rft")
 
     def evaluate(self, policy: str, stage: str = "") -> None:
-        """Evaluates a policy of ``models``; ``stage`` may name an additional evaluation."""
+        """Evaluates a policy on the held-out tasks with live tools.
+
+        Args:
+            policy: name of the policy's directory in ``models``.
+            stage: name of an additional evaluation; "" for the evaluation of the pipeline.
+        """
         stage = stage or policy
         config = self.evaluations.get(stage, self.evaluation)
         tasks, tools, told = self.held_out, self.tools, self.told_tools
@@ -364,7 +375,15 @@ def left_minutes(
 
 
 def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs all stages that are not complete yet; returns the content of ``summary.json``."""
+    """Runs the stages of the pipeline that are not complete yet.
+
+    Args:
+        config: settings of the pipeline, see `Command`.
+        workdir: work directory.
+
+    Returns:
+        The content of ``summary.json``.
+    """
     with RunDir(workdir) as run:
         run.keep_config(config)
         pipeline = Pipeline(config, run)
@@ -387,7 +406,7 @@ def run_pipeline(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.quickstart``."""
     config_flag("configs/quickstart/factbook.py")
     workdir_flag("directory of the run", "runs/quickstart")
     flags.DEFINE_string("model", "", "initial pretrained policy; short for --config.model")
@@ -395,7 +414,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs ``python -m coa_jax.quickstart``: all stages of the pipeline."""
     config, seed = flags.FLAGS.config, flags.FLAGS.seed
     if model := flags.FLAGS.model:
         with config.unlocked():

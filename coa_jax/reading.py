@@ -56,7 +56,7 @@ def memory() -> int:
 
 
 def whole_limit() -> int:
-    """Returns the maximum size in bytes of a file that may be read as a whole."""
+    """Returns the maximum size, in bytes, of a file that may be read into memory as a whole."""
     return memory() // 4
 
 
@@ -187,7 +187,10 @@ def _is_deep(value: Any) -> bool:
 
 
 def reason(error: BaseException) -> str:
-    """Explains in one line an exception of `parse_json`, or of code that used the parsed value."""
+    """Explains an exception of `parse_json` in one line, for an error message.
+
+    Exceptions of code that used the parsed value are explained too.
+    """
     if isinstance(error, KeyError):
         return f"the field {error} is missing"
     if isinstance(error, json.JSONDecodeError):

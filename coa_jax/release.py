@@ -135,13 +135,13 @@ def release_to(workdir: str, place: str) -> int:
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.release``."""
     workdir_flag("directory of the run")
     flags.DEFINE_string("output", None, "directory to create, a local path or a URL", required=True)
 
 
 def main(_: list[str]) -> None:
-    """Entry point."""
+    """Runs ``python -m coa_jax.release``: writes the directory for publication."""
     values = flags.FLAGS
     size = release_to(values.workdir, values.output)
     print(f"{size / 1e6:.1f} MB -> {values.output}")

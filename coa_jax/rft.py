@@ -19,7 +19,7 @@ from coa_jax.learn.rejection import RFTConfig, train
 
 
 def main(argv: list[str]) -> int:
-    """Entry point."""
+    """Runs ``python -m coa_jax.rft``: fine-tunes on right trajectories; returns the exit code."""
     if flags.FLAGS.check != "false":
         return check("rft")
     run_fit(RFTConfig, train)

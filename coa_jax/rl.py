@@ -29,7 +29,7 @@ from coa_jax.storage.mirror import NAMES_ONLY
 
 
 def main(argv: list[str]) -> int:
-    """Entry point."""
+    """Runs ``python -m coa_jax.rl``: trains by RL, or replays a run; returns the exit code."""
     values = flags.FLAGS
     if values.check != "false":
         return check("rl")
@@ -46,7 +46,7 @@ def main(argv: list[str]) -> int:
 
 
 def define() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.rl``."""
     define_flags("configs/rl/factbook.py", workdir_required=False)
     flags.DEFINE_string("replay", "", "directory of a run whose steps are repeated and compared")
     flags.register_multi_flags_validator(

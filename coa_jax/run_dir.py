@@ -47,7 +47,9 @@ os.register_at_fork(after_in_child=_drop_inherited_locks)
 
 
 class RunDir:
-    """The run directory that this process writes to, as a context manager.
+    """Writes the files of a run (config, metrics, traces, summary) to its directory.
+
+    An object of this class is a context manager, which holds the lock of the directory.
 
     Attributes:
         path: path of the directory; for a URL, the path of the local mirror.
@@ -191,7 +193,7 @@ class RunDir:
             self._wandb.scalars(phase, int(step), values)
 
     def rows(self, phase: str) -> list[dict[str, Any]]:
-        """Reads the rows of a phase from `metrics.jsonl`."""
+        """Reads the rows of metrics of a phase, such as ``rl``, from `metrics.jsonl`."""
         rows = jsonl.read_objects(self.path / "metrics.jsonl")
         return [row for row in rows if row.get("phase") == phase]
 
@@ -269,7 +271,10 @@ class RunDir:
         self.keep_json("summary.json", merged)
 
     def blocks(self) -> dict[str, Any]:
-        """Reads the blocks of `summary.json`; {} if there is no file."""
+        """Returns the content of `summary.json`, whose top-level entries are called blocks.
+
+        The result is {} if there is no file.
+        """
         return _read_object(self.path / "summary.json")
 
 
@@ -336,7 +341,16 @@ def _plain(value: Any) -> Any:
 
 
 def differences(old: Any, new: Any, key: str = "") -> list[str]:
-    """Lists the settings in which two nested JSON objects differ, as lines `key: old -> new`."""
+    """Lists the settings in which two nested JSON objects differ.
+
+    Args:
+        old: the earlier settings.
+        new: the present settings.
+        key: name of the settings, with which the names in the result begin.
+
+    Returns:
+        A line `key: old -> new` for each setting that differs.
+    """
     if isinstance(old, dict) and isinstance(new, dict):
         return [
             line

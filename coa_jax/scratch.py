@@ -45,13 +45,18 @@ class Command(Bounded):
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.scratch``."""
     config_flag("configs/scratch/factbook.py")
     workdir_flag("directory for the policy")
 
 
 def make_policy(values: ml_collections.ConfigDict, workdir: Path) -> Path:
-    """Writes the policy that a config describes; returns the directory of the model."""
+    """Creates an untrained policy, and returns the directory of the model.
+
+    Args:
+        values: settings, see `Command`.
+        workdir: work directory, which gets the model.
+    """
     config = build(Command, values)
     records = with_level(read_records(config.data), "", config.format)
     with RunDir(workdir) as run:
@@ -61,7 +66,7 @@ def make_policy(values: ml_collections.ConfigDict, workdir: Path) -> Path:
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs ``python -m coa_jax.scratch``: creates an untrained policy."""
     model = make_policy(flags.FLAGS.config, run_folder(flags.FLAGS.workdir))
     print(f"model -> {shown(model)}")
 

@@ -20,7 +20,7 @@ from coa_jax.storage import shown
 
 
 def main(argv: list[str]) -> int:
-    """Entry point."""
+    """Runs ``python -m coa_jax.sft``: fine-tunes a policy; returns the exit code."""
     values = flags.FLAGS
     if values.check != "false":
         return check("sft")

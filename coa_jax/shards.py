@@ -91,7 +91,7 @@ def rewind(folder: Path, phase: str, step: int) -> None:
 
 
 def of_run(folder: Path) -> list[Path]:
-    """Returns the trajectory files of a run: `traces.jsonl`, then the shards in `traces/`."""
+    """Returns the files with a run's trajectories: `traces.jsonl`, then the shards in `traces/`."""
     plain = folder / "traces.jsonl"
     return [*([plain] if plain.exists() else []), *_shards(folder / "traces")]
 

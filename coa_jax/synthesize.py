@@ -95,7 +95,15 @@ class Command(Bounded):
 
 
 def synthesize(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Creates and checks the questions; returns the content of ``summary.json``."""
+    """Creates questions from a corpus, checks them, and writes the files of the command.
+
+    Args:
+        config: settings of the synthesis, see `Command`.
+        workdir: work directory.
+
+    Returns:
+        The content of ``summary.json``.
+    """
     command = build(Command, config)
     tools = command.tools
     with RunDir(workdir) as run:
@@ -155,7 +163,7 @@ async def _work(
 
 
 def endpoints_of(command: Command) -> dict[str, EndpointConfig]:
-    """Returns the configured models that write (``endpoint``) and solve (``solver``) questions."""
+    """Returns the configured language models: ``endpoint`` (writes) and ``solver`` (answers)."""
     endpoint, solver = command.endpoint, command.solver
     both = {"endpoint": endpoint, "solver": solver}
     if not endpoint or not solver:
@@ -192,7 +200,7 @@ def _with_tools(
 
 
 def figures_of(items: Sequence[Item]) -> dict[str, Any]:
-    """Returns statistics of the kept questions."""
+    """Returns statistics of the drafts that were kept, as a JSON object."""
     rates = [item.figures["closed_book"] for item in items]
     bins, _ = np.histogram(rates, [0.0, 1e-9, 0.1, 0.2, 0.3, 1.0])
     names = ("0", "to 0.1", "to 0.2", "to 0.3", "above")
@@ -207,7 +215,11 @@ def figures_of(items: Sequence[Item]) -> dict[str, Any]:
 
 
 def describe(summary: dict[str, Any]) -> str:
-    """Formats the counts of each stage for a terminal."""
+    """Formats the counts of each stage as text for a terminal.
+
+    Args:
+        summary: result of `synthesize`.
+    """
     lines = []
     for stage, funnel in summary["stages"].items():
         dropped = ", ".join(f"{why} {count}" for why, count in funnel["dropped"].items())
@@ -220,13 +232,13 @@ def describe(summary: dict[str, Any]) -> str:
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.synthesize``."""
     config_flag("configs/synthesize/factbook.py")
     workdir_flag("where the questions are written")
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs ``python -m coa_jax.synthesize``: synthesises questions."""
     workdir = run_folder(flags.FLAGS.workdir)
     summary = synthesize(flags.FLAGS.config, workdir)
     print(describe(summary))

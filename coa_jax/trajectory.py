@@ -28,7 +28,7 @@ T = TypeVar("T")
 
 
 class Author(enum.IntEnum):
-    """Who wrote a token."""
+    """The author of a token: the prompt, the policy or the environment (tools)."""
 
     PROMPT = 0
     POLICY = 1
@@ -261,7 +261,7 @@ class Trajectory:
 
     @property
     def sequences(self) -> tuple[Trajectory, ...]:
-        """This trajectory and its branches."""
+        """All token sequences of the sample: this trajectory and its branches."""
         return (self, *self.branches)
 
     @property
@@ -327,7 +327,7 @@ class DistilledRecord:
         return "".join(text for _, text in self.parts)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the record as a JSON object."""
+        """Returns the record as a JSON object, from which `from_json` restores it."""
         return dataclasses.asdict(self)
 
     @classmethod
@@ -372,7 +372,7 @@ def trajectory_violations(trajectory: Trajectory) -> list[Violation]:
 
 
 def format_valid(trajectory: Trajectory) -> bool:
-    """Returns whether the policy's text breaks no rule of the trajectory's protocol."""
+    """Returns whether the policy broke no rule of the protocol in a trajectory."""
     return not trajectory_violations(trajectory)
 
 

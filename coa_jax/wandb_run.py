@@ -78,5 +78,5 @@ class WandbRun:
         self._run.log({**named, f"{phase}/step": step})
 
     def close(self) -> None:
-        """Closes the connection; if the run is resumed later, it continues the same W&B run."""
+        """Closes the connection to W&B; a resumed run can continue the same W&B run."""
         self._run.finish()

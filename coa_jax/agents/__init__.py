@@ -1,5 +1,6 @@
-"""Trains the policy through external agent programs, which call it over HTTP.
+"""Trains the policy through external agent programs, which call the policy over HTTP.
 
+An agent program is a program of the user that solves a task by sending chat requests to the policy.
 `sampler.AgentSampler` takes the place of the sampler with the tool loop. For each sample it starts
 an agent program (`program`, supervised by `leash`), serves chat completions to this program
 (`app`), and records the sampled tokens (`session`). docs/agents.md describes how a program talks to
@@ -17,7 +18,10 @@ if TYPE_CHECKING:
 
 
 def agent_sampler(*arguments: Any, **options: Any) -> AgentSampler:
-    """Creates an `AgentSampler`; for the arguments see that class.
+    """Creates the sampler that runs an agent program for each sample.
+
+    The arguments are those of the class `sampler.AgentSampler`, which is imported only now, because
+    it needs optional packages.
 
     Raises:
         UserError: the packages of the extra ``serve`` are not installed, or an argument is invalid,

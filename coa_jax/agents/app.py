@@ -29,9 +29,10 @@ from coa_jax.web.refusals import RefusalLog
 
 
 class Sessions(Service):
-    """Serves the policy to the sessions of many agent programs.
+    """Serves chat completions of the policy to many agent programs, each with its own session.
 
-    The metadata of each request contain its ``session``, and its ``place`` in the tree of turns.
+    A session records the conversations of a program for one sample. The metadata of each request
+    contain its ``session``, and its ``place`` in the session's tree of turns.
     """
 
     def prepare(self, session: Session, _: Service, body: ChatRequest) -> Visit:
@@ -82,7 +83,10 @@ class Sessions(Service):
         )
 
     async def events(self, visit: Visit) -> AsyncGenerator[Event, None]:
-        """Runs a request like `Service.events`, but records each completion before yielding it."""
+        """Runs a chat request, and yields its events as `Service.events` does.
+
+        Each completion is recorded in the session before the method yields it.
+        """
         session: Session = visit.metadata["session"]
         if session.closed:  # the session was closed while its request was being read
             raise Refused(401, "the session has ended")
@@ -107,12 +111,12 @@ class Sessions(Service):
         trajectory.metadata.pop("session").in_engine -= 1
 
     def running(self, session: Session) -> list[Visit]:
-        """Returns the requests of a session that are running."""
+        """Returns the requests of a session whose completions are still being sampled."""
         return [visit for visit in self._visits if visit.metadata["session"] is session]
 
 
 def make_app(service: Sessions, sessions: Mapping[str, Session], log: RefusalLog) -> FastAPI:
-    """Creates the ASGI application.
+    """Creates the web application (ASGI) that agent programs call.
 
     Args:
         service: serves the completions.

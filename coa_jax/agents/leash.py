@@ -1,4 +1,4 @@
-"""Runs one program as a supervisor process, which kills the program's whole process tree.
+"""A supervisor process, which runs one program and in the end kills its whole process tree.
 
 The supervisor kills the process tree when the program exits, when the supervisor receives SIGTERM,
 or when the process that started the supervisor is gone.
@@ -29,7 +29,7 @@ _SWEEP_S = 5.0
 
 
 def run(owner: int, command: list[str]) -> int:
-    """Runs a program until it exits.
+    """Runs a program until it exits, and then kills the processes that the program has left.
 
     Args:
         owner: id of the process that started this process.

@@ -71,7 +71,11 @@ class Outcome:
         return cls(None if answer is None else str(answer), reward)
 
     def over(self, other: Outcome) -> Outcome:
-        """Returns this outcome; fields that are None get the values of the other outcome."""
+        """Completes this outcome: fields that are None get the values of another outcome.
+
+        Args:
+            other: the other outcome.
+        """
         answer = other.answer if self.answer is None else self.answer
         return Outcome(answer, other.reward if self.reward is None else self.reward)
 
@@ -97,7 +101,10 @@ If it is cancelled, it ends its processes.
 
 
 def make_agent(config: AgentConfig) -> Agent:
-    """Creates the agent that the settings name.
+    """Creates the async function that runs the agent of a run for one sample.
+
+    The function takes the task, as a JSON object, and an `Access`, and returns an `Outcome`. It
+    runs the program or calls the user's function that the settings name.
 
     Raises:
         UserError: the function does not exist, has wrong parameters, or is not async.

@@ -20,13 +20,22 @@ from coa_jax.trajectory import StopReason, Trajectory
 
 
 def replay_episodes(engine: Engine, tokenizer: Any) -> ServedEpisodes:
-    """Returns the episodes for the requests of a `RecordedSession`."""
+    """Creates the object with which the rollout loop replays the turns of agent programs.
+
+    Args:
+        engine: engine that samples the turns again.
+        tokenizer: tokenizer of the policy.
+    """
     ends = frozenset(int(token) for token in engine.stop_tokens)
     return ServedEpisodes(tokenizer, token_table(tokenizer), ends, 0, strict=False)
 
 
 class RecordedSession:
-    """A sample of an agent program whose recorded turns are sampled again."""
+    """A recorded sample of an agent program, whose turns are sampled again for a replay.
+
+    To replay the sample, submit the requests of `requests(None)`, pass each result to `add`, and
+    submit the requests that `add` returns, until `trajectory` is not None.
+    """
 
     def __init__(self, tokenizer: Any, request: Request, sample: Mapping[str, Any]):
         """Takes the record of a sample.
@@ -41,11 +50,11 @@ class RecordedSession:
 
     @property
     def key(self) -> tuple[int, int]:
-        """Identifies the sample: (task index, sample index)."""
+        """Pair (task index, sample index) that identifies the sample."""
         return self._request.prompt_id, self._sample["sample"]
 
     def requests(self, before: int | None) -> list[Visit]:
-        """Returns the requests of the turns that continue a turn.
+        """Returns the requests that sample the turns directly after a given turn again.
 
         Args:
             before: index of a turn that has been sampled again; None for the requests that start a
@@ -70,13 +79,20 @@ class RecordedSession:
         ]
 
     def add(self, answer: Trajectory) -> list[Visit]:
-        """Adds the trajectory of a turn, and returns the requests of the turns that continue it."""
+        """Adds the new trajectory of a turn.
+
+        Returns:
+            The requests of the turns that continue this turn.
+        """
         index = answer.metadata["turn"]
         self._answers[index] = answer
         return self.requests(index)
 
     def trajectory(self) -> Trajectory | None:
-        """Returns the trajectory of the sample, without its outcome; None if a turn is missing."""
+        """Returns the trajectory of the whole sample, for comparison with the recorded one.
+
+        The trajectory has no outcome of the program. The result is None while a turn is missing.
+        """
         turns, first = self._sample["recorded_turns"], self._sample["versions"][0][1]
         if len(self._answers) < len(turns):
             return None

@@ -31,7 +31,11 @@ _HOPELESS = 8
 
 
 class AgentSampler:
-    """A `rollout.sampler.Sampler` that runs an agent program for each sample."""
+    """A `rollout.sampler.Sampler` that produces each sample by running an agent program.
+
+    The sampler serves the policy to the programs over HTTP. The trajectory of a sample contains the
+    tokens that the policy sampled for the requests of the sample's program.
+    """
 
     def __init__(
         self,
@@ -82,7 +86,7 @@ class AgentSampler:
         self._warned = False
 
     def submit(self, request: Request) -> None:
-        """Implements `Sampler`."""
+        """Adds a request; starts an agent program for each of its samples, see `Sampler.submit`."""
         for sample in request.samples:
             tokenizer, most = self._service.model.tokenizer, self._config.max_requests
             session = Session(tokenizer, request, sample, self._version, most)
@@ -91,7 +95,7 @@ class AgentSampler:
             self._running[task] = session
 
     def cancel(self, request: Request | None = None) -> None:
-        """Implements `Sampler`; without a request, the method cancels the samples of all requests.
+        """Cancels the unfinished samples of a request, see `Sampler.cancel`; None for all requests.
 
         Programs that are ending are left alone, because the cancellation would interrupt their
         cleanup.
@@ -102,12 +106,15 @@ class AgentSampler:
                 task.cancel()
 
     def publish(self, weights: Sequence[DecodeParams] | None, version: int) -> None:
-        """Loads new weights into the engines, like `EngineSampler.publish`."""
+        """Loads new weights into the engines, see `EngineSampler.publish`."""
         self._version = version
         self._service.sampler.publish(weights, version)
 
     def oldest(self, request: Request) -> int | None:
-        """Implements `Sampler`."""
+        """Returns the oldest policy version that sampled tokens of a request's running samples.
+
+        The result is None if no sample of the request is running.
+        """
         found: list[int | None] = []
         for session in self._running.values():
             if session.request is request:
@@ -117,13 +124,13 @@ class AgentSampler:
         return min((version for version in found if version is not None), default=None)
 
     def figures(self) -> dict[str, float]:
-        """Returns statistics of the engines, like `EngineSampler.figures`."""
+        """Returns times and counts of the engines by name, see `EngineSampler.figures`."""
         return self._service.sampler.figures()
 
     async def finished(self) -> AsyncGenerator[Trajectory, None]:
-        """Yields finished trajectories, as `Sampler` demands.
+        """Yields each trajectory when its agent program has ended, see `Sampler.finished`.
 
-        The endpoint and the programs run as long as this generator runs.
+        The HTTP endpoint and the programs run only as long as this generator runs.
         """
         log = RefusalLog()
         service = self._service

@@ -81,7 +81,7 @@ class Turn:
 
 
 class Session:
-    """The tree of turns of one sample.
+    """The conversations of an agent program with the policy for one sample, as a tree of turns.
 
     Several threads may call `known` and `place` at the same time, but only one thread calls `add`.
 
@@ -125,7 +125,9 @@ class Session:
     def known(
         self, messages: Sequence[Message], turn: Turn | None = None
     ) -> tuple[Turn | None, tuple[Message, ...]]:
-        """Returns the last turn that a request's messages repeat, and the messages after it.
+        """Finds the turn that a request continues, by comparing the texts of the messages.
+
+        The result is the last turn that the messages repeat, and the messages after this turn.
 
         Args:
             messages: messages of the request.

@@ -9,7 +9,7 @@ rollouts and publishing. For TPUs it uses the compiler of real TPUs, which runs 
 compiler instead, and marks the result as an estimate. No weights are needed, because the
 architecture comes from ``config.json``, from the name in the model's path, or from ``--model``.
 
-The command prints one JSON object.  If the configuration does not fit, the exit code is 1, and a
+The command prints one JSON object. If the configuration does not fit, the exit code is 1, and a
 line on stderr names the memory that is needed and the setting to change.
 
     python -m coa_jax.aot --config=configs/rl/web.py:32b --topology=v5p:4x4x8 \\
@@ -44,7 +44,7 @@ from coa_jax.settings import build
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.aot``."""
     config_flag("configs/rl/factbook.py")
     flags.DEFINE_string("topology", None, "chips, such as v5p:4x4x8 or gpu:8xh100", required=True)
     flags.DEFINE_enum("model", None, sorted(ARCHITECTURES), "architecture, instead of the config's")
@@ -61,7 +61,7 @@ def define_flags() -> None:
 
 
 def main(_: list[str]) -> int:
-    """Runs the command; returns the exit code."""
+    """Runs ``python -m coa_jax.aot``: compiles and estimates; returns the exit code."""
     values = flags.FLAGS
     where = parse_slice(values.topology)
     fraction = values.memory_fraction or default_fraction(where)

@@ -52,7 +52,7 @@ from coa_jax.tasks.mixture import load_parts
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """A configuration of a run, placed on a slice.
+    """A configuration of a run, placed on a slice (a set of connected chips).
 
     Attributes:
         config: settings of the run.
@@ -83,18 +83,18 @@ class Setup:
 
     @property
     def rl(self) -> RLConfig:
-        """Settings of a run of RL."""
+        """The settings of the run, which must be a run of RL."""
         assert isinstance(self.config, RLConfig)
         return self.config
 
     @property
     def platform(self) -> str:
-        """Platform on which the programs of the run are compiled in a real run."""
+        """Platform for which a real run compiles its programs: ``tpu`` or ``cuda``."""
         return "tpu" if self.where.tpu else "cuda"
 
     @property
     def rollouts_go_on(self) -> bool:
-        """Whether rollouts continue on the training chips during updates."""
+        """Whether rollouts continue during updates on the same chips that train."""
         stale = isinstance(self.config, RLConfig) and self.config.max_staleness > 0
         return stale and not self.aside
 
@@ -180,7 +180,7 @@ def array(
 
 
 def chip_bytes(tree: Any) -> int:
-    """Returns the number of bytes that the arrays of a tree take on one chip."""
+    """Returns the number of bytes that the sharded arrays of a tree take on one chip."""
     return sum(
         math.prod(x.sharding.shard_shape(x.shape)) * x.dtype.itemsize for x in jax.tree.leaves(tree)
     )
@@ -190,24 +190,24 @@ def chip_bytes(tree: Any) -> int:
 
 
 def parameters(setup: Setup) -> Params:
-    """Returns the shapes of the model's parameters in training, without adapters."""
+    """Returns the shapes and shardings of the model's training parameters, without adapters."""
     return abstract_params(without_adapters(setup.model), setup.mesh)
 
 
 def policy(setup: Setup) -> TrainState:
-    """Returns the shapes of the policy's state in training."""
+    """Returns the shapes and shardings of the policy's parameters and optimiser state."""
     return run_state(setup.model, setup.config.optimizer, setup.mesh)
 
 
 def critic(setup: Setup) -> TrainState | None:
-    """Returns the shapes of the critic's state; None if the algorithm has no critic."""
+    """Returns the shapes and shardings of the critic's training state; None without a critic."""
     if isinstance(setup.config, SFTConfig):
         return None
     return critic_run_state(setup.config, setup.model, setup.mesh)
 
 
 def teacher(setup: Setup) -> Params:
-    """Returns the shapes of the local teacher's parameters, in the dtype used for loading them."""
+    """Returns the shapes and shardings of the local teacher's parameters."""
     assert setup.teacher is not None
     return jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, setup.config.dtype, sharding=x.sharding),
@@ -295,7 +295,7 @@ def policy_batch(setup: Setup, number: int) -> Batch:
 
 
 def critic_batch(setup: Setup, number: int) -> Batch:
-    """Returns the shapes of the stacked micro-batches of the critic's update in `learn.update`."""
+    """Returns the shapes of ``number`` stacked micro-batches of the critic's update."""
     batch = sampled_batch(setup, number)
     return batch._replace(rule=None, weight=None, age=None, value=batch.logp, returns=batch.logp)
 
@@ -304,7 +304,7 @@ def critic_batch(setup: Setup, number: int) -> Batch:
 
 
 def engine_mesh(setup: Setup) -> Mesh:
-    """Returns the mesh of the first engine's chips."""
+    """Returns the mesh of the chips of one engine (the first); all engines have the same shapes."""
     chips = setup.engine_chips
     if setup.aside:
         group = np.array(setup.aside[:chips], object)
@@ -331,7 +331,7 @@ def engine_compute(setup: Setup) -> Compute:
 
 
 def decoding_params(setup: Setup) -> DecodeParams:
-    """Returns the shapes of the policy's parameters in the layout for decoding."""
+    """Returns the shapes and shardings of an engine's parameters, in the layout for decoding."""
     model, dtype = without_adapters(setup.model), setup.rl.engine.dtype
     places = decode_shardings(model, engine_mesh(setup))
     shapes = jax.eval_shape(lambda params: unstack(params, model), parameters(setup))
@@ -341,7 +341,7 @@ def decoding_params(setup: Setup) -> DecodeParams:
 
 
 def pages(setup: Setup) -> tuple[LayerPages, ...]:
-    """Returns the shapes of the KV cache that `engine.layout.new_pages` allocates."""
+    """Returns the shapes and shardings of an engine's KV cache, see `engine.layout.new_pages`."""
     return abstract_pages(setup.model, setup.rl.engine, engine_compute(setup))
 
 

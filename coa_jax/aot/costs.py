@@ -53,7 +53,7 @@ class Costs:
     unknown_loops: int = 0
 
     def sent_by_kind(self) -> dict[str, float]:
-        """Returns the number of bytes sent by kind of collective; 0 for kinds that do not occur."""
+        """Returns the bytes that a chip sends, by kind of collective; 0 for absent kinds."""
         totals = dict.fromkeys(COLLECTIVES, 0.0)
         for (kind, _), count in self.sent.items():
             totals[kind] += count
@@ -362,7 +362,7 @@ def sent_by(
 
 
 def group(line: Instruction, chips: int) -> list[int]:
-    """Returns the indices of the chips in the first group of a collective.
+    """Returns the indices of the chips in the first group of a collective instruction.
 
     XLA writes groups in three notations.
     """

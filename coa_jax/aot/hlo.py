@@ -27,12 +27,12 @@ class Array:
 
     @property
     def size(self) -> int:
-        """Number of elements."""
+        """Number of elements of the array."""
         return math.prod(self.shape)
 
     @property
     def bytes(self) -> int:
-        """Number of bytes, not including the padding of tiles."""
+        """Size of the array in bytes, without the padding of its tiles."""
         digits = re.search(r"\d+", self.dtype)
         bits = _BITS.get(self.dtype, int(digits[0]) if digits else 32)
         return -(-self.size * bits // 8)
@@ -91,7 +91,7 @@ Computation = dict[str, Instruction]
 
 @dataclasses.dataclass(frozen=True)
 class Module:
-    """A parsed program.
+    """A compiled XLA program after parsing: computations, each a list of instructions.
 
     Attributes:
         computations: computations by name.
@@ -195,7 +195,7 @@ class Loop(NamedTuple):
 def loop_of(
     module: Module, computation: Computation, line: Instruction, trips: tuple[float, ...]
 ) -> Loop:
-    """Returns the loop of a ``while`` instruction.
+    """Returns body and trip count of the loop that a ``while`` instruction of a program runs.
 
     Args:
         module: the program.

@@ -64,7 +64,7 @@ class Program:
 
 
 def all_programs(setup: Setup) -> list[Program]:
-    """Returns all programs of a step."""
+    """Returns all programs that a step of the run compiles, with the shapes of their arguments."""
     training = _training(setup)
     if not isinstance(setup.config, RLConfig):
         return training

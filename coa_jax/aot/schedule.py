@@ -54,7 +54,7 @@ class Timeline:
     whole: float = 0.0
 
     def add(self, other: Timeline, times: float) -> None:
-        """Appends another timeline, repeated ``times`` times."""
+        """Adds the times of another timeline, which is repeated ``times`` times."""
         for field in dataclasses.fields(self):
             value = getattr(self, field.name) + times * getattr(other, field.name)
             setattr(self, field.name, value)

@@ -40,12 +40,12 @@ class Slice:
 
     @property
     def whole(self) -> Chip:
-        """Peak rates of a whole chip."""
+        """Peak rates and sizes of a whole chip, which may appear in JAX as several devices."""
         return self.peaks or CHIPS[self.kind]
 
     @property
     def chip(self) -> Chip:
-        """Peak rates and sizes of one JAX device, which is a chip or an equal part of a chip."""
+        """Peak rates and sizes of one JAX device: a chip, or an equal part of a chip."""
         chip = self.whole
         parts = chip.devices
         return dataclasses.replace(
@@ -72,7 +72,7 @@ class Slice:
 
     @property
     def count(self) -> int:
-        """Number of JAX devices."""
+        """Number of JAX devices of the slice."""
         return math.prod(self.shape) * self.whole.devices
 
     @property
@@ -123,7 +123,7 @@ def default_fraction(where: Slice) -> float:
 
 
 def owners_of(where: Slice, devices: Sequence[Any]) -> list[int]:
-    """Returns the index of the host that owns each device.
+    """Returns, for each device of a slice, the index of the host that owns the device.
 
     Simulated devices are assigned to hosts in order.
     """

@@ -44,7 +44,7 @@ from coa_jax.rollout.request import RolloutConfig
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The decoding to measure.
+    """The decoding that the benchmark measures.
 
     Attributes:
         prompt: number of tokens per prompt.
@@ -217,7 +217,7 @@ def measure(
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.bench.decode``."""
     define_model_flags()
     flags.DEFINE_string("constrain", "", "protocol to which decoding is constrained in extra runs")
     flags.DEFINE_bool("profile", False, "profile one more run, and print the time of each part")
@@ -240,7 +240,7 @@ def batch_sizes(values: Sequence[str]) -> tuple[int, ...]:
 
 
 def main(_: list[str]) -> None:
-    """Runs the command."""
+    """Runs ``python -m coa_jax.bench.decode``: measures decoding and prints JSON."""
     values = flags.FLAGS
     out, batches = output_path(values.out), batch_sizes(values.batch)
     subject = load_subject(values.model, values.random, values.dtype)

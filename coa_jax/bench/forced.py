@@ -41,7 +41,10 @@ class _Words(TokenTable):
 
 
 class ForcedEpisode(Episode):
-    """An episode whose turns end after a given number of tokens, whatever the tokens are."""
+    """An episode whose turns end after the number of tokens that a workload fixes.
+
+    Which tokens the policy samples does not matter.
+    """
 
     def __init__(self, request: Request, sample: int, script: Script):
         """Starts the episode of a sample.
@@ -77,12 +80,18 @@ class ForcedEpisode(Episode):
 
 
 class ForcedEpisodes(Episodes):
-    """Base class for the samples of a workload, whose episodes are `ForcedEpisode`."""
+    """Base class for running the samples of a workload in the agent loop of training."""
 
     def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
         """Returns the workload's observation in place of the tool's text.
 
-        The argument ``room`` is ignored, because every rollout of the workload fits into a slot.
+        Args:
+            episode: the episode, which knows its next observation.
+            text: text of the tool, which the token ids do not depend on.
+            room: ignored, because every rollout of the workload fits into a slot.
+
+        Returns:
+            The token ids of the observation, and ``text``.
         """
         assert isinstance(episode, ForcedEpisode)
         return list(episode.script.calls[len(episode.tool_calls)].observation), text
@@ -106,7 +115,10 @@ class Rollouts(ForcedEpisodes):
     temperature: float = 1.0
 
     def requests(self) -> Iterator[Request]:
-        """Yields a request per prompt, with the indices of the prompt's rollouts as samples."""
+        """Yields a request per prompt of the workload.
+
+        The samples of a request are the rollouts with this prompt, by their indices.
+        """
         for number, prompt in enumerate(self.workload.prompts):
             scripts = enumerate(self.workload.scripts)
             samples = tuple(i for i, script in scripts if script.prompt == number)
@@ -115,12 +127,12 @@ class Rollouts(ForcedEpisodes):
             yield Request(task, prompt, self.workload.seed, number, samples, sampling)
 
     def begin(self, request: Request, sample: int) -> Episode:
-        """Starts the episode of a rollout."""
+        """Starts the episode of a rollout, see `Episodes.begin`."""
         return ForcedEpisode(request, sample, self.workload.scripts[sample])
 
 
 class Sleep:
-    """A tool that sleeps for the number of seconds in the argument of the call."""
+    """A tool that sleeps instead of working; the argument of a call is the number of seconds."""
 
     name = "sleep"
     deadline = math.inf

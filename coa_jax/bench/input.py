@@ -8,7 +8,7 @@ into the arrays of the step. The process stands for the first of ``--hosts`` pro
 first ``--rows`` rows of every micro-batch. Without ``--data``, the records consist of Factbook
 pages, and have from 2,000 to ``--length`` tokens.
 
-The command prints one JSON object.  Its main figures are:
+The command prints one JSON object. Its main figures are:
 
     stalled            share of the time in which steps wait for data, without the first wait
     first_wait_s       wait before the first step, in seconds
@@ -160,7 +160,7 @@ def run_steps(
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.bench.input``."""
     flags.DEFINE_string("model", None, "directory or GGUF file with the tokenizer", required=True)
     flags.DEFINE_string("data", "", "files of records; by default records of Factbook pages")
     for name, default, least, about in (
@@ -177,7 +177,7 @@ def define_flags() -> None:
 
 
 def main(_: list[str]) -> None:
-    """Runs the command."""
+    """Runs ``python -m coa_jax.bench.input``: measures the input pipeline and prints JSON."""
     values = flags.FLAGS
     out = output_path(values.out)
     tokenizer = load_tokenizer(values.model)

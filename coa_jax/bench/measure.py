@@ -50,7 +50,7 @@ def _events() -> collections.Counter[str]:
 
 
 def compile_count() -> int:
-    """Returns how many programs JAX compiled or loaded from its cache since the first call."""
+    """Counts the programs that JAX has compiled or loaded from its cache since the first call."""
     return _events()["/jax/core/compile/backend_compile_duration"]
 
 
@@ -172,5 +172,5 @@ def report(result: dict[str, Any], path: Path | None) -> None:
 
 
 def given(names: Iterable[str]) -> dict[str, Any]:
-    """Returns the values of flags of the command line by name."""
+    """Returns the values of those command-line flags that ``names`` lists, by name."""
     return {name: getattr(flags.FLAGS, name) for name in names}

@@ -76,7 +76,13 @@ def load_subject(model: str | None, random: str | None, dtype: str) -> Subject:
 
 
 def random_subject(name: str, config: ModelConfig, dtype: str) -> Subject:
-    """Creates a model with random weights on the first device of this process."""
+    """Creates a model with random weights on the first device of this process.
+
+    Args:
+        name: name of the model, used in the results.
+        config: architecture of the model.
+        dtype: dtype of the parameters.
+    """
     # The function is compiled, so that initialisation and casting are fused: a float32 copy of a
     # large model may not fit into memory beside the result.
     init = jax.jit(init_params, static_argnames=("config", "dtype"))
@@ -86,7 +92,13 @@ def random_subject(name: str, config: ModelConfig, dtype: str) -> Subject:
 
 
 def warm_engines(params: Params, config: ModelConfig, shapes: EngineConfig) -> list[Engine]:
-    """Creates the engines of this process, and compiles their programs."""
+    """Creates the engines of this process, and compiles their programs before the measurement.
+
+    Args:
+        params: training parameters.
+        config: architecture of the model.
+        shapes: settings of the engines.
+    """
     engines = make_engines(params, config, shapes)
     for engine in engines:
         engine.warm_up()

@@ -137,7 +137,7 @@ def run_rl(
 
 
 def write_inputs(workload: Workload, folder: Path) -> None:
-    """Writes a policy with random weights, and one task per group."""
+    """Writes the inputs of a run to a folder: a policy with random weights, a task per group."""
     questions = [f"Question {number} of {workload.name}." for number in range(len(workload.groups))]
     rows = (
         {"id": str(i), "question": q, "answer": RIGHT, "protocol": PROTOCOL}
@@ -327,7 +327,7 @@ def measure(
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.bench.pipeline``."""
     flags.DEFINE_string("workload", "20", "5, 20, 60, or a file, see pipeline_workload")
     flags.DEFINE_string("workdir", None, "new folder for inputs and runs; by default temporary")
     flags.DEFINE_string("out", None, "JSON file for the result, which is printed as well")
@@ -356,7 +356,7 @@ def given_changes(texts: Iterable[str]) -> dict[str, Any]:
 
 
 def main(_: list[str]) -> None:
-    """Runs the command."""
+    """Runs ``python -m coa_jax.bench.pipeline``: measures RL runs and prints JSON."""
     values = flags.FLAGS
     out = output_path(values.out)
     workload, changes = read_workload(values.workload), given_changes(values.set)

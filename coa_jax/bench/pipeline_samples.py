@@ -52,9 +52,9 @@ class _Episode(ForcedEpisode):
 
 @dataclasses.dataclass
 class Watch:
-    """Measurements of the samples of a run.
+    """Measurements of the samples of a run: when they had a slot, and when they waited for tools.
 
-    All times are readings of `time.perf_counter`.
+    All times are readings of `time.perf_counter`, in seconds.
 
     Attributes:
         occupied: for each sample, the pair [start, end] of the time during which the sample
@@ -99,7 +99,7 @@ class Samples(ForcedEpisodes):
 
 
 class WatchedSleep(Sleep):
-    """A tool that sleeps for a fixed share of the seconds in its argument, and records times."""
+    """A tool that sleeps for a share of the seconds in its argument, and records when it slept."""
 
     def __init__(self, watch: Watch, share: float):
         self._watch, self._share = watch, share

@@ -75,7 +75,7 @@ class Workload:
 
     @property
     def scripts(self) -> list[Script]:
-        """The script of each sample."""
+        """The lengths and tool calls (script) of each sample, group after group."""
         return [sample.script for group in self.groups for sample in group]
 
     @property
@@ -85,7 +85,7 @@ class Workload:
 
     @property
     def seconds_per_group(self) -> float:
-        """Mean number of tool seconds of a group."""
+        """Mean total time, in seconds, that the tools of a group's samples sleep."""
         return sum(call.seconds for s in self.scripts for call in s.calls) / len(self.groups)
 
     @property
@@ -171,14 +171,14 @@ def draw(p99: float, seed: int, name: str) -> dict[str, Any]:
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.bench.pipeline_workload``."""
     flags.DEFINE_float("p99", 20.0, "99th percentile of the tool latency (s)", lower_bound=0.6)
     flags.DEFINE_integer("seed", 0, "seed of all random numbers", 0, MAX_INT)
     flags.DEFINE_string("out", None, "file to write", required=True)
 
 
 def main(_: list[str]) -> None:
-    """Runs the command."""
+    """Runs ``python -m coa_jax.bench.pipeline_workload``: writes a random workload."""
     path = output_path(flags.FLAGS.out)
     assert path is not None  # the flag is required
     workload = draw(flags.FLAGS.p99, flags.FLAGS.seed, path.stem)

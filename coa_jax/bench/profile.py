@@ -17,7 +17,7 @@ _INSTRUCTION = re.compile(r"^\s*(?:ROOT )?%?([\w.-]+) = .*op_name=\"([^\"]*)\"",
 
 
 def part_of(op_name: str) -> str:
-    """Returns the part of the model to which an operation belongs.
+    """Returns the part of the model to which an operation of a compiled program belongs.
 
     For example, the part of ``jit(f)/while/body/mlp/dot_general`` is ``mlp``.
     """

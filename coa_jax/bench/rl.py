@@ -210,7 +210,7 @@ def measure(subject: Subject, workload: Workload, config: RLConfig) -> dict[str,
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.bench.rl``."""
     shapes.define_flags()
     flags.DEFINE_integer("rows", 0, "rows per micro-batch; 0 for the whole batch", lower_bound=0)
     flags.DEFINE_integer("row_length", 0, "tokens per row; 0 fits a group", lower_bound=0)
@@ -220,7 +220,7 @@ def define_flags() -> None:
 
 
 def main(_: list[str]) -> None:
-    """Runs the command."""
+    """Runs ``python -m coa_jax.bench.rl``: measures steps of RL and prints JSON."""
     values = flags.FLAGS
     options = given(("rows", "row_length", "share_prompts", "remat", "attention"))
 

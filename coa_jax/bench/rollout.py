@@ -93,7 +93,7 @@ def run_workload(
 
 
 def mean_of(engines: Sequence[Engine], name: str) -> float:
-    """Returns the mean of a measurement over engines.
+    """Returns the mean of a measurement (a field of `Meter`) over engines.
 
     The engines run at the same time, so their seconds are not added up.
     """
@@ -193,7 +193,7 @@ def measure(
 
 
 def main(_: list[str]) -> None:
-    """Runs the command."""
+    """Runs ``python -m coa_jax.bench.rollout``: measures rollouts and prints JSON."""
     values = flags.FLAGS
     run_command(functools.partial(measure, repeats=values.repeats), values.dtype)
 

@@ -43,7 +43,7 @@ from coa_jax.parallel.chips import stated_flops
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """The training steps to measure.
+    """The training steps that the benchmark measures.
 
     Attributes:
         batch: number of sequences per step.
@@ -125,7 +125,7 @@ def measure(subject: Subject, work: Work) -> dict[str, Any]:
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.bench.sft``."""
     define_model_flags()
     flags.DEFINE_integer("batch", 8, "sequences per step", lower_bound=1)
     flags.DEFINE_integer("length", 256, "tokens per sequence", lower_bound=2)
@@ -136,7 +136,7 @@ def define_flags() -> None:
 
 
 def main(_: list[str]) -> None:
-    """Runs the command."""
+    """Runs ``python -m coa_jax.bench.sft``: measures training steps and prints JSON."""
     values = flags.FLAGS
     out = output_path(values.out)
     # As in `coa_jax.sft`, parameters are float32 for any dtype of the matmul operands.

@@ -18,7 +18,7 @@ flags.disclaim_key_flags()
 
 
 def define_flags() -> None:
-    """Defines the flags of a benchmark that measures a workload several times."""
+    """Defines the flags that benchmarks of a workload on engines have in common."""
     define_model_flags()
     flags.DEFINE_string("workload", None, "JSON file of the workload", required=True)
     flags.DEFINE_integer("chunk", 8, "tokens that the device decodes per call", lower_bound=1)

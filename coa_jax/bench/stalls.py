@@ -78,7 +78,7 @@ def throughput(engines: Sequence[Engine], workload: Workload, apart: int) -> tup
 
     Returns:
         The number of tokens per second that the other rollouts sampled until the last of them
-        finished, and the number of seconds until all rollouts, including the excepted one, had
+        finished, and the number of seconds until all rollouts, including the rollout ``apart``, had
         finished.
     """
     ends: dict[int, float] = {}
@@ -139,7 +139,7 @@ def measure(
 
 
 def main(_: list[str]) -> None:
-    """Runs the command."""
+    """Runs ``python -m coa_jax.bench.stalls``: measures, and prints JSON."""
     values = flags.FLAGS
     run_command(functools.partial(measure, repeats=values.repeats), values.dtype)
 

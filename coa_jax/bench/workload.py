@@ -85,12 +85,12 @@ class Script:
 
     @property
     def observed(self) -> int:
-        """Number of tokens that all calls return."""
+        """Number of tokens that all tool calls of the rollout return."""
         return sum(len(call.observation) for call in self.calls)
 
     @property
     def seconds(self) -> float:
-        """Number of seconds that all calls sleep."""
+        """Total time, in seconds, that the tool calls of the rollout sleep."""
         return sum(call.seconds for call in self.calls)
 
 
@@ -122,7 +122,11 @@ class Workload:
         return prompts + sum(script.observed for script in self.scripts)
 
     def length(self, script: Script) -> int:
-        """Returns the number of tokens of a rollout, including its prompt."""
+        """Returns the number of tokens of a rollout, including its prompt.
+
+        Args:
+            script: lengths and tool calls of the rollout.
+        """
         return len(self.prompts[script.prompt]) + script.generated + script.observed
 
     @property
@@ -345,7 +349,7 @@ def totals(workload: Workload) -> dict[str, int | float]:
 
 
 def define_flags() -> None:
-    """Defines the command-line flags.
+    """Defines the command-line flags of ``python -m coa_jax.bench.workload``.
 
     There is a flag for each field of `Recipe`, which overrides the value of a preset.
     """
@@ -385,7 +389,7 @@ def given_recipe(preset: str, changes: Mapping[str, Any]) -> Recipe:
 
 
 def main(_: list[str]) -> None:
-    """Runs the command."""
+    """Runs ``python -m coa_jax.bench.workload``: writes a random workload to a file."""
     values = flags.FLAGS
     path = output_path(values.out)
     assert path is not None  # the flag is required

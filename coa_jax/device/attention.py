@@ -82,7 +82,7 @@ def runs_here(kind: Kind, name: str, head_dim: int) -> tuple[list[Compute], str]
     """Determines how an implementation of attention can run on this device.
 
     Args:
-        kind: kind of attention.
+        kind: ``causal`` or ``paged``.
         name: name of the implementation.
         head_dim: head width K.
 

@@ -123,7 +123,7 @@ def _facts(jax: Any) -> dict[str, str]:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command line; returns the exit code."""
+    """Runs ``coa-jax doctor``; returns the exit code."""
     parser = argparse.ArgumentParser(prog="coa-jax doctor", description=__doc__)
     doctor.define_options(parser)
     parser.add_argument("--device", action="store_true", help="check the accelerator")

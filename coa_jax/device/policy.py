@@ -60,7 +60,7 @@ def sharp_params() -> Params:
 
 
 def computes() -> Iterator[tuple[Compute, Compute | None]]:
-    """Yields pairs (trainer, sampler) of computations whose results must agree.
+    """Yields pairs of computations, for trainer and sampler, whose log-probabilities must agree.
 
     If the sampler is None, the engine chooses the computation, as in a run. On a CPU, the last pair
     runs kernels of other platforms in interpret mode: splash attention (for TPUs) in the trainer,
@@ -169,7 +169,15 @@ def gap(
 
 
 def sft_steps(params: Params, compute: Compute) -> list[dict[str, float]]:
-    """Makes two SFT steps on packed random sequences, and returns their statistics."""
+    """Makes two SFT steps on packed random sequences.
+
+    Args:
+        params: parameters of `MODEL` on the device.
+        compute: computation of the steps.
+
+    Returns:
+        The statistics of each step by name.
+    """
     rng = np.random.default_rng(5)
     examples = []
     for size in (200, 130, 90, 251):
@@ -280,7 +288,7 @@ def _steps(
 
 
 def all_checks() -> Iterator[Check]:
-    """Checks sampler against trainer, and then training steps, for each pair from `computes`."""
+    """Checks the log-probabilities, and then training steps, of each pair from `computes`."""
     device, host = jax.local_devices()[0], sharp_params()
     try:
         beside = jax.local_devices(backend="cpu")[0]

@@ -1,8 +1,9 @@
 """Distils the runs of a multi-agent system, the teacher, into trajectories of one policy.
 
-A run is a log of messages between agents (`messages`, `team`). A mind, which is a model or a set of
-scripted rules, decides for each agent (`minds`, `scripted`). Runs are converted to trajectories
-(`convert`), filtered (`filters`) and stored (`dataset`).
+The teacher is a team of agents that solves tasks with real tools. A run is one attempt of the
+teacher at one task: a log of messages between agents (`messages`, `team`). A mind, which is a model
+or a set of scripted rules, decides for each agent (`minds`, `scripted`). Runs are converted to
+trajectories (`convert`), filtered (`filters`) and stored (`dataset`).
 """
 
 from coa_jax.distill.pipeline import DistillConfig as DistillConfig

@@ -120,7 +120,11 @@ def _counter(path: str) -> CountTokens | None:
 
 
 def read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Creates a data set from logs of another system; returns the content of ``summary.json``."""
+    """Creates a data set from logs of another system, which the config names.
+
+    Returns:
+        The content of ``summary.json``.
+    """
     command = build(Command, config)
     assert command.traces
     with RunDir(workdir) as run:
@@ -155,7 +159,11 @@ def _converted(
 
 
 def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs smolagents agents and distils their logs; returns the content of ``summary.json``."""
+    """Lets smolagents agents solve the tasks, and creates a data set from their logs.
+
+    Returns:
+        The content of ``summary.json``.
+    """
     command = build(Command, config)
     how, limits, traces = command.smolagents, command.endpoint, command.traces
     assert how and limits and traces and command.tasks and command.tools
@@ -185,7 +193,11 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
 
 
 def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Creates a data set from new runs of the teacher; returns the content of ``summary.json``."""
+    """Lets the teacher solve the tasks, and creates a data set from its runs.
+
+    Returns:
+        The content of ``summary.json``.
+    """
     command = build(Command, config)
     teacher, settings = command.teacher, config.tools.to_dict()
     assert command.tasks and command.tools
@@ -227,13 +239,13 @@ def distill(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.distill``."""
     config_flag("configs/distill/factbook.py")
     workdir_flag("where the data set is written")
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs ``python -m coa_jax.distill``: creates a distilled data set."""
     config, workdir = flags.FLAGS.config, run_folder(flags.FLAGS.workdir)
     kinds = (("smolagents", run_and_read), ("traces", read))
     summary = next((f for key, f in kinds if key in config), distill)(config, workdir)

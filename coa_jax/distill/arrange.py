@@ -52,12 +52,14 @@ _SEARCH = ("web_search", "wiki_search")
 
 
 class Unconvertible(ValueError):
-    """Raised if a run cannot be written as a trajectory of the protocol; the message says why."""
+    """Raised if a run cannot be converted to a trajectory that its protocol allows; says why."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Completion(Bounded):
-    """Says which tags may be added to a run of another system, which wrote no tags for these steps.
+    """Settings that say which tags may be added when a run of another system is converted.
+
+    Such a system takes steps, such as a verification, for which it writes no message of its own.
 
     Attributes:
         plan: whether, in a run without a plan, the first thought becomes the plan.
@@ -110,7 +112,7 @@ def trajectory_of(
     Args:
         trace: the log.
         protocol: name of the protocol.
-        how: tags that may be added; None for the defaults of `Completion`.
+        how: settings for adding tags that the log lacks; None for the defaults of `Completion`.
 
     Returns:
         The reordered messages, and the trajectory as a record.

@@ -18,7 +18,7 @@ LICENCES = {
 
 
 def tags_of(record: DistilledRecord) -> Counter[str]:
-    """Counts how often each tag occurs in the policy's text."""
+    """Counts how often each tag of the protocol occurs in the policy's text of a record."""
     rules = get_protocol(record.protocol)
     said = "".join(text for author, text in record.parts if author == "policy")
     return Counter(s.role for s in parse(rules, said).segments if s.role is not None)

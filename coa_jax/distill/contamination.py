@@ -45,7 +45,10 @@ _FUNCTION_WORDS = frozenset(
 
 
 def ngrams(text: str, n: int) -> frozenset[tuple[str, ...]]:
-    """Returns the word n-grams of a text; a text of fewer than n words is a single n-gram."""
+    """Returns the set of word n-grams of a text, for comparing texts.
+
+    A text with fewer than ``n`` words is a single n-gram.
+    """
     found = words(text)
     size = min(n, len(found))
     return _ngrams(found, size) if size else frozenset()
@@ -56,7 +59,7 @@ def _ngrams(found: Sequence[str], n: int) -> frozenset[tuple[str, ...]]:
 
 
 def entities(question: str) -> frozenset[str]:
-    """Returns the normalised names (runs of capitalised words) and numbers in a question."""
+    """Returns the names (runs of capitalised words) and the numbers in a question, normalised."""
     names, found = [], []
     name: list[str] = []
     linked: list[str] = []  # words inside a name if another capitalised word follows
@@ -90,7 +93,7 @@ def entities(question: str) -> frozenset[str]:
 
 
 def content_words(question: str) -> frozenset[str]:
-    """Returns the words of a question that are not English function words."""
+    """Returns the words of a question, without English function words such as "the"."""
     return frozenset(words(question)) - _FUNCTION_WORDS
 
 
@@ -128,14 +131,21 @@ class Contamination:
     questions: list[_Indexed]
 
     def in_text(self, text: str) -> bool:
-        """Returns whether a text contains enough n-grams of an evaluation question to reveal it."""
+        """Returns whether a text reveals an evaluation question: enough n-grams are equal."""
         said, lengths = words(text), {len(run) for run in self.shown}
         runs = (run for n in lengths for run in _ngrams(said, n))
         found = Counter(question for run in runs for question in self.shown.get(run, ()))
         return any(count >= self.share * self.questions[q].runs for q, count in found.items())
 
     def same_question(self, question: str, gold: Iterable[str]) -> bool:
-        """Returns whether a question has the answer and most entities of an evaluation question."""
+        """Returns whether a question asks the same as an evaluation question, in other words.
+
+        The two must have the same answer and enough common entities, see ``entity_share``.
+
+        Args:
+            question: the question.
+            gold: accepted answers to the question.
+        """
         if not self.entity_share:
             return False
         named, said = entities(question), content_words(question)
@@ -165,7 +175,7 @@ class Contamination:
 def contamination(
     tasks: Sequence[Task], ngram: int = 8, share: float = 0.5, entity_share: float = 0.8
 ) -> Contamination:
-    """Creates the index of the questions of evaluation tasks.
+    """Creates the index by which runs that reveal an evaluation question are found.
 
     Args:
         tasks: the evaluation tasks.

@@ -115,9 +115,10 @@ def verdict_score(content: str) -> int | None:
 
 
 def same_answer(answer: str, other: str) -> bool:
-    """Returns whether two answers are equal apart from case, punctuation, articles or ``\\boxed``.
+    """Returns whether two answers are equal, disregarding case, punctuation and articles.
 
-    Numbers are compared by value, as in graders.
+    The box ``\\boxed`` around an answer is disregarded too. Numbers are compared by value, as in
+    graders.
     """
     answer, other = (parse_boxed(text) or text for text in (answer, other))
     same = " ".join(answer.split()) == " ".join(other.split())
@@ -125,7 +126,7 @@ def same_answer(answer: str, other: str) -> bool:
 
 
 def may_replan(rules: Protocol) -> bool:
-    """Returns whether a protocol allows a plan after the first action."""
+    """Returns whether a protocol allows a further plan after the first action of a trajectory."""
     return any("plan" in to for at, to in rules.next_actions.items() if at != START)
 
 
@@ -192,7 +193,7 @@ def corrected_itself(log: MessageLog, protocol: str) -> bool:
 
 
 def figures_of(log: MessageLog, protocol: str) -> dict[str, Any]:
-    """Returns statistics of a run, which become metadata of its record."""
+    """Returns statistics of a run by name, such as the number of tool calls, for its record."""
     return {
         "messages": len(log.messages),
         "tool_calls": len(log.calls),
@@ -241,7 +242,7 @@ def convert(
 
 
 def as_trajectory(record: DistilledRecord, log: MessageLog) -> Trajectory:
-    """Returns a converted run as a trajectory without tokens, which graders and reports can read.
+    """Converts a run to a trajectory without token ids, for graders and reports.
 
     Args:
         record: result of `convert` for ``log``.

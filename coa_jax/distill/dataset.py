@@ -109,6 +109,14 @@ def write_split(
 ) -> tuple[list[DistilledRecord], FilterReport]:
     """Filters graded runs, and writes the records of a split and a few dropped runs.
 
+    Args:
+        name: name of the split, and of its files.
+        runs: graded runs of the teacher, in the order of the tasks.
+        config: settings of the filters.
+        workdir: work directory to which the files are written.
+        count_tokens: function that counts the tokens of a text; needed for
+            ``selection.max_tokens``.
+
     Returns:
         The kept records in the order of ``runs``, and statistics of the filters.
     """
@@ -120,12 +128,16 @@ def write_split(
 
 
 def policy_chars(record: DistilledRecord) -> int:
-    """Returns the number of characters that the policy wrote in a record."""
+    """Returns the number of characters that the policy wrote in a record (no observations)."""
     return sum(len(text) for author, text in record.parts if author == "policy")
 
 
 def statistics_of(records: Sequence[DistilledRecord]) -> dict[str, Any]:
-    """Returns statistics of a data set, such as its size and mean lengths by number of hops."""
+    """Returns statistics of a data set's records as a JSON object.
+
+    They are the number of records, the shares of records with reflections and with corrections, the
+    deliberate mistakes, and mean lengths by number of hops (searches per question).
+    """
     by_hops: dict[str, list[DistilledRecord]] = defaultdict(list)
     for record in records:
         by_hops[str(record.metadata.get("hops", "?"))].append(record)

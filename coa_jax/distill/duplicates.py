@@ -19,7 +19,10 @@ def similarity(a: frozenset[Any], b: frozenset[Any]) -> float:
 
 
 def policy_shingles(run: Run) -> frozenset[tuple[str, ...]]:
-    """Returns the word trigrams of a run's question and of the text that the policy will learn."""
+    """Returns the word trigrams of a run, by which similar runs are found.
+
+    They come from the question, and from the text that the policy will learn to write.
+    """
     said = " ".join(text for author, text in run.record.parts if author == "policy")
     return ngrams(f"{run.task.question} {said}", _SHINGLE)
 

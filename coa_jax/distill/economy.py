@@ -82,10 +82,10 @@ def economy(runs: Iterable[Run], tools: Sequence[str], count: CountTokens) -> di
 
 
 def resent_tokens(trajectory: Trajectory) -> int:
-    """Returns how many tokens a trajectory costs if each turn is a separate call of the model.
+    """Returns the token cost of a trajectory if each turn is a request with the whole text.
 
-    A turn is a sequence of consecutive tokens that the policy wrote. Each call costs the tokens of
-    its prompt, which are all tokens before the turn, and the tokens of the turn.
+    A turn is a sequence of consecutive tokens that the policy wrote. Each request costs the tokens
+    of its prompt, which are all tokens before the turn, and the tokens of the turn.
     """
     policy = trajectory.author == Author.POLICY
     ends = np.flatnonzero(policy & ~np.append(policy[1:], False)) + 1

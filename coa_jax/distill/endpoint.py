@@ -43,7 +43,9 @@ It contains the word JSON because servers in JSON mode demand this.
 
 @dataclasses.dataclass(frozen=True)
 class EndpointConfig(ChatConfig):
-    """The settings of a model endpoint; its budget also covers the calls of earlier processes.
+    """The settings of the language model that decides for the teacher's agents.
+
+    The budget also covers the calls of earlier processes of the same distillation.
 
     Attributes:
         key_env: name of the environment variable with the API key. If the variable is not set, no
@@ -77,12 +79,12 @@ class EndpointConfig(ChatConfig):
 
     @property
     def label(self) -> str:
-        """Text with the name of the model and the settings on which its replies depend."""
+        """Name of the model with the settings that affect its replies, as text for records."""
         return f"{self.model}, temperature {self.temperature:g}, max_tokens {self.max_tokens}"
 
 
 class RequestRefusedError(Exception):
-    """Raised if the endpoint refuses one request but answers others; a retry would not help."""
+    """Raised if the endpoint refuses one request but answers others, so a retry would not help."""
 
     def __str__(self) -> str:
         return f"the request is refused: {self.args[0]}"
@@ -102,7 +104,10 @@ _exchange = functools.partial(jsonl.fields, _Exchange)
 
 
 class Endpoint:
-    """A client of one model; `spent` is the total cost, including that of earlier processes."""
+    """A client of one language model, which records every call in a file.
+
+    `spent` is the total cost of all calls, including those of earlier processes.
+    """
 
     def __init__(
         self,
@@ -224,11 +229,18 @@ class Endpoint:
         return reply
 
     async def close(self) -> None:
-        """Closes the connection."""
+        """Closes the connection to the endpoint."""
         await self._client.close()
 
     async def closing(self, work: Coroutine[Any, Any, T]) -> T:
-        """Awaits ``work``, closes the connection in the same event loop, and returns the result."""
+        """Awaits ``work``, and then closes the connection in the same event loop.
+
+        Args:
+            work: coroutine that uses this endpoint.
+
+        Returns:
+            The result of ``work``.
+        """
         try:
             return await work
         finally:

@@ -53,7 +53,7 @@ FULL = Prompt()
 
 
 def prompt_of(record: DistilledRecord, style: Prompt = FULL) -> str:
-    """Returns the user message of a record in a prompt style."""
+    """Returns the user message (instructions and question) of a record in a prompt style."""
     return messages_of(record, style).user
 
 
@@ -113,7 +113,10 @@ def _columns_before(record: DistilledRecord) -> dict[str, Any]:
 
 
 def fits_alpaca(record: DistilledRecord) -> bool:
-    """Returns whether the alpaca form can represent a record (see `masked_by_markers`)."""
+    """Returns whether a record can be exported in LLaMA-Factory's alpaca form.
+
+    In this form the environment's text must be masked correctly, see `masked_by_markers`.
+    """
     try:
         _columns_before(record)
     except ValueError:
@@ -167,7 +170,10 @@ def sharegpt(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
 
 
 def messages(record: DistilledRecord, style: Prompt = FULL) -> dict[str, Any]:
-    """Converts a record to chat messages, with a field for the author of each part."""
+    """Converts a record to a row of chat messages (``role``, ``content``), as TRL reads them.
+
+    An additional field gives the author of each part.
+    """
     user, assistant = ("user", prompt_of(record, style)), ("assistant", record.text)
     turns = (*record.context, user, assistant)
     rows = [{"role": role, "content": text} for role, text in turns]
@@ -370,7 +376,7 @@ def funnel_of(data: Path) -> dict[str, Any] | None:
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.distill.export``."""
     flags.DEFINE_string("data", None, "files of records, see docs/data.md", required=True)
     flags.DEFINE_string("out", None, "folder that the files are written to", required=True)
     flags.DEFINE_list("forms", list(FORMS), f"of {', '.join(FORMS)}")
@@ -381,7 +387,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs ``python -m coa_jax.distill.export``."""
     values = flags.FLAGS
     data = Path(local(values.data))
     records = read_records(values.data, values.protocol)

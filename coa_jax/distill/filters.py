@@ -44,7 +44,12 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Filter:
-    """A named condition on a single run; a run that does not satisfy the condition is dropped."""
+    """A condition that a run of the teacher must satisfy to become training data.
+
+    Attributes:
+        name: name of the condition in statistics; runs that do not satisfy it are counted by name.
+        keeps: function that returns whether a run satisfies the condition.
+    """
 
     name: str
     keeps: Callable[[Run], bool]
@@ -52,7 +57,12 @@ class Filter:
 
 @dataclasses.dataclass(frozen=True)
 class SetFilter:
-    """A named filter that compares runs; ``drops`` returns for each run whether to drop it."""
+    """A filter that compares the runs of a data set with each other, for example for duplicates.
+
+    Attributes:
+        name: name of the filter in statistics.
+        drops: function that returns, for each of the given runs, whether to drop the run.
+    """
 
     name: str
     drops: Callable[[Sequence[Run]], list[bool]]
@@ -75,7 +85,7 @@ class FilterReport:
 
 
 def has_gold(task: Task) -> bool:
-    """Returns whether a task has accepted answers or a program that scores answers."""
+    """Returns whether a task can be graded, by accepted answers or by a program."""
     return bool(task.gold) or "scorer" in task.metadata
 
 
@@ -96,7 +106,7 @@ def grade_of(task: Task, reward: Reward) -> bool | None:
 
 
 def is_correct(run: Run) -> bool:
-    """Returns whether the answer of a run was graded and is right."""
+    """Returns whether the answer of a run is right; False if the run could not be graded."""
     return run.correct is True
 
 
@@ -106,7 +116,7 @@ def obeys_protocol(run: Run) -> bool:
 
 
 def has_no_fault(run: Run) -> bool:
-    """Returns whether no tool call of a run failed because of a fault of the tool."""
+    """Returns whether all tools worked in a run: no call has the outcome ``fault``."""
     return all(message.outcome != "fault" for message in run.log.messages)
 
 
@@ -177,7 +187,12 @@ def quality_filters(
 def plain_share(fraction: float, seed: int) -> Filter:
     """Returns a filter that keeps a random share of the runs without reflection.
 
-    All runs with a reflection are kept. This is the third stage of the paper's filtering (§3.2.1).
+    Runs with a reflection, and runs that corrected their answer, are always kept. This is the third
+    stage of the paper's filtering (§3.2.1).
+
+    Args:
+        fraction: share of the other runs that is kept.
+        seed: seed of the random choice.
     """
 
     def keeps(run: Run) -> bool:
@@ -189,7 +204,7 @@ def plain_share(fraction: float, seed: int) -> Filter:
 
 
 def first_failure(run: Run, filters: Sequence[Filter]) -> str | None:
-    """Returns the name of the first filter that a run fails; None if it passes all filters."""
+    """Returns the name of the first of some filters that a run fails; None if it passes all."""
     return next((f.name for f in filters if not f.keeps(run)), None)
 
 
@@ -234,17 +249,22 @@ def examples_of(
 def report_of(
     failures: Sequence[str | None], filters: Sequence[Filter | SetFilter]
 ) -> FilterReport:
-    """Counts how many runs each filter dropped, from the result of `failures_of`."""
+    """Counts how many runs each filter dropped.
+
+    Args:
+        failures: result of `failures_of`.
+        filters: the filters, in the order of application.
+    """
     counts = Counter(failures)
     dropped = {f.name: counts[f.name] for f in filters}
     return FilterReport(len(failures), counts[None], dropped)
 
 
 def copies(run: Run, corrected_copies: int) -> list[DistilledRecord]:
-    """Returns the training records of a kept run, several if the run corrected its answer.
+    """Returns the training records of a kept run, to give self-corrections more weight.
 
-    If a run corrected its answer, the result is ``corrected_copies`` records. The copies after the
-    first one have the ids ``<id>#2``, ``<id>#3``, ...
+    If the run corrected its answer, the result is ``corrected_copies`` equal records, otherwise one
+    record. The copies after the first one have the ids ``<id>#2``, ``<id>#3``, ...
     """
     number = corrected_copies if run.record.metadata["corrected"] else 1
     ids = [run.record.id, *(f"{run.record.id}#{k}" for k in range(2, number + 1))]

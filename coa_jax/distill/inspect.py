@@ -63,7 +63,7 @@ def page(record: DistilledRecord, reason: str = "", tags: Sequence[str] = ()) ->
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.distill.inspect``."""
     flags.DEFINE_string("data", None, "files of records or of dropped runs", required=True)
     flags.DEFINE_string("id", "", "only the record of this id")
     flags.DEFINE_string("filter", "", "only runs that this filter dropped")
@@ -74,7 +74,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs ``python -m coa_jax.distill.inspect``: prints trajectories."""
     values, shown, left_out = flags.FLAGS, 0, 0
     for found in iterate_records(values.data, values.protocol):
         if isinstance(found, LeftOut):

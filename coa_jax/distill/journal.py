@@ -30,7 +30,7 @@ class Journal:
     done: dict[str, MessageLog]
 
     def append(self, log: MessageLog) -> None:
-        """Appends a finished run; after this call the run survives a kill of the process."""
+        """Appends a finished run to the file, so that it survives a kill of the process."""
         jsonl.append_lines(self.path, [to_json(log)])
         self.done[log.episode] = log
 

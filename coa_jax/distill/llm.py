@@ -34,7 +34,7 @@ _FORMS = {
 
 
 def moves_of(view: AgentView) -> list[tuple[str, Kind]]:
-    """Returns a pair (recipient, kind) for each kind of message that the agent may send next."""
+    """Returns the messages that an agent may send next, as pairs (recipient, kind of message)."""
     return [
         (to, kind)
         for name, kind in MOVES[view.role]
@@ -43,7 +43,7 @@ def moves_of(view: AgentView) -> list[tuple[str, Kind]]:
 
 
 def chat_of(view: AgentView) -> list[dict[str, str]]:
-    """Returns the chat that asks a model for the next message of the agent.
+    """Returns the chat messages that ask a language model for the next message of an agent.
 
     The chat describes the role of the agent and the required form of the reply, and contains the
     messages of the run so far.
@@ -69,7 +69,7 @@ def chat_of(view: AgentView) -> list[dict[str, str]]:
 
 
 def read_object(reply: str) -> dict[str, Any]:
-    """Returns the last JSON object in a reply; other text of the reply is ignored.
+    """Returns the last JSON object in a model's reply; other text of the reply is ignored.
 
     Raises:
         ValueError: the reply contains no JSON object. The message of the error is written for the
@@ -184,7 +184,9 @@ async def ask(
 
 
 def language_minds(endpoint: Endpoint, attempts: int = 3) -> Minds:
-    """Returns a mind for each agent of the team; all minds ask the same language model.
+    """Returns the minds of a team whose agents all ask the same language model.
+
+    The mind of an agent is the function that decides the agent's next message.
 
     A mind raises `UnusableReplyError` if no reply names a valid message or the endpoint refuses the
     request, and UserError if the budget is spent or the endpoint does not answer.

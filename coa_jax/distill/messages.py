@@ -18,7 +18,7 @@ AGENTS = ("manager", "planner", "search", "code", "reflection", "verification")
 
 
 def agent_of(tool: str) -> str:
-    """Returns the agent that has a tool: ``code`` for the tool ``code``, else ``search``."""
+    """Returns the agent that may call a tool: ``code`` for the tool ``code``, else ``search``."""
     return "code" if tool == "code" else "search"
 
 
@@ -26,12 +26,12 @@ _SURROGATES = re.compile("[\ud800-\udfff]")
 
 
 def clean(text: str) -> str:
-    """Replaces halves of surrogate pairs, which UTF-8 cannot encode, by U+FFFD."""
+    """Replaces lone surrogates, which UTF-8 cannot encode, by U+FFFD."""
     return _SURROGATES.sub("\ufffd", text)
 
 
 class Kind(enum.StrEnum):
-    """The purpose of a message."""
+    """The purpose of a message between agents of the teacher, such as a request or a plan."""
 
     QUESTION = "question"  # user -> manager
     REQUEST = "request"  # manager -> another agent
@@ -46,7 +46,7 @@ class Kind(enum.StrEnum):
 
 
 class Ending(enum.StrEnum):
-    """Why a run of the teacher stopped."""
+    """Why a run of the teacher stopped: with an answer, or for another reason."""
 
     ANSWER = "answer"
     LIMIT = "limit"  # too many messages
@@ -115,11 +115,11 @@ class MessageLog:
 
     @property
     def slips(self) -> tuple[str, ...]:
-        """Names of the deliberate mistakes, oldest first."""
+        """Names of the deliberate mistakes that scripted minds made in the run, oldest first."""
         return tuple(m.slip for m in self.messages if m.slip)
 
     def count(self, kind: Kind) -> int:
-        """Returns the number of messages of a kind."""
+        """Returns how many messages of the run are of a given kind."""
         return sum(m.kind is kind for m in self.messages)
 
 

@@ -67,13 +67,13 @@ class AgentView:
         return self.messages[-1]
 
     def of_kind(self, kind: Kind) -> tuple[Message, ...]:
-        """Returns the messages of one kind, oldest first."""
+        """Returns the messages of the run that are of a given kind, oldest first."""
         return tuple(m for m in self.messages if m.kind is kind)
 
 
 @dataclasses.dataclass(frozen=True)
 class Action:
-    """The next message that a mind sends for its agent; the fields are those of `Message`."""
+    """The message that a mind decides to send for its agent; for the fields see `Message`."""
 
     recipient: str
     kind: Kind

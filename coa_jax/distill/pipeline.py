@@ -46,8 +46,8 @@ class DistillConfig(Bounded):
         min_interactions: minimum number of messages, of any kind, of a kept run.
         keep_without_gold: whether to keep runs of tasks without an accepted answer, which cannot be
             graded. If False, the filter ``no_accepted_answer`` drops them.
-        plain_fraction: share that is kept of the runs without reflection; runs with a reflection
-            are not affected.
+        plain_fraction: share that is kept of the runs without reflection. Runs with a reflection
+            and runs that corrected their answer are not affected.
         corrected_copies: number of equal records that are written for a run that corrected its
             answer.
         selection: thresholds of further filters.
@@ -69,7 +69,7 @@ class DistillConfig(Bounded):
     judges: JudgesConfig = dataclasses.field(default_factory=JudgesConfig)
 
     def minds(self) -> Minds:
-        """Returns scripted minds with these settings."""
+        """Returns the scripted minds (rules that decide for the agents) with these settings."""
         return scripted_minds(self.mistake_rate, self.unrecovered_rate, self.seed)
 
     def filters(self, count_tokens: Callable[[str], int] | None = None) -> tuple[Filter, ...]:
@@ -99,7 +99,8 @@ async def run_teacher(
         tasks: the tasks. Agents do not see their gold answers.
         tools: maps the name of each tool to the tool.
         config: settings of the teacher.
-        minds: a mind for each agent; None for scripted minds.
+        minds: for each agent its mind, the function that decides its next message; None for
+            scripted minds.
         journal: journal of finished runs, to which new runs are appended. A task whose run the
             journal contains is not solved again. None to store no runs.
         on_done: function to call whenever a new run ends, with the number of finished runs.
@@ -147,12 +148,12 @@ _KEPT = ("hops", "kind", "trace")
 
 
 def as_run(task: Task, log: MessageLog, record: DistilledRecord | None = None) -> Run:
-    """Converts a run to a trajectory under the protocol of its task, and grades it.
+    """Converts a run of the teacher to a trajectory of its task's protocol, and grades it.
 
     Args:
         task: the task. If the task has no accepted answer, the run gets no grade.
         log: messages of the run.
-        record: trajectory of the run; None if the function should convert ``log``.
+        record: trajectory of the run; None to convert ``log``.
     """
     if record is None:
         metadata = {key: value for key, value in task.metadata.items() if key in _KEPT}
@@ -269,7 +270,8 @@ def evaluate_teacher(
         tools: maps the name of each tool to the tool.
         config: settings of the teacher.
         count_tokens: function that counts the tokens of a text; None to count no tokens.
-        minds: a mind for each agent; None for scripted minds.
+        minds: for each agent its mind, the function that decides its next message; None for
+            scripted minds.
 
     Returns:
         Statistics of the runs, see `teacher_block`.

@@ -24,7 +24,7 @@ _ROLES = {
 
 
 def log_of(record: DistilledRecord) -> MessageLog:
-    """Returns the messages of a run from which `convert` would create the same tags as in a record.
+    """Reconstructs the messages of a run from its record; the inverse of `convert` as to tags.
 
     Thoughts in the record, and text outside tags, become the thought of the next message.
     """

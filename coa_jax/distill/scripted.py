@@ -96,7 +96,7 @@ def _after_reflection(slips: Slips, view: AgentView, state: Progress) -> Action:
 
 
 def manage(slips: Slips, view: AgentView) -> Action:
-    """Returns the next message of the manager.
+    """Decides the next message of the manager, the agent that directs the others.
 
     The manager first asks for a plan, then for each step in order. It then suggests an answer, has
     the answer verified, and finally gives it. If the result of a step is not as expected, the
@@ -130,7 +130,10 @@ def manage(slips: Slips, view: AgentView) -> Action:
 
 
 def plan(slips: Slips, view: AgentView) -> Action:
-    """Returns the plan: the remaining steps, one per line; "#k" stands for the answer of step k."""
+    """Decides the message of the planner: the remaining steps, one per line.
+
+    In the plan, "#k" stands for the answer of step k.
+    """
     state = _state(view)
     if state.complete:
         count = len(state.steps)
@@ -146,7 +149,7 @@ def _report(view: AgentView, state: Progress) -> Action:
 
 
 def search(slips: Slips, view: AgentView) -> Action:
-    """Returns the search agent's next message: a query for the current step, or a report.
+    """Decides the next message of the search agent: a query for the current step, or a report.
 
     On the web, the agent opens the search result that fits the step before it reports what the page
     says.
@@ -166,7 +169,7 @@ def search(slips: Slips, view: AgentView) -> Action:
 
 
 def code(slips: Slips, view: AgentView) -> Action:
-    """Returns the code agent's next message: a program for the step, or a report of its output."""
+    """Decides the next message of the code agent: a program, or a report of its output."""
     state = _state(view)
     if view.last.kind is Kind.OBSERVATION:
         return _report(view, state)
@@ -178,7 +181,7 @@ def code(slips: Slips, view: AgentView) -> Action:
 
 
 def reflect(slips: Slips, view: AgentView) -> Action:
-    """Returns the reflection, which grades the last call by its result.
+    """Decides the message of the reflection agent, which grades the last call by its result.
 
     The grade is Poor, which requires a new plan, if the call did not ask what the step asks. The
     grade is Fair if the call was vague, failed or found nothing. In all other cases it is Good.
@@ -206,7 +209,10 @@ def reflect(slips: Slips, view: AgentView) -> Action:
 
 
 def verify(slips: Slips, view: AgentView) -> Action:
-    """Returns the verdict on whether the suggested answer agrees with the results of the steps."""
+    """Decides the message of the verification agent: whether the results support the answer.
+
+    The message is a verdict on the suggested answer.
+    """
     state, suggested = _state(view), view.last.content
     right = state.answers[-1]
     verb = "printed" if steps.tool_for(state.steps[-1]) == "code" else "states"
@@ -228,7 +234,9 @@ def _digits(text: str) -> list[str]:
 def scripted_minds(
     mistake_rate: float = 0.0, unrecovered_rate: float = 0.0, seed: int = 0
 ) -> Minds:
-    """Returns a scripted mind for every agent.
+    """Returns the minds of a team whose agents all follow scripted rules.
+
+    The mind of an agent is the function that decides the agent's next message.
 
     Args:
         mistake_rate: probability that a mind makes a deliberate mistake when it decides.

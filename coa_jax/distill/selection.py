@@ -140,7 +140,12 @@ def further_filters(
 
 
 def set_filters(config: SelectionConfig, seed: int) -> tuple[SetFilter, ...]:
-    """Returns those enabled filters that compare runs with each other."""
+    """Returns the enabled filters that compare runs with each other.
+
+    Args:
+        config: the thresholds.
+        seed: seed of hash functions and random choices.
+    """
     own = [each for each in _own(config) if isinstance(each, SetFilter)]
     if not (threshold := config.near_duplicate):
         return tuple(own)

@@ -39,11 +39,20 @@ class Slips:
     seed: int = 0
 
     def happens(self, episode: str, decision: str) -> bool:
-        """Returns whether a decision of a run goes wrong."""
+        """Returns whether a decision of a run becomes a deliberate mistake.
+
+        Args:
+            episode: id of the run.
+            decision: name of the decision.
+        """
         return uniform(self.seed, episode, decision) < self.rate
 
     def stays_unseen(self, episode: str) -> bool:
-        """Returns whether the double check of a run overlooks a wrong suggested answer."""
+        """Returns whether, in a run, the double check overlooks a wrong suggested answer.
+
+        Args:
+            episode: id of the run.
+        """
         return uniform(self.seed, episode, "overlook") < self.unrecovered_rate
 
     def choose(self, episode: str, decision: str, options: Sequence[str]) -> str:

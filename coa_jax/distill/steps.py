@@ -30,7 +30,7 @@ _NUMBER = re.compile(r"-?\d+(?:\.\d+)?(?:e[+-]?\d+)?")
 
 @functools.lru_cache(maxsize=4096)
 def steps_of(question: str) -> tuple[AnyStep, ...] | None:
-    """Returns the steps that lead to the answer of a question; None if its wording is not known."""
+    """Parses a question into the steps that lead to its answer; None if not understood."""
     if program := grammar.understand(question) or understand_people(question):
         return program.steps
     expression = read_expression(question)
@@ -39,7 +39,7 @@ def steps_of(question: str) -> tuple[AnyStep, ...] | None:
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """The progress of a run.
+    """How far a scripted run has come: the steps of its question, and the answers so far.
 
     Attributes:
         steps: all steps of the question.
@@ -69,12 +69,17 @@ class Progress:
 
     @property
     def step(self) -> AnyStep:
-        """The current step, in which references are replaced by earlier answers."""
+        """The current step, in which references to earlier steps are replaced by their answers."""
         return bound(self.steps[len(self.answers)], self.answers)
 
 
 def bound(step: AnyStep, answers: Sequence[str]) -> AnyStep:
-    """Replaces references in a step by the answers of earlier steps."""
+    """Returns a step in which references to earlier steps are replaced by their answers.
+
+    Args:
+        step: the step.
+        answers: answers of all earlier steps, as text.
+    """
     return step if isinstance(step, Expression) else grammar.bind(step, answers)
 
 
@@ -84,7 +89,12 @@ def wording(step: AnyStep) -> str:
 
 
 def operands(step: grammar.Computed, answers: Sequence[str]) -> str:
-    """Describes a computed step with its operands, for example ``1,200 + 300``."""
+    """Describes the calculation of a step with its numbers, for example ``1,200 + 300``.
+
+    Args:
+        step: a step that computes.
+        answers: answers of all earlier steps, as text.
+    """
     if isinstance(step, grammar.Count):
         return f"count {answers[step.items.step]}"
     if isinstance(step, grammar.Comparison):
@@ -96,12 +106,16 @@ def operands(step: grammar.Computed, answers: Sequence[str]) -> str:
 
 
 def tool_for(step: AnyStep) -> str:
-    """Returns the name of the agent that carries out a step, ``code`` or ``search``."""
+    """Returns the agent that carries out a step: ``code`` for computations, else ``search``."""
     return "code" if isinstance(step, grammar.Computed | Expression) else "search"
 
 
 def queries(step: AnyStep) -> tuple[str, ...]:
-    """Returns search queries for a step without references to other steps, the best query first."""
+    """Returns search queries that may find the answer of a step, the best query first.
+
+    Args:
+        step: a step without references to other steps.
+    """
     assert isinstance(step, _Search)
     if isinstance(step, grammar.Inverse):
         noun = RELATIONS[step.relation].noun
@@ -113,7 +127,12 @@ def queries(step: AnyStep) -> tuple[str, ...]:
 
 
 def programs(step: AnyStep, answers: Sequence[str]) -> tuple[str, ...]:
-    """Returns Python programs for a step, the best program first."""
+    """Returns Python programs that compute the answer of a step, the best program first.
+
+    Args:
+        step: the step.
+        answers: answers of all earlier steps, as text.
+    """
     if isinstance(step, Expression):
         setup = f"{step.setup}\n" if step.setup else ""
         source = f"{setup}print({step.source})"
@@ -130,7 +149,10 @@ def number_of(text: str) -> float | None:
 
 
 def printed(observation: str) -> str | None:
-    """Returns the only line that a program printed; None unless it printed exactly one line."""
+    """Returns the line that a program printed, from its observation.
+
+    The result is None unless the program printed exactly one line.
+    """
     lines = observation.removeprefix("[EXECUTED]").strip().split("\n")
     return lines[0].strip() if len(lines) == 1 else None
 

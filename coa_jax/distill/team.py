@@ -17,7 +17,7 @@ from coa_jax.tools.base import Tool, ToolContext, call
 
 
 def tools_of(role: str, tools: Iterable[str]) -> tuple[str, ...]:
-    """Returns those tools of the team that a given agent has."""
+    """Returns those of the team's tools that the agent ``role`` may call."""
     return tuple(name for name in tools if agent_of(name) == role)
 
 
@@ -35,7 +35,7 @@ async def solve(
         question: the question. The team knows nothing else about the task.
         protocol: name of the protocol that the manager follows.
         episode: id of the run, from which scripted minds derive their random choices.
-        minds: a mind for each agent.
+        minds: for each agent its mind, the function that decides its next message.
         tools: maps the name of each tool to the tool.
         max_messages: number of messages after which the run ends without an answer.
 

@@ -82,7 +82,13 @@ class Converted:
     refused: Counter[str] = dataclasses.field(default_factory=Counter)
 
     def refuse(self, path: str, line: int, reason: str) -> None:
-        """Notes that a run could not be converted."""
+        """Records that a run could not be read or converted.
+
+        Args:
+            path: file of the run.
+            line: line number of its record.
+            reason: why the run cannot be used.
+        """
         self.refusals.append({"path": path, "line": line, "reason": reason})
         # Parts that are specific to one run are removed, to count equal reasons.
         self.refused[re.sub(r"'[^']*'|\d+", "*", reason.partition("; ")[0])[:100]] += 1

@@ -33,7 +33,9 @@ class SamplingParams(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class EngineConfig(Bounded):
-    """Settings of an engine, such as the static shapes of its compiled programs.
+    """Settings of an engine, which decodes sequences in a fixed number of slots.
+
+    A slot is the space for one sequence in the KV cache.
 
     The programs are compiled anew for each distinct configuration.
 
@@ -119,7 +121,14 @@ class EngineConfig(Bounded):
         return max(1, min(cores, self.slots // 16))
 
     def share(self, engines: int) -> EngineConfig:
-        """Returns the configuration of each engine if several engines share slots and pages."""
+        """Returns the settings of each engine if several engines divide slots and pages equally.
+
+        The number of slots is rounded up. The number of pages is rounded down, but is at least 1 if
+        there is a pool.
+
+        Args:
+            engines: number of engines.
+        """
         slots = -(-self.slots // engines)
         # At least one page, because 0 would mean that every slot has its own pages.
         pages = self.pages and max(1, self.pages // engines)
@@ -127,12 +136,12 @@ class EngineConfig(Bounded):
 
     @property
     def pages_per_slot(self) -> int:
-        """Number of pages that the longest sequence needs."""
+        """Number of cache pages that a sequence of ``max_length`` tokens needs."""
         return -(-self.max_length // self.page_size)
 
     @property
     def num_pages(self) -> int:
-        """Number of pages of the cache."""
+        """Number of pages in the KV cache: ``pages``, or, if 0, the pages of all slots."""
         return self.pages or self.slots * self.pages_per_slot
 
     @property

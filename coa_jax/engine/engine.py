@@ -22,11 +22,13 @@ from coa_jax.parallel.turns import in_turn
 
 
 class Engine:
-    """Decodes sequences in a fixed number of slots.
+    """Decodes sequences in a fixed number of slots, on one device or on a group of devices.
 
-    The cache stays on the device; the host keeps the length and the newest token of every sequence.
-    The caller decides which sequence runs in which slot, so methods about a sequence take the
-    number of its slot. `meter` holds times and counts.
+    A slot is the space for one sequence. The KV cache stays on the device; the host keeps the
+    length and the newest token of every sequence. The caller decides which sequence runs in which
+    slot, so methods about a sequence take the number of its slot. To generate text: reserve a slot,
+    `extend` or `fork` the prompt into the cache, `start`, and call `decode` until the slot is
+    inactive. `meter` holds times and counts.
     """
 
     def __init__(
@@ -129,7 +131,7 @@ class Engine:
         self.restart()
 
     def restart(self) -> None:
-        """Sets the figures of `meter` to zero; all slots must be free."""
+        """Sets the times and counts in `meter` to zero; all slots must be free."""
         self.meter = Meter()
 
     def reserve(
@@ -193,7 +195,10 @@ class Engine:
         state.top_p[slot], state.top_k[slot] = sampling.top_p, sampling.top_k
 
     def set_active(self, slot: int, active: bool) -> None:
-        """Resumes decoding in a slot, or pauses decoding, for example while a tool runs."""
+        """Resumes (``active`` True) or pauses decoding in a slot, for example while a tool runs.
+
+        A paused slot keeps its sequence and its cache.
+        """
         self._state.active[slot] = active
         if not self.any_active:
             self.meter.rest()
@@ -221,7 +226,11 @@ class Engine:
         self.length[slot], self._state.token[slot] = length, last_token
 
     def observe(self, slot: int) -> None:
-        """Moves a slot's constraint, if there is one, to the state after an observation."""
+        """Tells the constraint of a slot that an observation (text of a tool) has been appended.
+
+        The policy may then write again, from the constraint's state after an observation. Without a
+        constraint, the method does nothing.
+        """
         if self.constraint is not None:
             rule = self._state.rule
             rule[slot] = self.constraint.observed[rule[slot]]
@@ -342,7 +351,7 @@ class Engine:
         return chunk
 
     def lower_decode(self) -> jax.stages.Lowered:
-        """Lowers the largest decoding program for inspection, without compiling it."""
+        """Lowers the largest decoding program to XLA, for inspection; does not compile it."""
         arguments, static = self._decode_arguments(np.zeros(0, np.int32), self.config.row_sizes[-1])
         return programs.decode_chunk.lower(*arguments, **static)
 
@@ -393,7 +402,7 @@ class Engine:
 
     @property
     def any_active(self) -> bool:
-        """Whether any slot is decoding."""
+        """Whether a sequence is being decoded in any slot."""
         return bool(self._state.active.any())
 
 

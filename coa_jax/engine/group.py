@@ -60,14 +60,16 @@ def make_engines(
 
 
 def copies(engines: Sequence[Engine]) -> list[DecodeParams]:
-    """Returns the parameters of engines from `make_engines`, one copy per device group."""
+    """Returns the parameters that engines from `make_engines` use, one copy per device group."""
     return list({id(engine.params): engine.params for engine in engines}.values())
 
 
 def take_copies(engines: Sequence[Engine], parts: Sequence[DecodeParams]) -> None:
-    """Gives parameters, one copy per device group, to engines from `make_engines`.
+    """Replaces the parameters of engines from `make_engines`, given one copy per device group.
 
-    The copies must come from `copies`, `new_copies` or `layout.publish`.
+    Args:
+        engines: engines from `make_engines`.
+        parts: copies from `copies`, `new_copies` or `layout.publish`, in the order of the groups.
     """
     count, rest = divmod(len(engines), len(parts))
     if rest:
@@ -136,7 +138,10 @@ def give_back(engines: Sequence[Engine]) -> None:
 
 
 def apart(engines: Sequence[Engine], params: Params) -> bool:
-    """Returns whether the engines run on devices other than those of the training parameters."""
+    """Returns whether the engines decode on other devices than those that hold ``params``.
+
+    ``params`` are the training parameters.
+    """
     decoding, training = (jax.tree.leaves(x)[0].sharding for x in (engines[0].params, params))
     return not decoding.device_set & training.device_set
 

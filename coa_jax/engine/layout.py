@@ -135,7 +135,10 @@ def group_axes(processes: np.ndarray, tensor: int) -> tuple[tuple[int, ...], tup
 
 
 def groups_of(mesh: Mesh, tensor: int) -> np.ndarray:
-    """Returns the device groups of a `decode_mesh` as an array of devices ``[groups, tensor]``."""
+    """Returns the devices of a `decode_mesh` as an array ``[groups, tensor]``, one row per group.
+
+    ``tensor`` is the number of devices in a group.
+    """
     last = [mesh.axis_names.index(name) for name in _split_axes(mesh)]
     first = [i for i in range(mesh.devices.ndim) if i not in last]
     return mesh.devices.transpose(*first, *last).reshape(-1, tensor)
@@ -201,7 +204,16 @@ def move(
 
 
 def places_of(model: ModelConfig, mesh: Mesh) -> list[Sharding | DecodeParams]:
-    """Returns the sharding of each device group of this process in a `rollout_mesh`, for `move`."""
+    """Returns the sharding of the engines' parameters on each device group of this process.
+
+    Args:
+        model: the architecture.
+        mesh: mesh of the reserved devices, from `rollout_mesh`.
+
+    Returns:
+        One entry per group, as `move` expects: a single sharding for a group of one device, else a
+            tree of shardings.
+    """
     return [
         decode_shardings(model, _group_mesh(group))
         if group.size > 1
@@ -212,12 +224,15 @@ def places_of(model: ModelConfig, mesh: Mesh) -> list[Sharding | DecodeParams]:
 
 
 def cut(everywhere: DecodeParams, model: ModelConfig) -> list[DecodeParams]:
-    """Returns the parameters of each device group of this process, as views of one tree.
+    """Splits a tree with the copies of all device groups into one tree per group, without copying.
 
     Args:
         everywhere: the copies of all device groups in one tree, on one device or on a
             `decode_mesh`.
         model: the architecture.
+
+    Returns:
+        The parameters of each device group of this process.
     """
     mesh = mesh_of(everywhere)
     if mesh is None:
@@ -290,7 +305,7 @@ def _part(array: jax.Array, place: NamedSharding) -> jax.Array:
 
 
 def replicated(params: DecodeParams) -> Sharding:
-    """Returns the sharding that replicates an array on all devices on which parameters lie."""
+    """Returns the sharding that replicates an array on all devices that hold ``params``."""
     mesh = mesh_of(params)
     if mesh is None:
         (device,) = jax.tree.leaves(params)[0].devices()
@@ -401,7 +416,7 @@ def _new_pages(model: ModelConfig, config: EngineConfig, compute: Compute) -> An
 
 
 def mesh_of(params: Params | DecodeParams) -> Mesh | None:
-    """Returns the mesh over which parameters are sharded; None if they lie on one device."""
+    """Returns the mesh over which parameters are sharded; None if they are on one device."""
     placed = jax.tree.leaves(params)[0].sharding
     if not isinstance(placed, NamedSharding) or placed.num_devices == 1:
         return None

@@ -39,12 +39,12 @@ class Memory:
 
     @property
     def cache(self) -> int:
-        """Number of bytes of all keys and values."""
+        """Number of bytes of all keys and values on one device."""
         return self.page * self.pages
 
     @property
     def total(self) -> int:
-        """Number of bytes of parameters, cache and scratch together."""
+        """Number of bytes of parameters, cache and scratch memory together, on one device."""
         return self.parameters + self.cache + self.scratch
 
     def __str__(self) -> str:
@@ -136,7 +136,12 @@ def fitted(
 
 
 def chosen(asked: EngineConfig, fit: EngineConfig) -> str:
-    """Describes in words how `fitted` changed a configuration."""
+    """Describes, for a log line, the slots, positions and tokens per chunk that `fitted` chose.
+
+    Args:
+        asked: the settings before `fitted`.
+        fit: the settings that `fitted` returned.
+    """
     names = {"slots": "slots", "max_length": "positions", "chunk": "tokens a chunk"}
     parts = []
     for name, what in names.items():
@@ -290,7 +295,7 @@ def check_memory(
 
 
 def size(count: float) -> str:
-    """Formats a number of bytes for people, with decimal units such as MB."""
+    """Formats a number of bytes as text with a decimal unit, such as ``1.5 GB``."""
     units = ("B", "kB", "MB", "GB", "TB")
     power = min(int(math.log10(max(count, 1))) // 3, len(units) - 1)
     return f"{count / 1000**power:.3g} {units[power]}"

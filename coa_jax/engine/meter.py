@@ -33,12 +33,20 @@ class Meter:
     _idle_since: float | None = None
 
     def rest(self) -> None:
-        """Begins idle time, which ends at the next `clock`."""
+        """Marks the beginning of idle time, because no slot is active.
+
+        The idle time ends at the next `clock`, and is added to ``idle_s``.
+        """
         if self._idle_since is None:
             self._idle_since = time.perf_counter()
 
     def count_chunk(self, rows: int, tokens: Any) -> None:
-        """Counts a chunk of a program with ``rows`` rows and new tokens ``[slots]``."""
+        """Adds one call of a decoding program to the counts.
+
+        Args:
+            rows: number of rows of the program.
+            tokens: number of new tokens of each slot, int ``[slots]``.
+        """
         steps = int(tokens.max(initial=0))
         self.decode_steps += steps
         self.row_steps += rows * steps
@@ -46,7 +54,11 @@ class Meter:
 
     @contextlib.contextmanager
     def clock(self, name: str) -> Iterator[None]:
-        """Adds the duration of the body of a ``with`` statement to the field ``name``."""
+        """Returns a context manager that adds the time of its block to a field of this meter.
+
+        Args:
+            name: name of the field, such as ``decode_s``.
+        """
         began = time.perf_counter()
         if self._idle_since is not None:
             self.idle_s += began - self._idle_since

@@ -38,7 +38,7 @@ class PageTable:
             self._free = []
 
     def covers(self, slot: int, positions: int) -> bool:
-        """Returns whether a slot has pages for this number of positions."""
+        """Returns whether the pages of a slot have room for ``positions`` tokens."""
         return int(self._held[slot]) * self.page_size >= positions
 
     def reserve(
@@ -81,14 +81,17 @@ class PageTable:
         return True
 
     def release(self, slot: int) -> None:
-        """Frees the pages of a slot; in a contiguous table the slot keeps its pages."""
+        """Frees the pages of a slot whose sequence has ended.
+
+        In a contiguous table, the pages stay with the slot.
+        """
         if not self.contiguous:
             self._drop(self.table[slot, : self._held[slot]])
             self._held[slot] = 0
             self.table[slot] = 0
 
     def copies(self, source: int, target: int, length: int) -> list[tuple[int, int]]:
-        """Returns the pages to copy so that ``target`` begins with the first tokens of ``source``.
+        """Returns the pages to copy so that slot ``target`` gets the first tokens of ``source``.
 
         The last of these tokens need not be copied, because decoding writes its keys and values
         again.

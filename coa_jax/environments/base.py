@@ -41,7 +41,7 @@ class Turn:
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """The response of an environment to an action.
+    """The response of an environment to an action of the policy.
 
     Attributes:
         observation: text that the policy reads next.
@@ -85,7 +85,14 @@ class Environment(Protocol):
         ...
 
     def step(self, turn: Turn) -> Step | Awaitable[Step]:
-        """Responds to an action with a `Step`, or with a tuple (observation, reward, done)."""
+        """Responds to an action of the policy.
+
+        Args:
+            turn: the action.
+
+        Returns:
+            A `Step`, or a tuple (observation, reward, done) with the same meanings.
+        """
         ...
 
     def close(self) -> Awaitable[None] | None:
@@ -120,7 +127,7 @@ _STEP = (
 
 @dataclasses.dataclass(frozen=True)
 class EnvironmentConfig(Extension):
-    """The environment of a run.
+    """Settings of the environment of a run, which responds to the policy in addition to the tools.
 
     Attributes:
         path: an environment, given as ``package.module:name`` or as a short name; "" for no
@@ -143,7 +150,9 @@ class EnvironmentConfig(Extension):
 
 
 def tags_of(config: EnvironmentConfig) -> dict[str, str]:
-    """Returns the description of each tag of an environment, by tag; {} if there are no tags.
+    """Returns the tags by which the policy acts in an environment, with their descriptions.
+
+    The result maps each tag to its description; {} if each whole turn is an action.
 
     Raises:
         UserError: the environment does not exist, or its attribute ``tools`` is invalid.

@@ -63,7 +63,7 @@ class ServerError(Exception):
 
 
 class OpenEnv:
-    """An environment whose episode runs in a session of an OpenEnv server."""
+    """An environment on an OpenEnv server; each trajectory has a session of its own."""
 
     def __init__(
         self,
@@ -107,7 +107,11 @@ class OpenEnv:
         self._seen: Mapping[str, Any] = {}
 
     def reset(self, task: Task) -> str:
-        """Opens a session; returns the first observation, with instructions on how to act."""
+        """Opens a session on the server, and starts an episode.
+
+        Returns:
+            The first observation as text, with instructions on how to act.
+        """
         schema = self._schema()
         data = self._open({**self._arguments, **task.metadata.get("reset", {})})
         tools = ()

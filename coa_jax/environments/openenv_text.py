@@ -23,7 +23,7 @@ class UnreadableError(Exception):
 
 @dataclasses.dataclass(frozen=True)
 class Actions:
-    """Converts turns of the policy to actions of an environment.
+    """Converts the text of the policy's turns to actions of an OpenEnv environment.
 
     Attributes:
         field: name of the field that receives the text of a turn; "" if a turn must be a JSON
@@ -75,7 +75,10 @@ class Actions:
         return cls(field, kinds)
 
     def told(self) -> str:
-        """Returns instructions for the policy on how to act; "" if every text is a valid action."""
+        """Returns instructions for the policy on how to write an action.
+
+        The result is "" if every text is a valid action.
+        """
         if self.tools:
             about = 'Each turn calls one tool by a JSON object {"name": ..., "arguments": {...}}.'
             described = (
@@ -172,10 +175,10 @@ def _value(text: str, kind: Mapping[str, Any], field: str) -> Any:
 def read_observation(
     found: Mapping[str, Any], fields: Sequence[str], before: Mapping[str, Any]
 ) -> str:
-    """Converts an observation to text.
+    """Converts an observation of an OpenEnv server to the text that the policy reads.
 
-    If there is only one field, the text is its value; if there are several, each value follows the
-    name of its field.
+    If there is only one field to show, the text is its value; if there are several, each value
+    follows the name of its field.
 
     Some games repeat their rules, or the whole game so far, in each observation. Two rules
     therefore shorten long texts: if the text of a field begins with the text that the same field

@@ -67,7 +67,7 @@ class ToolLoop:
 
     @property
     def holds(self) -> bool:
-        """Whether there are resources that `close` must release."""
+        """Whether the environment has resources, such as begun tools, that `close` must release."""
         return bool(self._begun)
 
     async def reset(self, context: ToolContext) -> Observation:
@@ -137,7 +137,9 @@ class Environments:
         self._warned: set[str] = set()
 
     def opener(self, task: Task, seed: int, prompt_id: int, samples: Sequence[int]) -> Opener:
-        """Returns a function that creates the sessions of samples of the same task.
+        """Returns a function that creates the environment of each sample of a task.
+
+        The function takes the index of a sample and the tools, and returns a `Session`.
 
         Args:
             task: the task.
@@ -152,7 +154,7 @@ class Environments:
         return lambda sample, tools: Session(self, {**offered, "sample": sample}, tools)
 
     def warn(self, what: str, observation: Observation, masks: bool = True) -> None:
-        """Logs a failed call of an environment; of failures of the same kind, only the first.
+        """Logs a warning about a failed call of an environment, once for each kind of failure.
 
         Args:
             what: name of the failed method, ``reset``, ``step`` or ``close``.
@@ -196,7 +198,10 @@ def graded_by_environment(config: EnvironmentConfig, tasks: Sequence[Task]) -> l
 
 
 class Session(ToolLoop):
-    """The environment of one trajectory, combined with the tools of the run."""
+    """The environment of one trajectory, which limits the time of its calls and catches errors.
+
+    Tags that do not belong to the environment are answered by the tools of the run.
+    """
 
     holds = True
 
@@ -246,7 +251,10 @@ class Session(ToolLoop):
         return await self._guarded("reset", begin, context)
 
     async def act(self, name: str, arguments: str, context: ToolContext) -> Observation:
-        """Responds to an action with an observation, like `ToolLoop.act`.
+        """Responds to an action with an observation.
+
+        Args:
+            name, arguments, context: arguments of `ToolLoop.act`.
 
         Raises:
             UserError: the environment's ``step`` returned something other than a step, or the
@@ -268,7 +276,7 @@ class Session(ToolLoop):
         return await self._guarded("step", step, context)
 
     async def close(self) -> None:
-        """Closes the environment and ends the trajectory, like `ToolLoop.close`."""
+        """Closes the environment and the tools of the trajectory, like `ToolLoop.close`."""
         await super().close()
         seconds = min(self._all.config.deadline_s, CLOSE_S)
 

@@ -53,7 +53,7 @@ def load(split: str, n: int | None, seed: int, games: str = "GuessTheNumber-v0")
 
 
 class TextArena:
-    """The environment of one player of a game."""
+    """The environment of one player of a game: an `environments.base.Environment`."""
 
     together = True  # the samples of a task play with each other
 
@@ -111,11 +111,14 @@ class TextArena:
         self._random = random.Random(f"{seed} {sample}")
 
     def reset(self, task: Task) -> list[tuple[str, str]]:
-        """Waits for the player's first turn, and returns the messages to the player so far."""
+        """Waits for the player's first turn, and returns the prompt as pairs (role, text).
+
+        The messages contain what the game has said to the player so far.
+        """
         return [("user", self._await().observation)]
 
     def step(self, turn: Turn) -> Step:
-        """Makes a move, and waits until it is the player's turn again or the game is over."""
+        """Makes a move, and waits until the player's next turn or the end of the game."""
         text = turn.text if "[" in turn.text else f"[{turn.text.strip()}]"
         self._game.move(self._seat, text)
         return self._await()
@@ -229,6 +232,13 @@ def _fits(name: str, players: int, seed: int) -> bool:
 
 
 def random_move(told: str, draw: random.Random) -> str:
-    """Returns a random move of those the game showed last, or a number from 0 to 8 if none."""
+    """Returns a random move, for a random opponent.
+
+    Args:
+        told: text of the game to the player. The move is one of the moves in brackets in its last
+            line, or else in the whole text. Without such a move, it is a number from 0 to 8 in
+            brackets.
+        draw: generator of random numbers.
+    """
     shown = _MOVE.findall(told.rstrip().rpartition("\n")[2]) or _MOVE.findall(told)
     return draw.choice(shown) if shown else f"[{draw.randint(0, 8)}]"

@@ -20,7 +20,7 @@ from coa_jax.storage import shown
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.evaluate``."""
     config_flag("configs/evaluate/factbook.py")
     workdir_flag("where the results are written")
     flags.DEFINE_bool("fresh", False, "delete the existing samples of the stage")
@@ -28,7 +28,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Entry point."""
+    """Runs ``python -m coa_jax.evaluate``: evaluates a policy; returns the exit code."""
     values = flags.FLAGS
     if values.check != "false":
         return check("evaluate")

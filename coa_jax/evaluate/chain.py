@@ -15,7 +15,7 @@ from coa_jax.trajectory import Author, SegmentSpan, StopReason, ToolCall, Trajec
 
 
 class Chain:
-    """The assistant message of a sample: the policy's text and the observations, in order.
+    """The assistant message of a running sample: the policy's text and the observations.
 
     Only the policy's text is parsed. Therefore the text of a tool can neither open nor close a tag,
     and cannot count as the answer. Token ids are unknown, so every span begins and ends at token
@@ -36,7 +36,9 @@ class Chain:
         self._stops = re.compile(f"({'|'.join(map(re.escape, protocol.stops))})")
 
     def missing_stop(self, text: str) -> str | None:
-        """Returns the closing tag that a text of the policy lacks.
+        """Returns the closing tag that a server has left out at the end of the policy's text.
+
+        Servers do not return the stop string, that is, the closing tag at which the policy stopped.
 
         The result is None if the text ends outside the tags of tool calls and of the answer.
         """
@@ -71,7 +73,12 @@ class Chain:
         return None
 
     def observe(self, text: str, call: ToolCall) -> None:
-        """Appends the observation of a tool call, with the tags that the policy reads around it."""
+        """Appends the observation of a tool call, with the tags around it.
+
+        Args:
+            text: text of the observation.
+            call: record of the tool call.
+        """
         self.text += text
         self.calls.append(call)
         role = self.protocol.observation
@@ -122,7 +129,7 @@ def text_trajectory(
     tool_calls: tuple[ToolCall, ...] = (),
     metadata: Mapping[str, Any] | None = None,
 ) -> Trajectory:
-    """Returns a trajectory without token ids and without a reward.
+    """Creates the trajectory of a sample whose token ids are unknown; it has no reward.
 
     Args:
         task: the task; its tests of programs are left out.

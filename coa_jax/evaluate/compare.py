@@ -71,7 +71,10 @@ class Comparison:
 
 
 def rates(outcome: Mapping[str, Any]) -> dict[str, fractions.Fraction]:
-    """Returns for each task id the share of graded samples that are right, as an exact fraction."""
+    """Returns the share of right answers of each task in a result file, by task id.
+
+    The share is an exact fraction of the task's graded samples.
+    """
     found = {}
     for task in outcome["tasks"]:
         values = [s["value"] for s in task["samples"] if s["value"] is not None]
@@ -82,7 +85,7 @@ def rates(outcome: Mapping[str, Any]) -> dict[str, fractions.Fraction]:
 
 
 def compare(a: Mapping[str, Any], b: Mapping[str, Any]) -> Comparison:
-    """Compares the contents of two result files, A and B.
+    """Compares two evaluations of the same tasks, given the contents of their result files.
 
     Raises:
         UserError: no task has graded samples in both files.
@@ -213,7 +216,10 @@ def text(a: Mapping[str, Any], b: Mapping[str, Any], found: Comparison) -> str:
 
 
 def differing(a: Mapping[str, Any], b: Mapping[str, Any]) -> list[str]:
-    """Returns the names of settings, other than the policy, in which two result files differ."""
+    """Returns the names of the settings in which two result files differ, except the policy.
+
+    If such settings differ, the comparison does not compare the policies alone.
+    """
     mine, other = _measured_with(a), _measured_with(b)
     return [key for key in mine if mine[key] != other[key]]
 

@@ -70,7 +70,7 @@ class PolicyEndpoint(ServedModel):
 
     @property
     def chat(self) -> ChatConfig:
-        """The endpoint as a `ChatConfig`, for a check whether its server answers."""
+        """The endpoint as a `ChatConfig`, for a check whether the server answers."""
         return ChatConfig(self.url, self.model, self.key_env)
 
 

@@ -29,7 +29,7 @@ _OWN_WORDS = frozenset({"code"})
 
 @dataclasses.dataclass(frozen=True)
 class Exposure:
-    """A check for addresses and texts that samples of a benchmark should not see.
+    """Counts signs that samples of a benchmark found the answers in a copy of the benchmark.
 
     Attributes:
         guard: decides which addresses are blocked.
@@ -40,14 +40,17 @@ class Exposure:
     questions: Contamination
 
     def blocked(self, trajectory: Trajectory) -> int:
-        """Counts the calls that contain a blocked address."""
+        """Returns the number of a trajectory's tool calls that contain a blocked address."""
         return sum(
             any(self._blocks(url) for url in _URL.findall(call.arguments))
             for call in trajectory.tool_calls
         )
 
     def shown(self, trajectory: Trajectory) -> int:
-        """Counts the observations that contain at least half of the word 8-grams of a question."""
+        """Returns how many observations of a trajectory contain a question of the benchmark.
+
+        An observation contains a question if it has at least half of the question's word 8-grams.
+        """
         return sum(
             self.questions.in_text(call.observation)
             for call in trajectory.tool_calls
@@ -62,5 +65,10 @@ class Exposure:
 
 
 def exposure_of(tasks: Sequence[Task], blocked: Sequence[str]) -> Exposure:
-    """Returns a check for the questions of ``tasks``, and for the addresses in ``blocked``."""
+    """Creates the check for the questions of some tasks, and for some addresses.
+
+    Args:
+        tasks: tasks whose questions no observation should contain.
+        blocked: hosts and path prefixes that no call should contain, see `Guard.block`.
+    """
     return Exposure(Guard(block=tuple(blocked)), contamination(tasks, entity_share=0.0))

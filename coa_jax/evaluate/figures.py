@@ -160,7 +160,10 @@ def not_plain(settings: Mapping[str, Any]) -> list[str]:
 
 
 def blocks(outcome: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the entries of ``summary.json`` and of the run's report for a result file."""
+    """Returns what a result file contributes to ``summary.json`` and to the report of the run.
+
+    The result maps the stage to its main figures, and ``STAGE_details`` to further figures.
+    """
     stage, found = outcome["stage"], outcome["figures"]
     by, cost = found["by"], found["costs"]
     return {
@@ -186,7 +189,7 @@ def blocks(outcome: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def table(outcome: Mapping[str, Any]) -> str:
-    """Formats the content of a result file for a terminal."""
+    """Formats the content of a result file as text for a terminal."""
     found = outcome["figures"]
     lines = [_headline(outcome["stage"], found)]
     if outcome["not_plain"]:

@@ -26,7 +26,7 @@ from coa_jax.trajectory import Reward, Trajectory, format_valid
 
 
 def digest(value: Any) -> str:
-    """Returns a short hash of a JSON value."""
+    """Returns a short hash of a JSON value, by which equal values are recognised."""
     text = json.dumps(value, sort_keys=True, ensure_ascii=True)
     return hashlib.blake2b(text.encode(), digest_size=8).hexdigest()
 
@@ -200,11 +200,16 @@ class Journal:
         )
 
     def about(self) -> dict[str, Any]:
-        """Returns the metadata by which a later process recognises trajectories of this stage."""
+        """Returns metadata to store in trajectories, by which a resumed evaluation finds them."""
         return {"stage": self.folder.name, "settings": self._settings}
 
     def add(self, trajectory: Trajectory, exposure: Exposure) -> Sample:
-        """Stores a sample that has just ended; returns its data."""
+        """Stores a sample that has just ended, and returns its data for the results.
+
+        Args:
+            trajectory: trajectory of the sample.
+            exposure: check for copies of the benchmark, see `sample_of`.
+        """
         offset = self._traces.stat().st_size if self._traces.exists() else 0
         key = trajectory.task_id, trajectory.sample_id
         if trajectory.metadata.get("attempt"):
@@ -230,7 +235,13 @@ class Journal:
             self.say(_grade(key), value, gold=self._golds.get(key[0], ""))
 
     def say(self, name: str, value: Any, **more: str) -> None:
-        """Stores a verdict; ``more`` gives additional fields of the verdict's row in the file."""
+        """Stores a verdict about samples, such as the result of a vote.
+
+        Args:
+            name: name of the verdict.
+            value: JSON value of the verdict.
+            more: additional fields of the verdict's row in the file.
+        """
         self.verdicts[name] = value
         row = {"name": name, "grading": self._grading, "value": value, **more}
         files.append(self._verdicts_file, (jsonl.dumps(row) + "\n").encode())

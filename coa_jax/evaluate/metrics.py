@@ -42,7 +42,10 @@ def pass_at_k(samples: int, correct: int, k: int) -> float:
 
 
 def student_t(n: int) -> float:
-    """Returns the two-sided 95 % quantile of Student's t with ``n - 1`` degrees of freedom."""
+    """Returns the factor of the standard error in a 95 % confidence interval of n values.
+
+    This is the two-sided 95 % quantile of Student's t with ``n - 1`` degrees of freedom.
+    """
     return float(special.stdtrit(n - 1, 0.975))
 
 
@@ -73,14 +76,14 @@ def mean_interval(groups: Sequence[Sequence[bool]]) -> tuple[float, float]:
 
 
 def standard_error(rates: Sequence[float]) -> float | None:
-    """Returns the standard error of the mean of the tasks' rates; None for fewer than two tasks."""
+    """Returns the standard error of the mean of the tasks' rates; None for fewer than two."""
     if len(rates) < 2:
         return None
     return float(np.std(rates, ddof=1)) / math.sqrt(len(rates))
 
 
 def mean(values: Sequence[float]) -> float | None:
-    """Returns the mean; None if there are no values."""
+    """Returns the mean of some numbers; None if there are none."""
     return float(np.mean(values)) if len(values) else None
 
 
@@ -105,7 +108,7 @@ def rate(groups: Sequence[Sequence[bool]]) -> dict[str, Any]:
 
 
 def at_k(groups: Sequence[Sequence[bool]]) -> dict[str, dict[str, Any]]:
-    """Returns pass@k for k = 3, for powers of two, and for the maximum number of samples per task.
+    """Returns pass@k for k = 3, powers of two, and the maximum number of samples, by k as text.
 
     The value for each k is the mean over the tasks with at least k graded samples; ``n`` is the
     number of these tasks.

@@ -53,7 +53,7 @@ class Wanted:
 
 
 def attempt_seed(seed: int, attempt: int) -> int:
-    """Returns the seed of an attempt; the first attempt (0) has ``seed``, the evaluation's seed."""
+    """Returns the seed of a repeated attempt at a sample; attempt 0 has the evaluation's seed."""
     if not attempt:
         return seed
     named = hashlib.blake2b(f"{seed}/{attempt}".encode(), digest_size=4)

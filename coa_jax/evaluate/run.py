@@ -127,7 +127,7 @@ class EvaluateConfig(Bounded):
 
     @property
     def sampling(self) -> SamplingParams:
-        """Settings of sampling for the engine."""
+        """Sampling settings (temperature, top_p, top_k) in the form that the engine takes."""
         return SamplingParams(self.temperature, self.top_p, self.top_k)
 
 

@@ -72,7 +72,10 @@ class Sample:
         return self.value == 1.0
 
     def graded(self, reward: Reward | None) -> Sample:
-        """Returns the sample with a grade; the grade of a broken sample is always None."""
+        """Returns a copy of the sample with the grade of a reward.
+
+        The grade of a broken sample, which a fault ended, is always None.
+        """
         value = None if self.broken or reward is None else reward.value
         return dataclasses.replace(self, value=value)
 
@@ -93,31 +96,40 @@ class Sample:
         }
 
     def after(self, earlier: Mapping[str, Any]) -> Sample:
-        """Returns the sample with the costs of its earlier attempts added; see `costs`."""
+        """Returns a copy of the sample to which the costs of its earlier attempts are added.
+
+        Args:
+            earlier: result of `costs` for the earlier attempts.
+        """
         sums = {name: getattr(self, name) + earlier[name] for name in _COSTS if name != "calls"}
         calls = tuple((tool, outcome) for tool, outcome in earlier["calls"])
         return dataclasses.replace(self, **sums, calls=(*calls, *self.calls))
 
     def costs(self) -> dict[str, Any]:
-        """Returns the costs of all attempts of the sample so far, as JSON values by name."""
+        """Returns the costs of the sample by name, such as its tokens, over all attempts so far."""
         return {name: getattr(self, name) for name in _COSTS}
 
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """A task with its finished samples, sorted by number."""
+    """A task with its finished samples.
+
+    Attributes:
+        task: the task.
+        samples: finished samples, sorted by number.
+    """
 
     task: Task
     samples: tuple[Sample, ...]
 
     @property
     def values(self) -> list[float]:
-        """Grades of the graded samples."""
+        """Grades of the graded samples, in the order of the samples."""
         return [sample.value for sample in self.samples if sample.value is not None]
 
     @property
     def solved(self) -> list[bool]:
-        """For each graded sample, whether it is right."""
+        """Whether each graded sample is right, in the order of the samples."""
         return [sample.solved for sample in self.samples if sample.value is not None]
 
 

@@ -87,7 +87,7 @@ class UnsureError(Exception):
 
 
 async def pick(config: PickConfig, trajectories: Sequence[Trajectory]) -> int:
-    """Returns the index of the sample that a model chooses.
+    """Lets a model choose the best sample of a task (best-of-n), and returns its index.
 
     The model sees the samples of each task in another order, so that no sample number is favoured.
     If all answers are equal, the first answer is chosen without the model.
@@ -121,7 +121,7 @@ async def pick(config: PickConfig, trajectories: Sequence[Trajectory]) -> int:
 
 
 def attempt_text(config: PickConfig, trajectory: Trajectory) -> str:
-    """Returns the text of a sample for the model, with its final answer at the end.
+    """Returns the text of a sample as the choosing model reads it, with the answer at the end.
 
     Long observations are truncated, and the middle of a long text is left out.
     """
@@ -155,7 +155,9 @@ def parse_choice(text: str, n: int) -> int | None:
 
 
 async def vote(graders: Graders, task: Task, samples: Sequence[Sample]) -> int | None:
-    """Returns the number of the sample with the most frequent answer.
+    """Takes a majority vote over the samples of a task: returns a sample with the winning answer.
+
+    The result is the number of the first sample with the most frequent answer.
 
     The result is None if no sample has an answer.
 
@@ -237,12 +239,12 @@ def scaling(
 
 
 def vote_name(group: Measured) -> str:
-    """Returns the name under which the journal stores the vote over the samples of a task."""
+    """Returns the name of a task's majority vote, under which the journal stores the result."""
     return f"vote/{group.task.id}/{_numbers(group.samples)}"
 
 
 def pick_name(group: Measured, n: int) -> str:
-    """Returns the name under which the journal stores the model's choice for best-of-n."""
+    """Returns the name of a task's best-of-n choice, under which the journal stores the result."""
     return f"pick/{group.task.id}/{_numbers(group.samples[:n])}"
 
 

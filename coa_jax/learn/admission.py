@@ -4,8 +4,8 @@ A group is the set of samples of one task. A `Ledger` receives the groups that h
 returns the tasks to sample and the groups to train on. A ledger uses no clock, thread or model, so
 processes that report the same events to their ledgers in the same order reach the same decisions.
 
-Step s updates policy version s - 1 to version s.  The age (staleness) of a group at step s is
-s - 1 minus the oldest policy version that sampled one of the group's tokens.
+Step s updates policy version s - 1 to version s. The age (staleness) of a group at step s is s - 1
+minus the oldest policy version that sampled one of the group's tokens.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ class Rules:
 
 @dataclasses.dataclass(frozen=True)
 class Composition:
-    """The groups of samples that a step uses, each identified by the index of its task.
+    """The groups of samples that a step uses. A group is identified by the index of its task.
 
     Attributes:
         step: number of the step, from 1.
@@ -89,7 +89,11 @@ class _Ended(NamedTuple):
 
 
 class Ledger:
-    """Tracks each group from the request for its samples to the step that trains on it.
+    """Decides which tasks are sampled next, and which finished groups form the next step.
+
+    A ledger tracks each group of samples from the request for the samples to the step that trains
+    on the group. `admit` names the tasks to sample, `end` reports a finished group, and `take`
+    composes a step.
 
     Attributes:
         step: number of steps composed so far.
@@ -117,8 +121,7 @@ class Ledger:
 
     @classmethod
     def restore(cls, rules: Rules, state: Mapping[str, Any], pool: Pool | None = None) -> Ledger:
-        """Restores a ledger from the state that was saved with a step.
-
+        """Creates the ledger of a resumed run from the state that was saved with a step.
 
         Tasks whose samples were still unfinished or unused after that step are requested again.
 
@@ -138,7 +141,7 @@ class Ledger:
 
     @property
     def complete(self) -> bool:
-        """Whether all steps of the run have been composed."""
+        """Whether the groups of all steps of the run have been chosen."""
         return self.step >= self.rules.steps
 
     @property
@@ -147,7 +150,14 @@ class Ledger:
         return self.step - self.rules.max_staleness
 
     def is_open(self, index: int) -> bool:
-        """Returns whether a task's group was requested, and was neither used nor given up yet."""
+        """Returns whether the group of a task is in progress.
+
+        The group of a task is in progress from the request for its samples until a step uses the
+        group, or until the task is given up because its groups were too old too often.
+
+        Args:
+            index: index of the task.
+        """
         return index in self._open
 
     def end(self, index: int, signal: bool, oldest: int, score: Sequence[int] = (0, 0)) -> None:
@@ -164,7 +174,7 @@ class Ledger:
             self._ended[index] = _Ended(signal, oldest, (score[0], score[1]))
 
     def late(self, index: int) -> None:
-        """Drops a group that is too old.
+        """Drops the group of a task because the group is older than `Rules.max_staleness` allows.
 
         The task is sampled again, unless its groups have now been dropped `ATTEMPTS` times.
         """
@@ -180,7 +190,11 @@ class Ledger:
             self._given_up += 1
 
     def take(self) -> Composition | None:
-        """Composes and returns the next step; returns None while too few groups have finished."""
+        """Composes the next step from groups that have finished.
+
+        Returns:
+            The groups of the step; None while too few groups have finished.
+        """
         if self.complete:
             return None
         for index, ended in list(self._ended.items()):
@@ -235,7 +249,7 @@ class Ledger:
 
     @property
     def share(self) -> float:
-        """Estimated share of groups with a signal; 1 at the start of a run."""
+        """Estimated share of groups with a signal (different rewards); 1 at the start of a run."""
         found = self._found + sum(ended.signal for ended in self._ended.values())
         return max((found + 1) / (self._looked + len(self._ended) + 1), _LOWEST_SHARE)
 

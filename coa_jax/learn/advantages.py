@@ -86,26 +86,43 @@ def advantages_of(
 
 
 def has_signal(rewards: Sequence[float | None] | np.ndarray) -> bool:
-    """Returns whether the graded rewards of a group differ.
+    """Returns whether the graded rewards of a group differ, so that the group can train the policy.
 
-    If they do not differ, all advantages of the group are zero.
+    If all rewards are equal, all advantages of the group are zero. Samples without a reward (None)
+    are ignored.
     """
     return len({reward for reward in rewards if reward is not None}) > 1
 
 
 def less_mean(rewards: np.ndarray) -> np.ndarray:
-    """Returns ``R - mean(R)``, or 0 if all rewards are equal (Dr. GRPO, arXiv 2503.20783 §3.2)."""
+    """Subtracts the mean reward of a group: ``R - mean(R)`` (Dr. GRPO, arXiv 2503.20783 §3.2).
+
+    Args:
+        rewards: rewards of the samples of one task, float ``[samples]``.
+
+    Returns:
+        Advantages ``[samples]``; exactly 0 if all rewards are equal.
+    """
     # In floating point the mean of equal numbers may differ from them in the last bit.
     return rewards - rewards.mean() if has_signal(rewards) else np.zeros_like(rewards)
 
 
 def standard_scores(rewards: np.ndarray, eps: float = 1e-6) -> np.ndarray:
-    """Returns ``(R - mean(R)) / (std(R) + eps)`` (GRPO, arXiv 2402.03300 §4.1.2)."""
+    """Standardises rewards within a group: ``(R - mean(R)) / (std(R) + eps)``.
+
+    This is the advantage of GRPO (arXiv 2402.03300 §4.1.2).
+
+    Args:
+        rewards: rewards of the samples of one task, float ``[samples]``.
+        eps: number that is added to the standard deviation.
+    """
     return less_mean(rewards) / (rewards.std() + eps)
 
 
 def less_others(rewards: np.ndarray) -> np.ndarray:
-    """Returns each R minus the mean of the other samples, ``(R - mean(R)) n / (n - 1)``.
+    """Subtracts from each reward the mean reward of the other samples of the group.
+
+    For n samples, the result is ``(R - mean(R)) n / (n - 1)``.
 
     This is the advantage of RLOO (arXiv 2402.14740 eq 5).
     """
@@ -114,7 +131,10 @@ def less_others(rewards: np.ndarray) -> np.ndarray:
 
 @marked(whitened=True, alone=True)
 def of_step(rewards: np.ndarray) -> np.ndarray:
-    """Returns R, which `whiten` standardises over the step (REINFORCE++, arXiv 2501.03262)."""
+    """Returns the rewards unchanged, because `whiten` later standardises them over the whole step.
+
+    This is the advantage of REINFORCE++ (arXiv 2501.03262).
+    """
     return rewards
 
 
@@ -129,13 +149,13 @@ def of_step_less_mean(rewards: np.ndarray) -> np.ndarray:
 
 @marked(critic=True, alone=True)
 def of_critic(rewards: np.ndarray) -> np.ndarray:
-    """Returns the rewards R, from which `gae` computes advantages with the values of a critic."""
+    """Returns the rewards unchanged; `gae` later computes advantages with a critic's values."""
     return rewards
 
 
 @marked(alone=True)
 def nothing(rewards: np.ndarray) -> np.ndarray:
-    """Returns 0 for every sample, because only a teacher gives advantages, see `distillation`."""
+    """Returns 0 for every sample; all advantages then come from a teacher, see `distillation`."""
     return np.zeros_like(rewards)
 
 

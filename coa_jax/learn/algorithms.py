@@ -228,22 +228,22 @@ class Algorithm(Bounded):
 
     @functools.cached_property
     def advantage_call(self) -> Bound:
-        """The advantage function, with its options bound."""
+        """The advantage function that the settings name, with its options."""
         return bind(ADVANTAGES, self.advantage, self.advantage_options, "algorithm.advantage")
 
     @functools.cached_property
     def loss_call(self) -> Bound:
-        """The loss function, with its options bound."""
+        """The loss function that the settings name, with its options."""
         return bind(LOSSES, self.loss, self.loss_options, "algorithm.loss")
 
     @property
     def alone(self) -> bool:
-        """Whether a sample's advantage is independent of the other samples of the same task."""
+        """Whether a sample's advantage does not depend on other samples of the same task."""
         return has_mark(self.advantage_call, "alone")
 
     @property
     def needs_critic(self) -> bool:
-        """Whether a critic is trained."""
+        """Whether a critic (value model) is trained beside the policy."""
         return has_mark(self.advantage_call, "critic")
 
     @property
@@ -253,12 +253,12 @@ class Algorithm(Bounded):
 
     @property
     def of_sequence(self) -> bool:
-        """Whether the loss needs one advantage for all tokens of a sequence."""
+        """Whether the loss requires the same advantage for all tokens of a sequence, as in GSPO."""
         return has_mark(self.loss_call, "of_sequence")
 
     @property
     def needs_reference(self) -> bool:
-        """Whether the run keeps its initial policy, for a KL penalty."""
+        """Whether a KL penalty needs the log-probabilities of the run's initial policy."""
         return self.kl_coef > 0
 
     @property
@@ -288,7 +288,7 @@ class Algorithm(Bounded):
 
 
 def marked(**marks: bool) -> Callable[[F], F]:
-    """Returns a decorator that declares properties of an advantage or loss function.
+    """Returns a decorator that declares properties (marks) of an advantage or loss function.
 
     `ADVANTAGES` and `LOSSES` list the properties.
     """
@@ -301,7 +301,12 @@ def marked(**marks: bool) -> Callable[[F], F]:
 
 
 def has_mark(call: Bound, name: str) -> bool:
-    """Returns whether a function carries a mark that `marked` has set."""
+    """Returns whether a function has the property ``name``, which `marked` declares.
+
+    Args:
+        call: advantage or loss function with its options.
+        name: name of the property.
+    """
     return bool(getattr(call.found, name, False))
 
 

@@ -225,7 +225,7 @@ def pack(examples: Sequence[Example], length: int, unfolded: int = 0) -> Batch:
 def unpack(
     batches: Sequence[Batch], examples: Sequence[Example], length: int, unfolded: int = 0
 ) -> list[Example]:
-    """Returns the examples with the advantages and scores that were added to their batches.
+    """Converts packed micro-batches back to examples, with the arrays that were added since.
 
     Args:
         batches: the micro-batches that `pack` and `split_rows` made of the examples, with the
@@ -387,7 +387,7 @@ def _lay_out(row: _Row, batch: Batch) -> None:
 
 
 def empty_batch(rows: int, length: int, unfolded: int = 0) -> Batch:
-    """Creates a batch of padding.
+    """Creates a batch that consists of padding alone; `pack` fills such a batch.
 
     Args:
         rows: number of rows, R.
@@ -405,7 +405,7 @@ def empty_batch(rows: int, length: int, unfolded: int = 0) -> Batch:
 
 
 def split_rows(batch: Batch, rows: int) -> list[Batch]:
-    """Splits a batch into micro-batches of ``rows`` rows each; pads the last micro-batch."""
+    """Splits a batch into micro-batches of ``rows`` rows; fills up the last with padding rows."""
     missing = -batch.tokens.shape[0] % rows
     batch = jax.tree.map(  # zeros are padding
         lambda x: np.concatenate((x, np.zeros((missing, *x.shape[1:]), x.dtype))), batch
@@ -415,7 +415,7 @@ def split_rows(batch: Batch, rows: int) -> list[Batch]:
 
 
 def stack(batches: Sequence[Batch], capacity: int) -> Batch:
-    """Stacks micro-batches to ``[capacity, R, T]``, and fills unused capacity with zeros."""
+    """Stacks micro-batches ``[R, T]`` to arrays ``[capacity, R, T]``; unused entries are zeros."""
 
     def stacked(*arrays: Any) -> np.ndarray:
         out = np.zeros((capacity, *arrays[0].shape), arrays[0].dtype)

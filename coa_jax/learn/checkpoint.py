@@ -45,7 +45,7 @@ _EARLIER = ("params.embed", *(f"params.{projection}.a" for projection in PROJECT
 
 
 class Damaged(Exception):
-    """Raised if the contents of a checkpoint are no longer the contents that were saved."""
+    """Raised if the contents of a checkpoint differ from the contents that were saved."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -89,7 +89,7 @@ def _tell_faults_once() -> None:
 
 
 class Checkpoints:
-    """Saves and reads the newest checkpoints of a run, and the best one, in a directory."""
+    """Saves and restores the checkpoints of a run; keeps the newest ones and the best one."""
 
     def __init__(
         self,
@@ -156,15 +156,15 @@ class Checkpoints:
         return self._sign * metrics.get(self.best_metric, -self._sign * math.inf)
 
     def steps(self) -> list[int]:
-        """Returns the numbers of the complete checkpoints, in ascending order."""
+        """Returns the steps of the checkpoints that were written completely, in ascending order."""
         return sorted(self._manager.all_steps())
 
     def overdue(self, seconds: float) -> bool:
-        """Returns whether ``seconds`` have passed since the last save (or else since creation)."""
+        """Returns whether the last save (or else the creation) is at least ``seconds`` ago."""
         return time.monotonic() - self._saved >= seconds
 
     def best(self) -> int | None:
-        """Returns the number of the checkpoint with the best metric; None if none has one."""
+        """Returns the step of the checkpoint with the best metric; None if none has the metric."""
         step = self._manager.best_step() if self.best_metric else None
         known = {} if step is None else self._manager.metrics(step) or {}
         return step if self.best_metric in known else None

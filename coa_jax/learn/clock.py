@@ -14,7 +14,11 @@ from coa_jax.errors import UserError
 
 
 class Clock:
-    """Measures wall-clock seconds by phase, starting when the clock is created."""
+    """Measures the wall-clock seconds that each named phase of a step takes.
+
+    A phase is a block ``with clock(name):``. The time outside all phases counts from the creation
+    of the clock.
+    """
 
     def __init__(self, *names: str) -> None:
         """Starts the clock; the report includes the phases ``names`` even if they never run."""
@@ -33,7 +37,8 @@ class Clock:
     def report(self) -> dict[str, float]:
         """Returns the seconds spent in each phase so far, as metrics ``time/...``.
 
-        ``time/unaccounted`` is the time outside all phases.
+        ``time/step`` is the time since the clock was created, and ``time/unaccounted`` is the part
+        of this time outside all phases.
         """
         total, parts = time.monotonic() - self._began, dict(self.seconds)
         return {
@@ -78,7 +83,7 @@ class Profile:
             self._recording = True
 
     def after(self, step: int) -> None:
-        """Stops recording the profile after the last step of the range."""
+        """Stops the recording if ``step`` is the last step of the range, or a later one."""
         if self._recording and step >= self._steps[1]:
             self.close()
 

@@ -37,7 +37,10 @@ def define_flags(config: str, *, workdir_required: bool = True) -> None:
 
 
 def check_flags() -> None:
-    """Defines the flags ``--check`` and ``--topology``, which `coa_jax.check` reads."""
+    """Defines the flags ``--check`` (check the run without starting it) and ``--topology``.
+
+    `coa_jax.check` reads these flags.
+    """
     flags.DEFINE(
         flags.EnumParser(["false", "true", "compile"]),
         "check",

@@ -77,7 +77,7 @@ class RecordReader:
         return one_with_level(found.record, self.level, self.format)
 
     def example(self, record: DistilledRecord) -> Example:
-        """Tokenises a record."""
+        """Tokenises a record in the prompt style, level and format of this reader."""
         return record_example(self.tokenizer, record, self.prompt)
 
     def __call__(self, place: int) -> Example:
@@ -154,7 +154,7 @@ def examples_of(
 
 
 def examples_in_memory(examples: Sequence[Example]) -> Examples:
-    """Creates `Examples` from a list of examples."""
+    """Creates `Examples` from a list of examples that are already tokenised."""
     sizes = np.array([len(example.tokens) for example in examples], np.int32)
     losses = np.array([loss_tokens(example) for example in examples], np.int32)
     return examples_of(list(examples).__getitem__, sizes, losses, np.arange(len(examples)))
@@ -169,7 +169,10 @@ def loss_tokens(example: Example) -> int:
 
 
 def join(parts: Sequence[Examples]) -> Examples:
-    """Concatenates several collections of examples."""
+    """Concatenates several collections of examples into a single collection.
+
+    The examples keep their order.
+    """
     firsts = np.cumsum([0, *(len(part.makers) for part in parts)])
     owners = [part.owner + first for part, first in zip(parts, firsts[:-1], strict=True)]
     return Examples(
@@ -186,7 +189,7 @@ def join(parts: Sequence[Examples]) -> Examples:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Update:
-    """The part of an update's data that one process needs.
+    """The data of one optimiser update: this process's rows, and counts over all processes.
 
     Attributes:
         batches: micro-batches of the update, each with only the rows that this process computes.
@@ -235,7 +238,7 @@ class UpdateSequence(Sequence[Update]):
 
     @abc.abstractmethod
     def make(self, positions: range) -> Update:
-        """Creates the update of the examples at some positions of the stream."""
+        """Creates the update whose examples are at the given positions of the stream."""
 
 
 @dataclasses.dataclass(frozen=True, eq=False, kw_only=True)
@@ -254,7 +257,7 @@ class Updates(UpdateSequence):
     change: Change | None = None
 
     def make(self, positions: range) -> Update:
-        """Creates the update of the examples at some positions of the stream."""
+        """Creates the update whose examples are at the given positions of the stream."""
         if self.change is None:
             indices = np.array([self.order[position] for position in positions])
             sizes, losses = self.examples.sizes[indices], self.examples.losses[indices]

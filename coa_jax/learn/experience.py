@@ -43,8 +43,8 @@ def score(
     Args:
         params: parameters of the policy.
         batch: packed rows: R rows of T tokens.
-        allowed: table of the constraint under which the batch was sampled; None without a
-            constraint.
+        allowed: tokens that the run's constraint allows, the table `ConstraintTables.allowed`; None
+            without constrained decoding.
         model: architecture of the policy.
         compute: dtype, operations and sharding of the computation.
         temperature: sampling temperature, which divides the logits.
@@ -130,8 +130,8 @@ def complete_experience(
             of ``compute``.
         teacher: teacher model on the devices of this run; None without such a teacher.
         updates: number of optimiser updates of the step.
-        allowed: table of the constraint under which the batches were sampled; None without a
-            constraint.
+        allowed: tokens that the run's constraint allows, the table `ConstraintTables.allowed`; None
+            without constrained decoding.
 
     Returns:
         The batches, as arrays on the host, in which the function has set those of the fields

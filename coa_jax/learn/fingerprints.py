@@ -23,7 +23,7 @@ def fingerprint(tree: Any) -> list[int]:
 
 
 def digest(extra: Any) -> int:
-    """Returns the checksum of a JSON value."""
+    """Returns the checksum of a JSON value, by which a damaged checkpoint is detected."""
     return zlib.crc32(json.dumps(extra, sort_keys=True).encode())
 
 

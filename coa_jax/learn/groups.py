@@ -106,7 +106,10 @@ def request_of(
 async def graded(
     config: RLConfig, graders: Graders, task: Task, trajectory: Trajectory
 ) -> Trajectory:
-    """Returns a trajectory with the rewards that do not depend on other samples of its group.
+    """Grades a trajectory by the graders that need no other samples of the same task.
+
+    The result is the trajectory with this reward. `completed` adds the rest when the whole group
+    has been graded.
 
     Args:
         config: settings of the run; ``config.stops`` may remove the reward because of the stop
@@ -124,7 +127,9 @@ async def graded(
 async def completed(
     config: RLConfig, graders: Graders, task: Task, group: Sequence[Trajectory]
 ) -> list[Trajectory]:
-    """Returns all trajectories of a group with the final rewards, on which the policy is trained.
+    """Computes the final rewards of a group, after every sample has been graded by `graded`.
+
+    The result is all trajectories of the group with the rewards on which the policy is trained.
 
     Args:
         config: settings of the run.
@@ -160,13 +165,19 @@ def is_learned(config: RLConfig, group: Sequence[Trajectory]) -> bool:
 
 
 def score_group(config: RLConfig, group: Sequence[Trajectory]) -> Score:
-    """Returns how many trajectories of a group solved the task, and how many were graded."""
+    """Counts the trajectories of a group that solved the task, and those that were graded.
+
+    `RLConfig.pool` sets the minimum reward of a trajectory that counts as solved.
+    """
     graded = [value for value in earned(group) if value is not None]
     return sum(value >= config.pool.solved_at for value in graded), len(graded)
 
 
 def learned_lengths(groups: Sequence[Sequence[Trajectory]]) -> list[int]:
-    """Returns the number of tokens of each sequence on which a step trains."""
+    """Returns the number of tokens of each sequence on which a step trains.
+
+    Trajectories without a reward or without policy tokens are left out.
+    """
     return [
         len(one.tokens)
         for group in groups
@@ -177,17 +188,17 @@ def learned_lengths(groups: Sequence[Sequence[Trajectory]]) -> list[int]:
 
 
 def graded_values(groups: Sequence[Sequence[Trajectory]]) -> list[float]:
-    """Returns the rewards of all graded trajectories."""
+    """Returns the rewards of all graded trajectories of several groups, in one list."""
     return [value for group in groups for value in rewards(group) if value is not None]
 
 
 def rewards(group: Sequence[Trajectory]) -> list[float | None]:
-    """Returns the reward of each trajectory; None for a trajectory without a reward."""
+    """Returns the reward of each trajectory of a group; None where there is no reward."""
     return [None if t.reward is None else t.reward.value for t in group]
 
 
 def earned(group: Sequence[Trajectory]) -> list[float | None]:
-    """Returns the reward of each trajectory before the length penalty; None without a reward."""
+    """Returns each trajectory's reward before the length penalty; None where there is no reward."""
     return [
         None if t.reward is None else t.reward.parts.get("earned", t.reward.value) for t in group
     ]

@@ -76,7 +76,8 @@ class Head:
             z: logits, float32 ``[R, C, V]``.
             targets: ids of the tokens that the logits predict, int32 ``[R, C]``.
             rules: states of the constraint, int32 ``[R, C]``; None without a constraint.
-            allowed: table of the constraint; None without a constraint.
+            allowed: tokens that the constraint allows, `ConstraintTables.allowed`; None without a
+                constraint.
 
         Returns:
             Log-probabilities and entropies, each float32 ``[R, C]``.
@@ -108,7 +109,7 @@ class Head:
         return logp, entropy
 
     def no_gradient(self, weight: jax.Array) -> jax.Array:
-        """Returns zeros, float32 ``[D, V]``: the initial value of the sum of weight gradients."""
+        """Returns zeros, float32 ``[D, V]``, to which the weight gradients of chunks are added."""
         return jnp.zeros(weight.shape[::-1] if self.tied else weight.shape, jnp.float32)
 
     def gradient(self, dw: jax.Array, weight: jax.Array) -> jax.Array:
@@ -166,7 +167,8 @@ def score(
         weight: weight of the head, ``[V, D]`` or ``[D, V]``, see `Head`.
         targets: token ids, int32 ``[K, R, C]``.
         rules: states of the constraint, int32 ``[K, R, C]``; None without a constraint.
-        allowed: table of the constraint; None without a constraint.
+        allowed: tokens that the constraint allows, `ConstraintTables.allowed`; None without a
+            constraint.
         live: int32, number of chunks to compute; the results of the chunks after these are 0.
 
     Returns:

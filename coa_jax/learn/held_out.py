@@ -96,7 +96,12 @@ class HeldOutConfig(Bounded):
             parts_of(self)
 
     def budgets(self, config: RolloutConfig) -> RolloutConfig:
-        """Returns ``config`` with those limits replaced that this object sets for evaluations."""
+        """Returns the limits of a trajectory in evaluations.
+
+        Args:
+            config: limits in training. A limit that this object sets (not 0) replaces the limit in
+                training.
+        """
         names = ("max_tokens", "max_turn_tokens", "max_tool_calls")
         own = {name: value for name in names if (value := getattr(self, name))}
         return dataclasses.replace(config, **own)
@@ -122,7 +127,9 @@ def check_best(keep_best: str, evaluate_every: int, checkpoint_every: int) -> No
 
 
 class HeldOut:
-    """Evaluates the policy of a run on held-out tasks.
+    """Evaluates the policy of a training run on held-out tasks, which updates do not use.
+
+    `due` says after which steps, and `measure` evaluates.
 
     Attributes:
         tasks: the held-out tasks.
@@ -194,7 +201,7 @@ class HeldOut:
         self._abandoned = False
 
     def due(self, step: int) -> bool:
-        """Returns whether the policy is evaluated after a step."""
+        """Returns whether an evaluation follows the step with the number ``step``."""
         return step % self._every == 0 or step == self._total
 
     def measure(

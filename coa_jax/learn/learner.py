@@ -137,7 +137,7 @@ class Learner:
         return restored.state, critic, reference
 
     def still_learnable(self, trajectory: Trajectory) -> bool:
-        """Returns whether the run can train on a trajectory from before an interruption.
+        """Returns whether a resumed run can train on a trajectory that was sampled before.
 
         The trajectory must have been sampled under the constraint of this run, or without a
         constraint if this run has none.
@@ -148,7 +148,14 @@ class Learner:
         return constrained and trajectory.protocol in self.constraint.start
 
     def learn(self, groups: Sequence[Sequence[Trajectory]]) -> dict[str, float]:
-        """Makes the updates of the next step on groups of samples, and returns their statistics."""
+        """Makes the updates of the next step on graded groups of samples.
+
+        Args:
+            groups: trajectories of each group (the samples of one task).
+
+        Returns:
+            Statistics of the updates by name.
+        """
         self.state, self.critic, statistics = update(
             self._config,
             self.state,
@@ -184,7 +191,7 @@ class Learner:
         return new_copies(self.engines, merge_adapters(self.model.config, self.state.model))
 
     def overdue(self) -> bool:
-        """Returns whether the last checkpoint is older than ``checkpoint_seconds``."""
+        """Returns whether the setting ``checkpoint_seconds`` requires a new checkpoint now."""
         return self._checkpoints.overdue(self._config.checkpoint_seconds)
 
     def save(self, metrics: dict[str, float]) -> None:

@@ -43,14 +43,14 @@ _FEW = 32  # with at most this many chunks, no worker is started
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
-    """The number of tokens of each of N rows of data, and counts of kinds of rows.
+    """The number of tokens of each of N rows of training data, and which rows cannot be used.
 
     Attributes:
         sizes: number of tokens of each record, int32 ``[N]``; 0 for a row that is left out.
         losses: number of tokens with a loss in each record, int32 ``[N]``.
         counts: number of rows that are left out, by reason; and number of records whose protocol
             was inferred from tags, by protocol.
-        wording: the wordings of prompts that occur in the records, see `tasks.prompts.Wording`.
+        wording: summary of the prompts of all records, see `tasks.prompts.Wording`.
     """
 
     sizes: np.ndarray
@@ -130,7 +130,7 @@ def _merged(parts: Sequence[Measured]) -> Measured:
 
 
 def fitting(reader: RecordReader, measured: Measured, length: int) -> Examples:
-    """Selects the records with at most ``length`` tokens.
+    """Selects the records with at most ``length`` tokens, and returns them as training examples.
 
     A log message states how many records are omitted for which reason, and which protocols were
     inferred from tags.

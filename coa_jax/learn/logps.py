@@ -52,8 +52,9 @@ def token_logps(
         batch: packed rows to score.
         compute: dtype, operations and sharding of the computation.
         temperature: number by which the logits are divided.
-        allowed: table of the constraint, see `engine.constraint.ConstraintTables`, if the batch was
-            sampled under a constraint; otherwise None.
+        allowed: tokens that the run's constraint allows
+            (`engine.constraint.ConstraintTables.allowed`), if the batch was sampled under a
+            constraint; otherwise None.
         mask: ``[R, T]``, nonzero for tokens that are scored. The results of all other tokens are 0;
             chunks without a token to score are skipped. None scores all tokens.
         entropy: whether entropies are computed; if not, 0 is returned in their place.
@@ -79,9 +80,8 @@ def token_logps(
 def logp_sum(params: Params, config: ModelConfig, batch: Batch, compute: Compute) -> jax.Array:
     """Computes the sum of the log-probabilities of all tokens that have a loss.
 
-    The result equals a sum over the result of `token_logps`. Because it is known when the logits
-    are computed which tokens count, the forward pass computes the gradients too, and the backward
-    pass need not compute the logits again.
+    The result equals a sum over the result of `token_logps`, but takes less time: the forward pass
+    computes the gradients too, so the backward pass need not compute the logits again.
 
     Args:
         params: parameters of the policy.

@@ -35,8 +35,8 @@ class Net(NamedTuple):
         params: all parameters of the model, including adapters.
         model: architecture of the model.
         compute: dtype, operations and sharding of the computation.
-        allowed: table of the constraint under which the batch was sampled; None without a
-            constraint.
+        allowed: tokens that the run's constraint allows, the table `ConstraintTables.allowed`; None
+            without constrained decoding.
     """
 
     params: Params
@@ -46,7 +46,10 @@ class Net(NamedTuple):
 
 
 class Loss(Protocol):
-    """A loss that `learn.step.train_step` differentiates; it must be hashable."""
+    """The interface of a loss: a hashable object, which `learn.step.train_step` differentiates.
+
+    A loss is called with a `Net` and a `Batch`, and returns a sum over tokens and statistics.
+    """
 
     def __call__(self, net: Net, batch: Batch) -> tuple[jax.Array, Stats]:
         """Computes the loss of a micro-batch.

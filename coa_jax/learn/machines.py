@@ -7,7 +7,9 @@ from typing import NamedTuple
 
 
 class Fit(NamedTuple):
-    """The settings with which a training stage of a model fits in the memory of a machine.
+    """Settings with which a training stage of a model fits in the memory of a small machine.
+
+    `MACHINES` has the settings of each machine, stage and size of the model.
 
     Attributes:
         length: number of tokens of a training row, and of positions in a slot of the engine.

@@ -28,7 +28,11 @@ MASKED_BY = ("ungraded", "fault", "tool_fault", "deadline", "tool_time")
 
 
 def rollout_metrics(sampled: Sampled) -> dict[str, float]:
-    """Computes metrics of a step's rollouts, over all groups that the step examined."""
+    """Computes the metrics of a step's rollouts: rewards, lengths, tool calls, stop reasons.
+
+    The metrics describe all groups that the step examined, including those that it does not train
+    on. docs/metrics.md explains each metric.
+    """
     groups, lost = sampled.everything, [t for group in sampled.dropped for t in group]
     flat = [t for group in groups for t in group]
     values = graded_values(groups) or [0.0]
@@ -116,7 +120,10 @@ def masked_by(trajectory: Trajectory) -> str:
 
 
 def describe_sources(config: RLConfig, sampled: Sampled) -> dict[str, float]:
-    """Computes metrics of the step's groups for each task source; {} without a mixture."""
+    """Computes metrics ``source/NAME/...`` of the groups of each task source of a mixture.
+
+    The result is {} if the run has no mixture of sources.
+    """
     groups: dict[str, list[list[Trajectory]]] = defaultdict(list)
     for group in sampled.everything if config.mixture else ():
         groups[group[0].metadata["source"]].append(group)
@@ -134,7 +141,14 @@ def describe_sources(config: RLConfig, sampled: Sampled) -> dict[str, float]:
 
 
 def turn_figures(flat: Sequence[Trajectory]) -> dict[str, float]:
-    """Computes metrics of the rewards that environments gave for turns; {} without such rewards."""
+    """Computes the metrics ``env/...``, about the rewards that environments gave for single turns.
+
+    Args:
+        flat: trajectories of a step.
+
+    Returns:
+        Metrics by name; {} if no turn has a reward.
+    """
     rewards = [[c.reward for c in t.tool_calls if c.reward is not None] for t in flat]
     given = [reward for of_turns in rewards for reward in of_turns]
     if not given:
@@ -147,7 +161,10 @@ def turn_figures(flat: Sequence[Trajectory]) -> dict[str, float]:
 
 
 def agent_figures(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Computes metrics of trajectories that an agent program sampled; {} if there are none."""
+    """Computes the metrics ``agent/...`` of trajectories that an external program produced.
+
+    They are the mean numbers of turns and of sequences; {} if there are no such trajectories.
+    """
     turns = [t.metadata["agent_turns"] for t in trajectories if "agent_turns" in t.metadata]
     if not turns:
         return {}
@@ -254,7 +271,10 @@ def train_speed(
 
 
 def memory() -> dict[str, float]:
-    """Returns the peak memory of the process and, if known, of the device with the highest peak."""
+    """Returns the peak memory of this process and, if known, of its devices, in GB.
+
+    The metric of the devices is the highest peak of a device.
+    """
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     figures = {"mem/host_peak_gb": kilobytes * (1 if sys.platform == "darwin" else 1024) / 1e9}
     devices = [device.memory_stats() for device in jax.local_devices()]

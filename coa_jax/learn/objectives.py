@@ -207,7 +207,7 @@ def _misfit(metrics: Any, shape: tuple[int, ...]) -> Any:
 
 
 def bounded_exp(x: jax.Array) -> jax.Array:
-    """Computes the exponential of a log-ratio, which is clipped so that the result is finite."""
+    """Computes the exponential of a log-ratio, after clipping it so that the result is finite."""
     return jnp.exp(jnp.clip(x, -_BOUND, _BOUND))
 
 
@@ -263,8 +263,8 @@ def cispo(
 ) -> tuple[jax.Array, Stats]:
     """Computes CISPO's loss ``-stop_gradient(clip(r)) A log p`` (arXiv 2506.13585 eq 4).
 
-    Clipping bounds the factor of a token's gradient, but no token loses its gradient. For the
-    parameters see `surrogate`; for the results see `clip`.
+    Clipping bounds the factor of a token's gradient, but no token loses its gradient. `surrogate`
+    explains the parameters, and `clip` the results.
     """
     clipped = jnp.clip(ratio, 1 - clip_low, 1 + clip_high)
     loss = -jax.lax.stop_gradient(clipped) * advantages * logp
@@ -292,7 +292,7 @@ def segment_sums(x: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
 
 
 def segment_means(x: ArrayLike, mask: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
-    """Returns, for each token, the mean of x over the policy tokens of the token's sequence."""
+    """Returns, for each token, the mean of ``x [R, T]`` over the policy tokens of its sequence."""
     return segment_sums(x, segment_ids) / jnp.maximum(segment_sums(mask, segment_ids), 1.0)
 
 

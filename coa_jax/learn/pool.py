@@ -144,7 +144,7 @@ class Pool:
         self._all_rest: tuple[int, bool] = (-1, False)
 
     def copy(self) -> Pool:
-        """Returns an independent copy of the pool."""
+        """Returns a copy of the pool that can change without changing this pool."""
         return Pool(self._config, self._stream, self._tasks, self.known)
 
     def learn(self, step: int, scores: Mapping[int, Sequence[int]]) -> None:
@@ -205,7 +205,7 @@ class Pool:
         return 1.0 - float(known.solved / known.graded if known else rate)
 
     def figures(self, step: int) -> dict[str, float]:
-        """Returns metrics of the pool after a step."""
+        """Returns metrics of the pool after a step by name, such as the number of resting tasks."""
         rates = [known.solved / known.graded for known in self.known.values()]
         return {
             "pool/asked": float(len(rates)),

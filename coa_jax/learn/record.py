@@ -29,7 +29,11 @@ Versions = list[list[int]]
 
 
 def versions_of(trajectory: Trajectory) -> Versions:
-    """Returns the policy versions that sampled the tokens of a trajectory."""
+    """Returns the policy versions that sampled the tokens of a trajectory.
+
+    The result is a list of pairs (position, version); a version sampled the tokens from its
+    position up to the position of the next pair.
+    """
     versions: Versions = trajectory.metadata["policy_versions"]
     return versions
 
@@ -99,7 +103,10 @@ class Spool:
         self._tasks[path].add(trajectory.metadata["prompt_id"])
 
     def prune(self, step: int, still_open: Collection[int]) -> None:
-        """Removes the files that a run resumed from the checkpoint of a step would not need.
+        """Removes files that are no longer needed, after the checkpoint of a step was written.
+
+        A file is needed as long as a run that resumes from this checkpoint could use a trajectory
+        in it.
 
         Args:
             step: number of the step.
@@ -129,17 +136,22 @@ class StepRecord:
 
     @classmethod
     def of(cls, composition: Composition, used: Iterable[Sequence[Trajectory]]) -> StepRecord:
-        """Creates the record of a step that trains on the groups ``used``."""
+        """Creates the record of a step from the trajectories on which the step trains.
+
+        Args:
+            composition: names the groups that the step uses.
+            used: trajectories of each of these groups.
+        """
         return cls(composition, [[sample_record(t) for t in group] for group in used])
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the row of the file."""
+        """Returns the row of ``steps.jsonl`` for this record, as a JSON object."""
         row = {**dataclasses.asdict(self.composition), "samples": self.samples}
         return {**row, "counts": {name: row.pop(name) for name in ("discarded", "given_up")}}
 
     @classmethod
     def from_json(cls, row: Mapping[str, Any]) -> StepRecord:
-        """Creates the record that a row of the file describes."""
+        """Creates the record from a row of ``steps.jsonl``; the inverse of `to_json`."""
         composition = Composition(
             step=row["step"],
             used=tuple(row["used"]),
@@ -153,7 +165,10 @@ class StepRecord:
 
 
 def sample_record(trajectory: Trajectory) -> dict[str, Any]:
-    """Returns the data that a replay of a trajectory needs, with a checksum of the tokens."""
+    """Returns a JSON object with the data that a replay of a trajectory needs.
+
+    The object includes a checksum of the tokens, by which the replay is checked.
+    """
     metadata = trajectory.metadata
     return {
         "sample": trajectory.sample_id,
@@ -168,7 +183,10 @@ def sample_record(trajectory: Trajectory) -> dict[str, Any]:
 
 
 def checksum(trajectory: Trajectory) -> int:
-    """Returns the CRC-32 of all tokens and of their log-probabilities, including branches."""
+    """Returns a checksum (CRC-32) of a trajectory's token ids and log-probabilities.
+
+    The checksum includes all branches (further sequences) of the trajectory.
+    """
     found = 0
     for one in trajectory.sequences:
         found = zlib.crc32(one.logp.tobytes(), zlib.crc32(one.tokens.tobytes(), found))
@@ -211,11 +229,11 @@ class StepLog:
         return {row["step"]: row["parameters"] for row in rows if "parameters" in row}
 
     def write(self, record: StepRecord) -> None:
-        """Appends the record of a step; must be called before the step's update."""
+        """Appends the record of a step; must be called before the update of the step."""
         self._append(record.to_json())
 
     def learned(self, step: int, parameters: int) -> None:
-        """Appends the checksum of the parameters after a step.
+        """Appends the checksum of the parameters after a step, against which a replay is checked.
 
         If an earlier entry for the same step has another checksum, a warning is logged.
         """
@@ -227,7 +245,7 @@ class StepLog:
             )
 
     def forget(self, step: int) -> None:
-        """Removes the records of all steps after ``step``, which cannot be repeated."""
+        """Removes the records of all steps after a step, because they cannot be repeated."""
         self._parameters = {s: known for s, known in self._parameters.items() if s <= step}
         if self._active:
             files.drop_last_rows(self.path, lambda row: True if row["step"] > step else None)

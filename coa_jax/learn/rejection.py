@@ -176,7 +176,7 @@ def _holds_records(path: str) -> bool:
 
 
 def value(trajectory: Trajectory) -> float:
-    """Returns the reward of a graded trajectory."""
+    """Returns the reward of a trajectory, which must have been graded."""
     assert trajectory.reward is not None
     assert trajectory.reward.value is not None
     return trajectory.reward.value

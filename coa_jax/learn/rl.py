@@ -57,7 +57,7 @@ _PARTS = ("rollout_wait", "update", "publish", "traces", "checkpoint")
 
 
 def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) -> None:
-    """Trains the policy, and writes the model as a Hugging Face directory to ``output``.
+    """Trains a policy by RL with live tools, and writes a Hugging Face directory to ``output``.
 
     If the run directory contains an interrupted run, that run resumes from its newest checkpoint.
     The resumed run first repeats the later steps that ``steps.jsonl`` records, with the
@@ -65,6 +65,12 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     is a function of (seed, task index, sample index, parameters), so a seed determines the run.
 
     On SIGTERM the process abandons the rollouts in flight, saves a checkpoint, and exits with 0.
+
+    Args:
+        config: settings of the run.
+        run: directory of the run, for metrics, trajectories and checkpoints.
+        output: directory for the trained model.
+        tools: tools that the policy can call.
     """
     check_loss(config.chosen)
     parts, prompt, graders = questions(config)
@@ -128,7 +134,11 @@ def repeat(config: RLConfig, run: Path) -> Repeated:
 
 
 class Source:
-    """Provides the groups of each step: recorded groups after an interruption, then new groups."""
+    """Provides the groups of samples for each step of a run.
+
+    After an interruption, the groups of the steps that were recorded come first, and new groups
+    follow.
+    """
 
     def __init__(
         self,
@@ -170,7 +180,7 @@ class Source:
     def step(self) -> tuple[Sampled, dict[str, float]] | None:
         """Returns the groups and the sampling metrics of the next step.
 
-        The result is None if any process has abandoned the run.
+        The result is None if the run was abandoned in any process, see `abandon`.
         """
         if self._stream is None and (record := self._recorded()) is not None:
             return record
@@ -257,7 +267,7 @@ class Source:
         return self._pool.figures(composition.step)
 
     def publish(self) -> None:
-        """Publishes the parameters of the newest step to the engines."""
+        """Gives the parameters of the newest step to the engines that sample."""
         if self._stream is None:
             return  # the engines get the policy when the stream starts
         if self._config.max_staleness:
@@ -267,7 +277,10 @@ class Source:
             self._learner.publish()
 
     def go_on(self) -> None:
-        """Lets rollouts that wait for the published parameters continue."""
+        """Lets rollouts continue that wait for the parameters of the newest step.
+
+        Rollouts wait only if ``max_staleness`` is 0.
+        """
         if self._stream is not None and not self._config.max_staleness:
             self._stream.publish(None, self._learner.step)
 
@@ -291,7 +304,10 @@ class Source:
         return engines
 
     def saved(self) -> None:
-        """Removes trajectories that no step after the newest complete checkpoint needs."""
+        """Deletes stored trajectories that are no longer needed, after a checkpoint was begun.
+
+        A trajectory is needed until the steps that may use it are in a complete checkpoint.
+        """
         # The newest checkpoint is still being written; the checkpoint before it is complete.
         saved, self._saved = self._saved, (self._learner.step, self._learner.ledger["open"])
         if self._stream is not None and saved is not None:

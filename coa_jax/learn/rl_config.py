@@ -138,19 +138,22 @@ class RLConfig(TrainingConfig):
 
     @property
     def longest(self) -> int:
-        """Maximum number of tokens of a trajectory."""
+        """Maximum number of tokens of a trajectory that budget and engine allow."""
         return min(self.rollout.max_tokens, self.engine.max_length)
 
     @property
     def budgets(self) -> RolloutConfig:
-        """Budgets of a trajectory, without time limits if ``max_staleness`` is 0."""
+        """Limits of a trajectory; without time limits if ``max_staleness`` is 0.
+
+        Time limits would make the run depend on the speed of the machine.
+        """
         if self.max_staleness:
             return self.rollout
         return dataclasses.replace(self.rollout, max_seconds=0.0, max_tool_seconds=0.0)
 
     @property
     def rules(self) -> Rules:
-        """Rules by which the run composes its steps."""
+        """Rules by which the run chooses the groups of each step."""
         return Rules(
             groups=self.groups,
             most=int(self.max_sampled * self.groups),
@@ -167,12 +170,12 @@ class RLConfig(TrainingConfig):
 
     @property
     def updates_per_step(self) -> int:
-        """Number of optimiser updates in a step with ``groups`` groups."""
+        """Number of optimiser updates in a step with ``groups`` groups, over all epochs."""
         return self.epochs * -(-self.groups // self.groups_per_update)
 
     @functools.cached_property
     def chosen(self) -> Algorithm:
-        """The algorithm, in which every unset setting has the value of its preset."""
+        """The algorithm in which the preset has filled in every unset setting."""
         return self.algorithm.resolve(self.longest)
 
     def __post_init__(self) -> None:

@@ -101,7 +101,7 @@ class SFTConfig(FitConfig):
 
     @property
     def parts(self) -> list[str]:
-        """The paths to which ``weights`` applies; without weights, the whole of ``data``."""
+        """The parts of ``data`` to which ``weights`` applies; a single part without weights."""
         return self.data.split(",") if self.weights else [self.data]
 
     def __post_init__(self) -> None:

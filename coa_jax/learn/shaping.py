@@ -43,7 +43,10 @@ class StopRewards(Bounded):
     tool_time: Verdict = "mask"
 
     def added(self, trajectory: Trajectory) -> float | None:
-        """Returns the number to add to the reward of a trajectory; None removes the reward."""
+        """Returns the number that is added to a trajectory's reward because of its stop reason.
+
+        The result is None if the reward is removed.
+        """
         verdict = getattr(self, trajectory.stop_reason, "score")
         if verdict == "mask":
             return None

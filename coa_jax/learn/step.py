@@ -250,8 +250,8 @@ def train_program(
         batches: stacked micro-batches, whose arrays have the shape ``[M, R, T]``.
         number: number of micro-batches, int32 ``[]``, at most M.
         count: number of tokens with a loss, float32 ``[]``.
-        allowed: table of the constraint under which the batches were sampled; None without a
-            constraint.
+        allowed: tokens that the run's constraint allows, the table `ConstraintTables.allowed`; None
+            without constrained decoding.
         loss: loss of a micro-batch.
         model: architecture of the model.
         compute: dtype, operations and sharding of the computation.
@@ -324,8 +324,8 @@ def train_step(
         compute: dtype, operations and sharding; static. Rows are split over the mesh of
             ``compute``.
         optimizer: settings of the optimiser; static.
-        allowed: table of the constraint under which the batches were sampled; None without a
-            constraint.
+        allowed: tokens that the run's constraint allows, the table `ConstraintTables.allowed`; None
+            without constrained decoding.
         capacity: maximum number of micro-batches of an update in this run. Micro-batches are padded
             to a stack of this size, because every size needs a compilation. If the capacity is 0 or
             too small for an update, the size is the next power of two, at least 4.

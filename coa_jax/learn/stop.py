@@ -24,7 +24,7 @@ _SECONDS = 1.0
 
 
 class Stop:
-    """Remembers whether the run was asked to stop, and agrees on stopping with other processes.
+    """Remembers whether the run was asked to stop, and coordinates stopping between processes.
 
     Attributes:
         requested: whether this process knows that the run was asked to stop.

@@ -35,7 +35,7 @@ _NEWS_S = 0.25
 
 @dataclasses.dataclass(frozen=True)
 class Share:
-    """Those groups of a step, or those samples of its groups, that this process has sampled.
+    """The part of a step's samples that this process sampled: whole groups, or parts of groups.
 
     Attributes:
         composition: names the groups that the step uses.
@@ -78,7 +78,11 @@ class _Group:
 
 
 class Stream:
-    """Samples the groups of a run in a background thread."""
+    """Samples and grades the groups of a run in a background thread, and hands out steps.
+
+    A group is all samples of one task. `start` begins sampling, and `step` waits for the groups of
+    the next step.
+    """
 
     def __init__(
         self,

@@ -78,7 +78,7 @@ class TeacherConfig(ServedModel):
 
 
 class Teacher(NamedTuple):
-    """A teacher on the devices of this run.
+    """A teacher model, for on-policy distillation, on the devices of this run.
 
     Attributes:
         config: architecture of the teacher.

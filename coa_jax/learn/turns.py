@@ -40,7 +40,10 @@ ENVIRONMENT = "environment"
 
 
 def weight_of_turns(graders: GradersConfig) -> float:
-    """Returns the weight w of the reward component ``environment`` in a trajectory's reward."""
+    """Returns the factor of turn rewards in a trajectory's reward.
+
+    This is the weight of the reward component ``environment`` in the settings.
+    """
     if not graders.rewards:
         return 1.0
     given = graders.rewards.get(ENVIRONMENT, graders.rewards.get(TASKS_OWN))

@@ -254,7 +254,9 @@ def _merged(updates: Sequence[dict[str, float]], first_only: bool = True) -> dic
 
 
 def quotients(means: dict[str, float]) -> dict[str, float]:
-    """Derives the reported statistics of `policy_objective` from means over all tokens.
+    """Derives the metrics to report from the statistics of `policy_objective`.
+
+    Some metrics are quotients of two means over all tokens of the update.
 
     ``mismatch/ess`` is the effective sample size ``(sum rho)^2 / (n sum rho^2)`` as a share of the
     tokens (Kong 1992). ``mismatch/age_N`` is the mean over the tokens of age N, and exists only if

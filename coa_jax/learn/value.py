@@ -30,7 +30,12 @@ def init_critic(params: Params) -> Params:
 
 
 def abstract_critic(model: ModelConfig, mesh: Mesh | None) -> Params:
-    """Returns the shapes and shardings of the result of `init_critic` for a policy architecture."""
+    """Returns the shapes and shardings of a critic's parameters, the result of `init_critic`.
+
+    Args:
+        model: architecture of the policy.
+        mesh: devices of the run; None for one device.
+    """
     body = abstract_params(critic_config(model), mesh)
     norm = body["final_norm"]["scale"]
     place = norm.sharding if mesh is None else NamedSharding(mesh, PartitionSpec())
@@ -38,9 +43,9 @@ def abstract_critic(model: ModelConfig, mesh: Mesh | None) -> Params:
 
 
 def critic_config(model: ModelConfig) -> ModelConfig:
-    """Returns the architecture of a critic, which has neither output head nor adapters.
+    """Returns the architecture of the critic of a policy with the architecture ``model``.
 
-    The layers are those of the policy.
+    The layers are those of the policy, without adapters; the critic has no output head.
     """
     return dataclasses.replace(model, tie_embeddings=True, lora=LoraConfig())
 

@@ -23,7 +23,10 @@ _FIRST = 5  # number of first rows, and of newest rows, that rules compare
 
 
 class Watch:
-    """The state of all rules for one phase of a run."""
+    """The state of all warning rules for one phase of a run, such as ``rl``.
+
+    A rule looks at the rows of ``metrics.jsonl``, and warns of a likely mistake or failure.
+    """
 
     def __init__(self, rows: Iterable[Row] = ()):
         """Creates the state after the given rows, which a run wrote before it was interrupted."""
@@ -35,7 +38,10 @@ class Watch:
             self.see(row)
 
     def see(self, row: Row) -> list[str]:
-        """Applies all rules to the next row, and returns the new warnings."""
+        """Applies all rules to the next row of ``metrics.jsonl``, and returns the new warnings.
+
+        A rule that has warned stays silent until `QUIET` consecutive rows show no fault.
+        """
         texts = []
         for rule, metric in RULES.items():
             if metric not in row:
@@ -51,7 +57,15 @@ class Watch:
         return texts
 
     def start(self, row: Row, name: str) -> float | None:
-        """Returns the mean of a metric's first 5 values; None until there are 5."""
+        """Returns the mean of the first 5 values of a metric, for comparison with later values.
+
+        Args:
+            row: the next row of ``metrics.jsonl``.
+            name: name of the metric.
+
+        Returns:
+            The mean; None for the rows from which the mean is computed.
+        """
         seen = self._first.setdefault(name, [])
         value = _value(row, name)
         if value is not None and len(seen) < _FIRST:
@@ -60,7 +74,9 @@ class Watch:
         return sum(seen) / len(seen) if len(seen) == _FIRST else None
 
     def risen(self, row: Row, name: str) -> tuple[float, float] | None:
-        """Returns a metric's mean over its first 5 and its newest 5 rows; None if it has not risen.
+        """Returns the means of a metric's first 5 and newest 5 values, if the metric has risen.
+
+        The result is None if the metric has not risen.
 
         The metric has risen if each of its 5 newest values is above all of its 5 first values. If
         the distribution of the metric does not change, chance alone makes the metric rise in one of
@@ -74,7 +90,14 @@ class Watch:
         return sum(first) / _FIRST, sum(last) / _FIRST
 
     def last(self, row: Row, name: str) -> Sequence[float]:
-        """Returns the newest 5 values of a metric; the first row of the run never counts."""
+        """Returns the newest 5 values of a metric, without the first row of the run.
+
+        The first row is left out because the first step includes the start of the input pipeline.
+
+        Args:
+            row: the next row of ``metrics.jsonl``.
+            name: name of the metric.
+        """
         seen = self._last.get(name)
         if seen is None:  # the first step includes the start of the input pipeline
             self._last[name] = deque(maxlen=_FIRST)
@@ -83,7 +106,12 @@ class Watch:
         return seen
 
     def lowest(self, value: float, step: int) -> tuple[float, int]:
-        """Returns the lowest validation loss so far, including ``value``, and its step."""
+        """Updates and returns the lowest validation loss so far, as a pair (loss, step).
+
+        Args:
+            value: newest validation loss.
+            step: its step.
+        """
         self._best = min(self._best, (value, step))
         return self._best
 
@@ -246,7 +274,7 @@ def overfitting(watch: Watch, row: Row) -> str | None:
 
 
 def starved(watch: Watch, row: Row) -> str | None:
-    """Returns a warning if the newest 5 steps spent too large a share of their time on data.
+    """Returns a warning if the newest 5 steps spent too much of their time waiting for data.
 
     The result is None if there is nothing to warn of.
 

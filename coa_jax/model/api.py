@@ -79,13 +79,18 @@ def load_model(
 def describe_model(path: str | Path) -> Model:
     """Loads the architecture, the tokenizer and the card of a model, but no weights.
 
-    The result is that of :func:`load_model` without parameters.
+    Use this function if the weights are not needed, for example to encode text. The arguments and
+    errors are those of :func:`load_model`; the result is a `Model` whose ``params`` are empty.
     """
     return _open(path, weights=False)[0]
 
 
 def load_weights(path: str | Path, mesh: jax.sharding.Mesh | None = None) -> Params:
-    """Loads the parameters of a model in float32; see :func:`load_model`."""
+    """Loads the parameters of a model in float32, without its tokenizer.
+
+    The parameters are a nested dict of arrays, see `model.params`. The arguments and errors are
+    those of :func:`load_model`.
+    """
     return load_model(path, mesh=mesh).params
 
 

@@ -89,12 +89,15 @@ def cache_size(compute: Compute, cache: Cache) -> int:
 
 
 def page_axis(compute: Compute) -> int:
-    """Returns the index of the page axis, which is the same in all buffers of a layer."""
+    """Returns the index of the axis that numbers the pages.
+
+    This axis has the same index in the buffers of keys, values and scales.
+    """
     return 1 if compute.attention == "pallas_gpu" else 0
 
 
 def layer_axes(config: ModelConfig, compute: Compute, tensor: int) -> tuple[str | None, ...]:
-    """Returns the logical axes of the buffers of a layer.
+    """Returns the logical axis names of a layer's keys and values, which determine the sharding.
 
     Scales have fewer axes than keys and values; their axes are the first ones of the result. If the
     number of heads is not divisible by ``tensor``, the heads are not sharded.
@@ -197,8 +200,12 @@ def write(
 def quantize(x: jax.Array) -> tuple[jax.Array, jax.Array]:
     """Quantises vectors along the last axis to int8, with one float32 scale per vector.
 
+    Args:
+        x: keys or values, ``[..., K]``.
+
     Returns:
-        The int8 numbers and the scales; x is approximately the numbers times the scale.
+        The int8 numbers ``[..., K]`` and the scales, float32 ``[...]``. A vector of x is
+        approximately its numbers times its scale.
     """
     x = x.astype(jnp.float32)
     scale = jnp.maximum(jnp.max(jnp.abs(x), axis=-1), 1e-30) / 127.0

@@ -103,12 +103,12 @@ class ModelConfig:
 
 @functools.cache
 def warn_of_positions(model: ModelConfig, length: int, setting: str) -> None:
-    """Warns once if sequences may be longer than the model supports.
+    """Logs a warning, once, if sequences may be longer than the context length of the model.
 
     Args:
         model: the architecture.
         length: length of the longest possible sequence, in tokens.
-        setting: name of the setting that allows this length.
+        setting: name of the setting that allows this length, for the text of the warning.
     """
     if length > model.positions:
         origin = "max_position_embeddings"

@@ -23,16 +23,16 @@ from coa_jax.model.config import ModelConfig
 
 
 def layer_params(config: ModelConfig) -> int:
-    """Returns the number of parameters in the matrices of all layers."""
+    """Returns the number of parameters in the weight matrices of all layers together."""
     attention = 2 * (config.num_heads + config.num_kv_heads) * config.head_dim
     return config.num_layers * config.hidden_size * (attention + 3 * config.intermediate_size)
 
 
 def product_params(config: ModelConfig) -> int:
-    """Returns the number of parameters that take part in matmuls for each token.
+    """Returns the number of parameters that each token is multiplied by: layers and output head.
 
-    The embedding table is not counted, because embedding a token is only a lookup. The output head
-    is counted, even if it is tied to the embedding table.
+    The embedding table is not counted, because embedding a token is only a lookup. If the table
+    also serves as the output head, it is counted once, as the output head.
     """
     return layer_params(config) + config.hidden_size * config.vocab_size
 

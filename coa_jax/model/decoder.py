@@ -69,11 +69,15 @@ class RMSNorm(nnx.Module):
 
 
 class Attention(nnx.Module):
-    """Grouped-query attention.
+    """Grouped-query attention: projections, rotary embedding, attention and output projection.
 
     Queries, keys and values share one kernel ``[D, N, G + 2, K]``, which holds, for each of the N
     key/value heads, the G query heads, the key head and the value head. One matmul therefore
     computes all of them, and tensor parallelism shards N without separating a query from its keys.
+
+    Args:
+        config: the architecture.
+        rngs: random keys from which the initial values are drawn.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -130,6 +134,10 @@ class MLP(nnx.Module):
     """SwiGLU (arXiv 2002.05202): ``(silu(x W_gate) * (x W_up)) W_down``.
 
     W_gate and W_up share one kernel ``[D, 2, F]``.
+
+    Args:
+        config: the architecture.
+        rngs: random keys from which the initial values are drawn.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -155,10 +163,11 @@ class MLP(nnx.Module):
 
 
 class Layer(nnx.Module):
-    """A decoder layer, which consists of attention followed by an MLP.
+    """A decoder layer: attention, then an MLP, each pre-normalised and with a residual connection.
 
-    The input of attention and of the MLP is normalised, and the output is added to the residual
-    stream.
+    Args:
+        config: the architecture.
+        rngs: random keys from which the initial values are drawn.
     """
 
     def __init__(self, config: ModelConfig, *, rngs: nnx.Rngs):
@@ -267,6 +276,8 @@ class Decoder(nnx.Module):
 
 def stack(create: Callable[[nnx.Rngs], nnx.Module], count: int, rngs: nnx.Rngs) -> Any:
     """Creates layers as a single module, in which the first axis of every parameter is the layer.
+
+    Such a module can be the input of `jax.lax.scan` over layers.
 
     Args:
         create: function that creates one layer.

@@ -100,7 +100,7 @@ LayerNorm = functools.partial(
 
 
 class EncoderLayer(nnx.Module):
-    """An encoder layer: attention, then an MLP, each followed by a sum and a normalisation."""
+    """A BERT layer: attention, then an MLP, each with a residual connection and a normalisation."""
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
         c, d, f = config, config.hidden_size, config.intermediate_size
@@ -125,10 +125,10 @@ class EncoderLayer(nnx.Module):
 
 
 class Encoder(nnx.Module):
-    """The whole encoder.
+    """A BERT-like encoder, which maps token ids ``[B, T]`` to hidden states, float32 ``[B, T, D]``.
 
-    Its input is the sum of the embeddings of the token, the position and the first segment type;
-    the layers follow.
+    The embeddings of the token, of its position and of the first segment type are summed and
+    normalised. The layers follow.
     """
 
     def __init__(self, config: BertConfig, *, rngs: nnx.Rngs):
@@ -166,7 +166,10 @@ def _abstract(config: BertConfig) -> Encoder:
 
 
 def bind(config: BertConfig, params: Params) -> Encoder:
-    """Returns the encoder with these parameters; must be called inside a compiled function."""
+    """Returns an encoder module with the given parameters.
+
+    This function must be called inside a compiled function.
+    """
     return nnx.merge(nnx.graphdef(_abstract(config)), params)
 
 

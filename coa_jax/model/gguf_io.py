@@ -113,7 +113,12 @@ class GgufFile:
         }
 
     def metadata(self, key: str, default: Any = None) -> Any:
-        """Returns the value of a metadata key, such as ``"tokenizer.ggml.pre"``."""
+        """Returns the value of a metadata key of the file, such as ``"tokenizer.ggml.pre"``.
+
+        Args:
+            key: the key.
+            default: result if the file does not have the key.
+        """
         field = self._metadata.get(key)
         try:
             return default if field is None else field.contents()

@@ -108,7 +108,12 @@ TABLE: Table = {
 
 
 def tensors_of(table: Table, specs: Specs) -> dict[str, Shape]:
-    """Returns the shapes of all tensors of a checkpoint by name, in the order of writing."""
+    """Returns the shapes of a checkpoint's tensors by Hugging Face name, in the order of writing.
+
+    Args:
+        table: the tensors that form each array of the parameters.
+        specs: shapes of these arrays.
+    """
 
     def shapes(path: Path, row: Row) -> list[Shape]:
         array = jax.ShapeDtypeStruct(specs[path].shape[path[0] == "layers" :], np.float32)
@@ -134,5 +139,5 @@ def writing_order(table: Table, specs: Specs) -> Iterator[tuple[Path, Row, int]]
 
 
 def names(row: Row, layer: int) -> list[str]:
-    """Returns the names of the tensors of a row in one layer."""
+    """Returns the Hugging Face names of a row's tensors in the layer with index ``layer``."""
     return [name.format(layer) for name in row.tensors]

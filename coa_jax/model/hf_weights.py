@@ -33,7 +33,12 @@ from coa_jax.parallel.turns import mesh_of, turn
 
 
 class TensorSource(Protocol):
-    """A source of tensors with Hugging Face names, which can be read one at a time."""
+    """A source of tensors with Hugging Face names, such as a checkpoint, read one at a time.
+
+    Attributes:
+        where: path of the source, used in error messages.
+        shapes: shape of each tensor by name.
+    """
 
     where: str
     shapes: Mapping[str, tuple[int, ...]]
@@ -280,7 +285,7 @@ def export_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, n
 
 
 def to_host(array: jax.Array) -> np.ndarray:
-    """Copies a global array to the memory of this host.
+    """Copies an array that may be sharded over several processes to the memory of this host.
 
     If there are several processes, all of them must call this function.
     """

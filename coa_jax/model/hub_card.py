@@ -26,10 +26,11 @@ def hub_card(
 
     Args:
         base: path or name of the initial model, as in the config.
-        phase: ``sft``, ``rl``, ``rft`` or ``dpo``.
+        phase: kind of training that produced the policy: ``sft``, ``rl``, ``rft`` or ``dpo``.
         step: number of the checkpoint.
         config: settings of the phase.
-        card: content of the policy's ``agent.json``.
+        card: content of the policy's ``agent.json``, which says how the policy was prompted in
+            training.
     """
     on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(@.*)?", base) is not None
     base = base.partition("@")[0] if on_hub else base.rstrip("/").rpartition("/")[2]

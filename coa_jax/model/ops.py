@@ -156,21 +156,24 @@ swiglu.defvjp(lambda gate_up: (swiglu(gate_up), gate_up), _swiglu_bwd)
 
 
 def row_sum(x: jax.Array) -> jax.Array:
-    """Sums over the last axis in float32."""
+    """Sums ``x [..., N]`` over the last axis; returns float32 ``[...]``."""
     return jnp.sum(x, axis=-1, dtype=jnp.float32)
 
 
 def materialize(x: jax.Array) -> jax.Array:
-    """Returns x.
+    """Returns x; the result is meant to be stored in memory and not recomputed.
 
-    A backend whose compiler fuses too many operations may override this function, to store x in a
-    buffer of its own.
+    Here the function does nothing. A backend whose compiler fuses too many operations overrides
+    this function, so that the compiler stores x in a buffer of its own.
     """
     return x
 
 
 def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Returns the first index whose cumulative weight exceeds ``uniform`` times the total weight.
+    """Samples one index per row from unnormalised weights, by inverting the distribution function.
+
+    The result is the first index whose cumulative weight exceeds ``uniform`` times the total
+    weight.
 
     Args:
         weights: weights of the V tokens, float32 ``[B, V]``, not negative.
@@ -185,17 +188,18 @@ def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def first_passed(sums: jax.Array, target: jax.Array, has_weight: jax.Array) -> jax.Array:
-    """Returns the first index with weight whose cumulative sum exceeds the target.
+    """Returns, for each row, the first index with weight whose cumulative sum exceeds the target.
 
-    If there is none, the result is the last index with weight.
-
-    Indices without weight are skipped, because rounding may change a cumulative sum even where
-    nothing is added.
+    If no sum exceeds the target, the result is the last index with weight. Indices without weight
+    are skipped, because rounding may change a cumulative sum even where nothing is added.
 
     Args:
-        sums: cumulative sums ``[B, N]``.
-        target: number that the sum must exceed, ``[B]``.
+        sums: cumulative sums, float32 ``[B, N]``.
+        target: number that the sum must exceed, float32 ``[B]``.
         has_weight: bool ``[B, N]``, whether the weight of an index is above zero.
+
+    Returns:
+        Indices, int32 ``[B]``.
     """
     passed = has_weight & (sums > target[:, None])
     last = sums.shape[1] - 1 - jnp.argmax(has_weight[:, ::-1], axis=-1)
@@ -203,5 +207,9 @@ def first_passed(sums: jax.Array, target: jax.Array, has_weight: jax.Array) -> j
 
 
 def over_rows(function: Callable[..., jax.Array], *rows: jax.Array) -> jax.Array:
-    """Computes ``function(*rows)``, where arguments and result have one row per sequence."""
+    """Computes ``function(*rows)``, where all arrays have one row per sequence (first axis).
+
+    Here the function is applied to all rows at once. A backend may apply the function to a few rows
+    at a time.
+    """
     return function(*rows)

@@ -37,7 +37,7 @@ sequences have several new tokens.
 
 
 def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Array:
-    """Multiplies ``x`` by the kernel ``w``; see `ops.linear`."""
+    """Multiplies ``x`` by the kernel ``w``; for arguments and result see `ops.linear`."""
     if compute.outputs_first:
         batch = x.shape[: x.ndim - inputs]
         x = x.reshape(*batch, -1)
@@ -69,7 +69,7 @@ def _outputs_first(x: jax.Array, w: jax.Array, dtype: Any) -> jax.Array:
 
 
 def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
-    """Computes logits with tied weights; see `ops.attend`.
+    """Computes logits with tied weights; for arguments and result see `ops.attend`.
 
     The output axis V of an embedding table ``[V, D]`` comes first, as in the kernels of a model
     with ``outputs_first``.
@@ -109,7 +109,7 @@ processed beyond the longest sequence of its group.
 
 
 def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
-    """Inverts the cumulative distribution; see `ops.inverse_cdf`.
+    """Samples one index per row; see `ops.inverse_cdf` for arguments and result.
 
     Sums over blocks of the vocabulary find the block of the result; sums within this block then
     find the index. A cumulative sum over the whole vocabulary would be slow, and its bits would
@@ -129,7 +129,8 @@ def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def over_rows(function: Callable[..., jax.Array], *rows: jax.Array) -> jax.Array:
-    """Applies a function to sequences, eight at a time; see `ops.over_rows`."""
+    """Applies a function to eight sequences at a time, and joins the results; see
+    `ops.over_rows`."""
     count = len(rows[0])
     if count <= _GROUP or count % _GROUP:
         return function(*rows)

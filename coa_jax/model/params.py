@@ -49,12 +49,18 @@ Specs = Mapping[Path, Spec]
 
 @functools.cache
 def specs(config: ModelConfig) -> Specs:
-    """Returns the description of each array of a model, in the order of `jax.tree.leaves`."""
+    """Returns the shape and the logical axes of each parameter of a model, by path.
+
+    The order is that of `jax.tree.leaves`. The parameters include the adapters of ``config.lora``.
+    """
     return specs_of(_abstract(config))
 
 
 def specs_of(module: nnx.Module) -> Specs:
-    """Returns the description of each array of a module, in the order of `jax.tree.leaves`."""
+    """Returns the shape and the logical axes of each parameter of a module, by path.
+
+    The order is that of `jax.tree.leaves`.
+    """
     return {
         tuple(map(str, path)): Spec(
             tuple(value.shape), value.get_metadata("axes"), isinstance(value, nnx.LoRAParam)
@@ -77,7 +83,10 @@ def num_params(config: ModelConfig) -> int:
 
 
 def nest(flat: Mapping[Path, Any]) -> Params:
-    """Builds a nested dict from a mapping of paths to values."""
+    """Builds a nested dict from a mapping of paths to values; the inverse of `flatten`.
+
+    A path is a tuple of keys, such as ``("layers", "attn", "qkv", "kernel")``.
+    """
     params: Params = {}
     for path, value in flat.items():
         node = params
@@ -88,7 +97,12 @@ def nest(flat: Mapping[Path, Any]) -> Params:
 
 
 def flatten(params: Params, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yields (path, value) of all leaves of a nested dict."""
+    """Yields a pair (path, value) for every leaf of a nested dict; a path is a tuple of keys.
+
+    Args:
+        params: the nested dict.
+        prefix: keys that are put before every path.
+    """
     for key, value in params.items():
         if isinstance(value, dict):
             yield from flatten(value, (*prefix, key))
@@ -97,7 +111,7 @@ def flatten(params: Params, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
 
 
 def join(first: Params, second: Params) -> Params:
-    """Merges two nested dicts that have no path in common."""
+    """Merges two nested dicts of parameters that have no path in common."""
     return nest({**dict(flatten(first)), **dict(flatten(second))})
 
 
@@ -118,7 +132,9 @@ def _graphs(config: ModelConfig) -> tuple[Any, Any, Any]:
 
 
 def bind(config: ModelConfig, params: Params) -> Decoder:
-    """Returns the decoder with these parameters; must be called inside a compiled function.
+    """Returns a decoder module with the given parameters.
+
+    This function must be called inside a compiled function.
 
     Raises:
         ValueError: the parameters or adapters do not match the architecture.
@@ -137,7 +153,7 @@ def bind(config: ModelConfig, params: Params) -> Decoder:
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeParams:
-    """The parameters in the layout for decoding, without adapters.
+    """The parameters in the layout that the engine's decoding programs use, without adapters.
 
     Each layer has arrays of its own, because the loop over decoding steps would copy slices of
     arrays that are stacked over layers.
@@ -281,7 +297,15 @@ def split_trained(
 
 @functools.partial(jax.jit, static_argnames="config")
 def merge_program(config: ModelConfig, params: Params) -> Params:
-    """Merges the adapters of a model that has adapters; see `merge_adapters`."""
+    """The compiled program with which `merge_adapters` adds adapters to the kernels.
+
+    Args:
+        config: the architecture, with an adapter rank above 0.
+        params: parameters with adapters.
+
+    Returns:
+        Parameters without adapters, in the dtype of ``params``.
+    """
     layers = bind(config, params).layers
 
     def delta(lora: Any) -> jax.Array:
@@ -315,7 +339,11 @@ def merge_program(config: ModelConfig, params: Params) -> Params:
 
 
 def merge_adapters(config: ModelConfig, params: Params) -> Params:
-    """Returns the parameters of a model, with its adapters added to the kernels."""
+    """Adds the LoRA adapters of a model to its kernels.
+
+    Returns:
+        Parameters without adapters; ``params`` itself if the model has no adapters.
+    """
     if not config.lora.rank:
         return params
     return in_turn(mesh_of(jax.tree.leaves(params)[0]), merge_program, config, params)
@@ -339,7 +367,12 @@ def shardings(config: ModelConfig, mesh: Mesh | AbstractMesh | None, rules: Rule
 
 
 def decode_shardings(config: ModelConfig, mesh: Mesh | AbstractMesh) -> DecodeParams:
-    """Returns the shardings of parameters in the layout for decoding, by `DECODE_RULES`."""
+    """Returns the sharding of each parameter in the layout for decoding, by `DECODE_RULES`.
+
+    Args:
+        config: the architecture, without adapters.
+        mesh: mesh of the devices that decode.
+    """
 
     def place(spec: Spec, first: int) -> NamedSharding:
         return sharding_for(mesh, spec.axes[first:], DECODE_RULES, spec.shape[first:])

@@ -79,9 +79,9 @@ def write_adapters(directory: Path, adapters: Params, lora: LoraConfig, source: 
 
 
 def adapter_tensors(adapters: Params) -> dict[str, np.ndarray]:
-    """Returns the tensors of adapters with PEFT's names and shapes.
+    """Returns the tensors of LoRA adapters under PEFT's names, in PEFT's layout.
 
-    The shape of A is ``[rank, in]``, the shape of B is ``[out, rank]``.
+    The shape of each matrix A is ``[rank, in]``, and the shape of each matrix B is ``[out, rank]``.
     """
     tensors = {}
     for part, key, name in _PEFT.values():

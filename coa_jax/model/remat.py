@@ -54,7 +54,13 @@ Every policy recomputes the attention scores.
 
 
 def rematerialize(layer: Callable[..., Any], name: str) -> Callable[..., Any]:
-    """Applies the rematerialisation policy ``name``, a key of `POLICIES`, to a layer."""
+    """Returns a layer function that recomputes activations in its backward pass.
+
+    Args:
+        layer: function that computes one decoder layer.
+        name: rematerialisation policy, a key of `POLICIES`, which says which activations are saved;
+            ``none`` returns ``layer`` unchanged.
+    """
     policy = POLICIES[name]
     # Within a scan XLA cannot merge the forward and backward pass, so no barrier (`prevent_cse`) is
     # needed.

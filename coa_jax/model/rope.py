@@ -64,7 +64,7 @@ class YarnRope:
 
 
 def frequencies(config: ModelConfig) -> tuple[jax.Array, float]:
-    """Returns the rotary frequencies, and the factor for cosines and sines.
+    """Returns the frequency of each rotary component, and a factor for cosines and sines.
 
     Returns:
         The angle per position in radians, float32 ``[K / 2]``, and the attention factor, which is 1
@@ -114,18 +114,29 @@ def _attention_factor(scaling: YarnRope) -> float:
 
 
 def rope_tables(config: ModelConfig, positions: jax.Array) -> tuple[jax.Array, jax.Array]:
-    """Returns cosines and sines of positions ``[B, T]``, each float32 ``[B, T, 1, 1, K / 2]``."""
+    """Computes the cosines and sines with which `apply_rope` rotates queries and keys.
+
+    Args:
+        config: the architecture, with head width K.
+        positions: positions of the tokens, int32 ``[B, T]``.
+
+    Returns:
+        Cosines and sines, each float32 ``[B, T, 1, 1, K / 2]``.
+    """
     inv_freq, factor = frequencies(config)
     angles = (positions[..., None].astype(jnp.float32) * inv_freq)[:, :, None, None]
     return factor * jnp.cos(angles), factor * jnp.sin(angles)
 
 
 def apply_rope(x: jax.Array, cos: jax.Array, sin: jax.Array) -> jax.Array:
-    """Rotates pairs, each of an element of the first half of K and one of the second half.
+    """Applies rotary position embeddings to queries or keys.
+
+    Element i of the first half of K and element i of the second half form a pair, which is rotated.
 
     Args:
         x: queries or keys, ``[..., K]``.
-        cos, sin: cosines and sines, ``[..., K / 2]``, which broadcast against the halves of x.
+        cos, sin: cosines and sines from `rope_tables`, ``[..., K / 2]``, which broadcast against
+            the halves of x.
     """
     first, second = jnp.split(x, 2, axis=-1)
     return jnp.concatenate((first * cos - second * sin, second * cos + first * sin), axis=-1)

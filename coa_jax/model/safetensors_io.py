@@ -38,7 +38,10 @@ _LARGEST = 100 << 20
 
 
 class Files(Protocol):
-    """The files of a folder, from which ranges of bytes can be read."""
+    """Access to the files of a model: their names, and ranges of their bytes.
+
+    The files may be on this machine, in a bucket, or on the Hugging Face Hub.
+    """
 
     @property
     def names(self) -> Sequence[str]: ...
@@ -48,20 +51,32 @@ class Files(Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class LocalFiles:
-    """Files of a folder of this machine; implements `Files`."""
+    """The files of a model in a folder of this machine; implements `Files`.
+
+    Attributes:
+        folder: the folder.
+        names: names of the files.
+    """
 
     folder: Path
     names: Sequence[str]
 
     def read(self, name: str, start: int, stop: int) -> bytes:
-        """Reads the bytes ``[start, stop)`` of a file; fewer if the file ends before ``stop``."""
+        """Reads a range of bytes of a file.
+
+        Args:
+            name: name of the file.
+            start: position of the first byte.
+            stop: position one past the last byte. If the file ends before, the result has fewer
+                bytes.
+        """
         with reading.open_file(self.folder / name) as file:
             file.seek(start)
             return file.read(stop - start)
 
 
 class Checkpoint:
-    """The tensors of a model, in one or more files.
+    """The tensors of a model in one or more safetensors files; implements `TensorSource`.
 
     Attributes:
         where: path, URL or id of the model, used in error messages.
@@ -107,7 +122,12 @@ class Checkpoint:
         self.sizes[file] = 8 + length + at
 
     def damaged(self, file: str, why: str) -> UserError:
-        """Returns the error for a file that is damaged for the reason ``why``."""
+        """Returns, but does not raise, the error for a damaged file.
+
+        Args:
+            file: name of the file.
+            why: what is wrong with the file.
+        """
         path = f"{self.where}/{file}"
         return UserError(f"{path} is truncated or not a safetensors file ({why}): fetch it again")
 

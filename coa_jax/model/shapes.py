@@ -31,9 +31,10 @@ ARCHITECTURES: dict[str, ModelConfig] = {
 
 
 def architecture_of(model: str) -> tuple[str, ModelConfig]:
-    """Returns the name and the architecture of a model; reads only ``config.json``.
+    """Returns the name and the architecture of a model, without reading weights.
 
-    If the directory does not exist, the path must contain a name of `ARCHITECTURES`, as
+    The architecture comes from the ``config.json`` of the directory ``model``. If the directory
+    does not exist, the path must contain a name of `ARCHITECTURES`, as
     ``weights/Qwen2.5-Coder-7B-Instruct`` does; coder and instruct models have the shapes of their
     base model. The name ``tiny`` counts only as the last part of the path, because the names of
     other models may contain this word.

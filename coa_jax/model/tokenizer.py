@@ -93,9 +93,9 @@ def load_tokenizer(path: str | Path) -> Any:
 
 
 def find_tokenizer(path: str | Path) -> Any:
-    """Loads a tokenizer; returns a `MissingTokenizer` if the model has no tokenizer.
+    """Loads the tokenizer of a model like `load_tokenizer`, but accepts a model without tokenizer.
 
-    Apart from this, the function is like `load_tokenizer`.
+    For a model without tokenizer files, the result is a `MissingTokenizer`.
     """
     from transformers import AutoTokenizer, PreTrainedTokenizerFast
 
@@ -150,7 +150,7 @@ def _checked(make: Callable[[], Any], path: Path) -> Any:
 
 
 def gguf_tokenizer(file: GgufFile) -> Any:
-    """Loads the tokenizer that a GGUF file contains; see :func:`find_tokenizer`."""
+    """Loads the tokenizer in a GGUF file; a `MissingTokenizer` if the file has none."""
     path = Path(file.where)
     if file.metadata("tokenizer.ggml.model") is None:
         return MissingTokenizer(
@@ -357,21 +357,21 @@ def end_of_turn_id(tokenizer: Any) -> int:
 
 
 def eos_ids(tokenizer: Any) -> list[int]:
-    """Returns the ids that end a generation: the end of a turn, and the end of a text."""
+    """Returns the ids of the tokens that end a generation: end of turn, and end of text."""
     added = tokenizer.get_added_vocab()
     ids = [added.get(IM_END), tokenizer.eos_token_id, added.get(END_OF_TEXT)]
     return list(dict.fromkeys(i for i in ids if i is not None))
 
 
 def chat_template(tokenizer: Any) -> str | None:
-    """Returns the chat template that transformers uses: the default one if there are several."""
+    """Returns the Jinja chat template, named ``default`` if there are several; None if absent."""
     template = getattr(tokenizer, "chat_template", None)
     return template.get("default") if isinstance(template, dict) else template
 
 
 @functools.lru_cache(maxsize=64)
 def stock_prompt(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...], str]:
-    """Returns the ids with which a chat template begins, and its default system message."""
+    """Returns the ids before the first turn of a chat template, and its default system message."""
     if not template or template == TEMPLATE:
         return (), ""
     marker = "stock-system-probe"
@@ -425,7 +425,7 @@ def conversation_ids(
 def turn_ids(
     tokenizer: Any, turns: Sequence[tuple[str, str]], *, prefix: str | None = ""
 ) -> list[int]:
-    """Returns the ids of further turns, which continue the ids of `conversation_ids`.
+    """Returns the ids of further turns, which continue a conversation from `conversation_ids`.
 
     Args:
         tokenizer: a tokenizer from :func:`load_tokenizer`.

@@ -45,7 +45,13 @@ RESULT = "tool"
 
 
 class Frames(NamedTuple):
-    """The text before the first tool result, between two results, and after the last result."""
+    """The texts that a chat template writes around tool results.
+
+    Attributes:
+        head: text before the first of several consecutive results.
+        between: text between two consecutive results.
+        tail: text after the last result.
+    """
 
     head: str
     between: str
@@ -147,7 +153,13 @@ def tool_conversation_ids(
 
 
 def results_as_user(turns: Iterable[tuple[str, str]]) -> list[tuple[str, str]]:
-    """Converts tool results to user turns, as `CHATML` does; consecutive results share a turn."""
+    """Converts tool results to user turns, for models whose chat template describes no tools.
+
+    Consecutive results become a single user turn, with each result in ``<tool_response>`` tags.
+
+    Args:
+        turns: (role, content) pairs; tool results have the role ``tool``.
+    """
     found: list[tuple[str, str]] = []
     results = False
     for role, text in turns:

@@ -265,7 +265,7 @@ def sharding_for(
 
 
 def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
-    """Constrains the sharding of a value by the rules for training.
+    """Constrains the sharding of an array in a compiled function, by the rules for training.
 
     Args:
         x: the value.
@@ -280,7 +280,7 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
 def gather(
     x: jax.Array, mesh: Mesh | None, axes: Sequence[str | None], whole: Sequence[str]
 ) -> jax.Array:
-    """Gathers a value along some logical axes, and splits its gradient along the same axes.
+    """Gathers a sharded array along some logical axes, and splits its gradient along the same axes.
 
     The gradient of the value is a sum over the devices that have gathered the value. If only the
     value had a sharding constraint, the compiler would compute the whole sum on every device.

@@ -85,7 +85,10 @@ def split_devices(
 
 
 def rollout_devices(config: MeshConfig) -> list[jax.Device]:
-    """Returns the devices of all processes that are reserved for rollouts; [] if there are none."""
+    """Returns the devices of all processes that the settings reserve for rollouts.
+
+    The list is empty if the same devices train and sample.
+    """
     return split_devices(jax.devices(), config.rollout_devices)[1]
 
 
@@ -150,7 +153,12 @@ def _find_each_other(mesh: Mesh) -> None:
 
 
 def replicate(array: jax.Array, mesh: Mesh | None) -> jax.Array:
-    """Places an array, which every process must have, on every device of the mesh."""
+    """Places a copy of an array on every device of the mesh.
+
+    Args:
+        array: the array, which every process must have.
+        mesh: mesh of the run; None returns the array unchanged.
+    """
     if mesh is None:
         return array
     whole, sharding = np.asarray(array), NamedSharding(mesh, PartitionSpec())

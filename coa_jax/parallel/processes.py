@@ -209,7 +209,11 @@ def count() -> int:
 
 
 def doing(what: str) -> None:
-    """Records what this process is doing; other processes log this when they wait for it."""
+    """Records what this process is doing, for the logs of processes that wait for it.
+
+    Args:
+        what: description, such as "saving a checkpoint".
+    """
     if _joined is not None:
         _joined.doing = what
 
@@ -284,7 +288,7 @@ async def exchange(value: Any, what: str, seconds: float, place: str = "") -> li
 
 
 def ask_all_to_stop() -> None:
-    """Tells all processes that this process has been asked to stop."""
+    """Tells all processes of the run that this process has received a request to stop."""
     if _joined is not None:
         _joined.client.key_value_set(f"{_STOP}{_joined.index}", "yes", allow_overwrite=True)
 
@@ -295,7 +299,7 @@ def asked_to_stop() -> bool:
 
 
 def share(items: Sequence[T]) -> list[T]:
-    """Returns this process's share of items; if there are n processes, every n-th item."""
+    """Returns this process's share of items: with n processes, every n-th item."""
     return list(items[index() :: count()])
 
 

@@ -27,7 +27,7 @@ _TURN = threading.RLock()
 
 
 def turn(mesh: Mesh | None) -> contextlib.AbstractContextManager[Any]:
-    """Returns the lock to hold while a multi-device program is launched.
+    """Returns a context manager that holds a lock while a multi-device program is launched.
 
     A single-device program needs no lock; for such a program, the returned context manager has no
     effect.

@@ -1,4 +1,8 @@
-"""Defines the chain-of-agents protocols: roles, tags, parser, transition automaton and prompts."""
+"""Defines the chain-of-agents protocols: roles, tags, parser, transition automaton and prompts.
+
+A chain of agents is a text in which one model writes all roles of a multi-agent system, each
+between the tags of the role. A protocol says which tags exist and in which order they may follow.
+"""
 
 from coa_jax.protocol.automaton import State as State
 from coa_jax.protocol.automaton import advance as advance

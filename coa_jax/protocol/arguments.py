@@ -41,7 +41,12 @@ def _named(tool: str) -> dict[str, str]:
 
 
 def describe(protocol: Protocol, tool: str) -> str:
-    """Returns the description of a tool, in the form in which the policy's prompt contains it."""
+    """Returns the description of a tool, as the policy reads it in the prompt.
+
+    Args:
+        protocol: protocol that contains the tool.
+        tool: tag of the tool.
+    """
     said = protocol.described.get(tool) or _DOES[tool]
     if tool in protocol.schemas:  # the schema describes the body
         said = said.partition(" The body is ")[0]

@@ -39,7 +39,7 @@ AuthorName = Literal["policy", "environment"]
 
 @dataclasses.dataclass(frozen=True)
 class State:
-    """The position of a trajectory in the automaton.
+    """The state of a protocol's automaton after the segments of a text, see `advance`.
 
     Attributes:
         action: the last action, or ``START`` if there was none.
@@ -79,7 +79,7 @@ def _candidates(protocol: Protocol, state: State) -> frozenset[str]:
 
 
 def allowed_after(protocol: Protocol, state: State) -> frozenset[str]:
-    """Returns the roles that may come next in a state. After the answer, the set is empty."""
+    """Returns the roles (tags) that a protocol allows next in a state; none after the answer."""
     if state.waiting:
         return frozenset({protocol.observation})
     candidates = _candidates(protocol, state)
@@ -91,7 +91,7 @@ def allowed_after(protocol: Protocol, state: State) -> frozenset[str]:
 
 
 def advance(protocol: Protocol, state: State, role: str, body: str) -> State:
-    """Returns the state after a segment.
+    """Returns the automaton's state after a further segment: the transition function.
 
     An illegal segment raises no error. The state after such a segment is chosen so that ``check``
     reports each mistake only once:

@@ -103,7 +103,7 @@ def parse_double_check(body: str) -> int | None:
 
 
 def format_double_check(score: int) -> str:
-    """Writes the body of a double check; `parse_double_check` is the inverse."""
+    """Writes a score from 1 to 4 as the body of a double check; inverse of `parse_double_check`."""
     return f"The score of the suggested answer is {score}."
 
 
@@ -170,7 +170,7 @@ def _fenced_blocks(body: str) -> list[tuple[str, list[str]]] | None:
 
 
 def split_answers(body: str) -> tuple[str, ...]:
-    """Splits the body of an answer at ``|``, and drops parts that contain only spaces."""
+    """Splits the body of an answer into several answers at ``|``; drops empty parts."""
     return tuple(part.strip() for part in body.split("|") if part.strip())
 
 
@@ -205,7 +205,9 @@ def parse_solution(body: str) -> str | None:
 
 
 def parse_urls(body: str) -> tuple[str, ...]:
-    """Splits a list of URLs at ``|``, and drops parts that are not URLs.
+    """Parses the body of a ``crawl_page`` call: a list of URLs, separated by ``|``.
+
+    Parts that are not URLs are dropped.
 
     A part may be a URL or a Markdown link with a URL.
     """

@@ -58,10 +58,10 @@ MAY_SHOW_TAGS: frozenset[BodyForm] = frozenset({"text", "code", "solution"})
 
 
 def outcomes(form: BodyForm, pass_score: int) -> tuple[tuple[Regex, str], ...]:
-    """Groups all bodies of a form by the state in which they leave the protocol's automaton.
+    """Groups all bodies of a form by what the protocol demands after them.
 
-    For example, the form of reflections has two groups: bodies with a poor grade and bodies without
-    a poor grade. After these, the policy must continue differently.
+    For example, the form of reflections has two groups: after a body with a poor grade, the policy
+    must write a plan; after any other body, it need not.
 
     Args:
         form: form of the body.

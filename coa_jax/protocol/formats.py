@@ -65,7 +65,7 @@ class Reader(typing.Protocol):
         """Body, as far as read, of the segment that is being read; "" while its role is unknown."""
 
     def feed(self, chunk: str) -> list[Segment]:
-        """Parses more text; returns the segments that this text completes."""
+        """Parses a further piece of text; returns the segments that this piece completes."""
 
     def end_turn(self) -> list[Segment]:
         """Tells the parser that the policy has ended its turn; returns the segments that end here.
@@ -86,7 +86,7 @@ class Reader(typing.Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One step of an episode, which `Format.write` converts to text.
+    """One step of an episode (thoughts, then a call or the answer), for `Format.write`.
 
     Attributes:
         thoughts: thoughts of the policy before the tool call or the answer.
@@ -124,11 +124,15 @@ class Format(abc.ABC):
 
     @abc.abstractmethod
     def reader(self, protocol: Protocol) -> Reader:
-        """Returns a new parser of the policy's text."""
+        """Returns a new parser of the policy's text in this format."""
 
     @abc.abstractmethod
     def write(self, protocol: Protocol, steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
-        """Writes the steps of an episode as text.
+        """Writes the steps of an episode as text in this format, for training data.
+
+        Args:
+            protocol: protocol with the tools.
+            steps: steps in order; the last step has the answer.
 
         Returns:
             The parts of a `DistilledRecord`: (``"policy"`` or ``"environment"``, text) in order.
@@ -146,11 +150,18 @@ class Format(abc.ABC):
         """
 
     def error(self, protocol: Protocol, segment: Segment) -> str:
-        """Returns the observation for an invalid call, a segment with the role `BAD_CALL`."""
+        """Returns the observation that explains an invalid call to the policy.
+
+        Args:
+            protocol: protocol with the tools.
+            segment: the call, a segment with the role `BAD_CALL`.
+        """
         return "The call could not be understood."
 
     def marks(self, protocol: Protocol, text: str) -> list[tuple[int, int]]:
-        """Finds the places where a text of the policy uses one of `tags` as a mark.
+        """Finds the places in a text of the policy that must be encoded as single tokens.
+
+        At these places, the text uses one of `tags`, such as ``<tool_call>``, as a mark.
 
         Returns:
             (start, end) of each place, as offsets in characters, in ascending order. A place where
@@ -159,7 +170,7 @@ class Format(abc.ABC):
         return []
 
     def quote(self, text: str) -> str:
-        """Escapes a tool's text, so that the text cannot contain the mark that ends a result."""
+        """Escapes the text of a tool, so that it cannot contain the mark that ends a result."""
         return text
 
 

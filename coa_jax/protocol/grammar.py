@@ -76,7 +76,10 @@ _Node = _Open | _Closed
 
 
 def compile_protocol(protocol: Protocol) -> ByteAutomaton:
-    """Builds the byte automaton of a protocol, which takes about a second."""
+    """Builds the automaton of the byte strings that obey a protocol, for constrained decoding.
+
+    The function takes about a second.
+    """
     languages = _segment_languages(protocol)
 
     def start(state: State) -> _Node:

@@ -32,7 +32,7 @@ _TAG = re.compile("|".join(_TAGS))
 
 
 class Hermes(Format):
-    """The conversation format ``hermes``, which the module docstring describes."""
+    """The conversation format ``hermes``: tool calls as JSON in ``<tool_call>`` tags."""
 
     turns = True
     templated = True
@@ -40,7 +40,7 @@ class Hermes(Format):
     head, tail = "\n<tool_response>\n", "\n</tool_response>\n"
 
     def reader(self, protocol: Protocol) -> HermesReader:
-        """Returns a new parser of the policy's text."""
+        """Returns a new parser of the policy's text in this format."""
         return HermesReader(protocol)
 
     def write(self, protocol: Protocol, steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
@@ -77,7 +77,7 @@ class Hermes(Format):
         )
 
     def error(self, protocol: Protocol, segment: Segment) -> str:
-        """Returns the observation for an invalid call, see `Format.error`."""
+        """Returns the observation that explains an invalid call, see `Format.error`."""
         try:
             read_call(protocol, segment.body)
         except ValueError as error:
@@ -85,7 +85,7 @@ class Hermes(Format):
         return super().error(protocol, segment)
 
     def marks(self, protocol: Protocol, text: str) -> list[tuple[int, int]]:
-        """Returns (start, end) of each mark in a text of the policy, see `Format.marks`."""
+        """Returns (start, end) offsets of the tags that are single tokens, see `Format.marks`."""
         reader, found = HermesReader(protocol), []
         for segment in reader.feed(text):
             if segment.role is None:
@@ -125,7 +125,7 @@ class HermesReader(Pieces):
 
     @property
     def open_body(self) -> str:
-        """Beginning of the body of the open segment, see `Reader`."""
+        """Body, as far as read, of the segment that is being read, see `Reader.open_body`."""
         return self.text[len("<think>") :].lstrip("\n") if self._open == THINK else ""
 
     def feed(self, chunk: str) -> list[Segment]:

@@ -11,7 +11,7 @@ from coa_jax.protocol.spec import Protocol
 
 
 class Monitor:
-    """Watches the parser of the policy's text for violations.
+    """Detects, while the policy writes, that its text violates the protocol.
 
     If ``broken`` is still False after the answer, the whole text has no violation. In formats other
     than ``tags``, the parser itself reports all violations.
@@ -28,11 +28,14 @@ class Monitor:
         self._state = State()
 
     def update(self, parser: Reader, closed: Iterable[Segment]) -> bool:
-        """Updates and returns ``broken``.
+        """Checks the text that the parser has read since the last call.
 
         Args:
             parser: the parser, with its open segment and its violations.
             closed: segments that the parser has completed since the last call.
+
+        Returns:
+            The new value of ``broken``.
         """
         if self.protocol.format is not None:
             self.broken = bool(parser.violations)
@@ -46,7 +49,7 @@ class Monitor:
         return self.broken
 
     def observe(self, text: str) -> None:
-        """Tells the monitor that the environment has answered a call.
+        """Tells the monitor that an observation follows the text so far.
 
         Args:
             text: text of the environment's answer.

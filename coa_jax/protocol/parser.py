@@ -70,7 +70,7 @@ class Violation:
 
 @dataclasses.dataclass(frozen=True)
 class Parse:
-    """The result of ``parse``.
+    """The result of parsing a whole text with ``parse``.
 
     Attributes:
         segments: contiguous segments, which together cover the text.
@@ -208,7 +208,7 @@ def _undecided(data: str, taken: int) -> int:
 
 
 def make_parser(protocol: Protocol) -> Reader:
-    """Returns a new parser of the policy's text, for the protocol's conversation format."""
+    """Returns a new parser of the policy's text, in the conversation format of the protocol."""
     return Parser(protocol) if protocol.format is None else protocol.format.reader(protocol)
 
 

@@ -71,7 +71,7 @@ LIBRARIES = "{libraries}"
 
 @dataclasses.dataclass(frozen=True)
 class Prompt:
-    """Says how questions are put to a policy.
+    """The instructions and the system message with which questions are put to a policy.
 
     Attributes:
         style: ``full`` explains every rule of the protocol. ``brief`` only names the protocol.
@@ -101,7 +101,14 @@ class Prompt:
 
 
 class Asked(typing.Protocol):
-    """A `Task` or a `DistilledRecord`, whose docstrings describe these attributes."""
+    """The attributes of a question that prompts need; `Task` and `DistilledRecord` have them.
+
+    Attributes:
+        question: text of the question.
+        protocol: name of the protocol in which the question is answered.
+        prompt: user message that the data set has for the question; "" for none.
+        context: (role, text) of each message that the data set has before the user message.
+    """
 
     @property
     def question(self) -> str: ...
@@ -205,7 +212,7 @@ def _full(protocol: Protocol) -> str:
 
 
 def answer_rule(protocol: Protocol) -> str:
-    """Returns the sentences of the instructions that say which form an answer must have."""
+    """Returns the sentences of the instructions that tell the policy the form of an answer."""
     form = protocol.form(protocol.answer)
     return _ANSWERS[form] + ("" if form == "solution" else " Join several answers by |.")
 

@@ -58,12 +58,12 @@ Final Answer: the answer
 
 
 class React(Format):
-    """The conversation format ``react``, which the module docstring describes."""
+    """The conversation format ``react``: lines with marks such as ``Thought:`` and ``Action:``."""
 
     head, tail = " ", "\n"
 
     def reader(self, protocol: Protocol) -> ReactReader:
-        """Returns a new parser of the policy's text."""
+        """Returns a new parser of the policy's text in this format."""
         return ReactReader(protocol)
 
     def write(self, protocol: Protocol, steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
@@ -99,7 +99,7 @@ class React(Format):
         )
 
     def error(self, protocol: Protocol, segment: Segment) -> str:
-        """Returns the observation for an invalid call, see `Format.error`."""
+        """Returns the observation for a call of a tool that does not exist, see `Format.error`."""
         known = ", ".join(protocol.tools)
         return f"There is no tool {segment.body[:100]!r}; there are {known}."
 
@@ -116,12 +116,12 @@ class ReactReader(Pieces):
 
     @property
     def open_role(self) -> str | None:
-        """Role of the open segment, see `Reader`."""
+        """Role of the segment that is being read; None while unknown, see `Reader.open_role`."""
         return {"Thought:": THINK, "Final Answer:": self.protocol.answer}.get(self._mark)
 
     @property
     def open_body(self) -> str:
-        """Beginning of the body of the open segment, see `Reader`."""
+        """Body, as far as read, of the segment that is being read, see `Reader.open_body`."""
         return self.text[self._begins :].lstrip() if self.open_role else ""
 
     def feed(self, chunk: str) -> list[Segment]:

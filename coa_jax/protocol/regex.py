@@ -97,12 +97,12 @@ ANY_BYTE = _bytes(_ALL_BYTES)
 
 
 def one_of(values: Iterable[int]) -> Regex:
-    """Returns the language whose strings are the single bytes of a set, such as ``b"ab"``."""
+    """Returns the language of all strings that are a single byte of a set, such as ``b"ab"``."""
     return _bytes(functools.reduce(lambda mask, byte: mask | 1 << byte, values, 0))
 
 
 def none_of(values: Iterable[int]) -> Regex:
-    """Returns the language whose strings are the single bytes that are not in a set."""
+    """Returns the language of all strings that are a single byte outside a set."""
     return _bytes(_ALL_BYTES & ~one_of(values).parts)
 
 
@@ -122,12 +122,12 @@ def literal(text: str, ignore_case: bool = False) -> Regex:
 
 
 def union(regexes: Iterable[Regex]) -> Regex:
-    """Returns the union of languages."""
+    """Returns the union of regular languages."""
     return functools.reduce(Regex.__or__, regexes, NOTHING)
 
 
 def optional(regex: Regex) -> Regex:
-    """Returns the union of a language and the empty string."""
+    """Returns the language of a regular expression ``r?``: ``regex`` and the empty string."""
     return regex | EMPTY_STRING
 
 
@@ -175,7 +175,7 @@ def derivative(regex: Regex, byte: int) -> Regex:
 
 
 def matches(regex: Regex, text: bytes) -> bool:
-    """Returns whether a byte string belongs to a language."""
+    """Returns whether the byte string ``text`` belongs to the language ``regex``."""
     return functools.reduce(derivative, text, regex).nullable
 
 

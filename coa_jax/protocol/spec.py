@@ -94,11 +94,11 @@ class Protocol:
 
     @property
     def stops(self) -> tuple[str, ...]:
-        """Closing tags at which decoding stops so that a tool can run or the episode can end."""
+        """Closing tags at which decoding stops: a tool must run, or the episode ends."""
         return tuple(f"</{role}>" for role in (*self.tools, self.answer))
 
     def form(self, role: str) -> BodyForm:
-        """Returns the form that the body of a tag must have."""
+        """Returns the name of the form that the body of a tag must have, such as ``urls``."""
         return self.body_form.get(role, "text")
 
 
@@ -299,7 +299,7 @@ def protocol_names() -> tuple[str, ...]:
 
 
 def made_protocols() -> tuple[Protocol, ...]:
-    """Returns the protocols that were registered with `add_protocol`."""
+    """Returns the registered protocols that are not built in, see `add_protocol`."""
     built_in = {protocol.name for protocol in _BUILT_IN}
     return tuple(made for name, made in _PROTOCOLS.items() if name not in built_in)
 
@@ -365,7 +365,10 @@ def known_protocols() -> tuple[Protocol, ...]:
 
 
 def restore_protocols(protocols: Iterable[Protocol]) -> None:
-    """Registers the protocols that `known_protocols` returned in another process."""
+    """Registers protocols that `known_protocols` returned in another process.
+
+    Worker processes call this function, because protocols are registered per process.
+    """
     _PROTOCOLS.update({protocol.name: protocol for protocol in protocols})
 
 

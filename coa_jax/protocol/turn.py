@@ -8,7 +8,7 @@ from coa_jax.protocol.spec import Protocol
 
 
 class Pieces:
-    """The text that a parser has read since its last complete segment.
+    """Base class of the parsers of conversation formats: the text since the last complete segment.
 
     Attributes:
         violations: violations found so far.
@@ -74,7 +74,10 @@ class Pieces:
 
 
 def undecided(data: str, marks: tuple[str, ...]) -> int:
-    """Returns the length of a text's longest suffix that is the beginning of a longer mark."""
+    """Returns how many characters at the end of a text may be the beginning of a mark.
+
+    The result is the length of the longest suffix of ``data`` with which a longer mark begins.
+    """
     longest = max(map(len, marks))
     for size in range(min(longest - 1, len(data)), 0, -1):
         if any(mark.startswith(data[-size:]) for mark in marks):

@@ -55,7 +55,7 @@ class LeftOut(NamedTuple):
 
 
 class Read(NamedTuple):
-    """A record with the row from which it was read.
+    """A record (a trajectory to train on, as text), with the row from which it was read.
 
     Attributes:
         record: the record.
@@ -114,7 +114,7 @@ def _found(row: Row, info: Mapping[str, Any], protocol: str) -> Read | LeftOut:
 
 
 class Records:
-    """A sequence of all rows of some files. A row is read when it is accessed.
+    """The rows of data files as a sequence of `Read` and `LeftOut`; a row is read when accessed.
 
     Only the positions of the rows in the files are kept in memory, which takes 16 bytes per row.
     Objects of this class can be pickled.
@@ -156,7 +156,10 @@ class Records:
         return _found(rows[place], self._columns[file], self.protocol)
 
     def stamps(self) -> list[str]:
-        """Returns one text per file. The text changes when the file is rewritten."""
+        """Returns a text for each file, which changes when the file is rewritten.
+
+        A cache of results about the rows can use these texts as part of its key.
+        """
         return [f"{rows.path.absolute()} {len(rows)} {stamp(rows.path)}" for rows in self._files]
 
 
@@ -200,7 +203,7 @@ class Counts:
     tags: dict[str, set[str]] = dataclasses.field(default_factory=lambda: defaultdict(set))
 
     def add(self, found: Read | LeftOut) -> None:
-        """Counts a row, which was either converted to a record or left out."""
+        """Counts a row, which was either converted to a record (`Read`) or left out (`LeftOut`)."""
         if isinstance(found, LeftOut):
             self._leave_out(found.reason, 1, (found.row.where,))
         elif found.tags:
@@ -208,7 +211,7 @@ class Counts:
             self.tags[found.record.protocol].update(found.tags)
 
     def merge(self, later: Counts) -> None:
-        """Adds the counts of later rows."""
+        """Adds the counts of rows that follow the rows counted here."""
         for reason, (number, where) in later.left_out.items():
             self._leave_out(reason, number, where)
         self.told.update(later.told)
@@ -230,7 +233,7 @@ class Counts:
             raise UserError(f"{where[0]}: {reason}; none of the {number} rows can be used")
 
     def lines(self) -> list[str]:
-        """Returns one log message per inferred protocol, and one per reason to leave out rows."""
+        """Returns the counts as log messages, one per inferred protocol and per reason."""
         return [
             f"records that name no protocol: {number}, by their tags {name} "
             f"({', '.join(sorted(self.tags[name]))}); set protocol if this is wrong"

@@ -11,7 +11,7 @@ from coa_jax.errors import UserError
 
 
 def columns_of(path: Path) -> dict[str, Any]:
-    """Returns the entry of a data file in the ``dataset_info.json`` of the same folder.
+    """Returns what LLaMA-Factory's ``dataset_info.json`` says about a data file in the same folder.
 
     The result is {} if the folder has no such file, or the file has no such entry.
 

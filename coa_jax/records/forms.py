@@ -56,7 +56,7 @@ class Made(NamedTuple):
 
 
 def made_of(value: Any, name: str, protocol: str = "") -> Made:
-    """Converts a row to a record.
+    """Converts a row of any supported format to a record.
 
     Args:
         value: the JSON value of the row.

@@ -93,7 +93,7 @@ class Rows:
 
 
 def find_files(source: str | os.PathLike[str]) -> list[Path]:
-    """Returns the files that a setting names.
+    """Returns the files that a setting such as ``data`` names.
 
     A source is one of the following, or several of them joined by commas:
 

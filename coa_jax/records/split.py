@@ -27,11 +27,11 @@ _BRIEF = re.compile(r"Follow the (\w+) protocol\.")
 
 
 class Unusable(ValueError):
-    """Says that a row is not safe to train on. The message is the reason."""
+    """Raised if a row is not safe to train on; the message is the reason."""
 
 
 def frame(protocol: Protocol, body: str) -> str:
-    """Wraps a text in observation tags, with the line breaks that the rollout loop writes."""
+    """Puts observation tags around a text, with the line breaks that rollouts have there."""
     return f"\n<{protocol.observation}>\n{body}\n</{protocol.observation}>\n\n"
 
 
@@ -161,7 +161,7 @@ def parts_of_turns(protocol: Protocol, turns: Parts) -> Parts:
 
 
 def any_protocol() -> Protocol:
-    """Returns a protocol with the tags of all protocols, to parse text of an unknown protocol."""
+    """Returns a protocol with the tags of all registered protocols, to parse any text."""
     known = [get_protocol(name) for name in protocol_names()]
     return dataclasses.replace(
         get_protocol("universal"),

@@ -41,7 +41,9 @@ def stamp(path: Path) -> str:
 
 
 def array_record(path: Path) -> Opened:
-    """Opens an ArrayRecord file whose records are JSON.
+    """Opens an ArrayRecord file whose records are JSON, for random access to its rows.
+
+    The result is the number of rows, and a function that reads the row at an index.
 
     Raises:
         UserError: the file is not an ArrayRecord file, or its end is missing.
@@ -73,7 +75,9 @@ def _array_record_row(path: Path, seen: str, index: int) -> Any:
 
 
 def parquet(path: Path) -> Opened:
-    """Opens a parquet file.
+    """Opens a parquet file for random access to its rows.
+
+    The result is the number of rows, and a function that reads the row at an index.
 
     A parquet file is decoded one row group at a time. If the decoded file has more than 1 GiB, only
     some row groups stay in memory, so that reading rows in random order is slow.
@@ -123,7 +127,9 @@ def _row_groups(path: Path, seen: str, held: int) -> Callable[[int], Any]:
 
 
 def data_set(path: Path) -> Opened:
-    """Opens a data set of the Hugging Face Hub or of TFDS.
+    """Opens a data set of the Hugging Face Hub or of TFDS for random access to its rows.
+
+    The result is the number of rows, and a function that reads the row at an index.
 
     Args:
         path: ``hf:NAME:CONFIG:SPLIT``, ``tfds:NAME:SPLIT``, or ``FOLDER/SPLIT`` with the folder of

@@ -14,7 +14,7 @@ from coa_jax.storage import shown, visited
 
 
 def define_flags() -> None:
-    """Defines the flags of this command."""
+    """Defines the command-line flags of ``python -m coa_jax.report``."""
     workdir_flag("directory of the run")
     flags.DEFINE_integer(
         "traces_per_stage", TRACES_PER_STAGE, "most traces shown of each stage", lower_bound=0
@@ -22,7 +22,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Builds the page and prints its path."""
+    """Writes the page of a run and prints its path."""
     with visited(flags.FLAGS.workdir, names_only=("model", "model-adapters")) as folder:
         page = build_report(folder, flags.FLAGS.traces_per_stage)
     print(shown(page))

@@ -46,7 +46,7 @@ def write_page(outcome: Mapping[str, Any], path: Path) -> Path:
 
 
 def page(outcome: Mapping[str, Any]) -> str:
-    """Renders the content of a result file as an HTML page."""
+    """Returns the content of an evaluation's result file as an HTML page."""
     figures, stage = outcome["figures"], str(outcome["stage"])
     sections = [
         _header(stage, outcome["settings"], figures, outcome.get("not_plain") or ()),

@@ -102,7 +102,7 @@ def interval_bar(name: str, value: float, low: float, high: float) -> str:
 
 
 def number(value: float | int | None) -> str:
-    """Formats a number for people, with about four significant digits and commas at thousands."""
+    """Formats a number for people: about four significant digits, and commas at thousands."""
     if value is None or not math.isfinite(value):
         return "\u2013"
     if float(value).is_integer() and abs(value) < 1e9:

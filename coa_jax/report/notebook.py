@@ -25,7 +25,7 @@ _OBSERVED = "#a58a3c"
 
 @dataclasses.dataclass(frozen=True)
 class Html:
-    """A piece of HTML, which a notebook displays.
+    """A piece of HTML, which a notebook displays if it is the last value of a cell.
 
     Attributes:
         text: the HTML.
@@ -38,7 +38,12 @@ class Html:
 
 
 def table(head: Sequence[str], rows: Sequence[Sequence[Any]]) -> Html:
-    """Renders values as an HTML table, with a head above the rows."""
+    """Returns a table of values, which a notebook displays.
+
+    Args:
+        head: titles of the columns.
+        rows: values of the cells of each row.
+    """
 
     def line(tag: str, row: Sequence[Any]) -> str:
         return f"<tr>{''.join(f'<{tag}>{escape(str(cell))}</{tag}>' for cell in row)}</tr>"
@@ -73,7 +78,10 @@ def failure_of(trajectory: Trajectory) -> str:
 
 
 def show(*trajectories: Trajectory) -> Html:
-    """Renders trajectories side by side, and marks the role of each part of the policy's text."""
+    """Returns a view of trajectories side by side, for a notebook.
+
+    The view marks the role of each part of the policy's text.
+    """
     share = 100 // max(1, len(trajectories))
     columns = "".join(
         f'<div style="flex:1 1 {share - 4}%;min-width:260px">{_chain(one)}</div>'
@@ -108,7 +116,9 @@ def _chain(trajectory: Trajectory) -> str:
 
 
 def show_tokens(one: Any, tokenizer: Any, trained: Sequence[float] = ()) -> Html:
-    """Renders every token of a trajectory with a tooltip of its author, id and log-probability.
+    """Returns a view of a trajectory's tokens, for a notebook.
+
+    A tooltip shows the author, the id and the log-probability of each token.
 
     Blue tokens were sampled by the policy; a darker blue means a less probable token. Brown tokens
     belong to observations, and tokens without a colour belong to the prompt.

@@ -82,7 +82,12 @@ def table(
 
 
 def facts(values: Iterable[tuple[str, Any]], kind: str = "facts") -> str:
-    """Renders pairs (name, value) as an HTML description list of the CSS class ``kind``."""
+    """Returns an HTML description list of pairs (name, value).
+
+    Args:
+        values: the pairs; names and values are escaped.
+        kind: CSS class of the list.
+    """
     items = "".join(
         f"<div><dt>{escape(name)}</dt><dd>"
         f"{escape(number(value) if as_number(value) is not None else str(value))}</dd></div>"
@@ -114,7 +119,13 @@ def as_number(value: Any) -> float | None:
 
 
 def fixed(value: Any, digits: int, none: str = "") -> str:
-    """Formats a number with a fixed number of decimals; ``none`` if the value is not a number."""
+    """Formats a number with a fixed number of decimals.
+
+    Args:
+        value: the number.
+        digits: number of decimals.
+        none: text if ``value`` is not a number.
+    """
     figure = as_number(value)
     return none if figure is None else f"{figure:,.{digits}f}"
 
@@ -123,17 +134,20 @@ def fixed(value: Any, digits: int, none: str = "") -> str:
 
 
 def step_of(row: Mapping[str, Any]) -> float:
-    """Returns the step of a row; 0 if the row has no step."""
+    """Returns the step in a row of ``metrics.jsonl``; 0 if the row has no step."""
     return as_number(row.get("step")) or 0.0
 
 
 def phase_of(row: Mapping[str, Any]) -> str:
-    """Returns the training phase of a row."""
+    """Returns the training phase in a row of ``metrics.jsonl``, such as ``rl``."""
     return str(row.get("phase", "run"))
 
 
 def phases_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, Any]]]:
-    """Returns the rows of each training phase, sorted by step; the phases in order of time."""
+    """Groups rows of ``metrics.jsonl`` by training phase, in the order in which the phases ran.
+
+    The rows of a phase are sorted by step.
+    """
     found: dict[str, list[Mapping[str, Any]]] = {}
     for row in rows:
         found.setdefault(phase_of(row), []).append(row)
@@ -141,7 +155,7 @@ def phases_of(rows: Iterable[Mapping[str, Any]]) -> dict[str, list[Mapping[str, 
 
 
 def phase_title(phase: str) -> str:
-    """Returns the title of a training phase."""
+    """Returns the title of a training phase for a page, such as ``RL`` for ``rl``."""
     return phase.upper() if phase in ("sft", "rl") else phase
 
 
@@ -158,6 +172,11 @@ def series_of(metric: str, rows: Iterable[Mapping[str, Any]], name: str = "") ->
 
 
 def charts_of(phase: str, charts: Iterable[str]) -> str:
-    """Renders the charts of a phase below the name of the phase."""
+    """Returns the charts of a training phase as HTML, below the title of the phase.
+
+    Args:
+        phase: name of the phase.
+        charts: HTML of the charts.
+    """
     title = escape(phase_title(phase))
     return f'<h3>{title}, by step</h3><div class="charts">{"".join(charts)}</div>'

@@ -19,7 +19,9 @@ _FILES = ("config.json", "metrics.jsonl", "traces.jsonl", "traces", "summary.jso
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The contents of a run's files; a file that does not exist yet is treated as empty.
+    """The contents of a run's files, for pages and notebooks.
+
+    A file that does not exist yet is treated as empty.
 
     Attributes:
         path: directory of the run.
@@ -49,7 +51,15 @@ class Run:
         return [one for one in self.trajectories if stage_of(one) == stage]
 
     def curve(self, phase: str, metric: str) -> tuple[list[float], list[float]]:
-        """Returns the steps of a phase, such as ``rl``, and the value of a metric at each step."""
+        """Returns the values of a metric in a phase, for drawing a curve.
+
+        Args:
+            phase: training phase, such as ``rl``.
+            metric: name of the metric.
+
+        Returns:
+            The steps that have the metric, and the value at each of these steps.
+        """
         points = [
             (step_of(row), value)
             for row in self.rows

@@ -162,7 +162,10 @@ def _read(path: Path) -> Run | None:
 
 
 def summarize(runs: Sequence[Run]) -> list[Row]:
-    """Returns the statistics of each setting, from the best to the worst; unevaluated ones last."""
+    """Returns the statistics of each setting of a sweep, the best setting first.
+
+    Settings without an evaluated run come last.
+    """
     groups: dict[str, list[Run]] = defaultdict(list)
     for run in runs:
         groups[run.name].append(run)
@@ -195,7 +198,10 @@ def _row(name: str, runs: Sequence[Run]) -> Row:
 
 
 def curves(runs: Sequence[Run], metric: str) -> list[Series]:
-    """Returns for each setting a metric by step, averaged over the runs that have the step."""
+    """Returns the average curve of a metric for each setting of a sweep.
+
+    The value at a step is the mean over those runs of the setting that have the step.
+    """
     lines = []
     for name in dict.fromkeys(run.name for run in runs):
         points: dict[float, list[float]] = defaultdict(list)
@@ -248,7 +254,7 @@ def _charts(phase: str, runs: Sequence[Run]) -> str:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """Formats the statistics as a table for a terminal."""
+    """Formats the statistics of a sweep's settings as a table for a terminal."""
     width = max(4, *(len(row.name) for row in rows))
     lines = [
         f"{'name':{width}}  runs  pass@1  lowest  highest  tokens  format  training reward  gap",
@@ -307,12 +313,12 @@ def _mean(values: Sequence[float]) -> float | None:
 
 
 def define_flags() -> None:
-    """Defines the flags of this command."""
+    """Defines the command-line flags of ``python -m coa_jax.report.sweep``."""
     workdir_flag("directory whose subdirectories are runs")
 
 
 def main(argv: list[str]) -> None:
-    """Builds the page and prints the table."""
+    """Writes the page of a sweep, and prints the table."""
     with visited(flags.FLAGS.workdir) as folder:
         path, rows = build_sweep(folder)
     print(table(rows))

@@ -55,7 +55,10 @@ _UNSAFE = re.compile(
 
 
 def clean(text: str) -> str:
-    """Replaces characters that could move the cursor, change colours or reorder the text."""
+    """Replaces control characters of an untrusted text, before it is written to a terminal.
+
+    Such characters could move the cursor, change colours or reorder the text.
+    """
     return _UNSAFE.sub("\ufffd", text.replace("\r", ""))
 
 
@@ -77,14 +80,17 @@ class Piece(NamedTuple):
 
 
 class RoleStream:
-    """Splits the policy's text by role while it arrives; holds incomplete tags back."""
+    """Splits the policy's text into pieces of one role each, while the text arrives.
+
+    The end of the text is held back if it may be the beginning of a tag.
+    """
 
     def __init__(self, protocol: Protocol):
         self._protocol, self._parser = protocol, make_parser(protocol)
         self._shown = 0  # number of characters of the open segment's body that have been returned
 
     def feed(self, text: str) -> list[Piece]:
-        """Adds text of the policy; returns the pieces that can be shown."""
+        """Adds text of the policy; returns the pieces that can be shown now."""
         pieces = self._closed(self._parser.feed(text))
         role, body = self._parser.open_role, self._parser.open_body
         if role is not None or body:
@@ -93,7 +99,7 @@ class RoleStream:
         return pieces
 
     def observed(self) -> list[Piece]:
-        """Returns the pieces that are now complete, because an observation follows."""
+        """Returns the pieces held back so far, because an observation follows the policy's text."""
         form, pieces = self._protocol.format, list[Piece]()
         if form is not None:
             pieces = self._closed(self._parser.end_turn()) if form.turns else []
@@ -121,7 +127,10 @@ class RoleStream:
 
 
 class Paragraph:
-    """Writes a paragraph with a gutter, wraps it between words, and omits blank lines around it."""
+    """Writes a paragraph to a terminal, with a margin on the left, and wraps lines between words.
+
+    Blank lines before and after the paragraph are omitted.
+    """
 
     def __init__(self, put: Callable[[str, bool], None], width: int | None):
         """Starts a paragraph.
@@ -170,7 +179,7 @@ class Paragraph:
 
 
 class Screen:
-    """Shows segments one after the other, each below a line that names its role."""
+    """Shows the segments of a trajectory on a terminal, each below a line that names its role."""
 
     def __init__(self, stream: IO[str]):
         """Prepares to write to a stream, in colour if it is a terminal and NO_COLOR is not set."""
@@ -239,7 +248,7 @@ class Screen:
 
 
 class Show:
-    """Shows one trajectory on a screen while it is sampled."""
+    """Shows one trajectory on a terminal while it is sampled; pass `arrive` to the rollout."""
 
     def __init__(self, screen: Screen, protocol: Protocol):
         self._screen, self._roles = screen, RoleStream(protocol)
@@ -255,7 +264,12 @@ class Show:
             self._observation(arrival.call)
 
     def finish(self, trajectory: Trajectory, seconds: float) -> None:
-        """Shows the trajectory's remaining text, and its statistics with its time in seconds."""
+        """Shows the rest of the trajectory and its statistics.
+
+        Args:
+            trajectory: the finished trajectory.
+            seconds: time that the trajectory took, in seconds.
+        """
         ended = trajectory.stop_reason in (StopReason.ANSWER, StopReason.EOS)
         self._show(self._roles.finish(ended))
         for line, name in footer(trajectory, seconds):

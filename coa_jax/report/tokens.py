@@ -69,7 +69,13 @@ def render_tokens(trajectory: Trajectory, spell: Spell) -> str:
 
 
 def token_title(token: int, author: int, logp: float) -> str:
-    """Describes a token: author, id and, if the policy wrote the token, its log-probability."""
+    """Returns the text of a token's tooltip.
+
+    Args:
+        token: id of the token.
+        author: author of the token, a value of `Author`.
+        logp: log-probability of the token, which is shown if the policy wrote the token.
+    """
     if author == Author.POLICY:
         return f"policy, id {token}, log p {logp:.3f}"
     return f"{'prompt' if author == Author.PROMPT else 'tool'}, id {token}"

@@ -48,13 +48,19 @@ class Sample:
 
 
 def stage_of(trajectory: Trajectory) -> str:
-    """Returns the stage in which a trajectory was sampled, according to its metadata."""
+    """Returns the stage of a run in which a trajectory was sampled, such as ``rl-train``.
+
+    The metadata of the trajectory names the stage.
+    """
     metadata = trajectory.metadata
     return str(metadata.get("stage") or metadata.get("phase") or "run")
 
 
 def stage_rank(stage: str) -> int:
-    """Returns the place of a stage in the pipeline; unknown stages come after all known ones."""
+    """Returns a number by which stages are sorted in the order in which a run has them.
+
+    Unknown stages come last.
+    """
     return STAGES.index(stage) if stage in STAGES else len(STAGES)
 
 
@@ -134,7 +140,7 @@ def render_trace(trajectory: Trajectory, tokens: str = "") -> str:
 
 
 def render_body(trajectory: Trajectory) -> str:
-    """Renders the outcome of a trajectory, the protocol rules that it broke, and its segments."""
+    """Returns the HTML of a trajectory: outcome, broken rules of the protocol, and segments."""
     answer, reward, metadata = trajectory.answer, trajectory.reward, trajectory.metadata
     rows: list[tuple[str, Any]] = [
         ("answer", "none" if answer is None else _short(answer, 500)),

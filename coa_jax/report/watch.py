@@ -129,7 +129,10 @@ def _last_lines(path: Path, count: int) -> list[bytes]:
 
 
 def sparkline(values: Sequence[float]) -> str:
-    """Draws a curve in one line of text, scaled from the smallest to the largest value."""
+    """Draws values as a curve of block characters in one line of text.
+
+    The lowest block is the smallest value, the highest block the largest value.
+    """
     shown = [v for v in values if v - v == 0]  # finite
     if not shown:
         return ""
@@ -231,7 +234,9 @@ def _trajectories(found: Sequence[Trajectory]) -> Table:
 
 
 def fetched(place: str) -> Path:
-    """Returns the local folder of a run; for a URL, a new copy of it without trajectories.
+    """Returns a local folder with the files of a run.
+
+    For a URL, this is a mirror of the run directory without trajectories.
 
     Raises:
         UserError: the bucket cannot be read, or has no such folder.
@@ -241,7 +246,7 @@ def fetched(place: str) -> Path:
 
 
 def define_flags() -> None:
-    """Defines the flags of this command."""
+    """Defines the command-line flags of ``python -m coa_jax.report.watch``."""
     workdir_flag("directory of the run")
     flags.DEFINE_integer("trajectories", 8, "number of newest trajectories shown", lower_bound=0)
     flags.DEFINE_float("every", 2.0, "seconds between two updates of the view", lower_bound=0.1)
@@ -249,7 +254,7 @@ def define_flags() -> None:
 
 
 def main(argv: list[str]) -> None:
-    """Shows the run until Ctrl-C."""
+    """Runs ``python -m coa_jax.report.watch``: shows the run until Ctrl-C."""
     place = flags.FLAGS.workdir
     run = fetched(place)
     check_run(run)

@@ -47,7 +47,7 @@ def load_policy(path: str | Path, dtype: str = "float32") -> Model:
 
 
 class Agent:
-    """A policy with tools that answers questions, one at a time.
+    """A policy with tools that answers questions, one at a time; see `ask`.
 
     Attributes:
         model: model of the policy, with its tokenizer.
@@ -116,7 +116,11 @@ class Agent:
         self._turns = Turns(1)
 
     def ask(self, question: str, on_text: Callable[[Arrival], None] | None = None) -> Trajectory:
-        """Lets the policy answer a question; the same as `ask_async`, for synchronous code."""
+        """Lets the policy answer a question, and waits for the trajectory.
+
+        This method is `ask_async` for code that does not use asyncio; arguments, result and errors
+        are the same.
+        """
         return run_blocking(self.ask_async(question, on_text))
 
     async def ask_async(
@@ -175,7 +179,7 @@ class Agent:
 
 
 def protocol_of(tools: ToolsConfig, trained: str = "") -> tuple[str, ToolsConfig]:
-    """Chooses a protocol for the given tools.
+    """Chooses a protocol (the tags that the policy may write) for the given tools.
 
     The first protocol in this list whose condition holds is chosen:
 

@@ -23,7 +23,9 @@ def collect(
     config: RolloutConfig,
     on_finish: Callable[[Trajectory], None] | None = None,
 ) -> list[list[Trajectory]]:
-    """Runs all requests and waits until all trajectories have ended.
+    """Samples the trajectories of all requests, and waits until all trajectories have ended.
+
+    A request asks for one or more trajectories of one task.
 
     Args:
         runner: runner of the event loop. All calls with the same tools must use the same runner.
@@ -31,7 +33,7 @@ def collect(
         tokenizer: tokenizer of the policy.
         requests: the requests. No two requests may have the same prompt id.
         tools: tools that the policy can call.
-        config: budgets of the trajectories.
+        config: budgets of the trajectories, such as the maximum number of tokens.
         on_finish: function that is called with each trajectory as soon as the trajectory ends.
 
     Returns:

@@ -48,7 +48,15 @@ class Comparison:
 
 
 def compare(recorded: Trajectory, replayed: Trajectory) -> Comparison:
-    """Compares a recorded trajectory with its replay, token by token."""
+    """Compares a recorded trajectory with its replay, token by token.
+
+    Args:
+        recorded: the recorded trajectory.
+        replayed: the trajectory that was sampled again with the recorded settings.
+
+    Returns:
+        Whether the two are identical, and how many leading tokens are equal.
+    """
     size = min(len(recorded.tokens), len(replayed.tokens))
     differs = recorded.tokens[:size] != replayed.tokens[:size]
     differs |= recorded.author[:size] != replayed.author[:size]

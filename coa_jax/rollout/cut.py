@@ -1,9 +1,10 @@
-"""Chooses which parts of a full context to keep.
+"""Chooses which parts of a context to keep when the context has become too long for another turn.
 
-Steps are dropped, the oldest first, until the context is short enough. The plans and reflections of
-all steps are dropped only if this is not enough. The remaining parts keep their order. The
-evaluator of the AFM release also keeps plans, reflections and the newest text, but moves plans and
-reflections to the front, and may cut in the middle of a tag.
+A step consists of the text of the policy up to a tool call, and the observation. Steps are dropped,
+the oldest first, until the context is short enough. The plans and reflections of all steps are
+dropped only if this is not enough. The remaining parts keep their order. The evaluator of the AFM
+release also keeps plans, reflections and the newest text, but moves plans and reflections to the
+front, and may cut in the middle of a tag.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ KEPT = ("plan", "reflection")
 def kept_spans(
     spans: Sequence[SegmentSpan], lengths: Sequence[float], room: float
 ) -> list[SegmentSpan]:
-    """Returns the newest spans of a context, which remain when the oldest steps are removed.
+    """Returns the spans (segments) of a context that remain when the oldest steps are removed.
 
     A step consists of the spans up to and including an observation. The newest step is always kept,
     so the kept spans may have more than ``room`` tokens.

@@ -10,7 +10,7 @@ from coa_jax.model.tokenizer import check_byte_level
 
 
 class TokenTable:
-    """The bytes of every token id of a tokenizer."""
+    """The bytes of every token id of a byte-level tokenizer, from which text is decoded."""
 
     def __init__(self, tokenizer: Any):
         """Reads the vocabulary of a ``transformers`` tokenizer once.
@@ -60,7 +60,7 @@ def token_table(tokenizer: Any) -> TokenTable:
 
 
 class TextStream:
-    """Converts tokens to text as they arrive.
+    """Converts the tokens of one text to characters as the tokens arrive.
 
     The bytes of an incomplete character are kept until another token completes the character.
     """
@@ -74,7 +74,12 @@ class TextStream:
         return self._decoder.decode(self._table[token_id])
 
     def flush(self) -> str:
-        """Ends the text; returns a replacement character for an incomplete character, else ""."""
+        """Ends the text.
+
+        Returns:
+            A replacement character (U+FFFD) if the last tokens form an incomplete character, else
+            "".
+        """
         text = self._decoder.decode(b"", final=True)
         self._decoder.reset()
         return text

@@ -33,7 +33,9 @@ class ToolRequest:
 
 
 class Episode:
-    """The record of a running sample on the host: token ids with their authors.
+    """The record of a running sample on the host, from which `finish` makes the trajectory.
+
+    An episode holds the token ids of the sample with the author of each token.
 
     Tokens are only appended, never changed. The parser reads only the text of the policy. Results
     of tools are appended as environment tokens and never parsed, so that the text of a tool cannot
@@ -154,7 +156,7 @@ class Episode:
         return event or self.next_call() or StopReason.EOS
 
     def next_call(self) -> ToolRequest | None:
-        """Returns the next tool call of the turn that has ended; None if none is left.
+        """Returns the next tool call of the turn that has just ended; None if no call is left.
 
         A turn may contain several calls. They run one after another, because the result of each is
         appended before the next call begins.
@@ -163,7 +165,7 @@ class Episode:
 
     @property
     def frame(self) -> tuple[str, str]:
-        """(text before, text after) of the next observation, such as the observation's tags."""
+        """Text to put before and after the next observation, such as the tags of an observation."""
         if self.turn_over:
             return REPLY
         if self._frames is None:
@@ -191,7 +193,7 @@ class Episode:
         self._logp.extend([logp] * len(tokens))
 
     def end_turn(self) -> str:
-        """Ends a whole turn, which the environment will answer.
+        """Marks the end of a whole turn of the policy, which the next observation answers.
 
         Returns:
             The text that the policy wrote in this turn.
@@ -214,7 +216,7 @@ class Episode:
             self.versions.append((position, version))
 
     def take_text(self) -> str:
-        """Returns the text that the policy wrote since the last call of this method."""
+        """Returns the text that the policy wrote since the last call, for showing live text."""
         text = self._policy_text[self._taken :]
         self._taken = len(self._policy_text)
         return text
@@ -254,7 +256,10 @@ class Episode:
             self._monitor.observe(text)
 
     def cut(self, most: int) -> int:
-        """Removes the oldest steps from the context. Must be called directly after `observe`.
+        """Removes the oldest steps from the context, to make room for another turn.
+
+        A step is the text of the policy up to a tool call, and the observation. This method must be
+        called directly after `observe`. The trajectory keeps all tokens.
 
         Args:
             most: maximum number of tokens of the context, see `cut.kept_spans`.
@@ -274,7 +279,14 @@ class Episode:
         return next((place for place, (old, new) in pairs if old != new), same)
 
     def last_body(self, role: str) -> str:
-        """Returns the body of the last closed segment of a role; "" if there is none."""
+        """Returns the text inside the last closed segment of a role that is not empty.
+
+        Args:
+            role: name of the segment's tag, such as ``think``.
+
+        Returns:
+            The text; "" if there is no such segment.
+        """
         bodies = (span.body for span in reversed(self._spans) if span.role == role)
         return next((body for body in bodies if body), "")
 

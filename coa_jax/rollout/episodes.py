@@ -23,9 +23,10 @@ from coa_jax.rollout.request import Request
 
 
 class Episodes(typing.Protocol):
-    """An interface for creating episodes and for encoding the results of tools.
+    """An interface for creating the episodes of samples and for encoding the results of tools.
 
-    The rollout loop does everything else, and is the same for all implementations.
+    An `Episode` records the tokens of a running sample. The rollout loop does everything else, such
+    as decoding and running tools, and is the same for all implementations.
     """
 
     def begin(self, request: Request, sample: int) -> Episode:
@@ -51,7 +52,10 @@ class Episodes(typing.Protocol):
         ...
 
     def frame(self, episode: Episode) -> int:
-        """Returns the number of token ids that surround the text of the next observation."""
+        """Returns the number of token ids that the frame around the next observation takes.
+
+        The frame is the text before and after an observation, such as its tags.
+        """
         ...
 
     def prompt(self, messages: Sequence[tuple[str, str]]) -> tuple[int, ...]:
@@ -68,7 +72,9 @@ class Episodes(typing.Protocol):
 
 @dataclasses.dataclass(frozen=True)
 class TextEpisodes:
-    """Episodes whose text is parsed to find tool calls and the end of the episode.
+    """The default implementation of `Episodes`, which parses the text of the policy.
+
+    The parser finds tool calls and the end of the episode.
 
     Attributes:
         tokenizer: tokenizer of the policy.
@@ -86,7 +92,7 @@ class TextEpisodes:
     strict: bool
 
     def begin(self, request: Request, sample: int) -> Episode:
-        """Creates the episode of a sample, see `Episodes.begin`."""
+        """Creates the episode of a sample; for the arguments see `Episodes.begin`."""
         return Episode(
             task_id=request.task.id,
             sample_id=sample,
@@ -100,7 +106,7 @@ class TextEpisodes:
         )
 
     def frames(self, request: Request) -> Frames | None:
-        """Returns the text that the chat template writes around the results of tools.
+        """Returns the text that the model's chat template writes around the results of tools.
 
         The result is None for a format in which tool results are part of the assistant message.
         """
@@ -109,7 +115,7 @@ class TextEpisodes:
         return frames_of(self.tokenizer, protocol) if turns and request.agent else None
 
     def encode(self, episode: Episode, text: str, room: int) -> tuple[list[int], str]:
-        """Encodes the result of a tool, see `Episodes.encode`."""
+        """Encodes the result of a tool; for arguments and result see `Episodes.encode`."""
         most = max(min(room, self.max_observation_tokens), 0)
         if episode.turn_over:
             return encode_reply(self.tokenizer, episode.tokens[-1], text, most)

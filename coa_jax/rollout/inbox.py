@@ -15,10 +15,10 @@ from coa_jax.rollout.request import Request
 
 
 class Inbox:
-    """The queue from which the rollout loops of the engines take requests.
+    """The queue of rollout requests that several engines share.
 
-    All callers must be tasks of one event loop. Each engine has a reader, and all readers share the
-    requests. A rollout ends when the inbox is closed and all requests have finished.
+    All callers must be tasks of one event loop. Each engine takes requests through a `Reader` of
+    its own. The rollout ends when the inbox is closed and all requests have finished.
     """
 
     def __init__(
@@ -40,14 +40,14 @@ class Inbox:
         self.closed = closed
 
     def reader(self) -> Reader:
-        """Creates and registers a reader, which takes requests until `leave` is called."""
+        """Creates and registers an engine's reader, which takes requests until `leave`."""
         reader = Reader(self, self._cancelled)
         self._cancelled = []
         self.readers.append(reader)
         return reader
 
     def leave(self, reader: Reader) -> None:
-        """Unregisters a reader, so that it takes no more requests."""
+        """Unregisters the reader of an engine, so that it takes no more requests."""
         self.readers.remove(reader)
 
     def _tell(self) -> None:
@@ -94,7 +94,7 @@ class Inbox:
         self._tell()
 
     def close(self) -> None:
-        """Declares that no more requests will be added."""
+        """Declares that no more requests will be added; the rollout ends after the last request."""
         self.closed = True
         self._tell()
 
@@ -104,7 +104,7 @@ class Inbox:
         return request or (self._queue.popleft() if self._queue else None)
 
     def drop(self, request: Request) -> bool:
-        """Removes a request from the queue; returns False if a reader has already taken it."""
+        """Removes a request that no engine has taken yet; returns whether this was the case."""
         left = deque(other for other in self._queue if other is not request)
         found, self._queue = len(left) < len(self._queue), left
         return found

@@ -20,20 +20,35 @@ from coa_jax.protocol import Protocol, quote_tool_text
 
 
 def observation_text(protocol: Protocol, text: str) -> str:
-    """Returns a tool's text inside the frame of an observation, such as observation tags."""
+    """Returns the text of a tool together with the text around it that the policy sees.
+
+    Args:
+        protocol: protocol of the conversation, which prescribes for example the tags around an
+            observation.
+        text: text of the tool.
+    """
     head, tail = plain_frame(protocol)
     return f"{head}{text}{tail}"
 
 
 def plain_frame(protocol: Protocol) -> tuple[str, str]:
-    """Returns (text before, text after) of an observation inside an assistant message."""
+    """Returns (text before, text after) of an observation that is part of an assistant message.
+
+    In other formats, an observation is a message of its own; see `frames_of`.
+    """
     if protocol.format is not None:
         return protocol.format.head, protocol.format.tail
     return f"\n<{protocol.observation}>\n", f"\n</{protocol.observation}>\n\n"
 
 
 def frames_of(tokenizer: Any, protocol: Protocol) -> Frames:
-    """Returns the texts before the first observation, between two, and after the last."""
+    """Returns the text around observations, which depends on the protocol's format.
+
+    Several observations follow each other if a turn contains several tool calls.
+
+    Returns:
+        The text before the first observation, between two observations, and after the last one.
+    """
     if protocol.format is not None and protocol.format.turns:
         return result_frames(tokenizer)
     head, tail = plain_frame(protocol)
@@ -121,7 +136,10 @@ def encode_reply(
 
 
 def reply_length(tokenizer: Any) -> int:
-    """Returns the maximum number of tokens that `encode_reply` adds to the text of an answer."""
+    """Returns the maximum number of tokens that `encode_reply` adds around the text of a reply.
+
+    These are the tokens of the user message's frame and of the next assistant message's header.
+    """
     return sum(map(len, _reply_frame(tokenizer)))
 
 
@@ -133,7 +151,7 @@ def _reply_frame(tokenizer: Any) -> tuple[list[int], list[int]]:
 
 
 def frame_length(tokenizer: Any, protocol: Protocol) -> int:
-    """Returns the maximum number of tokens that surround the body of an observation."""
+    """Returns the maximum number of tokens around the body of an observation, such as its tags."""
     head, between, tail = frames_of(tokenizer, protocol)
     lengths = [len(_frame_ids(tokenizer, protocol, part)) for part in (head, between, tail)]
     turns = protocol.format is not None and protocol.format.turns
@@ -173,7 +191,10 @@ def policy_ids(tokenizer: Any, protocol: Protocol, text: str) -> list[int]:
     Args:
         tokenizer: tokenizer of the policy.
         protocol: protocol of the conversation.
-        text: the text.
+        text: text of the policy.
+
+    Returns:
+        Token ids; all other parts of the text are encoded as plain text.
     """
     added = tokenizer.get_added_vocab()
     if protocol.format is None or not set(protocol.format.tags) & set(added):

@@ -223,7 +223,7 @@ class RecordedTool:
 
 
 class RecordedSession(ToolLoop):
-    """An environment that returns recorded answers instead of computing them."""
+    """An environment for replays, which returns recorded answers instead of computing them."""
 
     def __init__(self, begun: Mapping[str, Any], tools: Mapping[str, Tool]):
         """Creates the environment of a recorded trajectory.
@@ -371,9 +371,7 @@ def define_flags() -> None:
 
 
 def given_shapes(values: Any) -> dict[str, Any]:
-    """Returns the engine shapes that the command's flags set.
-
-    The result maps names of fields of `EngineConfig` to values.
+    """Returns the fields of `EngineConfig` that the command's flags set, as name -> value.
 
     Args:
         values: the parsed flags.
@@ -393,7 +391,7 @@ def given_shapes(values: Any) -> dict[str, Any]:
 
 
 def main(argv: list[str]) -> int:
-    """Runs the command and returns its exit code."""
+    """Runs the replay command; returns 0 if all replays are identical, and 1 if some differ."""
     values = flags.FLAGS
     if len(argv) != 2:
         raise UserError("give one file: python -m coa_jax.rollout.replay TRACES --model=DIR")

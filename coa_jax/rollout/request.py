@@ -90,7 +90,7 @@ def prompt_ids(tokenizer: Any, asked: Asked, prompt: Prompt) -> tuple[int, ...]:
     Args:
         tokenizer: tokenizer of the policy.
         asked: the task or record with the question.
-        prompt: how the question is put to the policy.
+        prompt: instructions and prompt style with which the question is put to the policy.
     """
     return message_ids(tokenizer, messages_of(asked, prompt))
 

@@ -45,10 +45,13 @@ class Running:
     tool_seconds: float = 0.0
 
     def asked(self, event: ToolRequest | StopReason) -> ToolRequest | StopReason:
-        """Converts an event to a call of the environment, if the environment must answer the event.
+        """Converts an event to a call of the environment, for environments that answer whole turns.
 
-        Some environments answer the end of a turn, or the final answer. Any other event is returned
-        unchanged.
+        Such an environment answers the end of a turn, or the final answer. Any other event is
+        returned unchanged.
+
+        Args:
+            event: result of `Episode.feed`: a tool call, or the reason to stop.
         """
         if event is StopReason.EOS and self.environment.whole_turns:
             return ToolRequest(TURN, self.episode.end_turn())
@@ -74,7 +77,7 @@ class Running:
         )
 
     def described(self) -> dict[str, Any]:
-        """Returns the part of the trajectory's metadata that is unknown before the sample runs.
+        """Returns the metadata of the trajectory that only become known while the sample runs.
 
         These are the policy versions, and the messages with which the environment began.
         """
@@ -91,11 +94,16 @@ class Running:
 
     @property
     def is_reset(self) -> bool:
-        """Whether the environment has been reset, but the prompt has not been prefilled yet."""
+        """Whether the environment's reset has finished, and its prompt is not prefilled yet."""
         return self.tool is not None and self.tool_request is None and self.tool.done()
 
     def take_result(self) -> tuple[Observation, float]:
-        """Returns (result, start time) of the finished tool call or reset, and forgets both."""
+        """Returns the result of the finished tool call or reset, and clears the running call.
+
+        Returns:
+            The observation, and the start time of the call on the clock of the event loop, in
+            seconds.
+        """
         assert self.tool is not None
         result = self.tool.result()
         self.tool, self.tool_request = None, None
@@ -118,7 +126,9 @@ class Running:
         return StopReason.ENVIRONMENT if observation.done else None
 
     def must_pause(self, version: int | None) -> bool:
-        """Returns whether ``Request.plan`` requires a later policy version at this position.
+        """Returns whether the sample must wait for a later policy version before it continues.
+
+        `Request.plan` lists such positions, if the request repeats a recorded sample exactly.
 
         Args:
             version: policy version of the present parameters; None counts as 0.
@@ -205,13 +215,14 @@ def prefills_of(
 def source_of(
     request: Request, held: Mapping[int, Request], free: Collection[int]
 ) -> tuple[int | None, int]:
-    """Returns the slot whose cache begins with the most tokens of a prompt, and their number.
+    """Finds a slot from whose KV cache the prompt of a new sample can be copied.
 
-    If another sample of the same request has a slot, this slot is returned, even if it is in use.
-    Otherwise the slot must be free, and its whole prompt must be the beginning of this prompt, as
-    in the turns of a conversation. If there is no such slot, the result is (None, 0). Only
-    prefilled tokens are reused, so the cache has the same bits as after a prefill of the whole
-    prompt, whichever slots are free.
+    The result is the slot whose cache begins with the most tokens of the prompt, and the number of
+    these tokens. If another sample of the same request has a slot, this slot is returned, even if
+    it is in use. Otherwise the slot must be free, and its whole prompt must be the beginning of
+    this prompt, as in the turns of a conversation. If there is no such slot, the result is (None,
+    0). Only prefilled tokens are reused, so the cache has the same bits as after a prefill of the
+    whole prompt, whichever slots are free.
 
     Args:
         request: request of a sample without a slot.
@@ -231,7 +242,7 @@ def source_of(
 def unstarted(request: Request, limit: int, version: int | None) -> dict[str, Any]:
     """Returns the metadata of a sample that ends before it gets a slot.
 
-    If the reason is that the prompt fills the limit, the function logs a warning, once per process.
+    If the prompt alone has ``limit`` tokens or more, the function logs a warning, once per process.
 
     Args:
         request: request of the sample.

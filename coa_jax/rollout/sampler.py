@@ -35,7 +35,7 @@ class Sampler(Protocol):
     """
 
     def submit(self, request: Request) -> None:
-        """Adds a request; `finished` yields its samples later."""
+        """Adds a request for samples, which `finished` yields when they have ended."""
 
     def cancel(self, request: Request) -> None:
         """Ends all samples of a request that have not finished."""
@@ -58,11 +58,11 @@ class Sampler(Protocol):
         """
 
     def figures(self) -> dict[str, float]:
-        """Returns name -> time or count since the start, see `EngineSampler.figures`."""
+        """Returns times and counts since the start, by name; see `EngineSampler.figures`."""
 
 
 class EngineSampler:
-    """A `Sampler` that uses the engines of this package. All engines share the requests."""
+    """A `Sampler` that decodes with the engines of this package; all engines share the requests."""
 
     def __init__(
         self,
@@ -133,7 +133,10 @@ class EngineSampler:
         return self._stream
 
     def oldest(self, request: Request) -> int | None:
-        """Returns the oldest policy version of the running samples, see `Sampler.oldest`."""
+        """Returns the oldest policy version that sampled tokens of a request's running samples.
+
+        The result is None if no sample of the request is running.
+        """
         runs = (run for scheduler in self._schedulers for run in scheduler.running.values())
         versions = [run.episode.versions[0][1] for run in runs if run.request is request]
         return min(versions, default=None)

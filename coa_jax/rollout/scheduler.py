@@ -29,7 +29,7 @@ from coa_jax.trajectory import Author, StopReason, ToolCall, Trajectory
 
 
 class Scheduler:
-    """Runs the requests of an inbox on one engine."""
+    """Runs the requests of an inbox on one engine: slots, decoding and tool calls."""
 
     def __init__(
         self,
@@ -64,7 +64,7 @@ class Scheduler:
         self.device_call: asyncio.Future[Any] | None = None
 
     async def admit(self) -> bool:
-        """Loads new weights and fills free slots; returns whether any sample is running."""
+        """Loads published weights and starts samples in free slots; returns whether any runs."""
         self._count()
         self._cancel()
         await self._take_weights()
@@ -102,14 +102,18 @@ class Scheduler:
         return bool(self.running or self.ended)
 
     async def arrival(self) -> bool:
-        """Waits until a request arrives; returns False if the inbox is closed."""
+        """Waits until the inbox changes; returns False at once if the inbox is closed."""
         if self.inbox.closed:
             return False
         await self.reader.changed()
         return True
 
     def restart(self, version: int) -> None:
-        """Tells the scheduler that the engine has new parameters. No sample may be running."""
+        """Tells the scheduler that another caller has loaded new parameters into the engine.
+
+        No sample may be running. Prompts in the cache, computed by the old parameters, are
+        discarded.
+        """
         if self.running:
             raise RuntimeError("the parameters have changed under samples that are running")
         self.version = version
@@ -117,7 +121,7 @@ class Scheduler:
 
     @property
     def waiting_for_weights(self) -> int:
-        """Number of samples that wait for a policy version that is not published yet."""
+        """Number of running samples that wait until a later policy version is published."""
         paused = sum(run.must_pause(self.version) for run in self.running.values())
         return paused if self.reader.weights is None else 0
 
@@ -261,7 +265,11 @@ class Scheduler:
                 self._write(run)
 
     async def turn(self) -> list[Trajectory]:
-        """Collects tool results, decodes one chunk, starts tools; returns ended samples."""
+        """Advances all samples by one chunk, and returns the trajectories that have ended.
+
+        The method appends the results of finished tool calls, decodes a chunk, and starts new tool
+        calls. If all samples wait, the method waits until one of them can continue.
+        """
         await self._begin()
         await self._collect()
         if self.engine.any_active:
@@ -422,7 +430,7 @@ class Scheduler:
         self._tell(run, Author.POLICY, run.episode.take_text())
 
     async def close(self) -> None:
-        """Cancels running tools, closes environments and frees every slot."""
+        """Cancels running tool calls, closes the environments of samples, and frees every slot."""
         self.inbox.leave(self.reader)
         self.thread.shutdown(wait=False)
         if self.device_call is not None:

@@ -39,12 +39,12 @@ class Command(ServeConfig):
 
 
 def define_flags() -> None:
-    """Defines the flags of the command."""
+    """Defines the command-line flags of ``python -m coa_jax.serve``."""
     config_flag("configs/serve/factbook.py")
 
 
 def main(argv: list[str]) -> None:
-    """Entry point."""
+    """Runs the server until Ctrl-C or SIGTERM."""
     try:
         from coa_jax.serve.run import make_service, open_listener, serve_until_signal
     except ModuleNotFoundError as error:

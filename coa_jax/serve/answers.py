@@ -15,7 +15,7 @@ from coa_jax.serve.score import Scored
 
 @dataclasses.dataclass
 class Choice:
-    """A completion, assembled from the events of its sample.
+    """A completion of a client's request, assembled from the events of its sample.
 
     Attributes:
         visit: the request.
@@ -31,24 +31,31 @@ class Choice:
 
     @property
     def ids(self) -> list[int]:
-        """Ids of the tokens of the prompt and the completion."""
+        """Token ids of the prompt and of the completion, joined."""
         return [*self.visit.prompt, *(token.id for token in self.tokens)]
 
     def add(self, event: Event) -> None:
-        """Adds an event of the sample."""
+        """Adds an event of the sample: its text and its tokens."""
         self.text += event.text
         self.tokens += event.tokens
         if event.finish is not None:
             self.last = event
 
     def scored(self, scores: Sequence[Scored]) -> list[Scored]:
-        """Returns the sampled tokens with the alternatives in ``scores``, the scores of `ids`."""
+        """Returns the sampled tokens with the most likely alternatives at each position.
+
+        Args:
+            scores: scores of all tokens in `ids`, from `Service.score`.
+        """
         pairs = zip(self.tokens, scores[len(self.visit.prompt) :], strict=True)
         return [dataclasses.replace(score, logp=token.logp) for token, score in pairs]
 
 
 def part(event: Event) -> dict[str, Any]:
-    """Describes a part of a trajectory: its author and, for an observation, the tool call."""
+    """Returns the additional field with which an agent's answer describes a part of its text.
+
+    The field has the author and, for an observation, tool, outcome and seconds of the call.
+    """
     author, call = event.author.name.lower(), event.call
     if call is None:
         return {"author": author}

@@ -115,7 +115,7 @@ def make_app(service: Service, api_key: str | None, log: RefusalLog) -> FastAPI:
 
 
 def handle_errors(app: FastAPI) -> None:
-    """Installs exception handlers, which answer with errors in OpenAI's form."""
+    """Makes an application answer errors with error objects in OpenAI's form."""
     json_app.handle_errors(app, error_response)
 
     @app.exception_handler(UserError)

@@ -18,14 +18,14 @@ _KINDS = {
 
 
 class ShuttingDown(Refused):
-    """Raised if the server ends before it can finish a request."""
+    """Raised if the server shuts down before it can finish a request."""
 
     def __init__(self) -> None:
         super().__init__(503, "the server is shutting down")
 
 
 def error_body(error: Refused) -> dict[str, Any]:
-    """Returns the JSON object of an error."""
+    """Returns the JSON object of an error response, in OpenAI's form."""
     other = "invalid_request_error" if error.status < 500 else "server_error"
     kind = _KINDS.get(error.status, other)
     fields = {"message": error.message, "type": kind, "param": error.param, "code": error.status}

@@ -63,7 +63,7 @@ def check_length(tokenizer: Any, texts: Sequence[str], room: int, param: str) ->
         param: name of the request's field with the prompt, used in the error message.
 
     Raises:
-        Refused: the prompt has more than ``room`` tokens.
+        Refused: the prompt has more than about twice ``room`` tokens.
     """
     if sum(map(len, texts)) <= max(_PIECE, 2 * room) and len(texts) <= room:
         return
@@ -246,7 +246,9 @@ def head(kind: str, model: str) -> dict[str, Any]:
 
 
 def check_model(service: Service, model: str, *, agents: bool) -> bool:
-    """Checks the name of the model; returns whether the request asks for the agent.
+    """Checks the name of the model in a request; returns whether the name asks for the agent.
+
+    The agent is the policy with the server's tools; its name is ``NAME-agent``.
 
     Args:
         service: the service that samples completions.

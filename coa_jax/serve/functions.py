@@ -50,7 +50,7 @@ class Call(NamedTuple):
 
 
 def split(text: str) -> tuple[str, tuple[Call, ...]]:
-    """Splits a turn of the policy into its content and its calls.
+    """Splits a turn of the policy into its text and its calls of the client's functions.
 
     If any call is malformed, the whole text is the content and there are no calls. Other servers do
     the same.
@@ -89,7 +89,7 @@ def join(content: str, calls: Iterable[Call]) -> str:
 
 
 def same_turn(left: str, right: str) -> bool:
-    """Returns whether two turns have the same content and the same calls, parsed from JSON."""
+    """Returns whether two turns have the same content and calls; the format of JSON is ignored."""
 
     def parsed(text: str) -> tuple[str, list[tuple[str, Any]]]:
         content, calls = split(text)

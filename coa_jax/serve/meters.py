@@ -13,7 +13,7 @@ _SECONDS = (0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300, 600)
 
 
 class Meters:
-    """The Prometheus metrics of one server."""
+    """The Prometheus metrics of one server, such as the numbers of samples and tokens."""
 
     def __init__(self, slots: int, samples: Callable[[], int]):
         """Creates the metrics, all at zero.
@@ -51,7 +51,12 @@ class Meters:
         self.seconds = timed("coa_jax_request_seconds", "From a request to its end.")
 
     def finished(self, visit: Visit, event: Event) -> None:
-        """Counts a finished sample, with its tokens and tool calls."""
+        """Counts a sample that has ended, with its tokens and tool calls.
+
+        Args:
+            visit: request of the sample.
+            event: last event of the sample.
+        """
         assert event.trajectory is not None
         self.completions.labels(str(event.trajectory.stop_reason)).inc()
         self.prompt_tokens.inc(len(visit.prompt))

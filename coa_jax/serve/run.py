@@ -41,7 +41,12 @@ def open_listener(config: ServeConfig, api_key: str | None) -> socket.socket:
 
 
 def make_service(config: ServeConfig, tools: ToolsConfig) -> Service:
-    """Loads the policy and compiles the programs that decode."""
+    """Loads the policy, compiles the decoding programs, and returns the service that uses them.
+
+    Args:
+        config: settings of the server.
+        tools: settings of the agent's tools.
+    """
     prompt = load_prompt(config.rollout.prompt_style, config.model)
     named = config.protocol or protocol_of_model(config.model) or "generalist"
     named = at_level(named, config.rollout.level, config.rollout.format)

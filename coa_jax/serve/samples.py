@@ -47,7 +47,7 @@ class Event:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Visit(Request):
-    """The request of a client, in the form that the rollout loop takes.
+    """A client's request for completions, in the form that the rollout loop takes.
 
     Attributes:
         events: queue that receives the events of the request's samples, and None if the rollout
@@ -95,7 +95,7 @@ class Completion(_Served):
         self._stops = StopStrings(visit.stops, keep=visit.keep_stop)
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
-        """Adds a sampled token like `Episode.feed`, except that protocol tags have no effect."""
+        """Adds a sampled token, like `Episode.feed`; tags of a protocol have no effect."""
         event = super().feed(token, logp)
         if event is StopReason.EOS:
             return event  # the end token is not part of the text
@@ -106,7 +106,10 @@ class Completion(_Served):
     def finish(
         self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
     ) -> Trajectory:
-        """Ends the sample like `Episode.finish`, and sends its last event to the client."""
+        """Ends the sample, and sends its last event to the client.
+
+        Arguments and result are those of `Episode.finish`.
+        """
         trajectory = super().finish(stop_reason, gold, metadata)
         rest = self._stops.feed(self.take_text()) + self._stops.flush()
         finish, stop = finish_reason(stop_reason), self._stops.found
@@ -115,24 +118,36 @@ class Completion(_Served):
 
 
 class Agent(_Served):
-    """A sample whose tags call tools; its parts are sent to the client while they are written."""
+    """A sample of the agent (the policy with the server's tools), whose tags call tools.
+
+    Its text is sent to the client while it is written.
+    """
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
-        """Adds a sampled token, like `Episode.feed`, and sends new text to the client."""
+        """Adds a sampled token, and sends new text to the client.
+
+        Arguments and result are those of `Episode.feed`.
+        """
         event = super().feed(token, logp)
         if text := self.take_text():
             self._send(text)
         return event
 
     def observe(self, tokens: Sequence[int], text: str, call: ToolCall) -> None:
-        """Adds an observation, like `Episode.observe`, and sends it to the client."""
+        """Adds an observation, and sends its text to the client.
+
+        The arguments are those of `Episode.observe`.
+        """
         super().observe(tokens, text, call)
         self._send(text, author=Author.ENVIRONMENT, call=call)
 
     def finish(
         self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
     ) -> Trajectory:
-        """Ends the sample like `Episode.finish`, and sends its last event to the client."""
+        """Ends the sample, and sends its last event to the client.
+
+        Arguments and result are those of `Episode.finish`.
+        """
         trajectory = super().finish(stop_reason, gold, metadata)
         self._send(self.take_text(), finish=finish_reason(stop_reason), trajectory=trajectory)
         return trajectory
@@ -140,7 +155,7 @@ class Agent(_Served):
 
 @dataclasses.dataclass(frozen=True)
 class ServedEpisodes(TextEpisodes):
-    """Creates the samples of both kinds, see `coa_jax.rollout.episodes.Episodes`."""
+    """Creates the samples of a server: `Agent` or `Completion`; see `rollout.episodes.Episodes`."""
 
     def begin(self, request: Request, sample: int) -> Episode:
         """Starts a sample of a request, which is an `Agent` or a `Completion`."""

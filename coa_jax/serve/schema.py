@@ -17,14 +17,19 @@ class _Strict(BaseModel):
 
 
 class StreamOptions(_Strict):
-    """Options of a stream; ``include_usage`` adds the token usage to the last chunk."""
+    """Options of a stream.
+
+    Attributes:
+        include_usage: whether the last chunk contains the token usage.
+        continuous_usage_stats: not supported; must be False.
+    """
 
     include_usage: bool = False
     continuous_usage_stats: Literal[False] = False
 
 
 class TextPart(_Strict):
-    """A part of a message's content; only text is supported."""
+    """A part of a message's content; only parts of the type "text" are supported."""
 
     type: Literal["text"]
     text: str
@@ -55,21 +60,37 @@ Parts = Annotated[list[TextPart], Field(min_length=1, max_length=_MOST_PARTS)]
 
 
 class CalledFunction(BaseModel):
-    """The name and the arguments of a call; the arguments are the text of a JSON object."""
+    """The function that an earlier assistant message called.
+
+    Attributes:
+        name: name of the function.
+        arguments: arguments, as the text of a JSON object.
+    """
 
     name: str
     arguments: str = "{}"
 
 
 class ToolCall(BaseModel):
-    """A call in an assistant message."""
+    """A function call in an earlier assistant message of the conversation.
+
+    Attributes:
+        type: "function", the only supported type.
+        function: the called function and its arguments.
+    """
 
     type: Literal["function"] = "function"
     function: CalledFunction
 
 
 class Message(BaseModel):
-    """A message of a conversation; unknown fields are ignored."""
+    """A message of the conversation in a chat request; unknown fields are ignored.
+
+    Attributes:
+        role: author of the message; ``tool`` is the result of a function call.
+        content: text of the message; a list of text parts is joined.
+        tool_calls: calls of the client's functions, in a message of the assistant.
+    """
 
     role: Literal["system", "developer", "user", "assistant", "tool"]
     content: Annotated[str, PlainValidator(_content, json_schema_input_type=str | Parts)]
@@ -100,10 +121,11 @@ Stops = Stop | Annotated[list[Stop], Field(max_length=_MOST_STOPS)] | None
 
 
 class Sampling(_Strict):
-    """The fields that chat and text completions have in common.
+    """The fields that requests for chat and for text completions have in common.
 
-    If this server does not support a field of the API, the field may only have the value that
-    disables its function.
+    The fields have the meanings of OpenAI's API; ``top_k``, ``include_stop_str_in_output``,
+    ``prompt_logprobs`` and ``repetition_penalty`` are fields of vLLM. If this server does not
+    support a field, the field may only have the value that disables its function.
     """
 
     model: str
@@ -135,13 +157,16 @@ class Sampling(_Strict):
 
 
 class ResponseFormat(_Strict):
-    """The format of the response; only text is supported."""
+    """The field ``response_format`` of a request; only the type "text" is supported."""
 
     type: Literal["text"]
 
 
 class Function(BaseModel):
-    """A function that the client offers to the policy as a tool.
+    """The description of a function that the client offers to the policy.
+
+    Attributes:
+        name: name of the function.
 
     The policy sees all fields of the function, including fields that this class does not list.
     """
@@ -151,14 +176,14 @@ class Function(BaseModel):
 
 
 class FunctionTool(_Strict):
-    """A function that the policy may call."""
+    """An entry of the request's ``tools``: a function that the policy may call."""
 
     type: Literal["function"]
     function: Function
 
 
 class ChatRequest(Sampling):
-    """The body of POST /v1/chat/completions.
+    """The body of POST /v1/chat/completions, with the fields of OpenAI's API and of vLLM.
 
     ``tool_choice`` may be "none" or "auto". Other values are treated as "auto", because the server
     cannot force the policy to call a function.
@@ -233,7 +258,7 @@ Prompts = (
 
 
 class TextRequest(Sampling):
-    """The body of POST /v1/completions.
+    """The body of POST /v1/completions, with the fields of OpenAI's API.
 
     ``max_tokens`` is 16 by default, as in OpenAI's API. With null, a completion may have as many
     tokens as fit in the context, as in a chat request. With 0, the response contains no completion,

@@ -30,7 +30,10 @@ T = TypeVar("T")
 
 
 class Service:
-    """A policy that serves many clients concurrently; an asynchronous context manager."""
+    """A policy that serves many clients concurrently with its engines.
+
+    The service is an asynchronous context manager, which runs the rollout loop while it is entered.
+    """
 
     def __init__(
         self,
@@ -96,12 +99,12 @@ class Service:
 
     @property
     def healthy(self) -> bool:
-        """Whether the rollout loop is running."""
+        """Whether the rollout loop, which samples all completions, is running."""
         return self._loop is not None and not self._loop.done()
 
     @property
     def loop(self) -> asyncio.Task[None]:
-        """The task of the rollout loop, which ends before the server does only if it fails."""
+        """Task that runs the rollout loop; if it ends before the server, it has failed."""
         assert self._loop is not None
         return self._loop
 
@@ -111,7 +114,11 @@ class Service:
         return bool(self._visits or self._places["want scores"])
 
     async def drain(self, seconds: float) -> None:
-        """Refuses new requests, and waits up to ``seconds`` for requests in progress."""
+        """Shuts the service down gracefully: refuses new requests, and waits for those in progress.
+
+        Args:
+            seconds: maximum time to wait.
+        """
         self.accepting = False
         end = time.monotonic() + seconds
         while self.busy and time.monotonic() < end:
@@ -136,11 +143,17 @@ class Service:
         return self._place("are read", self.slots + self.config.max_waiting)
 
     def read(self, function: Callable[..., T], *arguments: Any) -> Awaitable[T]:
-        """Calls a function that parses or tokenises text, in a thread outside the event loop."""
+        """Calls a function that parses or tokenises a request, in a thread.
+
+        The event loop, which serves the other clients, therefore does not wait.
+        """
         return asyncio.get_running_loop().run_in_executor(self._readers, function, *arguments)
 
     def render(self, function: Callable[[], T]) -> Awaitable[T]:
-        """Calls a function that formats many log-probabilities, in the scoring thread."""
+        """Calls a function that formats many log-probabilities, in the scoring thread.
+
+        The event loop, which serves the other clients, therefore does not wait.
+        """
         return asyncio.get_running_loop().run_in_executor(self._scorer, function)
 
     def scoring(self, wanted: bool) -> contextlib.AbstractContextManager[None]:

@@ -46,7 +46,7 @@ class StopStrings:
         return out
 
     def flush(self) -> str:
-        """Ends the text and returns the part that was held back."""
+        """Ends the text; returns the part that might have been the start of a stop string."""
         out, self._held = self._held, ""
         return out
 

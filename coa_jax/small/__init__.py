@@ -1,1 +1,1 @@
-"""Serves small policies that are trained from scratch, such as the policy of the quickstart."""
+"""Creates small policies that are trained from scratch, such as the policy of the quickstart."""

@@ -70,7 +70,7 @@ class NamePieces:
 
     @classmethod
     def of(cls, tokenizer: Any) -> NamePieces:
-        """Collects the pieces in the vocabulary of a tokenizer."""
+        """Collects the pieces of new names from the vocabulary of a tokenizer."""
         tokens = {tokenizer.decode([index]).strip() for index in range(len(tokenizer))}
         words = sorted(token for token in tokens if _WORD.fullmatch(token))
         capitalised = tuple(word for word in words if word == word.capitalize())

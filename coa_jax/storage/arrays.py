@@ -29,7 +29,10 @@ def checkpoints_of(path: Path) -> Path:
 
 
 def prepared(place: str | os.PathLike[str]) -> Any:
-    """Converts a local path to a `pathlib.Path`, or a URL to an `epath.Path`, for Orbax."""
+    """Converts a path or URL to the form that Orbax needs.
+
+    A local path becomes a `pathlib.Path`, and a URL an `epath.Path`.
+    """
     if not is_url(place):
         return Path(place).resolve()
     file_system(scheme_of(os.fspath(place)))  # applies settings of fsspec that epath uses, too

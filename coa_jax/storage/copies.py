@@ -25,7 +25,7 @@ _shown: dict[str, str] = {}
 
 
 def shown(text: str | os.PathLike[str]) -> str:
-    """Replaces paths of local copies and mirrors, in a message or a path, by their URLs."""
+    """Replaces the paths of local copies and mirrors in a text by their URLs, for messages."""
     text = os.fspath(text)
     for folder, url in _shown.items():
         text = text.replace(folder, url)
@@ -33,7 +33,7 @@ def shown(text: str | os.PathLike[str]) -> str:
 
 
 def stands_for(folder: Path, url: str) -> None:
-    """Makes `shown` replace a local folder by ``url``."""
+    """Registers that a local folder is a copy of ``url``, so that `shown` replaces its path."""
     _shown[str(folder)] = url.rstrip("/")
 
 

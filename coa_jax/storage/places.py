@@ -84,7 +84,7 @@ def file_system(scheme: str) -> Any:
 
 
 def opened(url: str) -> tuple[Any, str]:
-    """Returns the file system of a URL, see `file_system`, and the path of the URL in it."""
+    """Returns the fsspec file system of a URL, and the path of the URL in this file system."""
     scheme, _, path = url.partition("://")
     return file_system(scheme), path.rstrip("/")
 

@@ -45,7 +45,7 @@ _BATCH = 64  # questions per generator seed
 
 
 def reasoning_gym() -> Any:
-    """Returns the package reasoning-gym.
+    """Imports and returns the optional package reasoning-gym.
 
     Raises:
         UserError: the package is not installed.
@@ -87,7 +87,7 @@ def _entries(name: str, split: str, seed: int, count: int) -> list[dict[str, Any
 
 
 def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]:
-    """Generates tasks. Consecutive tasks come from different generators.
+    """Generates calculation tasks. Consecutive tasks come from different generators.
 
     The same arguments give the same tasks.
 

@@ -51,13 +51,13 @@ class Task:
 
     @property
     def is_program(self) -> bool:
-        """Whether the answer is a program. The field ``gold`` then contains the program's tests."""
+        """Whether the answer to the task is a program; ``gold`` then contains its tests."""
         return self.metadata.get("grader") == "code"
 
     def without_tests(self) -> Task:
-        """Returns the task without the tests of programs.
+        """Returns a copy of the task without the tests of programs, for storage in trajectories.
 
-        Trajectories store this form of the task, because tests can take up several megabytes.
+        Tests can take up several megabytes.
         """
         return dataclasses.replace(self, gold=()) if self.is_program else self
 
@@ -66,7 +66,7 @@ Leveled = TypeVar("Leveled", bound=Any)
 
 
 def with_level(asked: Sequence[Leveled], level: str, form: str = "") -> list[Leveled]:
-    """Returns copies of tasks or records with another protocol level or another format.
+    """Returns copies of tasks or records with another protocol level (strictness) or format.
 
     Args:
         asked: tasks or records. The text of a record is rewritten in the new format.

@@ -57,10 +57,11 @@ the benchmark, the parser raises KeyError, TypeError or ValueError.
 
 @dataclasses.dataclass(frozen=True)
 class Benchmark:
-    """Says how the questions of a benchmark are parsed, solved and graded.
+    """The functions and names with which a benchmark's questions are parsed, solved and graded.
 
     Attributes:
-        read: parser of the rows.
+        read: function that converts a row of the benchmark's files to a question; None leaves the
+            row out.
         protocol: name of the protocol in which the policy must answer.
         grader: name of the reward that grades the answers, see `coa_jax.tasks.graders`.
     """

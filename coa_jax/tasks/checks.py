@@ -94,7 +94,14 @@ def checked(task: Task) -> Task:
 
 
 def warn_of_tools(tools: Sequence[Tool], tasks: Iterable[Task]) -> None:
-    """Logs a warning if the protocols of the tasks lack a tag of a tool that is not built in."""
+    """Logs a warning if the protocols of the tasks have no tag with which to call a tool.
+
+    Built-in tools are not checked.
+
+    Args:
+        tools: tools of the run.
+        tasks: tasks of the run.
+    """
     protocols = sorted({task.protocol for task in tasks})
     known = {*TOOL_FORMS, *(tag for name in protocols for tag in get_protocol(name).tools)}
     if unreachable := [tool.name for tool in tools if tool.name not in known]:

@@ -42,7 +42,7 @@ _PARTS = ("question", "answer", "id", "protocol", "prompt")
 
 @dataclasses.dataclass(frozen=True)
 class Columns:
-    """Says how the rows of a file or data set become tasks.
+    """Settings for converting the rows of a file or data set to tasks.
 
     Attributes:
         columns: part of a task -> name of its column. The parts are ``question``, ``answer`` (a

@@ -61,7 +61,10 @@ def _rows(name: str) -> list[dict[str, Any]]:
 
 
 def write_examples(folder: Path) -> None:
-    """Creates a folder with the example files that the docstring of this module describes."""
+    """Writes example questions in the format of each benchmark to a folder, which is created.
+
+    The docstring of this module lists the files.
+    """
     (folder / "tests").mkdir(parents=True, exist_ok=True)
     for name in BENCHMARKS:
         jsonl.write_lines(folder / f"{name}.jsonl", _rows(name))

@@ -185,7 +185,7 @@ def _all_programs(split: str) -> Iterator[Program]:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A question program, from which questions are written, with its answer.
+    """A question before it is put into words: a program of steps, with its answer.
 
     Attributes:
         program: the question program: the steps that lead to the answer.
@@ -199,7 +199,7 @@ class Item:
 
     @functools.cached_property
     def kind(self) -> str:
-        """Shape of the program, see `kind_of`."""
+        """Kinds of the program's steps, such as ``inverse>lookup``, see `kind_of`."""
         return kind_of(self.program)
 
     @property
@@ -300,7 +300,7 @@ def _task(item: Item, template: int, split: str, protocol: str, source: str) -> 
 
 
 def take_turns(pool: Iterable[Item], *salt: object) -> list[Item]:
-    """Shuffles items so that consecutive items ask for different relations where possible.
+    """Shuffles items so that the relations that they ask for take turns.
 
     Args:
         pool: the items.

@@ -33,13 +33,15 @@ _SHARES = (("train", 0.6), ("validation", 0.7), ("test", 1.0))  # cumulative sha
 
 
 def fraction(*parts: object) -> float:
-    """Returns a pseudo-random number in [0, 1), computed as a hash of the arguments."""
+    """Returns a number in [0, 1), a hash of the arguments, for reproducible random choices."""
     digest = hashlib.sha256("\x1f".join(map(str, parts)).encode()).digest()
     return int.from_bytes(digest[:7], "big") / 2**56
 
 
 def split_of(entity: str) -> str:
-    """Returns the split of an entity, which a hash of its name determines.
+    """Returns the split (``train``, ``validation`` or ``test``) of an entity.
+
+    A hash of the entity's name determines the split.
 
     About 60 % of the entities belong to ``train``, 10 % to ``validation`` and 30 % to ``test``.
     """
@@ -58,7 +60,7 @@ def facts() -> dict[str, dict[str, str]]:
 
 @functools.cache
 def inverse_keys() -> dict[tuple[str, str], str]:
-    """Returns the values that identify an entity.
+    """Returns the facts that identify an entity, such as a capital, for questions about the entity.
 
     The result maps each pair (key of a relation, value) to the name of the only entity for which
     the relation has this value.
@@ -90,7 +92,7 @@ class Solution:
 
 
 def to_decimal(text: str) -> decimal.Decimal:
-    """Parses a number of the Factbook, such as "1,234.5"."""
+    """Parses a number of the Factbook, which may have thousands separators, such as "1,234.5"."""
     return decimal.Decimal(text.replace(",", ""))
 
 

@@ -45,7 +45,7 @@ OPERATIONS = tuple(_SIGNS)
 
 @dataclasses.dataclass(frozen=True)
 class Ref:
-    """A reference to the answer of an earlier step, by the step's index, counted from 0."""
+    """A reference, in a step, to the answer of an earlier step, by its index (from 0)."""
 
     step: int
 
@@ -55,7 +55,7 @@ Subject = str | Ref
 
 @dataclasses.dataclass(frozen=True)
 class Lookup:
-    """A step that looks up the value of a relation, such as the capital, of an entity."""
+    """A step that looks up the value of ``relation`` (such as the capital) for ``subject``."""
 
     relation: str
     subject: Subject
@@ -63,7 +63,7 @@ class Lookup:
 
 @dataclasses.dataclass(frozen=True)
 class Inverse:
-    """A step that finds the only entity with a given value, such as a given capital."""
+    """A step that finds the only entity whose ``relation`` (such as the capital) is ``value``."""
 
     relation: str
     value: str
@@ -71,14 +71,14 @@ class Inverse:
 
 @dataclasses.dataclass(frozen=True)
 class Neighbour:
-    """A step that finds the country with which an entity shares its longest land border."""
+    """A step that finds the country with which ``subject`` shares its longest land border."""
 
     subject: Subject
 
 
 @dataclasses.dataclass(frozen=True)
 class Arithmetic:
-    """A step that adds, subtracts or divides the answers of two earlier steps."""
+    """A step that applies ``operation`` of `OPERATIONS` to the answers of steps ``a`` and ``b``."""
 
     operation: str
     a: Ref
@@ -87,7 +87,11 @@ class Arithmetic:
 
 @dataclasses.dataclass(frozen=True)
 class Comparison:
-    """A step that finds which of several subjects has the ``largest`` or ``smallest`` value."""
+    """A step that finds which of ``subjects`` has the largest or smallest value.
+
+    ``operation`` is ``largest`` or ``smallest``. ``values`` are the steps with the values of the
+    subjects.
+    """
 
     operation: str
     values: tuple[Ref, ...]
@@ -96,7 +100,7 @@ class Comparison:
 
 @dataclasses.dataclass(frozen=True)
 class Count:
-    """A step that counts the members of a list that an earlier step found."""
+    """A step that counts the members of a list, which the step ``items`` found."""
 
     items: Ref
 
@@ -211,7 +215,7 @@ def source_for(step: Computed, answers: Sequence[str]) -> str:
 
 
 def describe(step: Step) -> str:
-    """Returns a short phrase, for use in plans, that says what a step must find.
+    """Describes in a short phrase, for use in plans, what a step of a program must find.
 
     References to earlier steps are written as "#1", "#2" and so on.
     """
@@ -242,7 +246,7 @@ def kind_of(program: Program) -> str:
 
 
 def render(program: Program, template: int = 0) -> str:
-    """Writes a program as a question.
+    """Writes a question program as an English question.
 
     Args:
         program: a program with the order of steps that `understand` returns. Each step must
@@ -296,7 +300,7 @@ def density(subject: Subject, index: int) -> tuple[Step, ...]:
 
 
 def is_density(program: Program) -> bool:
-    """Returns whether a program ends with the steps of `density`."""
+    """Returns whether a program ends with the steps of `density`: population divided by area."""
     before, end = program.steps[:-3], program.steps[-3:]
     return isinstance(end[0], Lookup) and end == density(end[0].subject, len(before))
 

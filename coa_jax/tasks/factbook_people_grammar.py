@@ -50,7 +50,7 @@ _NO_NAME = re.compile(
 
 
 def render_people(program: Program, choose: Choose) -> str:
-    """Writes a program as a question.
+    """Writes a question program as an English question, in a wording that ``choose`` selects.
 
     Args:
         program: a lookup, a chain of lookups, arithmetic on two values, a comparison of two or

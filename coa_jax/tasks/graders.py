@@ -74,7 +74,7 @@ class RewardConfig(Extension):
 
 @dataclasses.dataclass(frozen=True)
 class GradersConfig(Bounded):
-    """Says how the answers of the policy are graded.
+    """Settings that say how the answers of the policy are graded.
 
     Attributes:
         answer: reward for text answers that no judge grades: ``exact_match`` (without the bugs of
@@ -118,7 +118,7 @@ class GradersConfig(Bounded):
                 raise UserError(f"rewards.{name} {why}; choose another name for {reward.path}")
 
     def measure(self, task: Task) -> str:
-        """Returns the name of the reward that grades a task."""
+        """Returns the name of the reward that grades a task, such as ``exact_match``."""
         if "scorer" in task.metadata:
             return str(task.metadata["scorer"])
         grader = str(task.metadata.get("grader", "exact_match"))
@@ -289,7 +289,15 @@ class Graders:
                 "gold": task.gold, "text": trajectory.text, "graders": self}  # fmt: skip
 
     async def grade_group(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Reward]:
-        """Grades all samples of a task, also with the rewards that compare samples."""
+        """Grades all samples of a task, also with the rewards that compare the samples.
+
+        Args:
+            task: the task.
+            trajectories: the samples of the task.
+
+        Returns:
+            The reward of each sample, in the same order.
+        """
         graded = await asyncio.gather(*(self.grade_alone(task, t) for t in trajectories))
         return await self.grade_together(task, trajectories, graded)
 
@@ -349,7 +357,10 @@ class Graders:
 
 
 def is_broken(trajectory: Trajectory) -> bool:
-    """Returns whether a fault or a cancellation makes the outcome of a trajectory meaningless."""
+    """Returns whether a trajectory must not be graded, because of a fault or a cancellation.
+
+    A fault is a failure of the system, such as a tool that is down, and not of the policy.
+    """
     faults = (call.outcome == "fault" for call in trajectory.tool_calls)
     return trajectory.stop_reason in (StopReason.FAULT, StopReason.CANCELLED) or any(faults)
 

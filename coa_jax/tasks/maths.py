@@ -28,7 +28,7 @@ _FUNCTIONS = re.compile(r"sqrt|sin|cos|tan|log|exp|alpha|beta|gamma|delta|theta|
 
 
 class MathsUnsureError(Exception):
-    """Says that the comparison failed through no fault of the answer, so there is no verdict."""
+    """Raised if a comparison failed for a reason other than the answer, so there is no verdict."""
 
 
 def _expression(text: str) -> str:
@@ -54,7 +54,7 @@ def _expression(text: str) -> str:
 
 
 def is_expression(gold: str) -> bool:
-    """Returns whether an accepted answer contains a mathematical expression for comparisons.
+    """Returns whether an accepted answer contains an expression that `same_expression` can use.
 
     The expression must have between 1 and 2000 characters.
     """

@@ -103,5 +103,8 @@ def _interval(text: str) -> tuple[str, str] | None:
 
 
 def tight(text: str) -> str:
-    """Removes spaces that do not separate two words or numbers, so that texts can be compared."""
+    """Removes needless spaces, so that two spellings of an expression can be compared as texts.
+
+    Spaces that separate two words or numbers are kept.
+    """
     return _NEEDLESS.sub("", text)

@@ -50,15 +50,17 @@ class Sources(Protocol):
 
     @property
     def task_options(self) -> Mapping[str, Any]:
-        """Option name -> value for the source ``tasks``."""
+        """Options of the task source ``tasks``, by name."""
 
     @property
     def mixture(self) -> Mapping[str, Any]:
-        """Name of a source -> its settings (`Part`); empty if the run has the source ``tasks``."""
+        """Settings (`Part`) of each task source, by name; empty if ``tasks`` names the source."""
 
 
 def parts_of(sources: Sources) -> dict[str, Part]:
-    """Returns name of a source -> settings. If the run has a single source, its name is "".
+    """Returns the task sources of a run: name of a source -> its settings.
+
+    If the run has a single source, its name is "".
 
     Raises:
         UserError: neither ``tasks`` nor ``mixture`` is set, both are set, or a setting is invalid.
@@ -145,7 +147,9 @@ def load_shares(sources: Sources, split: str, n: int, seed: int) -> list[Task]:
 
 
 def stream_of(sources: Sources, tasks: Mapping[str, Sequence[Task]], seed: int) -> Sequence[Task]:
-    """Returns the endless sequence of tasks that training uses, see `alternate`.
+    """Returns the endless sequence of tasks that training uses, mixed by the sources' weights.
+
+    The task at an index depends only on the arguments, see `alternate`.
 
     Args:
         sources: the settings of the sources.

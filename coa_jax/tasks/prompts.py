@@ -255,7 +255,7 @@ class Wording:
 
 
 def wording_of(one: Asked, prompt: Prompt) -> Wording:
-    """Summarises the prompt of a single task or record.
+    """Summarises the prompt of a single task or record; summaries of several can be added.
 
     Args:
         one: the task or record.

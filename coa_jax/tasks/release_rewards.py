@@ -29,9 +29,10 @@ _CODE_BODY = re.compile(
 
 
 def normalize_answer(text: str) -> str:
-    """Converts a text to lower case, and removes ASCII punctuation, articles and double spaces.
+    """Normalises an answer as the release does, so that answers can be compared as texts.
 
-    Accents are kept.
+    The result is in lower case, without ASCII punctuation, articles and double spaces. Accents are
+    kept.
     """
     text = text.lower().translate(_PUNCTUATION)
     return " ".join(re.sub(r"\b(a|an|the)\b", " ", text).split())
@@ -148,19 +149,21 @@ def f1(answer: str, gold: Sequence[str] | str) -> float:
 
 
 def verify_format_simple(text: str) -> bool:
-    """Returns whether the opening tags and the closing tags have the same names in the same order.
+    """Returns whether a text obeys the release's simple format check.
 
-    The last tag must also be ``answer``. Tags inside observations are included, so the HTML of a
-    page can violate the format.
+    The opening tags and the closing tags must have the same names in the same order, and the last
+    tag must be ``answer``. Tags inside observations are included, so the HTML of a page can violate
+    the format.
     """
     opened, closed = _OPENED.findall(text), _CLOSED.findall(text)
     return bool(opened) and opened == closed and opened[-1] == "answer"
 
 
 def verify_format_repetition(text: str) -> bool:
-    """Returns whether no two tags have the same body, whether or not their names differ.
+    """Returns whether the bodies of all tags in a text differ, as a format check of the release.
 
-    The tags ``answer`` and ``suggested_answer`` are ignored.
+    The tags ``answer`` and ``suggested_answer`` are ignored. Tags with different names are compared
+    too.
     """
     bodies = [body for name, body in _pairs(text) if name not in ("answer", "suggested_answer")]
     return len(set(bodies)) == len(bodies)

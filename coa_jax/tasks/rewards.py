@@ -28,7 +28,9 @@ if TYPE_CHECKING:
 
 
 def exact_match(answer: str, gold: Sequence[str]) -> float:
-    """Returns 1.0 if the answer is right after normalisation, else 0.0, see `grade_answer`.
+    """Returns 1.0 if an answer equals an accepted answer after normalisation, else 0.0.
+
+    `grade_answer` explains the comparison.
 
     An empty answer is wrong.
     """
@@ -46,9 +48,15 @@ def environment(trajectory: Trajectory) -> float:
 
 
 async def judge(task: Task, trajectory: Trajectory, answer: str, graders: Graders) -> float | None:
-    """Returns 1.0 if the judge considers the answer right, and 0.0 if wrong.
+    """Grades an answer with the judge, a language model: 1.0 if right, and 0.0 if wrong.
 
     A trajectory without an answer scores 0.0. The result is None if the judge gives no verdict.
+
+    Args:
+        task: the task, with question and accepted answers.
+        trajectory: the finished trajectory.
+        answer: answer of the policy.
+        graders: graders of the run, which hold the judge.
 
     Raises:
         UserError: no judge is configured.
@@ -62,10 +70,15 @@ async def judge(task: Task, trajectory: Trajectory, answer: str, graders: Grader
 
 
 async def math(task: Task, trajectory: Trajectory, graders: Graders) -> float | None:
-    """Returns 1.0 if the answer equals an accepted mathematical expression, else 0.0.
+    """Grades a mathematical answer: 1.0 if it equals an accepted expression, else 0.0.
 
     The result is None if the comparison itself fails, for example because all processes for
     comparisons are busy.
+
+    Args:
+        task: the task, with the accepted expressions.
+        trajectory: the finished trajectory.
+        graders: graders of the run, which hold the limits of comparisons.
     """
     seconds = graders.config.maths_s
     try:
@@ -78,9 +91,14 @@ async def math(task: Task, trajectory: Trajectory, graders: Graders) -> float | 
 
 
 async def code(task: Task, trajectory: Trajectory, graders: Graders) -> float | None:
-    """Returns 1.0 if the program in the answer passes all tests of the task, else 0.0.
+    """Grades a program: 1.0 if the program in the answer passes all tests of the task, else 0.0.
 
     The result is None if the sandbox fails.
+
+    Args:
+        task: the task, with the tests.
+        trajectory: the finished trajectory.
+        graders: graders of the run, which hold the limits of programs.
     """
     tests = _tests(task, graders.config)
     program = program_of(trajectory.answer) if trajectory.answer is not None else None
@@ -122,7 +140,7 @@ def generator(task: Task, trajectory: Trajectory) -> float:
 
 
 def opened(task: Task, answer: str | None) -> str | None:
-    r"""Returns the part of an answer that graders compare with the accepted answers.
+    r"""Returns the part of an answer to a task that graders compare with the accepted answers.
 
     In the protocol ``code`` this is the content of ``\boxed``. If there is no box, and in other
     protocols, this is the whole answer.

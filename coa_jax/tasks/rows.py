@@ -128,9 +128,10 @@ def _parquet(path: Path, columns: Sequence[str] | None = None) -> Iterator[Any]:
 
 
 def plain(value: Any) -> Any:
-    """Converts a value to JSON.
+    """Converts a value from a data file to a JSON value.
 
-    Dates, decimals, durations and bytes become strings. NumPy arrays become lists.
+    Dates, decimals, durations and bytes become strings, and NumPy arrays become lists. Values in
+    dicts and lists are converted too.
     """
     if isinstance(value, np.ndarray | np.generic):
         value = value.tolist()
@@ -198,7 +199,7 @@ def add_tasks(
 
 
 def draw(tasks: Sequence[Task], n: int | None, seed: int) -> list[Task]:
-    """Chooses ``n`` tasks at random. The same arguments give the same tasks in the same order.
+    """Chooses ``n`` tasks at random, in random order. The same arguments give the same result.
 
     Args:
         tasks: tasks to choose from.

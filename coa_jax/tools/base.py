@@ -1,4 +1,4 @@
-"""Defines the interface between the rollout loop and a tool."""
+"""Defines the interface of tools: functions of the environment that the policy calls by tags."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ class Observation:
 def observe(
     start: float, text: str, outcome: Outcome = "ok", detail: dict[str, Any] | None = None
 ) -> Observation:
-    """Returns the observation of a call that ends now.
+    """Returns the observation (the result) of a tool call that ends now, with its duration.
 
     Args:
         start: time at which the call began, on the clock of ``time.monotonic``.
@@ -132,7 +132,7 @@ def is_repeat(name: str, arguments: str, context: ToolContext) -> bool:
 
 
 def refused_query(name: str, arguments: str, context: ToolContext) -> Observation | None:
-    """Returns the observation that rejects an empty or repeated query without a search.
+    """Returns the observation with which a search tool rejects an empty or a repeated query.
 
     Args:
         name: tag of the search tool.
@@ -223,7 +223,7 @@ class Wrapper:
         return own
 
     async def close(self) -> None:
-        """Ends the trajectory for which `begin` created this tool."""
+        """Ends the trajectory for which `begin` created this tool, and closes the other tool."""
         await self.tool.close()  # type: ignore[attr-defined]
 
 
@@ -306,5 +306,5 @@ def _forget(task: asyncio.Task[Observation]) -> None:
 
 
 def unavailable(name: str) -> Observation:
-    """Returns the observation for a call of a tool that the run does not have."""
+    """Returns the observation that tells the policy that the run has no tool ``name``."""
     return Observation(f"The {name} tool is not available.", False, "bad_call", 0.0)

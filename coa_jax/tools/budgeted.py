@@ -15,7 +15,10 @@ _NO_TOKENS = {"prompt_tokens": 0, "completion_tokens": 0}
 
 
 class Budgeted(Wrapper):
-    """A wrapper that counts the calls of a tool, and delays calls that come too fast.
+    """A tool that enforces a budget on another tool: number, cost and rate of its calls.
+
+    If the number or the cost reaches a limit, a call raises `BudgetSpentError`, which ends the run.
+    Calls that come too fast are delayed.
 
     Attributes:
         name: name of the tool.

@@ -30,7 +30,7 @@ _MARGIN_S = 0.5
 
 
 class CodeTool:
-    """The tool that runs Python programs of the policy in a sandbox.
+    """The tool ``code``, which runs Python programs of the policy in a sandbox.
 
     Each call starts a new process, which can access only the interpreter, its input and an empty
     directory. The observation is the output of the program. It contains no times and no temporary
@@ -42,7 +42,8 @@ class CodeTool:
             is longer than the sum of the tool's other time limits.
         isolation: isolation in which programs run.
         libraries: packages that programs may import in addition to the standard library.
-        settings: settings on which the result of a program depends.
+        settings: settings on which the result of a program depends; part of the key of stored
+            results.
         remembers: whether the result of a program depends on earlier calls of the trajectory.
     """
 

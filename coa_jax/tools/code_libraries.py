@@ -88,7 +88,7 @@ class Libraries:
         return ", ".join(f"{each.name} {each.version}" for each in self.packages[:_TOLD])
 
     def note(self) -> str:
-        """Returns the sentence about the packages for prompts; "" if there are no packages."""
+        """Returns the sentence for prompts that names the packages; "" if there are no packages."""
         if not self.packages:
             return ""
         return f"It can import the standard library and these packages: {self}."
@@ -261,7 +261,7 @@ def _cache() -> Path:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
+    """Runs the command: installs packages, prints their directory, and returns the exit code."""
     parser = argparse.ArgumentParser(prog="coa_jax.tools.code_libraries", description=__doc__)
     parser.add_argument("wanted", nargs="+", help="packages or directories")
     options = parser.parse_args(arguments)

@@ -173,7 +173,9 @@ def continued(source: str, name: str, context: ToolContext, limits: Limits) -> C
 
 
 def longest_s(wall_s: float) -> float:
-    """Returns the longest time limit of a call that also runs earlier programs, in wall seconds.
+    """Returns the longest time that a call in a session can take, in wall seconds.
+
+    A call in a session runs the earlier programs again, and then the new program.
 
     Args:
         wall_s: time limit of a single program in wall seconds.

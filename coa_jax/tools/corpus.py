@@ -39,7 +39,10 @@ def _passage(row: Any) -> Passage:
 
 
 def split_contents(contents: str) -> Passage:
-    """Splits a document in the format of Search-R1 into title and text."""
+    """Splits a document in the format of Search-R1 into title and text.
+
+    The format has the title in quotation marks on the first line, and then the text.
+    """
     title, _, text = contents.partition("\n")
     return Passage(title.strip().strip('"'), text)
 

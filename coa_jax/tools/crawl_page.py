@@ -79,12 +79,12 @@ class CrawlConfig(Bounded):
 
 
 class CrawlPage:
-    """The tool that reads web pages.
+    """The tool ``crawl_page``, which opens web pages and returns their texts or summaries.
 
     Attributes:
         name: "crawl_page".
         deadline: time limit of a call in seconds.
-        settings: settings on which the answer to a call depends.
+        settings: settings on which the answer to a call depends; part of the key of stored answers.
         tailored: whether the answer to a call depends on the trajectory's earlier text too, see
             `depends_on`. This is the case if a model writes summaries.
     """
@@ -121,7 +121,10 @@ class CrawlPage:
         self.settings = json.dumps([*pages, *places, *model])
 
     def depends_on(self, context: ToolContext) -> list[str]:
-        """Returns the texts of the trajectory on which summaries depend."""
+        """Returns the texts of the trajectory on which a model's summaries depend.
+
+        `Recorded` makes these texts a part of the key of a stored answer.
+        """
         return [context.question, last_query(context), context.think.strip()]
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:

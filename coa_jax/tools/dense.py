@@ -85,12 +85,12 @@ class DenseIndex(Index):
         self._vectors, self._encoder = vectors, encoder
 
     def rank(self, query: str, top_k: int) -> list[tuple[int, float]]:
-        """Returns (index of a passage, cosine) of the best passages, see `Index.rank`."""
+        """Returns (index of a passage, cosine) of the ``top_k`` best passages, see `Index.rank`."""
         return nearest(self._vectors, self._encoder.queries([query]), top_k)[0]
 
 
 class HybridIndex(Index):
-    """A search index that combines the rankings of several indexes over the same passages."""
+    """A search index that combines several indexes over the same passages, like BM25 and dense."""
 
     def __init__(self, indexes: Sequence[Index]):
         super().__init__(indexes[0].passages)
@@ -107,7 +107,7 @@ class HybridIndex(Index):
 
 
 def fuse(rankings: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, float]]:
-    """Combines rankings by reciprocal rank fusion.
+    """Combines several rankings of the same passages into one, by reciprocal rank fusion.
 
     Args:
         rankings: several lists of (index of a passage, score), each with the best passage first.

@@ -33,7 +33,10 @@ _TIMED_CALLS = 15
 
 
 async def overhead(job: Job) -> tuple[float, str]:
-    """Measures how long it takes to run an empty program in the sandbox.
+    """Measures the time that the sandbox adds to a program, by running an empty program.
+
+    Args:
+        job: description of the job that runs the program.
 
     Returns:
         (median time of several runs after a warm-up in milliseconds, name of the mechanism that
@@ -48,7 +51,7 @@ async def overhead(job: Job) -> tuple[float, str]:
 
 
 async def prove(isolation: Isolation, namespaces: bool = True, cgroup: bool = True) -> bool:
-    """Runs the hostile programs, and prints a line for each.
+    """Tests an isolation with hostile programs, and prints a line about each program.
 
     Args:
         isolation: isolation in which the programs run.
@@ -123,14 +126,18 @@ def _show_tools(path: str) -> int:
 
 
 def define_options(parser: argparse.ArgumentParser) -> None:
-    """Adds the options of `run_checks` to a parser."""
+    """Adds the command-line options that `run_checks` reads to a parser."""
     parser.add_argument("--backend", default="auto", choices=("auto", *BACKENDS))
     parser.add_argument("--tools", action="store_true", help="what is configured and reachable")
     parser.add_argument("--config", default="", help="config file with a group 'tools'")
 
 
 def run_checks(options: argparse.Namespace) -> int:
-    """Runs the checks that the options select, and returns the exit code."""
+    """Runs the checks that command-line options select: of the isolation, or of the tools.
+
+    Returns:
+        The exit code, see the docstring of the module.
+    """
     warn_untested()
     if options.tools or options.config:
         return _show_tools(options.config)
@@ -150,7 +157,7 @@ def run_checks(options: argparse.Namespace) -> int:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
+    """Runs the command ``tools.doctor``; the module docstring explains the exit code."""
     parser = argparse.ArgumentParser(prog="coa_jax.tools.doctor", description=__doc__)
     define_options(parser)
     return run_checks(parser.parse_args(arguments))

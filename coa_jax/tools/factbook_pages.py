@@ -179,7 +179,7 @@ def passages(limit: int = 300) -> Iterator[Passage]:
 
 
 def fold(text: str) -> str:
-    """Simplifies a text.
+    """Simplifies a text of the Factbook: removes markup, accents and typographic characters.
 
     HTML tags, double spaces and accents are removed. HTML entities and typographic characters are
     replaced by simple characters. All combining marks of Latin and Greek letters count as accents.
@@ -198,7 +198,7 @@ def fold(text: str) -> str:
 
 
 def clean(text: str) -> str:
-    """Simplifies a text with `fold`, and removes all characters that are not ASCII."""
+    """Simplifies a text with `fold`, and also removes all characters that are not ASCII."""
     text = fold(text).encode("ascii", "ignore").decode()
     return re.sub(r"\s+", " ", text).strip()
 

@@ -168,7 +168,7 @@ class ToolsConfig(Bounded):
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Tag of each tool in ``names``.
+        """Tag with which the policy calls each tool in ``names``.
 
         Raises:
             UserError: there is no tool with one of the names.
@@ -181,12 +181,15 @@ Tools: TypeAlias = ToolsConfig | Mapping[str, Any] | Sequence[str | Tool]
 
 
 def check_protocol(name: str, tools: ToolsConfig, where: str = "protocol") -> None:
-    """Raises UserError unless a protocol is registered, or will be created with the tools.
+    """Checks that a protocol exists, or that the settings of the tools create it.
 
     Args:
         name: name of the protocol.
         tools: settings of the tools.
         where: name of the setting that contains the name, used in the error message.
+
+    Raises:
+        UserError: there is no such protocol.
     """
     made = (tools.protocol, f"{tools.protocol}:{LEVELS[1]}") if tools.protocol else ()
     check(name, Annotated[str, OneOf(*names_with_levels(), *made)], where)
@@ -318,7 +321,9 @@ def tools_for(
 
 
 def with_names(config: ToolsConfig, names: tuple[str, ...]) -> ToolsConfig:
-    """Returns the settings with other ``names``, without entries of ``mcp`` and ``own`` for others.
+    """Returns the settings with the tools ``names`` only.
+
+    The entries of ``mcp`` and ``own`` for other tools are removed.
 
     Raises:
         UserError: there is no tool with one of the names.
@@ -355,7 +360,7 @@ def make_crawl_page(config: ToolsConfig, search: WikiSearch) -> Tool:
 
 
 def make_visual_inspector(config: ToolsConfig) -> Tool:
-    """Creates ``visual_inspector`` with its settings."""
+    """Creates ``visual_inspector``, which asks a vision model about images."""
     return VisualInspector(config.visual_inspector)
 
 
@@ -404,7 +409,7 @@ def _source(tool: Tool, name: str, config: ToolsConfig) -> str:
 
 
 def named_tools(tools: Tools) -> dict[str, Any]:
-    """Converts tools to settings of `ToolsConfig`. Objects become entries of ``own``."""
+    """Converts tools (names, objects, settings) to settings; objects become entries of ``own``."""
     if isinstance(tools, ToolsConfig):
         return dataclasses.asdict(tools)
     if not isinstance(tools, Sequence):

@@ -246,7 +246,7 @@ class McpTool:
     Attributes:
         name: tag of the tool.
         deadline: time limit of a call in seconds.
-        settings: settings on which the answer to a call depends.
+        settings: settings on which the answer to a call depends; part of the key of stored answers.
         schema: JSON schema of the arguments; None until `describe` has read the server's schema.
     """
 
@@ -299,7 +299,7 @@ class McpTool:
         return f"{' '.join(self._description.split())} {_body_hint(self.schema)}"
 
     async def find(self, seconds: float) -> Any:
-        """Returns the server's entry for the tool, with description and schema.
+        """Asks the server for its entry about the tool, with description and schema.
 
         Args:
             seconds: time limit for the answer of the server.

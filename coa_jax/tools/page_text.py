@@ -30,7 +30,7 @@ _MARKUP = re.compile(r"<(?:!doctype|html|head|body|p|div|article)\b", re.IGNOREC
 
 
 def missing_packages() -> list[str]:
-    """Returns the names of the required packages that are not installed."""
+    """Returns the names of those packages that `extract` needs and that are not installed."""
     needed = ("trafilatura", "pypdf", "protego")
     return [name for name in needed if not importlib.util.find_spec(name)]
 

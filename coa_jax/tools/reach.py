@@ -99,7 +99,7 @@ def _asks(name: str, config: ToolsConfig) -> bool:
 
 
 async def finding(name: str, check: Awaitable[tuple[bool, str]]) -> Finding:
-    """Converts the result of a check to a finding.
+    """Awaits a check of a tool or setting, and converts the result to a `Finding`.
 
     Args:
         name: name of the finding.

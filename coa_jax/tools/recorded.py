@@ -69,7 +69,9 @@ class StoreConfig(Bounded):
 
 
 class Recorded(Wrapper):
-    """A wrapper around a tool that stores the answers of the tool.
+    """A tool that stores the answers of another tool on disk, and uses stored answers.
+
+    `Mode` says when a stored answer takes the place of a call.
 
     Attributes:
         name: name of the tool.
@@ -106,7 +108,12 @@ class Recorded(Wrapper):
         self._warned = False
 
     def key(self, arguments: str, context: ToolContext) -> str:
-        """Returns the key under which the answer to a call is stored."""
+        """Returns the key under which the answer to a call is stored.
+
+        Args:
+            arguments: arguments of the call.
+            context: context of the call.
+        """
         return self._key(arguments, context, getattr(self.tool, "tailored", False))
 
     def _key(self, arguments: str, context: ToolContext, tailored: bool) -> str:

@@ -44,7 +44,7 @@ async def _post(
 
 
 class RemoteSearch:
-    """The tool ``wiki_search`` that uses a server with the ``/retrieve`` API of Search-R1.
+    """The tool ``wiki_search`` on a server with the endpoint ``/retrieve`` of Search-R1.
 
     Attributes:
         name: "wiki_search".
@@ -108,7 +108,7 @@ def _hits(answer: Any) -> list[Hit]:
 
 
 class RemoteCode:
-    """The tool ``code`` that uses a server with the ``/run_code`` API of Sandbox Fusion.
+    """The tool ``code`` on a server with the endpoint ``/run_code`` of Sandbox Fusion.
 
     Attributes:
         name: "code".

@@ -240,7 +240,7 @@ def _serve(options: argparse.Namespace) -> None:
 
 
 def main(arguments: list[str] | None = None) -> int:
-    """Runs the command and returns its exit code."""
+    """Runs ``python -m coa_jax.tools.tool_server``: serves tools; returns the exit code."""
     options = _options(arguments)
     try:
         _serve(options)

@@ -26,7 +26,7 @@ class Turns:
         )
 
     def here(self) -> asyncio.Semaphore:
-        """Returns the semaphore of the running event loop."""
+        """Returns the semaphore of the running event loop, which is created when first needed."""
         loop = asyncio.get_running_loop()
         return self._by_loop.setdefault(loop, asyncio.Semaphore(self._count))
 
@@ -53,5 +53,8 @@ def apart(work: Callable[[], T]) -> T:
 
 
 def run_blocking(coroutine: Coroutine[Any, Any, T]) -> T:
-    """Runs a coroutine and returns its result, even if an event loop is running in this thread."""
+    """Runs a coroutine from synchronous code, and returns its result.
+
+    This works even if an event loop is already running in this thread, as in Jupyter.
+    """
     return apart(lambda: asyncio.run(coroutine))

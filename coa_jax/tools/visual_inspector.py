@@ -79,7 +79,7 @@ class VisualConfig(Bounded):
 
 
 class VisualInspector:
-    """The tool that describes images.
+    """The tool ``visual_inspector``, which describes images with a vision model.
 
     Attributes:
         name: "visual_inspector".

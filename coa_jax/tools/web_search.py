@@ -75,7 +75,15 @@ _FIELD_CHARS, _LINK_CHARS = 300, 2000
 
 @dataclasses.dataclass(frozen=True)
 class Result:
-    """A search result. The observation omits fields with the value ""."""
+    """A result of a web search, as the policy reads it.
+
+    Attributes:
+        title: title of the page.
+        link: URL of the page.
+        snippet: excerpt of the page.
+        date: date of the page; "" is left out of the observation.
+        source: name of the site; "" is left out of the observation.
+    """
 
     title: str
     link: str
@@ -129,7 +137,10 @@ class WebSearchConfig(Bounded):
 
 
 def choose(config: WebSearchConfig) -> str:
-    """Returns the name of the provider that the settings select on this machine."""
+    """Returns the name of the search service that the settings select on this machine.
+
+    ``auto`` selects ``serper`` if the environment has its API key, and else ``local``.
+    """
     if config.provider != "auto":
         return config.provider
     return "serper" if Secret(config.key_env) else "local"
@@ -175,9 +186,12 @@ def searxng(config: WebSearchConfig) -> Provider:
 
 
 def local(index: Callable[[], Index]) -> Provider:
-    """Returns a provider that searches the index of ``wiki_search``.
+    """Returns a provider that searches the run's local index instead of the web.
 
-    Links in the results have the host `LOCAL_HOST`.
+    Links in the results have the host `LOCAL_HOST`; ``crawl_page`` can open them.
+
+    Args:
+        index: function that returns the local index.
     """
 
     async def search(query: str, count: int, limits: Limits) -> Sequence[Result]:
@@ -237,7 +251,7 @@ def provider_of(config: WebSearchConfig, index: Callable[[], Index]) -> Provider
 
 
 class WebSearch:
-    """The tool that searches the web.
+    """The tool ``web_search``, which sends a query to a search service.
 
     Attributes:
         name: "web_search".

@@ -53,7 +53,7 @@ _WORD = re.compile(rf"(?<![\w.])\.[a-z]{{2}}\b|{words.WORD}")
 
 @dataclasses.dataclass(frozen=True)
 class Hit:
-    """A search result: a passage with its score for the query.
+    """A result of ``wiki_search``: a passage with its score for the query (higher is better).
 
     Scores of different kinds of retrieval cannot be compared.
     """
@@ -82,7 +82,7 @@ class Index(abc.ABC):
         """
 
     def search(self, query: str, top_k: int) -> list[Hit]:
-        """Returns the best passages with their scores, see `rank`."""
+        """Returns the ``top_k`` best passages for a query with their scores, the best first."""
         return [Hit(self.passages[i], score) for i, score in self.rank(query, top_k)]
 
 
@@ -98,7 +98,7 @@ def tokenize(text: str) -> list[str]:
 
 
 class WikiIndex(Index):
-    """A BM25 index over a fixed list of passages."""
+    """A search index that ranks passages by BM25, that is, by the words of the query."""
 
     def __init__(self, passages: Sequence[Passage], scorer: bm25s.BM25):
         super().__init__(passages)
@@ -240,7 +240,7 @@ def load_index(
 
 
 class WikiSearch:
-    """The tool that answers a query with the best passages of a corpus.
+    """The tool ``wiki_search``, which answers a query with the best passages of a corpus.
 
     Calls run in threads, so that a search does not block the event loop. Any number of calls may
     run concurrently. If a trajectory repeats a query, the observation only says that the query was
@@ -274,14 +274,14 @@ class WikiSearch:
         self._lock = threading.Lock()
 
     def warm_up(self) -> Index:
-        """Loads or builds the index, unless this has already happened, and returns it."""
+        """Returns the search index, which is loaded or built in the first call."""
         with self._lock:
             if self._index is None:
                 self._index = self._load()
             return self._index
 
     def search(self, query: str) -> list[Hit]:
-        """Returns the passages that answer a query, with their scores."""
+        """Returns the best passages for a query, at most ``top_k``, with their scores."""
         return self.warm_up().search(query, self.top_k)
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
@@ -296,11 +296,11 @@ class WikiSearch:
 def hits_observation(
     start: float, hits: Sequence[Hit], more: Mapping[str, Any] | None = None
 ) -> Observation:
-    """Returns the observation of a search.
+    """Returns the observation for the results of a search.
 
     Args:
         start: time at which the call began, on the clock of ``time.monotonic``.
-        hits: search results.
+        hits: search results; the text says so if there are none.
         more: further details of a search with results.
     """
     if not hits:

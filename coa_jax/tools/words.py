@@ -32,5 +32,5 @@ _WORD = re.compile(WORD)
 
 
 def words(text: str) -> list[str]:
-    """Returns the words of a text in lower case."""
+    """Returns the words of a text in lower case, in order; `WORD` defines a word."""
     return _WORD.findall(text.lower())

@@ -35,22 +35,22 @@ _START_S = 30.0
 
 
 class WorkerError(Exception):
-    """Says that the function raised an exception, or that the process died."""
+    """Raised if a call in a worker process fails: the function raised, or the process died."""
 
 
 class WorkerTimeoutError(WorkerError):
-    """Says that the call took too long, so that its process was killed."""
+    """Raised if a call in a worker process took too long; the process was killed."""
 
 
 class WorkerBusyError(WorkerError):
-    """Says that the call has no result for a reason that is not the call's own.
+    """Raised if a call in a worker process has no result for a reason that is not its own.
 
     No process was free, a process did not start, or the result did not arrive in time.
     """
 
 
 class Workers:
-    """A pool of processes that run a function. Each process runs one call at a time.
+    """A pool of worker processes that run one function, each one call at a time.
 
     Several threads may use the same pool.
     """

@@ -101,7 +101,11 @@ def _count(text: str, values: int, containers: int) -> None:
 
 
 def validated(model: type[M], value: Any) -> M:
-    """Validates a JSON value against the schema of a request.
+    """Validates a JSON value against the schema of a request, and returns the validated object.
+
+    Args:
+        model: schema of the request, a pydantic model.
+        value: JSON value of the request's body.
 
     Raises:
         Refused: the value does not match the schema (status 400). The message names the first wrong

@@ -22,4 +22,4 @@ class Refused(Exception):
 
 
 class ClientGone(Exception):
-    """Raised if the client has closed its connection."""
+    """Raised if the client has closed its connection before it received the response."""

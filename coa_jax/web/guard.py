@@ -27,7 +27,7 @@ _DRAINED, _DRAIN_S = 64 << 20, 2.0
 
 
 def is_local(name: str) -> bool:
-    """Returns whether a host name or address always means this machine."""
+    """Returns whether a host name or address always means this machine, such as ``localhost``."""
     try:
         return name.lower() == "localhost" or ipaddress.ip_address(name.strip("[]")).is_loopback
     except ValueError:
@@ -248,12 +248,21 @@ STATUS_WORDS = {
 
 
 def body_of(scope: Scope) -> bytearray:
-    """Returns the body of a POST request that has passed a guard."""
+    """Returns the body of a POST request, in an application behind a `Guard`.
+
+    Args:
+        scope: ASGI scope of the request.
+    """
     return scope[_BODY]
 
 
 def give_reason(scope: Scope, reason: str) -> None:
-    """Tells the guard why the application refuses a request, so that the guard logs the reason."""
+    """Tells the guard why the application refuses a request, for the line in the log.
+
+    Args:
+        scope: ASGI scope of the request.
+        reason: reason in a few words, without text of the client.
+    """
     scope.setdefault(_REASON, []).append(reason)
 
 

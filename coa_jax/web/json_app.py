@@ -123,7 +123,7 @@ def handle_errors(app: Starlette, answer: Callable[[Refused], Response]) -> None
 
 
 def error_response(error: Refused) -> Response:
-    """Returns an error response of the form ``{"error": "..."}``."""
+    """Returns the HTTP response to a refused request, with the body ``{"error": "..."}``."""
     return JSONResponse({"error": error.message}, error.status)
 
 

@@ -41,7 +41,7 @@ class Connections:
         self._scheduled = False
 
     def wants_turn(self, connection: GuardedProtocol) -> None:
-        """Lets a connection parse its received data, at once or after other connections."""
+        """Registers that a connection has received data, which it parses at once or in its turn."""
         queue = self._headers if connection.awaits_request else self._bodies
         queue.append(connection)
         if not self._scheduled:
@@ -62,7 +62,7 @@ class Connections:
 
 
 class GuardedProtocol(H11Protocol):
-    """One connection, with limits."""
+    """One HTTP/1.1 connection of uvicorn, with the limits of `ConnectionLimits`."""
 
     def __init__(self, shared: Connections, **options: Any):
         super().__init__(**options)
@@ -75,13 +75,16 @@ class GuardedProtocol(H11Protocol):
 
     @property
     def awaits_request(self) -> bool:
-        """Whether the next bytes belong to headers."""
+        """Whether the next bytes belong to the headers of a request."""
         return self.conn.their_state is h11.IDLE
 
     # --- callbacks of the transport ----------------------------------------------------------
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
-        """Implements a callback of `asyncio.Protocol`."""
+        """Starts the connection's time limits (callback of `asyncio.Protocol`).
+
+        If there are too many connections, the one that has waited longest for a request is closed.
+        """
         super().connection_made(transport)
         self._wait("first")
         if len(self.connections) > self._limits.connections:
@@ -90,13 +93,13 @@ class GuardedProtocol(H11Protocol):
             oldest.transport.abort()
 
     def connection_lost(self, exc: Exception | None) -> None:
-        """Implements a callback of `asyncio.Protocol`."""
+        """Ends the connection's time limits (callback of `asyncio.Protocol`)."""
         self._wait("")
         self._pending.clear()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
-        """Implements a callback of `asyncio.Protocol`."""
+        """Stores received bytes until they may be parsed (callback of `asyncio.Protocol`)."""
         self._unset_keepalive_if_required()
         self._pending += data
         if len(self._pending) > _PENDING_BYTES:
@@ -106,7 +109,7 @@ class GuardedProtocol(H11Protocol):
         self._ask_for_turn()
 
     def pause_writing(self) -> None:
-        """Implements a callback of `asyncio.Protocol`."""
+        """Starts the time limit for a slow reader (callback of `asyncio.Protocol`)."""
         super().pause_writing()
         self._watch_writing(self.transport.get_write_buffer_size())
 
@@ -167,7 +170,7 @@ class GuardedProtocol(H11Protocol):
             self.transport.abort()
 
     def on_response_complete(self) -> None:
-        """Prepares the connection for its next request when a response is complete."""
+        """Prepares the connection for its next request, after a response was sent completely."""
         super().on_response_complete()
         if self.transport.is_closing():
             return

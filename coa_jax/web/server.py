@@ -49,7 +49,7 @@ def _allow(limits: ConnectionLimits) -> None:
 
 
 def address_of(listener: socket.socket) -> str:
-    """Returns the URL of a listening socket."""
+    """Returns the URL of a listening socket, such as ``http://127.0.0.1:8000``."""
     host, port = listener.getsockname()[:2]
     return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
 
@@ -83,12 +83,16 @@ class Server(uvicorn.Server):
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
-        """Installs no signal handlers, because `on_signals` does."""
+        """Replaces uvicorn's signal handlers by none, because `on_signals` handles signals."""
         yield
 
 
 def on_signals(asked: asyncio.Event) -> None:
-    """Sets ``asked`` at SIGINT or SIGTERM; a second signal ends the process immediately."""
+    """Sets an event at SIGINT or SIGTERM; a second signal ends the process immediately.
+
+    Args:
+        asked: event that requests the shutdown.
+    """
     loop = asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _ask, asked, number)
@@ -102,7 +106,14 @@ def _ask(asked: asyncio.Event, number: int) -> None:
 
 
 async def run_until_signal(server: Server, listener: socket.socket) -> None:
-    """Serves until SIGINT or SIGTERM; requests in progress then have a few seconds to finish."""
+    """Serves until SIGINT or SIGTERM, and then stops gracefully.
+
+    Requests in progress have a few seconds to finish.
+
+    Args:
+        server: the server.
+        listener: socket that clients connect to.
+    """
     asked = asyncio.Event()
     on_signals(asked)
     running = asyncio.create_task(server.serve([listener]))

@@ -36,7 +36,13 @@ class Line:
 
 @dataclasses.dataclass(frozen=True)
 class Problem:
-    """A record that could not be used, with its file, its line and the reason."""
+    """A record of a log file that could not be used.
+
+    Attributes:
+        path: the file.
+        line: line number of the record, from 1.
+        reason: why the record could not be used.
+    """
 
     path: str
     line: int
@@ -125,13 +131,18 @@ def each_line(read: Callable[[Any], Trace | None]) -> Reader:
 
 
 def decode_lines(data: bytes) -> list[Line]:
-    """Returns every nonblank line with its JSON value, or with the reason why it is invalid."""
+    """Decodes the nonblank lines of a JSONL file; a `Malformed` marks an invalid line."""
     lines = enumerate(data.split(b"\n"), start=1)
     return [decode_line(line, number) for number, line in lines if line.strip()]
 
 
 def decode_line(data: bytes, number: int = 1) -> Line:
-    """Returns a line with its JSON value, or with the reason why the line is invalid."""
+    """Decodes one line of a JSONL file; a `Malformed` marks an invalid line.
+
+    Args:
+        data: bytes of the line.
+        number: line number, from 1.
+    """
     try:
         return Line(number, parse_json(data))
     except (ValueError, RecursionError) as error:
@@ -139,7 +150,11 @@ def decode_line(data: bytes, number: int = 1) -> Line:
 
 
 def decoded(line: Line) -> Any:
-    """Returns the JSON value of a line; raises `Malformed` if the line is invalid."""
+    """Returns the JSON value of a decoded line.
+
+    Raises:
+        Malformed: the line is invalid.
+    """
     if isinstance(line.value, Malformed):
         raise line.value
     return line.value
@@ -192,7 +207,9 @@ def unused(name: str, other: str, names: Collection[str]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Field:
-    """A value in a record. Each method checks the type of the value, and raises `Malformed`.
+    """A value in a record of a log, with methods that check its type.
+
+    Each method raises `Malformed` if the value has another type.
 
     Attributes:
         value: the JSON value; None if the value is null or missing.
@@ -213,15 +230,19 @@ class Field:
         return self.get(key)
 
     def get(self, key: str) -> Field:
-        """Returns the value of a key that the object may lack."""
+        """Returns the field ``key`` of this object; the field may be missing."""
         return Field(self.mapping().get(key), f"{key!r} of {self.name}" if self.name else repr(key))
 
     def mapping(self) -> dict[str, Any]:
-        """Returns the value, which must be an object."""
+        """Returns the value as a dict; the value must be a JSON object."""
         return self._checked(dict, "an object")
 
     def items(self, item: str) -> list[Field]:
-        """Returns the items of a list, each with the name ``item`` and its number."""
+        """Returns the items of this value, which must be a list.
+
+        Args:
+            item: name of an item in error messages, to which its number is appended.
+        """
         items = enumerate(self._checked(list, "a list"))
         return [Field(value, f"{item} {number}") for number, value in items]
 
@@ -274,7 +295,10 @@ class Field:
 
 
 class Conversation:
-    """Collects and numbers the messages of a run, and adds senders and recipients."""
+    """Builds the message log of a run that a reader converts, message by message.
+
+    The class numbers the messages and fills in senders and recipients.
+    """
 
     def __init__(self, question: str) -> None:
         self.messages = [Message(0, "user", "manager", Kind.QUESTION, question)]
@@ -282,21 +306,34 @@ class Conversation:
     def add(
         self, kind: Kind, sender: str, to: str, content: str, thought: str = "", outcome: Any = None
     ) -> None:
-        """Adds a message; the parameters are fields of `Message`."""
+        """Adds a message to the run.
+
+        Args:
+            kind, sender, content, thought, outcome: fields of `Message`.
+            to: recipient of the message.
+        """
         index = len(self.messages)
         self.messages.append(Message(index, sender, to, kind, content, thought, outcome))
 
     def say(self, words: str) -> None:
-        """Adds text that belongs to no tag as a report to the manager; ignores blank text."""
+        """Adds text of the system that belongs to no tag, as a report to the manager.
+
+        Blank text is ignored.
+        """
         if words.strip():
             self.add(Kind.REPORT, "search", "manager", words.strip())
 
     def ask(self, task: str, thought: str = "") -> None:
-        """Adds the request of the manager to a managed agent to solve a task."""
+        """Adds a request of the manager to the search agent to solve a task."""
         self.add(Kind.REQUEST, "manager", "search", " ".join(task.split()), thought)
 
     def plan(self, plan: str, *thoughts: str) -> None:
-        """Adds a plan, and the survey of facts before it as the thought."""
+        """Adds a plan.
+
+        Args:
+            plan: text of the plan.
+            thoughts: texts before the plan, such as a survey of facts, which become its thought.
+        """
         self.add(Kind.PLAN, "planner", "manager", plan, "\n\n".join(filter(None, thoughts)))
 
     def call(self, tag: str, body: str, returned: str, ok: bool = True, thought: str = "") -> None:
@@ -319,7 +356,12 @@ class Conversation:
             self.add(Kind.ANSWER, "manager", "user", text)
 
     def finish(self, episode: str, error: str = "") -> MessageLog:
-        """Returns the log of the run so far."""
+        """Returns the message log of the run.
+
+        Args:
+            episode: name of the run.
+            error: why the run has no answer; used only if it has none.
+        """
         answered = self.messages[-1].kind is Kind.ANSWER
         ending = Ending.ANSWER if answered else Ending.LIMIT
         reason = "" if answered else error or "the file contains no final answer"

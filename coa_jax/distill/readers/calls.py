@@ -51,12 +51,15 @@ _FIRST = {"page": (1, "1"), "language": ("python", "Python", "python3", "py")}
 
 
 def tag_of(name: str) -> str:
-    """Returns the tag of a tool of another framework; an unknown name is returned unchanged."""
+    """Returns the tag of this project for a tool's name in another framework.
+
+    An unknown name is returned unchanged.
+    """
     return _SQUASHED.get(_squash(name), name)
 
 
 def is_tool(name: str) -> bool:
-    """Returns whether a name is the name, in another framework, of a tool whose tag is known."""
+    """Returns whether `tag_of` knows a tool's name in another framework."""
     return _squash(name) in _SQUASHED
 
 

@@ -42,7 +42,11 @@ _KEPT = ("agent_name", "parsing_error", "iteration_limit_exceeded", "task")
 
 
 def read_result(value: Any) -> Trace:
-    """Converts the JSON object of one line to a trace."""
+    """Converts a result of OAgents (the JSON object of one line) to a trace.
+
+    Raises:
+        Malformed: the record cannot be converted; the message says why.
+    """
     record = Field(value)
     question, steps = record["question"].text(), record["intermediate_steps"].items("step")
     for step in steps:

@@ -45,7 +45,11 @@ _Call = tuple[str, str, Any]
 
 
 def read_chat(value: Any) -> Trace:
-    """Converts the JSON object of one line to a trace."""
+    """Converts a conversation of chat completions (the JSON object of one line) to a trace.
+
+    Raises:
+        Malformed: the record cannot be converted; the message says why.
+    """
     record = Field(value)
     response = record["response"] if "response" in record.mapping() else Field({})
     messages = _messages(record, response)

@@ -16,7 +16,7 @@ from coa_jax.distill.readers.base import Field, Malformed, Reader, Trace, each_l
 
 
 def read_log(value: Any) -> Trace | None:
-    """Converts the JSON object of one line to a trace.
+    """Converts a message log of this project (the JSON object of one line) to a trace.
 
     The result is None for the first line of a journal, which holds settings instead of a run.
     """

@@ -85,13 +85,13 @@ class Program:
 
 
 def function_of(call: Field) -> tuple[str, Field]:
-    """Returns the name and the arguments of a tool call in the form of OpenAI."""
+    """Returns the name and the arguments of a tool call in the format of OpenAI's API."""
     function = call["function"]
     return function["name"].text(), function["arguments"]
 
 
 def error_of(step: Field) -> str:
-    """Returns the message of a step's ``error``; "" for a step without an error."""
+    """Returns the error message of an agent's step; "" if the step has no error."""
     error = step.get("error")
     return error.get("message").optional_text() if error else ""
 
@@ -156,7 +156,7 @@ def examine_all(sources: Iterable[str | None], agents: Collection[str]) -> list[
 
 
 def outcome_of(step: Field) -> tuple[str, str]:
-    """Returns the output and the error of a step; a missing output or error is ""."""
+    """Returns (output, error message) of an agent's step; "" for what the step lacks."""
     return step.get("observations").optional_text(), error_of(step)
 
 
@@ -186,7 +186,7 @@ def tell(talk: Conversation, step: Field, program: Program, thought: str) -> Non
 
 
 def importing(program: Program) -> str:
-    """Returns the program's source, with an import of the `math` functions that it lacks."""
+    """Returns a program's source, with an import of the `math` functions that it lacks."""
     if not program.maths:
         return program.source
     return f"from math import {', '.join(program.maths)}\n{program.source.lstrip()}"
@@ -318,7 +318,7 @@ def _literals(nodes: Iterable[ast.expr]) -> list[Any] | None:
 
 
 def thought_of(output: str) -> str:
-    """Returns the text before the program in the output of a step."""
+    """Returns the thought in the output of an agent's step: the text before the program."""
     return _HEAD.sub("", _FENCE.sub("", output)).strip()
 
 

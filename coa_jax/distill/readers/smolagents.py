@@ -43,7 +43,11 @@ _Call = tuple[str, Field]
 
 
 def read_run(value: Any) -> Trace:
-    """Converts the JSON value of one run to a trace."""
+    """Converts a run of smolagents agents (a JSON value) to a trace.
+
+    Raises:
+        Malformed: the record cannot be converted; the message says why.
+    """
     record = Field({"steps": value} if isinstance(value, list) else value)
     steps = _steps(record["steps"])
     managed = record.get("managed_runs")
@@ -75,7 +79,7 @@ def read_run(value: Any) -> Trace:
 
 
 def is_run(value: Sequence[Any]) -> bool:
-    """Returns whether a list contains the steps of one run, and not several runs."""
+    """Returns whether a JSON list contains the steps of a single run, and not several runs."""
     return not all(isinstance(v, list) or (isinstance(v, dict) and "steps" in v) for v in value)
 
 

@@ -67,14 +67,24 @@ class SynthesisConfig(Bounded):
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """A checked draft; ``reason`` says why the draft was dropped, and is None if it was kept."""
+    """A draft of a question with the results of its checks.
+
+    Attributes:
+        draft: the draft.
+        reason: why the draft was dropped; None if it was kept.
+        figures: further results of the checks, as JSON values by name.
+    """
 
     draft: Draft
     reason: str | None
     figures: dict[str, Any]
 
     def row(self, **more: str) -> dict[str, Any]:
-        """Returns question, answer and metadata as a JSON object, with ``more`` metadata."""
+        """Returns the draft as a row with ``question``, ``answer`` and ``metadata``.
+
+        Args:
+            more: further metadata.
+        """
         metadata = {**self.draft.to_json(), **more, **self.figures}
         answer = list(self.draft.gold)
         return {"question": self.draft.question, "answer": answer, "metadata": metadata}
@@ -104,7 +114,7 @@ class Funnel:
     dropped: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the counts as a JSON object."""
+        """Returns the counts of the stage as a JSON object."""
         return {**dataclasses.asdict(self), "dropped": dict(sorted(self.dropped.items()))}
 
 

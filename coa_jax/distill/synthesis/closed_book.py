@@ -137,7 +137,7 @@ class Prior:
 
 
 def remembers(endpoint: Endpoint, concurrency: int) -> ClosedBook:
-    """Returns a solver that asks a language model behind an endpoint, without tools.
+    """Returns a solver that answers without tools: a language model behind an endpoint.
 
     If a reply does not have the required form, the whole reply is the answer. If the endpoint
     refuses a request, the answer is "".
@@ -177,7 +177,7 @@ def _answer_of(reply: str) -> str:
 
 
 class Policy:
-    """A solver that samples a policy on this machine, and answers every tool call with an error."""
+    """A solver that answers without tools: a policy on this machine, whose tool calls all fail."""
 
     def __init__(self, config: ClosedBookConfig) -> None:
         """Loads the policy.

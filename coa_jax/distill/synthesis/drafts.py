@@ -27,7 +27,12 @@ _OF_THE_TEXT = re.compile(
 
 @dataclasses.dataclass(frozen=True)
 class Document:
-    """A passage of the corpus, as authors see it."""
+    """A passage of the corpus, about which an author writes questions.
+
+    Attributes:
+        title: title of the passage.
+        text: text of the passage.
+    """
 
     title: str
     text: str
@@ -74,7 +79,7 @@ class Draft:
 
     @property
     def split(self) -> str:
-        """Split of the documents of the draft."""
+        """Name of the split of the documents from which the draft was written."""
         return self.documents[0].split
 
     @property
@@ -85,11 +90,11 @@ class Draft:
         return f"synthetic-{self.form}-{digest[:16]}"
 
     def task(self, protocol: str, source: str) -> Task:
-        """Returns the draft as a task."""
+        """Returns the draft as a task of the given protocol and source."""
         return Task(self.id, self.question, protocol, self.gold, source, {"hops": len(self.steps)})
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the data besides question and answers, as a JSON object."""
+        """Returns form, steps and documents of the draft as a JSON object, for metadata."""
         return {
             "kind": self.form,
             "hops": len(self.steps),
@@ -124,7 +129,7 @@ class Author(Protocol):
 
 
 def told(answers: Iterable[str], text: str) -> bool:
-    """Returns whether an answer, or a member of an answer set, occurs as whole words in a text."""
+    """Returns whether a text contains an answer, or a member of an answer set, as whole words."""
     haystack = f" {normalize_answer(text)} "
     parts = (normalize_answer(part) for answer in answers for part in answer.split("|"))
     return any(f" {part} " in haystack for part in parts if part)
@@ -148,7 +153,7 @@ class TextRules(Bounded):
 
 
 def fault_of(draft: Draft, rules: TextRules) -> str | None:
-    """Returns the name of the first rule that the text of a draft breaks, or None."""
+    """Returns the name of the first rule that a draft's text breaks; None if it breaks none."""
     words = len(draft.question.split())
     if not rules.min_words <= words <= rules.max_words:
         return "question_length"

@@ -21,7 +21,7 @@ Fact = tuple[Relation, str, str]
 
 
 def fact_of(document: Document) -> Fact | None:
-    """Returns the fact that a document states.
+    """Parses the fact that a document states, such as the capital of a country.
 
     The result is None unless the document is one sentence in a known wording.
     """
@@ -33,7 +33,7 @@ def fact_of(document: Document) -> Fact | None:
 
 
 class FactsAuthor:
-    """An `Author` that writes questions about facts, by rules."""
+    """An `Author` without a language model: writes questions about facts that documents state."""
 
     def __init__(self, documents: Iterable[Document], seed: int) -> None:
         """Reads all documents, to find values that belong to a single entity."""
@@ -69,7 +69,15 @@ class FactsAuthor:
         return drafts
 
     async def deepen(self, draft: Draft, document: Document) -> Draft | None:
-        """Returns a question about a fact of the entity that is the answer of a draft, or None."""
+        """Adds a hop to a question: asks about a fact of the entity that is its answer.
+
+        Args:
+            draft: the question, whose answer is an entity.
+            document: document that states the fact.
+
+        Returns:
+            The longer question; None if the document states no such fact.
+        """
         program, fact = grammar.understand(draft.question), fact_of(document)
         if program is None or fact is None or fact[2] == "0":
             return None

@@ -125,7 +125,7 @@ class LanguageAuthor:
         return await self._ask(prompt, draft.id, f"deepen/{document.title}", read)
 
     async def widen(self, one: Draft, other: Draft) -> Draft | None:
-        """Returns a question that asks for the answers of both drafts."""
+        """Returns a draft of a question that asks for the answers of both drafts."""
 
         def read(reply: str) -> Draft:
             text = f"{_text(read_object(reply), 'merged')} Give both answers, joined by |."

@@ -24,7 +24,10 @@ Verdict = tuple[str | None, dict[str, Any]]
 
 
 class WithTools:
-    """Checks that the team of `coa_jax.distill.team` can solve a task with live tools."""
+    """Checks which tasks can be solved with live tools, by letting the team try.
+
+    Unsolved tasks are dropped. The team is that of `coa_jax.distill.team`.
+    """
 
     def __init__(
         self,
@@ -84,7 +87,10 @@ class WithTools:
 
 
 class WithoutTools:
-    """Drops tasks that are often solved without tools, as in the Chain-of-Agents paper."""
+    """Checks which tasks are often solved without tools, and therefore dropped.
+
+    The Chain-of-Agents paper drops such tasks (§3.3.1).
+    """
 
     def __init__(
         self, config: ClosedBookConfig, name: str, solver: ClosedBook, record: Path

@@ -64,12 +64,19 @@ class Case:
 
 
 def implementations(kind: Kind) -> tuple[str, ...]:
-    """Returns the names of the implementations that a setting may name."""
+    """Returns the names of all implementations of a kind of attention, on any platform.
+
+    A setting such as ``attention`` accepts these names. ``xla`` is the first.
+    """
     return ("xla", *_KERNELS[kind])
 
 
 def platform_of(device: jax.Device) -> tuple[str, float]:
-    """Returns the platform of a device and, for CUDA, its compute capability."""
+    """Returns the platform of a device, and its compute capability.
+
+    The platform is ``cpu``, ``cuda``, ``rocm`` or ``tpu``. The compute capability is a number such
+    as 8.0 for CUDA devices, and 0.0 for all other devices.
+    """
     if device.platform != "gpu":
         return device.platform, 0.0
     if "rocm" in device.client.platform_version.lower():
@@ -128,10 +135,10 @@ def _find_spec(module: str) -> Any:
 
 
 def resolve(kind: Kind, wanted: str, case: Case, where: str = "attention") -> str:
-    """Returns the name of the implementation to use.
+    """Returns the name of the implementation of attention that a setting selects for a computation.
 
     Args:
-        kind: kind of attention.
+        kind: ``causal`` or ``paged``.
         wanted: name of an implementation; ``auto`` chooses the best implementation that can run the
             case, and prints the choice once.
         case: platform, dtype and shapes of the computation.

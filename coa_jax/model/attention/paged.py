@@ -70,7 +70,12 @@ def attend_with_kernel(
 
 
 def page_size(attention: str, pages: Any) -> int:
-    """Returns the number of positions of a page, for any implementation of attention."""
+    """Returns the number of positions of a cache page, for any implementation of attention.
+
+    Args:
+        attention: name of the implementation, which determines the layout of the pages.
+        pages: the pages of one layer, in this layout.
+    """
     return pages[0].shape[1] if attention == "ragged_paged" else pages[1].shape[2]
 
 

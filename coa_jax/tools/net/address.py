@@ -38,7 +38,7 @@ _METADATA = frozenset({ipaddress.ip_address("168.63.129.16")})
 
 @dataclasses.dataclass(frozen=True)
 class Guard:
-    """Says which addresses are allowed in addition to public addresses, and which are blocked.
+    """The addresses that a tool may open in addition to public addresses, and those it may not.
 
     Attributes:
         allow: host names (``search.lab``), host names with the only allowed port
@@ -60,7 +60,7 @@ class Guard:
                     raise UserError(f"the allowed network {entry!r} is invalid: {error}") from None
 
     def blocks(self, url: httpx2.URL) -> bool:
-        """Returns whether ``block`` contains the host of a URL, or a prefix of its path."""
+        """Returns whether ``block`` forbids a URL, by its host or by a prefix of its path."""
         host, path = host_of(url), f"/{url.path.lower().lstrip('/')}"
         path = posixpath.normpath(path)  # removes dots and double slashes, as servers do
         for entry in self.block:
@@ -179,7 +179,14 @@ class GuardedBackend(httpcore2.AsyncNetworkBackend):
         local_address: str | None = None,
         socket_options: Iterable[httpcore2.SOCKET_OPTION] | None = None,
     ) -> httpcore2.AsyncNetworkStream:
-        """Connects to the host's first address that answers, within ``timeout`` seconds."""
+        """Connects to the first address of a host that answers.
+
+        Args:
+            host: host name or address, all of whose addresses must be allowed.
+            port: port of the connection.
+            timeout: time limit in seconds; None for an hour.
+            local_address, socket_options: as in `httpcore2.AsyncNetworkBackend.connect_tcp`.
+        """
         deadline = asyncio.get_running_loop().time() + (timeout or 3600.0)
         try:
             addresses = await asyncio.wait_for(

@@ -22,7 +22,7 @@ from coa_jax.errors import UserError
 
 
 class BudgetSpentError(UserError):
-    """Says that a limit of a budget is reached, so that no further call is made."""
+    """Raised if a budget's limit is reached; no further call is made, and the run ends."""
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -95,11 +95,11 @@ class Spent:
     unmetered: int = 0
 
     def to_json(self) -> dict[str, Any]:
-        """Returns the fields as JSON values."""
+        """Returns the fields as a JSON object, from which ``Spent(**object)`` restores them."""
         return dataclasses.asdict(self)
 
     def amounts(self) -> dict[str, float]:
-        """Returns the name of each limit in `Budget` -> the amount that the limit concerns."""
+        """Returns the amount spent so far for each limit of a `Budget`, by name of the limit."""
         tokens = self.prompt + self.completion
         return {"max_calls": self.calls, "max_total_tokens": tokens, "max_money": self.money}
 
@@ -273,7 +273,9 @@ def purse_of(limits: Budget, name: str, model: str = "", where: str = "") -> Pur
 
 
 class Purse:
-    """The cost of the calls to a model or tool in this process, with its limits.
+    """Counts the cost of the calls to a model or tool in this process, and checks the limits.
+
+    Call `begin` before and `end` after each request.
 
     Several threads may use the same purse.
 
@@ -339,7 +341,7 @@ class Purse:
                 )
 
     async def turn(self) -> None:
-        """Waits until ``max_per_second`` allows another call."""
+        """Waits until the limit on calls per second, ``max_per_second``, allows another call."""
         if self._pause:
             with self._lock:
                 now = time.monotonic()
@@ -374,7 +376,7 @@ class Purse:
                 self.spent.add(counts_of(usage), self.price)
 
     def close(self) -> None:
-        """Writes the final cost to the file of this process."""
+        """Writes the cost so far to this process's file in the work directory."""
         with self._lock:
             if self._written:
                 self._write(0)
@@ -397,7 +399,7 @@ class Purse:
 
 
 def counts_of(usage: Any) -> dict[str, int | None]:
-    """Returns the number of ``prompt`` tokens and of ``completion`` tokens of a request.
+    """Returns the numbers of tokens of a request by the keys ``prompt`` and ``completion``.
 
     Args:
         usage: field ``usage`` of the server's answer. A number that is missing from the field

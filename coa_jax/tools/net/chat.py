@@ -105,15 +105,18 @@ class ChatConfig(ServedModel):
 
     @property
     def options(self) -> dict[str, Any]:
-        """Fields of a request other than the model and the messages."""
+        """Fields of a chat request that these settings determine, such as ``temperature``.
+
+        The model and the messages are not included.
+        """
         form = {"response_format": {"type": "json_object"}} if self.json_mode else {}
         return {"temperature": self.temperature, self.max_tokens_name: self.max_tokens, **form}
 
 
 def trusting(url: str) -> Guard:
-    """Returns a guard for a service that settings name.
+    """Returns a guard (check of addresses) for requests to a service that the settings name.
 
-    The guard allows the service even at a private address, but no other private address.
+    The guard allows the service even if its address is private, but no other private address.
 
     Args:
         url: URL of the service.
@@ -331,7 +334,7 @@ async def reach(config: ChatConfig, seconds: float) -> str:
 
 
 def refusal(status: int | None, key_env: str) -> str:
-    """Returns the end of an error message, which names the probable cause of an error status.
+    """Returns the probable cause of an HTTP error of a model's endpoint, to end an error message.
 
     Args:
         status: the HTTP status; None if there is none.

@@ -39,7 +39,7 @@ _BELIEVED = 3
 
 @dataclasses.dataclass(eq=False)
 class FetchError(Exception):
-    """Says that a request has no usable answer.
+    """Raised if a request of a network tool has no usable answer.
 
     Attributes:
         kind: why there is no usable answer.
@@ -65,7 +65,7 @@ class FetchError(Exception):
 
     @property
     def transient(self) -> bool:
-        """Whether another attempt may succeed."""
+        """Whether the failure may be temporary, so that another attempt may succeed."""
         if self.status is not None:
             # Includes statuses that no standard defines, such as 520 to 524 of Cloudflare.
             failed = self.status >= 500 and self.status not in (501, 505)
@@ -101,11 +101,21 @@ class Blame:
         self._believed = 0
 
     def answered(self) -> None:
-        """Records that the service has answered. Must be called after each successful request."""
+        """Records that the service has answered a request; must be called after each success."""
         self._believed = _BELIEVED
 
     def outcome(self, error: FetchError) -> Literal["timeout", "error", "fault"]:
-        """Returns the outcome of a failed call. Must be called exactly once per failure."""
+        """Decides the outcome of a failed call, and records the failure.
+
+        The method must be called exactly once per failure.
+
+        Args:
+            error: the failure.
+
+        Returns:
+            ``error`` for a mistake of the policy, ``fault`` for a fault of the service, or
+            ``timeout``.
+        """
         if error.kind == "timeout":
             return "timeout"
         if error.status in _TOO_LARGE:

@@ -63,7 +63,7 @@ class Limits:
     redirects: int = 5
 
     def within(self, seconds: float) -> Limits:
-        """Returns these limits, with ``total_s`` reduced to ``seconds`` if it is larger."""
+        """Returns these limits with ``total_s`` reduced to at most ``seconds``."""
         return dataclasses.replace(self, total_s=max(min(seconds, self.total_s), 0.001))
 
 
@@ -320,7 +320,7 @@ def _seconds_of(headers: Mapping[str, str]) -> float | None:
 
 
 def too_large(limit: int) -> FetchError:
-    """Returns the error that says that a body has more than ``limit`` bytes."""
+    """Returns the error for a body that has more than ``limit`` bytes."""
     size = f"{limit / 2**20:.3g} MiB" if limit >= 2**20 else f"{limit} bytes"
     return FetchError("too_large", f"the content is larger than {size}")
 
@@ -386,5 +386,8 @@ class _Inflate:
 
 @functools.cache
 def tls() -> ssl.SSLContext:
-    """Returns a TLS context that checks certificates. Loading a context takes long."""
+    """Returns a TLS context that checks certificates, for connections by https.
+
+    The context is loaded once per process, because loading takes long.
+    """
     return httpx2.create_ssl_context()

@@ -37,7 +37,7 @@ def quieten(*libraries: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Secret:
-    """The value of an environment variable, which only `reveal` returns.
+    """An API key in an environment variable; only `reveal` returns its value.
 
     The value is not part of the result of `repr`, `str` or pickling.
 
@@ -62,12 +62,12 @@ class Secret:
         return bool(self.name and os.environ.get(self.name, "").strip())
 
     def redact(self, value: Any) -> Any:
-        """Returns a text or JSON value in which the secret is replaced by "[secret]"."""
+        """Replaces the secret by "[secret]" in a text, or in all texts of a JSON value."""
         return _without(value, _values([self.name]))
 
 
 def redact_all(value: Any) -> Any:
-    """Returns a text or JSON value in which all probable secrets are replaced by "[secret]".
+    """Replaces all probable secrets by "[secret]" in a text, or in all texts of a JSON value.
 
     Secrets are the values of environment variables whose names end in KEY, TOKEN, SECRET, PASSWORD
     or CREDENTIALS.

@@ -24,12 +24,12 @@ _WAIT_S = 10.0  # for other processes that write
 
 
 def key_of(*parts: object) -> str:
-    """Returns the key for an observation, which is a hash of the given JSON values."""
+    """Returns the key under which an observation is stored: a hash of JSON values."""
     return hashlib.sha256(json.dumps(parts, ensure_ascii=True).encode()).hexdigest()
 
 
 class Store:
-    """A mapping from keys to observations in a file.
+    """A mapping from keys to observations in an SQLite file, which several processes may share.
 
     Each operation opens and closes the file. Therefore threads share no connection, and SQLite
     repairs the file at the next operation if a process was killed.

@@ -73,7 +73,10 @@ def _codec(name: str) -> str | None:
 
 
 def clip(text: str, room: int) -> str:
-    """Truncates a text that has more than ``room`` characters, and appends a notice."""
+    """Truncates a text to ``room`` characters; a notice says how many characters are left out.
+
+    A text with at most ``room`` characters is returned unchanged.
+    """
     if len(text) <= room:
         return text
     return f"{text[:room].rstrip()}\n[... {len(text) - room} characters left out ...]"

@@ -238,7 +238,7 @@ print("HELD")
 
 @dataclasses.dataclass(frozen=True)
 class Canary:
-    """A hostile program, with the results that show that it was contained.
+    """A hostile program for testing the sandbox, with the results that show containment.
 
     Attributes:
         name: what the program tries.
@@ -259,7 +259,7 @@ class Canary:
 
 @dataclasses.dataclass(frozen=True)
 class Targets:
-    """The targets of the attacks. The caller creates them outside the sandbox.
+    """Files, sockets and ports outside the sandbox that hostile programs attack.
 
     Attributes:
         files: files that programs must not read or change.

@@ -63,7 +63,7 @@ class Group:
 
 
 def find() -> Group | None:
-    """Finds a control group in which this process can create groups for its children.
+    """Finds a control group in which this process can create groups that limit its children.
 
     The function tests each candidate with a child process, so this process must have no threads.
 

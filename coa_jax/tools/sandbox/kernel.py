@@ -30,19 +30,42 @@ def _check(result: int, what: str) -> int:
 
 
 def prctl(option: int, argument: int, second: int = 0) -> None:
-    """Calls ``prctl(2)``. Raises OSError if the call fails."""
+    """Calls ``prctl(2)``, which changes a property of this process.
+
+    Args:
+        option: number of the property, such as `PR_SET_PDEATHSIG`.
+        argument: first argument of the option.
+        second: second argument of the option.
+
+    Raises:
+        OSError: the call fails.
+    """
     rest = (ctypes.c_ulong(0), ctypes.c_ulong(0))
     result = _libc.prctl(option, ctypes.c_ulong(argument), ctypes.c_ulong(second), *rest)
     _check(result, f"prctl {option}")
 
 
 def unshare(flags: int) -> None:
-    """Calls ``unshare(2)``. Raises OSError if the call fails."""
+    """Calls ``unshare(2)``, which moves this process into new namespaces.
+
+    Args:
+        flags: ``CLONE_NEW...`` flags of the namespaces.
+
+    Raises:
+        OSError: the call fails.
+    """
     _check(_libc.unshare(flags), "unshare")
 
 
 def mount(source: str, target: str, kind: str, flags: int, options: str = "") -> None:
-    """Calls ``mount(2)``. Raises OSError if the call fails."""
+    """Calls ``mount(2)``, which mounts a file system or changes a mount.
+
+    Args:
+        source, target, kind, flags, options: arguments of the system call.
+
+    Raises:
+        OSError: the call fails.
+    """
     texts = [text.encode() for text in (source, target, kind)]
     result = _libc.mount(*texts, ctypes.c_ulong(flags), options.encode())
     _check(result, f"mount {target}")

@@ -30,7 +30,7 @@ class _PathBeneath(ctypes.Structure):
 
 
 def abi() -> int:
-    """Returns the version of Landlock in the running kernel; 0 if the kernel has no Landlock."""
+    """Returns the version of Landlock's interface in the running kernel; 0 without Landlock."""
     try:
         return kernel.syscall(CREATE_RULESET, None, ctypes.c_size_t(0), ctypes.c_uint32(1))
     except OSError:

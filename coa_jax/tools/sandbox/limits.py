@@ -76,12 +76,12 @@ class Job:
     limits: Limits
 
     def encode(self) -> bytes:
-        """Encodes the job as JSON. `decode` is the inverse."""
+        """Encodes the job as JSON bytes, for the sandbox server; `decode` is the inverse."""
         return json.dumps(dataclasses.asdict(self)).encode()
 
     @staticmethod
     def decode(data: bytes) -> Job:
-        """Decodes a job that `encode` has encoded."""
+        """Decodes a job from the JSON bytes of `encode`."""
         fields = json.loads(data)
         return Job(**{**fields, "limits": Limits(**fields["limits"])})
 

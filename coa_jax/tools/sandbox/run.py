@@ -24,12 +24,12 @@ GRACE_S = 6.0
 
 
 class SandboxError(Exception):
-    """Says that the sandbox failed, for a reason other than the program."""
+    """Raised if the sandbox fails for a reason other than the program."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Captured:
-    """The beginning and the end of an output stream.
+    """What is kept of a program's output stream: its beginning, its end and its length.
 
     Attributes:
         head: first characters of the stream.
@@ -42,7 +42,7 @@ class Captured:
     length: int
 
     def clip(self, room: int) -> str:
-        """Returns the stream, with a notice in place of its middle if it is too long.
+        """Returns the stream as text; if it is too long, a notice replaces its middle.
 
         Args:
             room: maximum number of characters without the notice. It must not be larger than the
@@ -135,7 +135,7 @@ class _Feeder(asyncio.BaseProtocol):
 
 
 class Flood:
-    """Limits the output of a program. At the limit, the supervisor is told to kill the program.
+    """Counts the bytes of a program's output, and has the program killed at the limit.
 
     Output after the limit is dropped.
     """
@@ -155,7 +155,7 @@ class Flood:
 
 
 class Server:
-    """The sandbox server of this process.
+    """The connection of this process to its sandbox server, a small process that runs programs.
 
     The server is started when it is first needed, and restarted if it has died.
     """

@@ -24,7 +24,10 @@ _CONTENT = "precious"
 
 
 class Scene:
-    """Files and sockets outside the sandbox that hostile programs must not change or reach."""
+    """Files and sockets outside the sandbox that hostile programs attack in a test of the sandbox.
+
+    After a program, `damage` tells what the program has changed or reached.
+    """
 
     def __init__(self, directories: list[Path], listeners: dict[str, socket.socket]) -> None:
         self.files = [directory / "file" for directory in directories]
@@ -44,7 +47,10 @@ class Scene:
         )
 
     def damage(self, result: Result) -> list[str]:
-        """Describes everything that a program has changed outside the sandbox.
+        """Describes everything that a program has changed or reached outside the sandbox.
+
+        Args:
+            result: result of the program.
 
         The result is empty if the program has changed nothing.
         """
@@ -86,7 +92,7 @@ def _remains(uid: int, marker: str) -> list[str]:
 
 @contextlib.contextmanager
 def scene() -> Iterator[Scene]:
-    """Creates a `Scene`, as a context manager that removes the scene at the end."""
+    """Creates a `Scene`, in which hostile programs can run; a context manager that removes it."""
     with contextlib.ExitStack() as stack:
         directories = []
         for parent in (Path.home(), Path(tempfile.gettempdir())):

@@ -27,7 +27,10 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 
 
 class Watch:
-    """Watches the processes of a program, which are descendants of this process."""
+    """Watches the processes of a program, and reports when a limit is exceeded.
+
+    The processes must be descendants of this process.
+    """
 
     def __init__(self, limits: Limits, scratch: Scratch, group: Group | None) -> None:
         """Creates the watch of a program that has not started yet.
@@ -86,7 +89,7 @@ class Watch:
             os.close(handle)
 
     def look(self) -> str:
-        """Returns the name of a limit that the program has exceeded; "" if there is none."""
+        """Measures the program once; returns the name of a limit that it has exceeded, else ""."""
         processes = descendants(os.getpid())
         if self._group is not None:
             if self._group.exceeded():
@@ -99,9 +102,9 @@ class Watch:
         return self._look_at_files(processes)
 
     def last_look(self) -> str:
-        """Returns the name of a limit that the program has exceeded; "" if there is none.
+        """Returns the name of a limit that the ended program had exceeded; "" if there is none.
 
-        This method is for the time after all processes of the program have ended.
+        Call this method after all processes of the program have ended.
         """
         if self._group is not None and self._group.exceeded():
             return "memory"
@@ -137,12 +140,15 @@ class Watch:
 
 
 def process_ids() -> list[int]:
-    """Returns the ids of all processes that this process can see."""
+    """Returns the ids of all processes in ``/proc``, that is, of all that this process can see."""
     return [int(name) for name in os.listdir("/proc") if name.isdigit()]
 
 
 def descendants(root: int) -> list[int]:
-    """Returns the ids of all descendants of a process. The newest process may be missing."""
+    """Returns the ids of all descendants of a process, from the kernel's lists of children.
+
+    A process that was just created may be missing.
+    """
     found = [root]
     for process in found:  # the list grows meanwhile
         try:
@@ -158,7 +164,10 @@ def descendants(root: int) -> list[int]:
 
 
 def every_descendant(root: int) -> list[int]:
-    """Returns the ids of all descendants of a process, by reading the parent of every process."""
+    """Returns the ids of all descendants of a process, by reading the parent of every process.
+
+    This takes longer than `descendants`, but works on every kernel.
+    """
     children: dict[int, list[int]] = {}
     for process in process_ids():
         parent = _numbers(process, "stat", (1,))[0]
