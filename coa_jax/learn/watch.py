@@ -211,6 +211,7 @@ _LIMITS = (
 
 
 def no_tools(watch: Watch, row: Row) -> str | None:
+    """Returns a warning if no trajectory of the step called a tool, and None otherwise."""
     if _value(row, "tool/calls") != 0.0 or "agent/turns" in row:  # a program has its own tools
         return None
     return (
@@ -239,6 +240,7 @@ def masked_more(watch: Watch, row: Row) -> str | None:
 
 
 def entropy_collapse(watch: Watch, row: Row) -> str | None:
+    """Returns a warning if the entropy fell below a fifth of that of the first steps, or None."""
     start, now = watch.start(row, "policy/entropy"), _value(row, "policy/entropy")
     if start is None or now is None or now >= 0.2 * start:
         return None
@@ -249,6 +251,7 @@ def entropy_collapse(watch: Watch, row: Row) -> str | None:
 
 
 def mismatch(watch: Watch, row: Row) -> str | None:
+    """Returns a warning if sampler and trainer differ three times as much as at first, or None."""
     name = "mismatch/abs_logp_mean"
     start, now = watch.start(row, name), _value(row, name)
     if start is None or now is None or now <= max(3 * start, 1e-3):
@@ -261,6 +264,7 @@ def mismatch(watch: Watch, row: Row) -> str | None:
 
 
 def overfitting(watch: Watch, row: Row) -> str | None:
+    """Returns a warning if the validation loss is 10 % above its minimum, and None otherwise."""
     loss = _value(row, "validation/loss")
     if loss is None:
         return None
@@ -292,6 +296,7 @@ def starved(watch: Watch, row: Row) -> str | None:
 
 
 def diverged(watch: Watch, row: Row) -> str | None:
+    """Returns a warning if the loss of the step is not finite, and None otherwise."""
     # JSON has no NaN, so `RunDir.metrics` writes null.
     if _value(row, "loss") is not None:
         return None

@@ -43,7 +43,8 @@ class TensorSource(Protocol):
     where: str
     shapes: Mapping[str, tuple[int, ...]]
 
-    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray: ...
+    def read(self, name: str, rows: slice = slice(None)) -> np.ndarray:
+        """Reads a tensor, or only the rows ``rows`` of its first axis."""
 
 
 def load_params(source: TensorSource, config: ModelConfig, dtype: Any, places: Params) -> Params:

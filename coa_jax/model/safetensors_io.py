@@ -44,9 +44,11 @@ class Files(Protocol):
     """
 
     @property
-    def names(self) -> Sequence[str]: ...
+    def names(self) -> Sequence[str]:
+        """Names of the files, without the directory."""
 
-    def read(self, name: str, start: int, stop: int) -> bytes: ...
+    def read(self, name: str, start: int, stop: int) -> bytes:
+        """Reads the bytes from ``start`` up to, and without, ``stop`` of the file ``name``."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -232,6 +232,14 @@ class Graders:
         return await self.grade_alone(task, trajectory)
 
     async def grade_alone(self, task: Task, trajectory: Trajectory) -> Reward:
+        """Grades a trajectory without the rewards that need all samples of its task.
+
+        If grading fails by an unexpected error, the trajectory is masked.
+
+        Raises:
+            MisfitError: a user-defined reward function returned an invalid value.
+            BudgetSpentError: the spending limit of the run is reached.
+        """
         try:
             return await self._grade(task, trajectory)
         except (MisfitError, BudgetSpentError):

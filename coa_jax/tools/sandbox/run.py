@@ -146,6 +146,10 @@ class Flood:
         self.passed = False
 
     def admit(self, data: bytes) -> bytes:
+        """Returns the part of ``data`` that is still within the limit.
+
+        The first byte over the limit sets ``passed`` and has the program killed.
+        """
         admitted = data[: self._left]
         self._left -= len(admitted)
         if len(admitted) < len(data) and not self.passed:
