@@ -384,20 +384,11 @@ def test_a_setting_is_compared_under_a_name(tree):
     assert "algorithm.name=grpo " in run and "--workdir=runs/algorithms/stale2-3/" in measured
 
 
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        (["--seeds=a"], "--seeds a"),
-        (["--steps=0"], "--steps 0"),
-        (["--fast"], "--fast"),
-        (["--name=a"], "--name a"),
-        (["--name=a/b", "--algorithms=grpo"], "--name a/b"),
-    ],
-)
-def test_a_wrong_argument_of_the_comparison_is_one_line(tree, arguments, said):
-    result = tree("algorithms.sh", "--dry-run", *arguments)
-    assert result.returncode == 2
-    assert said in result.stderr and result.stderr.count("\n") == 1
+@pytest.mark.parametrize("wrong", ["--seeds=a", "--steps=0", "--fast", "--name=a/b", "--name=a"])
+def test_a_wrong_argument_of_the_comparison_is_one_line(tree, wrong):
+    result = tree("algorithms.sh", "--dry-run", wrong)
+    assert (result.returncode, result.stderr.count("\n")) == (2, 1)
+    assert wrong.replace("=", " ") in result.stderr
 
 
 # --- tpu_pod.sh ----------------------------------------------------------------------------
@@ -417,11 +408,8 @@ def test_the_pod_script_prints_what_it_would_run(tree):
 def test_the_command_reaches_a_host_as_it_was_written(tree, tmp_path, detach):
     # A gcloud that runs the remote command here, as the shell of a host would.
     program(tree.tools, "gcloud", f'cd {tmp_path} && exec bash -c "${{!#}}"')
-    program(
-        tmp_path / "coa_jax" / ".venv" / "bin",
-        "python",
-        'printf "[%s]" "$@"; echo "$COA_JAX_DISTRIBUTED"; exit 7',
-    )
+    body = 'printf "[%s]" "$@"; echo "$COA_JAX_DISTRIBUTED"; exit 7'
+    program(tmp_path / "coa_jax" / ".venv" / "bin", "python", body)
     log = tmp_path / "coa_jax" / "run.log"
     flags = ("--name", "pod", "--zone", "z", *detach)
     result = tree("tpu_pod.sh", *flags, "run", "sft", "--config.note=it's $HOME", "--x=a  b")
@@ -457,7 +445,5 @@ def wait_for(condition, seconds: float = 10.0) -> None:
 )
 def test_a_wrong_pod_command_is_one_line(tree, arguments, said):
     result = tree("tpu_pod.sh", *arguments)
-    assert (result.returncode, result.stdout) == (2, "")
-    assert result.stderr.startswith("error: ")
-    assert said in result.stderr
-    assert len(result.stderr.splitlines()) == 1
+    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
+    assert result.stderr.startswith("error: ") and said in result.stderr
