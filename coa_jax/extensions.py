@@ -400,7 +400,7 @@ def read_options(text: str, where: str) -> dict[str, str]:
 
 
 class MisfitError(UserError):
-    """Raised if a user-defined function returns a value that is invalid for its kind."""
+    """Raised if a user-defined function, such as a reward or a filter, returns an invalid value."""
 
 
 def refuse_result(kind: Kind, name: str, result: Any, wanted: str, where: str) -> MisfitError:

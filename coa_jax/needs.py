@@ -62,7 +62,7 @@ class Needs:
 def needs_of(
     command: str, config: Mapping[str, Any], wandb: bool = False, workdir: str = ""
 ) -> Needs:
-    """Determines what a command needs with a given config.
+    """Lists the packages, keys, servers and files that a command needs with a given config.
 
     Args:
         command: one of `COMMANDS`.

@@ -258,7 +258,7 @@ class RunDir:
 
         Args:
             blocks: JSON values by name.
-            anew: whether a block that is a mapping replaces the existing block as a whole, too.
+            anew: True if mappings replace the existing blocks, instead of being merged with them.
         """
         if not self.active:
             return

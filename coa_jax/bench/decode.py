@@ -119,7 +119,7 @@ def measure_batch(
     Args:
         subject: the model.
         batch: number of sequences.
-        work: the work of each sequence.
+        work: lengths of prompts and samples, and the number of repetitions.
         constraint: constraint of one protocol, under which each repetition is measured a second
             time; None for no second measurement.
 
@@ -177,7 +177,7 @@ def measure(
     Args:
         subject: the model.
         batches: the batch sizes.
-        work: the work of each sequence.
+        work: lengths of prompts and samples, and the number of repetitions.
         protocol: protocol that constrains the sampling in additional repetitions; "" for no such
             repetitions.
     """

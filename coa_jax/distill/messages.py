@@ -89,7 +89,7 @@ class MessageLog:
     Attributes:
         episode: id of the run, which is the id of its task.
         question: the question.
-        protocol: name of the protocol that the manager follows.
+        protocol: name of the protocol that the manager, the agent which leads the team, follows.
         messages: all messages in order.
         ending: why the run stopped.
         error: explanation in one line if the ending is not ``answer``; otherwise "".

@@ -48,7 +48,7 @@ class AgentView:
     Attributes:
         role: name of the agent for which the mind decides.
         question: the question of the user.
-        protocol: name of the protocol that the manager follows.
+        protocol: name of the protocol that the manager, the agent which leads the team, follows.
         episode: id of the run, from which scripted minds derive their random choices.
         messages: all messages of the run so far, oldest first.
         tools: names of the tools that this agent may call.

@@ -29,7 +29,7 @@ class Memory:
             head.
         page: bytes of one cache page, counting only the keys and values that lie on one device.
         pages: number of pages.
-        scratch: bytes of temporary memory of the program that needs the most.
+        scratch: bytes of temporary memory of the compiled program that needs most of it.
     """
 
     parameters: int

@@ -105,7 +105,7 @@ class Chain:
 
         Args:
             stop_reason: why the sample ended.
-            task: the task; its tests of programs are left out.
+            task: the task. The tests of a programming task are not copied to the result.
             sample_id: index of the sample among the samples of the task.
             metadata: further data, as JSON values by name.
         """
@@ -132,7 +132,7 @@ def text_trajectory(
     """Creates the trajectory of a sample whose token ids are unknown; it has no reward.
 
     Args:
-        task: the task; its tests of programs are left out.
+        task: the task. The tests of a programming task are not copied to the result.
         sample_id: index of the sample among the samples of the task.
         spans: text of the trajectory.
         stop_reason: why the sample ended.

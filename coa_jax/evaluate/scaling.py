@@ -80,7 +80,11 @@ class PickConfig(Bounded):
 
 
 class UnsureError(Exception):
-    """Raised if no vote or choice can be made now, but perhaps later; the message says why."""
+    """Raised if a majority vote or a best-of-n choice has no result, because a service failed or
+    a judge gave no usable verdict.
+
+    The next start of the evaluation tries again. The message says what failed.
+    """
 
 
 # --- best of n -----------------------------------------------------------------------------

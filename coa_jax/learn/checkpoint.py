@@ -56,7 +56,8 @@ class Restored:
         step: number of the checkpoint.
         state: parameters and optimiser state.
         extra: the JSON values that were saved, such as the position in the data.
-        more: those of the requested further trees of arrays that the checkpoint contains, by name.
+        more: further trees of arrays by name. A tree that was requested, but is not in the
+            checkpoint, is missing.
     """
 
     step: int

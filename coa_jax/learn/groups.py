@@ -167,7 +167,7 @@ def is_learned(config: RLConfig, group: Sequence[Trajectory]) -> bool:
 def score_group(config: RLConfig, group: Sequence[Trajectory]) -> Score:
     """Counts the trajectories of a group that solved the task, and those that were graded.
 
-    `RLConfig.pool` sets the minimum reward of a trajectory that counts as solved.
+    A trajectory solved the task if its reward is at least ``config.pool.solved_at``.
     """
     graded = [value for value in earned(group) if value is not None]
     return sum(value >= config.pool.solved_at for value in graded), len(graded)

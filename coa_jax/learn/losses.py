@@ -48,7 +48,8 @@ class Net(NamedTuple):
 class Loss(Protocol):
     """The interface of a loss: a hashable object, which `learn.step.train_step` differentiates.
 
-    A loss is called with a `Net` and a `Batch`, and returns a sum over tokens and statistics.
+    A loss is called with a `Net` and a `Batch`. It returns (sum of the loss over the tokens,
+    statistics).
     """
 
     def __call__(self, net: Net, batch: Batch) -> tuple[jax.Array, Stats]:

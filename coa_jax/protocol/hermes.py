@@ -125,7 +125,7 @@ class HermesReader(Pieces):
 
     @property
     def open_body(self) -> str:
-        """Body, as far as read, of the segment that is being read, see `Reader.open_body`."""
+        """The part of an unfinished segment's body that has been read; see `Reader.open_body`."""
         return self.text[len("<think>") :].lstrip("\n") if self._open == THINK else ""
 
     def feed(self, chunk: str) -> list[Segment]:

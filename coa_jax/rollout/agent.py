@@ -194,9 +194,9 @@ def protocol_of(tools: ToolsConfig, trained: str = "") -> tuple[str, ToolsConfig
         trained: name of the protocol with which the policy was trained; "" if unknown.
 
     Returns:
-        (name of the protocol, settings of the tools). If the protocol is new, the returned settings
-        name the protocol, so that `make_tools` creates and registers the protocol together with the
-        tools.
+        (name of the protocol, settings of the tools). This function does not create a new protocol:
+        the returned settings contain its name, and `make_tools` creates and registers the protocol
+        together with the tools.
     """
     names = set(tools.names)
     if tools.protocol:

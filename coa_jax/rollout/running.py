@@ -94,7 +94,7 @@ class Running:
 
     @property
     def is_reset(self) -> bool:
-        """Whether the environment's reset has finished, and its prompt is not prefilled yet."""
+        """Whether the environment has been reset, but its first prompt is not prefilled yet."""
         return self.tool is not None and self.tool_request is None and self.tool.done()
 
     def take_result(self) -> tuple[Observation, float]:

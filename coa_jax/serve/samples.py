@@ -106,7 +106,7 @@ class Completion(_Served):
     def finish(
         self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
     ) -> Trajectory:
-        """Ends the sample, and sends its last event to the client.
+        """Ends the sample, and sends the last part of the streamed answer to the client.
 
         Arguments and result are those of `Episode.finish`.
         """
@@ -144,7 +144,7 @@ class Agent(_Served):
     def finish(
         self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
     ) -> Trajectory:
-        """Ends the sample, and sends its last event to the client.
+        """Ends the sample, and sends the last part of the streamed answer to the client.
 
         Arguments and result are those of `Episode.finish`.
         """
