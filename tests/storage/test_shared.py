@@ -193,7 +193,7 @@ def test_a_recording_in_a_bucket_is_replayed_on_another_machine(gs, tmp_path):
         store = StoreConfig(f"{gs}/calls", mode)
         with storage.closing_caches():
             (tool,) = make_tools(ToolsConfig(names=("code",), store=store))
-            return asyncio.run(tool("print(6 * 7)", ToolContext()))
+            return asyncio.run(tool("```py\nprint(6 * 7)\n```", ToolContext()))
 
     recorded, replayed = call("record"), call("replay")
     assert recorded.text == replayed.text and "42" in recorded.text
