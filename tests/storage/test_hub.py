@@ -42,7 +42,7 @@ def run(hub: Hub, home: Path, *arguments: str, **env: str) -> subprocess.Complet
         env={**os.environ, **settings, "HF_HUB_DISABLE_XET": "1", **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 
@@ -86,15 +86,14 @@ def test_a_revision_is_the_one_that_was_asked_for(hub, files, tmp_path):
 
 
 def model_of(*places: str) -> tuple[str, str]:
-    """A program that loads models, and prints the number of layers or why there is no model."""
+    """A program that describes models: the number of layers, or why there is no model."""
     lines = (
         "from coa_jax.errors import UserError",
-        "from coa_jax.model.api import describe_model, load_model",
+        "from coa_jax.model.api import describe_model",
         "from coa_jax.storage import shown",
         f"for place in {places!r}:",
         "    try:",
-        "        assert describe_model(place).config == load_model(place).config",
-        "        print(load_model(place).config.num_layers)",
+        "        print(describe_model(place).config.num_layers)",
         "    except UserError as error:",
         "        print(shown(str(error)))",
     )
