@@ -49,7 +49,7 @@ from coa_jax.overrides import (
     switches,
     wrong_value,
 )
-from coa_jax.storage import shown
+from coa_jax.storage import closing_caches, shown
 from coa_jax.storage.given import check_places
 
 # With this call, --help lists the flags that the functions below define under the calling module.
@@ -103,11 +103,15 @@ def run_main(
         _join_processes()
         return rest
 
+    def run(argv: list[str]) -> int | None:
+        with closing_caches():
+            return main(argv)
+
     try:
         if define_flags is not None:
             define_flags()
         try:
-            app.run(main, flags_parser=parse)
+            app.run(run, flags_parser=parse)
         finally:
             sys.stdout.flush()
     except SystemExit as done:

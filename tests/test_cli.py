@@ -208,7 +208,7 @@ def test_a_directory_that_a_shell_left_empty_or_did_not_expand_is_refused(given,
         ("--config.tasks", "gaia:hf://datasets/gaia/test.jsonl", "hf:// is not supported"),
         ("--config.traces.files", ("a.jsonl", "wasb://bucket/b.jsonl"), "wasb:// is not supported"),
         ("--config.tools.store.path", "file:///tmp/store", "file:// is not supported"),
-        ("--config.tools.store.path", "gs://bucket/store", "this setting needs a local path"),
+        ("--copy", "gs://bucket/configs", "this setting needs a local path"),
         ("--config.anything", "az://container/x", "az:// is not supported"),
         ("--config.anything", "s3://bucket/x", "this setting needs a local path"),
         ("--workdir", "gs:///run", "the bucket is missing"),
@@ -221,7 +221,15 @@ def test_a_url_that_nothing_opens_is_refused(name, value, why):
 
 
 def test_a_command_that_opens_nothing_takes_buckets_without_asking_them():
-    check_places({"--workdir": "gs://bucket/run", "--config.data": "a.jsonl,s3://b/*"}, ask=False)
+    check_places(
+        {
+            "--workdir": "gs://bucket/run",
+            "--config.data": "a.jsonl,s3://b/*",
+            "--config.tools.store.path": "gs://bucket/calls",
+            "--config.graders.judge.cache": "gs://bucket/verdicts",
+        },
+        ask=False,
+    )
 
 
 def test_addresses_of_services_are_no_files():

@@ -33,6 +33,7 @@ from coa_jax.model.tokenizer import chat_template
 from coa_jax.parallel import processes
 from coa_jax.progress import progress
 from coa_jax.records import Counts, LeftOut
+from coa_jax.storage import is_url
 from coa_jax.tasks.base import one_with_level
 from coa_jax.tasks.prompts import Wording, wording_of
 
@@ -168,6 +169,8 @@ def fitting(reader: RecordReader, measured: Measured, length: int) -> Examples:
 
 def _folder() -> Path:
     named = os.environ.get("COA_JAX_LENGTHS")
+    if named and is_url(named):
+        raise UserError(f"COA_JAX_LENGTHS is {named}; give a local folder")
     return Path(named) if named else files.cache_folder("lengths")
 
 

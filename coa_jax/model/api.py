@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -70,10 +70,7 @@ def load_model(
     if dtype not in DTYPES:
         raise UserError(f"dtype {dtype!r} is not supported: use " + " or ".join(DTYPES))
     model, source = _open(path, weights=True)
-    assert source is not None
-    places = shardings(model.config, mesh)
-    params = load_params(source, model.config, jnp.dtype(dtype), places)
-    return dataclasses.replace(model, params=params)
+    return dataclasses.replace(model, params=_load(source, model.config, dtype, mesh))
 
 
 def describe_model(path: str | Path) -> Model:
@@ -89,21 +86,38 @@ def load_weights(path: str | Path, mesh: jax.sharding.Mesh | None = None) -> Par
     """Loads the parameters of a model in float32, without its tokenizer.
 
     The parameters are a nested dict of arrays, see `model.params`. The arguments and errors are
-    those of :func:`load_model`.
+    those of :func:`load_model`, but no tokenizer is read.
     """
-    return load_model(path, mesh=mesh).params
+    model, source = _open(path, weights=True, tokenizer=False)
+    return _load(source, model.config, "float32", mesh)
 
 
-def _open(path: str | Path, *, weights: bool) -> tuple[Model, TensorSource | None]:
-    """Returns a model without parameters and, if ``weights`` is set, the source of its tensors."""
+def _load(
+    source: TensorSource | None, config: ModelConfig, dtype: str, mesh: jax.sharding.Mesh | None
+) -> Params:
+    assert source is not None
+    return load_params(source, config, jnp.dtype(dtype), shardings(config, mesh))
+
+
+def _open(
+    path: str | Path, *, weights: bool, tokenizer: bool = True
+) -> tuple[Model, TensorSource | None]:
+    """Returns a model without parameters and, if ``weights`` is set, the source of its tensors.
+
+    If ``tokenizer`` is False, the model has a `MissingTokenizer`.
+    """
     folder = model_folder(path, weights=weights)
     source: TensorSource | None = None
+
+    def read(find: Callable[[Any], Any], place: Path | GgufFile) -> Any:
+        return find(place) if tokenizer else MissingTokenizer(f"{folder}: no tokenizer was read")
+
     if (adapter := read_adapter(folder)) is not None:
         with _named_by(adapter):
-            base, source = _open(adapter.base, weights=weights)
-        own = find_tokenizer(folder)
-        tokenizer = base.tokenizer if isinstance(own, MissingTokenizer) else own
-        model = Model(base.config, {}, tokenizer, read_card(folder) or base.card)
+            base, source = _open(adapter.base, weights=weights, tokenizer=tokenizer)
+        own = read(find_tokenizer, folder)
+        own = base.tokenizer if isinstance(own, MissingTokenizer) else own
+        model = Model(base.config, {}, own, read_card(folder) or base.card)
         if source is not None:
             # The safetensors of a model in a bucket are read in ranges, but an adapter is small:
             # copy the whole adapter.
@@ -111,11 +125,11 @@ def _open(path: str | Path, *, weights: bool) -> tuple[Model, TensorSource | Non
             source = AdaptedTensors(source, dataclasses.replace(adapter, folder=whole))
     elif (gguf := gguf_file(folder)) is not None:
         source = file = GgufFile(gguf)
-        model = Model(file.config, {}, gguf_tokenizer(file), read_card(folder))
+        model = Model(file.config, {}, read(gguf_tokenizer, file), read_card(folder))
     else:
         if not folder.is_dir():
             raise UserError(f"{folder} does not exist: give a model directory or a .gguf file")
-        model = Model(read_config(folder), {}, find_tokenizer(folder), read_card(folder))
+        model = Model(read_config(folder), {}, read(find_tokenizer, folder), read_card(folder))
         if weights:
             apart = weights_apart(path, folder)
             source = local_checkpoint(folder) if apart is None else Checkpoint(str(path), apart)

@@ -176,7 +176,7 @@ def _uses_sliding_window(hf: Mapping[str, Any], architecture: Architecture, wher
         return False
     # Layers from max_window_layers on use the window. The released Qwen2 configs have a window, but
     # set max_window_layers to the number of layers, so no layer uses the window.
-    first = check(hf.get("max_window_layers", 28), Natural, f"{where}: max_window_layers")
+    first = check(_whole(hf.get("max_window_layers", 28)), Natural, f"{where}: max_window_layers")
     layers: int = _value(hf, "num_hidden_layers", _Layers, where)
     return hf.get("sliding_window", 4096) is not None and first < layers
 
@@ -288,5 +288,11 @@ def _value(
     value = default if hf.get(key) is None else hf[key]
     if value is None:
         raise UserError(f"{where}: {key} is missing")
-    value = check(value, annotation, f"{where}: {key}")
-    return float(value) if parts(annotation)[0] is float else value
+    kind = parts(annotation)[0]
+    value = check(_whole(value) if kind is int else value, annotation, f"{where}: {key}")
+    return float(value) if kind is float else value
+
+
+def _whole(value: Any) -> Any:
+    """Converts a float without a fraction to an int: some exporters write 4096 as 4096.0."""
+    return int(value) if isinstance(value, float) and value.is_integer() else value

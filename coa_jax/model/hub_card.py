@@ -32,8 +32,8 @@ def hub_card(
         card: content of the policy's ``agent.json``, which says how the policy was prompted in
             training.
     """
-    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*(@.*)?", base) is not None
-    base = base.partition("@")[0] if on_hub else base.rstrip("/").rpartition("/")[2]
+    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*([@:].*)?", base) is not None
+    base = re.split("[@:]", base)[0] if on_hub else base.rstrip("/").rpartition("/")[2]
     head = ["library_name: transformers", "tags:", "- coa_jax", "- chain-of-agents", f"- {phase}"]
     if on_hub:
         head.append(f"base_model: {json.dumps(base)}")

@@ -13,7 +13,6 @@ import contextlib
 import dataclasses
 import functools
 import glob
-import mmap
 import os
 import re
 from collections.abc import Callable, Iterator
@@ -257,9 +256,13 @@ def _too_long(what: str) -> str:
 # --- a JSON list ---------------------------------------------------------------------------
 
 
-_TOKEN = re.compile(rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"?|[][{},]', re.DOTALL)
-"""A JSON string, which may lack its end, or a sign that separates JSON values."""
-_TEXT = re.compile(rb"\S")
+_TEXT = rb'[^"\\]*+(?:\\.[^"\\]*+)*+(")?'
+_REST = re.compile(_TEXT, re.DOTALL)
+"""The rest of a JSON string; group 1 is missing if the string does not end in this block."""
+_TOKEN = re.compile(b'"' + _TEXT + rb"|[][{},]", re.DOTALL)
+"""A JSON string as in `_REST`, or a sign that separates JSON values."""
+_BLOCK = 1 << 20
+"""Number of bytes of a JSON list that are read and scanned at a time."""
 
 
 def _span(path: Path, spans: np.ndarray, index: int) -> Any:
@@ -275,29 +278,53 @@ def _list_spans(path: Path, file: IO[bytes]) -> Iterator[tuple[int, int]]:
     Only strings and brackets are found here. An item is decoded when the item is read.
     """
     number, depth, start = 1, 0, 0
-    with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
-        for token in _TOKEN.finditer(data):
-            at, end = token.span()
-            if end - start > LONGEST:
-                raise UserError(f"{path}: row {number}: {_too_long('row')}, or not JSON")
-            sign = data[at : at + 1]
-            if sign in b"[{":
-                depth += 1
-            elif sign in b"]}":
-                depth -= 1
-            if depth == 0:
-                if sign != b"]":
-                    raise UserError(f"{path}: row {number}: not JSON: expected ']', found '}}'")
-                if number > 1 or data[start:at].strip():
-                    yield start, at
-                if _TEXT.search(data, end):
-                    raise UserError(
-                        f"{path}: text follows the list of rows; a file must contain one list"
-                    )
-                return
-            if depth == 1 and sign == b",":
+    for at, end, sign in _tokens(file):
+        if end - start > LONGEST:
+            raise UserError(f"{path}: row {number}: {_too_long('row')}, or not JSON")
+        if sign in b"[{":
+            depth += 1
+        elif sign in b"]}":
+            depth -= 1
+        if depth == 0:
+            if sign != b"]":
+                raise UserError(f"{path}: row {number}: not JSON: expected ']', found '}}'")
+            if number > 1 or os.pread(file.fileno(), at - start, start).strip():
                 yield start, at
-                number, start = number + 1, end
-            elif not start:
-                start = end  # the opening bracket of the list
+            file.seek(end)
+            if any(block.strip() for block in iter(lambda: file.read(_BLOCK), b"")):
+                raise UserError(
+                    f"{path}: text follows the list of rows; a file must contain one list"
+                )
+            return
+        if depth == 1 and sign == b",":
+            yield start, at
+            number, start = number + 1, end
+        elif not start:
+            start = end  # the opening bracket of the list
     raise UserError(f"{path}: row {number}: not JSON: the list of rows has no end")
+
+
+def _tokens(file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
+    """Yields the byte range [start, end) and the first byte of each match of `_TOKEN` in a file.
+
+    The file is read in blocks and not mapped into memory: if another process truncates a mapped
+    file, the next access kills this process.
+    """
+    base, rest = 0, b""  # position of ``data`` in the file; a backslash whose next byte follows
+    string = -1  # position of a string that began in an earlier block
+    while block := file.read(_BLOCK):
+        data, rest, at = rest + block, b"", 0
+        found = _REST.match(data) if string >= 0 else None
+        if found is not None and found[1]:
+            yield string, base + found.end(), b'"'
+            at, string = found.end(), -1
+        elif found is not None:
+            rest = data[found.end() :]
+        for token in _TOKEN.finditer(data, at) if string < 0 else ():
+            at, end = token.span()
+            sign = data[at : at + 1]
+            if sign == b'"' and not token[1]:
+                string, rest = base + at, data[end:]
+                break
+            yield base + at, base + end, sign
+        base += len(data) - len(rest)

@@ -2,21 +2,25 @@
 
 The other packages work with local paths. `local` and `model_folder` copy an input to a local path.
 `output` uploads a local file or folder at the end. `run_folder` creates a local mirror of a run
-directory, which `coa_jax.run_dir` opens. docs/storage.md describes when files are uploaded.
+directory, which `coa_jax.run_dir` opens. `SharedCache` is a cache to which several processes write.
+docs/storage.md describes when files are uploaded.
 """
 
 from coa_jax.storage.copies import exists, local, output, shown, upload, version
 from coa_jax.storage.hub import RemoteFiles, check_push, model_folder, push_model, weights_apart
 from coa_jax.storage.mirror import Mirror, mirror_of, run_folder, visited
 from coa_jax.storage.places import SCHEMES, check, check_writable, is_url, join
+from coa_jax.storage.shared import SharedCache, closing_caches
 
 __all__ = [
     "SCHEMES",
     "Mirror",
     "RemoteFiles",
+    "SharedCache",
     "check",
     "check_push",
     "check_writable",
+    "closing_caches",
     "exists",
     "is_url",
     "join",

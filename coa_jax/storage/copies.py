@@ -5,11 +5,12 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import fnmatch
+import functools
 import hashlib
 import os
 import stat
 import tempfile
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -54,7 +55,8 @@ def own_folder() -> Path:
 def local(place: str, leave_out: str = "") -> str:
     """Returns the local path of an input; an input in a bucket is first copied to this host.
 
-    An object that was copied before is copied again only if it has changed.
+    An object that was copied before is copied again only if it has changed. If the object no longer
+    exists, its copy is removed.
 
     Args:
         place: local path or URL of a file or a folder, or a pattern with ``*``. A folder is copied
@@ -73,7 +75,8 @@ def local(place: str, leave_out: str = "") -> str:
         found = {n: info for n, info in below.items() if not fnmatch.fnmatch(n, leave_out)}
         if not found:
             raise UserError(f"{place}: there is no such file or folder; correct the address")
-        folder = _copy(fs, found, root, f"{scheme_of(place)}://{root}")
+        gone = functools.partial(_is_gone, inside, below)
+        folder = _copy(fs, found, root, f"{scheme_of(place)}://{root}", gone)
     return str(folder / inside.removeprefix(root).lstrip("/"))
 
 
@@ -90,8 +93,31 @@ def _objects(fs: Any, inside: str) -> dict[str, Any]:
     return {name: info for name, info in below.items() if not name.endswith("/")}
 
 
-def _copy(fs: Any, found: Mapping[str, Any], root: str, url: str) -> Path:
+def _is_gone(inside: str, below: Collection[str], name: str) -> bool:
+    """Returns whether an object that was copied earlier for an input no longer exists.
+
+    Args:
+        inside: the input, a path in the bucket, or a pattern.
+        below: names of the objects of the input.
+        name: name of the object.
+    """
+    if "*" in inside:
+        meant = fnmatch.fnmatchcase(name, inside) and name.count("/") == inside.count("/")
+    else:
+        meant = f"{name}/".startswith(f"{inside}/")
+    return meant and name not in below
+
+
+def _copy(
+    fs: Any, found: Mapping[str, Any], root: str, url: str, gone: Callable[[str], bool]
+) -> Path:
     """Copies new and changed objects of the bucket folder ``root`` (its URL is ``url``).
+
+    Args:
+        fs: file system of the bucket.
+        found: the objects to copy, info by name.
+        root, url: the folder, and its URL.
+        gone: function that returns whether an object that was copied earlier no longer exists.
 
     Returns:
         The local folder. A lock prevents two processes from copying to this folder.
@@ -104,6 +130,10 @@ def _copy(fs: Any, found: Mapping[str, Any], root: str, url: str) -> Path:
     with locked(folder / ".lock"):
         marks_file = folder / ".marks"
         marks = files.read_json_object(marks_file, None) if marks_file.exists() else {}
+        for relative in [name for name in marks if gone(f"{root}/{name}")]:
+            (folder / relative).unlink(missing_ok=True)
+            del marks[relative]
+            files.write_json(marks_file, marks)
         for whole in (name for name in found if PART not in name):
             pieces = joined(whole, sizes)
             relative = whole.removeprefix(root).lstrip("/")

@@ -15,14 +15,11 @@ _PLACE = re.compile(r"(?:\w+:)?(?P<url>[A-Za-z][A-Za-z0-9+.-]*://.*)")
 
 _NAMES_FILES = re.compile(
     r"(?:--|.*\.)(?:workdir|replay|out|output|copy|model|policy|data|validation|tasks|source|traces"
-    r"|files|corpus|path|folder|pass_rates|private_tests|prompt_style)"
+    r"|files|corpus|path|folder|cache|pass_rates|private_tests|prompt_style)"
 )
 """Matches names of flags and settings whose values are paths or URLs of files."""
-_LOCAL_ONLY = re.compile(r".*(?:\.store\.path|\.cache)|--copy")
-"""Matches names of flags and settings that allow only local paths.
-
-Several processes write to these files at the same time, or a person edits them.
-"""
+_LOCAL_ONLY = ("--copy",)
+"""Flags that allow only local paths, because a person edits the files."""
 
 
 def check_places(values: Mapping[str, Any], *, ask: bool = True) -> None:
@@ -59,7 +56,7 @@ def _check_place(name: str, place: str, ask: bool) -> None:
         raise UserError(f"{name}={place}: a URL must begin with {found[0]}; correct the address")
     try:
         is_url(whole["url"])  # raises an error if the scheme is not supported
-        if _LOCAL_ONLY.fullmatch(name) or not names_files:
+        if name in _LOCAL_ONLY or not names_files:
             raise UserError(f"{place}: this setting needs a local path")
         if ask:
             check(whole["url"])

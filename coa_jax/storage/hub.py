@@ -1,5 +1,7 @@
 """Downloads and uploads models of the Hugging Face Hub, by id (``Org/Name[@revision]``).
 
+If a repository has several GGUF files, ``Org/Name[@revision]:FILE.gguf`` names one of these files.
+
 The package huggingface_hub does the transfers, with its cache, tokens, ``HF_ENDPOINT`` and offline
 mode.
 """
@@ -8,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import fnmatch
 import os
 import re
 from collections.abc import Iterator
@@ -18,23 +21,27 @@ from coa_jax.errors import UserError
 from coa_jax.storage.copies import local, stands_for
 from coa_jax.storage.places import is_url, opened, telling
 
-_ID = re.compile(r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?")
+_ID = re.compile(
+    r"(?P<name>[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*)(@(?P<revision>[\w./-]+))?"
+    r"(:(?P<file>[\w./-]+\.gguf))?"
+)
 _DESCRIPTION = ("*.json", "*.txt", "*.model", "*.jinja", "tokenizer*", "*.md")
 _WEIGHTS = ("*.safetensors",)
 
 
-def hub_id(place: str | os.PathLike[str]) -> tuple[str, str | None] | None:
+def hub_id(place: str | os.PathLike[str]) -> tuple[str, str | None, str | None] | None:
     """Parses the id of a model on the Hub.
 
     Returns:
-        The name ``Org/Name``, and the revision (None if the id has no revision). The whole result
-        is None if ``place`` is not an id or is an existing local path.
+        The name ``Org/Name``, the revision and the name of a GGUF file (None if the id has no
+        revision or names no file). The whole result is None if ``place`` is not an id or is an
+        existing local path.
     """
     text = os.fspath(place)
     found = _ID.fullmatch(text)
     if found is None or os.path.exists(text):
         return None
-    return found["name"], found["revision"]
+    return found["name"], found["revision"], found["file"]
 
 
 def model_folder(place: str | os.PathLike[str], *, weights: bool = True) -> Path:
@@ -45,29 +52,84 @@ def model_folder(place: str | os.PathLike[str], *, weights: bool = True) -> Path
     `weights_apart`.
 
     Args:
-        place: a local path, a URL, or the id of a model on the Hub.
+        place: a local path, a URL, or the id of a model on the Hub. If a repository on the Hub has
+            no safetensors and a single GGUF file, the model is this file.
         weights: whether the weights are needed. If False, only the config and the tokenizer are
             downloaded.
 
     Raises:
-        UserError: the model does not exist, or access is refused.
+        UserError: the model does not exist, access is refused, or the repository has several GGUF
+            files and the id names none of them.
     """
     text = os.fspath(place)
     if is_url(text):
         return Path(local(text, leave_out="*.safetensors"))
     if (found := hub_id(text)) is None:
         return Path(text)
-    name, revision = found
+    name, revision, file = found
+    if file is None:
+        # Subfolders are not needed: they contain the same weights in other formats.
+        patterns = [*_DESCRIPTION, *(_WEIGHTS if weights else ())]
+        folder = _download(text, name, revision, patterns, ["*/*"])
+        if any(folder.glob("*.safetensors")):
+            return folder
+        file = _only_gguf(text, name, revision, folder)
+        if file is None:
+            return folder
+    path = _download(text, name, revision, [file, "*.md"], []) / file
+    if not path.exists():
+        raise UserError(f"{text}: the repository has no file {file}; correct the name of the file")
+    return path
+
+
+def _download(
+    text: str, name: str, revision: str | None, patterns: list[str], ignored: list[str]
+) -> Path:
+    """Downloads the files of a repository that match patterns; returns the folder of the files."""
     from huggingface_hub import snapshot_download
 
-    patterns = [*_DESCRIPTION, *(_WEIGHTS if weights else ())]
     with _telling(text):
-        # Subfolders are not needed: they contain the same weights in other formats.
-        folder = snapshot_download(
-            name, revision=revision, allow_patterns=patterns, ignore_patterns=["*/*"]
+        found = snapshot_download(
+            name, revision=revision, allow_patterns=patterns, ignore_patterns=ignored
         )
-    stands_for(Path(folder), text)
-    return Path(folder)
+    stands_for(Path(found), name if revision is None else f"{name}@{revision}")
+    return Path(found)
+
+
+def _only_gguf(text: str, name: str, revision: str | None, folder: Path) -> str | None:
+    """Returns the name of the only GGUF file of a repository.
+
+    The result is None if the repository has no GGUF file, or has safetensors.
+
+    Args:
+        text: id of the model, which messages name.
+        name, revision: repository and revision.
+        folder: local folder of the repository. Its files count if the Hub cannot be reached.
+
+    Raises:
+        UserError: the repository has several GGUF files.
+    """
+    from huggingface_hub import HfApi, constants, errors
+
+    names = [file.name for file in folder.iterdir()]
+    if not constants.HF_HUB_OFFLINE:
+        with _telling(text):
+            try:
+                names = HfApi().list_repo_files(name, revision=revision)
+            except errors.HfHubHTTPError:
+                raise
+            except errors.HTTPError:
+                pass  # the Hub cannot be reached, so the files in the cache count
+    if any(fnmatch.fnmatch(file, *_WEIGHTS) for file in names):
+        return None
+    found = sorted(file for file in names if file.endswith(".gguf"))
+    if len(found) > 1:
+        shown = ", ".join(found[:30]) + (", ..." if len(found) > 30 else "")
+        raise UserError(
+            f"{text}: the repository has {len(found)} GGUF files; name one of them, as in "
+            f"{text}:{found[0]} ({shown})"
+        )
+    return found[0] if found else None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -183,7 +245,7 @@ def check_push(name: str) -> None:
             token.
     """
     found = _ID.fullmatch(name)
-    if found is None or found["revision"]:
+    if found is None or found["revision"] or found["file"]:
         raise UserError(f"--push={name}: give a Hub id, Org/Name")
     from huggingface_hub import constants, get_token
 

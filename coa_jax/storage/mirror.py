@@ -37,6 +37,8 @@ from coa_jax.storage.repeat import Repeated
 WHOLE = 8 << 20
 """Size in bytes at which a part of a growing file is complete and no longer rewritten."""
 CHECKPOINTS = "checkpoints"
+ENTRIES = "entries-"
+"""Prefix of the names of objects of `coa_jax.storage.shared`, which are not mirrored."""
 NAMES_ONLY = ("traces", "tensorboard", "profile", "model", "model-adapters")
 """Names of folders of which a resumed run needs only the names of the files."""
 
@@ -128,7 +130,10 @@ class Mirror:
         below = self._fs.find(self._root, detail=True)
         for name, info in below.items():
             relative = name.removeprefix(self._root).lstrip("/")
-            if relative and relative != leases.NAME and CHECKPOINTS not in relative.split("/"):
+            *folders, last = relative.split("/")
+            if relative in ("", leases.NAME) or CHECKPOINTS in (*folders, last):
+                continue
+            if not last.startswith(ENTRIES):
                 yield relative, int(info.get("size") or 0)
 
     def _fetch(self, file: _File, path: Path) -> None:

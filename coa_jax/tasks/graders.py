@@ -27,7 +27,7 @@ import itertools
 import math
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Annotated, Any, TypeVar
+from typing import Annotated, Any, TypeVar, cast
 
 from absl import logging
 
@@ -361,7 +361,16 @@ class Graders:
 
     def __call__(self, task: Task, trajectory: Trajectory) -> Reward:
         """Grades like `grade`, for synchronous code. An event loop may run in the same thread."""
-        return run_blocking(self.grade(task, trajectory))
+        name = self.config.measure(task)
+        if self._rewards or not REWARDS.knows(name) or not _is_plain(self._bound(name)):
+            return run_blocking(self.grade(task, trajectory))
+        # A plain reward waits for nothing, so the first step of the coroutine is its last. An event
+        # loop would need more time for its start than the reward needs.
+        try:
+            self.grade(task, trajectory).send(None)
+        except StopIteration as done:
+            return cast(Reward, done.value)
+        raise AssertionError(f"the reward {name} has waited")
 
 
 def is_broken(trajectory: Trajectory) -> bool:
@@ -379,12 +388,17 @@ async def _score(name: str, call: Bound, offered: Mapping[str, Any]) -> float | 
 
 async def _result(call: Bound, offered: Mapping[str, Any]) -> Any:
     """Returns the result of a reward; a custom synchronous reward runs in a thread."""
-    custom = not str(getattr(call.found, "__module__", "")).startswith("coa_jax.")
-    if custom and not inspect.iscoroutinefunction(call.found):
-        result = await asyncio.to_thread(call, **offered)
-    else:
+    if _is_plain(call) or inspect.iscoroutinefunction(call.found):
         result = call(**offered)
+    else:
+        result = await asyncio.to_thread(call, **offered)
     return await result if inspect.isawaitable(result) else result
+
+
+def _is_plain(call: Bound) -> bool:
+    """Returns whether a reward is a synchronous function of this package."""
+    own = str(getattr(call.found, "__module__", "")).startswith("coa_jax.")
+    return own and not inspect.iscoroutinefunction(call.found)
 
 
 def _number(name: str, found: Any) -> float | None:

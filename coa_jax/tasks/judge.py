@@ -66,7 +66,8 @@ class JudgeConfig(Bounded):
         concurrency: maximum number of concurrent requests.
         answer_chars: maximum length of an answer in characters. A longer answer counts as wrong
             without a request.
-        cache: path of an SQLite file that stores verdicts; "" stores no verdicts.
+        cache: path of an SQLite file that stores verdicts, or URL of a folder in a bucket; ""
+            stores no verdicts.
         patience: maximum time in seconds for which a request is repeated, with growing pauses, if
             the endpoint is down or overloaded. After this time, the answer has no verdict, and RL
             masks the sample. RL waits for the judge meanwhile, so that fewer samples are masked.

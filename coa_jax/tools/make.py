@@ -431,7 +431,8 @@ def _stored(tools: list[Tool], config: ToolsConfig) -> list[Tool]:
     kept = config.store
     if not kept.path:
         return tools
-    store, age = Store(kept.path, kept.max_entries), kept.max_age_s or None
+    store = Store(kept.path, kept.max_entries, writes=kept.mode != "replay")
+    age = kept.max_age_s or None
     return [
         Recorded(tool, store, kept.mode, age, _source(tool, name, config))
         if kept.keeps(name)

@@ -247,5 +247,5 @@ async def _own(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
 
 
 async def _store(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
-    entries = len(Store(config.store.path))
+    entries = len(Store(config.store.path, writes=False))
     return True, f"{config.store.mode} of {entries} answers in {config.store.path}"

@@ -46,7 +46,8 @@ class StoreConfig(Bounded):
     """The settings for storing answers of tools on disk.
 
     Attributes:
-        path: path of an SQLite file, which several processes may share; "" stores no answers.
+        path: path of an SQLite file, which several processes may share, or URL of a folder in a
+            bucket, which several machines may share; "" stores no answers.
         mode: ``cache``, ``record`` or ``replay``, see ``coa_jax.tools.recorded``.
         tools: tools whose answers are stored. () means all tools, but in the mode ``cache`` only
             ``web_search`` and ``crawl_page``.
@@ -140,7 +141,7 @@ class Recorded(Wrapper):
                 return dataclasses.replace(kept, seconds=seconds, detail=detail)
             if self.mode == "replay":
                 text = f"The {self.name} tool is not available at the moment."
-                detail = {"exception": f"the call is not in the recording {self.store.path}"}
+                detail = {"exception": f"the call is not in the recording {self.store.place}"}
                 return observe(start, text, "fault", detail)
         observation = await call(self.tool, arguments, context)
         whole = observation.ok and not observation.detail.get("incomplete")

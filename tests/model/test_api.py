@@ -14,7 +14,7 @@ import pytest
 import transformers
 
 from coa_jax.errors import UserError
-from coa_jax.model.api import describe_model, load_model, logits, save_model
+from coa_jax.model.api import describe_model, load_model, load_weights, logits, save_model
 from coa_jax.model.safetensors_io import local_checkpoint
 from coa_jax.model.tokenizer import encode_plain
 from tests.model.conftest import FAMILIES, make_reference
@@ -320,6 +320,15 @@ def test_foreign_tokenizer_is_refused(references, tmp_path):
     tokenizer.save_pretrained(path)
     with pytest.raises(UserError, match="the tokenizer has ids up to"):
         load_model(path)
+
+
+def test_the_weights_alone_need_no_tokenizer(references, tmp_path):
+    model = load_model(references["qwen2"].path)
+    folder = shutil.copytree(references["qwen2"].path, tmp_path / "model")
+    (folder / "tokenizer.json").write_text("not a tokenizer")
+    jax.tree.map(np.testing.assert_array_equal, load_weights(folder), model.params)
+    with pytest.raises(UserError, match=r"tokenizer\.json"):
+        load_model(folder)
 
 
 def test_unknown_dtype_is_refused(references):

@@ -62,6 +62,20 @@ def test_released_qwen25_config_is_understood():
     assert config.qkv_bias and config.tie_embeddings and not config.qk_norm
 
 
+def test_whole_numbers_may_be_written_as_floats():
+    floats = {
+        key: float(value) if type(value) is int else value  # a bool stays a bool
+        for key, value in QWEN25.items()
+    }
+    assert config_from_hf(floats) == config_from_hf(QWEN25)
+    assert type(config_from_hf(floats).hidden_size) is int
+    yarn = {**QWEN25, "rope_scaling": {**YARN, ORIGINAL: 32768.0}}
+    assert config_from_hf(yarn) == config_from_hf({**QWEN25, "rope_scaling": YARN})
+    for value in (896.5, float("inf"), float("nan"), "896"):
+        with pytest.raises(UserError, match=r"hidden_size is .*; give a whole number"):
+            config_from_hf({**QWEN25, "hidden_size": value})
+
+
 def test_old_and_new_rope_forms_agree():
     new = {k: v for k, v in LLAMA32.items() if k not in ("rope_scaling", "rope_theta")}
     new["rope_parameters"] = {**LLAMA32["rope_scaling"], "rope_theta": 500000.0}

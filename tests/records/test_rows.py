@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pickle
 import random
 
@@ -13,6 +14,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from coa_jax.errors import UserError
 from coa_jax.records import LeftOut, Read, Records, iterate_records
+from coa_jax.records import rows as rows_module
 from coa_jax.records.rows import open_rows
 from coa_jax.trajectory import write_records
 from tests import tiny_policy
@@ -78,6 +80,36 @@ def test_a_long_list_is_indexed_over_many_chunks(tmp_path):
     assert [opened[i].value for i in (4999, 0, 2500, 1234)] == [
         rows[i] for i in (4999, 0, 2500, 1234)
     ]
+
+
+@pytest.mark.parametrize("block", [1, 2, 3, 7, 64])
+def test_rows_of_a_list_do_not_depend_on_where_the_blocks_end(tmp_path, monkeypatch, block):
+    monkeypatch.setattr(rows_module, "_BLOCK", block)
+    path = tmp_path / "data.json"
+    values = ['a "quoted\\" \\\\ text\\', [], {"]": '}"'}, 1, "", "\\\\" * 5, None, ROWS[3]]
+    path.write_text(json.dumps(values, indent=1, ensure_ascii=False), encoding="utf-8")
+    assert [row.value for row in open_rows(path)] == values
+    path.write_text(" [ \n] \n")
+    assert not open_rows(path)
+    for text, fault in (
+        ("[1] 2", "text follows"),
+        ('["a\\', "has no end"),
+        ("[1}", "expected ']'"),
+    ):
+        path.write_text(text)
+        with pytest.raises(UserError, match=fault):
+            open_rows(path)
+
+
+def test_a_list_that_another_process_truncates_during_the_scan_is_an_error(tmp_path):
+    path = tmp_path / "data.json"
+    path.write_text(json.dumps(["x" * 1000] * 5000))
+    with open(path, "rb") as file:
+        spans = rows_module._list_spans(path, file)
+        next(spans)
+        os.truncate(path, 4096)  # a file that is mapped into memory would end this process here
+        with pytest.raises(UserError, match="the list of rows has no end"):
+            list(spans)
 
 
 @pytest.mark.parametrize("form", ["parquet", "array_record"])

@@ -15,6 +15,7 @@ from coa_jax.errors import UserError
 from coa_jax.model.hub_card import hub_card
 from coa_jax.storage import check_push
 from coa_jax.storage.hub import hub_id
+from tests.damage import samples
 from tests.hub_server import TOKEN, Hub, hub_server
 
 NAME = "Org/Tiny-1B"
@@ -41,7 +42,7 @@ def run(hub: Hub, home: Path, *arguments: str, **env: str) -> subprocess.Complet
         env={**os.environ, **settings, "HF_HUB_DISABLE_XET": "1", **env},
         capture_output=True,
         text=True,
-        timeout=120,
+        timeout=600,
     )
 
 
@@ -84,6 +85,47 @@ def test_a_revision_is_the_one_that_was_asked_for(hub, files, tmp_path):
         assert done.stdout.strip() == text, done.stderr
 
 
+def model_of(*places: str) -> tuple[str, str]:
+    """A program that describes models: the number of layers, or why there is no model."""
+    lines = (
+        "from coa_jax.errors import UserError",
+        "from coa_jax.model.api import describe_model",
+        "from coa_jax.storage import shown",
+        f"for place in {places!r}:",
+        "    try:",
+        "        print(describe_model(place).config.num_layers)",
+        "    except UserError as error:",
+        "        print(shown(str(error)))",
+    )
+    return "-c", "\n".join(lines)
+
+
+def test_a_gguf_file_of_the_hub_is_a_model(hub, tmp_path):
+    samples.write_model(tmp_path / "model")
+    samples.write_gguf(tmp_path / "model.gguf", tmp_path / "model")
+    data = (tmp_path / "model.gguf").read_bytes()
+    card = {"README.md": b"a card", "config.json": b"{}"}  # some repositories have both
+    hub.add("Org/One-GGUF", {**card, "model-Q8_0.gguf": data})
+    hub.add("Org/Two-GGUF", {"a-Q4.gguf": b"GGUF" + b"no model" * 9, "b-F32.gguf": data})
+    hub.add("Org/Both", {"model.safetensors": b"safetensors", "b.gguf": data})
+    places = ("Org/One-GGUF", "Org/Two-GGUF:b-F32.gguf", "Org/Both:b.gguf", "Org/Two-GGUF",
+              "Org/Two-GGUF:c.gguf", "Org/Two-GGUF:a-Q4.gguf", "Org/Both")  # fmt: skip
+    done = run(hub, tmp_path / "home", *model_of(*places))
+    *layers, several, missing, damaged, both = done.stdout.splitlines()
+    assert layers == ["2"] * 3, done.stderr
+    assert several == (
+        "Org/Two-GGUF: the repository has 2 GGUF files; name one of them, as in "
+        "Org/Two-GGUF:a-Q4.gguf (a-Q4.gguf, b-F32.gguf)"
+    )
+    assert missing == (
+        "Org/Two-GGUF:c.gguf: the repository has no file c.gguf; correct the name of the file"
+    )
+    assert damaged.startswith("Org/Two-GGUF/a-Q4.gguf is truncated or not a GGUF file")
+    assert "config.json is missing" in both  # the safetensors have precedence
+    cached = run(hub, tmp_path / "home", *model_of(*places[:2]), HF_HUB_OFFLINE="1")
+    assert cached.stdout.splitlines() == layers[:2], cached.stderr
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(
     ("place", "env", "said"),
@@ -112,12 +154,14 @@ def test_a_command_that_the_hub_refuses_says_so_in_a_line(hub, tmp_path):
 
 def test_a_path_that_exists_is_no_id_of_the_hub(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    assert hub_id("runs/sft") == ("runs/sft", None)
+    assert hub_id("runs/sft") == ("runs/sft", None, None)
     (tmp_path / "runs" / "sft").mkdir(parents=True)
     assert hub_id("runs/sft") is None
     for place in ("/mnt/a", "./a/b", "gs://a/b", "a", "a/b/c", "a/../b"):
         assert hub_id(place) is None
-    assert hub_id("Org/Name@refs/pr/1") == ("Org/Name", "refs/pr/1")
+    assert hub_id("Org/Name@refs/pr/1") == ("Org/Name", "refs/pr/1", None)
+    assert hub_id("Org/Name@v1:q/a-Q4.gguf") == ("Org/Name", "v1", "q/a-Q4.gguf")
+    assert hub_id("Org/Name:a.bin") is None
 
 
 def test_a_model_is_pushed_with_its_large_files(hub, files, tmp_path):

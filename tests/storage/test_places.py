@@ -18,7 +18,7 @@ from coa_jax.needs import needs_of
 from coa_jax.records.rows import find_files
 from coa_jax.report import watch
 from coa_jax.storage import arrays
-from coa_jax.storage.places import telling
+from coa_jax.storage.places import opened, telling
 from tests.buckets import free_port
 
 
@@ -49,6 +49,20 @@ def test_patterns_folders_and_lists_name_files_as_they_do_locally(bucket):
         (f"{bucket}/x/b.jsonl, {bucket}/y/c.json", ["b.jsonl", "c.json"]),
     ):
         assert [path.name for path in find_files(source)] == names
+
+
+def test_an_object_that_was_removed_from_the_bucket_is_no_input(bucket):
+    for name in ("a.jsonl", "b.jsonl", "c.json"):
+        put(f"{bucket}/x/{name}", "{}\n")
+    places = (f"{bucket}/x/*.jsonl", f"{bucket}/x")
+    assert len(find_files(places[0])) == 2
+    assert len(list(Path(storage.local(places[1])).iterdir())) == 3
+    opened(bucket)[0].rm(f"{bucket}/x/a.jsonl")
+    assert [path.name for path in find_files(places[0])] == ["b.jsonl"]
+    left = [path.name for path in Path(storage.local(places[1])).iterdir()]
+    assert sorted(left) == ["b.jsonl", "c.json"]
+    storage.local(f"{bucket}/x/c.json")
+    assert [path.name for path in find_files(places[0])] == ["b.jsonl"]
 
 
 def test_messages_name_the_url_and_not_the_copy(bucket):

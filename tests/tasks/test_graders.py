@@ -139,6 +139,14 @@ def test_many_are_graded_at_a_time_and_inside_of_a_loop():
     assert many == single and {reward.value for reward in many} == {1.0}
 
 
+def test_a_reward_that_waits_for_nothing_needs_no_event_loop(monkeypatch):
+    every, answer = Graders(GradersConfig()), finished("Oslo")
+    expected = asyncio.run(every.grade(TASKS["exact_match"], answer))
+    monkeypatch.setattr(asyncio, "new_event_loop", None)
+    assert every(TASKS["exact_match"], answer) == expected and expected.value == 1.0
+    assert every(TASKS["exact_match"], finished("Bergen")).value == 0.0
+
+
 def test_settings_come_from_a_config_and_mistakes_are_named():
     config = complete(GradersConfig, {"answer": "f1", "judge": {"chat": {"temperature": 0.5}}})
     assert build(GradersConfig, config).judge.chat.temperature == 0.5

@@ -1,4 +1,8 @@
-"""Stores observations on disk, in an SQLite file that several processes can read and write."""
+"""Stores observations on disk, in an SQLite file that several processes can read and write.
+
+If the store is in a bucket, `coa_jax.storage` shares the observations between machines, and each
+machine has an SQLite file with them.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +12,11 @@ import hashlib
 import json
 import sqlite3
 import time
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+from coa_jax import storage
 from coa_jax.errors import UserError
 from coa_jax.tools.base import Observation
 
@@ -18,6 +25,12 @@ CREATE TABLE IF NOT EXISTS observations (
     key TEXT PRIMARY KEY, tool TEXT NOT NULL, arguments TEXT NOT NULL, observation TEXT NOT NULL,
     stored REAL NOT NULL) WITHOUT ROWID;
 CREATE INDEX IF NOT EXISTS age ON observations (stored);
+"""
+_COLUMNS = ("key", "tool", "arguments", "observation", "stored")
+_PUT = """
+INSERT INTO observations VALUES (?, ?, ?, ?, ?) ON CONFLICT (key) DO UPDATE SET
+    tool = excluded.tool, arguments = excluded.arguments, observation = excluded.observation,
+    stored = excluded.stored WHERE excluded.stored >= stored
 """
 _PRUNE_EVERY = 64
 _WAIT_S = 10.0  # for other processes that write
@@ -35,19 +48,30 @@ class Store:
     repairs the file at the next operation if a process was killed.
     """
 
-    def __init__(self, path: str | Path, max_entries: int = 0):
+    def __init__(self, path: str | Path, max_entries: int = 0, *, writes: bool = True):
         """Creates the file and its folder if they are missing.
 
         Args:
-            path: path of the file.
+            path: path of the file, or URL of a folder in a bucket.
             max_entries: maximum number of observations, beyond which the oldest are deleted; 0 for
-                no limit.
+                no limit. Nothing is deleted from a bucket.
+            writes: whether `put` may be called. A bucket must then be writable.
 
         Raises:
-            UserError: the file cannot be created, or is not a store of observations.
+            UserError: the file cannot be created, or is not a store of observations; or the bucket
+                cannot be used.
         """
-        self.path = Path(path).expanduser()
+        self.place = str(path)
         self._max_entries = max_entries
+        self._shared: storage.SharedCache | None = None
+        if storage.is_url(self.place):
+            self._shared = storage.SharedCache(self.place, self._fill, writes=writes)
+            self.path = self._shared.path
+        else:
+            self.path = Path(path).expanduser()
+            self._create()
+
+    def _create(self) -> None:
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self._open() as connection:
@@ -57,6 +81,26 @@ class Store:
         except (OSError, sqlite3.Error) as error:
             wrong = f"{self.path} cannot hold observations of tools ({error})"
             raise UserError(f"{wrong}; remove it or give another path") from error
+
+    def _fill(self, path: Path, entries: Iterator[dict[str, Any]]) -> None:
+        """Creates the file of this machine from the observations in the bucket."""
+        self.path = path
+        self._create()
+        with self._open() as connection:
+            connection.execute("BEGIN")
+            for number, entry in enumerate(entries, 1):
+                try:
+                    row = [entry[name] for name in _COLUMNS]
+                    Observation(**json.loads(row[-2]))
+                    connection.execute(_PUT, row)
+                except (KeyError, TypeError, ValueError, sqlite3.Error) as error:
+                    raise UserError(
+                        f"{self.place}: entry {number} is not an observation of a tool ({error}); "
+                        "give the folder of a store, or a new folder"
+                    ) from error
+            if self._max_entries:
+                self._prune(connection)
+            connection.execute("COMMIT")
 
     def _open(self) -> contextlib.closing[sqlite3.Connection]:
         connection = sqlite3.connect(self.path, timeout=_WAIT_S, isolation_level=None)
@@ -104,14 +148,17 @@ class Store:
         text = json.dumps(dataclasses.asdict(observation))
         # The arguments may contain a surrogate half, which cannot be encoded as UTF-8.
         arguments = arguments.encode("utf-8", "replace").decode()
+        row = (key, tool, arguments, text, time.time())
         with self._open() as connection:
-            connection.execute(
-                "INSERT OR REPLACE INTO observations VALUES (?, ?, ?, ?, ?)",
-                (key, tool, arguments, text, time.time()),
-            )
+            connection.execute(_PUT, row)
             if self._max_entries and int(key[:8], 16) % _PRUNE_EVERY == 0:
-                connection.execute(
-                    "DELETE FROM observations WHERE key IN (SELECT key FROM observations"
-                    " ORDER BY stored DESC LIMIT -1 OFFSET ?)",
-                    (self._max_entries,),
-                )
+                self._prune(connection)
+        if self._shared is not None:
+            self._shared.add(dict(zip(_COLUMNS, row, strict=True)))
+
+    def _prune(self, connection: sqlite3.Connection) -> None:
+        connection.execute(
+            "DELETE FROM observations WHERE key IN (SELECT key FROM observations"
+            " ORDER BY stored DESC LIMIT -1 OFFSET ?)",
+            (self._max_entries,),
+        )

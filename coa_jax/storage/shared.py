@@ -1,0 +1,183 @@
+"""Shares the entries of a cache in a bucket between processes that add entries at the same time.
+
+An object in a bucket can only be written as a whole, so several processes cannot write to one file.
+The URL of a cache is therefore a folder. Each process appends its new entries to a JSONL file of
+its own in this folder, which a mirror uploads, see `coa_jax.storage.mirror`. On each machine, the
+processes look entries up in a local file, which the first of these processes creates from all
+JSONL files in the bucket.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import fcntl
+import hashlib
+import json
+import os
+import re
+import secrets
+import socket
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from absl import logging
+
+from coa_jax import files, reading
+from coa_jax.storage.copies import local, locked, own_folder, stands_for
+from coa_jax.storage.mirror import ENTRIES, Mirror
+from coa_jax.storage.places import check, check_writable, join, opened, seconds_of, telling
+from coa_jax.storage.repeat import Repeated
+
+_open: list[SharedCache] = []
+"""The caches of this process that are in use."""
+
+
+class SharedCache:
+    """A cache in a bucket, as one process uses the cache.
+
+    Attributes:
+        url: URL of the folder of the cache.
+        path: path of the local file, which all processes of this machine share.
+    """
+
+    def __init__(
+        self,
+        url: str,
+        create: Callable[[Path, Iterator[dict[str, Any]]], None],
+        *,
+        writes: bool = True,
+    ):
+        """Opens the cache.
+
+        Args:
+            url: URL of the folder, which need not exist.
+            create: function that creates the local file, at the given path, from the entries in the
+                bucket. The function is called unless another process of this machine already uses
+                the cache.
+            writes: whether this process may add entries.
+
+        Raises:
+            UserError: the bucket cannot be read or written, or an entry is damaged.
+        """
+        self.url = url.rstrip("/")
+        (check_writable if writes else check)(self.url)
+        digest = hashlib.blake2b(self.url.encode(), digest_size=8).hexdigest()
+        folder = own_folder() / "caches" / digest
+        folder.mkdir(parents=True, exist_ok=True)
+        self.path = folder / "entries"
+        stands_for(self.path, self.url)
+        self._opening = folder / ".opening"
+        with contextlib.ExitStack() as failed, locked(self._opening):
+            # The lock on this file lasts as long as a process uses the cache.
+            self._used = failed.enter_context(open(folder / ".used", "a"))
+            if self._is_last():
+                self._remove()
+                create(self.path, _entries(self.url))
+            fcntl.flock(self._used, fcntl.LOCK_SH)
+            failed.pop_all()
+        self._mirror = Mirror(self.url) if writes else None
+        self._uploads: Repeated | None = None
+        if self._mirror is not None:
+            host = re.sub(r"[^\w-]", "-", socket.gethostname())
+            began = time.strftime("%Y%m%dT%H%M%SZ", time.gmtime())
+            name = f"{ENTRIES}{began}-{host}-{os.getpid()}-{secrets.token_hex(3)}.jsonl"
+            self._own = self._mirror.path / name
+            seconds = seconds_of("COA_JAX_SYNC_SECONDS", 15.0)
+            fault = f"{self.url}: cannot upload new entries now"
+            self._uploads = Repeated(self._mirror.sync, seconds, fault)
+        _open.append(self)
+        # Programs other than the commands of this project end without `closing_caches`. The mirror
+        # registers the removal of its folder, so this function must be registered later.
+        atexit.unregister(_close_all)
+        atexit.register(_close_all)
+
+    def add(self, entry: Mapping[str, Any]) -> None:
+        """Adds an entry to the bucket, with the next upload.
+
+        The entry is not added to the local file.
+
+        Raises:
+            OSError: the entry cannot be written to the local mirror.
+        """
+        assert self._mirror is not None
+        files.append(self._own, (json.dumps(entry) + "\n").encode())
+
+    def close(self) -> None:
+        """Uploads the last entries; the last process of this machine removes the local file.
+
+        Raises:
+            UserError: the bucket cannot be written.
+        """
+        _open.remove(self)
+        try:
+            if self._uploads is not None and self._mirror is not None:
+                self._uploads.stop()
+                self._mirror.sync()
+        finally:
+            with locked(self._opening), self._used:
+                if self._is_last():
+                    self._remove()
+
+    def _is_last(self) -> bool:
+        """Returns whether no other process of this machine uses the cache."""
+        try:
+            fcntl.flock(self._used, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            return False
+        return True
+
+    def _remove(self) -> None:
+        for file in self.path.parent.glob(f"{self.path.name}*"):
+            file.unlink()
+
+
+def _entries(url: str) -> Iterator[dict[str, Any]]:
+    """Yields the entries of all processes; leaves out a last line that a kill has cut off."""
+    place = join(url, f"{ENTRIES}*")
+    fs, inside = opened(place)
+    with telling(url):
+        if not fs.glob(inside):
+            return
+    pattern = Path(local(place))
+    for path in sorted(pattern.parent.glob(pattern.name)):
+        for number, line in reading.lines(path):
+            if line.endswith(b"\n"):
+                yield files.parse_row(line, f"{path}:{number}")
+
+
+@contextlib.contextmanager
+def closing_caches() -> Iterator[None]:
+    """Closes the caches of this process at the end of a ``with`` block.
+
+    Raises:
+        UserError: a cache cannot be uploaded. If the block raises an exception of its own, this
+            error becomes a warning.
+    """
+    try:
+        yield
+    except BaseException:
+        _close_all()
+        raise
+    for cache in list(_open):
+        cache.close()
+
+
+def _close_all() -> None:
+    for cache in list(_open):
+        try:
+            cache.close()
+        except Exception as error:
+            logging.warning("%s: the last entries are not uploaded: %s", cache.url, error)
+
+
+def _forget_all() -> None:
+    """A forked process neither uploads the entries of its parent nor holds the locks."""
+    for cache in _open:
+        cache._used.close()
+    _open.clear()
+
+
+os.register_at_fork(after_in_child=_forget_all)
