@@ -161,8 +161,9 @@ def _cudnn(
 ) -> jax.Array:
     """Computes attention with the flash attention of cuDNN.
 
-    cuDNN does not support segments. They are expressed as a mask ``[B, 1, T, T]``, which all heads
-    share and which the kernel reads in blocks, so the full scores never exist in memory.
+    The public interface of cuDNN in JAX has no segments. A mask ``[B, 1, T, T]`` expresses them,
+    which all heads share and which the kernel reads in blocks, so the full scores never exist in
+    memory. docs/kernels.md gives the reasons against the private interface.
     """
     b, t, n, g, width = q.shape
     # With a mask, the backward pass of cuDNN needs an even length.
