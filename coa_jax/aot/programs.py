@@ -98,7 +98,7 @@ def _training(setup: Setup) -> list[Program]:
             tuple(mesh.devices.flat),
             (each, _head_turns(setup)),
             each * _attention_flops(setup),
-            _mask_bytes(setup),
+            _kernel_bytes(setup),
         )  # fmt: skip
 
     sampled, loss = arrays.policy_batch(setup, number), _loss(setup)
@@ -127,7 +127,7 @@ def _scoring(setup: Setup) -> list[Program]:
             tuple(setup.mesh.devices.flat),
             turns,
             _attention_flops(setup, backward=False),
-            _mask_bytes(setup),
+            _kernel_bytes(setup, backward=False),
         )
 
     def score(name: str, times: int, params: Params, shared: Params, model: ModelConfig) -> Program:
@@ -209,19 +209,32 @@ def _kernel(setup: Setup) -> str:
     return resolve("causal", config.attention, case, "config.attention")
 
 
-def _mask_bytes(setup: Setup) -> int:
-    """Returns the bytes per chip of the mask and the bias that cuDNN reads instead of segment ids.
+def _kernel_bytes(setup: Setup, backward: bool = True) -> int:
+    """Returns the bytes per chip of the arrays that a GPU's attention kernel needs in addition.
 
-    Mask and bias each have the shape ``[rows, 1, T, T]`` with an even T, see `attention.causal`.
-    The compiled program contains neither of them, because another implementation replaces cuDNN.
+    The compiled program contains none of these arrays, because another implementation replaces the
+    kernel. T includes the padding of the kernel. See `attention.causal`:
+
+    - ``cudnn`` reads a mask and a bias ``[rows, 1, T, T]``. The backward pass writes a gradient of
+      the bias, which JAX always requests.
+    - ``pallas_gpu`` reads keys and values ``[rows, T, N * G, K]``, repeated for each query head.
+      The backward pass writes gradients of the same shape.
     """
-    if _kernel(setup) != "cudnn":
+    config, model, kernel = setup.config, setup.model, _kernel(setup)
+    rows, length = config.rows, arrays.attended(config)
+    shape: tuple[int, ...]
+    if kernel == "pallas_gpu":
+        length += -length % 128
+        shape = (rows, length, model.num_kv_heads, model.num_groups, model.head_dim)
+        dtypes = [config.dtype] * (4 if backward else 2)
+    elif kernel == "cudnn":
+        length += length % 2
+        shape = (rows, length, length)
+        dtypes = ["bool", config.dtype, *[config.dtype] * backward]
+    else:
         return 0
-    config = setup.config
-    length = arrays.attended(config)
-    length += length % 2
-    shape, axes = (config.rows, length, length), ("batch", None, None)
-    return chip_bytes([arrays.array(setup.mesh, shape, x, *axes) for x in ("bool", config.dtype)])
+    axes = ("batch", None, "kv_heads" if kernel == "pallas_gpu" else None)
+    return chip_bytes([arrays.array(setup.mesh, shape, dtype, *axes) for dtype in dtypes])
 
 
 def _attention_flops(setup: Setup, backward: bool = True) -> float:

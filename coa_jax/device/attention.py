@@ -188,7 +188,8 @@ def paged_checks(names: Sequence[str] = ()) -> Iterator[Check]:
         if isinstance(compute, str):
             yield Check(GROUP, f"paged {name}", "skip", compute)
             continue
-        for new, what in ((1, "decode"), (5, "extend")):
+        # The queries of 70 tokens are more than one block of a kernel.
+        for new, what in ((1, "decode"), (70, "extend")):
             yield _paged(f"paged {name}, {what}", compute, new)
 
 
@@ -204,8 +205,8 @@ def _paged(name: str, compute: Compute, new: int) -> Check:
     (pages,) = jax.tree.map(
         lambda x: x + 7, init_layers(model, count, PAGE, compute.dtype, compute)
     )
-    # An empty sequence, a sequence of two pages, a sequence that fills all its pages, an idle row.
-    start = np.array([0, 2 * PAGE - new, length - new, length])
+    # A new sequence, a sequence of five pages, a sequence that fills all its pages, an idle row.
+    start = np.array([0, 5 * PAGE - new, length - new, length])
     positions = (start[:, None] + np.arange(new)).astype(np.int32)
     q = rng.normal(size=(rows, new, HEADS, GROUPS, width)).astype(np.float32)
     everywhere = jnp.broadcast_to(jnp.arange(length), (rows, length))

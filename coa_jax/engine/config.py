@@ -94,17 +94,15 @@ class EngineConfig(Bounded):
         """Replaces unset ``extend_buckets`` and ``extend_block`` by the defaults of the platform.
 
         CPUs have a single bucket, because larger programs compute no more tokens per second there.
-        On TPUs, blocks are long, because the TPU kernel reads all pages of a sequence again for
-        each block of the sequence (docs/kernels.md).
+        On accelerators, blocks are long, because the kernels read all pages of a sequence again for
+        each block of the sequence (docs/kernels.md). A block is the largest power of two, up to the
+        default of the platform, that divides all buckets.
         """
         widths = {"cpu": ((64,), 8), "tpu": ((128, 512), 128)}
-        buckets, block = widths.get(platform, ((32, 128, 512), 16))
+        buckets, block = widths.get(platform, ((32, 128, 512), 32))
         buckets = self.extend_buckets or buckets
-        if platform == "tpu":
-            block = math.gcd(block, *buckets)
-        return dataclasses.replace(
-            self, extend_buckets=buckets, extend_block=self.extend_block or block
-        )
+        block = self.extend_block or math.gcd(block, *buckets)
+        return dataclasses.replace(self, extend_buckets=buckets, extend_block=block)
 
     def num_engines(self, platform: str) -> int:
         """Returns the number of engines that share the slots of one device (or group of devices).

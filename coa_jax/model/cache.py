@@ -217,9 +217,6 @@ def attend_to(
 ) -> jax.Array:
     """Computes the attention of new tokens to all positions up to their own.
 
-    The kernel of ``pallas_gpu`` takes one new token per sequence. Several new tokens are computed
-    as in the reference, because the matmuls then take more time than reading the pages.
-
     Args:
         layer: pages that already hold the keys and values of the new tokens.
         q: queries, ``[B, T, N, G, K]``.
@@ -231,29 +228,18 @@ def attend_to(
     Returns:
         The attended values, float32, in the shape of q.
     """
-    size = paged.page_size(compute.attention, layer)
-    if isinstance(layer, LayerCache):
-
-        def part(
-            buffer: jax.Array, scales: jax.Array | None, page: jax.Array, axis: int
-        ) -> jax.Array:
-            values = buffer.at[page].get(mode="promise_in_bounds")
-            if scales is None:
-                return values
-            scale = scales.at[page].get(mode="promise_in_bounds")
-            return values.astype(jnp.float32) * jnp.expand_dims(scale, axis)
-
-        def read(page: jax.Array) -> tuple[jax.Array, jax.Array]:
-            keys = part(layer.keys, layer.key_scales, page, 2)
-            return keys, part(layer.values, layer.value_scales, page, 3)
-
-    elif compute.attention == "pallas_gpu" and q.shape[1] > 1:
-        pools = layer
-
-        def read(page: jax.Array) -> tuple[jax.Array, jax.Array]:
-            keys, values = (pool[:, page] for pool in pools)
-            return jnp.moveaxis(keys, (0, 3), (1, 2)), jnp.moveaxis(values, 0, 1)
-
-    else:
+    if not isinstance(layer, LayerCache):
         return paged.attend_with_kernel(compute, q, layer, table, positions)
-    return paged.walk(compute, q, read, table, size, positions)
+
+    def part(buffer: jax.Array, scales: jax.Array | None, page: jax.Array, axis: int) -> jax.Array:
+        values = buffer.at[page].get(mode="promise_in_bounds")
+        if scales is None:
+            return values
+        scale = scales.at[page].get(mode="promise_in_bounds")
+        return values.astype(jnp.float32) * jnp.expand_dims(scale, axis)
+
+    def read(page: jax.Array) -> tuple[jax.Array, jax.Array]:
+        keys = part(layer.keys, layer.key_scales, page, 2)
+        return keys, part(layer.values, layer.value_scales, page, 3)
+
+    return paged.walk(compute, q, read, table, layer.values.shape[2], positions)

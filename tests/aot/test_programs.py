@@ -353,16 +353,21 @@ def test_attention_over_copies_of_a_prompt_is_counted_with_them():
     assert unfolded.kernel_flops == 9 * train.kernel_flops
 
 
-def test_the_mask_of_cudnn_takes_three_bytes_for_each_pair_of_positions():
-    mask = {"dtype": "bfloat16", "row_length": 191, "rollout": RolloutConfig(96)}
-    two = tiny_setup(**mask, algorithm=Algorithm("ppo"), mini_batch=1)
+@pytest.mark.parametrize("name", ["cudnn", "auto"])
+def test_arrays_of_a_kernel_for_gpus_are_counted(name):
+    shapes = {"dtype": "bfloat16", "row_length": 191, "rollout": RolloutConfig(96)}
+    algorithm = Algorithm("ppo")
+    two = tiny_setup(**shapes, attention=name, algorithm=algorithm, mini_batch=1)
     sizes = {program.name: program.kernel_bytes for program in all_programs(two)}
-    square = 3 * 2 * 192**2  # two rows of an even length
-    scored = dict.fromkeys(("score", "values", "train", "critic"), square)
-    assert sizes == {**scored, **dict.fromkeys(("publish", "extend", "decode", "fork"), 0)}
+    # Two rows of an even length have a mask and a bias; the gradient of the bias is another array.
+    score, train = 3 * 2 * 192**2, 5 * 2 * 192**2
+    if name == "auto":  # two rows of whole blocks: keys, values and their gradients
+        score = 2 * 2 * (2 * 256 * two.model.num_heads * two.model.head_dim)
+        train = 2 * score
+    expected = {"score": score, "values": score, "train": train, "critic": train}
+    assert sizes == {**expected, **dict.fromkeys(("publish", "extend", "decode", "fork"), 0)}
     # Each of two chips has a row.
     halves = AbstractMesh((1, 2, 1), AXES, axis_types=(AxisType.Auto,) * 3)
-    assert programs._mask_bytes(dataclasses.replace(two, mesh=halves)) == square / 2
-    # Another kernel has none, nor what float32 gets.
-    for other in ({"attention": "pallas_gpu"}, {"dtype": "float32"}):
-        assert programs._mask_bytes(tiny_setup(**{**mask, **other})) == 0
+    assert programs._kernel_bytes(dataclasses.replace(two, mesh=halves)) == train / 2
+    # Training in float32 uses no kernel.
+    assert programs._kernel_bytes(tiny_setup(**{**shapes, "dtype": "float32"})) == 0

@@ -211,11 +211,15 @@ def test_shapes_fit_the_samples_and_the_memory_and_never_exceed_what_was_asked_f
     assert fitted(pool, MODEL, platform, 5, 1000, None).num_pages == 5 * 8
 
 
-def test_prefill_on_a_tpu_takes_the_longest_block_that_divides_its_programs():
-    found = [EngineConfig(extend_buckets=b).on_platform("tpu") for b in ((), (64,), (256, 1024))]
+@pytest.mark.parametrize(
+    ("platform", "defaults", "block"), [("tpu", (128, 512), 128), ("cuda", (32, 128, 512), 32)]
+)
+def test_prefill_takes_the_longest_block_that_divides_its_programs(platform, defaults, block):
+    buckets = ((), (16,), (256, 1024))
+    found = [EngineConfig(extend_buckets=b).on_platform(platform) for b in buckets]
     assert [(c.extend_buckets, c.extend_block) for c in found] == [
-        ((128, 512), 128),
-        ((64,), 64),
-        ((256, 1024), 128),
+        (defaults, block),
+        ((16,), 16),
+        ((256, 1024), block),
     ]
-    assert EngineConfig(extend_block=16).on_platform("tpu").extend_block == 16
+    assert EngineConfig(extend_block=16).on_platform(platform).extend_block == 16

@@ -128,8 +128,9 @@ def _splash(
 ) -> jax.Array:
     """Computes attention with the TPU kernel, which skips the blocks above the diagonal.
 
-    T is padded to a multiple of 128. The block length is the largest of 512, 256 and 128 that
-    divides the padded length.
+    T is padded to a multiple of 128. The block length is the largest of 1024, 512, 256 and 128 that
+    divides the padded length. Longer blocks do not fit in the vector memory that the TPU compiler
+    allows a kernel by default (docs/kernels.md).
     """
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_kernel as kernel
     from jax.experimental.pallas.ops.tpu.splash_attention import splash_attention_mask as masks
@@ -138,7 +139,7 @@ def _splash(
     q = _pad(q.transpose(0, 2, 3, 1, 4).reshape(b, n * g, t, width), 2, 128)
     k, v = (_pad(x.swapaxes(1, 2), 2, 128) for x in (k, v))
     length = q.shape[2]
-    block = next(size for size in (512, 256, 128) if length % size == 0)
+    block = next(size for size in (1024, 512, 256, 128) if length % size == 0)
     sizes: Any = {f"block_{x}": block for x in ("q", "kv", "q_dkv", "kv_dkv", "q_dq", "kv_dq")}
     attend_rows = kernel.make_splash_mha(
         masks.MultiHeadMask([masks.CausalMask((length, length))] * (n * g)),
@@ -161,8 +162,9 @@ def _cudnn(
 ) -> jax.Array:
     """Computes attention with the flash attention of cuDNN.
 
-    cuDNN does not support segments. They are expressed as a mask ``[B, 1, T, T]``, which all heads
-    share and which the kernel reads in blocks, so the full scores never exist in memory.
+    The public interface of cuDNN in JAX has no segments. A mask ``[B, 1, T, T]`` expresses them,
+    which all heads share and which the kernel reads in blocks, so the full scores never exist in
+    memory. docs/kernels.md gives the reasons against the private interface.
     """
     b, t, n, g, width = q.shape
     # With a mask, the backward pass of cuDNN needs an even length.

@@ -29,8 +29,8 @@ _OPS = "jax.experimental.pallas.ops"
 _KERNELS: dict[Kind, dict[str, tuple[str, str]]] = {
     "causal": {
         "splash": ("tpu", f"{_OPS}.tpu.splash_attention"),
-        "cudnn": ("cuda", "jax.nn"),
         "pallas_gpu": ("cuda", f"{_OPS}.gpu.attention"),
+        "cudnn": ("cuda", "jax.nn"),
     },
     "paged": {
         "ragged_paged": ("tpu", f"{_OPS}.tpu.ragged_paged_attention"),

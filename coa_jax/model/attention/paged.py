@@ -17,6 +17,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from coa_jax.model.attention import prefill_gpu
 from coa_jax.model.attention.choice import split_over
 from coa_jax.model.compute import Compute
 
@@ -45,7 +46,7 @@ def attend_with_kernel(
     Args:
         compute: names the kernel, which determines the layout of the pool, and the dtype. On a
             mesh, the heads are sharded over ``tensor``; pages and sequences are not sharded.
-        q: rotated queries ``[B, T, N, G, K]``; the kernel ``pallas_gpu`` has T = 1.
+        q: rotated queries ``[B, T, N, G, K]``.
         pages: the pool.
         table: page table, int32 ``[B, C]``; entries after a sequence's last page may be any page
             number.
@@ -178,11 +179,17 @@ def _pallas_gpu(
     *,
     interpret: bool,
 ) -> jax.Array:
-    """Computes attention with the Triton kernel that comes with JAX.
+    """Computes attention on a GPU: one new token per sequence with the Triton kernel of JAX.
 
-    If there are few sequences, most of a GPU would be idle. The pages of a sequence are therefore
-    split into parts, whose results are merged. The table is padded to whole parts.
+    Several new tokens are computed with a kernel of this project, because the kernel of JAX takes
+    only one.
+
+    If there are few sequences, most of a GPU would be idle. For one new token, the pages of a
+    sequence are therefore split into parts, whose results are merged. The table is padded to whole
+    parts.
     """
+    if q.shape[1] > 1:
+        return prefill_gpu.attend(q, table, lengths, keys, values, interpret=interpret)
     with warnings.catch_warnings():  # deprecated without a successor (docs/kernels.md)
         warnings.simplefilter("ignore", DeprecationWarning)
         from jax.experimental.pallas.ops.gpu.paged_attention import paged_attention

@@ -19,7 +19,7 @@ CASE = Case("tpu", "bfloat16", num_kv_heads=8, num_groups=4, head_dim=128, page_
     ("kind", "changes", "expected"),
     [
         ("causal", {"platform": "cpu"}, "xla"),
-        ("causal", {"platform": "cuda", "capability": 9.0}, "cudnn"),
+        ("causal", {"platform": "cuda", "capability": 9.0}, "pallas_gpu"),
         ("causal", {"platform": "cuda", "capability": 8.0, "head_dim": 192}, "pallas_gpu"),
         ("causal", {"platform": "cuda", "capability": 7.5}, "xla"),
         ("causal", {"platform": "rocm"}, "xla"),
@@ -67,7 +67,7 @@ def test_an_explicit_choice_that_cannot_run_is_refused(wanted, changes, reason):
 
 
 def test_an_unknown_name_is_refused_with_those_that_there_are():
-    with pytest.raises(UserError, match="give one of auto, xla, splash, cudnn, pallas_gpu"):
+    with pytest.raises(UserError, match="give one of auto, xla, splash, pallas_gpu, cudnn"):
         resolve("causal", "flash", CASE)
 
 
