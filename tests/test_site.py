@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import importlib.util
 import json
@@ -15,6 +16,7 @@ import pytest
 import yaml
 
 from coa_jax.__main__ import COMMANDS
+from coa_jax.bounds import declared
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 DOCS = REPOSITORY / "docs"
@@ -117,18 +119,45 @@ def test_every_config_field_has_a_meaning_in_the_docstring_of_its_class(referenc
     assert missing == {}, "describe these fields under `Attributes:` in the docstring of the class"
 
 
+def groups_of_commands(reference) -> set[type]:
+    """The dataclasses of the configs of all commands, with those of their fields."""
+    found, left = set(), [reference.command_settings(reference.entry_point(c)) for c in COMMANDS]
+    while left:
+        cls = left.pop()
+        if dataclasses.is_dataclass(cls) and cls not in found:
+            found.add(cls)
+            left += [reference.parts(reference.present(x))[0] for x in declared(cls).values()]
+    return found
+
+
 def test_every_config_field_is_in_the_reference(reference, pages):
     text = "\n".join(pages.values())
     terms = set(re.findall(r'^<span id="[^"]+"></span>`([^`]+)`', text, re.MULTILINE))
     groups = set(re.findall(r"^#+ `([^`]+)` \{", text, re.MULTILINE))
     known = {name.rpartition(".")[2] for name in terms | groups}
-    classes = reference.config_classes()
+    classes = groups_of_commands(reference)
     assert len(classes) > 40
     fields = {field.name for cls in classes for field in dataclasses.fields(cls)}
     assert fields - known == set()
     rl = pages["commands/rl.md"]
     for key in ("algorithm.name", "engine.slots", "graders.judge.chat.url", "tools.store.mode"):
         assert f'<span id="{key}"></span>`{key}`' in rl
+
+
+def test_further_groups_are_those_that_the_code_reads_from_tables(reference, pages):
+    page = pages["commands/settings.md"]
+    shown = set(re.findall(r"^## (\w+)$", page, re.MULTILINE))
+    of_commands = {cls.__name__ for cls in groups_of_commands(reference)}
+    read = set()
+    for path in (REPOSITORY / "coa_jax").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:  # the name of the config has a key in it
+                case ast.Call(ast.Name("build"), [ast.Name(cls), _, ast.JoinedStr()]):
+                    read.add(cls)
+    assert shown == read - of_commands
+    assert {"McpConfig", "RewardConfig"} < shown
+    assert "Settings of `tools.mcp.NAME`." in page
+    assert "see [McpConfig](settings.md#mcpconfig)" in pages["commands/rl.md"]
 
 
 def test_the_page_of_a_command_has_the_flags_that_its_help_shows(reference, pages):
@@ -144,10 +173,10 @@ def test_the_page_of_a_command_has_the_flags_that_its_help_shows(reference, page
 
 def test_a_required_setting_a_default_and_a_bound_are_told(reference):
     class_ = next(c for c in reference.config_classes() if c.__name__ == "LoraConfig")
-    lines = "\n".join(reference._group(class_, "lora.", None, set(), 2))
+    lines = "\n".join(reference._group(class_, "lora.", None, {}, 2))
     assert re.search(r"`lora\.rank`.*whole number, default <code>\d+</code>", lines)
     rl = next(c for c in reference.config_classes() if c.__name__ == "RLConfig")
-    lines = "\n".join(reference._group(rl, "", None, set(), 2))
+    lines = "\n".join(reference._group(rl, "", None, {}, 2))
     assert re.search(r"`groups`.*whole number, required", lines)
     assert "Allowed: one of float32, bfloat16." in lines
 

@@ -77,7 +77,7 @@ class SelectionConfig(Bounded):
             ``mirrors`` stands for the known copies of benchmarks.
         near_duplicate: a run is dropped if the Jaccard similarity of its word trigrams and the word
             trigrams of an earlier run is at least this number.
-        own: maps a name to the ``path`` and the ``options`` of a custom filter, see `FILTERS`.
+        own: maps a name to the ``path`` and the ``options`` of a custom filter, see `Extension`.
     """
 
     near_query: Share = 0.0

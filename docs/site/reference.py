@@ -10,6 +10,7 @@ import argparse
 import ast
 import contextlib
 import dataclasses
+import functools
 import importlib
 import inspect
 import pkgutil
@@ -51,16 +52,18 @@ _KINDS = {
     "float": "number",
     "comma separated list of strings": "words separated by commas",
 }
+_VALUES = re.compile(r"see `([\w.]+)`")
+"""Matches, in the meaning of a table, the name of the class that describes the table's values."""
 _ENDLESS = re.compile(rf" to ({MAX_INT}|{2**63 - 1})$")
 
 
 def pages() -> dict[str, str]:
     """Returns the Markdown of each generated page by its path below ``docs/``."""
     found = {"commands/index.md": _commands()}
-    shown: set[type[Any]] = set()
+    tables: dict[type[Any], set[str]] = {}
     for command in COMMANDS:
-        found[f"commands/{command}.md"] = _command(command, shown)
-    found["commands/settings.md"] = _other_settings(shown)
+        found[f"commands/{command}.md"] = _command(command, tables)
+    found["commands/settings.md"] = _settings_of_tables(tables)
     for name, (title, *modules) in API.items():
         blocks = [f"::: coa_jax.{module}" for module in modules]
         found[f"api/{name}.md"] = "\n\n".join([f"# {title}", *blocks, ""])
@@ -94,6 +97,7 @@ def _attributes(docstring: str) -> dict[str, str]:
     return found
 
 
+@functools.cache
 def config_classes() -> list[type[Any]]:
     """Returns every dataclass of settings in the package, sorted by module and name."""
     for module in pkgutil.walk_packages(coa_jax.__path__, "coa_jax."):
@@ -105,6 +109,24 @@ def config_classes() -> list[type[Any]]:
 
     own = {cls for cls in below(Bounded) if cls.__module__.startswith("coa_jax.")}
     return sorted(own, key=lambda cls: (cls.__module__, cls.__qualname__))
+
+
+def values_of(annotation: Any, meaning: str) -> type[Any] | None:
+    """Returns the dataclass that describes the values of a table of groups of settings.
+
+    Args:
+        annotation: annotation of the setting.
+        meaning: meaning of the setting; for a table of groups, it names the dataclass.
+
+    Returns:
+        None for a setting that is no table, or whose values are no groups of settings.
+    """
+    kind, _ = parts(present(annotation))
+    named = _VALUES.search(meaning)
+    if not issubclass(kind, Mapping) or named is None:
+        return None
+    paths = {f"{cls.__module__}.{cls.__qualname__}": cls for cls in config_classes()}
+    return next((cls for path, cls in paths.items() if path.endswith(f".{named[1]}")), None)
 
 
 def entry_point(command: str) -> types.ModuleType:
@@ -186,7 +208,7 @@ def _commands() -> str:
 """
 
 
-def _command(command: str, shown: set[type[Any]]) -> str:
+def _command(command: str, tables: dict[type[Any], set[str]]) -> str:
     module = entry_point(command)
     lines = [f"# coa-jax {command}", "", prose(inspect.cleandoc(module.__doc__ or "")), ""]
     parser = command_parser(module)
@@ -199,7 +221,7 @@ def _command(command: str, shown: set[type[Any]]) -> str:
     settings = command_settings(module)
     if settings:
         text = "The config file sets these values; `--config.KEY=VALUE` overrides a value."
-        lines += ["## Settings", "", text, "", *_group(settings, "", None, shown, 2)]
+        lines += ["## Settings", "", text, "", *_group(settings, "", None, tables, 2)]
     return "\n".join(lines)
 
 
@@ -225,22 +247,27 @@ def _option(option: argparse.Action) -> tuple[str, str]:
     return f"{'word' if known else kind}{default}", " ".join(filter(None, about))
 
 
-def _other_settings(shown: set[type[Any]]) -> str:
+def _settings_of_tables(tables: Mapping[type[Any], set[str]]) -> str:
     lines = [
         "# Further groups of settings\n\n"
-        "These groups have no fixed place in the config of a command.  They are values of tables\n"
-        "whose keys you choose, such as `tools.mcp.TAG` and `graders.rewards.NAME`, or arguments\n"
-        "of the Python API.\n",
+        "Some settings are tables whose keys you choose.  Each value of such a table is a group of\n"
+        "the settings below; for example, `tools.mcp.NAME.command` is a setting of the entry NAME\n"
+        "of the table `tools.mcp`.\n",
     ]
-    for cls in config_classes():
-        if cls not in shown and cls.__name__ != "Command":
-            lines += [f"## {cls.__name__}", "", f"`{cls.__module__}.{cls.__qualname__}`", ""]
-            lines += _group(cls, "", None, set(), 2, cls.__name__)
+    for cls in sorted(tables, key=lambda cls: cls.__name__):
+        keys = ", ".join(f"`{key}.NAME`" for key in sorted(tables[cls]))
+        lines += [f"## {cls.__name__}", "", f"Settings of {keys}.", ""]
+        lines += _group(cls, "", None, {}, 2, cls.__name__)
     return "\n".join(lines)
 
 
 def _group(
-    cls: Any, path: str, default: Any, shown: set[type[Any]], level: int, place: str = ""
+    cls: Any,
+    path: str,
+    default: Any,
+    tables: dict[type[Any], set[str]],
+    level: int,
+    place: str = "",
 ) -> list[str]:
     """Returns the Markdown of the settings of a dataclass, and then of the groups inside it.
 
@@ -248,11 +275,10 @@ def _group(
         cls: the dataclass.
         path: key of the group in the config, with a dot at the end; "" for the whole config.
         default: instance with the default values; None if there are no default values.
-        shown: set to which the classes that the text describes are added.
+        tables: dataclass -> keys of the tables of such groups; the tables of this group are added.
         level: level of the heading above the group.
         place: prefix of the anchors, for a page with several configs.
     """
-    shown |= {base for base in cls.__mro__ if base is not Bounded and issubclass(base, Bounded)}
     about = inspect.cleandoc(cls.__doc__ or "").partition("\nAttributes:\n")[0].strip()
     lines = [prose(about), ""] if path or place else []
     told, groups = meanings(cls), []
@@ -266,6 +292,10 @@ def _group(
         needed = "required" if given is dataclasses.MISSING else f"default {_value(given)}"
         key = path + field.name
         about = _sentences(prose(told.get(field.name, "")), annotation)
+        if values := values_of(annotation, about):
+            tables.setdefault(values, set()).add(key)
+            page = "" if place else "settings.md"
+            about = _VALUES.sub(f"see [{values.__name__}]({page}#{values.__name__.lower()})", about)
         lines += _definition(key, place + key, f"{type_name(annotation)}, {needed}", about)
     for name, kind, given in groups:
         key = f"{path}{name}"
@@ -273,7 +303,7 @@ def _group(
         meaning = prose(told.get(name, ""))
         again = (kind.__doc__ or "").lower().startswith(meaning.rstrip(".").lower())
         lines += [] if again else [f"{meaning[:1].upper()}{meaning[1:]}", ""]
-        lines += _group(kind, f"{key}.", given, shown, level + 1, place)
+        lines += _group(kind, f"{key}.", given, tables, level + 1, place)
     return lines
 
 
