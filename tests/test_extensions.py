@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import ast
 import asyncio
 import dataclasses
 import importlib
 import json
+import re
 import sys
+from pathlib import Path
 
 import pytest
 from ml_collections import ConfigDict
 
+import coa_jax
 from coa_jax.distill.readers import READERS, read_traces
 from coa_jax.distill.selection import SelectionConfig, further_filters, set_filters
 from coa_jax.errors import UserError
@@ -214,6 +218,19 @@ def test_entry_points_give_short_names(folder):
     assert Graders(GradersConfig(answer="rouge_l"))(task, finished("Ume")).value == 1.0
     with pytest.raises(UserError, match=r"give one of wiki_search, .*, shout, or package\.module"):
         ToolsConfig(names=("whisper",))
+
+
+def test_the_documentation_names_every_group_of_entry_points():
+    groups = set()
+    for path in Path(coa_jax.__file__).parent.rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            match node:
+                case ast.Call(ast.Name("Kind"), [_, ast.Constant(str(group)), *_]) if group:
+                    groups.add(group)
+    assert {kind.group for kind in (READERS, REWARDS, SOURCES, TOOLS, PROVIDERS)} < groups
+    text = (Path(__file__).parent.parent / "docs" / "extending.md").read_text()
+    (table,) = re.findall(r"^\| kind \| entry point group \|.*?\n\n", text, re.M | re.S)
+    assert set(re.findall(r"^\| [^|]+ \| `([^`]+)` \|", table, re.M)) == groups
 
 
 def test_a_name_that_two_packages_give_is_refused(folder):

@@ -81,7 +81,8 @@ class TextArena:
                 two.
             opponent: who the other players are. ``self``: other samples of the task. ``random``:
                 random choices among the moves in brackets that the game has shown.
-                ``package.module:name``: a function that receives the game's messages to the player
+                ``package.module:name``, or a short name of the entry point group
+                ``coa_jax.opponents``: a function that receives the game's messages to the player
                 and a `random.Random`, and returns a move.
 
         Raises:
