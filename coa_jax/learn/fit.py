@@ -68,7 +68,7 @@ def fit(
     weights: Callable[[], Params],
     loss: Loss,
     compute: Compute,
-    updates: UpdateSequence,
+    updates: Callable[..., UpdateSequence],
     epoch: int,
     longest: int,
     phase: str = "sft",
@@ -93,7 +93,8 @@ def fit(
             checkpoint contains the frozen base parameters.
         loss: loss of an update.
         compute: dtype, operations and sharding; rows are split over the mesh of ``compute``.
-        updates: updates of the run; this function sets their fields ``cursor`` and ``number``.
+        updates: creates the updates of the run from the remaining fields of `UpdateSequence`, which
+            are ``batch_size``, ``rows``, ``length``, ``cursor`` and ``number``.
         epoch: number of examples in one pass over the data.
         longest: number of tokens of the longest sequence; a warning is logged if the model supports
             fewer positions.
@@ -115,7 +116,13 @@ def fit(
     check_rows(model.config, config.rows, config.row_length, config.dtype, compute.mesh)
     total, step = config.optimizer.total_steps, int(state.step)
     watch = Watch(run.rows(phase))
-    planned = dataclasses.replace(updates, cursor=cursor, number=total - step)
+    planned = updates(
+        batch_size=config.batch_size,
+        rows=config.rows,
+        length=config.row_length,
+        cursor=cursor,
+        number=total - step,
+    )
     with (
         contextlib.closing(checkpoints),
         contextlib.closing(Profile(config.profile_steps, run.path / "profile")) as profile,

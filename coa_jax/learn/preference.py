@@ -8,6 +8,7 @@ share a row, so the loss of a pair never spans two micro-batches.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections import defaultdict
 from collections.abc import Sequence
 from pathlib import Path
@@ -111,12 +112,8 @@ def train(config: DPOConfig, run: RunDir, output: Path) -> None:
         weights=lambda: jax.tree.map(jnp.copy, reference),  # copies: updates donate them
         loss=DPOLoss(config.beta),
         compute=compute,
-        updates=PairUpdates(
-            pairs=pairs,
-            order=shuffled([len(pairs)], (1.0,), config.seed),
-            batch_size=config.batch_size,
-            rows=config.rows,
-            length=config.row_length,
+        updates=functools.partial(
+            PairUpdates, pairs=pairs, order=shuffled([len(pairs)], (1.0,), config.seed)
         ),
         complete=with_reference,
         epoch=len(pairs),

@@ -103,12 +103,10 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
         weights=functools.partial(load_weights, config.model, mesh),
         loss=SFTLoss(),
         compute=config.compute(model.config, mesh),
-        updates=Updates(
+        updates=functools.partial(
+            Updates,
             examples=examples,
             order=shuffled([len(examples)], (1.0,), config.seed),
-            batch_size=config.batch_size,
-            rows=config.rows,
-            length=config.row_length,
             own=own_rows(mesh, config.rows),
         ),
         epoch=len(examples),

@@ -213,14 +213,12 @@ def train(
         weights=functools.partial(load_weights, config.model, mesh),
         loss=SFTLoss(),
         compute=compute,
-        updates=data.Updates(
+        updates=functools.partial(
+            data.Updates,
             examples=examples,
             order=data.shuffled(
                 [len(part) for part in parts], config.weights or (1.0,), config.seed
             ),
-            batch_size=config.batch_size,
-            rows=config.rows,
-            length=config.row_length,
             own=own_rows(mesh, config.rows),
             change=change,
         ),
