@@ -92,6 +92,16 @@ def command(tmp_path_factory):
     script = COMMAND.replace('"CONFIG"', repr(str(home / "conf.py")))
     (home / "command_under_test.py").write_text(script)
 
+    def start(*arguments: str, **env: str) -> subprocess.Popen[str]:
+        """Starts the command, and waits until it has printed its first line."""
+        process = subprocess.Popen(
+            [sys.executable, str(home / "command_under_test.py"), *arguments],
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY), **env},
+            stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        )  # fmt: skip
+        assert process.stdout.readline() in ("ready\n", "0\n")
+        return process
+
     def run(*arguments: str, **options) -> subprocess.CompletedProcess[str]:
         env = {**os.environ, "PYTHONPATH": str(REPOSITORY), **options.pop("env", {})}
         options.setdefault("stdout", subprocess.PIPE)
@@ -100,7 +110,7 @@ def command(tmp_path_factory):
             stderr=subprocess.PIPE, text=True, cwd=home, env=env, timeout=60, **options,
         )  # fmt: skip
 
-    run.home = home
+    run.home, run.start = home, start
     return run
 
 
@@ -266,12 +276,7 @@ def test_a_file_that_may_not_be_used_is_named(command):
 
 
 def test_ctrl_c_says_how_to_continue(command):
-    process = subprocess.Popen(
-        [sys.executable, str(command.home / "command_under_test.py"), "--then=wait"],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout.readline() == "ready\n"
+    process = command.start("--then=wait")
     time.sleep(0.1)
     process.send_signal(signal.SIGINT)
     _, stderr = process.communicate(timeout=20)
@@ -280,14 +285,10 @@ def test_ctrl_c_says_how_to_continue(command):
 
 
 def test_ctrl_c_during_a_compilation_runs_the_exit_handlers_and_does_not_crash(command):
-    process = subprocess.Popen(
-        [sys.executable, str(command.home / "command_under_test.py"), "--then=compile"],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY), "JAX_PLATFORMS": "cpu",
-             "JAX_ENABLE_COMPILATION_CACHE": "false",
-             "XLA_FLAGS": "", "JAX_DISABLE_MOST_OPTIMIZATIONS": "0"},  # a slow compilation
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    process = command.start(
+        "--then=compile", JAX_PLATFORMS="cpu", JAX_ENABLE_COMPILATION_CACHE="false",
+        XLA_FLAGS="", JAX_DISABLE_MOST_OPTIMIZATIONS="0",  # a slow compilation
     )  # fmt: skip
-    assert process.stdout.readline() == "ready\n"
     time.sleep(0.3)
     process.send_signal(signal.SIGINT)
     stdout, stderr = process.communicate(timeout=60)
@@ -298,12 +299,7 @@ def test_ctrl_c_during_a_compilation_runs_the_exit_handlers_and_does_not_crash(c
 
 
 def test_a_closed_pipe_ends_the_command_silently(command):
-    process = subprocess.Popen(
-        [sys.executable, str(command.home / "command_under_test.py"), "--then=many"],
-        env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-    assert process.stdout.readline() == "0\n"
+    process = command.start("--then=many")
     process.stdout.close()
     assert process.stderr.read() == ""
     process.stderr.close()

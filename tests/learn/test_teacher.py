@@ -239,7 +239,7 @@ def serving(*faults, change=lambda body: body):
             pass
 
     httpd = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    thread = threading.Thread(target=httpd.serve_forever)
+    thread = threading.Thread(target=httpd.serve_forever, args=(0.02,))
     thread.start()
     try:
         yield f"http://127.0.0.1:{httpd.server_port}/v1", asked

@@ -140,7 +140,7 @@ except UserError as error:
 def test_a_data_set_comes_from_the_hub_and_stays_when_that_is_gone(tmp_path):
     pytest.importorskip("datasets")
     server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Hub)
-    threading.Thread(target=server.serve_forever, daemon=True).start()
+    threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True).start()
     settings = {
         "HF_ENDPOINT": f"http://127.0.0.1:{server.server_port}",
         "HF_HOME": str(tmp_path),

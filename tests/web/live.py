@@ -15,9 +15,13 @@ from coa_jax.web.server import Server, address_of, listen
 
 
 @contextlib.contextmanager
-def running(app: ASGIApp, limits: ConnectionLimits, log: RefusalLog) -> Iterator[str]:
-    """Its address; it ends with the context."""
+def running(
+    app: ASGIApp, limits: ConnectionLimits, log: RefusalLog, grace: int | None = None
+) -> Iterator[str]:
+    """Its address; it ends with the context, ``grace`` seconds later if requests are running."""
     server, listener = Server(app, limits, log), listen("127.0.0.1", 0, "")
+    if grace is not None:
+        server.config.timeout_graceful_shutdown = grace
     thread = threading.Thread(target=lambda: asyncio.run(server.serve([listener])))
     address = address_of(listener)
     thread.start()

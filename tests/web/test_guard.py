@@ -52,7 +52,7 @@ class Work:
 
 
 @contextlib.contextmanager
-def serving(limits=PATIENT, key=None, local=True, work=None):
+def serving(limits=PATIENT, key=None, local=True, work=None, grace=None):
     """The address of a server and its log."""
     work, lines = work or Work(), io.StringIO()
     routes = {
@@ -62,7 +62,7 @@ def serving(limits=PATIENT, key=None, local=True, work=None):
     }
     rules = Rules(key, local and key is None, MAX_BODY, (*routes, "/health"), ("/health",), limits)
     log = RefusalLog(lines)
-    with running(make_app(routes, rules, log), limits, log) as address:
+    with running(make_app(routes, rules, log), limits, log, grace) as address:
         yield address, lines
 
 
@@ -265,7 +265,7 @@ def test_a_request_that_outlasts_the_servers_end_is_told_so(caplog):
     def ask(address):
         answers.append(httpx.post(f"{address}/held", json={}, timeout=30))
 
-    with serving(work=work) as (address, _):
+    with serving(work=work, grace=1) as (address, _):
         asking = threading.Thread(target=ask, args=(address,))
         asking.start()
         assert work.begun.wait(20)
