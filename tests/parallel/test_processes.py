@@ -40,17 +40,17 @@ def main(argv):
         if case.startswith("fail"):
             raise KeyError("no such thing")
         if case.startswith("late"):
-            time.sleep(3)
+            time.sleep(6)
     if "kill" in case:
         processes.meet("rollouts", 60)
         time.sleep(60)
     if case.startswith("late to tell"):
-        asyncio.run(processes.exchange(0, "the update of step 3", 0.7))
+        asyncio.run(processes.exchange(0, "the update of step 3", 1.5))
     elif case.startswith("late to end"):
         from coa_jax.learn.stop import Stop
-        assert Stop().agreed(0.7, due=me == 1) == (False, True)
+        assert Stop().agreed(1.5, due=me == 1) == (False, True)
     elif case.startswith("late"):
-        processes.meet("the update of step 3", 0.7)
+        processes.meet("the update of step 3", 1.5)
     if case.startswith("late"):
         print("met", flush=True)
     if case.startswith("fail"):
@@ -147,7 +147,7 @@ def test_a_process_that_is_slow_is_named_and_waited_for(tmp_path, case, what):
     assert done.returncode == 0, done.stderr
     assert [lines(done.stdout, process)[-1] for process in (0, 1)] == ["met", "met"]
     told = [line for line in lines(done.stderr, 0) if f"{what}: waiting for " in line]
-    assert len(told) >= 2  # every 0.7 of about 3 seconds
+    assert len(told) >= 2  # every 1.5 of about 6 seconds
     assert re.search(r"waiting for [1-3] s for process 1 \(.*, pid \d+\), which is at: ", told[0])
     assert told[-1].endswith("rollouts of step 3")
 
