@@ -40,6 +40,9 @@ _FINGERPRINT, _EXTRA, _STATE = "fingerprint", "extra", "state"
 
 _Mode = ocp.options.AtomicityMode
 
+_WRITE_S = 7 * 24 * 3600
+"""Seconds after which Orbax gives up writing; a slow disk is no fault, so the number is large."""
+
 _EARLIER = ("params.embed", *(f"params.{projection}.a" for projection in PROJECTIONS))
 """Names of arrays that only checkpoints of earlier versions have."""
 
@@ -142,6 +145,7 @@ class Checkpoints:
                     read_only=read_only,
                     cleanup_tmp_directories=not read_only,
                     enable_async_checkpointing=True,
+                    async_options=ocp.options.AsyncOptions(timeout_secs=_WRITE_S),
                     atomicity_options=ocp.options.AtomicityOptions(
                         # A local file system renames a folder atomically; a bucket cannot.
                         mode=_Mode.COMMIT_FILE if is_bucket(self.directory) else _Mode.AUTO

@@ -16,6 +16,7 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from orbax.checkpoint._src.futures import future
 
 from coa_jax.cli import explain
 from coa_jax.errors import UserError
@@ -76,6 +77,15 @@ def test_what_is_saved_is_the_state_of_that_step_although_it_is_donated_at_once(
             restored = checkpoints.restore(step, state)
             assert restored.extra == {"cursor": 10 * step}
             same(restored.state, kept[step])
+
+
+def test_a_checkpoint_whose_writing_began_a_day_ago_is_waited_for(tmp_path, monkeypatch):
+    left, day = future.get_remaining_time, 24 * 3600
+    monkeypatch.setattr(future, "get_remaining_time", lambda began, most: left(began - day, most))
+    with opened(tmp_path / "c") as checkpoints:
+        checkpoints.save(1, made(0), {})
+        checkpoints.wait()
+        assert checkpoints.steps() == [1]
 
 
 def test_further_trees_are_kept_and_a_missing_one_is_left_out(tmp_path):
