@@ -107,7 +107,7 @@ def test_a_gguf_file_of_the_hub_is_a_model(hub, tmp_path):
     card = {"README.md": b"a card", "config.json": b"{}"}  # some repositories have both
     hub.add("Org/One-GGUF", {**card, "model-Q8_0.gguf": data})
     hub.add("Org/Two-GGUF", {"a-Q4.gguf": b"GGUF" + b"no model" * 9, "b-F32.gguf": data})
-    hub.add("Org/Both", {"model.safetensors": b"safetensors", "b.gguf": data})
+    hub.add("Org/Both", {**card, "model.safetensors": b"safetensors", "b.gguf": data})
     places = ("Org/One-GGUF", "Org/Two-GGUF:b-F32.gguf", "Org/Both:b.gguf", "Org/Two-GGUF",
               "Org/Two-GGUF:c.gguf", "Org/Two-GGUF:a-Q4.gguf", "Org/Both")  # fmt: skip
     done = run(hub, tmp_path / "home", *model_of(*places))
@@ -121,7 +121,7 @@ def test_a_gguf_file_of_the_hub_is_a_model(hub, tmp_path):
         "Org/Two-GGUF:c.gguf: the repository has no file c.gguf; correct the name of the file"
     )
     assert damaged.startswith("Org/Two-GGUF/a-Q4.gguf is truncated or not a GGUF file")
-    assert "config.json is missing" in both  # the safetensors have precedence
+    assert "config.json: architecture none is not supported" in both  # not the GGUF file
     cached = run(hub, tmp_path / "home", *model_of(*places[:2]), HF_HUB_OFFLINE="1")
     assert cached.stdout.splitlines() == layers[:2], cached.stderr
 
