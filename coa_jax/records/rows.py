@@ -307,6 +307,8 @@ def _list_spans(path: Path, file: IO[bytes]) -> Iterator[tuple[int, int]]:
 def _tokens(file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
     """Yields the byte range [start, end) and the first byte of each match of `_TOKEN` in a file.
 
+    A string that ends in a later block is yielded once for each block, with its part so far.
+
     The file is read in blocks and not mapped into memory: if another process truncates a mapped
     file, the next access kills this process.
     """
@@ -320,6 +322,7 @@ def _tokens(file: IO[bytes]) -> Iterator[tuple[int, int, bytes]]:
             at, string = found.end(), -1
         elif found is not None:
             rest = data[found.end() :]
+            yield string, base + found.end(), b'"'  # the part so far: its row may be too long
         for token in _TOKEN.finditer(data, at) if string < 0 else ():
             at, end = token.span()
             sign = data[at : at + 1]
