@@ -250,9 +250,9 @@ def _option(option: argparse.Action) -> tuple[str, str]:
 def _settings_of_tables(tables: Mapping[type[Any], set[str]]) -> str:
     lines = [
         "# Further groups of settings\n\n"
-        "Some settings are tables whose keys you choose.  The value of each key is a group of\n"
-        "settings; for example, `tools.mcp.NAME.command` is a setting of the key NAME in the table\n"
-        "`tools.mcp`.\n",
+        "Some settings are tables whose keys you choose. The value of each key is a group of\n"
+        "settings; for example, `tools.mcp.NAME.command` is a setting of the key NAME in the\n"
+        "table `tools.mcp`.\n",
     ]
     for cls in sorted(tables, key=lambda cls: cls.__name__):
         keys = ", ".join(f"`{key}.NAME`" for key in sorted(tables[cls]))

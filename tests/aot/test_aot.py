@@ -209,7 +209,7 @@ def test_a_configuration_compiles_for_a_tpu_slice():
 @needs_tpu_compiler
 @pytest.mark.slow
 def test_gradients_of_norms_compile_on_meshes_with_fsdp_and_tensor():
-    code, result, err = aot(
+    _, result, err = aot(
         "--config=configs/sft/web.py:4b", "--topology=v5e:2x4", "--config.mesh.data=1",
         "--config.mesh.fsdp=4", "--config.mesh.tensor=2", "--config.rows=4",
         "--config.remat=full", "--config.row_length=1024",
