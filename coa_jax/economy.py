@@ -157,7 +157,7 @@ def tasks_of(config: Tasks, traces: list[Trajectory]) -> list[Task]:
 
 
 def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Lets the team solve the tasks, and compares its tokens with those of the policy.
+    """Lets the team solve the tasks, and compares the tokens of the team and of the policy.
 
     Args:
         config: settings of the comparison, see `Command`.

@@ -120,7 +120,7 @@ def test_every_config_field_has_a_meaning_in_the_docstring_of_its_class(referenc
 
 
 def groups_of_commands(reference) -> set[type]:
-    """The dataclasses of the configs of all commands, with those of their fields."""
+    """The dataclasses of the configs of all commands, and the dataclasses of their fields."""
     found, left = set(), [reference.command_settings(reference.entry_point(c)) for c in COMMANDS]
     while left:
         cls = left.pop()

@@ -60,7 +60,7 @@ def sharp_params() -> Params:
 
 
 def computes() -> Iterator[tuple[Compute, Compute | None]]:
-    """Yields pairs of computations, for trainer and sampler, whose log-probabilities must agree.
+    """Yields pairs (trainer, sampler) of computations that must give the same log-probabilities.
 
     If the sampler is None, the engine chooses the computation, as in a run. On a CPU, the last pair
     runs kernels of other platforms in interpret mode: splash attention (for TPUs) in the trainer,

@@ -133,7 +133,7 @@ class PairUpdates(UpdateSequence):
     pairs: Sequence[Pair]
 
     def make(self, positions: range) -> Update:
-        """Creates the update whose pairs are at the given positions of the stream."""
+        """Creates an update from the pairs at the given positions of the stream."""
         chosen = [self.pairs[self.order[position]] for position in positions]
         batches = pair_batches(chosen, self.length, self.rows)
         tokens = sum(float(np.sum(batch.mask, dtype=np.float64)) for batch in batches)

@@ -240,7 +240,7 @@ def masked_more(watch: Watch, row: Row) -> str | None:
 
 
 def entropy_collapse(watch: Watch, row: Row) -> str | None:
-    """Returns a warning if the entropy fell below a fifth of that of the first steps, or None."""
+    """Returns a warning if the entropy fell below a fifth of its first values, or None."""
     start, now = watch.start(row, "policy/entropy"), _value(row, "policy/entropy")
     if start is None or now is None or now >= 0.2 * start:
         return None
@@ -251,7 +251,7 @@ def entropy_collapse(watch: Watch, row: Row) -> str | None:
 
 
 def mismatch(watch: Watch, row: Row) -> str | None:
-    """Returns a warning if sampler and trainer differ three times as much as at first, or None."""
+    """Returns a warning if the mismatch is three times that of the first steps, or None."""
     name = "mismatch/abs_logp_mean"
     start, now = watch.start(row, name), _value(row, name)
     if start is None or now is None or now <= max(3 * start, 1e-3):

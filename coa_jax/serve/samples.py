@@ -118,9 +118,9 @@ class Completion(_Served):
 
 
 class Agent(_Served):
-    """A sample of the agent (the policy with the server's tools), whose tags call tools.
+    """A sample of the agent: the policy writes tags, and the server runs the tools of these tags.
 
-    Its text is sent to the client while it is written.
+    The server streams the text of the sample to the client.
     """
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:

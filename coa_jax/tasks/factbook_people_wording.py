@@ -32,10 +32,10 @@ ARITHMETIC: Mapping[str, Mapping[str, Templates]] = _FILE["arithmetic"]
 
 
 def known(templates: Templates) -> Templates:
-    """Returns those of some templates that training questions use: all but the last quarter."""
+    """Returns the templates for training questions: all but the last quarter."""
     return templates[: len(templates) - max(1, len(templates) // 4)]
 
 
 def held_out(templates: Templates) -> Templates:
-    """Returns those of some templates that no training question uses: the last quarter."""
+    """Returns the templates that no training question uses: the last quarter."""
     return templates[len(known(templates)) :]
