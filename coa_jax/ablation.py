@@ -27,7 +27,7 @@ from absl import flags
 from coa_jax import files
 from coa_jax.bounds import Bounded, Count, Items, Name, OneOf, Place, Seed, check, shown
 from coa_jax.cli import config_flag, run_main, workdir_flag
-from coa_jax.distill.dataset import Split, distill_split, statistics_of
+from coa_jax.distill.dataset import DistilledSplit, distill_split, statistics_of
 from coa_jax.distill.pipeline import DistillConfig, graded_runs, select
 from coa_jax.errors import UserError
 from coa_jax.evaluate.figures import shown_rate
@@ -181,7 +181,7 @@ class Ablation:
         return told
 
     def _sets(
-        self, tasks: Sequence[Task], split: Split, seed: int
+        self, tasks: Sequence[Task], split: DistilledSplit, seed: int
     ) -> list[tuple[str, list[DistilledRecord], dict[str, int]]]:
         """Returns for each arm (name, records, number of runs that each filter dropped)."""
         sets = [(UNFILTERED, [run.record for run in split.runs], dict[str, int]())]

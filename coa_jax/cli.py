@@ -49,7 +49,7 @@ from coa_jax.overrides import (
     switches,
     wrong_value,
 )
-from coa_jax.storage import closing_caches, shown
+from coa_jax.storage import closing_caches, with_urls
 from coa_jax.storage.given import check_places
 
 # With this call, --help lists the flags that the functions below define under the calling module.
@@ -167,7 +167,7 @@ def _exit_without_destructors(code: int) -> None:
 def explain(error: BaseException) -> str | None:
     """Returns the one-line message for an error that the user can correct; None for a bug."""
     if isinstance(error, UserError | flags.Error | app.UsageError):
-        return _one_line(shown(str(error)))
+        return _one_line(with_urls(str(error)))
     for cause in causes_of(error):
         if isinstance(cause, OSError) and cause.errno in _FULL:
             return _disk_full(cause.filename or _workdir(), _FULL[cause.errno])

@@ -26,15 +26,15 @@ from coa_jax.cli import run_main
 from coa_jax.errors import UserError
 from coa_jax.evaluate.compare import compare, differing, load, text
 from coa_jax.report.page import save_page
-from coa_jax.report.pair import Result, pair_page
+from coa_jax.report.pair import PairedEvaluation, pair_page
 from coa_jax.report.run import read_run
 from coa_jax.report.traces import stage_rank
-from coa_jax.storage import is_url, output, shown, visited
+from coa_jax.storage import is_url, output, visited, with_urls
 
-Outcome = Mapping[str, Any]
+Evaluation = Mapping[str, Any]
 
 
-def outcomes(run: Path) -> dict[str, Outcome]:
+def outcomes(run: Path) -> dict[str, Evaluation]:
     """Reads the evaluations of a run by stage, in the order in which the stages run.
 
     Raises:
@@ -44,7 +44,9 @@ def outcomes(run: Path) -> dict[str, Outcome]:
     return {stage: found[stage] for stage in sorted(found, key=lambda s: (stage_rank(s), s))}
 
 
-def paired(a: Mapping[str, Outcome], b: Mapping[str, Outcome]) -> list[tuple[Outcome, Outcome]]:
+def paired(
+    a: Mapping[str, Evaluation], b: Mapping[str, Evaluation]
+) -> list[tuple[Evaluation, Evaluation]]:
     """Pairs the evaluations of two runs, by stage, for a comparison.
 
     If the runs have no stage in common, the only pair is the last evaluation of each run.
@@ -53,7 +55,9 @@ def paired(a: Mapping[str, Outcome], b: Mapping[str, Outcome]) -> list[tuple[Out
     return same or list(zip([*a.values()][-1:], [*b.values()][-1:], strict=False))
 
 
-def compared(a: Mapping[str, Outcome], b: Mapping[str, Outcome]) -> list[tuple[str, Result]]:
+def compared(
+    a: Mapping[str, Evaluation], b: Mapping[str, Evaluation]
+) -> list[tuple[str, PairedEvaluation]]:
     """Compares the evaluations of two runs; prints the reason if a pair cannot be compared.
 
     Returns:
@@ -67,7 +71,9 @@ def compared(a: Mapping[str, Outcome], b: Mapping[str, Outcome]) -> list[tuple[s
         except UserError as error:  # for example, one evaluation has no grades
             print(f"{first['stage']}: {error}")
             continue
-        result = Result(first, second, dataclasses.asdict(comparison), differing(first, second))
+        result = PairedEvaluation(
+            first, second, dataclasses.asdict(comparison), differing(first, second)
+        )
         found.append((text(first, second, comparison), result))
     return found
 
@@ -89,7 +95,7 @@ def compare_runs(a: str, b: str, page: str) -> dict[str, dict[str, Any]]:
         print("\n\n".join(told for told, _ in found) or "no evaluation to compare")
         with output(page or str(second.path / "report" / "compare.html")) as path:
             save_page(path, pair_page(first, second, [result for _, result in found]))
-            print(f"report -> {page or shown(path)}")
+            print(f"report -> {page or with_urls(path)}")
     return {result.a["stage"]: dict(result.comparison) for _, result in found}
 
 

@@ -38,7 +38,7 @@ from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.trajectory import Author, Trajectory, iterate_trajectories
 
 
-def read_traces(path: str, phase: str) -> list[Trajectory]:
+def read_phase(path: str, phase: str) -> list[Trajectory]:
     """Reads the trajectories of one phase of a run, for example of ``evaluate-rl``.
 
     Raises:
@@ -168,7 +168,7 @@ def measure(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
     """
     command = build(Command, config)
     teacher, limits = command.teacher, command.endpoint
-    traces = read_traces(command.traces, command.phase)
+    traces = read_phase(command.traces, command.phase)
     tokenizer = load_tokenizer(command.model)
     check_tokens(tokenizer, traces, command.model)
     settings = config.tools.to_dict()

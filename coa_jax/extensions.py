@@ -7,10 +7,10 @@ A name is one of the following:
   as ``coa_jax.tools``,
 - a path ``package.module:name``.
 
-`find` looks up a name of any of these forms. `Bound` calls the function that was found, and passes
-arguments by the names of its parameters. A parameter is either an argument that the kind of code
-offers (`Kind.offers`), or an option, which is set in the config. The parameter gives the option its
-default and type.
+`find` looks up a name of any of these forms. `BoundFunction` calls the function that was found, and
+passes arguments by the names of its parameters. A parameter is either an argument that the kind of
+code offers (`ExtensionKind.offers`), or an option, which is set in the config. The parameter gives
+the option its default and type.
 
     def load(n: int, seed: int, level: int = 1) -> list[Task]: ...   # a task source
 
@@ -50,7 +50,7 @@ _CHECKED = (int, float, bool, str, tuple)
 
 
 @dataclasses.dataclass(frozen=True)
-class Kind:
+class ExtensionKind:
     """A kind of code that configs can name, for example tools or rewards.
 
     Attributes:
@@ -133,7 +133,7 @@ class Named(OneOf):
     It allows the short names of the kind, some further names, and paths ``package.module:name``.
     """
 
-    def __init__(self, kind: Kind, *further: str):
+    def __init__(self, kind: ExtensionKind, *further: str):
         """Takes the kind, and further names that the setting allows."""
         super().__init__(lambda: (*kind.names(), *further))
         object.__setattr__(self, "at_hand", (*further, *kind.built_in))
@@ -163,7 +163,7 @@ class Extension(Bounded):
 
 
 @dataclasses.dataclass(frozen=True)
-class Bound:
+class BoundFunction:
     """A user-defined or built-in function, together with the options that the config gives.
 
     Attributes:
@@ -196,7 +196,7 @@ def importable(folder: Path) -> None:
         sys.path.append(place)
 
 
-def find(kind: Kind, name: str, where: str) -> Callable[..., Any]:
+def find(kind: ExtensionKind, name: str, where: str) -> Callable[..., Any]:
     """Returns the function or class that a name stands for.
 
     Args:
@@ -240,7 +240,7 @@ def parameters_of(
         raise UserError(f"{where}: the parameters of {name} cannot be determined") from None
 
 
-def _load(kind: Kind, path: str, where: str) -> Any:
+def _load(kind: ExtensionKind, path: str, where: str) -> Any:
     module, _, name = path.partition(":")
     try:
         found: Any = importlib.import_module(module)
@@ -270,7 +270,7 @@ def _reason(error: Exception) -> str:
     return f"{type(error).__name__}: {error}{place}"
 
 
-def tried(call: Bound, name: str, where: str, advice: str = "", **offered: Any) -> Any:
+def tried(call: BoundFunction, name: str, where: str, advice: str = "", **offered: Any) -> Any:
     """Calls a user-defined function; if it raises an exception, raises a `UserError` instead.
 
     Args:
@@ -303,8 +303,12 @@ def first_line(error: Exception) -> str:
 
 
 def bind(
-    kind: Kind, name: str, options: Mapping[str, Any] | ConfigDict, where: str, text: bool = False
-) -> Bound:
+    kind: ExtensionKind,
+    name: str,
+    options: Mapping[str, Any] | ConfigDict,
+    where: str,
+    text: bool = False,
+) -> BoundFunction:
     """Returns the function or class that a name stands for, together with its options.
 
     Args:
@@ -346,7 +350,7 @@ def bind(
     if only or (kind.needs and not asks & set(kind.needs)):
         has = f"{kind.one} has a parameter {' or '.join(kind.needs or kind.offers)}, passed by name"
         raise UserError(f"{where}: {name} takes {inspect.signature(found)}; {has}")
-    return Bound(found, asks, types.MappingProxyType(given))
+    return BoundFunction(found, asks, types.MappingProxyType(given))
 
 
 _BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
@@ -403,7 +407,9 @@ class MisfitError(UserError):
     """Raised if a user-defined function, such as a reward or a filter, returns an invalid value."""
 
 
-def refuse_result(kind: Kind, name: str, result: Any, wanted: str, where: str) -> MisfitError:
+def refuse_result(
+    kind: ExtensionKind, name: str, result: Any, wanted: str, where: str
+) -> MisfitError:
     """Returns the error for a user-defined function whose result is invalid for its kind.
 
     Args:

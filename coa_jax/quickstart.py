@@ -26,7 +26,7 @@ from coa_jax.distill import DistillConfig, evaluate_teacher
 from coa_jax.distill.dataset import distill_split
 from coa_jax.distill.economy import policy_economy
 from coa_jax.distill.pipeline import graded_runs, run_teacher
-from coa_jax.economy import read_traces, token_counter
+from coa_jax.economy import read_phase, token_counter
 from coa_jax.errors import UserError
 from coa_jax.evaluate.figures import shown_rate, table
 from coa_jax.evaluate.run import EvaluateConfig, evaluate_model, load
@@ -87,7 +87,7 @@ class Tasks(Bounded):
 
 
 @dataclasses.dataclass(frozen=True)
-class Measure(Bounded):
+class FurtherEvaluation(Bounded):
     """The settings of an additional evaluation after the training stages.
 
     Attributes:
@@ -122,7 +122,7 @@ class Command(Bounded):
         rft: settings of `learn.rejection`, without the paths, with which another policy for
             comparison is trained on RL's right trajectories; {} to train no such policy.
         economy: whether to count how many tokens the policy of RL saves compared with the teacher.
-        measures: maps names to additional evaluations, see `Measure`.
+        measures: maps names to additional evaluations, see `FurtherEvaluation`.
         release: whether to write ``release/``, see `coa_jax.release`; needs training with adapters.
         minutes: expected minutes of each stage on 2 CPU cores, to estimate the remaining time.
     """
@@ -174,10 +174,10 @@ class Command(Bounded):
         paths = {"model": str(path / "models" / "sft"), "traces": str(path / "traces.jsonl")}
         return build(RFTConfig, {**self.rft, **paths, "phase": "rl"}, "config.rft")
 
-    def further(self) -> dict[str, Measure]:
+    def further(self) -> dict[str, FurtherEvaluation]:
         """Returns the settings of the additional evaluations (``measures``), by name."""
         return {
-            name: build(Measure, values, f"config.measures.{name}")
+            name: build(FurtherEvaluation, values, f"config.measures.{name}")
             for name, values in self.measures.items()
         }
 
@@ -311,7 +311,7 @@ class Pipeline:
     def economy(self) -> None:
         """Counts the tokens that the teacher and RL's policy need for the held-out tasks."""
         tokenizer = load_tokenizer(self.models / "rl")
-        traces = read_traces(str(self.run.path / "traces.jsonl"), "evaluate-rl")
+        traces = read_phase(str(self.run.path / "traces.jsonl"), "evaluate-rl")
         logs = asyncio.run(
             run_teacher(self.held_out, self.named, self.teacher, self.teacher.minds())
         )

@@ -50,14 +50,14 @@ _ONLY_DIGITS = bytes(ord("0") if chr(code).isdigit() else 0 for code in range(12
 _NO_BRACKETS = bytes(set(range(256)) - set(b"[]{}"))
 
 
-def memory() -> int:
+def machine_memory() -> int:
     """Returns the size of the machine's memory in bytes."""
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
 
 
 def whole_limit() -> int:
     """Returns the maximum size, in bytes, of a file that may be read into memory as a whole."""
-    return memory() // 4
+    return machine_memory() // 4
 
 
 def open_file(path: str | os.PathLike[str]) -> IO[bytes]:

@@ -72,7 +72,7 @@ def release(run: Path, output: Path) -> int:
 
 def _readme(output: Path, config: dict[str, Any], new: Path) -> str:
     """Returns the README, which lists the contents of the directory and commands that use it."""
-    place = storage.shown(str(output))
+    place = storage.with_urls(str(output))
     summary = files.read_json_object(new / "summary.json")
     rates = [
         f"{summary[stage]['pass_at_1']:.3f} after {stage.upper()} ({summary[stage]['n']} tasks)"

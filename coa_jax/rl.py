@@ -24,7 +24,7 @@ from coa_jax.learn.command import define_flags
 from coa_jax.learn.rl import repeat
 from coa_jax.protocol import find_protocols
 from coa_jax.settings import build
-from coa_jax.storage import shown, visited
+from coa_jax.storage import visited, with_urls
 from coa_jax.storage.mirror import NAMES_ONLY
 
 
@@ -41,7 +41,7 @@ def main(argv: list[str]) -> int:
         print(found)
         return 0 if found.identical else 1
     run = train_rl(values.config, values.workdir, wandb_project=values.wandb_project)
-    print(f"model -> {shown(run.model)}")
+    print(f"model -> {with_urls(run.model)}")
     return 0
 
 

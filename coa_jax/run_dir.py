@@ -207,7 +207,8 @@ class RunDir:
             phase: phase of the step.
             rows: trajectories as JSON objects, each a mapping or a string. The step and phase are
                 added to the `metadata` of each object.
-            form: "jsonl" to append to `traces.jsonl`, or one of `shards.FORMATS` to write a shard.
+            form: "jsonl" to append to `traces.jsonl`, or one of `shards.SHARD_FORMATS` to write a
+                shard.
         """
         if not self.active:
             return
@@ -337,7 +338,9 @@ def _plain(value: Any) -> Any:
         return None
     if isinstance(value, int | float | None):
         return value
-    return storage.shown(str(value))  # the local path of a mirror differs from process to process
+    return storage.with_urls(
+        str(value)
+    )  # the local path of a mirror differs from process to process
 
 
 def differences(old: Any, new: Any, key: str = "") -> list[str]:

@@ -21,7 +21,7 @@ from coa_jax.records import read_records
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.small.scratch import ScratchConfig, write_policy
-from coa_jax.storage import run_folder, shown
+from coa_jax.storage import run_folder, with_urls
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.prompts import load_prompt
 
@@ -68,7 +68,7 @@ def make_policy(values: ml_collections.ConfigDict, workdir: Path) -> Path:
 def main(argv: list[str]) -> None:
     """Runs ``python -m coa_jax.scratch``: creates an untrained policy."""
     model = make_policy(flags.FLAGS.config, run_folder(flags.FLAGS.workdir))
-    print(f"model -> {shown(model)}")
+    print(f"model -> {with_urls(model)}")
 
 
 if __name__ == "__main__":

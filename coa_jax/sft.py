@@ -16,7 +16,7 @@ from coa_jax.api import train_sft
 from coa_jax.check import check
 from coa_jax.cli import run_main
 from coa_jax.learn.command import define_flags
-from coa_jax.storage import shown
+from coa_jax.storage import with_urls
 
 
 def main(argv: list[str]) -> int:
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> int:
     if values.check != "false":
         return check("sft")
     run = train_sft(values.config, values.workdir, wandb_project=values.wandb_project)
-    print(f"model -> {shown(run.model)}")
+    print(f"model -> {with_urls(run.model)}")
     return 0
 
 

@@ -20,13 +20,13 @@ from coa_jax import files
 from coa_jax.errors import UserError
 from coa_jax.storage import local
 
-FORMATS = ("jsonl.gz", "array_record")
+SHARD_FORMATS = ("jsonl.gz", "array_record")
 """Formats of shards: gzip-compressed JSON lines, or an ArrayRecord file with zstd compression.
 
 A record of an ArrayRecord file holds one JSON object.
 """
 
-_SUFFIXES = (".jsonl", *(f".{form}" for form in FORMATS))
+_SUFFIXES = (".jsonl", *(f".{form}" for form in SHARD_FORMATS))
 _LEVEL = 3  # gzip level: higher levels take several times as long and save a few per cent
 
 
@@ -35,7 +35,7 @@ def write(folder: Path, form: str, phase: str, step: int, rows: Iterable[bytes])
 
     Args:
         folder: folder of the shards; it is created if necessary.
-        form: format of the shard, one of `FORMATS`.
+        form: format of the shard, one of `SHARD_FORMATS`.
         phase: phase to which all rows belong.
         step: step to which all rows belong.
         rows: JSON texts without newlines. Only one row is in memory at a time.
@@ -96,7 +96,7 @@ def of_run(folder: Path) -> list[Path]:
     return [*([plain] if plain.exists() else []), *_shards(folder / "traces")]
 
 
-def parts(path: str | os.PathLike[str]) -> list[Path]:
+def shard_files(path: str | os.PathLike[str]) -> list[Path]:
     """Returns the trajectory files at a path.
 
     Args:

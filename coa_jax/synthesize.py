@@ -33,7 +33,7 @@ from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.distill.scripted import scripted_minds
 from coa_jax.distill.synthesis.build import Item, Synthesis, SynthesisConfig
 from coa_jax.distill.synthesis.closed_book import ClosedBookConfig, closed_book
-from coa_jax.distill.synthesis.drafts import Author, document_of
+from coa_jax.distill.synthesis.drafts import QuestionWriter, document_of
 from coa_jax.distill.synthesis.facts import FactsAuthor
 from coa_jax.distill.synthesis.language import LanguageAuthor
 from coa_jax.distill.synthesis.solvers import WithoutTools, WithTools
@@ -42,7 +42,7 @@ from coa_jax.evaluate.policy import weights_name
 from coa_jax.progress import progress
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
-from coa_jax.storage import run_folder, shown
+from coa_jax.storage import run_folder, with_urls
 from coa_jax.tasks.judge import Judge, JudgeConfig
 from coa_jax.tools.corpus import read_corpus
 from coa_jax.tools.make import ToolsConfig, check_protocol, make_tools
@@ -130,7 +130,7 @@ async def _work(
     }
     model = endpoints.get("endpoint")
     documents = [document_of(passage) for passage in index.passages]
-    author: Author = (
+    author: QuestionWriter = (
         FactsAuthor(documents, how.seed) if model is None else LanguageAuthor(model, how.text)
     )
     with_tools = _with_tools(config, command, model, workdir)
@@ -250,7 +250,7 @@ def main(argv: list[str]) -> None:
             else "the author cannot read any document of these splits: without a model it knows "
             "sentences of the Factbook only; use configs/synthesize/endpoint.py"
         )
-    print(f"{summary['kept']['tasks']} questions -> {shown(workdir)}/questions.jsonl")
+    print(f"{summary['kept']['tasks']} questions -> {with_urls(workdir)}/questions.jsonl")
 
 
 if __name__ == "__main__":

@@ -391,7 +391,7 @@ def iterate_trajectories(
     """
     path = local(os.fspath(path))
     find_protocols(path)
-    for part in shards.parts(path):
+    for part in shards.shard_files(path):
         yield from jsonl.read_lines(part, decode, growing=growing)
 
 

@@ -18,7 +18,7 @@ import coa_jax
 from coa_jax.distill.readers import READERS, read_traces
 from coa_jax.distill.selection import SelectionConfig, further_filters, set_filters
 from coa_jax.errors import UserError
-from coa_jax.extensions import Kind, Named, bind, find
+from coa_jax.extensions import ExtensionKind, Named, bind, find
 from coa_jax.overrides import join_new_keys
 from coa_jax.protocol import get_protocol
 from coa_jax.settings import build, complete
@@ -249,7 +249,7 @@ def test_rows_of_a_file_name_no_code(folder):
 
 # --- mistakes -------------------------------------------------------------------------------
 
-TOOL = Kind("tool", "coa_jax.tools", {}, offers=("config",))
+TOOL = ExtensionKind("tool", "coa_jax.tools", {}, offers=("config",))
 
 
 @pytest.mark.parametrize(

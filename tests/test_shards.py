@@ -16,7 +16,7 @@ import grain
 import pytest
 
 from coa_jax import shards
-from coa_jax.economy import read_traces
+from coa_jax.economy import read_phase
 from coa_jax.errors import UserError
 from coa_jax.learn.rejection import read_graded
 from coa_jax.report.traces import sample_traces
@@ -25,7 +25,7 @@ from coa_jax.trajectory import Reward, Trajectory, read_trajectories
 from tests.report.run_files import episode
 
 ROOT = Path(__file__).parents[1]
-each_format = pytest.mark.parametrize("form", shards.FORMATS)
+each_format = pytest.mark.parametrize("form", shards.SHARD_FORMATS)
 
 
 def graded(number: int) -> dict:
@@ -61,7 +61,7 @@ def test_each_format_gives_back_what_plain_lines_give_back(tmp_path, form):
 
 
 def test_the_formats_are_those_that_other_programs_read(tmp_path):
-    for form in shards.FORMATS:
+    for form in shards.SHARD_FORMATS:
         write_steps(tmp_path / form, form)
     packed = (tmp_path / "jsonl.gz" / "traces" / "rl-00000001-00.jsonl.gz").read_bytes()
     lines = [json.loads(line) for line in gzip.decompress(packed).splitlines()]
@@ -75,7 +75,7 @@ def test_the_formats_are_those_that_other_programs_read(tmp_path):
 def test_every_command_that_reads_traces_reads_each_format(tmp_path, form):
     write_steps(tmp_path, form)
     assert numbers(read_graded(str(tmp_path), "rl")) == list(range(2, 10))
-    assert numbers(read_traces(str(tmp_path), "evaluate-rl")) == [100, 101]
+    assert numbers(read_phase(str(tmp_path), "evaluate-rl")) == [100, 101]
     assert sum(sample_traces(tmp_path, 3).counts["rl-train"].values()) == 10
 
 
@@ -132,7 +132,7 @@ def test_a_kill_in_the_middle_leaves_whole_steps(tmp_path, form):
 
 @pytest.mark.parametrize(
     ("form", "cut"),
-    [*((form, cut) for form in shards.FORMATS for cut in ("half", "changed")),
+    [*((form, cut) for form in shards.SHARD_FORMATS for cut in ("half", "changed")),
      ("array_record", "empty")],
 )  # fmt: skip
 def test_a_damaged_shard_is_one_line_of_error(tmp_path, form, cut):

@@ -12,8 +12,8 @@ from typing import Any
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
 
-from coa_jax.agents.program import MODEL, Outcome, ProgramError
-from coa_jax.agents.session import Session
+from coa_jax.agents.program import MODEL, ProgramError, ProgramOutcome
+from coa_jax.agents.session import AgentSession
 from coa_jax.serve.app import handle_errors
 from coa_jax.serve.chat import chat_completion, read_messages
 from coa_jax.serve.errors import error_response
@@ -24,7 +24,7 @@ from coa_jax.serve.service import Service
 from coa_jax.trajectory import StopReason, Trajectory
 from coa_jax.web.bodies import parse_json
 from coa_jax.web.errors import Refused
-from coa_jax.web.guard import Guard, Rules, body_of
+from coa_jax.web.guard import Guard, GuardRules, body_of
 from coa_jax.web.refusals import RefusalLog
 
 
@@ -35,7 +35,7 @@ class Sessions(Service):
     contain its ``session``, and its ``place`` in the session's tree of turns.
     """
 
-    def prepare(self, session: Session, _: Service, body: ChatRequest) -> Visit:
+    def prepare(self, session: AgentSession, _: Service, body: ChatRequest) -> Visit:
         """Converts the body of a chat request into a request for the rollout loop.
 
         Callers should call this method in a thread, because it tokenises the new messages. The
@@ -87,7 +87,7 @@ class Sessions(Service):
 
         Each completion is recorded in the session before the method yields it.
         """
-        session: Session = visit.metadata["session"]
+        session: AgentSession = visit.metadata["session"]
         if session.closed:  # the session was closed while its request was being read
             raise Refused(401, "the session has ended")
         said: dict[int, str] = defaultdict(str)
@@ -110,12 +110,12 @@ class Sessions(Service):
         # collector would free such a cycle.
         trajectory.metadata.pop("session").in_engine -= 1
 
-    def running(self, session: Session) -> list[Visit]:
+    def running(self, session: AgentSession) -> list[Visit]:
         """Returns the requests of a session whose completions are still being sampled."""
         return [visit for visit in self._visits if visit.metadata["session"] is session]
 
 
-def make_app(service: Sessions, sessions: Mapping[str, Session], log: RefusalLog) -> FastAPI:
+def make_app(service: Sessions, sessions: Mapping[str, AgentSession], log: RefusalLog) -> FastAPI:
     """Creates the web application (ASGI) that agent programs call.
 
     Args:
@@ -126,7 +126,7 @@ def make_app(service: Sessions, sessions: Mapping[str, Session], log: RefusalLog
     """
     app = FastAPI(openapi_url=None)
 
-    def session_of(request: Request) -> Session:
+    def session_of(request: Request) -> AgentSession:
         key = request.headers.get("authorization", "").partition(" ")[2].strip()
         return sessions[key]
 
@@ -149,7 +149,7 @@ def make_app(service: Sessions, sessions: Mapping[str, Session], log: RefusalLog
     async def reward(request: Request) -> Response:
         session = session_of(request)
         try:
-            given = Outcome.read(parse_json(body_of(request.scope), 1000, 1000))
+            given = ProgramOutcome.read(parse_json(body_of(request.scope), 1000, 1000))
         except ProgramError as error:
             raise Refused(400, f"the body is not valid: {error}") from None
         session.given = given.over(session.given)
@@ -160,7 +160,7 @@ def make_app(service: Sessions, sessions: Mapping[str, Session], log: RefusalLog
         return JSONResponse({"status": "ok"})
 
     handle_errors(app)
-    rules = Rules(
+    rules = GuardRules(
         api_key=sessions.__contains__,
         local=False,  # requests of other machines have a key, too
         max_body=service.config.body_limit,

@@ -9,9 +9,9 @@ from typing import Annotated, Any
 
 from coa_jax.bounds import Bounded, Natural, Place, Port, Seconds, Size
 from coa_jax.errors import UserError
-from coa_jax.extensions import Kind, Named
+from coa_jax.extensions import ExtensionKind, Named
 
-AGENTS = Kind(
+AGENTS = ExtensionKind(
     "agent",
     "coa_jax.agents",
     {},

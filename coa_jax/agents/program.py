@@ -33,7 +33,7 @@ class ProgramError(Exception):
 
 
 @dataclasses.dataclass(frozen=True)
-class Outcome:
+class ProgramOutcome:
     """The outcome that an agent program reports for its sample.
 
     Attributes:
@@ -45,7 +45,7 @@ class Outcome:
     reward: float | None = None
 
     @classmethod
-    def read(cls, value: Any) -> Outcome:
+    def read(cls, value: Any) -> ProgramOutcome:
         """Reads an outcome from the value that a program printed or a function returned.
 
         Args:
@@ -70,14 +70,14 @@ class Outcome:
             reward = float(reward)
         return cls(None if answer is None else str(answer), reward)
 
-    def over(self, other: Outcome) -> Outcome:
+    def over(self, other: ProgramOutcome) -> ProgramOutcome:
         """Completes this outcome: fields that are None get the values of another outcome.
 
         Args:
             other: the other outcome.
         """
         answer = other.answer if self.answer is None else self.answer
-        return Outcome(answer, other.reward if self.reward is None else self.reward)
+        return ProgramOutcome(answer, other.reward if self.reward is None else self.reward)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,18 +93,18 @@ class Access:
     key: str
 
 
-Agent = Callable[[Mapping[str, Any], Access], Awaitable[Outcome]]
+AgentFunction = Callable[[Mapping[str, Any], Access], Awaitable[ProgramOutcome]]
 """A function that solves a task, a JSON object, by calling the policy.
 
 If it is cancelled, it ends its processes.
 """
 
 
-def make_agent(config: AgentConfig) -> Agent:
+def make_agent(config: AgentConfig) -> AgentFunction:
     """Creates the async function that runs the agent of a run for one sample.
 
-    The function takes the task, as a JSON object, and an `Access`, and returns an `Outcome`. It
-    runs the program or calls the user's function that the settings name.
+    The function takes the task, as a JSON object, and an `Access`, and returns a `ProgramOutcome`.
+    It runs the program or calls the user's function that the settings name.
 
     Raises:
         UserError: the function does not exist, has wrong parameters, or is not async.
@@ -116,7 +116,7 @@ def make_agent(config: AgentConfig) -> Agent:
     if not inspect.iscoroutinefunction(call.found):
         raise UserError(f"agent.function: {config.function} is not async; write 'async def'")
 
-    async def run(task: Mapping[str, Any], access: Access) -> Outcome:
+    async def run(task: Mapping[str, Any], access: Access) -> ProgramOutcome:
         try:
             found = await call(
                 task=dict(task),
@@ -127,16 +127,18 @@ def make_agent(config: AgentConfig) -> Agent:
             )
         except Exception as error:  # the function of a user may raise anything
             raise ProgramError(f"{type(error).__name__}: {error}") from error
-        return Outcome.read(found)
+        return ProgramOutcome.read(found)
 
     return run
 
 
-async def run_command(command: list[str], task: Mapping[str, Any], access: Access) -> Outcome:
+async def run_command(
+    command: list[str], task: Mapping[str, Any], access: Access
+) -> ProgramOutcome:
     """Runs a program, supervised by `leash`, and returns the outcome that it prints.
 
     The program can read the task from its standard input. The last line that the program prints
-    must be its outcome: a JSON object that `Outcome.read` accepts, or the answer itself.
+    must be its outcome: a JSON object that `ProgramOutcome.read` accepts, or the answer itself.
 
     Args:
         command: the program and its arguments.
@@ -179,8 +181,8 @@ async def run_command(command: list[str], task: Mapping[str, Any], access: Acces
     *_, last = printed.strip().splitlines() or [""]
     with contextlib.suppress(ValueError):
         if isinstance(value := json.loads(last), dict):
-            return Outcome.read(value)
-    return Outcome.read(last.strip() or None)
+            return ProgramOutcome.read(value)
+    return ProgramOutcome.read(last.strip() or None)
 
 
 def _environment(question: str, access: Access) -> dict[str, str]:

@@ -10,8 +10,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from coa_jax.agents.program import Outcome
-from coa_jax.agents.session import Place, Session
+from coa_jax.agents.program import ProgramOutcome
+from coa_jax.agents.session import AgentSession, TurnPlace
 from coa_jax.engine.engine import Engine
 from coa_jax.rollout.detokenize import token_table
 from coa_jax.rollout.request import Request
@@ -96,9 +96,9 @@ class RecordedSession:
         turns, first = self._sample["recorded_turns"], self._sample["versions"][0][1]
         if len(self._answers) < len(turns):
             return None
-        session = Session(self._tokenizer, self._request, self._sample["sample"], first)
+        session = AgentSession(self._tokenizer, self._request, self._sample["sample"], first)
         for index, turn in enumerate(turns):
             before = None if turn["before"] is None else session.turns[turn["before"]]
-            place = Place(before, (), tuple(turn["added"]), turn["number"])
+            place = TurnPlace(before, (), tuple(turn["added"]), turn["number"])
             session.add(place, "", self._answers[index])
-        return session.trajectory(StopReason(self._sample["stop_reason"]), Outcome(), {})
+        return session.trajectory(StopReason(self._sample["stop_reason"]), ProgramOutcome(), {})

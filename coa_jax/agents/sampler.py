@@ -12,8 +12,8 @@ from absl import logging
 
 from coa_jax.agents.app import Sessions, make_app
 from coa_jax.agents.config import AgentConfig
-from coa_jax.agents.program import MODEL, Access, Outcome, ProgramError, make_agent
-from coa_jax.agents.session import Session
+from coa_jax.agents.program import MODEL, Access, ProgramError, ProgramOutcome, make_agent
+from coa_jax.agents.session import AgentSession
 from coa_jax.engine.engine import Engine
 from coa_jax.errors import UserError
 from coa_jax.model.api import Model
@@ -25,7 +25,7 @@ from coa_jax.trajectory import StopReason, Trajectory
 from coa_jax.web.refusals import RefusalLog
 from coa_jax.web.server import Server, address_of, listen
 
-_NOTHING = Outcome()
+_NOTHING = ProgramOutcome()
 _HOPELESS = 8
 """Number of failed programs after which the run stops if no program has succeeded before."""
 
@@ -76,11 +76,11 @@ class AgentSampler:
         self._service = Sessions(
             model, engines, (), served, Prompt("brief"), version=version, recompute=recompute
         )
-        self._by_key: dict[str, Session] = {}  # open sessions
+        self._by_key: dict[str, AgentSession] = {}  # open sessions
         self._version = version
         self._listener = listen(config.host, config.port, "give another agent.port or agent.host")
         self._url = address_of(self._listener)
-        self._running: dict[asyncio.Task[Any], Session] = {}  # and waiting for a place
+        self._running: dict[asyncio.Task[Any], AgentSession] = {}  # and waiting for a place
         self._ended: asyncio.Queue[asyncio.Task[Any]] = asyncio.Queue()
         self._failures: int | None = 0  # number of failures; None once a program has succeeded
         self._warned = False
@@ -89,7 +89,7 @@ class AgentSampler:
         """Adds a request; starts an agent program for each of its samples, see `Sampler.submit`."""
         for sample in request.samples:
             tokenizer, most = self._service.model.tokenizer, self._config.max_requests
-            session = Session(tokenizer, request, sample, self._version, most)
+            session = AgentSession(tokenizer, request, sample, self._version, most)
             task = asyncio.create_task(self._run(session))
             task.add_done_callback(self._ended.put_nowait)
             self._running[task] = session
@@ -159,7 +159,7 @@ class AgentSampler:
                 server.should_exit = True
                 await asyncio.gather(serving, return_exceptions=True)
 
-    async def _run(self, session: Session) -> Trajectory:
+    async def _run(self, session: AgentSession) -> Trajectory:
         """Runs a program until it ends; returns a trajectory even if the program fails."""
         clock = asyncio.get_running_loop().time
         async with self._places:
@@ -176,7 +176,7 @@ class AgentSampler:
             self._count(session, reason, fault)
         return self._finished(session, reason, outcome, clock() - began, fault)
 
-    async def _ended_program(self, session: Session) -> tuple[StopReason, Outcome, str]:
+    async def _ended_program(self, session: AgentSession) -> tuple[StopReason, ProgramOutcome, str]:
         """Runs a program, and closes its session; returns the stop reason, outcome and fault."""
         task, outcome, fault = session.request.task, _NOTHING, ""
         session.version = self._version
@@ -205,7 +205,7 @@ class AgentSampler:
         del self._by_key[key]
         return reason, outcome, fault
 
-    def _count(self, session: Session, reason: StopReason, fault: str) -> None:
+    def _count(self, session: AgentSession, reason: StopReason, fault: str) -> None:
         """Logs the first failure, and stops the run if the first programs all fail.
 
         A program without a completion of the policy does not count as a success.
@@ -237,9 +237,9 @@ class AgentSampler:
 
     def _finished(
         self,
-        session: Session,
+        session: AgentSession,
         reason: StopReason,
-        outcome: Outcome = _NOTHING,
+        outcome: ProgramOutcome = _NOTHING,
         seconds: float = 0.0,
         fault: str = "",
     ) -> Trajectory:
@@ -256,7 +256,7 @@ class AgentSampler:
         return session.trajectory(reason, outcome, about)
 
 
-def _unanswered(session: Session) -> str:
+def _unanswered(session: AgentSession) -> str:
     """Reason for which a program received no completion."""
     if session.refused:
         limits = session.ended_by is StopReason.LENGTH

@@ -19,15 +19,15 @@ from typing import Any
 
 import numpy as np
 
-from coa_jax.agents.program import Outcome
+from coa_jax.agents.program import ProgramOutcome
 from coa_jax.model.tokenizer import decode_ids
 from coa_jax.rollout.request import Request
-from coa_jax.serve.functions import Message, further_ids, prompt_ids, same_turn
+from coa_jax.serve.functions import Message, chat_prompt_ids, further_ids, same_turn
 from coa_jax.trajectory import Author, SegmentSpan, StopReason, Trajectory
 
 
 @dataclasses.dataclass(frozen=True)
-class Place:
+class TurnPlace:
     """The point in the tree of turns that a request continues.
 
     Attributes:
@@ -38,7 +38,7 @@ class Place:
             is derived.
     """
 
-    before: Turn | None
+    before: AgentTurn | None
     messages: tuple[Message, ...]
     added: tuple[int, ...]
     number: int
@@ -50,7 +50,7 @@ class Place:
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Turn:
+class AgentTurn:
     """A request of an agent program, and one completion of the request.
 
     Attributes:
@@ -59,12 +59,12 @@ class Turn:
         answer: trajectory of the completion: the prompt, and the new tokens of the policy.
     """
 
-    place: Place
+    place: TurnPlace
     said: str
     answer: Trajectory
 
     @property
-    def path(self) -> tuple[Turn, ...]:
+    def path(self) -> tuple[AgentTurn, ...]:
         """All turns of the conversation, from the first to this one."""
         return (*(self.place.before.path if self.place.before else ()), self)
 
@@ -80,7 +80,7 @@ class Turn:
         return role == "assistant" and (whole or same_turn(text, said))
 
 
-class Session:
+class AgentSession:
     """The conversations of an agent program with the policy for one sample, as a tree of turns.
 
     Several threads may call `known` and `place` at the same time, but only one thread calls `add`.
@@ -111,20 +111,20 @@ class Session:
             most: maximum number of requests.
         """
         self.request, self.sample, self.version, self.most = request, sample, version, most
-        self.turns: list[Turn] = []
-        self.given = Outcome()
+        self.turns: list[AgentTurn] = []
+        self.given = ProgramOutcome()
         self.ended_by: StopReason | None = None
         self.in_engine = self.asked = 0
         self.refused = ""
         self.closed = False
         self._tokenizer = tokenizer
-        self._after: dict[Turn | None, list[Turn]] = {None: []}
+        self._after: dict[AgentTurn | None, list[AgentTurn]] = {None: []}
         self._prompts: Counter[int] = Counter()
         self._lock = threading.Lock()
 
     def known(
-        self, messages: Sequence[Message], turn: Turn | None = None
-    ) -> tuple[Turn | None, tuple[Message, ...]]:
+        self, messages: Sequence[Message], turn: AgentTurn | None = None
+    ) -> tuple[AgentTurn | None, tuple[Message, ...]]:
         """Finds the turn that a request continues, by comparing the texts of the messages.
 
         The result is the last turn that the messages repeat, and the messages after this turn.
@@ -142,7 +142,7 @@ class Session:
                 best = found if len(found[1]) <= len(best[1]) else best
         return best
 
-    def place(self, before: Turn | None, new: tuple[Message, ...]) -> Place:
+    def place(self, before: AgentTurn | None, new: tuple[Message, ...]) -> TurnPlace:
         """Tokenises the new messages of a request, and returns its place in the tree of turns.
 
         Args:
@@ -150,10 +150,10 @@ class Session:
             new: messages after this turn, as returned by `known`.
         """
         if before is None:
-            added = prompt_ids(self._tokenizer, new)
+            added = chat_prompt_ids(self._tokenizer, new)
         else:
             added = further_ids(self._tokenizer, int(before.answer.tokens[-1]), new)
-        place = Place(before, new, tuple(added), 0)
+        place = TurnPlace(before, new, tuple(added), 0)
         content = zlib.crc32(np.asarray(place.prompt, np.int32).tobytes())
         with self._lock:
             again = self._prompts[content]
@@ -162,7 +162,7 @@ class Session:
         name = f"{self.request.prompt_id} {self.sample} {content} {again}"
         return dataclasses.replace(place, number=zlib.crc32(name.encode()) >> 1)
 
-    def add(self, place: Place, said: str, answer: Trajectory) -> None:
+    def add(self, place: TurnPlace, said: str, answer: Trajectory) -> None:
         """Records a completion as a new turn.
 
         Args:
@@ -170,13 +170,13 @@ class Session:
             said: text of the completion as the program received it.
             answer: trajectory of the completion.
         """
-        turn = Turn(place, said, answer)
+        turn = AgentTurn(place, said, answer)
         self.turns.append(turn)
         self._after[turn] = []  # comes first, because another thread may be in `known`
         self._after[place.before].append(turn)
 
     def trajectory(
-        self, reason: StopReason, outcome: Outcome, about: Mapping[str, Any]
+        self, reason: StopReason, outcome: ProgramOutcome, about: Mapping[str, Any]
     ) -> Trajectory:
         """Builds the trajectory of the sample from all conversations of the program.
 
@@ -192,13 +192,15 @@ class Session:
         """
         last = self.turns[-1] if self.turns else None
         leaves = [turn for turn in self.turns if not self._after[turn] and turn is not last]
-        learned: set[Turn] = set()
+        learned: set[AgentTurn] = set()
         about = {**self.request.task.metadata, **self.request.metadata, **about}
         about["recorded_turns"] = self._record()
         if outcome.reward is not None:
             about["given_reward"] = outcome.reward
         whole = self._sequence(last.path if last else (), learned, reason, outcome, about)
-        branches = [self._sequence(leaf.path, learned, reason, Outcome(), {}) for leaf in leaves]
+        branches = [
+            self._sequence(leaf.path, learned, reason, ProgramOutcome(), {}) for leaf in leaves
+        ]
         return dataclasses.replace(whole, branches=tuple(branches))
 
     def _record(self) -> list[dict[str, Any]]:
@@ -223,10 +225,10 @@ class Session:
 
     def _sequence(
         self,
-        path: Sequence[Turn],
-        learned: set[Turn],
+        path: Sequence[AgentTurn],
+        learned: set[AgentTurn],
         reason: StopReason,
-        outcome: Outcome,
+        outcome: ProgramOutcome,
         about: Mapping[str, Any],
     ) -> Trajectory:
         tokens = list(path[-1].answer.tokens.tolist() if path else self.request.prompt)

@@ -18,7 +18,7 @@ from coa_jax.aot.hlo import parse
 from coa_jax.aot.programs import Program, all_programs
 from coa_jax.aot.schedule import Machine, play
 from coa_jax.aot.slices import Slice, owners_of
-from coa_jax.aot.split import ASSUMES, BY_DECODING, BY_RATIO, Split, best, splits
+from coa_jax.aot.split import ASSUMES, BY_DECODING, BY_RATIO, ChipSplit, best, splits
 from coa_jax.errors import UserError
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
@@ -300,7 +300,7 @@ def _step(setup: Setup, rows: Sequence[dict[str, Any]]) -> dict[str, Any]:
 
 def balance(
     setup: Setup, result: dict[str, Any], devices: Sequence[Any], ratio: float = 0.0
-) -> tuple[list[Split], dict[str, Any]]:
+) -> tuple[list[ChipSplit], dict[str, Any]]:
     """Estimates the time of an RL step for every split of a slice into training and rollouts.
 
     Args:

@@ -25,7 +25,7 @@ BY_DECODING = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class ChipSplit:
     """A split of a slice into chips for training and chips for rollouts.
 
     Attributes:
@@ -57,7 +57,7 @@ class Split:
 
 def splits(
     hosts: int, of_host: int, counts: Iterable[int], update: float, rollout: float
-) -> list[Split]:
+) -> list[ChipSplit]:
     """Returns the splits of a slice with the given numbers of rollout chips per host.
 
     Args:
@@ -71,11 +71,11 @@ def splits(
     found = []
     for count in counts:
         train, roll = hosts * (of_host - count), hosts * (count or of_host)
-        found.append(Split(count, train, roll, update / train, rollout / roll))
+        found.append(ChipSplit(count, train, roll, update / train, rollout / roll))
     return found
 
 
-def best(rows: Sequence[Split]) -> Split:
+def best(rows: Sequence[ChipSplit]) -> ChipSplit:
     """Returns the split with the shortest step.
 
     If several splits are equally fast, the result is the one with the most training chips. The
@@ -87,7 +87,7 @@ def best(rows: Sequence[Split]) -> Split:
     return min(apart or rows, key=lambda row: (row.step_s, row.rollout_chips))
 
 
-def table(rows: Sequence[Split], compiled: int) -> str:
+def table(rows: Sequence[ChipSplit], compiled: int) -> str:
     """Formats splits as a table.
 
     Args:

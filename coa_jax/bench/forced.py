@@ -66,9 +66,10 @@ class ForcedEpisode(Episode):
         self.script = script
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
-        """Adds a token, see `Episode.feed`; after the given number of tokens, the turn ends.
+        """Adds a token, see `Episode.feed`.
 
-        A turn ends with a tool call, or with the end of the episode.
+        The turn ends when it has as many tokens as ``script.lengths`` says. A turn ends with a tool
+        call, or with the end of the episode.
         """
         super().feed(token, logp)
         call = len(self.tool_calls)

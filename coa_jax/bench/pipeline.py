@@ -62,8 +62,15 @@ from absl import flags
 from coa_jax import jsonl
 from coa_jax.bench.measure import given, output_path, report
 from coa_jax.bench.models import rl_settings, warm_engines
-from coa_jax.bench.pipeline_samples import PROTOCOL, RIGHT, Samples, Watch, WatchedSleep, within
-from coa_jax.bench.pipeline_workload import Workload, read_workload
+from coa_jax.bench.pipeline_samples import (
+    PROTOCOL,
+    RIGHT,
+    Samples,
+    SampleWatch,
+    WatchedSleep,
+    within,
+)
+from coa_jax.bench.pipeline_workload import PipelineWorkload, read_workload
 from coa_jax.bench.workload import FIRST_ID
 from coa_jax.cli import run_main
 from coa_jax.engine.config import EngineConfig
@@ -110,8 +117,8 @@ class _Run(RunDir):
 
 
 def run_rl(
-    config: RLConfig, workload: Workload, path: Path, tool_share: float = 1.0
-) -> tuple[_Run, Watch]:
+    config: RLConfig, workload: PipelineWorkload, path: Path, tool_share: float = 1.0
+) -> tuple[_Run, SampleWatch]:
     """Runs reinforcement learning on a workload.
 
     Args:
@@ -124,7 +131,7 @@ def run_rl(
     Returns:
         The run directory with the measurements of the run, and the measurements of the samples.
     """
-    watch = Watch()
+    watch = SampleWatch()
     episodes = Samples(workload, watch)
     # Replace the class that parses the policy's text, and remove the end-of-sequence tokens.
     with (
@@ -136,7 +143,7 @@ def run_rl(
     return run, watch
 
 
-def write_inputs(workload: Workload, folder: Path) -> None:
+def write_inputs(workload: PipelineWorkload, folder: Path) -> None:
     """Writes the inputs of a run to a folder: a policy with random weights, a task per group."""
     questions = [f"Question {number} of {workload.name}." for number in range(len(workload.groups))]
     rows = (
@@ -151,7 +158,7 @@ def write_inputs(workload: Workload, folder: Path) -> None:
 
 
 def rl_config(
-    workload: Workload,
+    workload: PipelineWorkload,
     folder: Path,
     *,
     steps: int,
@@ -197,7 +204,7 @@ def rl_config(
 # --- the measurement -------------------------------------------------------------------------
 
 
-def full_rate(config: RLConfig, workload: Workload) -> float:
+def full_rate(config: RLConfig, workload: PipelineWorkload) -> float:
     """Measures the tokens sampled per second while all slots are in use and no tool sleeps.
 
     Args:
@@ -209,7 +216,7 @@ def full_rate(config: RLConfig, workload: Workload) -> float:
     """
     policy = load_model(config.model)
     engines = warm_engines(policy.params, policy.config, config.engine)
-    watch = Watch()
+    watch = SampleWatch()
     last: list[tuple[float, int]] = []
 
     def requests() -> Iterator[Request]:
@@ -236,7 +243,7 @@ def full_rate(config: RLConfig, workload: Workload) -> float:
 
 
 def floor(
-    workload: Workload, groups: int, slots: int, rate: float, update_s: float
+    workload: PipelineWorkload, groups: int, slots: int, rate: float, update_s: float
 ) -> dict[str, float]:
     """Computes lower bounds on the time of a step in seconds; see the docstring of the module.
 
@@ -261,7 +268,7 @@ def floor(
 
 
 def measure(
-    workload: Workload,
+    workload: PipelineWorkload,
     folder: Path,
     *,
     steps: int = 16,

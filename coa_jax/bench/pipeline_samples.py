@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 from coa_jax.bench.forced import ForcedEpisode, ForcedEpisodes, Sleep
-from coa_jax.bench.pipeline_workload import Sample, Workload
+from coa_jax.bench.pipeline_workload import PipelineWorkload, WorkloadSample
 from coa_jax.rollout.episode import Episode, ToolRequest
 from coa_jax.rollout.request import Request
 from coa_jax.tools.base import Observation, ToolContext
@@ -24,7 +24,7 @@ PROTOCOL, RIGHT, WRONG = "generalist", "right", "wrong"
 class _Episode(ForcedEpisode):
     """A sample with the turns and the answer that the workload prescribes."""
 
-    def __init__(self, request: Request, sample: int, forced: Sample, watch: Watch):
+    def __init__(self, request: Request, sample: int, forced: WorkloadSample, watch: SampleWatch):
         super().__init__(request, sample, forced.script)
         self._forced, self._watch, self._slot = forced, watch, [time.perf_counter(), math.inf]
         watch.occupied.append(self._slot)
@@ -51,7 +51,7 @@ class _Episode(ForcedEpisode):
 
 
 @dataclasses.dataclass
-class Watch:
+class SampleWatch:
     """Measurements of the samples of a run: when they had a slot, and when they waited for tools.
 
     All times are readings of `time.perf_counter`, in seconds.
@@ -89,8 +89,8 @@ class Samples(ForcedEpisodes):
         watch: collects the measurements.
     """
 
-    workload: Workload
-    watch: Watch
+    workload: PipelineWorkload
+    watch: SampleWatch
 
     def begin(self, request: Request, sample: int) -> Episode:
         """Starts a sample of a group; the group's index in the workload is the id of the task."""
@@ -101,7 +101,7 @@ class Samples(ForcedEpisodes):
 class WatchedSleep(Sleep):
     """A tool that sleeps for a share of the seconds in its argument, and records when it slept."""
 
-    def __init__(self, watch: Watch, share: float):
+    def __init__(self, watch: SampleWatch, share: float):
         self._watch, self._share = watch, share
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:

@@ -43,7 +43,7 @@ _Z99 = statistics.NormalDist().inv_cdf(0.99)
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class WorkloadSample:
     """A sample of a workload.
 
     Attributes:
@@ -56,7 +56,7 @@ class Sample:
 
 
 @dataclasses.dataclass(frozen=True)
-class Workload:
+class PipelineWorkload:
     """A workload of the pipeline benchmark, which consists of groups of samples.
 
     Attributes:
@@ -65,7 +65,7 @@ class Workload:
     """
 
     name: str
-    groups: tuple[tuple[Sample, ...], ...]
+    groups: tuple[tuple[WorkloadSample, ...], ...]
 
     @property
     def signal(self) -> float:
@@ -94,7 +94,7 @@ class Workload:
         return max(script.generated + script.observed for script in self.scripts)
 
 
-def read_workload(name: str) -> Workload:
+def read_workload(name: str) -> PipelineWorkload:
     """Reads a workload.
 
     Args:
@@ -117,10 +117,10 @@ def read_workload(name: str) -> Workload:
         raise UserError(f"{path}: not a workload of the pipeline benchmark: {error!r}") from error
     if len({len(group) for group in groups}) != 1:
         raise UserError(f"{path}: the groups have different sizes, or there are none")
-    return Workload(path.stem, groups)
+    return PipelineWorkload(path.stem, groups)
 
 
-def _sample(group: int, sample: Mapping[str, Any]) -> Sample:
+def _sample(group: int, sample: Mapping[str, Any]) -> WorkloadSample:
     calls = tuple(
         Call(float(seconds), tuple(range(FIRST_ID, FIRST_ID + int(size))))
         for seconds, size in zip(sample["seconds"], sample["observations"], strict=True)
@@ -128,7 +128,7 @@ def _sample(group: int, sample: Mapping[str, Any]) -> Sample:
     lengths = tuple(map(int, sample["lengths"]))
     if len(lengths) != len(calls) + 1 or min(lengths) < 1:
         raise ValueError(f"the lengths {lengths} do not fit a sample with {len(calls)} calls")
-    return Sample(Script(group, lengths, calls), bool(sample["right"]))
+    return WorkloadSample(Script(group, lengths, calls), bool(sample["right"]))
 
 
 def draw(p99: float, seed: int, name: str) -> dict[str, Any]:

@@ -30,8 +30,8 @@ from coa_jax.distill.dataset import distill_split, statistics_of
 from coa_jax.distill.economy import CountTokens, economy
 from coa_jax.distill.endpoint import Endpoint, EndpointConfig
 from coa_jax.distill.pipeline import DistillConfig, teacher_block
-from coa_jax.distill.smol_runs import SmolConfig, bind, endpoint_model, run_smolagents
-from coa_jax.distill.traces import TracesConfig, distill_traces
+from coa_jax.distill.smol_runs import SmolConfig, bind_settings, endpoint_model, run_smolagents
+from coa_jax.distill.traces import TraceFilesConfig, distill_traces
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import encode_plain, load_tokenizer
 from coa_jax.progress import progress
@@ -85,7 +85,7 @@ class Command(Bounded):
     tools: ToolsConfig | None = None
     endpoint: EndpointConfig | None = None
     smolagents: SmolConfig | None = None
-    traces: TracesConfig | None = None
+    traces: TraceFilesConfig | None = None
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -136,7 +136,7 @@ def read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
 
 def _converted(
     command: Command,
-    traces: TracesConfig,
+    traces: TraceFilesConfig,
     workdir: Path,
     name: str,
     tasks: Mapping[str, Task] | None = None,
@@ -180,7 +180,7 @@ def run_and_read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
             folder = workdir / "smolagents"
             file, others = folder / f"{name}.jsonl", _others(folder, name)
             with progress(f"run {name}", total=len(tasks)) as bar:
-                bind(file, fingerprint)
+                bind_settings(file, fingerprint)
                 spent = run_smolagents(
                     *(tasks, tools, lambda *_: model, file, how, limits, bar.reach, others)
                 )

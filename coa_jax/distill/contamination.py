@@ -14,7 +14,7 @@ import urllib.parse
 from collections import Counter, defaultdict
 from collections.abc import Collection, Iterable, Sequence
 
-from coa_jax.distill.filters import Run
+from coa_jax.distill.filters import TeacherRun
 from coa_jax.distill.messages import Kind
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.grading import normalize_answer
@@ -162,7 +162,7 @@ class Contamination:
 
         return any(not answers.isdisjoint(q.answers) and alike(q) for q in self.questions)
 
-    def __call__(self, run: Run) -> bool:
+    def __call__(self, run: TeacherRun) -> bool:
         """Returns whether the question or an observation of a run reveals a question."""
         returned = (m.content for m in run.log.messages if m.kind is Kind.OBSERVATION)
         return (
@@ -193,7 +193,7 @@ def contamination(
     return Contamination(ngram, share, entity_share, dict(shown), questions)
 
 
-def opens_blocked(run: Run, blocked: Sequence[str]) -> bool:
+def opens_blocked(run: TeacherRun, blocked: Sequence[str]) -> bool:
     """Returns whether a tool call of a run contains the URL of a blocked page.
 
     The URL of an archive or a proxy contains the URL of the archived page in its path or query,

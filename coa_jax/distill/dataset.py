@@ -18,7 +18,7 @@ from typing import Any
 
 from coa_jax import jsonl
 from coa_jax.distill.endpoint import Endpoint
-from coa_jax.distill.filters import FilterReport, Run
+from coa_jax.distill.filters import FilterReport, TeacherRun
 from coa_jax.distill.journal import open_journal
 from coa_jax.distill.llm import language_minds
 from coa_jax.distill.pipeline import DistillConfig, graded_runs, run_teacher, select
@@ -28,7 +28,7 @@ from coa_jax.trajectory import DistilledRecord, write_records
 
 
 @dataclasses.dataclass(frozen=True)
-class Split:
+class DistilledSplit:
     """One split of a finished data set.
 
     Attributes:
@@ -39,7 +39,7 @@ class Split:
             disk.
     """
 
-    runs: list[Run]
+    runs: list[TeacherRun]
     records: list[DistilledRecord]
     report: FilterReport
     resumed: int
@@ -55,7 +55,7 @@ def distill_split(
     on_done: Callable[[int], None] | None = None,
     count_tokens: Callable[[str], int] | None = None,
     endpoint: Endpoint | None = None,
-) -> Split:
+) -> DistilledSplit:
     """Lets the teacher solve the tasks of a split, filters the runs, and writes the records.
 
     Runs that an earlier, interrupted process finished are read from the journal in ``workdir``.
@@ -97,12 +97,12 @@ def distill_split(
     logs = asyncio.run(endpoint.closing(work) if endpoint else work)
     runs = graded_runs(tasks, logs, config.judges)
     records, report = write_split(name, runs, config, workdir, count_tokens)
-    return Split(runs, records, report, len(tasks) - fresh)
+    return DistilledSplit(runs, records, report, len(tasks) - fresh)
 
 
 def write_split(
     name: str,
-    runs: Sequence[Run],
+    runs: Sequence[TeacherRun],
     config: DistillConfig,
     workdir: Path,
     count_tokens: Callable[[str], int] | None = None,

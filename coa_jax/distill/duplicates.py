@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from coa_jax.distill.contamination import ngrams
-from coa_jax.distill.filters import Run
+from coa_jax.distill.filters import TeacherRun
 from coa_jax.installed import missing
 
 _SHINGLE = 3
@@ -18,7 +18,7 @@ def similarity(a: frozenset[Any], b: frozenset[Any]) -> float:
     return len(a & b) / len(a | b) if a or b else 1.0
 
 
-def policy_shingles(run: Run) -> frozenset[tuple[str, ...]]:
+def policy_shingles(run: TeacherRun) -> frozenset[tuple[str, ...]]:
     """Returns the word trigrams of a run, by which similar runs are found.
 
     They come from the question, and from the text that the policy will learn to write.
@@ -27,7 +27,7 @@ def policy_shingles(run: Run) -> frozenset[tuple[str, ...]]:
     return ngrams(f"{run.task.question} {said}", _SHINGLE)
 
 
-def repeats_another(runs: Sequence[Run], threshold: float, seed: int) -> list[bool]:
+def repeats_another(runs: Sequence[TeacherRun], threshold: float, seed: int) -> list[bool]:
     """Returns for each run whether the run is similar to an earlier run that is kept.
 
     A run is kept if the result for it is False. Two runs are similar if the Jaccard similarity of

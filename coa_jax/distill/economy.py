@@ -16,7 +16,7 @@ from typing import Any
 import numpy as np
 
 from coa_jax import jsonl
-from coa_jax.distill.filters import Run, is_correct
+from coa_jax.distill.filters import TeacherRun, is_correct
 from coa_jax.distill.llm import chat_of
 from coa_jax.distill.messages import AGENTS, MessageLog
 from coa_jax.distill.minds import AgentView
@@ -52,7 +52,7 @@ def team_tokens(log: MessageLog, tools: Sequence[str], count: CountTokens) -> tu
     return prompt, completion
 
 
-def economy(runs: Iterable[Run], tools: Sequence[str], count: CountTokens) -> dict[str, Any]:
+def economy(runs: Iterable[TeacherRun], tools: Sequence[str], count: CountTokens) -> dict[str, Any]:
     """Compares the tokens that the team and the distilled trajectories take per solved question.
 
     Args:
@@ -93,7 +93,7 @@ def resent_tokens(trajectory: Trajectory) -> int:
 
 
 def policy_economy(
-    runs: Mapping[str, Run],
+    runs: Mapping[str, TeacherRun],
     trajectories: Iterable[Trajectory],
     tools: Sequence[str],
     count: CountTokens,

@@ -20,7 +20,7 @@ from coa_jax.trajectory import DistilledRecord, Reward
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class TeacherRun:
     """A run of the teacher, with the data that filters need.
 
     Attributes:
@@ -52,7 +52,7 @@ class Filter:
     """
 
     name: str
-    keeps: Callable[[Run], bool]
+    keeps: Callable[[TeacherRun], bool]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +65,7 @@ class SetFilter:
     """
 
     name: str
-    drops: Callable[[Sequence[Run]], list[bool]]
+    drops: Callable[[Sequence[TeacherRun]], list[bool]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -105,22 +105,22 @@ def grade_of(task: Task, reward: Reward) -> bool | None:
     return None if score is None else score == 1.0
 
 
-def is_correct(run: Run) -> bool:
+def is_correct(run: TeacherRun) -> bool:
     """Returns whether the answer of a run is right; False if the run could not be graded."""
     return run.correct is True
 
 
-def obeys_protocol(run: Run) -> bool:
+def obeys_protocol(run: TeacherRun) -> bool:
     """Returns whether the trajectory of a run obeys every rule of its protocol."""
     return run.reward.parts["format"] == 1.0
 
 
-def has_no_fault(run: Run) -> bool:
+def has_no_fault(run: TeacherRun) -> bool:
     """Returns whether all tools worked in a run: no call has the outcome ``fault``."""
     return all(message.outcome != "fault" for message in run.log.messages)
 
 
-def repeats_no_call(run: Run) -> bool:
+def repeats_no_call(run: TeacherRun) -> bool:
     """Returns whether a run never called a tool twice with the same arguments.
 
     Arguments that differ only in white space count as the same. Model-written programs count as the
@@ -137,7 +137,7 @@ def _without_blanks(tool: str, arguments: str) -> str:
     return " ".join(arguments.split())
 
 
-def notices_mistakes(run: Run) -> bool:
+def notices_mistakes(run: TeacherRun) -> bool:
     """Returns whether a reflection followed every deliberately wrong call of a run.
 
     A wrong query may find the answer by luck. Then the run may contain no reflection, and would
@@ -166,7 +166,7 @@ def quality_filters(
         keep_without_gold: whether to keep runs of tasks without an accepted answer.
     """
 
-    def graded(run: Run) -> bool:
+    def graded(run: TeacherRun) -> bool:
         return run.obeys is not None and (run.correct is not None or not has_gold(run.task))
 
     return (
@@ -195,7 +195,7 @@ def plain_share(fraction: float, seed: int) -> Filter:
         seed: seed of the random choice.
     """
 
-    def keeps(run: Run) -> bool:
+    def keeps(run: TeacherRun) -> bool:
         if run.log.count(Kind.REFLECTION) or run.record.metadata["corrected"]:
             return True
         return uniform(seed, run.task.id, "plain_share") < fraction
@@ -203,13 +203,13 @@ def plain_share(fraction: float, seed: int) -> Filter:
     return Filter("plain_share", keeps)
 
 
-def first_failure(run: Run, filters: Sequence[Filter]) -> str | None:
+def first_failure(run: TeacherRun, filters: Sequence[Filter]) -> str | None:
     """Returns the name of the first of some filters that a run fails; None if it passes all."""
     return next((f.name for f in filters if not f.keeps(run)), None)
 
 
 def failures_of(
-    runs: Sequence[Run], filters: Sequence[Filter], set_filters: Sequence[SetFilter] = ()
+    runs: Sequence[TeacherRun], filters: Sequence[Filter], set_filters: Sequence[SetFilter] = ()
 ) -> list[str | None]:
     """Returns for each run the name of the first filter that it fails; None if it passes all.
 
@@ -227,8 +227,8 @@ def failures_of(
     return failures
 
 
-def examples_of(
-    runs: Sequence[Run], failures: Sequence[str | None], number: int = 3
+def dropped_examples(
+    runs: Sequence[TeacherRun], failures: Sequence[str | None], number: int = 3
 ) -> list[dict[str, Any]]:
     """Returns the first runs that each filter dropped, as JSON objects for inspection.
 
@@ -260,7 +260,7 @@ def report_of(
     return FilterReport(len(failures), counts[None], dropped)
 
 
-def copies(run: Run, corrected_copies: int) -> list[DistilledRecord]:
+def copies(run: TeacherRun, corrected_copies: int) -> list[DistilledRecord]:
     """Returns the training records of a kept run, to give self-corrections more weight.
 
     If the run corrected its answer, the result is ``corrected_copies`` equal records, otherwise one

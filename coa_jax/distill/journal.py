@@ -18,7 +18,7 @@ from coa_jax.run_dir import differences
 
 
 @dataclasses.dataclass(frozen=True)
-class Journal:
+class TeacherJournal:
     """A journal of the teacher's finished runs. All runs of a journal have the same settings.
 
     Attributes:
@@ -60,7 +60,7 @@ def check_fingerprint(path: Path, there: dict[str, Any], now: dict[str, Any]) ->
         )
 
 
-def open_journal(path: Path, fingerprint: dict[str, Any]) -> Journal:
+def open_journal(path: Path, fingerprint: dict[str, Any]) -> TeacherJournal:
     """Opens a journal, or creates it.
 
     Args:
@@ -77,7 +77,7 @@ def open_journal(path: Path, fingerprint: dict[str, Any]) -> Journal:
         raise UserError(f"{path}:1: not the head of a journal; delete the file")
     if not runs:  # settings may change while there are no runs
         jsonl.write_lines(path, [{"journal": fingerprint}])
-        return Journal(path, {})
+        return TeacherJournal(path, {})
     check_fingerprint(path, head, fingerprint)
     logs = [run for run in runs if isinstance(run, MessageLog)]
-    return Journal(path, {log.episode: log for log in logs})
+    return TeacherJournal(path, {log.episode: log for log in logs})

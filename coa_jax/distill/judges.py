@@ -10,7 +10,7 @@ import dataclasses
 from collections.abc import Sequence
 
 from coa_jax.bounds import Bounded
-from coa_jax.distill.filters import Filter, Run, first_failure, has_no_fault
+from coa_jax.distill.filters import Filter, TeacherRun, first_failure, has_no_fault
 from coa_jax.distill.together import gather
 from coa_jax.protocol import get_protocol, render_prompt
 from coa_jax.tasks.grading import parse_number
@@ -54,7 +54,7 @@ class JudgesConfig(Bounded):
     instruction: JudgeConfig = dataclasses.field(default_factory=JudgeConfig)
 
 
-def _undecided(run: Run) -> bool:
+def _undecided(run: TeacherRun) -> bool:
     """Returns whether a judge must decide whether the answer of a run is right."""
     answer, task = run.log.answer, run.task
     if run.correct or answer is None or not has_no_fault(run):
@@ -66,7 +66,7 @@ def _undecided(run: Run) -> bool:
     return run.correct is None or not numbers
 
 
-async def judge_answers(runs: Sequence[Run], config: JudgeConfig) -> list[Run]:
+async def judge_answers(runs: Sequence[TeacherRun], config: JudgeConfig) -> list[TeacherRun]:
     """Asks the judge about answers that rules cannot grade; returns all runs, with its verdicts.
 
     Raises:
@@ -74,7 +74,7 @@ async def judge_answers(runs: Sequence[Run], config: JudgeConfig) -> list[Run]:
     """
     judge = Judge(config)
 
-    async def one(run: Run) -> Run:
+    async def one(run: TeacherRun) -> TeacherRun:
         if not _undecided(run):
             return run
         verdict = await judge(run.task.question, run.task.gold, run.log.answer or "")
@@ -84,8 +84,8 @@ async def judge_answers(runs: Sequence[Run], config: JudgeConfig) -> list[Run]:
 
 
 async def judge_instructions(
-    runs: Sequence[Run], filters: Sequence[Filter], config: JudgeConfig
-) -> list[Run]:
+    runs: Sequence[TeacherRun], filters: Sequence[Filter], config: JudgeConfig
+) -> list[TeacherRun]:
     """Asks the judge whether runs followed their instructions; returns all runs, with its verdicts.
 
     Args:
@@ -98,7 +98,7 @@ async def judge_instructions(
     """
     judge = Judge(config)
 
-    async def one(run: Run) -> Run:
+    async def one(run: TeacherRun) -> TeacherRun:
         if first_failure(run, filters) is not None:
             return run
         rules = get_protocol(run.record.protocol)

@@ -13,8 +13,8 @@ from typing import Any
 from coa_jax.bounds import Bounded, Count, Natural, Seed, Share, Times
 from coa_jax.distill import filters
 from coa_jax.distill.convert import as_trajectory, convert
-from coa_jax.distill.filters import Filter, FilterReport, Run
-from coa_jax.distill.journal import Journal
+from coa_jax.distill.filters import Filter, FilterReport, TeacherRun
+from coa_jax.distill.journal import TeacherJournal
 from coa_jax.distill.judges import JudgesConfig, judge_answers, judge_instructions
 from coa_jax.distill.messages import AGENTS, MessageLog
 from coa_jax.distill.minds import Minds
@@ -90,7 +90,7 @@ async def run_teacher(
     tools: Mapping[str, Tool],
     config: DistillConfig,
     minds: Minds | None = None,
-    journal: Journal | None = None,
+    journal: TeacherJournal | None = None,
     on_done: Callable[[int], None] | None = None,
 ) -> list[MessageLog]:
     """Lets the teacher solve tasks, many at the same time.
@@ -147,7 +147,7 @@ _KEPT = ("hops", "kind", "trace")
 """
 
 
-def as_run(task: Task, log: MessageLog, record: DistilledRecord | None = None) -> Run:
+def as_run(task: Task, log: MessageLog, record: DistilledRecord | None = None) -> TeacherRun:
     """Converts a run of the teacher to a trajectory of its task's protocol, and grades it.
 
     Args:
@@ -160,7 +160,7 @@ def as_run(task: Task, log: MessageLog, record: DistilledRecord | None = None) -
         metadata["source"] = task.source
         record = convert(log, task.protocol, task.gold, metadata)
     reward = grade(task, as_trajectory(record, log))
-    return Run(task, log, record, reward, filters.grade_of(task, reward))
+    return TeacherRun(task, log, record, reward, filters.grade_of(task, reward))
 
 
 def graded_runs(
@@ -168,7 +168,7 @@ def graded_runs(
     logs: Sequence[MessageLog],
     judges: JudgesConfig,
     records: Sequence[DistilledRecord] = (),
-) -> list[Run]:
+) -> list[TeacherRun]:
     """Converts and grades runs; a judge, if configured, grades the answers that graders cannot.
 
     Each run should be graded only once, because a judge without a cache is asked again, which costs
@@ -189,7 +189,7 @@ def graded_runs(
 
 
 def select(
-    runs: Sequence[Run],
+    runs: Sequence[TeacherRun],
     config: DistillConfig,
     count_tokens: Callable[[str], int] | None = None,
     on_example: Callable[[dict[str, Any]], None] | None = None,
@@ -215,7 +215,7 @@ def select(
         runs = run_blocking(judge_instructions(runs, single, config.judges.instruction))
     failures = filters.failures_of(runs, single, together)
     if on_example is not None:
-        for example in filters.examples_of(runs, failures):
+        for example in filters.dropped_examples(runs, failures):
             on_example(example)
     kept = [run for run, failure in zip(runs, failures, strict=True) if failure is None]
     records = [record for run in kept for record in filters.copies(run, config.corrected_copies)]
@@ -223,7 +223,7 @@ def select(
 
 
 def teacher_block(
-    runs: Sequence[Run], count_tokens: Callable[[str], int] | None = None
+    runs: Sequence[TeacherRun], count_tokens: Callable[[str], int] | None = None
 ) -> dict[str, Any]:
     """Returns the block "teacher" of ``summary.json``: statistics of unfiltered runs.
 

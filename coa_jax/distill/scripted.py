@@ -32,7 +32,7 @@ UNKNOWN = "unknown"
 
 
 def _state(view: AgentView) -> Progress:
-    state = steps.progress(view.question, view.messages)
+    state = steps.run_progress(view.question, view.messages)
     if state is None:
         raise ValueError("the scripted minds do not understand this question")
     return state
@@ -102,7 +102,7 @@ def manage(slips: Slips, view: AgentView) -> Action:
     the answer verified, and finally gives it. If the result of a step is not as expected, the
     manager asks for a reflection.
     """
-    state = steps.progress(view.question, view.messages)
+    state = steps.run_progress(view.question, view.messages)
     if state is None:
         return Action("user", Kind.ANSWER, UNKNOWN)
     match view.last.kind:

@@ -15,9 +15,9 @@ from typing import Annotated, Any
 from coa_jax.bounds import Between, Bounded, Name, Natural, Place, Share, check
 from coa_jax.distill.contamination import contamination, opens_blocked
 from coa_jax.distill.duplicates import repeats_another, similarity
-from coa_jax.distill.filters import Filter, Run, SetFilter
+from coa_jax.distill.filters import Filter, SetFilter, TeacherRun
 from coa_jax.errors import UserError
-from coa_jax.extensions import Bound, Extension, Kind, bind, refuse_result
+from coa_jax.extensions import BoundFunction, Extension, ExtensionKind, bind, refuse_result
 from coa_jax.settings import build
 from coa_jax.tasks import load_tasks
 from coa_jax.tools.web_search import MIRRORS
@@ -46,12 +46,14 @@ _DIRECTION = frozenset(
 )
 """English words that give a direction or a role to the words after them."""
 
-FILTERS = Kind("filter", "coa_jax.filters", {}, offers=("run", "runs"), needs=("run", "runs"))
+FILTERS = ExtensionKind(
+    "filter", "coa_jax.filters", {}, offers=("run", "runs"), needs=("run", "runs")
+)
 """The kind of functions that filter runs.
 
-A function with a parameter ``run`` (a `Run`) returns whether to keep this run. A function with a
-parameter ``runs`` receives all runs that passed the filters of single runs, and returns for each of
-these runs whether to keep it.
+A function with a parameter ``run`` (a `TeacherRun`) returns whether to keep this run. A function
+with a parameter ``runs`` receives all runs that passed the filters of single runs, and returns for
+each of these runs whether to keep it.
 """
 
 
@@ -115,7 +117,7 @@ def further_filters(
     """
     filters: list[Filter] = []
 
-    def add(name: str, keeps: Callable[[Run], bool]) -> None:
+    def add(name: str, keeps: Callable[[TeacherRun], bool]) -> None:
         filters.append(Filter(name, keeps))
 
     if limit := config.near_query:
@@ -158,12 +160,12 @@ class _Own:
     """A custom filter that the settings name."""
 
     name: str
-    call: Bound
+    call: BoundFunction
 
-    def keeps(self, run: Run) -> bool:
+    def keeps(self, run: TeacherRun) -> bool:
         return self._checked(self.call(run=run))
 
-    def drops(self, runs: Sequence[Run]) -> list[bool]:
+    def drops(self, runs: Sequence[TeacherRun]) -> list[bool]:
         found = list(self.call(runs=runs))
         if len(found) != len(runs):
             raise self._misfit(found, f"a verdict for each of {len(runs)} runs")
@@ -212,7 +214,7 @@ def query_terms(query: str) -> frozenset[tuple[str, str]]:
     return frozenset(terms)
 
 
-def _near_repeat(run: Run, threshold: float) -> bool:
+def _near_repeat(run: TeacherRun, threshold: float) -> bool:
     calls = [(tool, query_terms(text)) for tool, text in run.log.calls if tool in _SEARCHES]
     return any(
         tool == other and asked and similarity(asked, before) >= threshold
@@ -221,7 +223,7 @@ def _near_repeat(run: Run, threshold: float) -> bool:
     )
 
 
-def _is_definite(run: Run, longest: int) -> bool:
+def _is_definite(run: TeacherRun, longest: int) -> bool:
     answer, accepted = run.record.answer, run.reward.parts.get("exact_match") == 1.0
     evades = _EVASIVE.fullmatch(answer.replace("\u2019", "'")) and not accepted
     return len(answer.split()) <= longest and not evades

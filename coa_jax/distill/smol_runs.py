@@ -56,7 +56,7 @@ def endpoint_model(config: EndpointConfig) -> Any:
     )
 
 
-def bind(path: Path, fingerprint: Mapping[str, Any]) -> None:
+def bind_settings(path: Path, fingerprint: Mapping[str, Any]) -> None:
     """Stores the settings of runs next to their file, or checks them against the stored settings.
 
     Args:

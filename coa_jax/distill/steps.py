@@ -80,7 +80,7 @@ def bound(step: AnyStep, answers: Sequence[str]) -> AnyStep:
         step: the step.
         answers: answers of all earlier steps, as text.
     """
-    return step if isinstance(step, Expression) else grammar.bind(step, answers)
+    return step if isinstance(step, Expression) else grammar.resolve_references(step, answers)
 
 
 def wording(step: AnyStep) -> str:
@@ -201,7 +201,7 @@ def _read_program(
     return line, "The program"
 
 
-def progress(question: str, messages: Sequence[Message]) -> Progress | None:
+def run_progress(question: str, messages: Sequence[Message]) -> Progress | None:
     """Computes how far a run has come, from its messages.
 
     Args:

@@ -32,7 +32,7 @@ RECORDS = "records"
 
 
 @dataclasses.dataclass(frozen=True)
-class TracesConfig(Bounded):
+class TraceFilesConfig(Bounded):
     """Settings that say which log files to read, and how to convert them.
 
     Attributes:
@@ -94,7 +94,7 @@ class Converted:
         self.refused[re.sub(r"'[^']*'|\d+", "*", reason.partition("; ")[0])[:100]] += 1
 
 
-def convert_files(config: TracesConfig, tasks: Mapping[str, Task] | None = None) -> Converted:
+def convert_files(config: TraceFilesConfig, tasks: Mapping[str, Task] | None = None) -> Converted:
     """Reads files of logs, and converts every run that can be converted.
 
     Args:
@@ -146,7 +146,7 @@ def convert_files(config: TracesConfig, tasks: Mapping[str, Task] | None = None)
     return made
 
 
-def _read_records(config: TracesConfig) -> Converted:
+def _read_records(config: TraceFilesConfig) -> Converted:
     """Reads trajectories like `convert_files`; changes nothing but ids that are not unique."""
     made, names, counts = Converted(), set[str](), Counts()
     for path in (path for source in filter(None, config.files) for path in find_files(source)):
@@ -178,7 +178,7 @@ def _read_records(config: TracesConfig) -> Converted:
 
 
 def distill_traces(
-    config: TracesConfig,
+    config: TraceFilesConfig,
     filters: DistillConfig,
     workdir: Path,
     count_tokens: Callable[[str], int] | None = None,

@@ -9,7 +9,7 @@ from typing import Any, Literal, Protocol
 
 from coa_jax.bounds import Natural, Seconds
 from coa_jax.errors import UserError
-from coa_jax.extensions import Extension, Kind, find, refuse_result
+from coa_jax.extensions import Extension, ExtensionKind, find, refuse_result
 from coa_jax.tasks import Task
 from coa_jax.tasks.prompts import read_messages
 
@@ -54,7 +54,7 @@ class Step:
     done: bool = False
 
 
-Messages = str | Sequence[tuple[str, str]] | Sequence[Mapping[str, str]]
+ResetMessages = str | Sequence[tuple[str, str]] | Sequence[Mapping[str, str]]
 
 
 class Environment(Protocol):
@@ -72,7 +72,7 @@ class Environment(Protocol):
       `ENVIRONMENTS`.
     """
 
-    def reset(self, task: Task) -> Messages | Awaitable[Messages]:
+    def reset(self, task: Task) -> ResetMessages | Awaitable[ResetMessages]:
         """Starts an episode.
 
         Args:
@@ -103,7 +103,7 @@ class Environment(Protocol):
         ...
 
 
-ENVIRONMENTS = Kind(
+ENVIRONMENTS = ExtensionKind(
     "environment",
     "coa_jax.environments",
     {

@@ -21,13 +21,13 @@ from typing import Any
 
 from coa_jax.environments.base import Step, Turn
 from coa_jax.errors import UserError
-from coa_jax.extensions import Kind, find
+from coa_jax.extensions import ExtensionKind, find
 from coa_jax.installed import missing
 from coa_jax.tasks import Task
 
 _WAIT_S = 3600.0  # maximum time that a player waits; the deadline of the session is shorter
 _MOVE = re.compile(r"\[[^\[\]\n]{1,40}\]")
-_OPPONENTS = Kind(
+_OPPONENTS = ExtensionKind(
     "opponent", "coa_jax.opponents", {"random": "coa_jax.environments.textarena:random_move"}
 )
 _making = threading.Lock()

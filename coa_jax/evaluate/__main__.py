@@ -16,7 +16,7 @@ from coa_jax.api import evaluate_policy
 from coa_jax.check import check
 from coa_jax.cli import config_flag, run_main, workdir_flag
 from coa_jax.learn.command import check_flags
-from coa_jax.storage import shown
+from coa_jax.storage import with_urls
 
 
 def define_flags() -> None:
@@ -34,7 +34,7 @@ def main(argv: list[str]) -> int:
         return check("evaluate")
     evaluation = evaluate_policy(values.config, values.workdir, fresh=values.fresh)
     print(evaluation)
-    print(f"page -> {shown(evaluation.page)}")
+    print(f"page -> {with_urls(evaluation.page)}")
     return 0
 
 

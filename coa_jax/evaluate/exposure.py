@@ -14,7 +14,7 @@ from collections.abc import Sequence
 
 from coa_jax.distill.contamination import Contamination, contamination
 from coa_jax.tasks import Task
-from coa_jax.tools.net.address import Guard, parse_url
+from coa_jax.tools.net.address import AddressGuard, parse_url
 from coa_jax.tools.net.errors import FetchError
 from coa_jax.tools.web_search import MIRRORS
 from coa_jax.trajectory import Trajectory
@@ -36,7 +36,7 @@ class Exposure:
         questions: index of the benchmark's questions.
     """
 
-    guard: Guard
+    guard: AddressGuard
     questions: Contamination
 
     def blocked(self, trajectory: Trajectory) -> int:
@@ -69,6 +69,6 @@ def exposure_of(tasks: Sequence[Task], blocked: Sequence[str]) -> Exposure:
 
     Args:
         tasks: tasks whose questions no observation should contain.
-        blocked: hosts and path prefixes that no call should contain, see `Guard.block`.
+        blocked: hosts and path prefixes that no call should contain, see `AddressGuard.block`.
     """
-    return Exposure(Guard(block=tuple(blocked)), contamination(tasks, entity_share=0.0))
+    return Exposure(AddressGuard(block=tuple(blocked)), contamination(tasks, entity_share=0.0))

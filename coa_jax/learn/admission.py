@@ -24,7 +24,7 @@ _LOWEST_SHARE = 0.05
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
+class AdmissionRules:
     """The rules by which a run composes its steps, which `RLConfig.rules` derives from the config.
 
     Attributes:
@@ -100,7 +100,7 @@ class Ledger:
         version: newest policy version that the samplers of all processes have received.
     """
 
-    def __init__(self, rules: Rules, pool: Pool | None = None):
+    def __init__(self, rules: AdmissionRules, pool: Pool | None = None):
         """Creates the ledger of a new run.
 
         Args:
@@ -120,7 +120,9 @@ class Ledger:
         self._found = self._looked = 0.0
 
     @classmethod
-    def restore(cls, rules: Rules, state: Mapping[str, Any], pool: Pool | None = None) -> Ledger:
+    def restore(
+        cls, rules: AdmissionRules, state: Mapping[str, Any], pool: Pool | None = None
+    ) -> Ledger:
         """Creates the ledger of a resumed run from the state that was saved with a step.
 
         Tasks whose samples were still unfinished or unused after that step are requested again.
@@ -174,7 +176,7 @@ class Ledger:
             self._ended[index] = _Ended(signal, oldest, (score[0], score[1]))
 
     def late(self, index: int) -> None:
-        """Drops the group of a task because the group is older than `Rules.max_staleness` allows.
+        """Drops the group of a task because it is older than `AdmissionRules.max_staleness`.
 
         The task is sampled again, unless its groups have now been dropped `ATTEMPTS` times.
         """
@@ -257,8 +259,9 @@ class Ledger:
         """Returns the indices of the tasks to sample now, and counts their groups as in flight.
 
         A group that starts now can be used by all steps up to step ``version + max_staleness + 1``.
-        Unless `Rules.in_flight` sets the number of groups in flight, the number is the number of
-        groups that these steps still lack, divided by the estimated share of groups with a signal.
+        Unless `AdmissionRules.in_flight` sets the number of groups in flight, the number is the
+        number of groups that these steps still lack, divided by the estimated share of groups with
+        a signal.
         """
         rules = self.rules
         last = min(self.version + rules.max_staleness + 1, rules.steps)

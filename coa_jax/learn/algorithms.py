@@ -17,14 +17,14 @@ from typing import Annotated, Any, Literal, TypeVar
 
 from coa_jax.bounds import MAX_INT, Between, Bounded, OneOf
 from coa_jax.errors import UserError
-from coa_jax.extensions import Bound, Kind, Named, bind
+from coa_jax.extensions import BoundFunction, ExtensionKind, Named, bind
 
 F = TypeVar("F", bound=Callable[..., Any])
 
 UNSET = -1.0
 """Marks a number as unset: the preset's number applies. For no setting is -1 a valid value."""
 
-ADVANTAGES = Kind(
+ADVANTAGES = ExtensionKind(
     "advantage",
     "coa_jax.advantages",
     {
@@ -52,7 +52,7 @@ not compare samples with each other. ``whitened`` says that the function returns
 `advantages.gae` uses the values of a critic too.
 """
 
-LOSSES = Kind(
+LOSSES = ExtensionKind(
     "loss",
     "coa_jax.losses",
     {
@@ -87,7 +87,7 @@ NAMES = (
 )
 """Names of the presets."""
 
-LEVELS = ("token", "sequence", "geometric")
+RATIO_LEVELS = ("token", "sequence", "geometric")
 """Levels at which `objectives.correction` computes the ratio trainer / sampler."""
 
 Knob = Annotated[float, Between(0, 1e6, also=(-1,))]
@@ -198,10 +198,10 @@ class Algorithm(Bounded):
     old_logp: Literal["", "sampler", "trainer"] = ""
     opd_coef: Knob = UNSET
     tis_cap: Knob = UNSET
-    tis_level: Annotated[str, OneOf("", *LEVELS)] = ""
+    tis_level: Annotated[str, OneOf("", *RATIO_LEVELS)] = ""
     mask_low: Knob = UNSET
     mask_high: Knob = UNSET
-    mask_level: Annotated[str, OneOf("", *LEVELS)] = ""
+    mask_level: Annotated[str, OneOf("", *RATIO_LEVELS)] = ""
     overlong_buffer: WholeKnob = int(UNSET)
     overlong_penalty: Knob = UNSET
     gamma: Annotated[float, Between(0, 1, also=(-1,))] = UNSET
@@ -227,12 +227,12 @@ class Algorithm(Bounded):
         return chosen
 
     @functools.cached_property
-    def advantage_call(self) -> Bound:
+    def advantage_call(self) -> BoundFunction:
         """The advantage function that the settings name, with its options."""
         return bind(ADVANTAGES, self.advantage, self.advantage_options, "algorithm.advantage")
 
     @functools.cached_property
-    def loss_call(self) -> Bound:
+    def loss_call(self) -> BoundFunction:
         """The loss function that the settings name, with its options."""
         return bind(LOSSES, self.loss, self.loss_options, "algorithm.loss")
 
@@ -300,7 +300,7 @@ def marked(**marks: bool) -> Callable[[F], F]:
     return mark
 
 
-def has_mark(call: Bound, name: str) -> bool:
+def has_mark(call: BoundFunction, name: str) -> bool:
     """Returns whether a function has the property ``name``, which `marked` declares.
 
     Args:

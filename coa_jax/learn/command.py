@@ -14,7 +14,7 @@ from coa_jax.installed import warn_untested
 from coa_jax.parallel import processes
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
-from coa_jax.storage import run_folder, shown
+from coa_jax.storage import run_folder, with_urls
 from coa_jax.tools.net.budget import spending
 
 # --help lists the flags that this module defines under the command that calls `define_flags`.
@@ -93,4 +93,4 @@ def run_fit(kind: type[C], train: Callable[[C, RunDir, Path], None]) -> None:
     config = build(kind, values.config)
     with run_at(run_folder(values.workdir), values.config, values.wandb_project) as (run, output):
         train(config, run, output)
-    print(f"model -> {shown(output)}")
+    print(f"model -> {with_urls(output)}")

@@ -16,7 +16,7 @@ from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.clock import Clock, Profile
 from coa_jax.learn.data import Update, UpdateSequence, read_ahead
 from coa_jax.learn.losses import Loss
-from coa_jax.learn.metrics import memory, train_speed
+from coa_jax.learn.metrics import peak_memory, train_speed
 from coa_jax.learn.room import check_rows
 from coa_jax.learn.step import TrainState, check_updates, init_state, run_state, train_step
 from coa_jax.learn.stop import end_run, stop_on_sigterm
@@ -165,7 +165,7 @@ def fit(
                 processes.doing(f"evaluation after update {step}")
                 with clock("evaluation"):
                     stats |= evaluate(state, step)
-            run.metrics(step, phase, **stats, **memory(), **clock.report())
+            run.metrics(step, phase, **stats, **peak_memory(), **clock.report())
             profile.after(step)
             for text in watch.see({**stats, "step": step}):
                 logging.warning("%s, step %d: %s", phase.upper(), step, text)

@@ -49,7 +49,8 @@ def assemble(
 
     Args:
         composition: names the groups that the step uses.
-        groups: groups of this process that the step examined, by task index, see `stream.Share`.
+        groups: groups of this process that the step examined, by task index, see
+            `stream.LocalShare`.
         dropped: groups of this process that were dropped because they were too old.
         wait_seconds: number of seconds to wait for the slowest process, see `processes.meet`.
     """

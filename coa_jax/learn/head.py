@@ -3,7 +3,7 @@
 Logits exist for one chunk at a time. Shape letters: K chunks, R rows, C positions of a row in a
 chunk, D hidden size, V vocabulary. Only the first ``live`` chunks are computed, in the forward and
 the backward pass. JAX cannot differentiate a loop with a traced trip count in reverse mode, so
-`score` and `weighted_sum` have custom VJPs, which differentiate each chunk with `jax.vjp`.
+`score_chunks` and `weighted_sum` have custom VJPs, which differentiate each chunk with `jax.vjp`.
 """
 
 from __future__ import annotations
@@ -150,7 +150,7 @@ def _put(x: jax.Array, value: jax.Array, k: jax.Array) -> jax.Array:
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def score(
+def score_chunks(
     head: Head,
     hidden: jax.Array,
     weight: jax.Array,
@@ -187,7 +187,7 @@ def score(
 
 
 def _score_fwd(head: Head, *arguments: Any) -> tuple[tuple[jax.Array, jax.Array], Any]:
-    return score(head, *arguments), arguments
+    return score_chunks(head, *arguments), arguments
 
 
 def _score_bwd(head: Head, saved: Any, cotangents: tuple[jax.Array, jax.Array]) -> tuple[Any, ...]:
@@ -206,7 +206,7 @@ def _score_bwd(head: Head, saved: Any, cotangents: tuple[jax.Array, jax.Array]) 
     return d_hidden, head.gradient(d_weight, weight), None, None, None, None
 
 
-score.defvjp(_score_fwd, _score_bwd)
+score_chunks.defvjp(_score_fwd, _score_bwd)
 
 
 # --- sums with constant weights ------------------------------------------------------------
@@ -238,7 +238,7 @@ def weighted_sum(
     Returns:
         The sum, float32 ``[]``.
     """
-    logp, _ = score(head, hidden, weight, targets, None, None, live)
+    logp, _ = score_chunks(head, hidden, weight, targets, None, None, live)
     return jnp.sum(logp * factors)
 
 

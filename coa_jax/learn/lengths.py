@@ -43,7 +43,7 @@ _FEW = 32  # with at most this many chunks, no worker is started
 
 
 @dataclasses.dataclass(frozen=True)
-class Measured:
+class TokenCounts:
     """The number of tokens of each of N rows of training data, and which rows cannot be used.
 
     Attributes:
@@ -60,7 +60,7 @@ class Measured:
     wording: Wording
 
 
-def _measured(reader: RecordReader, chunk: int) -> Measured:
+def _measured(reader: RecordReader, chunk: int) -> TokenCounts:
     """Counts the tokens of a chunk of rows."""
     rows = range(chunk * _CHUNK, min((chunk + 1) * _CHUNK, len(reader.records)))
     sizes, losses = (np.zeros(len(rows), np.int32) for _ in range(2))
@@ -74,10 +74,10 @@ def _measured(reader: RecordReader, chunk: int) -> Measured:
         wording += wording_of(record, reader.prompt)
         example = reader.example(record)
         sizes[at], losses[at] = len(example.tokens), loss_tokens(example)
-    return Measured(sizes, losses, counts, wording)
+    return TokenCounts(sizes, losses, counts, wording)
 
 
-def measure(reader: RecordReader, workers: int, seconds: float) -> Measured:
+def measure(reader: RecordReader, workers: int, seconds: float) -> TokenCounts:
     """Counts the tokens of all rows of a reader, or reads the counts from the cache.
 
     All processes of a run must call this function, in the same order.
@@ -117,12 +117,12 @@ def measure(reader: RecordReader, workers: int, seconds: float) -> Measured:
     return whole
 
 
-def _merged(parts: Sequence[Measured]) -> Measured:
+def _merged(parts: Sequence[TokenCounts]) -> TokenCounts:
     empty = np.zeros(0, np.int32)
     counts = Counts()
     for part in parts:
         counts.merge(part.counts)
-    return Measured(
+    return TokenCounts(
         np.concatenate([empty, *(part.sizes for part in parts)]),
         np.concatenate([empty, *(part.losses for part in parts)]),
         counts,
@@ -130,7 +130,7 @@ def _merged(parts: Sequence[Measured]) -> Measured:
     )
 
 
-def fitting(reader: RecordReader, measured: Measured, length: int) -> Examples:
+def fitting(reader: RecordReader, measured: TokenCounts, length: int) -> Examples:
     """Selects the records with at most ``length`` tokens, and returns them as training examples.
 
     A log message states how many records are omitted for which reason, and which protocols were
@@ -193,7 +193,7 @@ def _digest(reader: RecordReader) -> str:
     return hashlib.sha256(json.dumps(parts).encode()).hexdigest()[:32]
 
 
-def _read(path: Path, number: int) -> Measured | None:
+def _read(path: Path, number: int) -> TokenCounts | None:
     """Reads the counts of ``number`` rows from the cache; returns None if the file is unusable."""
     try:
         with np.load(path, allow_pickle=False) as held:
@@ -202,7 +202,7 @@ def _read(path: Path, number: int) -> Measured | None:
         counts = notes["counts"]
         if not sizes.shape == losses.shape == (number,):
             return None
-        return Measured(
+        return TokenCounts(
             sizes,
             losses,
             Counts(
@@ -221,7 +221,7 @@ def _tuples(value: Any) -> Any:
     return tuple(map(_tuples, value)) if isinstance(value, list) else value
 
 
-def _write(path: Path, measured: Measured) -> None:
+def _write(path: Path, measured: TokenCounts) -> None:
     counts: dict[str, Any] = {
         "left_out": measured.counts.left_out,
         "told": measured.counts.told,

@@ -16,7 +16,7 @@ import jax
 import jax.numpy as jnp
 
 from coa_jax.learn.batch import Batch
-from coa_jax.learn.head import Head, score, weighted_sum
+from coa_jax.learn.head import Head, score_chunks, weighted_sum
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import Params, bind
@@ -73,7 +73,7 @@ def token_logps(
     targets = _arrange(order, jnp.asarray(batch.tokens)[:, 1:])
     allowed = None if allowed is None else jnp.asarray(allowed)
     head = Head(compute, config.tie_embeddings, temperature, entropy)
-    logps, entropies = score(head, hidden, weight, targets, rules, allowed, order.live)
+    logps, entropies = score_chunks(head, hidden, weight, targets, rules, allowed, order.live)
     return _restore(order, logps, batch), _restore(order, entropies, batch)
 
 

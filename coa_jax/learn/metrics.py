@@ -216,7 +216,7 @@ def sampling_metrics(sampled: Sampled, figures: Mapping[str, float]) -> dict[str
 
     Args:
         sampled: groups of samples of the step.
-        figures: seconds and counts of this process, see `stream.Share`.
+        figures: seconds and counts of this process, see `stream.LocalShare`.
     """
     seconds, slots = max(figures["seconds"], 1e-9), max(figures["slots"], 1)
     tokens = sum(t.num_policy_tokens for group in sampled.everything for t in group)
@@ -270,7 +270,7 @@ def train_speed(
     return figures
 
 
-def memory() -> dict[str, float]:
+def peak_memory() -> dict[str, float]:
     """Returns the peak memory of this process and, if known, of its devices, in GB.
 
     The metric of the devices is the highest peak of a device.

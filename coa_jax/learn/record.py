@@ -245,7 +245,11 @@ class StepLog:
             )
 
     def forget(self, step: int) -> None:
-        """Removes the records of all steps after a step, because they cannot be repeated."""
+        """Removes the records of all steps after ``step``, so that a replay ends at ``step``.
+
+        The run calls this if trajectories of a recorded step are missing, and samples the step
+        again.
+        """
         self._parameters = {s: known for s, known in self._parameters.items() if s <= step}
         if self._active:
             files.drop_last_rows(self.path, lambda row: True if row["step"] > step else None)

@@ -48,7 +48,7 @@ Key = tuple[int, int]
 
 
 @dataclasses.dataclass(frozen=True)
-class Repeated:
+class ReplayResult:
     """The result of replaying a run.
 
     Attributes:
@@ -86,9 +86,9 @@ class Repeated:
         return self.diverged is None and not self.different
 
 
-def replay(
+def replay_run(
     config: RLConfig, run: Path, tasks: Sequence[Task], protocols: Set[str], prompt: Prompt
-) -> Repeated:
+) -> ReplayResult:
     """Repeats the recorded steps of a run in a single process, and compares the results.
 
     The machine must be of the same kind as the machine of the original run.
@@ -145,7 +145,7 @@ def replay(
             bar.update()
         runner.run(again.close())
     count = sum(len(samples) for record in records for samples in record.samples)
-    return Repeated(len(records), count, different, diverged)
+    return ReplayResult(len(records), count, different, diverged)
 
 
 def _asked(request: Request, sample: Mapping[str, Any], tokenizer: Any) -> Request:

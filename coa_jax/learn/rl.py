@@ -32,11 +32,11 @@ from coa_jax.learn.losses import check_loss
 from coa_jax.learn.pool import Pool
 from coa_jax.learn.questions import questions
 from coa_jax.learn.record import Spool, StepLog, StepRecord, recorded_groups
-from coa_jax.learn.replay import Repeated, replay
+from coa_jax.learn.replay import ReplayResult, replay_run
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import check_updates
 from coa_jax.learn.stop import end_run, stop_on_sigterm
-from coa_jax.learn.stream import Share, Stream
+from coa_jax.learn.stream import LocalShare, Stream
 from coa_jax.learn.watch import Watch
 from coa_jax.model.card import CARD
 from coa_jax.model.params import DecodeParams
@@ -122,7 +122,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     save_trained(model, config.model, output, config.export_dtype)
 
 
-def repeat(config: RLConfig, run: Path) -> Repeated:
+def repeat(config: RLConfig, run: Path) -> ReplayResult:
     """Repeats the recorded steps of a run, and compares the results; see `learn.replay`.
 
     Raises:
@@ -130,7 +130,7 @@ def repeat(config: RLConfig, run: Path) -> Repeated:
     """
     parts, prompt, _ = questions(config)
     protocols = {task.protocol for tasks in parts.values() for task in tasks}
-    return replay(config, run, stream_of(config, parts, config.seed), protocols, prompt)
+    return replay_run(config, run, stream_of(config, parts, config.seed), protocols, prompt)
 
 
 class Source:
@@ -212,9 +212,9 @@ class Source:
         for index in found:
             for sample in range(self._config.group_size):
                 self._kept.pop((index, sample), None)
-        return self._assembled(Share(record.composition, found, [], {})), {}
+        return self._assembled(LocalShare(record.composition, found, [], {})), {}
 
-    def _assembled(self, share: Share) -> Sampled:
+    def _assembled(self, share: LocalShare) -> Sampled:
         if not self._config.max_staleness:  # no rollout is in flight: free memory for the update
             self._learner.give_back()
         wait = self._config.mesh.wait_seconds
@@ -392,7 +392,7 @@ def _loop(
                     stats.get("tokens", 0.0),
                     clock.seconds["update"],
                 ),
-                **metrics.memory(),
+                **metrics.peak_memory(),
                 **clock.report(),
                 **figures,
                 **metrics.describe_sources(config, sampled),

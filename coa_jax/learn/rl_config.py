@@ -12,7 +12,7 @@ from coa_jax.bounds import Between, Count, Natural, OneOf, Place, Size, Times
 from coa_jax.engine.config import EngineConfig
 from coa_jax.environments import EnvironmentConfig
 from coa_jax.errors import UserError
-from coa_jax.learn.admission import Rules
+from coa_jax.learn.admission import AdmissionRules
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.held_out import METRICS, HeldOutConfig, check_best
 from coa_jax.learn.pool import PoolConfig
@@ -152,9 +152,9 @@ class RLConfig(TrainingConfig):
         return dataclasses.replace(self.rollout, max_seconds=0.0, max_tool_seconds=0.0)
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> AdmissionRules:
         """Rules by which the run chooses the groups of each step."""
-        return Rules(
+        return AdmissionRules(
             groups=self.groups,
             most=int(self.max_sampled * self.groups),
             max_staleness=self.max_staleness,

@@ -24,7 +24,7 @@ from coa_jax.learn.batch import Batch, first_fit
 from coa_jax.learn.fingerprints import digest, fingerprint
 from coa_jax.learn.fit import FitConfig, fit
 from coa_jax.learn.held_out import METRICS, HeldOut, HeldOutConfig, check_best
-from coa_jax.learn.lengths import Measured, fitting, measure
+from coa_jax.learn.lengths import TokenCounts, fitting, measure
 from coa_jax.learn.losses import Net, SFTLoss
 from coa_jax.learn.step import TrainState
 from coa_jax.model.api import Model, describe_model, load_weights
@@ -162,7 +162,7 @@ def train(
         records = Records(source, config.protocol)
         return data.RecordReader(records, model.tokenizer, prompt, config.level, config.format)
 
-    def measured(reader: data.RecordReader) -> Measured:
+    def measured(reader: data.RecordReader) -> TokenCounts:
         return measure(reader, config.data_workers, config.mesh.wait_seconds)
 
     readers = [reader(path) for path in config.parts]

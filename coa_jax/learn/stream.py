@@ -34,7 +34,7 @@ _NEWS_S = 0.25
 
 
 @dataclasses.dataclass(frozen=True)
-class Share:
+class LocalShare:
     """The part of a step's samples that this process sampled: whole groups, or parts of groups.
 
     Attributes:
@@ -132,7 +132,7 @@ class Stream:
         self._in_flight = 0  # samples that were requested, but not yet returned by the sampler
         self._reward_s = self._left_out = 0.0
         self._before: dict[str, float] = {}
-        self._shares: queue.SimpleQueue[Share | BaseException] = queue.SimpleQueue()
+        self._shares: queue.SimpleQueue[LocalShare | BaseException] = queue.SimpleQueue()
         self._loop = (loop_factory or asyncio.new_event_loop)()
         self._thread = threading.Thread(target=self._run, name="rollouts", daemon=True)
         self._task: asyncio.Task[None] | None = None
@@ -144,7 +144,7 @@ class Stream:
         """Starts the background thread, and with it the sampling."""
         self._thread.start()
 
-    def step(self) -> Share | None:
+    def step(self) -> LocalShare | None:
         """Waits for this process's share of the next step; returns None after `abandon`.
 
         Raises:
@@ -362,7 +362,9 @@ class Stream:
         counts = self._counts()
         figures = {name: counts[name] - self._before.get(name, 0.0) for name in counts}
         self._before = counts
-        self._shares.put(Share(composition, groups, late, {**figures, "slots": counts["slots"]}))
+        self._shares.put(
+            LocalShare(composition, groups, late, {**figures, "slots": counts["slots"]})
+        )
 
     def _counts(self) -> dict[str, float]:
         clock = {"seconds": self._clock(), "reward_s": self._reward_s, "left_out": self._left_out}

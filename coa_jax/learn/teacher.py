@@ -158,7 +158,7 @@ def scored_by_server(
 
         async def one(example: Example) -> np.ndarray:
             async with places:
-                return await prompt_logprobs(teacher, example.tokens.tolist())
+                return await request_logprobs(teacher, example.tokens.tolist())
 
         return await asyncio.gather(*map(one, examples))
 
@@ -171,7 +171,7 @@ def scored_by_server(
     ]
 
 
-async def prompt_logprobs(teacher: TeacherConfig, ids: Sequence[int]) -> np.ndarray:
+async def request_logprobs(teacher: TeacherConfig, ids: Sequence[int]) -> np.ndarray:
     """Requests from a server the log-probability of each token, given the preceding tokens.
 
     Args:

@@ -28,7 +28,7 @@ class TracesConfig(Bounded):
     """
 
     share: Annotated[float, Between(0, 1)] = 1.0
-    format: Annotated[str, OneOf("jsonl", *shards.FORMATS)] = "jsonl"
+    format: Annotated[str, OneOf("jsonl", *shards.SHARD_FORMATS)] = "jsonl"
 
     def kept(self, groups: Iterable[list[Trajectory]]) -> list[list[Trajectory]]:
         """Returns the groups whose trajectories are to be written.

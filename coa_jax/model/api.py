@@ -131,7 +131,7 @@ def _open(
             raise UserError(f"{folder} does not exist: give a model directory or a .gguf file")
         model = Model(read_config(folder), {}, read(find_tokenizer, folder), read_card(folder))
         if weights:
-            apart = weights_apart(path, folder)
+            apart = weights_apart(path)
             source = local_checkpoint(folder) if apart is None else Checkpoint(str(path), apart)
     if not isinstance(model.tokenizer, MissingTokenizer):
         largest = max(model.tokenizer.get_vocab().values())

@@ -30,7 +30,7 @@ from jax.sharding import Mesh, PartitionSpec
 
 from coa_jax.model.compute import Compute
 from coa_jax.model.ops import product
-from coa_jax.parallel.mesh import gather, sharding_for
+from coa_jax.parallel.mesh import gather_axes, sharding_for
 
 STREAM = ("batch", "length", None)
 """Logical axes of the residual stream.
@@ -59,10 +59,10 @@ def linear(x: jax.Array, w: jax.Array, axes: Axes, inputs: int, compute: Compute
             return _widen(split, x, w)
         split = dataclasses.replace(split, weight=(split.weight[0], *split.weight[inputs:]))
         return _narrow(split, x.reshape(*x.shape[:2], -1), w.reshape(-1, *w.shape[inputs:]))
-    w = gather(w.astype(compute.dtype), compute.mesh, axes, ("embed",))
+    w = gather_axes(w.astype(compute.dtype), compute.mesh, axes, ("embed",))
     if axes[0] != "embed":
         return compute.constrain(compute.ops.linear(x, w, inputs, compute), *STREAM)
-    x = gather(x, compute.mesh, STREAM, ("length",))
+    x = gather_axes(x, compute.mesh, STREAM, ("length",))
     y = compute.ops.linear(x, w, inputs, compute)
     split_axes = (axis if axis in ("kv_heads", "mlp") else None for axis in axes[inputs:])
     return compute.constrain(y, "batch", None, *split_axes)

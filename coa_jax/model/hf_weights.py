@@ -101,10 +101,10 @@ def read_params(
     _check_tensors(source, table, wanted, spare)
     dtype = np.dtype(dtype)
     needed = sum(math.prod(spec.shape) for spec in wanted.values()) * dtype.itemsize
-    if jax.default_backend() == "cpu" and needed > reading.memory():
+    if jax.default_backend() == "cpu" and needed > reading.machine_memory():
         raise UserError(
             f"{source.where}: the parameters need {needed / 1e9:,.1f} GB in {dtype}, this machine "
-            f"has {reading.memory() / 1e9:,.1f} GB: take a smaller model or another machine"
+            f"has {reading.machine_memory() / 1e9:,.1f} GB: take a smaller model or another machine"
         )
     arrays = {}
     for path, place in flatten(places):

@@ -364,7 +364,10 @@ def eos_ids(tokenizer: Any) -> list[int]:
 
 
 def chat_template(tokenizer: Any) -> str | None:
-    """Returns the Jinja chat template, named ``default`` if there are several; None if absent."""
+    """Returns the chat template of a tokenizer as Jinja source; None if there is no template.
+
+    If the tokenizer has several templates, the template with the name ``default`` is returned.
+    """
     template = getattr(tokenizer, "chat_template", None)
     return template.get("default") if isinstance(template, dict) else template
 

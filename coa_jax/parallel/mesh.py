@@ -277,7 +277,7 @@ def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, sharding_for(mesh, axes, shape=x.shape))
 
 
-def gather(
+def gather_axes(
     x: jax.Array, mesh: Mesh | None, axes: Sequence[str | None], whole: Sequence[str]
 ) -> jax.Array:
     """Gathers a sharded array along some logical axes, and splits its gradient along the same axes.

@@ -25,9 +25,9 @@ from coa_jax.protocol.convert import in_format as in_format
 from coa_jax.protocol.formats import BAD_CALL as BAD_CALL
 from coa_jax.protocol.formats import FORMATS as FORMATS
 from coa_jax.protocol.formats import TAGS as TAGS
+from coa_jax.protocol.formats import EpisodeStep as EpisodeStep
 from coa_jax.protocol.formats import Format as Format
 from coa_jax.protocol.formats import Reader as Reader
-from coa_jax.protocol.formats import Step as Step
 from coa_jax.protocol.formats import find_format as find_format
 from coa_jax.protocol.made import find_protocols as find_protocols
 from coa_jax.protocol.made import write_protocols as write_protocols

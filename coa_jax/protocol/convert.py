@@ -12,7 +12,7 @@ import itertools
 from collections.abc import Iterable
 
 from coa_jax.errors import UserError
-from coa_jax.protocol.formats import Step
+from coa_jax.protocol.formats import EpisodeStep
 from coa_jax.protocol.parser import parse
 from coa_jax.protocol.spec import THINK, Protocol
 
@@ -38,14 +38,14 @@ def in_format(
             f"trajectories of {tags.name} cannot be written as {protocol.name}: only those in tags "
             "can be written in another format"
         )
-    steps: list[Step] = []
+    steps: list[EpisodeStep] = []
     thoughts: list[str] = []
     call: tuple[str, str] | None = None
     for policy, run in itertools.groupby(parts, key=lambda part: part[0] == "policy"):
         text = "".join(text for _, text in run)
         if not policy:
             if call is not None:
-                steps.append(Step(tuple(thoughts), *call, _body(tags, text)))
+                steps.append(EpisodeStep(tuple(thoughts), *call, _body(tags, text)))
                 thoughts, call = [], None
             continue
         thought = ""
@@ -63,10 +63,10 @@ def in_format(
             elif segment.role in tags.tools:
                 call = segment.role, segment.body
             elif segment.role == tags.answer:
-                steps.append(Step(tuple(thoughts), "", segment.body))
+                steps.append(EpisodeStep(tuple(thoughts), "", segment.body))
                 return protocol.format.write(protocol, steps)
     if call is None and thoughts:
-        steps.append(Step(tuple(thoughts), "", ""))
+        steps.append(EpisodeStep(tuple(thoughts), "", ""))
     return protocol.format.write(protocol, steps)
 
 

@@ -18,13 +18,13 @@ from collections.abc import Sequence
 from typing import Any
 
 from coa_jax.errors import UserError
-from coa_jax.extensions import Kind, find, is_path, refuse_result
+from coa_jax.extensions import ExtensionKind, find, is_path, refuse_result
 
 if typing.TYPE_CHECKING:
     from coa_jax.protocol.parser import Segment, Violation
     from coa_jax.protocol.spec import Protocol
 
-FORMATS = Kind(
+FORMATS = ExtensionKind(
     "format",
     "coa_jax.formats",
     {
@@ -85,7 +85,7 @@ class Reader(typing.Protocol):
 
 
 @dataclasses.dataclass(frozen=True)
-class Step:
+class EpisodeStep:
     """One step of an episode (thoughts, then a call or the answer), for `Format.write`.
 
     Attributes:
@@ -127,7 +127,9 @@ class Format(abc.ABC):
         """Returns a new parser of the policy's text in this format."""
 
     @abc.abstractmethod
-    def write(self, protocol: Protocol, steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
+    def write(
+        self, protocol: Protocol, steps: Sequence[EpisodeStep]
+    ) -> tuple[tuple[str, str], ...]:
         """Writes the steps of an episode as text in this format, for training data.
 
         Args:

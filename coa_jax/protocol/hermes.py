@@ -20,7 +20,7 @@ import re
 from collections.abc import Sequence
 
 from coa_jax.protocol.arguments import from_text, read_call
-from coa_jax.protocol.formats import BAD_CALL, Format, Step
+from coa_jax.protocol.formats import BAD_CALL, EpisodeStep, Format
 from coa_jax.protocol.parser import Segment
 from coa_jax.protocol.prompts import answer_rule
 from coa_jax.protocol.spec import THINK, Protocol
@@ -43,7 +43,9 @@ class Hermes(Format):
         """Returns a new parser of the policy's text in this format."""
         return HermesReader(protocol)
 
-    def write(self, protocol: Protocol, steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
+    def write(
+        self, protocol: Protocol, steps: Sequence[EpisodeStep]
+    ) -> tuple[tuple[str, str], ...]:
         """Writes the steps of an episode as text, see `Format.write`.
 
         All thoughts of a step are written into one ``<think>``.

@@ -19,7 +19,7 @@ import re
 from collections.abc import Sequence
 
 from coa_jax.protocol.arguments import describe
-from coa_jax.protocol.formats import BAD_CALL, Format, Step
+from coa_jax.protocol.formats import BAD_CALL, EpisodeStep, Format
 from coa_jax.protocol.parser import Segment
 from coa_jax.protocol.prompts import answer_rule
 from coa_jax.protocol.spec import THINK, Protocol
@@ -66,7 +66,9 @@ class React(Format):
         """Returns a new parser of the policy's text in this format."""
         return ReactReader(protocol)
 
-    def write(self, protocol: Protocol, steps: Sequence[Step]) -> tuple[tuple[str, str], ...]:
+    def write(
+        self, protocol: Protocol, steps: Sequence[EpisodeStep]
+    ) -> tuple[tuple[str, str], ...]:
         """Writes the steps of an episode as text, see `Format.write`.
 
         All thoughts of a step are written into one ``Thought``.

@@ -10,7 +10,7 @@ from absl import flags
 
 from coa_jax.cli import run_main, workdir_flag
 from coa_jax.report.build import TRACES_PER_STAGE, build_report
-from coa_jax.storage import shown, visited
+from coa_jax.storage import visited, with_urls
 
 
 def define_flags() -> None:
@@ -25,7 +25,7 @@ def main(argv: list[str]) -> None:
     """Writes the page of a run and prints its path."""
     with visited(flags.FLAGS.workdir, names_only=("model", "model-adapters")) as folder:
         page = build_report(folder, flags.FLAGS.traces_per_stage)
-    print(shown(page))
+    print(with_urls(page))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from coa_jax.report.page import (
 from coa_jax.report.run import Run, read_run
 from coa_jax.report.tokens import Spell, render_tokens, spelling
 from coa_jax.report.traces import (
-    Sample,
+    ShownTrajectories,
     render_trace,
     sample_traces,
     stage_of,
@@ -105,7 +105,9 @@ def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_ST
             malformed.
     """
     run = read_run(Path(run_dir))
-    sample = sample_traces(run.path, per_stage) if shards.of_run(run.path) else Sample({}, {})
+    sample = (
+        sample_traces(run.path, per_stage) if shards.of_run(run.path) else ShownTrajectories({}, {})
+    )
     page = whole_page(
         run.path.resolve().name,
         [
@@ -119,7 +121,7 @@ def build_report(run_dir: str | os.PathLike[str], per_stage: int = TRACES_PER_ST
     return save_page(run.path / "report" / "index.html", page)
 
 
-def _header(run: Run, sample: Sample) -> str:
+def _header(run: Run, sample: ShownTrajectories) -> str:
     told = [
         f"{phase} to step {number(step_of(rows[-1]))}"
         for phase, rows in phases_of(run.rows).items()
@@ -230,7 +232,7 @@ def _phase_curves(phase: str, rows: Sequence[Mapping[str, Any]]) -> str:
     return charts_of(phase, charts) + more
 
 
-def _traces(sample: Sample, spell: Spell | None) -> str:
+def _traces(sample: ShownTrajectories, spell: Spell | None) -> str:
     title = '<h2 id="traces">Traces</h2>'
     shown = [trace for traces in sample.shown.values() for trace in traces]
     if not shown:

@@ -40,7 +40,7 @@ _KINDS = {
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class PairedEvaluation:
     """The evaluations of the same tasks in two runs, with their comparison.
 
     Attributes:
@@ -55,7 +55,7 @@ class Result:
     notes: Sequence[str]
 
 
-def pair_page(a: Run, b: Run, results: Sequence[Result]) -> str:
+def pair_page(a: Run, b: Run, results: Sequence[PairedEvaluation]) -> str:
     """Renders the page that compares two runs.
 
     Args:
@@ -90,7 +90,7 @@ def pair_page(a: Run, b: Run, results: Sequence[Result]) -> str:
     return whole_page(title, sections)
 
 
-def _result(result: Result) -> str:
+def _result(result: PairedEvaluation) -> str:
     found, rows = result.comparison, []
     for letter, outcome in (("A", result.a), ("B", result.b)):
         figures = outcome["figures"]
@@ -147,7 +147,7 @@ def _curves(a: Sequence[Mapping[str, Any]], b: Sequence[Mapping[str, Any]]) -> s
     return "".join(parts)
 
 
-def _questions(a: Run, b: Run, results: Sequence[Result]) -> str:
+def _questions(a: Run, b: Run, results: Sequence[PairedEvaluation]) -> str:
     """Renders trajectories of the same questions side by side, for the last comparison."""
     if not results:
         return ""

@@ -40,7 +40,7 @@ from coa_jax.report.page import (
 )
 from coa_jax.report.page import table as html_table
 from coa_jax.report.traces import stage_rank
-from coa_jax.storage import shown, visited
+from coa_jax.storage import visited, with_urls
 
 CHARTED = (
     ("Mean reward", "reward/mean"),
@@ -57,7 +57,7 @@ CHARTED = (
 
 
 @dataclasses.dataclass(frozen=True)
-class Run:
+class SweepRun:
     """The results of one run.
 
     Attributes:
@@ -78,7 +78,7 @@ class Run:
 
 
 @dataclasses.dataclass(frozen=True)
-class Row:
+class SettingSummary:
     """Statistics over the runs of one setting, that is, over the runs with the same name.
 
     Statistics of evaluations are computed over the evaluated runs; they are None if no run was
@@ -121,7 +121,7 @@ class Row:
     gap: float | None
 
 
-def read_runs(parent: Path) -> list[Run]:
+def read_runs(parent: Path) -> list[SweepRun]:
     """Reads the runs of a sweep, in the order of the names of their subdirectories.
 
     Raises:
@@ -147,7 +147,7 @@ def read_runs(parent: Path) -> list[Run]:
     return found
 
 
-def _read(path: Path) -> Run | None:
+def _read(path: Path) -> SweepRun | None:
     metrics = path / "metrics.jsonl"
     places = (path / "evaluate" / "summary.json", path / "summary.json")
     summary = next((place for place in places if place.exists()), None)
@@ -158,28 +158,28 @@ def _read(path: Path) -> Run | None:
     # The result of a pipeline is the result of its last evaluated stage.
     last = max(measured, key=stage_rank, default="")
     name, seed = re.fullmatch(r"(.+?)(?:-(\d+))?", path.name).groups(default="")  # type: ignore[union-attr]
-    return Run(name, seed, tuple(jsonl.read_objects(metrics)), measured.get(last))
+    return SweepRun(name, seed, tuple(jsonl.read_objects(metrics)), measured.get(last))
 
 
-def summarize(runs: Sequence[Run]) -> list[Row]:
+def summarize(runs: Sequence[SweepRun]) -> list[SettingSummary]:
     """Returns the statistics of each setting of a sweep, the best setting first.
 
     Settings without an evaluated run come last.
     """
-    groups: dict[str, list[Run]] = defaultdict(list)
+    groups: dict[str, list[SweepRun]] = defaultdict(list)
     for run in runs:
         groups[run.name].append(run)
     rows = [_row(name, mine) for name, mine in groups.items()]
     return sorted(rows, key=lambda row: (row.pass_at_1 is None, -(row.pass_at_1 or 0.0), row.name))
 
 
-def _row(name: str, runs: Sequence[Run]) -> Row:
+def _row(name: str, runs: Sequence[SweepRun]) -> SettingSummary:
     results = [run.result for run in runs if run.result is not None]
     rates, tasks = _values(results, "pass_at_1"), _values(results, "n")
     rewards = [_values(run.rows, "reward/mean") for run in runs]
     late = [values[-math.ceil(len(values) / 4) :] for values in rewards if values]
     gaps = _values([row for run in runs for row in run.rows], "mismatch/abs_logp_max")
-    return Row(
+    return SettingSummary(
         name=name,
         phase=runs[0].phase,
         runs=len(runs),
@@ -197,7 +197,7 @@ def _row(name: str, runs: Sequence[Run]) -> Row:
     )
 
 
-def curves(runs: Sequence[Run], metric: str) -> list[Series]:
+def curves(runs: Sequence[SweepRun], metric: str) -> list[Series]:
     """Returns the average curve of a metric for each setting of a sweep.
 
     The value at a step is the mean over those runs of the setting that have the step.
@@ -213,7 +213,7 @@ def curves(runs: Sequence[Run], metric: str) -> list[Series]:
     return lines
 
 
-def build_sweep(parent: Path) -> tuple[Path, list[Row]]:
+def build_sweep(parent: Path) -> tuple[Path, list[SettingSummary]]:
     """Writes the page of a sweep and ``sweep.json``.
 
     Returns:
@@ -243,7 +243,7 @@ def build_sweep(parent: Path) -> tuple[Path, list[Row]]:
     return path, rows
 
 
-def _charts(phase: str, runs: Sequence[Run]) -> str:
+def _charts(phase: str, runs: Sequence[SweepRun]) -> str:
     mine = [run for run in runs if run.phase == phase]
     charts = [
         line_chart(title, lines) for title, metric in CHARTED if (lines := curves(mine, metric))
@@ -253,7 +253,7 @@ def _charts(phase: str, runs: Sequence[Run]) -> str:
     return f'<h3>{escape(phase_title(phase))}</h3><div class="charts">{"".join(charts)}</div>'
 
 
-def table(rows: Sequence[Row]) -> str:
+def table(rows: Sequence[SettingSummary]) -> str:
     """Formats the statistics of a sweep's settings as a table for a terminal."""
     width = max(4, *(len(row.name) for row in rows))
     lines = [
@@ -275,7 +275,7 @@ def table(rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def _html_table(rows: Sequence[Row]) -> str:
+def _html_table(rows: Sequence[SettingSummary]) -> str:
     body = []
     for row in rows:
         rate = ("", "", "")
@@ -322,7 +322,7 @@ def main(argv: list[str]) -> None:
     with visited(flags.FLAGS.workdir) as folder:
         path, rows = build_sweep(folder)
     print(table(rows))
-    print(f"report -> {shown(path)}")
+    print(f"report -> {with_urls(path)}")
 
 
 if __name__ == "__main__":

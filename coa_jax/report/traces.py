@@ -33,7 +33,7 @@ _ROLES = frozenset(role for name in protocol_names() for role in get_protocol(na
 
 
 @dataclasses.dataclass(frozen=True)
-class Sample:
+class ShownTrajectories:
     """The trajectories that a page shows.
 
     Attributes:
@@ -73,7 +73,7 @@ def verdict_of(trajectory: Trajectory) -> str:
     return "partial" if trajectory.reward.value > 0 else "wrong"
 
 
-def sample_traces(path: str | os.PathLike[str], per_stage: int) -> Sample:
+def sample_traces(path: str | os.PathLike[str], per_stage: int) -> ShownTrajectories:
     """Selects at most ``per_stage`` trajectories of each stage, in one pass with constant memory.
 
     In an evaluation, the function selects the first sample of each task, and of these samples the
@@ -106,7 +106,7 @@ def sample_traces(path: str | os.PathLike[str], per_stage: int) -> Sample:
             heapq.heappop(heap)
     stages = sorted(counts, key=lambda stage: (stage_rank(stage), stage))
     shown = {stage: [t for *_, t in sorted(heaps[stage], reverse=True)] for stage in stages}
-    return Sample(shown, {stage: counts[stage] for stage in stages})
+    return ShownTrajectories(shown, {stage: counts[stage] for stage in stages})
 
 
 def render_trace(trajectory: Trajectory, tokens: str = "") -> str:

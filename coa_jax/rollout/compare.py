@@ -20,7 +20,7 @@ _BEFORE, _AFTER = 16, 8  # number of tokens shown before and after a difference
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Comparison:
+class ReplayComparison:
     """The result of comparing a recorded trajectory with its replay.
 
     Attributes:
@@ -47,7 +47,7 @@ class Comparison:
         return np.abs(self.recorded.logp[:n] - self.replayed.logp[:n])
 
 
-def compare(recorded: Trajectory, replayed: Trajectory) -> Comparison:
+def compare(recorded: Trajectory, replayed: Trajectory) -> ReplayComparison:
     """Compares a recorded trajectory with its replay, token by token.
 
     Args:
@@ -64,10 +64,10 @@ def compare(recorded: Trajectory, replayed: Trajectory) -> Comparison:
     identical = same == len(recorded.tokens)
     if recorded.stop_reason not in STOPPED_FROM_OUTSIDE:
         identical &= same == len(replayed.tokens) and _end(recorded) == _end(replayed)
-    return Comparison(recorded, replayed, same, identical)
+    return ReplayComparison(recorded, replayed, same, identical)
 
 
-def describe_difference(tokenizer: Any, comparison: Comparison) -> str:
+def describe_difference(tokenizer: Any, comparison: ReplayComparison) -> str:
     """Describes the first difference between two trajectories, in several lines of text.
 
     Args:
@@ -103,7 +103,7 @@ def _side(tokenizer: Any, trajectory: Trajectory, at: int) -> str:
     return f"{trajectory.tokens[at]} by the {author}{logp}: {after!r}"
 
 
-def _call_difference(comparison: Comparison) -> list[str]:
+def _call_difference(comparison: ReplayComparison) -> list[str]:
     """Describes the tool call if the first difference lies in an observation.
 
     The result is a list with one line, or an empty list for a difference elsewhere.

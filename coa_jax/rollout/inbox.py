@@ -17,8 +17,8 @@ from coa_jax.rollout.request import Request
 class Inbox:
     """The queue of rollout requests that several engines share.
 
-    All callers must be tasks of one event loop. Each engine takes requests through a `Reader` of
-    its own. The rollout ends when the inbox is closed and all requests have finished.
+    All callers must be tasks of one event loop. Each engine takes requests through an `InboxReader`
+    of its own. The rollout ends when the inbox is closed and all requests have finished.
     """
 
     def __init__(
@@ -35,18 +35,18 @@ class Inbox:
         self.version = version
         self._source = iter(requests)
         self._queue: deque[Request] = deque()
-        self.readers: list[Reader] = []
+        self.readers: list[InboxReader] = []
         self._cancelled: list[Request] = []  # requests cancelled while there was no reader
         self.closed = closed
 
-    def reader(self) -> Reader:
+    def reader(self) -> InboxReader:
         """Creates and registers an engine's reader, which takes requests until `leave`."""
-        reader = Reader(self, self._cancelled)
+        reader = InboxReader(self, self._cancelled)
         self._cancelled = []
         self.readers.append(reader)
         return reader
 
-    def leave(self, reader: Reader) -> None:
+    def leave(self, reader: InboxReader) -> None:
         """Unregisters the reader of an engine, so that it takes no more requests."""
         self.readers.remove(reader)
 
@@ -110,7 +110,7 @@ class Inbox:
         return found
 
 
-class Reader:
+class InboxReader:
     """Takes requests from an inbox for one engine.
 
     Attributes:

@@ -47,7 +47,12 @@ from coa_jax.model.api import Model, load_model
 from coa_jax.model.tokenizer import eos_ids
 from coa_jax.progress import progress
 from coa_jax.protocol import find_format, get_protocol
-from coa_jax.rollout.compare import STOPPED_FROM_OUTSIDE, Comparison, compare, describe_difference
+from coa_jax.rollout.compare import (
+    STOPPED_FROM_OUTSIDE,
+    ReplayComparison,
+    compare,
+    describe_difference,
+)
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Request, RolloutConfig
@@ -222,7 +227,7 @@ class RecordedTool:
         return Observation("No result of this call was recorded.", False, "fault", 0.0)
 
 
-class RecordedSession(ToolLoop):
+class RecordedEnvironment(ToolLoop):
     """An environment for replays, which returns recorded answers instead of computing them."""
 
     def __init__(self, begun: Mapping[str, Any], tools: Mapping[str, Tool]):
@@ -252,7 +257,7 @@ def recorded_session(begun: Mapping[str, Any]) -> Opener:
     Args:
         begun: entry ``begun`` in the metadata of the trajectory; {} if the reset failed.
     """
-    return lambda sample, tools: RecordedSession(begun, tools)
+    return lambda sample, tools: RecordedEnvironment(begun, tools)
 
 
 def replay(
@@ -260,7 +265,7 @@ def replay(
     recordings: Sequence[Recording],
     shapes: Mapping[str, Any] | None = None,
     on_finish: Callable[[], None] = lambda: None,
-) -> list[Comparison]:
+) -> list[ReplayComparison]:
     """Samples recorded trajectories again, and compares each new trajectory with the recorded one.
 
     Args:
@@ -322,7 +327,7 @@ def _recorded_tools(recordings: Mapping[int, Recording]) -> list[RecordedTool]:
 # --- the command ---------------------------------------------------------------------------
 
 
-def summary(tokenizer: Any, producer: str, comparisons: Sequence[Comparison]) -> str:
+def summary(tokenizer: Any, producer: str, comparisons: Sequence[ReplayComparison]) -> str:
     """Returns a text about the results of a replay, for the user of the replay command.
 
     Args:

@@ -20,7 +20,7 @@ from coa_jax.serve.schema import ChatRequest, TextRequest
 from coa_jax.serve.service import Service
 from coa_jax.web import json_app
 from coa_jax.web.errors import Refused
-from coa_jax.web.guard import Guard, Rules, give_reason, is_local
+from coa_jax.web.guard import Guard, GuardRules, give_reason, is_local
 from coa_jax.web.refusals import RefusalLog
 
 _PAGE = Path(__file__).with_name("page.html")
@@ -97,7 +97,7 @@ def make_app(service: Service, api_key: str | None, log: RefusalLog) -> FastAPI:
         return FileResponse(_PAGE, media_type="text/html", headers=headers)
 
     handle_errors(app)
-    rules = Rules(
+    rules = GuardRules(
         api_key=api_key,
         local=not (api_key or config.allow_no_key) and is_local(config.host),
         max_body=config.body_limit,

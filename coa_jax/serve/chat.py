@@ -50,7 +50,7 @@ async def chat_completion(
 
 
 async def _answer(service: Service, body: ChatRequest, visit: Visit) -> Response:
-    choices, top = await exchange.gather(service, visit), body.top_logprobs or 0
+    choices, top = await exchange.gather_completions(service, visit), body.top_logprobs or 0
     scored = [
         await service.score(choice.ids) if top and choice.tokens else [] for choice in choices
     ]
@@ -93,7 +93,7 @@ def read_messages(body: ChatRequest) -> list[functions.Message]:
         text, calls = message.content, message.tool_calls or ()
         try:
             if calls:
-                found = [functions.Call(**call.function.model_dump()) for call in calls]
+                found = [functions.FunctionCall(**call.function.model_dump()) for call in calls]
                 text = functions.join(text, found)
         except ValueError as error:
             field = f"messages[{index}].tool_calls"
@@ -123,7 +123,7 @@ def _visit(service: Service, body: ChatRequest) -> Visit:
             prefix = turns.pop()[1]
         if prefix is None and body.tools:
             raise Refused(400, "tools need a generation prompt", "add_generation_prompt")
-        ids = functions.prompt_ids(tokenizer, turns, prefix)
+        ids = functions.chat_prompt_ids(tokenizer, turns, prefix)
         return exchange.make_visit(service, body, ids, body.limit, calls=body.calls)
     last = body.messages[-1]
     if last.role != "user":

@@ -65,7 +65,9 @@ async def _answer(service: Service, body: TextRequest, visits: Sequence[Visit]) 
     if body.max_tokens == 0:
         groups = [[Choice(visit)] for visit in visits]
     else:
-        tasks = [asyncio.ensure_future(exchange.gather(service, visit)) for visit in visits]
+        tasks = [
+            asyncio.ensure_future(exchange.gather_completions(service, visit)) for visit in visits
+        ]
         try:
             groups = await asyncio.gather(*tasks)
         finally:

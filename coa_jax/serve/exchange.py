@@ -143,7 +143,7 @@ def make_visit(
     )
 
 
-async def gather(service: Service, visit: Visit) -> list[Choice]:
+async def gather_completions(service: Service, visit: Visit) -> list[Choice]:
     """Runs a request and returns all its completions when they are finished.
 
     Raises:

@@ -37,7 +37,7 @@ Message = tuple[str, str]
 """A message of a conversation: (role, text)."""
 
 
-class Call(NamedTuple):
+class FunctionCall(NamedTuple):
     """A call by the policy of a function that the client offers.
 
     Attributes:
@@ -49,7 +49,7 @@ class Call(NamedTuple):
     arguments: str
 
 
-def split(text: str) -> tuple[str, tuple[Call, ...]]:
+def split(text: str) -> tuple[str, tuple[FunctionCall, ...]]:
     """Splits a turn of the policy into its text and its calls of the client's functions.
 
     If any call is malformed, the whole text is the content and there are no calls. Other servers do
@@ -66,11 +66,11 @@ def split(text: str) -> tuple[str, tuple[Call, ...]]:
         arguments = value.get("arguments", {})
         if not isinstance(arguments, dict):
             return text, ()
-        calls.append(Call(value["name"], json.dumps(arguments, ensure_ascii=False)))
+        calls.append(FunctionCall(value["name"], json.dumps(arguments, ensure_ascii=False)))
     return (_CALL.sub("", text).strip(), tuple(calls)) if calls else (text, ())
 
 
-def join(content: str, calls: Iterable[Call]) -> str:
+def join(content: str, calls: Iterable[FunctionCall]) -> str:
     """Writes a turn with function calls as the policy would write it; the inverse of ``split``.
 
     Raises:
@@ -98,7 +98,9 @@ def same_turn(left: str, right: str) -> bool:
     return parsed(left) == parsed(right)
 
 
-def prompt_ids(tokenizer: Any, messages: Sequence[Message], prefix: str | None = "") -> list[int]:
+def chat_prompt_ids(
+    tokenizer: Any, messages: Sequence[Message], prefix: str | None = ""
+) -> list[int]:
     """Returns the token ids of a conversation, up to the beginning of the policy's turn.
 
     Args:

@@ -81,7 +81,7 @@ class _Served(Episode):
         self._visit.events.put_nowait(Event(self.sample_id, text, **fields))
 
 
-class Completion(_Served):
+class CompletionSample(_Served):
     """A sample without tools; it ends at a stop string, an end token or its maximum length."""
 
     def __init__(self, visit: Visit, **options: Any):
@@ -117,7 +117,7 @@ class Completion(_Served):
         return trajectory
 
 
-class Agent(_Served):
+class AgentSample(_Served):
     """A sample of the agent: the policy writes tags, and the server runs the tools of these tags.
 
     The server streams the text of the sample to the client.
@@ -155,17 +155,20 @@ class Agent(_Served):
 
 @dataclasses.dataclass(frozen=True)
 class ServedEpisodes(TextEpisodes):
-    """Creates the samples of a server: `Agent` or `Completion`; see `rollout.episodes.Episodes`."""
+    """Creates the samples of a server, see `rollout.episodes.Episodes`.
+
+    Each sample is an `AgentSample` or a `CompletionSample`.
+    """
 
     def begin(self, request: Request, sample: int) -> Episode:
-        """Starts a sample of a request, which is an `Agent` or a `Completion`."""
+        """Starts a sample of a request, which is an `AgentSample` or a `CompletionSample`."""
         assert isinstance(request, Visit)
         agent, task = request.agent, request.task
         protocol = get_protocol(task.protocol)
         if not agent:
             # Without a conversation format, a token that ends a turn always ends the text.
             protocol = dataclasses.replace(protocol, format=None)
-        kind: type[_Served] = Agent if agent else Completion
+        kind: type[_Served] = AgentSample if agent else CompletionSample
         return kind(
             request,
             task_id=task.id,

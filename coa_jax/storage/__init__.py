@@ -6,7 +6,7 @@ directory, which `coa_jax.run_dir` opens. `SharedCache` is a cache to which seve
 docs/storage.md describes when files are uploaded.
 """
 
-from coa_jax.storage.copies import exists, local, output, shown, upload, version
+from coa_jax.storage.copies import exists, local, output, upload, version, with_urls
 from coa_jax.storage.hub import RemoteFiles, check_push, model_folder, push_model, weights_apart
 from coa_jax.storage.mirror import Mirror, mirror_of, run_folder, visited
 from coa_jax.storage.places import SCHEMES, check, check_writable, is_url, join
@@ -30,9 +30,9 @@ __all__ = [
     "output",
     "push_model",
     "run_folder",
-    "shown",
     "upload",
     "version",
     "visited",
     "weights_apart",
+    "with_urls",
 ]

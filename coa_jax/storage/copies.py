@@ -25,7 +25,7 @@ _shown: dict[str, str] = {}
 """Maps each local folder of a copy or mirror to the URL that messages show instead."""
 
 
-def shown(text: str | os.PathLike[str]) -> str:
+def with_urls(text: str | os.PathLike[str]) -> str:
     """Replaces the paths of local copies and mirrors in a text by their URLs, for messages."""
     text = os.fspath(text)
     for folder, url in _shown.items():
@@ -34,7 +34,7 @@ def shown(text: str | os.PathLike[str]) -> str:
 
 
 def stands_for(folder: Path, url: str) -> None:
-    """Registers that a local folder is a copy of ``url``, so that `shown` replaces its path."""
+    """Registers that a local folder is a copy of ``url``, so that `with_urls` replaces its path."""
     _shown[str(folder)] = url.rstrip("/")
 
 

@@ -164,12 +164,11 @@ class RemoteFiles:
         return bytes(found)
 
 
-def weights_apart(place: str | os.PathLike[str], folder: Path) -> RemoteFiles | None:
+def weights_apart(place: str | os.PathLike[str]) -> RemoteFiles | None:
     """Returns the safetensors files of a model in a bucket; None if the model is not in a bucket.
 
     Args:
         place: path, URL or id of the model, as for `model_folder`.
-        folder: local folder of the model.
 
     Raises:
         UserError: the bucket cannot be read.

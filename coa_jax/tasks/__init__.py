@@ -12,7 +12,15 @@ from typing import Any
 from absl import logging
 
 from coa_jax.errors import UserError
-from coa_jax.extensions import PATH, Kind, bind, find, parameters_of, read_options, refuse_result
+from coa_jax.extensions import (
+    PATH,
+    ExtensionKind,
+    bind,
+    find,
+    parameters_of,
+    read_options,
+    refuse_result,
+)
 from coa_jax.overrides import suggest
 from coa_jax.protocol import get_protocol
 from coa_jax.tasks.base import SPLITS, Split, Task, check_split
@@ -35,7 +43,7 @@ __all__ = [
     "normalize_answer",
 ]
 
-SOURCES = Kind(
+SOURCES = ExtensionKind(
     "task source",
     "coa_jax.tasks",
     {

@@ -8,7 +8,7 @@ from typing import Any, TypeVar, get_args
 
 from coa_jax.bounds import Split
 from coa_jax.errors import UserError
-from coa_jax.extensions import Kind, bind, read_options
+from coa_jax.extensions import ExtensionKind, bind, read_options
 from coa_jax.protocol import at_level, get_protocol, in_format
 
 SPLITS: tuple[str, ...] = get_args(Split)
@@ -126,6 +126,6 @@ def parse_options(kind: Callable[..., Options], source: str) -> Options:
     """
     name, _, rest = source.partition(":")
     where = f"tasks={source}"
-    sources = Kind("task source", "", {name: kind})
+    sources = ExtensionKind("task source", "", {name: kind})
     options: Options = bind(sources, name, read_options(rest, where), where, text=True)()
     return options

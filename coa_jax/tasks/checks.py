@@ -12,7 +12,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from absl import logging
 
 from coa_jax import jsonl, reading
-from coa_jax.extensions import Kind
+from coa_jax.extensions import ExtensionKind
 from coa_jax.protocol import TOOL_FORMS, get_protocol, parse_boxed, split_level
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.code_tests import Tests, read_tests
@@ -20,7 +20,7 @@ from coa_jax.tasks.grading import parse_number
 from coa_jax.tasks.maths import is_expression
 from coa_jax.tools.base import Tool
 
-REWARDS = Kind(
+REWARDS = ExtensionKind(
     "reward",
     "coa_jax.rewards",
     {

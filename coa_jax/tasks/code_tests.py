@@ -30,7 +30,7 @@ from coa_jax.protocol import parse_code
 from coa_jax.tools.code_libraries import Library, find_libraries
 from coa_jax.tools.sandbox import isolation
 from coa_jax.tools.sandbox.limits import Limits
-from coa_jax.tools.sandbox.run import Result, run
+from coa_jax.tools.sandbox.run import ProgramResult, run
 
 _WHOLE = re.compile(r"[-+]?[0-9]+")
 _FENCED = re.compile(r"```(?:py|python|python3)?[ \t]*\n(.*?)\n?```", re.DOTALL | re.IGNORECASE)
@@ -320,7 +320,7 @@ def _directories(libraries: tuple[str, ...]) -> tuple[str, ...]:
     return find_libraries(libraries, _isolation().interpreter).directories
 
 
-def _right(result: Result, tests: Tests, case: Case, mark: str) -> bool:
+def _right(result: ProgramResult, tests: Tests, case: Case, mark: str) -> bool:
     printed = result.stdout
     if case.kind == "stdin":
         if printed.length > len(printed.head):

@@ -20,9 +20,9 @@ from coa_jax.tasks.factbook_grammar import (
     Count,
     Inverse,
     Neighbour,
-    Program,
+    QuestionProgram,
     Ref,
-    bind,
+    resolve_references,
 )
 from coa_jax.tools.factbook_pages import load_entities
 from coa_jax.tools.factbook_relations import INVERTIBLE, RELATIONS
@@ -96,7 +96,7 @@ def to_decimal(text: str) -> decimal.Decimal:
     return decimal.Decimal(text.replace(",", ""))
 
 
-def solve(program: Program) -> Solution | None:
+def solve(program: QuestionProgram) -> Solution | None:
     """Executes a question program on the facts.
 
     The result is None if a fact is missing, if a value is 0 (such as the coastline of a landlocked
@@ -131,7 +131,7 @@ def _extreme(step: Comparison, values: list[str]) -> str | None:
     """Returns the name with the largest or smallest value; None if two names have this value."""
     numbers = [to_decimal(values[ref.step]) for ref in step.values]
     wanted = max(numbers) if step.operation == "largest" else min(numbers)
-    bound = bind(step, values)
+    bound = resolve_references(step, values)
     assert isinstance(bound, Comparison)
     return str(bound.subjects[numbers.index(wanted)]) if numbers.count(wanted) == 1 else None
 
@@ -154,7 +154,7 @@ def compute(operation: str, a: str, b: str) -> str:
     return f"{value.normalize():f}"
 
 
-def accepted_answers(program: Program, value: str) -> tuple[str, ...]:
+def accepted_answers(program: QuestionProgram, value: str) -> tuple[str, ...]:
     """Returns the accepted answers (`Task.gold`) of a question program.
 
     Args:

@@ -1,7 +1,7 @@
 """Represents questions about the World Factbook as programs, and writes and parses the questions.
 
-A `Program` is a tuple of steps in the order of execution. A step refers to the answer of an earlier
-step by `Ref(index)`. The program expresses the meaning of a question:
+A `QuestionProgram` is a tuple of steps in the order of execution. A step refers to the answer of an
+earlier step by `Ref(index)`. The program expresses the meaning of a question:
 
 * `render(program, template)` writes the program as an English question, in one of `TEMPLATES`
   paraphrases.
@@ -112,7 +112,7 @@ Step = Lookup | Inverse | Neighbour | Computed
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class QuestionProgram:
     """The meaning of a question: steps in the order of execution.
 
     The answer of the last step is the answer to the question.
@@ -126,7 +126,7 @@ class Program:
         return sum(not isinstance(step, Computed) for step in self.steps)
 
 
-def bind(step: Step, answers: Sequence[str]) -> Step:
+def resolve_references(step: Step, answers: Sequence[str]) -> Step:
     """Replaces references to earlier steps by the answers of these steps.
 
     Only the subjects of a step are replaced. References to numbers (in arithmetic, comparisons and
@@ -151,7 +151,7 @@ def query_for(step: Step) -> str:
     """Returns the search query of a step, such as "capital of Botswana" or "capital Gaborone".
 
     Args:
-        step: a step without references, see `bind`.
+        step: a step without references, see `resolve_references`.
 
     Raises:
         ValueError: the step needs no search, or contains a reference.
@@ -168,7 +168,7 @@ def read_value(step: Step, title: str, text: str) -> str | None:
     """Reads the answer of a step from the passage of a search result.
 
     Args:
-        step: a `Lookup`, `Inverse` or `Neighbour` without references, see `bind`.
+        step: a `Lookup`, `Inverse` or `Neighbour` without references, see `resolve_references`.
         title: title of the passage, such as "Botswana: Capital". It must end with the relation that
             the step asks for.
         text: text of the passage.
@@ -195,7 +195,8 @@ def source_for(step: Computed, answers: Sequence[str]) -> str:
     """Returns a Python program that prints the answer of a step that needs no search.
 
     Args:
-        step: the step. The subjects of a comparison must not be references, see `bind`.
+        step: the step. The subjects of a comparison must not be references, see
+            `resolve_references`.
         answers: answers of all earlier steps as text. Numbers may have thousands separators.
     """
 
@@ -233,7 +234,7 @@ def describe(step: Step) -> str:
     return _phrase(wording.QUANTITY, step, subject)
 
 
-def kind_of(program: Program) -> str:
+def kind_of(program: QuestionProgram) -> str:
     """Returns the kinds of a program's steps in order, such as ``inverse>neighbour>lookup``.
 
     A program that divides population by area ends with ``density``.
@@ -245,7 +246,7 @@ def kind_of(program: Program) -> str:
     return ">".join([*names[:-3], "density"] if is_density(program) else names)
 
 
-def render(program: Program, template: int = 0) -> str:
+def render(program: QuestionProgram, template: int = 0) -> str:
     """Writes a question program as an English question.
 
     Args:
@@ -281,7 +282,7 @@ def render(program: Program, template: int = 0) -> str:
     )
 
 
-def understand(question: str) -> Program | None:
+def understand(question: str) -> QuestionProgram | None:
     """Parses a question that `render` has written into its program; None for any other text."""
     text = question.strip()
     readers = (_read_arithmetic, _read_density, _read_simple)
@@ -299,7 +300,7 @@ def density(subject: Subject, index: int) -> tuple[Step, ...]:
     return (*lookups, Arithmetic("ratio", Ref(index), Ref(index + 1)))
 
 
-def is_density(program: Program) -> bool:
+def is_density(program: QuestionProgram) -> bool:
     """Returns whether a program ends with the steps of `density`: population divided by area."""
     before, end = program.steps[:-3], program.steps[-3:]
     return isinstance(end[0], Lookup) and end == density(end[0].subject, len(before))
@@ -405,23 +406,23 @@ def _read_around(
             yield match, *inner
 
 
-def _read_simple(text: str) -> Iterator[Program]:
+def _read_simple(text: str) -> Iterator[QuestionProgram]:
     for _, steps, subject in _read_around(wording.ASK_NEIGHBOUR, text):
-        yield Program((*steps, Neighbour(subject)))
+        yield QuestionProgram((*steps, Neighbour(subject)))
     for _, steps, subject in _read_around(wording.ASK_BORDERS, text):
-        yield Program((*steps, Lookup("borders", subject)))
+        yield QuestionProgram((*steps, Lookup("borders", subject)))
     for match, steps, subject in _read_around(wording.ASK_LOOKUP, text):
         key = _relation(match)
         if key and key != "borders":
-            yield Program((*steps, Lookup(key, subject)))
+            yield QuestionProgram((*steps, Lookup(key, subject)))
     step = _read_inverse(wording.ASK_INVERSE, text)
     if step:
-        yield Program((step,))
+        yield QuestionProgram((step,))
 
 
-def _read_density(text: str) -> Iterator[Program]:
+def _read_density(text: str) -> Iterator[QuestionProgram]:
     for _, steps, subject in _read_around(wording.ASK_DENSITY, text):
-        yield Program((*steps, *density(subject, len(steps))))
+        yield QuestionProgram((*steps, *density(subject, len(steps))))
 
 
 def _read_quantity(text: str, offset: int) -> tuple[Step, ...] | None:
@@ -433,7 +434,7 @@ def _read_quantity(text: str, offset: int) -> tuple[Step, ...] | None:
     return (*inner[0], Lookup(key, inner[1])) if inner else None
 
 
-def _read_arithmetic(text: str) -> Iterator[Program]:
+def _read_arithmetic(text: str) -> Iterator[QuestionProgram]:
     for operation, templates in wording.ASK_ARITHMETIC.items():
         for template in templates:
             match = _regex(template).fullmatch(text)
@@ -441,4 +442,4 @@ def _read_arithmetic(text: str) -> Iterator[Program]:
             b = _read_quantity(match["b"], len(a)) if match and a else None
             if a and b:
                 last = Arithmetic(operation, Ref(len(a) - 1), Ref(len(a) + len(b) - 1))
-                yield Program((*a, *b, last))
+                yield QuestionProgram((*a, *b, last))

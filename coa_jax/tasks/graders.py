@@ -34,7 +34,7 @@ from absl import logging
 from coa_jax import reading
 from coa_jax.bounds import Between, Bounded, Name, Place, Seconds, Times, check
 from coa_jax.errors import UserError
-from coa_jax.extensions import Bound, Extension, MisfitError, Named, bind, refuse_result
+from coa_jax.extensions import BoundFunction, Extension, MisfitError, Named, bind, refuse_result
 from coa_jax.settings import build
 from coa_jax.tasks.base import Task
 from coa_jax.tasks.checks import REWARDS
@@ -149,7 +149,7 @@ class _Weighted:
 
     name: str
     weight: float
-    call: Bound | None
+    call: BoundFunction | None
 
     @property
     def of_group(self) -> bool:
@@ -199,7 +199,7 @@ class Graders:
             if name in NEEDS:
                 NEEDS[name](self.config)
 
-    def _bound(self, name: str) -> Bound:
+    def _bound(self, name: str) -> BoundFunction:
         if name not in self._found:
             self._found[name] = bind(REWARDS, name, {}, "metadata['grader']")
         return self._found[name]
@@ -382,11 +382,11 @@ def is_broken(trajectory: Trajectory) -> bool:
     return trajectory.stop_reason in (StopReason.FAULT, StopReason.CANCELLED) or any(faults)
 
 
-async def _score(name: str, call: Bound, offered: Mapping[str, Any]) -> float | None:
+async def _score(name: str, call: BoundFunction, offered: Mapping[str, Any]) -> float | None:
     return _number(name, await _result(call, offered))
 
 
-async def _result(call: Bound, offered: Mapping[str, Any]) -> Any:
+async def _result(call: BoundFunction, offered: Mapping[str, Any]) -> Any:
     """Returns the result of a reward; a custom synchronous reward runs in a thread."""
     if _is_plain(call) or inspect.iscoroutinefunction(call.found):
         result = call(**offered)
@@ -395,7 +395,7 @@ async def _result(call: Bound, offered: Mapping[str, Any]) -> Any:
     return await result if inspect.isawaitable(result) else result
 
 
-def _is_plain(call: Bound) -> bool:
+def _is_plain(call: BoundFunction) -> bool:
     """Returns whether a reward is a synchronous function of this package."""
     own = str(getattr(call.found, "__module__", "")).startswith("coa_jax.")
     return own and not inspect.iscoroutinefunction(call.found)

@@ -255,11 +255,13 @@ class Wording:
 
 
 def wording_of(one: Asked, prompt: Prompt) -> Wording:
-    """Summarises the prompt of a single task or record; summaries of several can be added.
+    """Returns the summary of the prompt of a single task or record.
+
+    The sum of two summaries (operator ``+``) is the summary of both together.
 
     Args:
-        one: the task or record.
-        prompt: prompt of the run.
+        one: the task or record, which may have a prompt of its own.
+        prompt: settings of the prompt for all tasks of the run.
     """
     own = one.prompt.strip() not in ("", one.question.strip())
     style_data = prompt.style == "data"

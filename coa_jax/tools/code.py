@@ -17,7 +17,7 @@ from coa_jax.tools.code_libraries import find_libraries
 from coa_jax.tools.code_session import FORGOTTEN, Continued, continued, longest_s
 from coa_jax.tools.sandbox import isolation
 from coa_jax.tools.sandbox.limits import PRIVATE_TMP, PROGRAM, Limits
-from coa_jax.tools.sandbox.run import GRACE_S, Result, SandboxError, run
+from coa_jax.tools.sandbox.run import GRACE_S, ProgramResult, SandboxError, run
 from coa_jax.tools.turns import Turns
 
 BAD_CALL = (
@@ -157,8 +157,8 @@ class CodeTool:
 
 
 def describe(
-    result: Result, limits: Limits, max_output_chars: int, session: bool = False
-) -> tuple[Outcome, str, Result]:
+    result: ProgramResult, limits: Limits, max_output_chars: int, session: bool = False
+) -> tuple[Outcome, str, ProgramResult]:
     """Converts the result of a program to an outcome and the text of an observation.
 
     The text begins with ``[EXECUTED]``, or with ``[FAILED]`` and the reason. The output of the
@@ -196,7 +196,7 @@ def describe(
     return outcome, "\n".join(parts), result
 
 
-def _verdict(result: Result, limits: Limits) -> tuple[Outcome, str]:
+def _verdict(result: ProgramResult, limits: Limits) -> tuple[Outcome, str]:
     code = result.code
     budget = {
         "memory": f"{limits.memory_mb} MiB of memory",

@@ -22,11 +22,11 @@ from coa_jax.installed import missing
 from coa_jax.protocol import parse_urls
 from coa_jax.tools import page_text
 from coa_jax.tools.base import Observation, Outcome, ToolContext, is_repeat, observe, time_for
-from coa_jax.tools.net.address import Guard, host_of, parse_url
+from coa_jax.tools.net.address import AddressGuard, host_of, parse_url
 from coa_jax.tools.net.chat import ChatConfig, check_client
 from coa_jax.tools.net.errors import FetchError
-from coa_jax.tools.net.http import Limits, Request, fetch
-from coa_jax.tools.net.text import clip
+from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch
+from coa_jax.tools.net.text import clip_text
 from coa_jax.tools.robots import Robots
 from coa_jax.tools.summarize import click_intent, last_query, summarize
 from coa_jax.tools.turns import Turns
@@ -58,8 +58,8 @@ class CrawlConfig(Bounded):
         robots: whether to leave out pages that the robots.txt of their site forbids crawlers to
             read.
         allow_hosts: hosts and networks that may be opened although they are not public, see
-            `Guard.allow`.
-        blocked: hosts and path prefixes whose pages are not opened, see `Guard.block`.
+            `AddressGuard.allow`.
+        blocked: hosts and path prefixes whose pages are not opened, see `AddressGuard.block`.
         concurrency: maximum number of pages that all calls together read concurrently.
         summarizer: model that writes the summaries. Without a model, the observation contains the
             beginning of the page's text.
@@ -108,8 +108,8 @@ class CrawlPage:
             check_client()
         self._config, self._index = config, index
         seconds = min(config.page_timeout_s, config.timeout_s)
-        self._limits = Limits(seconds, attempts=config.attempts, max_bytes=config.max_bytes)
-        self._guard = Guard(config.allow_hosts, config.blocked)
+        self._limits = RequestLimits(seconds, attempts=config.attempts, max_bytes=config.max_bytes)
+        self._guard = AddressGuard(config.allow_hosts, config.blocked)
         self._robots = Robots(self._limits, self._guard) if config.robots else None
         self._workers = Workers("coa_jax.tools.page_text:extract")
         self._turns = Turns(config.concurrency)
@@ -228,7 +228,7 @@ class _Call:
             why = await tool._robots.why_not(parsed)
             if why:
                 raise FetchError("refused", why)
-        request = Request(str(parsed), types=page_text.READABLE)
+        request = HttpRequest(str(parsed), types=page_text.READABLE)
         response = await fetch(request, tool._limits.within(self.left()), tool._guard)
         page, left = (response.body, dict(response.headers), response.url), self.left()
         # The limit on processor time is lower, so that a slow page is not taken for a busy tool.
@@ -252,17 +252,17 @@ class _Call:
         """
         config = self.tool._config
         if not config.summarizer:
-            return clip(text, config.page_chars)
+            return clip_text(text, config.page_chars)
         try:
             async with asyncio.timeout(self.left()):
                 aim = await self.aim()
                 left = self.left()
                 summary = await summarize(config.summarizer, text, aim, self.context, left)
-                return clip(summary, config.page_chars)
+                return clip_text(summary, config.page_chars)
         except (FetchError, TimeoutError) as error:
             why = error.message if isinstance(error, FetchError) else "it took too long"
             self.summary_failures.append(why)
-            return f"[No summary: {why}. The page begins:]\n{clip(text, config.page_chars)}"
+            return f"[No summary: {why}. The page begins:]\n{clip_text(text, config.page_chars)}"
 
     async def aim(self) -> str:
         """Returns what the policy hopes to find (the click intent), computed once per call.

@@ -22,7 +22,7 @@ from coa_jax import files
 from coa_jax.errors import UserError
 from coa_jax.progress import progress
 from coa_jax.tools import factbook_pages
-from coa_jax.tools.encoder import Encoder, EncoderConfig
+from coa_jax.tools.encoder import EncoderConfig, TextEncoder
 from coa_jax.tools.factbook_pages import Passage
 from coa_jax.tools.wiki_search import Index, best_rows, index_folder, load_index
 
@@ -73,7 +73,7 @@ def nearest(vectors: np.ndarray, queries: np.ndarray, top_k: int) -> list[list[t
 class DenseIndex(Index):
     """A search index that ranks passages by the cosine between passage vector and query vector."""
 
-    def __init__(self, passages: Sequence[Passage], vectors: np.ndarray, encoder: Encoder):
+    def __init__(self, passages: Sequence[Passage], vectors: np.ndarray, encoder: TextEncoder):
         """Creates the index.
 
         Args:
@@ -151,7 +151,7 @@ def load_retriever(
         corpus = tuple(factbook_pages.passages(passage_chars) if passages is None else passages)
         if not corpus:
             raise UserError("wiki_search has no text to index; give it passages with words")
-    model = Encoder(encoder)
+    model = TextEncoder(encoder)
     dense = DenseIndex(corpus, _load_vectors(model, corpus, cache_dir), model)
     return dense if words is None else HybridIndex((words, dense))
 
@@ -170,7 +170,7 @@ def check_retrieval(retrieval: str, encoder: EncoderConfig) -> None:
 
 
 def _load_vectors(
-    encoder: Encoder, corpus: Sequence[Passage], cache_dir: Path | str | None
+    encoder: TextEncoder, corpus: Sequence[Passage], cache_dir: Path | str | None
 ) -> np.ndarray:
     folder = index_folder(cache_dir) / _name(encoder, corpus)
     shape = (len(corpus), encoder.width)
@@ -184,7 +184,7 @@ def _load_vectors(
     return _opened(folder, shape)
 
 
-def _name(encoder: Encoder, corpus: Sequence[Passage]) -> str:
+def _name(encoder: TextEncoder, corpus: Sequence[Passage]) -> str:
     digest = hashlib.sha256(encoder.fingerprint.encode())
     for passage in corpus:
         digest.update(json.dumps([passage.title, passage.text]).encode())
@@ -198,7 +198,7 @@ def _opened(folder: Path, shape: tuple[int, int]) -> np.ndarray:
     return vectors
 
 
-def _write_vectors(encoder: Encoder, corpus: Sequence[Passage], path: Path) -> None:
+def _write_vectors(encoder: TextEncoder, corpus: Sequence[Passage], path: Path) -> None:
     shape = (len(corpus), encoder.width)
     vectors = np.lib.format.open_memmap(path, "w+", np.float32, shape)
     with progress("vectors of passages", total=len(corpus)) as bar:

@@ -80,7 +80,7 @@ def _embed(
     return pooled / jnp.linalg.norm(pooled, axis=-1, keepdims=True)
 
 
-class Encoder:
+class TextEncoder:
     """A loaded encoder. Several threads may use the same encoder.
 
     Attributes:

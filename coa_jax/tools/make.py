@@ -25,7 +25,7 @@ from coa_jax.bounds import (
     check,
 )
 from coa_jax.errors import UserError
-from coa_jax.extensions import Extension, Kind, Named, bind, find, is_path, refuse_result
+from coa_jax.extensions import Extension, ExtensionKind, Named, bind, find, is_path, refuse_result
 from coa_jax.protocol import (
     LEVELS,
     TOOL_FORMS,
@@ -57,7 +57,7 @@ from coa_jax.tools.visual_inspector import VisualConfig, VisualInspector
 from coa_jax.tools.web_search import WebSearch, WebSearchConfig
 from coa_jax.tools.wiki_search import WikiSearch
 
-TOOLS = Kind(
+TOOLS = ExtensionKind(
     "tool",
     "coa_jax.tools",
     {

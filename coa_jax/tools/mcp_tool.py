@@ -31,7 +31,7 @@ from coa_jax.protocol.bodies import without_fence
 from coa_jax.tools.base import Observation, ToolContext, observe, time_for
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.secrets import Secret, quieten, redact_variables
-from coa_jax.tools.net.text import clip
+from coa_jax.tools.net.text import clip_text
 
 T = TypeVar("T")
 
@@ -360,7 +360,7 @@ class McpTool:
         return str(self._shown(await asyncio.to_thread(self._session.last_words)))[-_STDERR_CHARS:]
 
     def _seen(self, text: str, ok: bool, start: float) -> Observation:
-        text = clip(self._shown(text), self._config.max_chars)
+        text = clip_text(self._shown(text), self._config.max_chars)
         return observe(start, text, "ok" if ok else "error")
 
     def _shown(self, value: Any) -> Any:

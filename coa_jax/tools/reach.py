@@ -17,12 +17,12 @@ from coa_jax.tools import page_text
 from coa_jax.tools.base import Tool, ToolContext, call
 from coa_jax.tools.code_libraries import find_libraries, try_imports
 from coa_jax.tools.dense import check_retrieval
-from coa_jax.tools.encoder import Encoder
+from coa_jax.tools.encoder import TextEncoder
 from coa_jax.tools.make import ToolsConfig
 from coa_jax.tools.mcp_tool import McpConfig, McpTool
 from coa_jax.tools.net.chat import ChatConfig, reach, refusal
 from coa_jax.tools.net.errors import REFUSED, FetchError
-from coa_jax.tools.net.http import Limits
+from coa_jax.tools.net.http import RequestLimits
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.remote import RemoteCode, RemoteSearch
@@ -168,7 +168,7 @@ async def _wiki(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     check_retrieval(config.retrieval, config.encoder)
     how = f"local {config.retrieval} index"
     if config.retrieval != "bm25":
-        Encoder(config.encoder)  # raises an error if its files cannot be used
+        TextEncoder(config.encoder)  # raises an error if its files cannot be used
         how += f" with {config.encoder.path}"
     if config.corpus:
         there = Path(local(config.corpus)).expanduser().is_file()
@@ -206,7 +206,7 @@ async def _web(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     else:
         return _with_key(False, where, web.key_env)
     try:
-        await search(query, 1, Limits(seconds, seconds, seconds, attempts=1, redirects=0))
+        await search(query, 1, RequestLimits(seconds, seconds, seconds, attempts=1, redirects=0))
     except FetchError as error:
         if query or error.status not in REFUSED or error.account:
             return False, f"{where}: {error.message}{refusal(error.status, key_env)}"

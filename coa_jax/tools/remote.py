@@ -24,20 +24,20 @@ from coa_jax.tools.corpus import split_contents
 from coa_jax.tools.factbook_pages import Passage
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.errors import Blame, FetchError
-from coa_jax.tools.net.http import Limits, Request, fetch_json
+from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch_json
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.sandbox.limits import Limits as ProgramLimits
-from coa_jax.tools.sandbox.run import Captured, Result
+from coa_jax.tools.sandbox.run import Captured, ProgramResult
 from coa_jax.tools.wiki_search import Hit, hits_observation
 
 
 async def _post(
-    url: str, body: dict[str, Any], limits: Limits, key_env: str, context: ToolContext
+    url: str, body: dict[str, Any], limits: RequestLimits, key_env: str, context: ToolContext
 ) -> Any:
     headers = {"Content-Type": "application/json"}
     if key_env:
         headers["Authorization"] = f"Bearer {Secret(key_env).reveal()}"
-    request = Request(url, "POST", headers, json.dumps(body).encode())
+    request = HttpRequest(url, "POST", headers, json.dumps(body).encode())
     left = time_for(limits.total_s, context)
     answer = await fetch_json(request, limits.within(left), trusting(url))
     return Secret(key_env).redact(answer)
@@ -69,7 +69,7 @@ class RemoteSearch:
         trusting(url)
         self._url, self._top_k, self._key_env = url, top_k, key_env
         self._blame = Blame()
-        self._limits = Limits(total_s=timeout_s, read_s=timeout_s, redirects=0)
+        self._limits = RequestLimits(total_s=timeout_s, read_s=timeout_s, redirects=0)
         self.deadline = timeout_s + 1.0
         self.settings = json.dumps([url, top_k])
 
@@ -150,7 +150,7 @@ class RemoteCode:
         self._room, self._blame = max_output_chars, Blame()
         total = (longest_s(timeout_s) if session else timeout_s) + queue_s
         self.settings = json.dumps([url, timeout_s, memory_mb, max_output_chars])
-        self._limits = Limits(total_s=total, read_s=total, redirects=0, attempts=2)
+        self._limits = RequestLimits(total_s=total, read_s=total, redirects=0, attempts=2)
         self.deadline = total + 1.0
 
     async def __call__(self, arguments: str, context: ToolContext) -> Observation:
@@ -183,7 +183,7 @@ class RemoteCode:
         return observe(start, text, outcome, ran)
 
 
-def _result(answer: Any) -> Result:
+def _result(answer: Any) -> ProgramResult:
     try:
         if answer["status"] == "SandboxError":
             raise FetchError("malformed", "the remote sandbox does not work")
@@ -195,4 +195,4 @@ def _result(answer: Any) -> Result:
         reason = "wall" if late else "exit"
     except (KeyError, TypeError, ValueError) as error:
         raise FetchError("malformed", "the answer of the sandbox has the wrong form") from error
-    return Result(streams[0], streams[1], reason, code, 0.0, 0)
+    return ProgramResult(streams[0], streams[1], reason, code, 0.0, 0)

@@ -10,9 +10,9 @@ from typing import Any
 
 import httpx2
 
-from coa_jax.tools.net.address import Guard
+from coa_jax.tools.net.address import AddressGuard
 from coa_jax.tools.net.errors import FetchError
-from coa_jax.tools.net.http import Limits, Request, fetch
+from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch
 from coa_jax.tools.net.text import decode
 
 AGENT = "coa_jax"
@@ -22,7 +22,7 @@ _KEPT, _KEPT_S, _MAX_BYTES = 1000, 3600.0, 512 << 10
 class Robots:
     """Reads the robots.txt of sites, and caches the rules for an hour."""
 
-    def __init__(self, limits: Limits, guard: Guard):
+    def __init__(self, limits: RequestLimits, guard: AddressGuard):
         self._limits = dataclasses.replace(limits, max_bytes=_MAX_BYTES, attempts=1)
         self._guard = guard
         self._rules: OrderedDict[str, tuple[float, Any]] = OrderedDict()
@@ -51,7 +51,7 @@ class Robots:
         from protego import Protego
 
         try:
-            response = await fetch(Request(url), self._limits, self._guard)
+            response = await fetch(HttpRequest(url), self._limits, self._guard)
         except FetchError as error:
             if error.kind == "status" and (error.status or 0) >= 500:
                 return "the site's rules for robots cannot be read"

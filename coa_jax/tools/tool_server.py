@@ -172,7 +172,7 @@ def make_app(
         log: log of rejected requests.
         libraries: directories with packages that programs may import.
     """
-    from coa_jax.web.guard import Rules
+    from coa_jax.web.guard import GuardRules
     from coa_jax.web.json_app import JsonRoute, make_app
 
     threads = ThreadPoolExecutor(min(_SEARCHES, os.cpu_count() or 1), "search")
@@ -183,7 +183,7 @@ def make_app(
     if isolation is not None:
         program = functools.partial(run_code, isolation, libraries)
         routes["/run_code"] = JsonRoute(program, values=64, running=_PROGRAMS, waiting=_WAITING)
-    rules = Rules(
+    rules = GuardRules(
         api_key=key,
         local=local and key is None,
         max_body=_MAX_BODY,

@@ -23,11 +23,11 @@ from coa_jax.errors import UserError
 from coa_jax.protocol import parse_inspection
 from coa_jax.storage import local
 from coa_jax.tools.base import Observation, Outcome, ToolContext, observe, time_for
-from coa_jax.tools.net.address import Guard
+from coa_jax.tools.net.address import AddressGuard
 from coa_jax.tools.net.chat import ChatConfig, chat, check_client
 from coa_jax.tools.net.errors import Blame, FetchError
-from coa_jax.tools.net.http import Limits, Request, fetch
-from coa_jax.tools.net.text import clip
+from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch
+from coa_jax.tools.net.text import clip_text
 
 _BAD_CALL = (
     'The call could not be read. Write a JSON object such as {"file_path": "picture.png",'
@@ -64,7 +64,7 @@ class VisualConfig(Bounded):
             explanation.
         folder: folder whose image files may be opened; "" allows no files.
         allow_hosts: hosts and networks that may be opened although they are not public, see
-            `Guard.allow`.
+            `AddressGuard.allow`.
         max_bytes: maximum size of an image file in bytes.
         max_chars: maximum number of characters of an observation.
     """
@@ -101,7 +101,9 @@ class VisualInspector:
         if self._folder is not None and not self._folder.is_dir():
             raise UserError(f"visual_inspector.folder: {config.folder} is not a folder")
         self._config, self._blame = config, Blame()
-        self._limits = Limits(total_s=min(30.0, config.chat.timeout_s), max_bytes=config.max_bytes)
+        self._limits = RequestLimits(
+            total_s=min(30.0, config.chat.timeout_s), max_bytes=config.max_bytes
+        )
         self.deadline = config.chat.timeout_s + 1.0
         model, places = config.chat, (str(self._folder), config.allow_hosts)
         asked = (model.url, model.model, model.temperature, model.max_tokens)
@@ -137,12 +139,12 @@ class VisualInspector:
             text = f"The image could not be looked at: {error.message}. Go on without it."
             return seen(text, self._blame.outcome(error))
         self._blame.answered()
-        return seen(clip(text, self._config.max_chars), "ok")
+        return seen(clip_text(text, self._config.max_chars), "ok")
 
     async def _image(self, path: str, seconds: float) -> bytes:
         if path.lower().startswith(("http://", "https://")):
-            request = Request(path, types=("image/", "application/octet-stream"))
-            guard = Guard(self._config.allow_hosts)
+            request = HttpRequest(path, types=("image/", "application/octet-stream"))
+            guard = AddressGuard(self._config.allow_hosts)
             return (await fetch(request, self._limits.within(seconds), guard)).body
         return await asyncio.to_thread(self._read, path)
 

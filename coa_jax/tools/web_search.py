@@ -17,7 +17,7 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from typing import Annotated, Any
 
 from coa_jax.bounds import Address, Between, Bounded, Count, Place, Seconds, Times, Variable
-from coa_jax.extensions import Kind, Named, bind
+from coa_jax.extensions import ExtensionKind, Named, bind
 from coa_jax.tools.base import (
     Observation,
     ToolContext,
@@ -26,10 +26,10 @@ from coa_jax.tools.base import (
     refused_query,
     time_for,
 )
-from coa_jax.tools.net.address import Guard, parse_url
+from coa_jax.tools.net.address import AddressGuard, parse_url
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.errors import Blame, FetchError
-from coa_jax.tools.net.http import Limits, Request, fetch_json
+from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch_json
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.wiki_search import Index
 
@@ -55,7 +55,7 @@ MIRRORS = (
 )
 """Addresses of copies of benchmarks. A model of the Chain-of-Agents paper (App C) found a copy."""
 
-PROVIDERS = Kind(
+PROVIDERS = ExtensionKind(
     "search service",
     "coa_jax.search",
     {
@@ -92,7 +92,7 @@ class Result:
     source: str = ""
 
 
-Provider = Callable[[str, int, Limits], Awaitable[Sequence[Result]]]
+Provider = Callable[[str, int, RequestLimits], Awaitable[Sequence[Result]]]
 """A function that sends a query to a search service.
 
 Its arguments are the query, the maximum number of results, and the limits of the request. It
@@ -117,7 +117,7 @@ class WebSearchConfig(Bounded):
         snippet_chars: maximum length of a snippet in characters.
         timeout_s: time limit of a call with all its attempts, in seconds.
         attempts: maximum number of attempts.
-        blocked: hosts and path prefixes whose results are left out, see `Guard.block`.
+        blocked: hosts and path prefixes whose results are left out, see `AddressGuard.block`.
     """
 
     provider: Annotated[str, Named(PROVIDERS, "auto")] = "auto"
@@ -158,10 +158,10 @@ def serper(config: WebSearchConfig) -> Provider:
     secret, guard = Secret(config.key_env), trusting(config.url)
     secret.reveal()
 
-    async def search(query: str, count: int, limits: Limits) -> Sequence[Result]:
+    async def search(query: str, count: int, limits: RequestLimits) -> Sequence[Result]:
         headers = {"Content-Type": "application/json", "X-API-KEY": secret.reveal()}
         body = json.dumps({"q": query, "num": count}).encode()
-        answer = await fetch_json(Request(config.url, "POST", headers, body), limits, guard)
+        answer = await fetch_json(HttpRequest(config.url, "POST", headers, body), limits, guard)
         return _results(secret.redact(answer), "organic", "link", "snippet")
 
     return search
@@ -177,9 +177,9 @@ def searxng(config: WebSearchConfig) -> Provider:
     """
     guard = trusting(config.url)
 
-    async def search(query: str, count: int, limits: Limits) -> Sequence[Result]:
+    async def search(query: str, count: int, limits: RequestLimits) -> Sequence[Result]:
         asked = urllib.parse.urlencode({"q": query, "format": "json"}, errors="replace")
-        answer = await fetch_json(Request(f"{config.url}?{asked}"), limits, guard)
+        answer = await fetch_json(HttpRequest(f"{config.url}?{asked}"), limits, guard)
         return _results(answer, "results", "url", "content")
 
     return search
@@ -194,7 +194,7 @@ def local(index: Callable[[], Index]) -> Provider:
         index: function that returns the local index.
     """
 
-    async def search(query: str, count: int, limits: Limits) -> Sequence[Result]:
+    async def search(query: str, count: int, limits: RequestLimits) -> Sequence[Result]:
         hits = await asyncio.to_thread(lambda: index().search(query, count))
         found = [hit.passage for hit in hits]
         return [Result(each.title, local_link(each.title), each.text) for each in found]
@@ -242,7 +242,7 @@ def provider_of(config: WebSearchConfig, index: Callable[[], Index]) -> Provider
         made: Provider = found(config=config, index=index)
         return made
 
-    async def search(query: str, count: int, limits: Limits) -> Sequence[Result]:
+    async def search(query: str, count: int, limits: RequestLimits) -> Sequence[Result]:
         asked = {"query": query, "count": count, "limits": limits, "config": config, "index": index}
         results: Sequence[Result] = await found(**asked)
         return results
@@ -279,10 +279,10 @@ class WebSearch:
                 "web_search searches the local index, because %s is not set; to choose another "
                 "provider, set web_search.provider", config.key_env
             )  # fmt: skip
-        self._config, self._guard = config, Guard(block=config.blocked)
+        self._config, self._guard = config, AddressGuard(block=config.blocked)
         self._blame = Blame()
         seconds = config.timeout_s
-        self._limits = Limits(seconds, read_s=seconds, attempts=config.attempts, redirects=0)
+        self._limits = RequestLimits(seconds, read_s=seconds, attempts=config.attempts, redirects=0)
         self.deadline = config.timeout_s + 1.0
         url = config.url if self.provider in ("serper", "searxng") else ""
         asked = [self.provider, url, config.top_k, config.snippet_chars, config.blocked]

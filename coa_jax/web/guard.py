@@ -50,7 +50,7 @@ def check_exposure(host: str, key: str | None, mend: str) -> None:
 
 
 @dataclasses.dataclass(frozen=True)
-class Rules:
+class GuardRules:
     """The rules that a server's guard enforces.
 
     Attributes:
@@ -83,7 +83,7 @@ class Guard:
     def __init__(
         self,
         app: ASGIApp,
-        rules: Rules,
+        rules: GuardRules,
         answer: Callable[[Refused], Response],
         log: RefusalLog,
         count: Callable[[str, int], None] = lambda path, status: None,

@@ -18,7 +18,7 @@ from starlette.types import ASGIApp
 
 from coa_jax.web.bodies import parse_json
 from coa_jax.web.errors import ClientGone, Refused
-from coa_jax.web.guard import STATUS_WORDS, Guard, Rules, body_of, give_reason, while_connected
+from coa_jax.web.guard import STATUS_WORDS, Guard, GuardRules, body_of, give_reason, while_connected
 from coa_jax.web.refusals import RefusalLog
 
 
@@ -61,7 +61,7 @@ class JsonRoute:
             self._left += 1
 
 
-def make_app(routes: Mapping[str, JsonRoute], rules: Rules, log: RefusalLog) -> ASGIApp:
+def make_app(routes: Mapping[str, JsonRoute], rules: GuardRules, log: RefusalLog) -> ASGIApp:
     """Creates an application with the given routes and ``GET /health``, behind a guard.
 
     Args:

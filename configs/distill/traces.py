@@ -26,7 +26,7 @@ from __future__ import annotations
 import ml_collections
 
 from coa_jax.distill.pipeline import DistillConfig
-from coa_jax.distill.traces import TracesConfig
+from coa_jax.distill.traces import TraceFilesConfig
 from coa_jax.errors import UserError
 from coa_jax.settings import complete
 
@@ -39,7 +39,7 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
         {"format": "records", "protocol": ""} if arg else {"format": "oagents", "protocol": "web"}
     )
     config = ml_collections.ConfigDict()
-    config.traces = complete(TracesConfig, {"files": ("",), **source})
+    config.traces = complete(TraceFilesConfig, {"files": ("",), **source})
     config.teacher = complete(
         DistillConfig,
         {

@@ -13,14 +13,14 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.agents.program import Access, Outcome, ProgramError, run_command
+from coa_jax.agents.program import Access, ProgramError, ProgramOutcome, run_command
 
 ACCESS = Access("http://127.0.0.1:1", "key")
 TASK = {"id": "t", "question": "Which 'river'?\n", "metadata": {"hops": 2}, "sample": 3}
 
 
-def run(script: str, seconds: float = 30.0) -> Outcome:
-    async def bounded() -> Outcome:
+def run(script: str, seconds: float = 30.0) -> ProgramOutcome:
+    async def bounded() -> ProgramOutcome:
         async with asyncio.timeout(seconds):
             return await run_command(["bash", "-c", script], TASK, ACCESS)
 
@@ -30,14 +30,20 @@ def run(script: str, seconds: float = 30.0) -> Outcome:
 @pytest.mark.parametrize(
     ("script", "outcome"),
     [
-        ("true", Outcome()),
-        ("echo chatter; echo 42", Outcome("42")),
-        ('echo \'{"answer": "Ume", "reward": 1}\'', Outcome("Ume", 1.0)),
-        ("python3 -c 'import json, sys; print(json.load(sys.stdin)[\"sample\"])'", Outcome("3")),
-        ('echo "$OPENAI_BASE_URL $OPENAI_API_KEY"', Outcome("http://127.0.0.1:1/v1 key")),
-        ('echo "$OPENAI_MODEL $COA_REWARD_URL"', Outcome("policy http://127.0.0.1:1/reward")),
-        ('printf "%s" "$COA_QUESTION"', Outcome("Which 'river'?")),
-        ("yes | head -c 1000000; echo; echo end", Outcome("end")),
+        ("true", ProgramOutcome()),
+        ("echo chatter; echo 42", ProgramOutcome("42")),
+        ('echo \'{"answer": "Ume", "reward": 1}\'', ProgramOutcome("Ume", 1.0)),
+        (
+            "python3 -c 'import json, sys; print(json.load(sys.stdin)[\"sample\"])'",
+            ProgramOutcome("3"),
+        ),
+        ('echo "$OPENAI_BASE_URL $OPENAI_API_KEY"', ProgramOutcome("http://127.0.0.1:1/v1 key")),
+        (
+            'echo "$OPENAI_MODEL $COA_REWARD_URL"',
+            ProgramOutcome("policy http://127.0.0.1:1/reward"),
+        ),
+        ('printf "%s" "$COA_QUESTION"', ProgramOutcome("Which 'river'?")),
+        ("yes | head -c 1000000; echo; echo end", ProgramOutcome("end")),
     ],
 )
 def test_a_program_reads_its_task_and_prints_its_outcome(script, outcome):
@@ -108,7 +114,7 @@ def test_a_deadline_ends_a_program_and_all_that_it_has_started(tmp_path):
 
 def test_what_a_program_leaves_behind_ends_with_it(tmp_path):
     file = tmp_path / "numbers"
-    assert run(f"setsid sleep 1000 & echo $! > {file}; echo done") == Outcome("done")
+    assert run(f"setsid sleep 1000 & echo $! > {file}; echo done") == ProgramOutcome("done")
     assert gone(numbers(file, 1))
 
 

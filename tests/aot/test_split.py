@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from coa_jax.aot.split import Split, best, splits, table
+from coa_jax.aot.split import ChipSplit, best, splits, table
 
 
 def test_chips_do_the_same_work_in_inverse_time_and_the_slower_part_makes_the_step():
@@ -24,7 +24,7 @@ def test_longer_rollouts_get_more_chips(rollout, count):
 
 
 def test_of_equal_steps_the_one_with_more_chips_for_training_is_the_best():
-    rows = [Split(2, 2, 2, 10.0, 5.0), Split(1, 3, 1, 4.0, 10.0)]
+    rows = [ChipSplit(2, 2, 2, 10.0, 5.0), ChipSplit(1, 3, 1, 4.0, 10.0)]
     assert best(rows).rollout_devices == 1
 
 

@@ -9,7 +9,13 @@ import numpy as np
 import pytest
 
 from coa_jax.bench import pipeline
-from coa_jax.bench.pipeline_workload import WORKLOADS, Sample, Workload, draw, read_workload
+from coa_jax.bench.pipeline_workload import (
+    WORKLOADS,
+    PipelineWorkload,
+    WorkloadSample,
+    draw,
+    read_workload,
+)
 from coa_jax.bench.workload import Call, Script
 from coa_jax.errors import UserError
 from coa_jax.trajectory import read_trajectories
@@ -21,14 +27,16 @@ SHA256 = {
 }
 
 
-def small(groups: int = 12) -> Workload:
+def small(groups: int = 12) -> PipelineWorkload:
     """Groups of two samples with one call each; every second group has a signal."""
 
-    def sample(group: int, right: bool) -> Sample:
+    def sample(group: int, right: bool) -> WorkloadSample:
         call = Call(0.01, tuple(range(64, 64 + 3 + group % 2)))
-        return Sample(Script(group, (2 + group % 3, 3), (call,)), right)
+        return WorkloadSample(Script(group, (2 + group % 3, 3), (call,)), right)
 
-    return Workload("small", tuple((sample(i, True), sample(i, i % 2 == 0)) for i in range(groups)))
+    return PipelineWorkload(
+        "small", tuple((sample(i, True), sample(i, i % 2 == 0)) for i in range(groups))
+    )
 
 
 @pytest.mark.parametrize("name", SHA256)
@@ -55,16 +63,16 @@ def test_the_kept_workloads_have_the_tails_they_promise(name):
 
 
 def test_the_floor_is_work_by_what_the_machine_can_do():
-    workload = Workload(
+    workload = PipelineWorkload(
         "floor",
         (
             (
-                Sample(Script(0, (60, 40), (Call(3.0, (64,)),)), True),
-                Sample(Script(0, (100,), ()), False),
+                WorkloadSample(Script(0, (60, 40), (Call(3.0, (64,)),)), True),
+                WorkloadSample(Script(0, (100,), ()), False),
             ),
             (
-                Sample(Script(1, (50, 50), (Call(1.0, (64,)),)), True),
-                Sample(Script(1, (100,), ()), True),
+                WorkloadSample(Script(1, (50, 50), (Call(1.0, (64,)),)), True),
+                WorkloadSample(Script(1, (100,), ()), True),
             ),
         ),
     )

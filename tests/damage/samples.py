@@ -21,7 +21,7 @@ from coa_jax.distill.endpoint import Endpoint, EndpointConfig
 from coa_jax.distill.journal import open_journal
 from coa_jax.distill.messages import Ending, Kind, Message, MessageLog, to_json
 from coa_jax.economy import check_tokens
-from coa_jax.economy import read_traces as read_economy
+from coa_jax.economy import read_phase as read_economy
 from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.evaluate import compare

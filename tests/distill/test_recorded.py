@@ -12,7 +12,7 @@ from coa_jax.distill.convert import convert
 from coa_jax.distill.messages import Kind
 from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.distill.recorded import log_of, with_figures
-from coa_jax.distill.traces import TracesConfig, distill_traces
+from coa_jax.distill.traces import TraceFilesConfig, distill_traces
 from coa_jax.errors import UserError
 from coa_jax.records import read_records
 from coa_jax.settings import build
@@ -49,7 +49,7 @@ def published(tmp_path):
 
 def distilled(published, folder, **changes):
     values = load_config("configs/distill/traces.py:records")
-    source = dataclasses.replace(build(TracesConfig, values.traces), files=(str(published),))
+    source = dataclasses.replace(build(TraceFilesConfig, values.traces), files=(str(published),))
     filters = dataclasses.replace(build(DistillConfig, values.teacher), **changes)
     selection = dataclasses.replace(filters.selection, min_tool_calls=1, near_duplicate=0.0)
     return distill_traces(source, dataclasses.replace(filters, selection=selection), folder)
@@ -87,6 +87,6 @@ def test_our_own_records_are_filtered_again_with_their_figures(tmp_path):
 
 
 def test_logs_need_a_protocol_and_records_do_not():
-    assert TracesConfig(("x",), "records", "").protocol == ""
+    assert TraceFilesConfig(("x",), "records", "").protocol == ""
     with pytest.raises(UserError, match="the format oagents needs one"):
-        TracesConfig(("x",), "oagents", "")
+        TraceFilesConfig(("x",), "oagents", "")

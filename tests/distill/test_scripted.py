@@ -7,7 +7,7 @@ from coa_jax.distill.messages import Ending, Kind
 from coa_jax.distill.minds import AgentView
 from coa_jax.distill.pipeline import DistillConfig, as_run, run_teacher
 from coa_jax.distill.slips import Slips, wrong_value
-from coa_jax.distill.steps import operands, printed, progress, steps_of
+from coa_jax.distill.steps import operands, printed, run_progress, steps_of
 from coa_jax.distill.team import solve
 from coa_jax.settings import build
 from coa_jax.tasks import load_tasks
@@ -66,7 +66,7 @@ def test_a_reflection_follows_only_what_was_odd(sloppy):
     for run in sloppy:
         for at, message in enumerate(run.log.messages):
             if message.kind is Kind.REFLECTION:
-                state = progress(run.log.question, run.log.messages[:at])
+                state = run_progress(run.log.question, run.log.messages[:at])
                 assert state is not None
                 assert state.problem
 
@@ -219,10 +219,10 @@ def test_every_wrong_program_is_found_out(tools, operation):
         minds = DistillConfig(mistake_rate=1.0, unrecovered_rate=0.0, seed=seed).minds()
         log = asyncio.run(solve(question, "generalist", "e", minds, tools))
         at = next(m.index for m in log.messages if m.slip == "program")
-        state = progress(question, log.messages[: at + 2])
+        state = run_progress(question, log.messages[: at + 2])
         assert state is not None
         assert (state.failures, state.complete) == (1, False)
-        final = progress(question, log.messages)
+        final = run_progress(question, log.messages)
         assert final is not None
         assert final.complete
 

@@ -5,7 +5,7 @@ import re
 import pytest
 
 from coa_jax.distill import contamination as shown
-from coa_jax.distill.filters import examples_of, failures_of, report_of
+from coa_jax.distill.filters import dropped_examples, failures_of, report_of
 from coa_jax.distill.pipeline import DistillConfig, as_run, select
 from coa_jax.distill.selection import SelectionConfig, further_filters, query_terms, set_filters
 from coa_jax.errors import UserError
@@ -183,7 +183,7 @@ def test_the_same_seed_drops_the_same_runs(planted, config):
 
 def test_examples_of_every_drop_are_kept_for_a_person_to_see(planted, config):
     runs, found = failures(planted, config)
-    examples = examples_of(runs, found, 2)
+    examples = dropped_examples(runs, found, 2)
     assert len(examples) == 2 * (len(PLANTED) + 1)
     first = next(e for e in examples if e["filter"] == "contaminated")
     assert first["record"]["id"].startswith("contaminated/")

@@ -11,7 +11,7 @@ from coa_jax.distill.endpoint import EndpointConfig
 from coa_jax.distill.pipeline import as_run, run_teacher
 from coa_jax.distill.readers import read_traces
 from coa_jax.distill.smol import solve_with_smolagents
-from coa_jax.distill.smol_runs import SmolConfig, bind, run_smolagents
+from coa_jax.distill.smol_runs import SmolConfig, bind_settings, run_smolagents
 from coa_jax.errors import UserError
 from coa_jax.protocol import parse_code
 from coa_jax.trajectory import part_violations
@@ -172,8 +172,8 @@ def test_a_file_of_runs_belongs_to_its_configuration_and_its_questions(tmp_path,
         begun.append(task.question)
         return {"manager": Manager, "search": Searcher}[role](log)
 
-    bind(path, {"model": "mistyped", "tools": ("code",)})
-    bind(path, {"model": "m", "tools": ("code",)})
+    bind_settings(path, {"model": "mistyped", "tools": ("code",)})
+    bind_settings(path, {"model": "m", "tools": ("code",)})
     config, limits = SmolConfig(planning_interval=10, concurrency=1), EndpointConfig()
     run_smolagents([task], tools, model_of, path, config, limits)
     run_smolagents([task], tools, model_of, path, config, limits)
@@ -181,17 +181,17 @@ def test_a_file_of_runs_belongs_to_its_configuration_and_its_questions(tmp_path,
     mended = dataclasses.replace(task, question=f"{task.question} Please.")
     run_smolagents([mended], tools, model_of, path, config, limits)
     assert begun[2:] == [mended.question] * 2
-    bind(path, {"model": "m", "tools": ["code"]})
+    bind_settings(path, {"model": "m", "tools": ["code"]})
     other = {"model": "n", "tools": ["code"]}
     with pytest.raises(UserError, match=r'\(model: "m" -> "n"\); .* delete runs\.jsonl'):
-        bind(path, other)
+        bind_settings(path, other)
     kept = path.read_bytes()
     path.unlink()
-    bind(path, other)
+    bind_settings(path, other)
     path.write_bytes(kept)
     path.with_suffix(".settings.json").unlink()
     with pytest.raises(UserError, match=r"holds runs, but runs\.settings\.json beside it"):
-        bind(path, other)
+        bind_settings(path, other)
 
 
 def test_the_runs_of_a_file_beside_count_against_the_budget(tmp_path, tools, dumps):

@@ -8,7 +8,7 @@ import pytest
 from coa_jax.cli import load_config
 from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.distill.selection import SelectionConfig
-from coa_jax.distill.traces import TracesConfig, convert_files, distill_traces
+from coa_jax.distill.traces import TraceFilesConfig, convert_files, distill_traces
 from coa_jax.errors import UserError
 from coa_jax.records import read_records
 from coa_jax.settings import build
@@ -31,7 +31,9 @@ def logs(tmp_path):
 def test_every_record_of_every_file_is_used_or_explained(logs, tmp_path):
     selection = SelectionConfig(near_duplicate=0.9)
     config = DistillConfig(selection=selection)
-    records, told = distill_traces(TracesConfig(logs, "oagents", "web"), config, tmp_path / "out")
+    records, told = distill_traces(
+        TraceFilesConfig(logs, "oagents", "web"), config, tmp_path / "out"
+    )
     assert [record.id for record in records] == ["one"]
     assert read_records(tmp_path / "out" / "train.jsonl") == records
     assert part_violations("web", records[0].parts) == []
@@ -59,13 +61,13 @@ def test_what_is_written_out_for_a_run_is_no_interaction_with_a_tool(tmp_path):
     path.write_bytes(file_of({"messages": said, "gold": "It is A", "answer": "It is A"}))
     values = load_config("configs/distill/traces.py").teacher
     filters = build(DistillConfig, values)
-    made = TracesConfig((str(path),), "openai", "web")
+    made = TraceFilesConfig((str(path),), "openai", "web")
     _, told = distill_traces(made, filters, tmp_path / "out")
     assert {k: v for k, v in told["filters"]["dropped"].items() if v} == {"few_calls": 1}
 
 
 def test_runs_of_one_task_in_two_files_keep_names_of_their_own(logs):
-    made = convert_files(TracesConfig(logs, "oagents", "web"))
+    made = convert_files(TraceFilesConfig(logs, "oagents", "web"))
     assert [task.id for task in made.tasks] == ["one", "w", "c", "b.jsonl:3:one"]
 
 
@@ -76,14 +78,14 @@ def test_runs_of_one_task_in_files_of_one_name_keep_names_of_their_own(tmp_path)
     for number, path in enumerate(files, start=1):
         path.parent.mkdir()
         path.write_bytes(file_of({"id": "t", "messages": said, "usage": {"prompt_tokens": number}}))
-    made = convert_files(TracesConfig(tuple(map(str, files)), "openai", "web"))
+    made = convert_files(TraceFilesConfig(tuple(map(str, files)), "openai", "web"))
     names = ["t", "log.jsonl:1:t", "log.jsonl:1:t#2"]
     assert [task.id for task in made.tasks] == [log.episode for log in made.logs] == names
     assert made.tokens == [1, 2, 3]
 
 
 def test_what_is_known_of_the_tasks_is_kept_and_other_runs_are_left_out(logs):
-    config = TracesConfig(logs, "oagents", "web")
+    config = TraceFilesConfig(logs, "oagents", "web")
     free = {task.id: task for task in convert_files(config).tasks}
     known = dataclasses.replace(free["one"], gold=("mine",), source="ours", protocol="generalist")
     known = dataclasses.replace(known, metadata={"hops": 3, "grader": "judge"})
@@ -100,7 +102,7 @@ def test_a_run_that_was_made_again_for_a_mended_question_is_found(tmp_path):
     path = tmp_path / "runs.jsonl"
     stale, mended = tower(), {**tower(), "question": "Who designed the tower, and when?"}
     path.write_bytes(file_of(stale, mended))
-    config = TracesConfig((str(path),), "oagents", "web")
+    config = TraceFilesConfig((str(path),), "oagents", "web")
     asked = Task("one", mended["question"], "web", ("mine",), "ours")
     made = convert_files(config, {"one": asked})
     assert [(task.id, task.question) for task in made.tasks] == [("one", asked.question)]
@@ -110,9 +112,9 @@ def test_a_run_that_was_made_again_for_a_mended_question_is_found(tmp_path):
 
 def test_mistakes_of_the_user_are_explained(logs):
     with pytest.raises(UserError, match=r"config\.traces\.files"):
-        convert_files(TracesConfig(("",), "oagents", "web"))
+        convert_files(TraceFilesConfig(("",), "oagents", "web"))
     with pytest.raises(UserError, match="esperanto"):
-        convert_files(TracesConfig(logs, "oagents", "esperanto"))
+        convert_files(TraceFilesConfig(logs, "oagents", "esperanto"))
 
 
 def test_the_command_reads_logs(logs, tmp_path):

@@ -8,7 +8,7 @@ import random
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from coa_jax.learn.admission import ATTEMPTS, Ledger, Rules
+from coa_jax.learn.admission import ATTEMPTS, AdmissionRules, Ledger
 
 
 def signal_of(index: int, share: float) -> bool:
@@ -53,7 +53,7 @@ shares = st.sampled_from([0.1, 0.5, 1.0])
 def test_without_staleness_the_order_in_which_groups_end_decides_nothing(
     groups, share, in_flight, one, two
 ):
-    rules = Rules(groups, 4 * groups, 0, False, in_flight, steps=5)
+    rules = AdmissionRules(groups, 4 * groups, 0, False, in_flight, steps=5)
     (first, _), (second, _) = (run(rules, random.Random(seed), share) for seed in (one, two))
     assert [(s.used, s.examined) for s in first] == [(s.used, s.examined) for s in second]
     # Tasks are taken in their order, and none is left out.
@@ -70,7 +70,7 @@ def test_without_staleness_the_order_in_which_groups_end_decides_nothing(
 def test_no_step_learns_from_a_group_older_than_the_bound_or_twice_from_one(
     groups, share, staleness, in_order, in_flight, seed
 ):
-    rules = Rules(groups, 6 * groups, staleness, in_order, in_flight, steps=8)
+    rules = AdmissionRules(groups, 6 * groups, staleness, in_order, in_flight, steps=8)
     told: dict[int, int] = {}
     steps, _ = run(rules, random.Random(seed), share, lag=staleness, told=told)
     for step in steps:
@@ -83,7 +83,7 @@ def test_no_step_learns_from_a_group_older_than_the_bound_or_twice_from_one(
 @given(sizes, st.integers(0, 3), st.booleans(), st.integers(), st.integers(1, 6))
 @settings(max_examples=100, deadline=None)
 def test_a_ledger_goes_on_from_the_state_of_any_step(groups, staleness, in_order, seed, cut):
-    rules = Rules(groups, 5 * groups, staleness, in_order, 0, steps=7)
+    rules = AdmissionRules(groups, 5 * groups, staleness, in_order, 0, steps=7)
     steps, _ = run(rules, random.Random(seed), 0.5)
     state = json.loads(json.dumps(steps[cut - 1].state))
     ledger = Ledger.restore(rules, state)
@@ -97,7 +97,7 @@ def test_a_ledger_goes_on_from_the_state_of_any_step(groups, staleness, in_order
 
 
 def test_a_group_that_ends_too_old_is_asked_again_until_it_is_given_up():
-    ledger = Ledger(Rules(1, 10, 1, False, 1, steps=10))
+    ledger = Ledger(AdmissionRules(1, 10, 1, False, 1, steps=10))
     (slow,) = ledger.admit()
     for attempt in range(1, ATTEMPTS + 1):
         ledger.late(slow)
@@ -110,18 +110,18 @@ def test_a_group_that_ends_too_old_is_asked_again_until_it_is_given_up():
 
 
 def test_as_many_groups_are_in_flight_as_the_share_with_a_signal_makes_necessary():
-    ledger = Ledger(Rules(8, 80, 0, False, 0, steps=3))
+    ledger = Ledger(AdmissionRules(8, 80, 0, False, 0, steps=3))
     assert len(ledger.admit()) == 8  # nothing is known yet
     for index in range(8):
         ledger.end(index, index % 2 == 0, 0)
     assert ledger.take() is None
     assert len(ledger.admit()) == 8  # 4 are missing at a share of 5 / 9
-    release = Ledger(Rules(64, 640, 0, False, 128, steps=3))
+    release = Ledger(AdmissionRules(64, 640, 0, False, 128, steps=3))
     assert len(release.admit()) == 128  # a generation batch of 128 for 64
 
 
 def test_groups_in_flight_serve_no_more_steps_than_the_bound_allows():
-    ledger = Ledger(Rules(4, 40, 2, False, 0, steps=100))
+    ledger = Ledger(AdmissionRules(4, 40, 2, False, 0, steps=100))
     assert len(ledger.admit()) == 12  # steps 1 to 3, of which the last is 2 behind
     for index in range(4):
         ledger.end(index, True, 0)

@@ -12,7 +12,7 @@ from jax.sharding import AbstractMesh
 from coa_jax.engine.constraint import FREE
 from coa_jax.learn import logps
 from coa_jax.learn.batch import Example, pack
-from coa_jax.learn.head import Head, score, weighted_sum
+from coa_jax.learn.head import Head, score_chunks, weighted_sum
 from coa_jax.learn.logps import (
     _arrange,
     _counted,
@@ -76,7 +76,9 @@ def test_values_and_gradients_are_those_of_float64(tied, constrained, live):
     @functools.partial(jax.jit, static_argnames="frozen")
     def value_and_grad(hidden, weight, frozen=False):
         def f(hidden, weight):
-            logp, entropy = score(head, hidden, weight, TARGETS, rules, allowed, np.int32(live))
+            logp, entropy = score_chunks(
+                head, hidden, weight, TARGETS, rules, allowed, np.int32(live)
+            )
             return jnp.sum(OF_LOGP * logp + OF_ENTROPY * entropy), (logp, entropy)
 
         return jax.value_and_grad(f, 0 if frozen else (0, 1), has_aux=True)(hidden, weight)
@@ -109,7 +111,9 @@ def test_log_probabilities_are_exact_at_the_lowest_temperatures(temperature):
     head = Head(local_compute(), True, temperature, entropy=True)
     logits = np.where(may, np.einsum("krcd,vd->krcv", HIDDEN, WEIGHT), -np.inf)
     likely = np.argmax(logits, -1).astype(np.int32)
-    logp, entropy = jax.jit(lambda *a: score(head, *a, likely, rules, allowed, 3))(HIDDEN, WEIGHT)
+    logp, entropy = jax.jit(lambda *a: score_chunks(head, *a, likely, rules, allowed, 3))(
+        HIDDEN, WEIGHT
+    )
     z = (logits - logits.max(-1, keepdims=True)) / np.float64(temperature)
     expected = -np.log(np.exp(z).sum(-1))
     # The products of float32 differ in the sixth digit, which the temperature makes larger.
@@ -125,7 +129,7 @@ def test_gradients_are_finite_where_a_forbidden_token_is_far_the_likeliest():
     likely = np.argmax(np.where(may, HIDDEN @ WEIGHT.T, -np.inf), axis=-1).astype(np.int32)
 
     def loss(hidden, weight):
-        logp, entropy = score(head, hidden, weight, likely, rules, allowed, np.int32(3))
+        logp, entropy = score_chunks(head, hidden, weight, likely, rules, allowed, np.int32(3))
         return jnp.sum(logp) + jnp.sum(entropy)
 
     for gradient in jax.jit(jax.grad(loss, argnums=(0, 1)))(HIDDEN, 10 * WEIGHT):
@@ -139,7 +143,7 @@ def test_a_sum_with_constant_weights_has_the_gradients_of_its_parts(frozen):
     @jax.jit
     def both(hidden, weight):
         def parts(hidden, weight):
-            return jnp.sum(OF_LOGP * score(head, hidden, weight, TARGETS, None, None, 2)[0])
+            return jnp.sum(OF_LOGP * score_chunks(head, hidden, weight, TARGETS, None, None, 2)[0])
 
         def at_once(hidden, weight):
             return weighted_sum(head, hidden, weight, TARGETS, OF_LOGP, 2)
@@ -170,7 +174,7 @@ def test_chunks_without_a_loss_are_not_computed():
     def both(hidden):
         f = lambda h, w: weighted_sum(Head(local_compute(), True), h, w, TARGETS, OF_LOGP, 1)  # noqa: E731
         g = lambda h, w: jnp.sum(  # noqa: E731
-            OF_LOGP * score(Head(local_compute(), True), h, w, TARGETS, None, None, 1)[0]
+            OF_LOGP * score_chunks(Head(local_compute(), True), h, w, TARGETS, None, None, 1)[0]
         )
         return [jax.value_and_grad(k, (0, 1))(hidden, WEIGHT) for k in (f, g)]
 

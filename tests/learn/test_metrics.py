@@ -48,7 +48,7 @@ def written(tmp_path_factory) -> dict[str, set[str]]:
         patch.setitem(KINDS, jax.devices()[0].device_kind, "v4")
         # A CPU does not report its memory; everything else is as the run has it.
         known = {"mem/device_peak_gb": 1.0} if not jax.devices()[0].memory_stats() else {}
-        own = metrics.memory
+        own = metrics.peak_memory
         for module in ("metrics", "fit"):
             patch.setattr(f"coa_jax.learn.{module}.memory", lambda: {**own(), **known})
         config = sft_config(

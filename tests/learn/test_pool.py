@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
-from coa_jax.learn.admission import Ledger, Rules
+from coa_jax.learn.admission import AdmissionRules, Ledger
 from coa_jax.learn.pool import Pool, PoolConfig, with_pass_rates
 from coa_jax.tasks import Task
 
@@ -78,7 +78,7 @@ def test_without_staleness_the_order_in_which_groups_end_decides_nothing(
 ):
     tasks = made(hops=lambda i: i % 3)
     stream = [tasks[i % COUNT] for i in range(4000)]
-    rules = Rules(groups, 4 * groups, 0, False, in_flight, steps=6)
+    rules = AdmissionRules(groups, 4 * groups, 0, False, in_flight, steps=6)
     runs = []
     for seed in (one, two):
         pool = Pool(config, stream, tasks)
@@ -92,7 +92,7 @@ def test_without_staleness_the_order_in_which_groups_end_decides_nothing(
 def test_the_composed_steps_alone_decide_what_a_pool_knows(config, staleness, seed, cut):
     tasks = made(hops=lambda i: i % 3)
     stream = [tasks[i % COUNT] for i in range(4000)]
-    rules = Rules(2, 8, staleness, False, 0, steps=6)
+    rules = AdmissionRules(2, 8, staleness, False, 0, steps=6)
     pool = Pool(config, stream, tasks)
     steps, _ = run(rules, pool, random.Random(seed), solver(1))
     # Another process folds the steps; a killed one goes on from a checkpoint of JSON.
@@ -112,7 +112,7 @@ def test_a_task_that_rests_is_not_asked_before_its_time(rest, staleness, seed):
     stream = [tasks[i % 40] for i in range(4000)]
     pool = Pool(PoolConfig(rest_steps=rest), stream, tasks)
     steps, asked = run(
-        Rules(2, 6, staleness, False, 0, steps=8), pool, random.Random(seed), solver(2)
+        AdmissionRules(2, 6, staleness, False, 0, steps=8), pool, random.Random(seed), solver(2)
     )
     until = {}
     by_step = {step.step: step for step in steps}

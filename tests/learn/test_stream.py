@@ -15,7 +15,7 @@ from safetensors.numpy import load_file
 
 from coa_jax.errors import UserError
 from coa_jax.learn import rl
-from coa_jax.learn.admission import Ledger, Rules
+from coa_jax.learn.admission import AdmissionRules, Ledger
 from coa_jax.learn.record import Spool, checksum, versions_of
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.learn.stream import Stream
@@ -223,7 +223,7 @@ def test_a_group_is_whole_however_its_endings_and_gradings_follow_each_other(
         return Request(task, (1,), 0, index, tuple(range(4)))
 
     stream = Stream(
-        Ledger(Rules(2, 4, 3, False, 4, steps=20)),
+        Ledger(AdmissionRules(2, 4, 3, False, 4, steps=20)),
         Bursts(chance),
         Spool(tmp_path),
         ask=ask,

@@ -24,7 +24,7 @@ from coa_jax.learn.teacher import (
     Teacher,
     TeacherConfig,
     load_teacher,
-    prompt_logprobs,
+    request_logprobs,
     scored_by_server,
 )
 from coa_jax.learn.update import update
@@ -254,7 +254,7 @@ def test_a_server_is_asked_for_the_log_probabilities_of_token_ids(monkeypatch):
     ids = [5, 9, 2, 14]
     with serving() as (url, asked):
         found = asyncio.run(
-            prompt_logprobs(TeacherConfig(url, "large", key_env="TEACHER_KEY"), ids)
+            request_logprobs(TeacherConfig(url, "large", key_env="TEACHER_KEY"), ids)
         )
     assert found.dtype == np.float32
     assert found.tolist() == [0.0, *(np.float32(logp_of(ids, at)) for at in (1, 2, 3))]
@@ -265,7 +265,7 @@ def test_a_server_is_asked_for_the_log_probabilities_of_token_ids(monkeypatch):
 
 def test_what_fails_in_passing_is_asked_again():
     with serving(503, '{"choices": [') as (url, asked):
-        found = asyncio.run(prompt_logprobs(TeacherConfig(url, "large"), [1, 2]))
+        found = asyncio.run(request_logprobs(TeacherConfig(url, "large"), [1, 2]))
     assert found[1] == np.float32(logp_of([1, 2], 1)) and len(asked) == 3
 
 
@@ -298,7 +298,7 @@ def test_an_answer_without_the_scores_is_explained_in_one_line(change):
         serving(change=change) as (url, asked),
         pytest.raises(UserError, match=f"the teacher at {url} {said}") as e,
     ):
-        asyncio.run(prompt_logprobs(TeacherConfig(url, "large"), [1, 2, 3]))
+        asyncio.run(request_logprobs(TeacherConfig(url, "large"), [1, 2, 3]))
     assert "\n" not in str(e.value) and len(asked) == 1
 
 
@@ -346,7 +346,7 @@ def test_the_server_of_this_package_scores_as_a_local_teacher_does(tmp_path: Pat
     rng = np.random.default_rng(0)
     ids = rng.integers(5, policy.config.vocab_size, 40).tolist()
     with server() as address:
-        found = asyncio.run(prompt_logprobs(TeacherConfig(f"{address}/v1", "tiny"), ids))
+        found = asyncio.run(request_logprobs(TeacherConfig(f"{address}/v1", "tiny"), ids))
     z = logits(Model(policy.config, policy.params, None), [ids])[0]
     wanted = np.asarray(jax.nn.log_softmax(z))[np.arange(39), ids[1:]]
     np.testing.assert_allclose(found[1:], wanted, rtol=1e-4, atol=1e-4)

@@ -10,7 +10,7 @@ from tokenizers import AddedToken
 from coa_jax.errors import UserError
 from coa_jax.model.tokenizer import decode_ids, encode_plain, end_of_turn_id
 from coa_jax.model.tool_chat import CHATML, frame_ids, result_frames, tool_conversation_ids
-from coa_jax.protocol import Step, get_protocol
+from coa_jax.protocol import EpisodeStep, get_protocol
 from coa_jax.protocol.arguments import schemas
 from coa_jax.rollout.observation import encode_observation, frames_of, policy_ids
 from coa_jax.small.bpe import train_bpe
@@ -66,8 +66,11 @@ def test_a_prompt_is_that_of_transformers(qwen, system):
 
 
 def test_an_episode_is_that_of_transformers(qwen):
-    steps = [Step((), "wiki_search", "river", "seen"), Step((), "code", "```py\nÄ\n```", "1\n2"),
-             Step((), "", "Ume")]  # fmt: skip
+    steps = [
+        EpisodeStep((), "wiki_search", "river", "seen"),
+        EpisodeStep((), "code", "```py\nÄ\n```", "1\n2"),
+        EpisodeStep((), "", "Ume"),
+    ]
     parts = PROTOCOL.format.write(PROTOCOL, steps)
     ids = tool_conversation_ids(qwen, [("user", "Which?")], json.dumps(TOOLS))
     for step, (_, said) in zip(steps, parts[::2], strict=True):

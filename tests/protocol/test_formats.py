@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 from coa_jax.errors import UserError
 from coa_jax.protocol import (
     BAD_CALL,
+    EpisodeStep,
     Format,
     Prompt,
-    Step,
     at_level,
     get_protocol,
     in_format,
@@ -66,7 +66,7 @@ def test_segments_cover_the_text_however_it_arrives(form, data):
 
 words = st.text("abc <>:\"'\\\nÄ|{}", max_size=12).map(str.strip)
 inner = st.builds(
-    lambda thoughts, tool, text, seen: Step(tuple(filter(None, thoughts)), tool, text, seen),
+    lambda thoughts, tool, text, seen: EpisodeStep(tuple(filter(None, thoughts)), tool, text, seen),
     st.lists(words, max_size=2),
     st.sampled_from(("wiki_search", "code")),
     words.filter(bool),
@@ -78,7 +78,7 @@ inner = st.builds(
 @given(steps=st.lists(inner, max_size=3), answer=words.filter(bool))
 def test_what_a_format_writes_it_reads(form, steps, answer):
     protocol = get_protocol(f"generalist:{form}")
-    parts = protocol.format.write(protocol, [*steps, Step((), "", answer)])
+    parts = protocol.format.write(protocol, [*steps, EpisodeStep((), "", answer)])
     assert part_violations(protocol.name, parts) == []
     reader, calls = make_parser(protocol), []
     for author, text in parts:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
-from coa_jax.report.sweep import Run, build_sweep, curves, read_runs, summarize, table
+from coa_jax.report.sweep import SweepRun, build_sweep, curves, read_runs, summarize, table
 
 
 def write_run(path, rewards, pass_at_1=None, below="", **block):
@@ -110,7 +110,7 @@ def test_metrics_that_are_no_numbers_are_left_out(tmp_path):
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=6))
 def test_lowest_mean_and_highest_are_in_order(rates):
-    runs = [Run("a", str(i), (), {"pass_at_1": rate}) for i, rate in enumerate(rates)]
+    runs = [SweepRun("a", str(i), (), {"pass_at_1": rate}) for i, rate in enumerate(rates)]
     (row,) = summarize(runs)
     assert row.low <= row.pass_at_1 + 1e-12 and row.pass_at_1 <= row.high + 1e-12
 

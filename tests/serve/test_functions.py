@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 
 from coa_jax.model.tokenizer import encode_plain, end_of_turn_id
 from coa_jax.serve.functions import (
-    Call,
+    FunctionCall,
+    chat_prompt_ids,
     further_ids,
     join,
     message_of,
-    prompt_ids,
     same_turn,
     split,
 )
@@ -34,7 +34,9 @@ JSON = st.recursive(
     st.lists(st.tuples(st.text("ab", min_size=1), st.dictionaries(st.text(), JSON)), min_size=1),
 )
 def test_a_turn_that_is_written_comes_back(content, made):
-    calls = tuple(Call(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in made)
+    calls = tuple(
+        FunctionCall(name, json.dumps(arguments, ensure_ascii=False)) for name, arguments in made
+    )
     text = join(content.strip(), calls)
     assert split(text) == (content.strip(), calls)
     assert same_turn(text, text.replace("\n<tool_call>", "\n\n<tool_call> "))
@@ -75,25 +77,25 @@ def test_a_conversation_with_calls_is_that_of_transformers(qwen):  # noqa: F811
         {"role": "tool", "content": "again"},
         {"role": "user", "content": "And?"},
     ]
-    called = join("", [Call(RIVER["name"], json.dumps(RIVER["arguments"]))] * 2)
+    called = join("", [FunctionCall(RIVER["name"], json.dumps(RIVER["arguments"]))] * 2)
     begin = [("tools", json.dumps(TOOLS)), ("user", "Which river?")]
     results = [("tool", "seen"), ("tool", "again")]
     # The policy's own turn, in which the marks are tokens of the vocabulary.
-    said = theirs(qwen, turns[:2], generate=False)[len(prompt_ids(qwen, begin)) :]
+    said = theirs(qwen, turns[:2], generate=False)[len(chat_prompt_ids(qwen, begin)) :]
     end = said.index(end_of_turn_id(qwen)) + 1
-    ids = prompt_ids(qwen, begin) + said[:end]
+    ids = chat_prompt_ids(qwen, begin) + said[:end]
     for new in (results, [*results, ("user", "And?")]):
         expected = theirs(qwen, turns[: 2 + len(new)])
         assert ids + further_ids(qwen, ids[-1], new) == expected
         assert ids[:-1] + further_ids(qwen, ids[-2], new) == expected
     # A history that the policy did not write is plain text: its marks are no tokens.
-    plain = prompt_ids(qwen, [*begin, ("assistant", called), *results])
+    plain = chat_prompt_ids(qwen, [*begin, ("assistant", called), *results])
     assert plain != ids + further_ids(qwen, ids[-1], results)
     assert qwen.decode(plain) == qwen.decode(theirs(qwen, turns[:4]))
 
 
 def test_results_without_tools_are_a_turn_of_the_user(qwen):  # noqa: F811
-    ids = prompt_ids(qwen, [("system", ""), ("user", "?"), ("tool", "a"), ("tool", "b")], None)
+    ids = chat_prompt_ids(qwen, [("system", ""), ("user", "?"), ("tool", "a"), ("tool", "b")], None)
     assert qwen.decode(ids).endswith(
         "<|im_start|>user\n<tool_response>\na\n</tool_response>\n"
         "<tool_response>\nb\n</tool_response><|im_end|>\n"

@@ -50,10 +50,10 @@ def folder_of(place: str, *, weights: bool = True) -> tuple[str, str]:
     """A program that prints what is in the folder of a model, or why there is none."""
     lines = (
         "from coa_jax.errors import UserError",
-        "from coa_jax.storage import model_folder, shown",
+        "from coa_jax.storage import model_folder, with_urls",
         "try:",
         f"    folder = model_folder({place!r}, weights={weights})",
-        "    print(*sorted(path.name for path in folder.iterdir()), shown(folder))",
+        "    print(*sorted(path.name for path in folder.iterdir()), with_urls(folder))",
         "except UserError as error:",
         "    print(error)",
     )
@@ -90,12 +90,12 @@ def model_of(*places: str) -> tuple[str, str]:
     lines = (
         "from coa_jax.errors import UserError",
         "from coa_jax.model.api import describe_model",
-        "from coa_jax.storage import shown",
+        "from coa_jax.storage import with_urls",
         f"for place in {places!r}:",
         "    try:",
         "        print(describe_model(place).config.num_layers)",
         "    except UserError as error:",
-        "        print(shown(str(error)))",
+        "        print(with_urls(str(error)))",
     )
     return "-c", "\n".join(lines)
 

@@ -69,7 +69,7 @@ def test_messages_name_the_url_and_not_the_copy(bucket):
     put(f"{bucket}/bad.jsonl", '{"a": 1}\nnonsense\n')
     with pytest.raises(UserError) as seen:
         list(jsonl.read_lines(storage.local(f"{bucket}/bad.jsonl"), dict))
-    assert storage.shown(str(seen.value)).startswith(f"{bucket}/bad.jsonl:2: not JSON")
+    assert storage.with_urls(str(seen.value)).startswith(f"{bucket}/bad.jsonl:2: not JSON")
 
 
 def test_an_output_folder_replaces_what_was_there(bucket):
@@ -103,7 +103,7 @@ def test_rows_of_a_tensor_are_fetched_alone(bucket, tmp_path):
     }
     save_file(tensors, tmp_path / "model.safetensors")
     storage.upload(tmp_path, f"{bucket}/m")
-    files = storage.weights_apart(f"{bucket}/m", tmp_path)
+    files = storage.weights_apart(f"{bucket}/m")
     assert files is not None
     there, here = Checkpoint("m", files), local_checkpoint(tmp_path)
     assert there.shapes == here.shapes
@@ -120,7 +120,7 @@ def test_rows_of_a_tensor_are_fetched_alone(bucket, tmp_path):
 def test_damaged_weights_in_a_bucket_are_named(bucket, tmp_path, content):
     (tmp_path / "model.safetensors").write_bytes(content)
     storage.upload(tmp_path, f"{bucket}/m")
-    files = storage.weights_apart(f"{bucket}/m", tmp_path)
+    files = storage.weights_apart(f"{bucket}/m")
     assert files is not None
     with pytest.raises(UserError, match=r"m/model\.safetensors is truncated or not a"):
         Checkpoint("m", files)
@@ -131,7 +131,7 @@ def test_weights_that_end_too_soon_in_a_bucket_are_named(bucket, tmp_path):
     save_file({"a": np.ones((300, 20), np.float32)}, file)
     file.write_bytes(file.read_bytes()[:-8])
     storage.upload(tmp_path, f"{bucket}/m")
-    files = storage.weights_apart(f"{bucket}/m", tmp_path)
+    files = storage.weights_apart(f"{bucket}/m")
     assert files is not None
     with pytest.raises(UserError, match=r"m/model\.safetensors is truncated .*within tensor a"):
         Checkpoint("m", files).read("a")

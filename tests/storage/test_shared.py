@@ -145,7 +145,7 @@ def test_a_row_that_a_kill_has_cut_is_left_out_and_a_damaged_row_is_named(gs):
         fs.pipe_file(f"{url}/entries-b.jsonl", text)
         with pytest.raises(UserError, match=fault) as error:
             Store(url)
-        assert storage.shown(str(error.value)).startswith(url)
+        assert storage.with_urls(str(error.value)).startswith(url)
 
 
 def test_a_run_does_not_mirror_the_cache_in_its_work_directory(gs, tmp_path):

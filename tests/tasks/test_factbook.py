@@ -14,9 +14,9 @@ from coa_jax.tasks.factbook_facts import split_of
 from coa_jax.tasks.factbook_grammar import (
     TEMPLATES,
     Arithmetic,
-    bind,
     query_for,
     read_value,
+    resolve_references,
     source_for,
     understand,
 )
@@ -91,7 +91,7 @@ def _solve(index, question):
             code = re.fullmatch(r"print\((.*)\)", source_for(step, answers))
             answers.append(str(eval(code[1])))
             continue
-        bound = bind(step, answers)
+        bound = resolve_references(step, answers)
         hits = [hit.passage for hit in index.search(query_for(bound), 3)]
         values = [read_value(bound, p.title, p.text) for p in hits]
         value = next(filter(None, values), None)

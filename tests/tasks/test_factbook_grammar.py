@@ -13,14 +13,14 @@ from coa_jax.tasks.factbook_grammar import (
     Inverse,
     Lookup,
     Neighbour,
-    Program,
+    QuestionProgram,
     Ref,
-    bind,
     describe,
     kind_of,
     query_for,
     read_value,
     render,
+    resolve_references,
     source_for,
     understand,
 )
@@ -58,18 +58,20 @@ def programs(draw):
     steps, subject = draw(expressions())
     shape = draw(st.integers(0, 3))
     if shape == 0 and steps:
-        return Program(steps)
+        return QuestionProgram(steps)
     if shape <= 1:
-        return Program((*steps, Lookup(draw(st.sampled_from(OTHERS)), subject)))
+        return QuestionProgram((*steps, Lookup(draw(st.sampled_from(OTHERS)), subject)))
     if shape == 2:
         n = len(steps)
         lookups = (Lookup("population", subject), Lookup("area", subject))
-        return Program((*steps, *lookups, Arithmetic("ratio", Ref(n), Ref(n + 1))))
+        return QuestionProgram((*steps, *lookups, Arithmetic("ratio", Ref(n), Ref(n + 1))))
     first = (*steps, Lookup(draw(st.sampled_from(NUMBERS)), subject))
     steps, subject = draw(expressions(offset=len(first)))
     steps = (*first, *steps, Lookup(draw(st.sampled_from(NUMBERS)), subject))
     operation = draw(st.sampled_from(["sum", "difference", "ratio"]))
-    return Program((*steps, Arithmetic(operation, Ref(len(first) - 1), Ref(len(steps) - 1))))
+    return QuestionProgram(
+        (*steps, Arithmetic(operation, Ref(len(first) - 1), Ref(len(steps) - 1)))
+    )
 
 
 @given(programs(), st.integers(0, TEMPLATES - 1))
@@ -122,7 +124,7 @@ def test_a_chain_is_carried_out_from_passages():
     queries = ["capital X-y", "longest border of Aland", "area of Bland"]
     answers: list[str] = []
     for step, (title, text), query in zip(program.steps, texts, queries, strict=True):
-        bound = bind(step, answers)
+        bound = resolve_references(step, answers)
         assert query_for(bound) == query
         value = read_value(bound, title, text)
         assert value is not None

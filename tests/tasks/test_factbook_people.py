@@ -14,7 +14,14 @@ from coa_jax.errors import UserError
 from coa_jax.tasks import factbook_people_wording as wording
 from coa_jax.tasks import grade_answer, load_tasks
 from coa_jax.tasks.factbook_facts import facts, solve, split_of, to_decimal
-from coa_jax.tasks.factbook_grammar import Comparison, Count, Lookup, Program, Ref, understand
+from coa_jax.tasks.factbook_grammar import (
+    Comparison,
+    Count,
+    Lookup,
+    QuestionProgram,
+    Ref,
+    understand,
+)
 from coa_jax.tasks.factbook_people import SOURCE, TOPICS
 from coa_jax.tasks.factbook_people_grammar import render_people, understand_people
 from coa_jax.tools.make import ToolsConfig, make_tools
@@ -45,9 +52,9 @@ def test_a_question_is_read_back_in_every_wording():
     lookups = (Lookup("area", "Chad"), Lookup("area", "Trinidad and Tobago"))
     two = Comparison("largest", (Ref(0), Ref(1)), ("Chad", "Trinidad and Tobago"))
     programs = [
-        *(Program((Lookup(relation, "The Gambia"),)) for relation in wording.ASK),
-        Program((Lookup("borders", "Chad"), Count(Ref(0)))),
-        Program((*lookups, two)),
+        *(QuestionProgram((Lookup(relation, "The Gambia"),)) for relation in wording.ASK),
+        QuestionProgram((Lookup("borders", "Chad"), Count(Ref(0)))),
+        QuestionProgram((*lookups, two)),
     ]
     for program in programs:
         for number in range(8):
@@ -65,12 +72,12 @@ def test_comparisons_and_counts_are_computed_from_the_facts():
     names = ("Chad", "Niger")
     lookups = tuple(Lookup("area", name) for name in names)
     for operation, choose in (("largest", max), ("smallest", min)):
-        program = Program((*lookups, Comparison(operation, (Ref(0), Ref(1)), names)))
+        program = QuestionProgram((*lookups, Comparison(operation, (Ref(0), Ref(1)), names)))
         wanted = choose(names, key=lambda name: to_decimal(facts()[name]["area"]))
         assert solve(program).gold == (wanted,)
     same = Comparison("largest", (Ref(0), Ref(1)), ("Chad", "Chad"))
-    assert solve(Program((lookups[0], lookups[0], same))) is None
-    count = solve(Program((Lookup("borders", "Chad"), Count(Ref(0)))))
+    assert solve(QuestionProgram((lookups[0], lookups[0], same))) is None
+    count = solve(QuestionProgram((Lookup("borders", "Chad"), Count(Ref(0)))))
     assert count.gold == (str(len(facts()["Chad"]["borders"].split("; "))),)
 
 

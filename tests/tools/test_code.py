@@ -17,7 +17,7 @@ from coa_jax.tools.base import Observation, Tool, ToolContext, call
 from coa_jax.tools.code import CodeTool, describe
 from coa_jax.tools.sandbox import isolation
 from coa_jax.tools.sandbox.limits import Limits
-from coa_jax.tools.sandbox.run import SERVER, Captured, Result
+from coa_jax.tools.sandbox.run import SERVER, Captured, ProgramResult
 
 
 @pytest.fixture(scope="module")
@@ -36,8 +36,10 @@ def captured(text: str, keep: int = 1 << 16) -> Captured:
     return Captured(text[:keep], text[-keep:], len(text))
 
 
-def ended(out: str = "", error: str = "", reason: str = "exit", code: int | None = 0) -> Result:
-    return Result(captured(out), captured(error), reason, code, 0.0, 1)
+def ended(
+    out: str = "", error: str = "", reason: str = "exit", code: int | None = 0
+) -> ProgramResult:
+    return ProgramResult(captured(out), captured(error), reason, code, 0.0, 1)
 
 
 def test_it_is_a_tool(tool):

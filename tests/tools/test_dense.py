@@ -17,7 +17,7 @@ from coa_jax.errors import UserError
 from coa_jax.tools import dense, tool_server
 from coa_jax.tools.base import ToolContext, call
 from coa_jax.tools.dense import DenseIndex, fuse, load_retriever, nearest
-from coa_jax.tools.encoder import Encoder, EncoderConfig
+from coa_jax.tools.encoder import EncoderConfig, TextEncoder
 from coa_jax.tools.factbook_pages import Passage
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.reach import findings
@@ -97,13 +97,13 @@ def test_vectors_are_computed_once_for_each_model_and_corpus(tmp_path, encoder, 
     query = "lake of Dull"
     want = load_retriever("dense", encoder, tmp_path, passages=PASSAGES).search(query, 4)
     (folder,) = tmp_path.iterdir()
-    computed, original = [], Encoder.passages
+    computed, original = [], TextEncoder.passages
 
     def passages(self, texts):
         computed.append(len(texts))
         return original(self, texts)
 
-    monkeypatch.setattr(Encoder, "passages", passages)
+    monkeypatch.setattr(TextEncoder, "passages", passages)
 
     def load(config=encoder, passages=PASSAGES):
         return load_retriever("dense", config, tmp_path, passages=passages).search(query, 4)

@@ -12,7 +12,7 @@ import tokenizers
 import torch
 
 from coa_jax.errors import UserError
-from coa_jax.tools.encoder import Encoder, EncoderConfig
+from coa_jax.tools.encoder import EncoderConfig, TextEncoder
 from tests.tools import tiny_encoder
 
 TEXTS = [
@@ -51,7 +51,7 @@ def expected(folder, model, texts, longest, pooling="mean"):
 )
 def test_vectors_are_those_of_transformers(tmp_path, kind, changes, longest):
     model = tiny_encoder.write(tmp_path / "m", kind, **changes)
-    encoder = Encoder(EncoderConfig(str(tmp_path / "m"), batch_size=4))
+    encoder = TextEncoder(EncoderConfig(str(tmp_path / "m"), batch_size=4))
     for name in ("query", "passage"):
         texts = [f"{name}: {text}" for text in TEXTS]
         wanted = expected(tmp_path / "m", model, texts, longest)
@@ -65,15 +65,15 @@ def test_the_first_state_is_taken_and_texts_are_cut_where_the_model_says_so(tmp_
     model = tiny_encoder.write(folder)
     tiny_encoder.write_pooling(folder, "cls_token")
     (folder / "sentence_bert_config.json").write_text('{"max_seq_length": 20}')
-    found = Encoder(EncoderConfig(str(folder), query_prefix="")).queries(TEXTS)
+    found = TextEncoder(EncoderConfig(str(folder), query_prefix="")).queries(TEXTS)
     np.testing.assert_allclose(found, expected(folder, model, TEXTS, 20, "cls"), atol=3e-6)
-    shorter = Encoder(EncoderConfig(str(folder), query_prefix="", max_tokens=9)).queries(TEXTS)
+    shorter = TextEncoder(EncoderConfig(str(folder), query_prefix="", max_tokens=9)).queries(TEXTS)
     np.testing.assert_allclose(shorter, expected(folder, model, TEXTS, 9, "cls"), atol=3e-6)
 
 
 def test_many_threads_and_any_batch_give_one_text_one_vector(tmp_path):
     tiny_encoder.write(tmp_path / "m")
-    encoder = Encoder(EncoderConfig(str(tmp_path / "m")))
+    encoder = TextEncoder(EncoderConfig(str(tmp_path / "m")))
     alone = np.concatenate([encoder.queries([text]) for text in TEXTS])
     np.testing.assert_allclose(encoder.queries(TEXTS[::-1])[::-1], alone, atol=1e-6)
     with concurrent.futures.ThreadPoolExecutor(8) as pool:
@@ -87,7 +87,7 @@ def test_the_fingerprint_names_the_model_and_what_shapes_its_vectors(tmp_path):
     shutil.copytree(tmp_path / "a", tmp_path / "same")
 
     def name(folder, **changes):
-        return Encoder(EncoderConfig(str(tmp_path / folder), **changes)).fingerprint
+        return TextEncoder(EncoderConfig(str(tmp_path / folder), **changes)).fingerprint
 
     assert name("a") == name("same") == name("a", batch_size=2)
     others = [name("b"), name("a", query_prefix=""), name("a", passage_prefix=""),
@@ -108,7 +108,7 @@ def test_weights_with_a_prefix_and_in_parts_are_read(tmp_path):
         save_file({name: tensors[name] for name in chosen}, folder / part)
         index.update(dict.fromkeys(chosen, part))
     (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": index}))
-    found = Encoder(EncoderConfig(str(folder), query_prefix="")).queries(TEXTS[:1])
+    found = TextEncoder(EncoderConfig(str(folder), query_prefix="")).queries(TEXTS[:1])
     np.testing.assert_allclose(found, expected(folder, model, TEXTS[:1], 40), atol=3e-6)
 
 
@@ -145,6 +145,6 @@ def test_what_is_wrong_with_a_directory_is_said(tmp_path, fault, said):
         kept = {key: value for key, value in values.items() if value != "left out"}
         (folder / "config.json").write_text(json.dumps(kept))
     with pytest.raises(UserError, match=said):
-        Encoder(EncoderConfig(str(folder), device=device))
+        TextEncoder(EncoderConfig(str(folder), device=device))
     with pytest.raises(UserError, match="batch_size is 0"):
         EncoderConfig(str(folder), batch_size=0)

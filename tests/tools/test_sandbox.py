@@ -22,7 +22,7 @@ from coa_jax.tools.sandbox import supervise, trial
 from coa_jax.tools.sandbox.canaries import TRIAL_LIMITS, canaries
 from coa_jax.tools.sandbox.isolation import find_isolation
 from coa_jax.tools.sandbox.limits import Job, Limits
-from coa_jax.tools.sandbox.run import SERVER, Captured, Result, SandboxError, run
+from coa_jax.tools.sandbox.run import SERVER, Captured, ProgramResult, SandboxError, run
 from coa_jax.tools.sandbox.watch import descendants
 
 WAYS = ("bubblewrap", "landlock", "landlock alone")
@@ -45,7 +45,7 @@ def scene():
         yield around
 
 
-def outcome(job: Job, source: str, stdin: str = "", **limits: float) -> Result:
+def outcome(job: Job, source: str, stdin: str = "", **limits: float) -> ProgramResult:
     job = dataclasses.replace(job, limits=dataclasses.replace(job.limits, **limits))
     return asyncio.run(run(job, source, stdin))
 
@@ -99,7 +99,7 @@ def test_the_trial_notices_what_an_unconfined_program_does(scene, tmp_path):
     assert "takes the names of others" in noticed["locks of others"]
     assert "runs at the priority of its caller" in noticed["priority"]
     nothing = Captured("", "", 0)
-    result = Result(nothing, nothing, "exit", 0, 0.0, uid=-2)
+    result = ProgramResult(nothing, nothing, "exit", 0, 0.0, uid=-2)
     damage = scene.damage(result)
     assert any("tcp listener" in line for line in damage)
     assert any("udp listener" in line for line in damage)
@@ -314,7 +314,7 @@ def test_cancelling_a_call_kills_its_program(job, scene):
 
 
 def test_fifty_calls_at_once_leave_the_event_loop_responsive(job):
-    async def scenario() -> tuple[list[Result], list[float]]:
+    async def scenario() -> tuple[list[ProgramResult], list[float]]:
         lags, stop = [], asyncio.Event()
 
         async def heartbeat() -> None:

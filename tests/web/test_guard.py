@@ -14,7 +14,7 @@ import httpx
 import pytest
 
 from coa_jax.errors import UserError
-from coa_jax.web.guard import Rules, check_exposure
+from coa_jax.web.guard import GuardRules, check_exposure
 from coa_jax.web.json_app import JsonRoute, make_app
 from coa_jax.web.limits import ConnectionLimits
 from coa_jax.web.refusals import RefusalLog
@@ -60,7 +60,9 @@ def serving(limits=PATIENT, key=None, local=True, work=None, grace=None):
         "/large": JsonRoute(work.large, values=9, running=8, waiting=100),
         "/held": JsonRoute(work.held, values=9, running=1, waiting=1),
     }
-    rules = Rules(key, local and key is None, MAX_BODY, (*routes, "/health"), ("/health",), limits)
+    rules = GuardRules(
+        key, local and key is None, MAX_BODY, (*routes, "/health"), ("/health",), limits
+    )
     log = RefusalLog(lines)
     with running(make_app(routes, rules, log), limits, log, grace) as address:
         yield address, lines

@@ -29,12 +29,12 @@ from coa_jax.distill.readers.base import (
 )
 from coa_jax.distill.readers.smolagents import is_run
 from coa_jax.errors import UserError
-from coa_jax.extensions import Bound, Kind, bind, refuse_result
+from coa_jax.extensions import BoundFunction, ExtensionKind, bind, refuse_result
 from coa_jax.storage import local
 
 __all__ = ["READERS", "Malformed", "Trace", "read_traces"]
 
-READERS = Kind(
+READERS = ExtensionKind(
     "trace format",
     "coa_jax.readers",
     {
@@ -52,7 +52,7 @@ READERS = Kind(
 A function with a parameter ``record`` converts a record, the JSON value of a line, to a `Trace`. It
 returns None if the record is not a run, and raises `Malformed` (or ValueError) if the record is
 damaged. A function with a parameter ``lines`` reads all lines of a file, see
-`coa_jax.distill.readers.base.Reader`.
+`coa_jax.distill.readers.base.TraceReader`.
 """
 
 
@@ -116,7 +116,7 @@ def _lines(path: str, data: bytes, form: str) -> list[Line]:
     return [whole]
 
 
-def _one(form: str, read: Bound, value: Any) -> Trace | None:
+def _one(form: str, read: BoundFunction, value: Any) -> Trace | None:
     """Calls the function that reads a single record, and checks its result."""
     try:
         trace = read(record=value)

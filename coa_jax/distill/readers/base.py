@@ -100,14 +100,14 @@ class ReadReport:
 Found = Trace | Malformed | None
 """What a line completed: a trace; the reason why the trace is invalid; or None for nothing."""
 
-Reader = Callable[[Sequence[Line]], Iterator[tuple[Line, Found, bool]]]
+TraceReader = Callable[[Sequence[Line]], Iterator[tuple[Line, Found, bool]]]
 """A function that reads the lines of a file.
 
 It yields for each line (line, what the line completed, whether the line was used).
 """
 
 
-def each_line(read: Callable[[Any], Trace | None]) -> Reader:
+def each_line(read: Callable[[Any], Trace | None]) -> TraceReader:
     """Returns a reader of a format in which each line is a run.
 
     Args:
@@ -332,7 +332,8 @@ class Conversation:
 
         Args:
             plan: text of the plan.
-            thoughts: texts before the plan, such as a survey of facts, which become its thought.
+            thoughts: texts that the planner wrote before the plan, such as a survey of facts. They
+                become the thought of the message.
         """
         self.add(Kind.PLAN, "planner", "manager", plan, "\n\n".join(filter(None, thoughts)))
 

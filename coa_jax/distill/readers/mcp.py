@@ -142,7 +142,7 @@ def _whole(record: Field) -> Trace:
 
 
 def read(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
-    """Reads the lines of a file, see `coa_jax.distill.readers.base.Reader`.
+    """Reads the lines of a file, see `coa_jax.distill.readers.base.TraceReader`.
 
     The reader refuses all of a session that has a malformed line, because the content of the line
     is unknown. A line that is not JSON does not name its session, so the reader refuses every

@@ -29,9 +29,16 @@ from typing import Any
 
 from coa_jax.distill.messages import Kind, clean
 from coa_jax.distill.readers import programs
-from coa_jax.distill.readers.base import Conversation, Field, Malformed, Reader, Trace, each_line
+from coa_jax.distill.readers.base import (
+    Conversation,
+    Field,
+    Malformed,
+    Trace,
+    TraceReader,
+    each_line,
+)
 from coa_jax.distill.readers.calls import body_of, tag_of
-from coa_jax.distill.readers.programs import Program
+from coa_jax.distill.readers.programs import StepProgram
 
 AGENT = "search_agent"
 _Run = tuple[str, Field]
@@ -94,7 +101,9 @@ def _source(step: Field) -> str | None:
     return arguments.text()
 
 
-def _action(talk: Conversation, step: Field, program: Program | None, runs: Sequence[_Run]) -> None:
+def _action(
+    talk: Conversation, step: Field, program: StepProgram | None, runs: Sequence[_Run]
+) -> None:
     thought = programs.thought_of(step.get("model_output").optional_text())
     programs.outcome_of(step)  # refuses damaged fields, even if the step needs no outcome
     if program is None:  # nothing ran, because the output could not be parsed
@@ -131,7 +140,7 @@ def _key(task: str) -> str:
 
 
 def _join(
-    actions: Field, steps: Sequence[Field], analyses: Sequence[Program | None]
+    actions: Field, steps: Sequence[Field], analyses: Sequence[StepProgram | None]
 ) -> dict[int, list[_Run]]:
     """Returns the search agent's runs, by the number of the manager's step that asked for them."""
     raw = actions.mapping() if actions else {}
@@ -171,4 +180,4 @@ def _join(
     return joined
 
 
-read: Reader = each_line(read_result)
+read: TraceReader = each_line(read_result)

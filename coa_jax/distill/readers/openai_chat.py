@@ -29,8 +29,8 @@ from coa_jax.distill.readers.base import (
     Conversation,
     Field,
     Malformed,
-    Reader,
     Trace,
+    TraceReader,
     each_line,
     parse_json,
     total_usage,
@@ -191,4 +191,4 @@ def _close(talk: Conversation, record: Field, thought: str, answer: str) -> None
     talk.answer(answer)
 
 
-read: Reader = each_line(read_chat)
+read: TraceReader = each_line(read_chat)

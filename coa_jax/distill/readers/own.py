@@ -12,7 +12,7 @@ from typing import Any
 
 from coa_jax import reading
 from coa_jax.distill.messages import Kind, from_json
-from coa_jax.distill.readers.base import Field, Malformed, Reader, Trace, each_line
+from coa_jax.distill.readers.base import Field, Malformed, Trace, TraceReader, each_line
 
 
 def read_log(value: Any) -> Trace | None:
@@ -32,4 +32,4 @@ def read_log(value: Any) -> Trace | None:
     return Trace(log, record.get("gold").answers())
 
 
-read: Reader = each_line(read_log)
+read: TraceReader = each_line(read_log)

@@ -51,7 +51,7 @@ _HEAD = re.compile(r"\A\s*Thoughts?:\s*")
 
 
 @dataclasses.dataclass(frozen=True)
-class Program:
+class StepProgram:
     """The analysis of a step's program.
 
     Attributes:
@@ -96,7 +96,7 @@ def error_of(step: Field) -> str:
     return error.get("message").optional_text() if error else ""
 
 
-def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -> Program:
+def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -> StepProgram:
     """Analyses a program without running it; if parsing fails, ``computes`` is True.
 
     Args:
@@ -108,7 +108,7 @@ def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -
         tree = ast.parse(source)
         nodes = list(ast.walk(tree))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return Program(source, (), True)
+        return StepProgram(source, (), True)
     calls = [node for node in nodes if isinstance(node, ast.Call)]
     calls.sort(key=lambda node: (node.lineno, node.col_offset))
     names = [node.func.id if isinstance(node.func, ast.Name) else "" for node in calls]
@@ -126,7 +126,7 @@ def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -
         computes = computes or any(_works(node) or isinstance(node, _WORDING) for node in nodes)
     elif not adds:
         unknown = ()  # the file itself contains the answer
-    return Program(
+    return StepProgram(
         source,
         requests=tuple((_root(node.func), _task(node)) for node in asked),
         computes=computes or "*" in binds,
@@ -139,7 +139,7 @@ def examine(source: str, agents: Collection[str], known: Collection[str] = ()) -
     )
 
 
-def examine_all(sources: Iterable[str | None], agents: Collection[str]) -> list[Program | None]:
+def examine_all(sources: Iterable[str | None], agents: Collection[str]) -> list[StepProgram | None]:
     """Analyses the programs of a run; a program can use names that earlier programs define.
 
     Args:
@@ -147,7 +147,7 @@ def examine_all(sources: Iterable[str | None], agents: Collection[str]) -> list[
         agents: names by which programs can call managed agents.
     """
     known: set[str] = set()
-    programs: list[Program | None] = []
+    programs: list[StepProgram | None] = []
     for source in sources:
         program = None if source is None else examine(source, agents, known)
         known.update(() if program is None else program.binds)
@@ -160,7 +160,7 @@ def outcome_of(step: Field) -> tuple[str, str]:
     return step.get("observations").optional_text(), error_of(step)
 
 
-def tell(talk: Conversation, step: Field, program: Program, thought: str) -> None:
+def tell(talk: Conversation, step: Field, program: StepProgram, thought: str) -> None:
     """Adds the step of a program that asks no agent to a conversation.
 
     If the program only calls a tool, the step becomes a call of this tool. If the program computes
@@ -185,14 +185,14 @@ def tell(talk: Conversation, step: Field, program: Program, thought: str) -> Non
     talk.call(name, body, "\n".join(filter(None, (returned, error))), not error, thought)
 
 
-def importing(program: Program) -> str:
+def importing(program: StepProgram) -> str:
     """Returns a program's source, with an import of the `math` functions that it lacks."""
     if not program.maths:
         return program.source
     return f"from math import {', '.join(program.maths)}\n{program.source.lstrip()}"
 
 
-def _tool_call(program: Program, error: str, where: str) -> tuple[str, str] | None:
+def _tool_call(program: StepProgram, error: str, where: str) -> tuple[str, str] | None:
     """Returns (tag, body) of the tool that a program calls; None if it calls no tool.
 
     Args:

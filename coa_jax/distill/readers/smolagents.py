@@ -30,13 +30,13 @@ from coa_jax.distill.readers.base import (
     Conversation,
     Field,
     Malformed,
-    Reader,
     Trace,
+    TraceReader,
     each_line,
     total_usage,
 )
 from coa_jax.distill.readers.calls import body_of, tag_of
-from coa_jax.distill.readers.programs import Program
+from coa_jax.distill.readers.programs import StepProgram
 
 _Call = tuple[str, Field]
 """The name of a tool, and the arguments of its call."""
@@ -142,7 +142,7 @@ def _source(calls: Sequence[_Call]) -> str | None:
     return None if isinstance(arguments.value, dict) else arguments.text()
 
 
-def _program(talk: Conversation, step: Field, program: Program, runs: Sequence[Field]) -> None:
+def _program(talk: Conversation, step: Field, program: StepProgram, runs: Sequence[Field]) -> None:
     if not runs and not program.requests:
         programs.tell(talk, step, program, _thought(step))
     elif program.adds:
@@ -203,4 +203,4 @@ def _thought(step: Field) -> str:
     return programs.thought_of("\n".join(part for part in parts if isinstance(part, str)))
 
 
-read: Reader = each_line(read_run)
+read: TraceReader = each_line(read_run)

@@ -16,10 +16,10 @@ from typing import Annotated, Any
 from coa_jax.bounds import Between, Bounded, Count, Items, Natural, OneOf, Place, Seed
 from coa_jax.distill.llm import UnusableReplyError
 from coa_jax.distill.synthesis.drafts import (
-    Author,
     Document,
     Draft,
     Duplicates,
+    QuestionWriter,
     TextRules,
     document_of,
     screen,
@@ -134,7 +134,7 @@ class Synthesis:
         self,
         config: SynthesisConfig,
         index: WikiIndex,
-        author: Author,
+        author: QuestionWriter,
         with_tools: Solver,
         without_tools: Solver,
         source: str,

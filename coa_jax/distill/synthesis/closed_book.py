@@ -176,7 +176,7 @@ def _answer_of(reply: str) -> str:
     return without_thought(reply).strip()
 
 
-class Policy:
+class PolicySolver:
     """A solver that answers without tools: a policy on this machine, whose tool calls all fail."""
 
     def __init__(self, config: ClosedBookConfig) -> None:
@@ -238,7 +238,7 @@ def closed_book(
         return f"prior/{config.seed}", Prior(documents, config.seed)
     if config.who == "policy":
         sampling = f"{config.temperature:g}/{config.seed}/{config.rollout}"
-        return f"policy/{config.policy}/{sampling}", Policy(config)
+        return f"policy/{config.policy}/{sampling}", PolicySolver(config)
     if endpoint is None:
         raise UserError("without_tools.who=endpoint needs config.endpoint or config.solver")
     return f"endpoint/{endpoint.config.label}", remembers(endpoint, concurrency)

@@ -103,7 +103,7 @@ class Draft:
         }
 
 
-class Author(Protocol):
+class QuestionWriter(Protocol):
     """The interface of authors, which write questions.
 
     The async methods raise `llm.UnusableReplyError` if the author gives no usable reply.

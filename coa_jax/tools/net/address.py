@@ -22,7 +22,7 @@ import httpx2
 from coa_jax.errors import UserError
 from coa_jax.tools.net.errors import FetchError
 
-Address = ipaddress.IPv4Address | ipaddress.IPv6Address
+IPAddress = ipaddress.IPv4Address | ipaddress.IPv6Address
 
 _MAX_URL = 4096
 _UNSAFE = re.compile(r"[\x00-\x20\x7f\\]")
@@ -37,7 +37,7 @@ _METADATA = frozenset({ipaddress.ip_address("168.63.129.16")})
 
 
 @dataclasses.dataclass(frozen=True)
-class Guard:
+class AddressGuard:
     """The addresses that a tool may open in addition to public addresses, and those it may not.
 
     Attributes:
@@ -107,7 +107,7 @@ def port_of(url: httpx2.URL) -> int:
     return url.port or (443 if url.scheme == "https" else 80)
 
 
-def is_public(address: Address) -> bool:
+def is_public(address: IPAddress) -> bool:
     """Returns whether an address is public.
 
     An IPv6 address that contains an IPv4 address is public if the IPv4 address is public.
@@ -131,7 +131,7 @@ def _embedded(address: ipaddress.IPv6Address) -> list[ipaddress.IPv4Address]:
     return [each for each in found if each is not None]
 
 
-async def resolve(host: str, port: int, guard: Guard) -> list[str]:
+async def resolve(host: str, port: int, guard: AddressGuard) -> list[str]:
     """Returns all addresses of a host, after checking that connections to them are allowed.
 
     Args:
@@ -167,7 +167,7 @@ class GuardedBackend(httpcore2.AsyncNetworkBackend):
     TLS verifies the certificate for the requested host name as usual.
     """
 
-    def __init__(self, guard: Guard):
+    def __init__(self, guard: AddressGuard):
         self._guard = guard
         self._inner = httpcore2.AnyIOBackend()
 

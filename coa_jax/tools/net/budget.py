@@ -262,7 +262,7 @@ def purse_of(limits: Budget, name: str, model: str = "", where: str = "") -> Pur
         limits: limits on the calls.
         name: name of the service, such as the URL of a server.
         model: name of the model in the prices; "" for a tool.
-        where: name of the settings, used in error messages; "" for ``name``.
+        where: name of the settings, used in error messages. If "", error messages use ``name``.
     """
     with _lock:
         key = (name, model, limits.prices, limits.max_calls, limits.max_total_tokens,

@@ -30,10 +30,10 @@ from coa_jax.bounds import (
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
 from coa_jax.tools.net import budget
-from coa_jax.tools.net.address import Guard, parse_url, port_of
+from coa_jax.tools.net.address import AddressGuard, parse_url, port_of
 from coa_jax.tools.net.budget import Budget, Purse
 from coa_jax.tools.net.errors import FetchError
-from coa_jax.tools.net.http import Limits, attempts, error_status, tls, too_large
+from coa_jax.tools.net.http import RequestLimits, attempts, error_status, tls, too_large
 from coa_jax.tools.net.secrets import Secret, quieten
 
 T = TypeVar("T")
@@ -113,7 +113,7 @@ class ChatConfig(ServedModel):
         return {"temperature": self.temperature, self.max_tokens_name: self.max_tokens, **form}
 
 
-def trusting(url: str) -> Guard:
+def trusting(url: str) -> AddressGuard:
     """Returns a guard (check of addresses) for requests to a service that the settings name.
 
     The guard allows the service even if its address is private, but no other private address.
@@ -136,7 +136,9 @@ def trusting(url: str) -> Guard:
             " must not contain a key; put the key into an environment variable, and name the"
             " variable in key_env"
         )
-    return Guard(allow=(f"{parsed.raw_host.decode().rstrip('.').lower()}:{port_of(parsed)}",))
+    return AddressGuard(
+        allow=(f"{parsed.raw_host.decode().rstrip('.').lower()}:{port_of(parsed)}",)
+    )
 
 
 def purse_of(config: ServedModel) -> Purse:
@@ -219,7 +221,7 @@ class Client:
             FetchError: there is no answer, or ``read`` cannot use the answer.
             BudgetSpentError: a limit of the budget is reached.
         """
-        limits = Limits(
+        limits = RequestLimits(
             total_s=math.inf if seconds is None else max(seconds, 0.001),
             attempts=self._config.attempts,
             backoff_s=self._config.backoff_s,

@@ -22,7 +22,7 @@ import httpcore2
 import httpx2
 import tenacity
 
-from coa_jax.tools.net.address import Guard, GuardedBackend, parse_url, port_of
+from coa_jax.tools.net.address import AddressGuard, GuardedBackend, parse_url, port_of
 from coa_jax.tools.net.errors import REFUSED, FetchError, speaks_of_account
 from coa_jax.tools.net.secrets import quieten
 from coa_jax.tools.net.text import media_type
@@ -38,7 +38,7 @@ _LONGEST_WAIT_S = 60.0
 
 
 @dataclasses.dataclass(frozen=True)
-class Limits:
+class RequestLimits:
     """Limits on a request with all its redirects and attempts.
 
     Attributes:
@@ -62,13 +62,13 @@ class Limits:
     max_bytes: int = 8 << 20
     redirects: int = 5
 
-    def within(self, seconds: float) -> Limits:
+    def within(self, seconds: float) -> RequestLimits:
         """Returns these limits with ``total_s`` reduced to at most ``seconds``."""
         return dataclasses.replace(self, total_s=max(min(seconds, self.total_s), 0.001))
 
 
 @dataclasses.dataclass(frozen=True)
-class Request:
+class HttpRequest:
     """An HTTP request.
 
     Attributes:
@@ -115,7 +115,7 @@ class Response:
             raise FetchError("malformed", "the answer is not JSON") from error
 
 
-async def fetch(request: Request, limits: Limits, guard: Guard) -> Response:
+async def fetch(request: HttpRequest, limits: RequestLimits, guard: AddressGuard) -> Response:
     """Sends a request and returns the response. Redirects are followed, and failures are retried.
 
     Args:
@@ -129,7 +129,7 @@ async def fetch(request: Request, limits: Limits, guard: Guard) -> Response:
     return await attempts(lambda: _fetch_once(request, limits, guard), limits)
 
 
-async def fetch_json(request: Request, limits: Limits, guard: Guard) -> Any:
+async def fetch_json(request: HttpRequest, limits: RequestLimits, guard: AddressGuard) -> Any:
     """Sends a request and returns the JSON value of the answer.
 
     The request is repeated if it fails, or if the answer is not JSON.
@@ -150,7 +150,9 @@ async def fetch_json(request: Request, limits: Limits, guard: Guard) -> Any:
 
 
 async def attempts(
-    attempt: Callable[[], Awaitable[T]], limits: Limits, go_on: Callable[[], bool] = lambda: True
+    attempt: Callable[[], Awaitable[T]],
+    limits: RequestLimits,
+    go_on: Callable[[], bool] = lambda: True,
 ) -> T:
     """Calls a function until it succeeds, and returns its result.
 
@@ -196,7 +198,7 @@ async def attempts(
         raise last or late from None
 
 
-async def _fetch_once(request: Request, limits: Limits, guard: Guard) -> Response:
+async def _fetch_once(request: HttpRequest, limits: RequestLimits, guard: AddressGuard) -> Response:
     url = parse_url(request.url)
     headers = {
         "User-Agent": USER_AGENT,
@@ -230,7 +232,9 @@ def _follow(url: httpx2.URL, target: str) -> httpx2.URL:
     return parse_url(str(joined))
 
 
-async def _exchange(url: httpx2.URL, sent: Request, limits: Limits, guard: Guard) -> Response:
+async def _exchange(
+    url: httpx2.URL, sent: HttpRequest, limits: RequestLimits, guard: AddressGuard
+) -> Response:
     """Sends a request to a URL without following redirects.
 
     A redirect is returned without a body.
@@ -296,7 +300,7 @@ def error_status(
     return FetchError("status", why, status, wait, account, said)
 
 
-def _check_head(headers: Mapping[str, str], types: tuple[str, ...], limits: Limits) -> None:
+def _check_head(headers: Mapping[str, str], types: tuple[str, ...], limits: RequestLimits) -> None:
     kind = media_type(headers)
     if types and kind and not kind.startswith(types):
         raise FetchError("type", f"content of the type {kind[:60]} cannot be read")

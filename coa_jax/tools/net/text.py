@@ -72,7 +72,7 @@ def _codec(name: str) -> str | None:
     return codec if codec.startswith(_PAGE_CODECS) else None
 
 
-def clip(text: str, room: int) -> str:
+def clip_text(text: str, room: int) -> str:
     """Truncates a text to ``room`` characters; a notice says how many characters are left out.
 
     A text with at most ``room`` characters is returned unchanged.

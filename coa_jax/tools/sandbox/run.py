@@ -65,7 +65,7 @@ class Captured:
 
 
 @dataclasses.dataclass(frozen=True)
-class Result:
+class ProgramResult:
     """The result of a program.
 
     Attributes:
@@ -158,7 +158,7 @@ class Flood:
         return admitted
 
 
-class Server:
+class SandboxServer:
     """The connection of this process to its sandbox server, a small process that runs programs.
 
     The server is started when it is first needed, and restarted if it has died.
@@ -226,14 +226,14 @@ def _stop(connection: socket.socket, process: subprocess.Popen[bytes]) -> None:
     process.wait()
 
 
-SERVER = Server()
+SERVER = SandboxServer()
 
 
 class _NoReportError(SandboxError):
     """Says that the server or the supervisor was killed."""
 
 
-async def run(job: Job, source: str, stdin: str = "", keep: int = 1 << 16) -> Result:
+async def run(job: Job, source: str, stdin: str = "", keep: int = 1 << 16) -> ProgramResult:
     """Runs a program in the sandbox, and returns its result.
 
     If this coroutine is cancelled, the program and all its processes are killed.
@@ -255,7 +255,7 @@ async def run(job: Job, source: str, stdin: str = "", keep: int = 1 << 16) -> Re
         return await _run_once(job, source, stdin, keep)
 
 
-async def _run_once(job: Job, source: str, stdin: str, keep: int) -> Result:
+async def _run_once(job: Job, source: str, stdin: str, keep: int) -> ProgramResult:
     loop = asyncio.get_running_loop()
     with contextlib.ExitStack() as stack:  # an end that is closed already may be closed again
 
@@ -300,7 +300,7 @@ async def _run_once(job: Job, source: str, stdin: str, keep: int) -> Result:
         return _result(report.captured().head, out, error)
 
 
-def _result(report: str, out: _Reader, error: _Reader) -> Result:
+def _result(report: str, out: _Reader, error: _Reader) -> ProgramResult:
     if not report:
         raise _NoReportError("the sandbox server ended without a report")
     fields = json.loads(report)
@@ -318,4 +318,4 @@ def _result(report: str, out: _Reader, error: _Reader) -> Result:
     if fields["directory"]:  # a random name, which would make the output nondeterministic
         streams = [stream.rename(fields["directory"], PRIVATE_TMP) for stream in streams]
     told = (fields[name] for name in ("cpu_s", "uid", "ended", "totals"))
-    return Result(streams[0], streams[1], reason, code, *told)
+    return ProgramResult(streams[0], streams[1], reason, code, *told)

@@ -20,7 +20,7 @@ from collections.abc import Callable, Iterable
 
 from . import cgroup, confine, kernel
 from .limits import MEMORY, PROGRAM, Job, Pipes, Scratch
-from .watch import Watch, every_descendant, process_ids
+from .watch import ProcessWatch, every_descendant, process_ids
 
 # systemd's table of user ids lists this range as unused. It also exists in rootless containers.
 UIDS = range(60578, 61184)
@@ -134,7 +134,7 @@ def _run(
     # The kernel limits the number of processes of a user id. A program without a user id of its own
     # shares this number with its caller, so that `watch` must enforce the limit.
     count = job.limits.processes + 2 + (0 if uid is not None else _tasks_of(os.geteuid()))
-    watch = Watch(job.limits, scratch, group)
+    watch = ProcessWatch(job.limits, scratch, group)
 
     def told(error: Exception) -> None:
         os.write(failure_write, f"{type(error).__name__}: {error}".encode())

@@ -17,7 +17,7 @@ from typing import Any
 from coa_jax.tools.sandbox.canaries import Canary, Targets
 from coa_jax.tools.sandbox.hoards import measure
 from coa_jax.tools.sandbox.limits import PROGRAM, Job
-from coa_jax.tools.sandbox.run import Result, SandboxError, run
+from coa_jax.tools.sandbox.run import ProgramResult, SandboxError, run
 
 _SETTLE_S = 3.0
 _CONTENT = "precious"
@@ -46,7 +46,7 @@ class Scene:
             marker=f"{10**6 + secrets.randbelow(10**6)}.25",
         )
 
-    def damage(self, result: Result) -> list[str]:
+    def damage(self, result: ProgramResult) -> list[str]:
         """Describes everything that a program has changed or reached outside the sandbox.
 
         Args:

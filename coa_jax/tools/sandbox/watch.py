@@ -26,7 +26,7 @@ _SPARE_PROCESSES = 4  # number of processes of the sandbox itself
 _TICKS = os.sysconf("SC_CLK_TCK")
 
 
-class Watch:
+class ProcessWatch:
     """Watches the processes of a program, and reports when a limit is exceeded.
 
     The processes must be descendants of this process.

@@ -7,7 +7,7 @@ from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.distill.scripted import scripted_minds
 from coa_jax.distill.synthesis.closed_book import (
     ClosedBookConfig,
-    Policy,
+    PolicySolver,
     Prior,
     remembers,
 )
@@ -143,7 +143,7 @@ def test_a_local_policy_gets_no_tool(tmp_path):
 
     save_model(model, tmp_path / "policy")
     config = ClosedBookConfig(who="policy", policy=str(tmp_path / "policy"), samples=3)
-    policy = Policy(config)
+    policy = PolicySolver(config)
     answers = asyncio.run(policy(tiny_policy.TASKS[:2], 3))
     assert [len(row) for row in answers] == [3, 3]
     alone = asyncio.run(policy(tiny_policy.TASKS[1:2], 3))

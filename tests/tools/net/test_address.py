@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
 from coa_jax.tools.net import address
-from coa_jax.tools.net.address import Guard, is_public, parse_url, resolve
+from coa_jax.tools.net.address import AddressGuard, is_public, parse_url, resolve
 from coa_jax.tools.net.errors import FetchError
-from coa_jax.tools.net.http import Limits, Request, fetch
+from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch
 from tests.tools import fault_server
 
-FAST = Limits(total_s=3, connect_s=1, read_s=1, attempts=1)
+FAST = RequestLimits(total_s=3, connect_s=1, read_s=1, attempts=1)
 
 FORMS = (
     "http://127.0.0.1:{port}/page",
@@ -89,12 +89,12 @@ def server():
         yield server
 
 
-PUBLIC_ONLY = Guard()
+PUBLIC_ONLY = AddressGuard()
 
 
 def refused(url, guard=PUBLIC_ONLY):
     with pytest.raises(FetchError) as caught:
-        asyncio.run(fetch(Request(url), FAST, guard))
+        asyncio.run(fetch(HttpRequest(url), FAST, guard))
     return caught.value.kind
 
 
@@ -113,7 +113,7 @@ def test_no_spelling_reaches_this_machine(server, form):
 )  # fmt: skip
 def test_a_redirect_does_not_lead_there(server, target):
     server.hits.clear()
-    allowed = Guard(allow=(f"127.0.0.1:{server.port}",))
+    allowed = AddressGuard(allow=(f"127.0.0.1:{server.port}",))
     target = target.format(port=server.port)
     assert refused(server.url(f"/redirect?to={target}"), allowed) == "refused"
     assert dict(server.hits) == {"/redirect": 1}
@@ -149,21 +149,21 @@ def test_one_private_address_among_public_ones_is_enough_to_refuse(monkeypatch):
 
 @pytest.mark.parametrize("allow", ["127.0.0.1", "127.0.0.0/8", "127.0.0.1:{port}"])
 def test_what_is_allowed_is_reached(server, allow):
-    guard = Guard(allow=(allow.format(port=server.port),))
-    assert asyncio.run(fetch(Request(server.url("/page")), FAST, guard)).status == 200
+    guard = AddressGuard(allow=(allow.format(port=server.port),))
+    assert asyncio.run(fetch(HttpRequest(server.url("/page")), FAST, guard)).status == 200
 
 
 @pytest.mark.parametrize("allow", ["127.0.0.1:9", "10.0.0.0/8", "localhost", "::1/128"])
 def test_other_things_that_are_allowed_do_not_help(server, allow):
-    assert refused(server.url("/page"), Guard(allow=(allow,))) == "refused"
+    assert refused(server.url("/page"), AddressGuard(allow=(allow,))) == "refused"
 
 
 def test_blocked_hosts_and_paths_are_refused_even_when_redirected_to(server):
-    guard = Guard(allow=("127.0.0.1",), block=("127.0.0.1/page",))
+    guard = AddressGuard(allow=("127.0.0.1",), block=("127.0.0.1/page",))
     assert refused(server.url("/page?a=1"), guard) == "refused"
     assert refused(server.url("/redirect?to=/PAGE"), guard) == "refused"
-    assert asyncio.run(fetch(Request(server.url("/gzip")), FAST, guard)).status == 200
-    names = Guard(block=("huggingface.co/datasets",))
+    assert asyncio.run(fetch(HttpRequest(server.url("/gzip")), FAST, guard)).status == 200
+    names = AddressGuard(block=("huggingface.co/datasets",))
     assert names.blocks(parse_url("https://www.huggingface.co./datasets/gaia"))
     for path in ("//datasets/gaia", "/papers/../datasets", "/x/%2e%2e/datasets", "/./Datasets/x"):
         assert names.blocks(parse_url(f"https://huggingface.co{path}")), path
@@ -173,7 +173,7 @@ def test_blocked_hosts_and_paths_are_refused_even_when_redirected_to(server):
 
 def test_a_network_that_is_none_is_explained():
     with pytest.raises(UserError, match=r"10\.0\.0\.0/99"):
-        Guard(allow=("10.0.0.0/99",))
+        AddressGuard(allow=("10.0.0.0/99",))
 
 
 @given(st.ip_addresses(v=4, network="10.0.0.0/8") | st.ip_addresses(v=4, network="127.0.0.0/8"))
@@ -207,4 +207,4 @@ def test_addresses_for_special_use_are_not_public(text):
 def test_public_addresses_are_public():
     for text in ("93.184.216.34", "8.8.8.8", "2606:4700:4700::1111", "::ffff:8.8.8.8"):
         assert is_public(ipaddress.ip_address(text))
-    assert asyncio.run(resolve("8.8.8.8", 80, Guard())) == ["8.8.8.8"]
+    assert asyncio.run(resolve("8.8.8.8", 80, AddressGuard())) == ["8.8.8.8"]

@@ -13,15 +13,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.tools.net import http
-from coa_jax.tools.net.address import Guard
+from coa_jax.tools.net.address import AddressGuard
 from coa_jax.tools.net.errors import FetchError
-from coa_jax.tools.net.http import Limits, Request, fetch, fetch_json
+from coa_jax.tools.net.http import HttpRequest, RequestLimits, fetch, fetch_json
 from tests.tools import fault_server
 from tests.tools.fault_server import PAGE, stopwatch
 
-LIMITS = Limits(total_s=15, connect_s=5, read_s=5, attempts=2, backoff_s=0.05, max_bytes=1 << 20)
+LIMITS = RequestLimits(
+    total_s=15, connect_s=5, read_s=5, attempts=2, backoff_s=0.05, max_bytes=1 << 20
+)
 SHORT = dataclasses.replace(LIMITS, total_s=1.5, connect_s=0.5, read_s=0.4)
-LOCAL = Guard(allow=("127.0.0.1",))
+LOCAL = AddressGuard(allow=("127.0.0.1",))
 
 
 @pytest.fixture(scope="module")
@@ -31,7 +33,7 @@ def server():
 
 
 def get(server, path, limits=LIMITS, guard=LOCAL, **request):
-    return asyncio.run(fetch(Request(server.url(path), **request), limits, guard))
+    return asyncio.run(fetch(HttpRequest(server.url(path), **request), limits, guard))
 
 
 @pytest.mark.parametrize("path", ["/page", "/gzip", "/deflate", "/redirect?to=/page"])
@@ -85,7 +87,7 @@ def test_a_bomb_never_unfolds_in_memory(server):
 @pytest.mark.parametrize("path", ["/malformed", "/notjson", "/deep", "/empty", "/page"])
 def test_what_is_no_json_is_malformed(server, path):
     with pytest.raises(FetchError) as caught:
-        asyncio.run(fetch_json(Request(server.url(path)), LIMITS, LOCAL))
+        asyncio.run(fetch_json(HttpRequest(server.url(path)), LIMITS, LOCAL))
     assert caught.value.kind == "malformed"
 
 
@@ -135,7 +137,7 @@ def test_waits_grow_between_attempts(monkeypatch):
         raise FetchError("unreachable", "gone")
 
     monkeypatch.setattr(http.asyncio, "sleep", sleep)
-    limits = Limits(total_s=1000, attempts=6, backoff_s=1.0)
+    limits = RequestLimits(total_s=1000, attempts=6, backoff_s=1.0)
     with pytest.raises(FetchError):
         asyncio.run(http.attempts(attempt, limits))
     assert len(waits) == 5
@@ -165,13 +167,13 @@ def test_a_post_carries_its_body_and_becomes_a_get_after_a_redirect(server):
 
 def test_nobody_listening_is_unreachable():
     with pytest.raises(FetchError) as caught:
-        asyncio.run(fetch(Request("http://127.0.0.1:9/"), LIMITS, LOCAL))
+        asyncio.run(fetch(HttpRequest("http://127.0.0.1:9/"), LIMITS, LOCAL))
     assert caught.value.kind == "unreachable"
 
 
 def test_cancelling_ends_a_request_at_once(server):
     async def scenario():
-        task = asyncio.create_task(fetch(Request(server.url("/hang")), Limits(), LOCAL))
+        task = asyncio.create_task(fetch(HttpRequest(server.url("/hang")), RequestLimits(), LOCAL))
         await asyncio.sleep(0.2)
         task.cancel()
         with pytest.raises(asyncio.CancelledError):
@@ -183,7 +185,9 @@ def test_cancelling_ends_a_request_at_once(server):
 
 
 def test_a_request_shows_neither_headers_nor_body():
-    request = Request("http://a.example/", headers={"X-API-KEY": "abcdef123"}, body=b"abcdef123")
+    request = HttpRequest(
+        "http://a.example/", headers={"X-API-KEY": "abcdef123"}, body=b"abcdef123"
+    )
     assert "abcdef123" not in repr(request)
 
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from coa_jax.tools.net.text import clip, decode
+from coa_jax.tools.net.text import clip_text, decode
 
 WORDS = "Über den Wolken, où l'âge ne compte pas"
 
@@ -53,6 +53,6 @@ def test_any_bytes_become_text(body, charset):
 @given(st.text(max_size=80), st.integers(1, 60))
 def test_clipped_text_says_so(text, room):
     if len(text) <= room:
-        assert clip(text, room) == text
+        assert clip_text(text, room) == text
     else:
-        assert clip(text, room).endswith(f"[... {len(text) - room} characters left out ...]")
+        assert clip_text(text, room).endswith(f"[... {len(text) - room} characters left out ...]")
