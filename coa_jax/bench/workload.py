@@ -16,8 +16,9 @@ a JSON object:
                    "final_gen_tokens": 16}, ...]}       tokens sampled after the last observation
 
 The work does not depend on the model's weights, so engines can be compared on the same workload.
-Further keys of the file are ignored. Of these, ``prompt_len`` and ``totals`` are for other engines,
-which may need the length of the prompts, or check their own totals.
+Further keys of the file are ignored. The command writes two such keys, for benchmarks of other
+engines: ``prompt_len`` is the length of the prompts, and ``totals`` are totals of the workload with
+which these benchmarks can check their own.
 """
 
 from __future__ import annotations
