@@ -8,8 +8,8 @@ A slow process does not end a run, because rollouts may take hours. Only a missi
 run: the thread `_watch` then ends every other process with a one-line message.
 
 Process 0 is the coordinator: it hosts JAX's coordination service, through which the processes
-communicate. If the coordinator hangs or is unreachable, only those calls to the service return that
-have a deadline, so `_watch` makes no other calls.
+communicate. If the coordinator hangs or is unreachable, a call to the service returns only if the
+call has a deadline. Therefore `_watch` makes only calls with a deadline.
 
 Environment variables of a process:
 
