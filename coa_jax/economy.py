@@ -121,7 +121,7 @@ class Command(Bounded):
         traces: path of the ``traces.jsonl`` of an evaluation.
         phase: phase whose trajectories are compared, for example ``evaluate-rl``.
         model: directory of the policy, whose tokenizer counts the tokens.
-        number: number of tasks that the team solves, from the beginning of the evaluation's tasks.
+        number: number of tasks that the team solves. These are the first tasks of the evaluation.
         tasks: settings with which the evaluation loaded its tasks.
         teacher: settings of the team.
         tools: tools of the team.

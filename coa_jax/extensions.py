@@ -168,8 +168,8 @@ class BoundFunction:
 
     Attributes:
         found: the function or class.
-        asks: names of the parameters that the caller fills; each kind of extension offers a fixed
-            set of arguments.
+        asks: names of the function's parameters to which the caller passes arguments. Each kind of
+            extension offers a fixed set of such arguments, see `ExtensionKind.offers`.
         options: maps the names of the function's other parameters to values; parameters that keep
             their defaults are left out.
     """
