@@ -66,7 +66,7 @@ def token_counter(tokenizer: Any) -> Callable[[str], int]:
 def check_tokens(tokenizer: Any, traces: Sequence[Trajectory], model: str) -> None:
     """Checks that the trajectories were sampled by a policy with the given tokenizer.
 
-    The check fails unless decoding the tokens of most trajectories gives their stored texts.
+    The check passes if, for most trajectories, the decoded tokens equal the stored text.
 
     Args:
         tokenizer: tokenizer of the policy.

@@ -318,9 +318,8 @@ def bind(
             parameters.
 
     Raises:
-        UserError: `find` raises the error; an option is unknown, missing or of a wrong type; or the
-            function has a required parameter that the kind does not offer and the options do not
-            set.
+        UserError: `find` fails; an option is unknown, missing or of a wrong type; or the function
+            has a required parameter that the kind does not offer and the options do not set.
     """
     found = find(kind, name, where)
     parameters = parameters_of(found, name, where)

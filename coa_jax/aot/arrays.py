@@ -160,7 +160,8 @@ def micro_batches(config: SFTConfig | RLConfig, whole: bool = True) -> int:
 def attended(config: SFTConfig | RLConfig) -> int:
     """Returns the number of positions of a row inside attention.
 
-    Inside attention, a row has one copy of a shared prompt for each sequence.
+    A row stores a shared prompt only once, but inside attention the row has one copy of the prompt
+    for each sequence.
     """
     unfolded = config.attention_length if isinstance(config, RLConfig) else 0
     return unfolded or config.row_length

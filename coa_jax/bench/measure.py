@@ -66,8 +66,8 @@ def reset_peak_memory() -> None:
 def peak_memory_mb() -> float:
     """Returns the peak resident memory, in 10^6 bytes.
 
-    The peak is measured from the last `reset_peak_memory` on, or else from the start of the
-    process.
+    The peak is measured from the last call of `reset_peak_memory` on; without such a call, from the
+    start of the process.
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()

@@ -376,7 +376,7 @@ def define_flags() -> None:
 
 
 def given_recipe(preset: str, changes: Mapping[str, Any]) -> Recipe:
-    """Returns the recipe of a preset, of which the command line changes some parameters.
+    """Returns the recipe of a preset, with the changes that the command line makes.
 
     Args:
         preset: a key of `PRESETS`.

@@ -17,7 +17,8 @@ Environment variables of a process:
 COA_JAX_DISTRIBUTED=1                   JAX finds the processes: TPU pods, GKE, SLURM, Open MPI
 COA_JAX_COORDINATOR=HOST:PORT           address of process 0, if JAX cannot find the processes
 COA_JAX_NUM_PROCESSES, _PROCESS_ID      number of processes, and number of this process from 0
-COA_JAX_LOST_SECONDS                    seconds without heartbeat of a lost process (default 60)
+COA_JAX_LOST_SECONDS                    number of seconds without heartbeat after which a process
+                                        counts as lost (default 60)
 ======================================  ===========================================================
 """
 
