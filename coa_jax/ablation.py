@@ -194,7 +194,7 @@ class Ablation:
         return sets
 
     def base(self, seed: int) -> Path:
-        """Returns the folder of a seed's initial policy, which is created in the first call."""
+        """Returns the folder of a seed's initial policy; the first call creates the policy."""
         path = self.workdir / f"seed{seed}" / "base"
         if not (path / "config.json").is_file():
             records = read_records(self.workdir / f"seed{seed}" / UNFILTERED / "train.jsonl")
@@ -278,10 +278,10 @@ def paired_difference(one: np.ndarray, other: np.ndarray) -> dict[str, Any]:
         one, other: float[seeds, tasks], grades from 0 to 1; NaN for a task without a grade.
 
     Returns:
-        The result of `mean_over_seeds` for the mean differences of the seeds, with two more
-        entries. ``ci95_tasks`` is a 95 % confidence interval over tasks: the normal approximation
-        for the differences of the tasks, each averaged over the seeds. ``tasks`` is the number of
-        tasks with a grade in both arms.
+        The entries of `mean_over_seeds`, with one value for each seed: the mean difference of its
+        tasks. ``ci95_tasks`` is a second 95 % confidence interval, which describes the variation
+        between tasks. It is the normal approximation, with one value for each task: the mean
+        difference over the seeds. ``tasks`` is the number of tasks with a grade in both arms.
     """
     difference = one - other
     by_task = np.nanmean(difference, axis=0)
@@ -300,8 +300,9 @@ def results(grades: Mapping[str, np.ndarray], references: Sequence[str]) -> dict
         references: names of the reference arms.
 
     Returns:
-        For each arm ``pass_at_1`` (see `mean_over_seeds`) and ``minus``, which maps the name of
-        each reference arm to a difference (see `paired_difference`).
+        Maps the name of each arm to its ``pass_at_1`` (see `mean_over_seeds`) and to ``minus``,
+        which maps the name of each reference arm to the difference from this arm (see
+        `paired_difference`).
     """
     return {
         name: {
@@ -363,7 +364,7 @@ def _with(mean: float, interval: Sequence[float] | None, sign: str) -> str:
 
 
 def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Runs the ablation: every arm for every seed, unless it is finished.
+    """Runs the ablation: every arm for every seed, except those that are already finished.
 
     Args:
         config: settings of the ablation, see `Command`.

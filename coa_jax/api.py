@@ -85,8 +85,8 @@ def create_policy(
     Args:
         path: directory to which the policy is written, in Hugging Face format.
         records: trajectories on whose text the tokenizer is trained.
-        prompt_style: instructions that the prompts contain, as in the setting ``prompt_style`` of
-            SFT.
+        prompt_style: style of the instructions in the prompts, as in the setting ``prompt_style``
+            of SFT. The tokenizer is trained on the text of the prompts, too.
         sizes: fields of `small.scratch.ScratchConfig`, such as ``num_layers=2``.
 
     Returns:
@@ -149,8 +149,8 @@ def train_sft(
         records: training records; None to read the files that ``config.data`` names.
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
             none.
-        changes: settings that override those of ``config``. A group of settings is replaced as a
-            whole.
+        changes: settings that override those of ``config``. A new value for a group of settings
+            replaces the whole group.
 
     Raises:
         UserError: an error that the caller can correct, such as a wrong setting.
@@ -193,8 +193,8 @@ def train_rl(
         environment: environment class (docs/environments.md); None to use ``config.environment``.
         wandb_project: name of a Weights & Biases project that also receives the metrics; "" for
             none.
-        changes: settings that override those of ``config``. A group of settings is replaced as a
-            whole.
+        changes: settings that override those of ``config``. A new value for a group of settings
+            replaces the whole group.
 
     Raises:
         UserError: an error that the caller can correct, such as a wrong setting.
@@ -328,7 +328,7 @@ def evaluate_policy(
         environment: environment class (docs/environments.md); None to use ``config.environment``.
         fresh: whether to delete the existing samples of this stage first.
         changes: settings that override those of ``config``, for example ``stage``, the name of the
-            evaluation. A group of settings is replaced as a whole.
+            evaluation. A new value for a group of settings replaces the whole group.
 
     Raises:
         UserError: an error that the caller can correct. Samples that have finished before the error

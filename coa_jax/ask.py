@@ -3,8 +3,9 @@
     python -m coa_jax.ask "What is the capital of Lesotho?" --model=runs/quickstart/models/rl
 
 Without a question on the command line, the command reads one question per line, either from a
-prompt on the terminal (Ctrl-D ends the session) or from a pipe. The budgets and ``--top_k`` should
-equal the settings with which the policy was trained; their defaults are those of the quickstart.
+prompt on the terminal (Ctrl-D ends the session) or from a pipe. The limits (``--max_tokens`` and
+the other flags that begin with ``--max_``) and ``--top_k`` should equal the settings with which the
+policy was trained; their defaults are those of the quickstart.
 
 The tools come from a config file with a group ``tools``, which ``--config=FILE.py`` names.
 ``--config.tools.X=...`` changes one setting of this group, and ``--tools`` selects other tools.
@@ -45,8 +46,12 @@ _ROLLOUT = (
 def questions(arguments: Sequence[str], stream: IO[str]) -> Iterator[tuple[str, bool]]:
     """Yields pairs (question, whether the user typed the question at a prompt).
 
-    The question is taken from ``arguments``. If there are none, each line of ``stream`` is a
-    question, or each line that the user types at a prompt if ``stream`` is a terminal.
+    The arguments, joined by spaces, are the only question. Without arguments, each line of
+    ``stream`` is a question; if ``stream`` is a terminal, the user types the lines at a prompt.
+
+    Args:
+        arguments: arguments of the command.
+        stream: standard input of the command.
 
     Raises:
         UserError: the question on the command line is blank.
@@ -101,7 +106,7 @@ def tools_of(config: ConfigDict, names: Sequence[str] | None, top_k: int | None)
 
     Args:
         config: a config with a group ``tools``.
-        names: names of the tools to use instead of the tools in the config; None to use the latter.
+        names: names of the tools to use; None to use the tools of the config.
         top_k: number of passages in an observation of ``wiki_search``; None to use the number in
             the config.
 

@@ -35,7 +35,9 @@ MAX_INT = 2**31 - 1
 
 @dataclasses.dataclass(frozen=True)
 class Between:
-    """Allows numbers from ``low`` to ``high``; infinity is allowed only as a bound, NaN never.
+    """Allows numbers from ``low`` to ``high``, but never NaN.
+
+    Infinity is allowed only if a bound is infinite.
 
     Attributes:
         low, high: lower and upper bound.

@@ -146,12 +146,13 @@ def solved_of(outcome: Mapping[str, Any], **where: Any) -> dict[str, list[bool]]
 
 
 def measure(compute: Callable[..., Figure | None]) -> Callable[..., Measure]:
-    """Turns a function of run folders and further arguments into a factory for `Claim.figure`.
+    """Decorates a function of run folders, so that the folders can be given in a later call.
 
-    The result takes the further arguments, and returns a function of the run folders alone.
+    A call of the decorated function takes all arguments except the folders. It returns a function
+    of the folders alone, as `Claim.figure` needs.
 
     Args:
-        compute: function whose first argument is the `Folders`.
+        compute: function that computes a figure, and whose first argument is the `Folders`.
     """
 
     @functools.wraps(compute)
@@ -205,7 +206,8 @@ def rate(folders: Folders, stage: str, plain: bool = False, **where: Any) -> Fig
     Args:
         folders: the run folders.
         stage: name of the stage.
-        plain: whether to read the folders of plain tool calling.
+        plain: whether to read the folders of plain tool calling (policies without chains of
+            agents).
         **where: values that fields of a task must have; tasks with other values are left out.
     """
     outcomes = folders.outcomes(stage, plain)
@@ -222,9 +224,10 @@ def difference(
 
     Args:
         folders: the run folders.
-        stage: name of the stage.
+        stage: name of the stage, which is read from the folders with chains of agents.
         other: name of the other stage.
-        plain: whether ``other`` is read from the folders of plain tool calling.
+        plain: whether ``other`` is read from the folders of plain tool calling (policies without
+            chains of agents).
         **where: values that fields of a task must have; tasks with other values are left out.
     """
     by_seed = []
@@ -252,12 +255,12 @@ def at_k(folders: Folders, stage: str, k: int) -> Figure | None:
 
 @measure
 def scaled(folders: Folders, stage: str, prefix: str) -> Figure | None:
-    """Computes pass@1 of the samples that a method such as ``majority`` has chosen.
+    """Computes pass@1 of a method of test-time scaling, which chooses one of several samples.
 
     Args:
         folders: the run folders.
         stage: name of the stage.
-        prefix: name of the method in the result file.
+        prefix: beginning of the method's name in the result file, such as ``majority``.
     """
     entries = [
         entry
@@ -274,12 +277,12 @@ def scaled(folders: Folders, stage: str, prefix: str) -> Figure | None:
 
 @measure
 def well_formed(folders: Folders, stage: str, *tools: str) -> Figure | None:
-    """Computes the share of a stage's calls of some tools whose outcome is ``ok``.
+    """Computes the share of well-formed tool calls: calls with the outcome ``ok``.
 
     Args:
         folders: the run folders.
-        stage: name of the stage.
-        *tools: tags of the tools.
+        stage: name of the stage whose calls are counted.
+        *tools: tags of the tools whose calls are counted.
     """
     seeds = []
     for outcome in folders.outcomes(stage):
@@ -292,12 +295,12 @@ def well_formed(folders: Folders, stage: str, *tools: str) -> Figure | None:
 
 @measure
 def helped(folders: Folders, stage: str, *tools: str) -> Figure | None:
-    """Computes the share of a stage's samples that are right and called one of some tools.
+    """Computes the share of graded samples that are right and called one of the given tools.
 
     Args:
         folders: the run folders.
-        stage: name of the stage.
-        *tools: tags of the tools.
+        stage: name of the stage that drew the samples.
+        *tools: tags of the tools, of which a sample must have called at least one.
     """
     seeds = [
         [
@@ -312,9 +315,12 @@ def helped(folders: Folders, stage: str, *tools: str) -> Figure | None:
 
 @measure
 def saved(folders: Folders, key: str) -> Figure | None:
-    """Computes the share of the multi-agent teacher's tokens that the policy saves.
+    """Computes the mean share of the multi-agent teacher's tokens that the policy saves.
 
-    ``key`` names the tokens to compare, for example ``both_solved``, see `distill.economy`.
+    Args:
+        folders: the run folders.
+        key: name of the share in ``summary.json``. For example, ``both_solved`` compares the
+            tokens of the samples in which both solve the task, see `distill.economy`.
     """
     blocks = [block for block in folders.summaries("economy") if "saved" in block]
     n = sum(block["both_solved"]["samples"] for block in blocks)

@@ -66,7 +66,7 @@ def token_counter(tokenizer: Any) -> Callable[[str], int]:
 def check_tokens(tokenizer: Any, traces: Sequence[Trajectory], model: str) -> None:
     """Checks that the trajectories were sampled by a policy with the given tokenizer.
 
-    The check fails unless decoding the tokens of most trajectories gives their stored texts.
+    The check passes if, for most trajectories, the decoded tokens equal the stored text.
 
     Args:
         tokenizer: tokenizer of the policy.
@@ -121,7 +121,7 @@ class Command(Bounded):
         traces: path of the ``traces.jsonl`` of an evaluation.
         phase: phase whose trajectories are compared, for example ``evaluate-rl``.
         model: directory of the policy, whose tokenizer counts the tokens.
-        number: number of tasks that the team solves, from the beginning of the evaluation's tasks.
+        number: number of tasks that the team solves. These are the first tasks of the evaluation.
         tasks: settings with which the evaluation loaded its tasks.
         teacher: settings of the team.
         tools: tools of the team.

@@ -15,7 +15,11 @@ class UserError(Exception):
 
 
 def causes_of(error: BaseException) -> Iterator[BaseException]:
-    """Yields an exception and everything that led to it: grouped exceptions, and causes of each."""
+    """Yields an exception, its causes, their causes, and so on.
+
+    If one of these is an `ExceptionGroup`, the exceptions in the group and their causes are
+    included.
+    """
     seen: set[int] = set()
     todo: list[BaseException | None] = [error]
     while todo:

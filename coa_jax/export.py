@@ -6,14 +6,14 @@
     python -m coa_jax.export --workdir=gs://bucket/runs/rl --push=Org/Name
 
 The run may still be in progress. transformers, vLLM and ``coa_jax`` can load the exported
-directory. Architecture and tokenizer come from the model that the run's config starts from. The
+directory. Architecture and tokenizer come from the model with which the run started. The
 file ``agent.json`` next to the weights holds the prompt and the protocol of the training, which
 ``ask`` and ``serve`` use. The tensors are bfloat16 by default; ``--dtype=float32`` keeps every bit
 of the trained parameters in twice the bytes.
 
-``--best`` selects the checkpoint with the best value of the metric in the run's ``keep_best``. If
-the metric is RL's ``reward/mean``, the value of a step comes from samples that were drawn before
-its updates, but the exported policy includes these updates.
+``--best`` selects the checkpoint with the best value of the metric that the run's setting
+``keep_best`` names. If the metric is RL's ``reward/mean``, the samples of a step were drawn before
+the updates of the step, but the exported policy includes these updates.
 
 ``--push`` uploads the directory to the Hugging Face Hub with a model card
 (`coa_jax.model.hub_card`); ``--output`` is then optional.

@@ -168,8 +168,8 @@ class BoundFunction:
 
     Attributes:
         found: the function or class.
-        asks: names of the parameters that the caller fills; each kind of extension offers a fixed
-            set of arguments.
+        asks: names of the function's parameters to which the caller passes arguments. Each kind of
+            extension offers a fixed set of such arguments, see `ExtensionKind.offers`.
         options: maps the names of the function's other parameters to values; parameters that keep
             their defaults are left out.
     """
@@ -318,9 +318,8 @@ def bind(
             parameters.
 
     Raises:
-        UserError: `find` raises the error; an option is unknown, missing or of a wrong type; or the
-            function has a required parameter that the kind does not offer and the options do not
-            set.
+        UserError: `find` fails; an option is unknown, missing or of a wrong type; or the function
+            has a required parameter that the kind does not offer and the options do not set.
     """
     found = find(kind, name, where)
     parameters = parameters_of(found, name, where)

@@ -67,7 +67,7 @@ def missing(what: str, package: str, extra: str) -> UserError:
     """Returns the error for a feature whose package is not installed.
 
     Args:
-        what: name of the feature, with which the message begins; "needs" and the package follow.
+        what: name of the feature. The message begins with "FEATURE needs PACKAGE".
         package: name of the missing package, or several names.
         extra: name of the extra in setup.py that contains the package.
     """

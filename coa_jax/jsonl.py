@@ -107,9 +107,8 @@ def _fits(hint: Any, value: Any) -> bool:
 def fields(cls: type, value: Any) -> dict[str, Any]:
     """Reads the fields of a dataclass from a JSON object, as keyword arguments of the class.
 
-    Fields that the object lacks are left out.
-
-    The values of tuple and array fields remain lists.
+    If the object lacks a field that has a default, the result lacks it, too. The values of tuple
+    and array fields remain lists.
 
     Raises:
         KeyError, TypeError: a field without a default is missing, or a value has a wrong type.

@@ -43,7 +43,7 @@ def switches(arguments: list[str]) -> list[str]:
 
 
 def join_new_keys(argv: list[str], config: ml_collections.ConfigDict) -> list[str]:
-    """Converts overrides of settings that the config lacks to overrides of whole groups.
+    """Converts overrides of missing settings to overrides of whole groups.
 
     The conversion is necessary because ml_collections overrides only existing settings. For example
     ``--config.tools.mcp.tide.url=U`` becomes ``--config.tools.mcp={'tide': {'url': 'U'}}``. The new
@@ -73,7 +73,7 @@ def join_new_keys(argv: list[str], config: ml_collections.ConfigDict) -> list[st
 def join_new_values(
     overrides: Mapping[str, Any], config: ml_collections.ConfigDict
 ) -> dict[str, Any]:
-    """Converts overrides of settings that the config lacks to overrides of whole groups.
+    """Converts overrides of missing settings to overrides of whole groups.
 
     This is `join_new_keys` for a mapping instead of command-line arguments.
 

@@ -63,8 +63,8 @@ class Tasks(Bounded):
         train: number of tasks that are taken from the training split.
         validation: number of tasks that are taken from the validation split.
         seed: seed of the random choice of tasks.
-        level: strictness of the protocols' rules, ``lenient`` or ``paper``, for all tasks; "" keeps
-            the level that each task has.
+        level: how strict the rules of the protocol are for all tasks, ``lenient`` or ``paper``; ""
+            keeps the level of each task.
         task_options: options of the task source ``tasks``.
         mixture: maps names to task sources, see `tasks.mixture.Part`. The number of tasks from each
             source is in proportion to its weight.
@@ -92,8 +92,8 @@ class FurtherEvaluation(Bounded):
 
     Attributes:
         policy: name of the evaluated policy's directory in ``models``, such as ``rl``.
-        evaluate: overrides, for this evaluation only, of the shared settings ``evaluate``.
-        tools: overrides, for this evaluation only, of the run's settings of the tools.
+        evaluate: settings that override the shared settings ``evaluate`` in this evaluation only.
+        tools: settings that override the run's settings of the tools in this evaluation only.
     """
 
     policy: Name
@@ -118,9 +118,10 @@ class Command(Bounded):
             model.
         evaluate: settings of the evaluations.
         base: settings that override those of ``evaluate`` for the base model.
-        sft_more: whether to train a comparison for RL, by more SFT for as long as RL took.
-        rft: settings of `learn.rejection`, without the paths, with which another policy for
-            comparison is trained on RL's right trajectories; {} to train no such policy.
+        sft_more: whether to train a policy for comparison with RL. SFT of this policy continues for
+            as long as RL took.
+        rft: settings of `learn.rejection`, without the paths, for another policy that is compared
+            with RL. It is trained on the right trajectories of RL. {} trains no such policy.
         economy: whether to count how many tokens the policy of RL saves compared with the teacher.
         measures: maps names to additional evaluations, see `FurtherEvaluation`.
         release: whether to write ``release/``, see `coa_jax.release`; needs training with adapters.
@@ -245,7 +246,7 @@ class Pipeline:
         write_policy(self.config.policy, records, prompt, self.models / "base")
 
     def evaluate_teacher(self) -> None:
-        """Evaluates the teacher on the held-out tasks, over all its runs before any filter."""
+        """Evaluates the teacher on the held-out tasks, without filters on its runs."""
         tokenizer = load_model(self.models / "base").tokenizer
         tasks = self.held_out
         if self.config.format:  # the teacher always writes chains of agents
@@ -254,7 +255,7 @@ class Pipeline:
         self.run.summary({"teacher": block})
 
     def sft(self) -> None:
-        """Fine-tunes the untrained policy on the distilled trajectories."""
+        """Fine-tunes the base policy, untrained or pretrained, on the distilled trajectories."""
         config = self.sft_config
         output = self.models / "sft"
         sft.train(config, self.run, output, renaming(config.rename_share), self.tools)
@@ -264,7 +265,7 @@ class Pipeline:
         rl.train(self.rl_config, self.run, self.models / "rl", self.tools)
 
     def sft_more(self) -> None:
-        """Fine-tunes the SFT policy further, for as long as RL took, as a comparison for RL."""
+        """Continues SFT for as long as RL took; the result is compared with the policy of RL."""
         config = self.sft_config
         # The timing of a resumed stage lacks the time before the kill, so step times are summed.
         took = {
@@ -282,7 +283,7 @@ class Pipeline:
             sft.train(config, run, output, renaming(config.rename_share), self.tools)
 
     def rft(self) -> None:
-        """Fine-tunes the SFT policy on RL's right trajectories, as a comparison for RL."""
+        """Fine-tunes the SFT policy on right trajectories of RL, for comparison with RL."""
         assert self.rft_config is not None
         with RunDir(self.run.path / "controls" / "rft") as run:
             rejection.train(self.rft_config, run, self.models / "rft")

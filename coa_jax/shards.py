@@ -1,9 +1,9 @@
 """Stores the trajectories of a run in shards: files that each hold rows of a single step.
 
 The name of a shard contains its phase, step and number, as in ``rl-00000012-00.jsonl.gz``. A
-resumed run can therefore remove the shards of steps that it will repeat without reading any file. A
-shard is written atomically and never extended, because a kill during an append would damage a
-compressed file or an ArrayRecord.
+resumed run can therefore remove the shards of the steps that it will repeat, and need not read any
+file for this. A shard is written atomically and never extended, because a kill during an append
+would damage a compressed file or an ArrayRecord.
 """
 
 from __future__ import annotations

@@ -163,7 +163,11 @@ async def _work(
 
 
 def endpoints_of(command: Command) -> dict[str, EndpointConfig]:
-    """Returns the configured language models: ``endpoint`` (writes) and ``solver`` (answers)."""
+    """Returns the settings of the language models, without those that the command does not have.
+
+    ``endpoint`` is the model that writes questions, and ``solver`` the model that answers them
+    without tools. A solver without its own address or model name takes those of ``endpoint``.
+    """
     endpoint, solver = command.endpoint, command.solver
     both = {"endpoint": endpoint, "solver": solver}
     if not endpoint or not solver:

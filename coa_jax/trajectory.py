@@ -1,9 +1,9 @@
 """Defines the record of an episode: its token ids, the author of each token, and views of them.
 
-A trajectory is append-only. ``tokens`` holds exactly the ids that were sampled, trained on and
-cached; ``text`` and ``segments`` only describe them. A ``DistilledRecord`` is an episode without
-tokens: it has text parts, each with its author. Trajectories and records are stored as JSON, one
-per line, and are read back exactly.
+A trajectory is append-only. ``tokens`` holds the exact token ids of the rollout, which training
+uses unchanged; ``text`` and ``segments`` only describe them. A ``DistilledRecord`` is an episode
+without tokens: it has text parts, each with its author. Trajectories and records are stored as
+JSON, one per line, and are read back exactly.
 
 This module does not depend on models or tools.
 """
@@ -44,7 +44,8 @@ class StopReason(enum.StrEnum):
     - ``turn_length``: the token budget of a turn is used up.
     - ``turns``: the maximum number of tool calls is reached.
     - ``eos``: the policy ended its turn without an answer.
-    - ``violation``: the policy broke a rule of the protocol, under the setting ``strict``.
+    - ``violation``: the policy broke a rule of the protocol, which ends the episode only if the
+      setting ``strict`` is on.
     - ``deadline``: the time limit of the episode passed.
     - ``tool_time``: the time limit for waiting for tools passed.
     - ``cancelled``: the request was cancelled.
@@ -78,8 +79,8 @@ class ToolCall:
         start: seconds from the beginning of the episode to the call.
         end: seconds from the beginning of the episode to the result of the call.
         detail: further data from the tool, as JSON values by name.
-        reward: reward that an environment gave for the turn that ends with the call; None if it
-            gave none.
+        reward: reward that an environment gave for the turn that ends with the call; None for no
+            reward.
         done: whether the environment ended the episode with this call.
     """
 
@@ -127,8 +128,8 @@ class SegmentSpan:
             ``text`` of the trajectory.
         start: index of the span's first token in the trajectory's ``tokens``.
         end: one past the index of the span's last token in ``tokens``.
-        content: body of the span. It is set only in conversation formats, which use no tags; None
-            in the format ``tags``, and for spans without a role.
+        content: body of the span in conversation formats other than ``tags``; None in the format
+            ``tags``, and for spans without a role.
     """
 
     role: str | None
@@ -286,7 +287,7 @@ class DistilledRecord:
         protocol: name of the protocol.
         gold: accepted answers.
         parts: pairs (author, text) in order, with the author ``"policy"`` or ``"environment"``. The
-            assistant message is the texts of all parts, joined. Each part is tokenised separately,
+            assistant message consists of the joined texts. Each part is tokenised separately,
             so no token spans two parts.
         answer: answer that the teacher gave.
         metadata: further data as JSON values by name, such as ``hops``, ``source`` and

@@ -3,11 +3,12 @@
     python -m coa_jax.aot --config=configs/rl/web.py:7b --topology=v5p:4x4x4
     python -m coa_jax.aot --config=configs/sft/web.py:32b --topology=gpu:64xh100
 
-The command compiles the training step of the configuration and, for RL, the programs for scores,
-rollouts and publishing. For TPUs it uses the compiler of real TPUs, which runs on any Linux machine
-(``bash launch/setup_env.sh tpu``). The compiler for GPUs needs a GPU; the command uses the CPU
-compiler instead, and marks the result as an estimate. No weights are needed, because the
-architecture comes from ``config.json``, from the name in the model's path, or from ``--model``.
+The command compiles the training step of the configuration. For RL it also compiles the programs
+that score samples, run the rollouts, and publish new weights to the engines. For TPUs it uses the
+compiler of real TPUs, which runs on any Linux machine (``bash launch/setup_env.sh tpu``). The
+compiler for GPUs needs a GPU; the command uses the CPU compiler instead, and marks the result as an
+estimate. No weights are needed, because the architecture comes from ``config.json``, from the name
+in the model's path, or from ``--model``.
 
 The command prints one JSON object. If the configuration does not fit, the exit code is 1, and a
 line on stderr names the memory that is needed and the setting to change.

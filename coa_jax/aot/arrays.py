@@ -148,7 +148,8 @@ def micro_batches(config: SFTConfig | RLConfig, whole: bool = True) -> int:
 
     Args:
         config: settings of the run.
-        whole: whether the number is that of a step, or else that of the largest update of a step.
+        whole: True to count the micro-batches of a whole step; False to count those of the largest
+            update in a step.
     """
     if isinstance(config, SFTConfig):
         return -(-config.batch_size // config.rows)
@@ -159,7 +160,8 @@ def micro_batches(config: SFTConfig | RLConfig, whole: bool = True) -> int:
 def attended(config: SFTConfig | RLConfig) -> int:
     """Returns the number of positions of a row inside attention.
 
-    Inside attention, a row has one copy of a shared prompt for each sequence.
+    A row stores a shared prompt only once, but inside attention the row has one copy of the prompt
+    for each sequence.
     """
     unfolded = config.attention_length if isinstance(config, RLConfig) else 0
     return unfolded or config.row_length
@@ -229,8 +231,8 @@ def training_bytes(setup: Setup) -> int:
 def resume_bytes(setup: Setup) -> int:
     """Returns the number of bytes per chip that a run takes while it reads its checkpoint.
 
-    The result is `training_bytes` plus a copy of the largest array, because computing the
-    fingerprints copies one array at a time.
+    The result is `training_bytes` plus a copy of the largest array, because the run computes a
+    fingerprint of each array and copies one array at a time for this.
     """
     saved = policy(setup)._replace(frozen={})
     return training_bytes(setup) + max(map(chip_bytes, jax.tree.leaves(saved)))
@@ -239,8 +241,8 @@ def resume_bytes(setup: Setup) -> int:
 def export_bytes(setup: Setup) -> int:
     """Returns the number of bytes per chip that a run takes while it exports its model at the end.
 
-    If there are several hosts, every chip gathers one whole tensor at a time; of stacked layers,
-    one layer at a time.
+    With several hosts, the result includes the largest tensor, because every chip gathers one whole
+    tensor at a time. The parameters of stacked layers are gathered layer by layer.
     """
     whole = 0
     if setup.hosts > 1:
@@ -314,9 +316,10 @@ def engine_mesh(setup: Setup) -> Mesh:
 
 
 def engine_compute(setup: Setup) -> Compute:
-    """Returns what `engine.layout.engine_compute` would return on the chips of an engine.
+    """Returns the `Compute` settings with which an engine runs the model on its chips.
 
-    For GPUs, the result names the reference implementation of attention.
+    The settings are those of `engine.layout.engine_compute`, except that they always select the
+    reference implementation of attention (``xla``) for GPUs.
     """
     engine, tpu = setup.rl.engine, setup.where.tpu
     case = paged_case(setup.model, engine, setup.engine_chips, "tpu" if tpu else "cpu")
@@ -423,8 +426,8 @@ def engine_bytes(setup: Setup) -> int:
 def kept_bytes(setup: Setup) -> int:
     """Returns the number of bytes per training chip of all arrays that a run keeps in an update.
 
-    The arguments of compiled programs are included. Engines on the same chips are not included,
-    because they have freed their memory, unless rollouts continue during updates.
+    The arguments of compiled programs are included. Engines on the training chips are included only
+    if rollouts continue during updates; otherwise the engines have freed their memory.
     """
     kept = training_bytes(setup)
     return kept + (engine_bytes(setup) if setup.rollouts_go_on else 0)

@@ -356,8 +356,8 @@ def advice(
     Args:
         config: settings of the run.
         rows: results of the run's programs.
-        moments: number of bytes per chip at further times of the run, such as the export, by the
-            name of the time.
+        moments: number of bytes per chip that the run takes outside its programs, by name: during
+            ``resume`` and ``export``.
         usable: number of bytes of a chip that the run may use.
         reserve: share of ``usable`` that must stay free.
     """

@@ -183,7 +183,7 @@ class Loop(NamedTuple):
         body: name of the computation that the loop repeats.
         turns: trip count of the loop.
         ended_by_data: whether the trip count depends on data and was assumed.
-        inner: assumed trip counts of such loops inside this loop.
+        inner: assumed trip counts of the loops inside this loop whose end depends on data.
     """
 
     body: str

@@ -48,8 +48,8 @@ class Program:
         kernel_flops: number of FLOPs per chip of those kernels that could not be compiled, and are
             therefore missing in the compiled program.
         kernel_bytes: number of bytes per chip of the temporary arrays of these kernels.
-        scratch: number of bytes per chip of temporary arrays on the real machine, if this number
-            differs from the number that the compiler reports here; None if it does not.
+        scratch: number of bytes per chip of temporary arrays on the real machine; None to take the
+            number that the compiler reports here.
     """
 
     name: str

@@ -47,8 +47,8 @@ class ChipSplit:
     def step_s(self) -> float:
         """Time of a step in seconds.
 
-        The time is the longer of ``update_s`` and ``rollout_s`` or, if update and rollouts share
-        their chips, the sum of both.
+        - If rollouts have their own chips: the longer of ``update_s`` and ``rollout_s``.
+        - If update and rollouts share their chips: the sum of both.
         """
         if self.rollout_devices:
             return max(self.update_s, self.rollout_s)

@@ -1,8 +1,8 @@
-"""Episodes for the real agent loop, whose lengths, calls and observations a workload fixes.
+"""Episodes of the benchmarks: a workload fixes their lengths, tool calls and observations.
 
-These episodes differ from the episodes of training in only three points: what ends a turn, what a
-tool does, and which token ids a tool returns. Sampled tokens are still detokenised and parsed,
-because the host does this work during training too.
+The agent loop of training runs these episodes. They differ from the episodes of training in only
+three points: what ends a turn, what a tool does, and which token ids a tool returns. Sampled tokens
+are still detokenised and parsed, because the host does this work during training too.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class _Words(TokenTable):
 class ForcedEpisode(Episode):
     """An episode whose turns end after the number of tokens that a workload fixes.
 
-    Which tokens the policy samples does not matter.
+    The turns do not depend on which tokens the policy samples.
     """
 
     def __init__(self, request: Request, sample: int, script: Script):
@@ -68,8 +68,8 @@ class ForcedEpisode(Episode):
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
         """Adds a token, see `Episode.feed`.
 
-        The turn ends when it has as many tokens as ``script.lengths`` says. A turn ends with a tool
-        call, or with the end of the episode.
+        The turn ends when it has as many tokens as ``script.lengths`` says. The last turn ends the
+        episode; every other turn ends with a tool call.
         """
         super().feed(token, logp)
         call = len(self.tool_calls)
@@ -88,8 +88,9 @@ class ForcedEpisodes(Episodes):
 
         Args:
             episode: the episode, which knows its next observation.
-            text: text of the tool, which the token ids do not depend on.
-            room: ignored, because every rollout of the workload fits into a slot.
+            text: text of the tool, which does not change the token ids.
+            room: number of tokens for which the slot has room. It is ignored, because every rollout
+                of the workload fits into a slot.
 
         Returns:
             The token ids of the observation, and ``text``.

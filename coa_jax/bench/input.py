@@ -15,7 +15,7 @@ The command prints one JSON object. Its main figures are:
     tokens_per_core_s  tokens that one core reads and tokenises per second of processor time
     core_s             processor time of an update, including packing and copies, in seconds
 
-Other programs on the machine hardly change the processor time.
+Other programs on the machine hardly change the two figures in processor time.
 """
 
 from __future__ import annotations

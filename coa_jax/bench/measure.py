@@ -50,7 +50,10 @@ def _events() -> collections.Counter[str]:
 
 
 def compile_count() -> int:
-    """Counts the programs that JAX has compiled or loaded from its cache since the first call."""
+    """Returns the number of programs that JAX compiled or loaded from its compilation cache.
+
+    The count begins at the first call of this function in the process.
+    """
     return _events()["/jax/core/compile/backend_compile_duration"]
 
 
@@ -63,8 +66,8 @@ def reset_peak_memory() -> None:
 def peak_memory_mb() -> float:
     """Returns the peak resident memory, in 10^6 bytes.
 
-    The peak is measured from the last `reset_peak_memory` on, or else from the start of the
-    process.
+    The peak is measured from the last call of `reset_peak_memory` on; without such a call, from the
+    start of the process.
     """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
@@ -75,10 +78,11 @@ def peak_memory_mb() -> float:
 
 
 def after_warm_up() -> Callable[[], dict[str, float]]:
-    """Begins to count compilations and memory, when all programs are compiled.
+    """Begins to measure compilations and memory; to be called when all programs are compiled.
 
     Returns:
-        A function that returns the number of compilations and the peak memory since then, by name.
+        A function that returns, by name, the number of compilations and the peak memory since the
+        call of `after_warm_up`.
     """
     reset_peak_memory()
     compiled = compile_count()
@@ -124,7 +128,7 @@ def read_bandwidth(megabytes: int = 512) -> float:
 
 
 def peak_flops(dtype: str, size: int = 0) -> float:
-    """Measures the FLOP/s of a square matmul, computed in the same way as those of the model.
+    """Measures the FLOP/s of a square matmul, which is computed like the matmuls of the model.
 
     Args:
         dtype: dtype of the operands.

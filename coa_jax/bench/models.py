@@ -106,12 +106,13 @@ def warm_engines(params: Params, config: ModelConfig, shapes: EngineConfig) -> l
 
 
 def rl_settings(engine: EngineConfig, optimizer: OptimizerConfig, **settings: Any) -> RLConfig:
-    """Creates settings of RL with one task per group, sampled at temperature 1.
+    """Creates settings of RL for a benchmark, in which the policy samples at temperature 1.
 
     Args:
         engine: shapes of the engine.
-        optimizer: settings of the optimiser, of which the number of steps is that of the run.
-        settings: further fields of `RLConfig`, by name.
+        optimizer: settings of the optimiser. Its number of steps is the number of steps of the run.
+        settings: further fields of `RLConfig`, by name. ``groups``, the number of groups per step,
+            is required; it is also the number of tasks.
     """
     common = {
         "model": "",

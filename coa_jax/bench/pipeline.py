@@ -11,16 +11,16 @@ percentile of 5, 20 or 60 s. The length of a sample is log-normal too, with a 99
 eight times the median. Half of the groups have a signal, which means that the rewards of the group
 differ. `pipeline_workload.py` describes the format of other workload files.
 
-The first and the last steps are left out of the results: programs are compiled in the first steps,
-whose groups all start at once, and no groups start during the last steps. The command prints one
-JSON object:
+The first and the last steps are left out of the results. During the first steps programs are
+compiled, and all groups start at once; during the last steps no groups start. The command prints
+one JSON object:
 
     steps_per_hour       3600 / median seconds of a step
     steps_per_hour_mean  3600 / mean seconds; overlapping steps may end at almost the same time
     occupied             share of the slots' time in which a slot has a sample ...
     waiting              ... and in which that sample waits for a tool
-    staleness            age of a trajectory when its step began (step - 1 minus the oldest version
-                         that sampled it) -> number of trajectories
+    staleness            number of trajectories for each age. The age of a trajectory is step - 1
+                         minus the oldest version of the policy that sampled some of its tokens
     time                 median seconds of a step by phase of the main thread, see docs/metrics.md
     floor                lower bounds, from measurements of the same process:
         decode_s           D: tokens of a step / tokens per second with all slots full and no tools,
@@ -33,9 +33,9 @@ JSON object:
         serial_s           D + T + U: nothing overlaps with an update
     of_floor             floor.step_s / mean seconds of a step: 1 is the best possible
 
-A step needs ``--groups`` groups with a signal, and samples further groups until it has them. The
-tokens and tool seconds of a step, in D and T, are therefore those of the average number of groups
-that a step samples: ``--groups`` / share of the groups with a signal.
+A step needs ``--groups`` groups with a signal, and samples further groups until it has them. On
+average a step therefore samples ``--groups`` / share of the groups with a signal. D and T count the
+tokens and tool seconds of this number of groups.
 """
 
 from __future__ import annotations
@@ -144,7 +144,10 @@ def run_rl(
 
 
 def write_inputs(workload: PipelineWorkload, folder: Path) -> None:
-    """Writes the inputs of a run to a folder: a policy with random weights, a task per group."""
+    """Writes the inputs of a run to a folder: a policy with random weights, and the tasks.
+
+    There is one task for each group of the workload.
+    """
     questions = [f"Question {number} of {workload.name}." for number in range(len(workload.groups))]
     rows = (
         {"id": str(i), "question": q, "answer": RIGHT, "protocol": PROTOCOL}

@@ -59,10 +59,10 @@ def row_lengths(workload: Workload, row_length: int, share_prompts: bool) -> tup
 
     Args:
         workload: the workload, all of whose samples must fit.
-        row_length: number of tokens per row; 0 chooses the number. With shared prompts, the chosen
-            number is that of the largest group, rounded up to a multiple of 64. Without shared
-            prompts, the chosen number is that of the longest sample, rounded up to a multiple of
-            128, and at least 512.
+        row_length: number of tokens per row; 0 chooses the number as follows. With shared prompts,
+            it is the number of tokens of the largest group, rounded up to a multiple of 64. Without
+            shared prompts, it is the length of the longest sample, rounded up to a multiple of 128,
+            and at least 512.
         share_prompts: whether the samples of a group share one copy of their prompt in a row.
     """
     if not share_prompts:

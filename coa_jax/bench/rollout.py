@@ -7,18 +7,21 @@
 measurement. A repeat lasts from the first prefill to the last token. The command prints one JSON
 object. A result that is measured in every repeat is given as median, minimum and maximum:
 
-    wall_s                   seconds of a repeat, which is the sum of (means over several engines)
-    decode_s, extend_s         decoding chunks; prefilling prompts and observations, and copying
-                               the cache of a prompt to the other samples of its group
+    wall_s                   seconds of a repeat: the sum of the next four, each of which is a mean
+                             if there are several engines
+    decode_s                   decoding
+    extend_s                   prefilling prompts and observations, and copying the cache of a
+                               prompt to the other samples of its group
     idle_s                     time in which no slot could decode, because all waited for tools
     host_s                     the rest: processing tokens, starting and ending samples
     tokens_per_s             sampled tokens that were kept / wall_s
     prefill_tokens_computed  positions that the prefill programs computed, including padding
     prefill_tokens_needed    tokens of each prompt once, and of each observation once
-    decode_steps             decoding steps; a step computes the rows of the selected program
-    decode_occupancy         share of rows x steps in which the row was decoding ...
-    decode_useful            ... and in which its token was kept: tokens sampled between a closing
-                             tag and the end of the chunk are discarded
+    decode_steps             decoding steps. The number of rows that a step computes depends on the
+                             decoding program that the engine selects
+    decode_occupancy         share of the computed rows, over all steps, that decoded a token ...
+    decode_useful            ... and whose token was kept: tokens sampled between a closing tag and
+                             the end of the chunk are discarded
     compiles_after_warmup    programs compiled in all repeats together; should be 0
     peak_rss_mb              peak resident memory in all repeats together, in 10^6 bytes
     logp_gap_max             largest difference between the log-probability of a token in sampling

@@ -11,7 +11,8 @@ measurement is given as median, minimum and maximum:
     others_tokens_per_s        throughput of the other rollouts with the slow call ...
     others_tokens_per_s_quick  ... and with the quick call
     lost                       share of the throughput that the slow call costs, from the medians;
-                               negative if the other rollouts gain from the waiting rollout's share
+                               negative if the other rollouts are faster with the slow call, because
+                               the waiting rollout does not decode
     wall_s, wall_s_quick       seconds until all rollouts have finished
     compiles_after_warmup      programs compiled in all repeats together; should be 0
     peak_rss_mb                peak resident memory in all repeats together, in 10^6 bytes

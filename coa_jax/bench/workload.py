@@ -16,8 +16,9 @@ a JSON object:
                    "final_gen_tokens": 16}, ...]}       tokens sampled after the last observation
 
 The work does not depend on the model's weights, so engines can be compared on the same workload.
-Further keys of the file are ignored. Of these, ``prompt_len`` and ``totals`` are for other engines,
-which may need the length of the prompts, or check their own totals.
+Further keys of the file are ignored. The command writes two such keys, for benchmarks of other
+engines: ``prompt_len`` is the length of the prompts, and ``totals`` are totals of the workload with
+which these benchmarks can check their own.
 """
 
 from __future__ import annotations
@@ -375,7 +376,7 @@ def define_flags() -> None:
 
 
 def given_recipe(preset: str, changes: Mapping[str, Any]) -> Recipe:
-    """Returns the recipe of a preset, of which the command line changes some parameters.
+    """Returns the recipe of a preset, with the changes that the command line makes.
 
     Args:
         preset: a key of `PRESETS`.

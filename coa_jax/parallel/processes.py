@@ -8,8 +8,8 @@ A slow process does not end a run, because rollouts may take hours. Only a missi
 run: the thread `_watch` then ends every other process with a one-line message.
 
 Process 0 is the coordinator: it hosts JAX's coordination service, through which the processes
-communicate. If the coordinator hangs or is unreachable, only those calls to the service return that
-have a deadline, so `_watch` makes no other calls.
+communicate. If the coordinator hangs or is unreachable, a call to the service returns only if the
+call has a deadline. Therefore `_watch` makes only calls with a deadline.
 
 Environment variables of a process:
 
@@ -17,7 +17,8 @@ Environment variables of a process:
 COA_JAX_DISTRIBUTED=1                   JAX finds the processes: TPU pods, GKE, SLURM, Open MPI
 COA_JAX_COORDINATOR=HOST:PORT           address of process 0, if JAX cannot find the processes
 COA_JAX_NUM_PROCESSES, _PROCESS_ID      number of processes, and number of this process from 0
-COA_JAX_LOST_SECONDS                    seconds without heartbeat of a lost process (default 60)
+COA_JAX_LOST_SECONDS                    number of seconds without heartbeat after which a process
+                                        counts as lost (default 60)
 ======================================  ===========================================================
 """
 

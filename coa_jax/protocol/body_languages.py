@@ -9,8 +9,9 @@ form of body    left out
 ==============  =================================================================================
 all forms       more than a few spaces or line ends in a row, and spaces that are not ASCII
 ``grades``      several empty pairs between two grades
-``score``       ``<``; digits other than the score and a following ``out of 4`` or ``/4``; a
-                score more than 48 bytes after the word that announces it, or right after ``of``
+``score``       ``<``; digits other than the score and those of ``out of 4`` or ``/4`` after it; a
+                score more than 48 bytes after the word "score", "grade" or "rating"; a score
+                right after ``of``
 ``urls``        ``<``; parts that are not URLs
 ``inspection``  ``<``; keys other than ``file_path`` and, after this key, ``question``; a path
                 whose first character is an escape sequence or not ASCII
@@ -60,8 +61,8 @@ MAY_SHOW_TAGS: frozenset[BodyForm] = frozenset({"text", "code", "solution"})
 def outcomes(form: BodyForm, pass_score: int) -> tuple[tuple[Regex, str], ...]:
     """Groups all bodies of a form by what the protocol demands after them.
 
-    For example, the form of reflections has two groups: after a body with a poor grade, the policy
-    must write a plan; after any other body, it need not.
+    For example, the bodies of reflections have two groups: those with a poor grade, after which the
+    policy must write a plan, and all others, after which it need not.
 
     Args:
         form: form of the body.

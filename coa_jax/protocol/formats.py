@@ -76,8 +76,8 @@ class Reader(typing.Protocol):
     def interrupt(self) -> None:
         """Tells the parser that a tool has answered, before the policy's next text is fed.
 
-        A mark that is incomplete at this point stays plain text. The policy's next text cannot
-        complete it.
+        If a mark such as ``<tool_call>`` is incomplete at this point, it stays plain text. The
+        policy's next text cannot complete it.
         """
 
     def finish(self) -> list[Segment]:

@@ -144,8 +144,9 @@ class Messages(typing.NamedTuple):
 def messages_of(asked: Asked, prompt: Prompt) -> Messages:
     """Returns the messages that put the question of a task or a record to a policy.
 
-    The messages that the data set has before the user message are kept, except that the system
-    message of ``prompt``, if any, replaces the data set's system message. In formats other than
+    The data set may have messages before the user message. These are kept, but a system message of
+    ``prompt`` replaces that of the data set. In the style ``data``, if the data set has a user
+    message, this message and all messages before it are returned unchanged. In formats other than
     ``tags``, the data set's instructions and system message are left out, because these describe
     tags.
 

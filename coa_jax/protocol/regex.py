@@ -2,10 +2,10 @@
 
 The derivative of a language by a byte is the set of strings that may follow this byte at the
 beginning of a string (Brzozowski 1964). Derivatives also exist for intersections and complements,
-so that a rule such as "no tag inside a body" can be written directly. Equal expressions are the
-same object. A language therefore has a finite number of derivatives, which are the states of its
-automaton. Owens, Reppy and Turon 2009, "Regular-expression derivatives re-examined", describe this
-method and the grouping of bytes.
+so that a rule such as "no tag inside a body" can be written directly. The derivatives of a language
+are the states of its automaton. Their number is finite, because equal expressions are represented
+by the same object. Owens, Reppy and Turon 2009, "Regular-expression derivatives re-examined",
+describe this method and how bytes with the same derivatives are grouped (`byte_groups`).
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ class Pieces:
 def undecided(data: str, marks: tuple[str, ...]) -> int:
     """Returns how many characters at the end of a text may be the beginning of a mark.
 
-    The result is the length of the longest suffix of ``data`` with which a longer mark begins.
+    For example, the result is 3 for the text ``so <to`` and the mark ``<tool_call>``.
     """
     longest = max(map(len, marks))
     for size in range(min(longest - 1, len(data)), 0, -1):

@@ -13,10 +13,11 @@ head 1 attends two positions back. Both heads read a dimension of the residual s
 constant for all tokens, because rotary positions turn a constant query and key into a function of
 their distance.
 
-In layer 1, the keys of every key/value head are the outputs of the heads in layer 0, and the
-queries are the current token and the token before it. The value is the token that is found, which
-is written back to the residual stream as itself. Content is matched in the slow rotary dimensions,
-which hardly rotate with distance.
+Layer 1 finds the positions after earlier occurrences of the current token. At each position, the
+key is the pair of preceding tokens, which the heads of layer 0 have written. The query is the pair
+of the current token and the token before it. The value is the token at the position that is found;
+the head writes this token to the residual stream, so that the model predicts it. Queries and keys
+use the slow rotary dimensions, which hardly rotate with distance.
 """
 
 from __future__ import annotations

@@ -35,9 +35,9 @@ class ScratchConfig(Bounded):
         rope_theta: base of the rotary frequencies.
         induction: whether the first two layers start with an induction circuit, see
             `small.induction`.
-        common_word: minimum share of the records that contain a capitalised word for the word to
-            become a token of its own. Rarer capitalised words count as names. The tokenizer splits
-            names into pieces, so that copying generalises to unseen names.
+        common_word: a capitalised word becomes a token of its own if at least this share of the
+            records contains it. Rarer capitalised words count as names. The tokenizer splits names
+            into pieces, so that copying generalises to unseen names.
         seed: seed of the random parameters.
     """
 
