@@ -76,7 +76,7 @@ def mean_interval(groups: Sequence[Sequence[bool]]) -> tuple[float, float]:
 
 
 def standard_error(rates: Sequence[float]) -> float | None:
-    """Returns the standard error of the mean of the tasks' rates; None for fewer than two."""
+    """Returns the standard error of the mean of the tasks' rates; None for fewer than two tasks."""
     if len(rates) < 2:
         return None
     return float(np.std(rates, ddof=1)) / math.sqrt(len(rates))
