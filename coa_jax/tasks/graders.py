@@ -61,8 +61,8 @@ TAKEN = ("mean", "std", "min", "max", "ungraded", "masked_frac", "stop", "overlo
 class RewardConfig(Extension):
     """The settings of one reward in the weighted sum ``rewards``.
 
-    ``path`` may be empty if the key of this entry in ``rewards`` is ``grader`` or the short name of
-    a reward.
+    ``path`` names the reward, and ``options`` are arguments of its function. ``path`` may be empty
+    if the key of this entry in ``rewards`` is ``grader`` or the short name of a reward.
 
     Attributes:
         weight: factor by which the reward is multiplied in the sum. With 0, the reward is recorded

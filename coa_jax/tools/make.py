@@ -200,8 +200,8 @@ def make_tools(config: ToolsConfig, described: Mapping[str, str] | None = None) 
 
     Args:
         config: settings of the tools.
-        described: tag -> description for the policy, for tags that an environment answers. The
-            created protocol also has these tags.
+        described: tag -> description for the policy, for each tag to which the environment responds
+            instead of a tool. The created protocol also has these tags.
 
     Raises:
         UserError: a name is unknown, a setting, package or key is missing, programs cannot be
