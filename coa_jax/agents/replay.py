@@ -1,8 +1,8 @@
 """Samples the recorded turns of an agent program again, without starting the program.
 
 The reply of the policy to a request depends only on the prompt and on the random key of the reply,
-see `session`. The record of a sample contains both for each turn, so every turn is a request of its
-own. A turn can be sampled as soon as the turn that it continues has ended.
+see `session`. The record of a sample contains both for each turn. Therefore each turn is sampled
+again by a request of its own, as soon as the turn that it continues has been sampled again.
 """
 
 from __future__ import annotations
@@ -54,11 +54,11 @@ class RecordedSession:
         return self._request.prompt_id, self._sample["sample"]
 
     def requests(self, before: int | None) -> list[Visit]:
-        """Returns the requests that sample the turns directly after a given turn again.
+        """Returns the requests that repeat the turns directly after a given turn.
 
         Args:
-            before: index of a turn that has been sampled again; None for the requests that start a
-                conversation.
+            before: index of the given turn, which has been sampled again; None for the turns that
+                start a conversation.
         """
         past = () if before is None else self._answers[before].tokens.tolist()
         return [

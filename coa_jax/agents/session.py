@@ -130,8 +130,9 @@ class AgentSession:
         The result is the last turn that the messages repeat, and the messages after this turn.
 
         Args:
-            messages: messages of the request.
-            turn: turn after which the messages are compared; None for all messages of a request.
+            messages: messages of the request that follow ``turn``.
+            turn: turn up to which the request is already matched; None if ``messages`` are all
+                messages of the request.
         """
         best = turn, tuple(messages)
         for later in self._after[turn]:

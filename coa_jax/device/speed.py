@@ -38,9 +38,9 @@ class Work:
     Attributes:
         name: name of the model.
         model: architecture of the model.
-        step: the training steps.
+        step: sizes and settings of the training steps.
         batches: batch sizes (numbers of sequences) for which decoding is measured.
-        decoding: the decoding of each sequence.
+        decoding: lengths and settings of decoding.
     """
 
     name: str

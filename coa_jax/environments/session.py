@@ -109,7 +109,7 @@ class Environments:
 
     Attributes:
         config: settings of the environment.
-        prompt: prompt style in which the policy sees a text that a reset returns.
+        prompt: prompt style with which the policy gets a question that ``reset`` has returned.
         make: class or function of the environment, with its options bound.
         tools: maps each tag of the environment to its description; {} if each whole turn is an
             action.
@@ -123,7 +123,7 @@ class Environments:
 
         Args:
             config: settings of the environment.
-            prompt: prompt style in which the policy sees a text that a reset returns.
+            prompt: prompt style with which the policy gets a question that ``reset`` has returned.
 
         Raises:
             UserError: the environment does not exist, or an option is invalid.

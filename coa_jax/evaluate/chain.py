@@ -85,14 +85,15 @@ class Chain:
         self._spans.append(SegmentSpan(role, Author.ENVIRONMENT, text, 0, 0))
 
     def cut(self, room: float) -> None:
-        """Removes the oldest steps of the message from the text that the policy reads.
+        """Shortens the text that the policy reads, by removing the oldest steps of the message.
 
-        A step is the text up to the end of an observation. The newest step is never removed. Plans
-        and reflections are removed only if the text is still too long without the other parts of
-        the older steps.
+        A step is the text up to the end of an observation. The newest step is never removed. The
+        plans and reflections of the older steps are kept at first. They are removed only if the
+        text is still too long without the rest of these steps.
 
         Args:
-            room: maximum share of the text's characters that is kept, see `cut.kept_spans`.
+            room: maximum length of the shortened text, as a share of the present length in
+                characters, see `cut.kept_spans`.
         """
         lengths = [len(span.text) for span in self._spans]
         stays = kept_spans(self._spans, lengths, room * len(self.text))
@@ -129,7 +130,7 @@ def text_trajectory(
     tool_calls: tuple[ToolCall, ...] = (),
     metadata: Mapping[str, Any] | None = None,
 ) -> Trajectory:
-    """Creates the trajectory of a sample whose token ids are unknown; it has no reward.
+    """Creates the trajectory, without a reward, of a sample whose token ids are unknown.
 
     Args:
         task: the task. The tests of a programming task are not copied to the result.

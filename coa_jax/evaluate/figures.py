@@ -246,7 +246,7 @@ def _headline(stage: str, found: Mapping[str, Any]) -> str:
 
 
 def shown_rate(value: float | None) -> str:
-    """Formats a rate for people; None, the rate if no sample is graded, becomes "not graded"."""
+    """Formats a rate as text; None, which means that no sample is graded, as "not graded"."""
     return "not graded" if value is None else f"{value:.3f}"
 
 

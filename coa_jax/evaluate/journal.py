@@ -1,9 +1,9 @@
 """Stores finished samples and verdicts on disk, so that no sample is run or graded twice.
 
 When a sample ends, it is appended to ``traces.jsonl`` of the run. When a grader or a model gives a
-verdict about a sample, the verdict is appended to ``evaluate/STAGE/verdicts.jsonl``. A kill never
-leaves an incomplete line that counts in either file. At the end of the evaluation the samples in
-``traces.jsonl`` are sorted in the order of the tasks, and their rewards are added.
+verdict about a sample, the verdict is appended to ``evaluate/STAGE/verdicts.jsonl``. An incomplete
+line, which a kill may leave in either file, does not count. At the end of the evaluation the
+samples in ``traces.jsonl`` are sorted in the order of the tasks, and their rewards are added.
 """
 
 from __future__ import annotations

@@ -76,7 +76,7 @@ def mean_interval(groups: Sequence[Sequence[bool]]) -> tuple[float, float]:
 
 
 def standard_error(rates: Sequence[float]) -> float | None:
-    """Returns the standard error of the mean of the tasks' rates; None for fewer than two."""
+    """Returns the standard error of the mean of the tasks' rates; None for fewer than two tasks."""
     if len(rates) < 2:
         return None
     return float(np.std(rates, ddof=1)) / math.sqrt(len(rates))
@@ -108,10 +108,12 @@ def rate(groups: Sequence[Sequence[bool]]) -> dict[str, Any]:
 
 
 def at_k(groups: Sequence[Sequence[bool]]) -> dict[str, dict[str, Any]]:
-    """Returns pass@k for k = 3, powers of two, and the maximum number of samples, by k as text.
+    """Returns pass@k for several k: 3, the powers of two, and the maximum number of samples.
 
-    The value for each k is the mean over the tasks with at least k graded samples; ``n`` is the
-    number of these tasks.
+    Returns:
+        A mapping from each k, as text, to its figures: ``value``, the mean of pass@k over the tasks
+        with at least k graded samples; ``se``, its standard error; ``n``, the number of these
+        tasks. A k without such a task is left out.
     """
     most = max(map(len, groups), default=0)
     result = {}

@@ -56,7 +56,7 @@ class EvaluateConfig(Bounded):
             with another protocol is an error. "" uses the protocol of each task.
         seed: seed of the random choice of tasks, and of the samples.
         temperature, top_p, top_k: sampling settings; temperature 0 is greedy decoding.
-        engine: shapes of decoding on this machine.
+        engine: settings of the engine that decodes on this machine.
         rollout: budgets of a trajectory.
         agent: external agent program that solves the tasks instead of the default loop of tools.
         graders: how answers are graded.

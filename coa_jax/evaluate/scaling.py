@@ -80,10 +80,10 @@ class PickConfig(Bounded):
 
 
 class UnsureError(Exception):
-    """Raised if a majority vote or a best-of-n choice has no result, because a service failed or
-    a judge gave no usable verdict.
+    """Raised if a majority vote or a best-of-n choice has no result.
 
-    The next start of the evaluation tries again. The message says what failed.
+    A service failed, or a judge gave no usable verdict; the message says what failed. The next
+    start of the evaluation tries again.
     """
 
 
@@ -93,8 +93,9 @@ class UnsureError(Exception):
 async def pick(config: PickConfig, trajectories: Sequence[Trajectory]) -> int:
     """Lets a model choose the best sample of a task (best-of-n), and returns its index.
 
-    The model sees the samples of each task in another order, so that no sample number is favoured.
-    If all answers are equal, the first answer is chosen without the model.
+    The order in which the model sees the samples is random and differs between tasks, so that no
+    sample number is favoured. If all answers are equal, the first sample with an answer is chosen
+    without the model.
 
     Raises:
         UnsureError: the model made no valid choice, or did not answer.
@@ -159,11 +160,10 @@ def parse_choice(text: str, n: int) -> int | None:
 
 
 async def vote(graders: Graders, task: Task, samples: Sequence[Sample]) -> int | None:
-    """Takes a majority vote over the samples of a task: returns a sample with the winning answer.
+    """Takes a majority vote over the samples of a task, and returns the number of the winner.
 
-    The result is the number of the first sample with the most frequent answer.
-
-    The result is None if no sample has an answer.
+    The winner is the first sample with the most frequent answer. The result is None if no sample
+    has an answer.
 
     Two answers count as equal if the grader of the task accepts one of them when the other is the
     accepted answer. For example, mathematical answers are compared by value. If several answers are

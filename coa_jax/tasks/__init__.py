@@ -96,8 +96,8 @@ def load_tasks(
         n: number of tasks. None loads all tasks, or a thousand tasks of a generator that could
             generate questions without end.
         seed: seed of the random choice and order of the tasks.
-        protocol: protocol of those questions of a file for which neither the row nor ``source``
-            determines a protocol; "" for the default of the file format.
+        protocol: protocol of a question in a file, if neither its row nor ``source`` determines the
+            protocol; "" for the default of the file format.
         options: option name -> value, in addition to the options in ``source``. A custom source
             takes the options that its function defines. Files and data sets take the mapping of
             their columns, see `tasks.columns.Columns`.

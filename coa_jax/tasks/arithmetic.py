@@ -1,7 +1,7 @@
 """Generates calculation tasks for the protocol ``code`` with the package reasoning-gym.
 
-Each split has its own range of generator seeds. In addition, the hash of its text assigns each
-question to exactly one split, so that no question can be in two splits.
+Each split has its own range of generator seeds. In addition, a hash of the text of each question
+assigns the question to exactly one split, so that no question can be in two splits.
 """
 
 from __future__ import annotations

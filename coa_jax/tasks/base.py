@@ -69,7 +69,8 @@ def with_level(asked: Sequence[Leveled], level: str, form: str = "") -> list[Lev
     """Returns copies of tasks or records with another protocol level (strictness) or format.
 
     Args:
-        asked: tasks or records. The text of a record is rewritten in the new format.
+        asked: tasks, or distilled records (trajectories for SFT). The text of a record is rewritten
+            in the new format.
         level: new level of the protocols, ``lenient`` or ``paper``; "" keeps the present level.
         form: new format of the protocols, such as ``hermes``; "" keeps the present format.
 
@@ -84,7 +85,8 @@ def one_with_level(asked: Leveled, level: str, form: str = "") -> Leveled:
     """Returns a copy of a task or record with another protocol level or another format.
 
     Args:
-        asked: a task or a record. The text of a record is rewritten in the new format.
+        asked: a task, or a distilled record (a trajectory for SFT). The text of a record is
+            rewritten in the new format.
         level: new level of the protocol; "" keeps the present level.
         form: new format of the protocol; "" keeps the present format.
 

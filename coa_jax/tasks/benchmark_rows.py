@@ -60,8 +60,8 @@ class Benchmark:
     """The functions and names with which a benchmark's questions are parsed, solved and graded.
 
     Attributes:
-        read: function that converts a row of the benchmark's files to a question; None leaves the
-            row out.
+        read: function that converts a row of the benchmark's files to a question. If the function
+            returns None, the row is left out.
         protocol: name of the protocol in which the policy must answer.
         grader: name of the reward that grades the answers, see `coa_jax.tasks.graders`.
     """

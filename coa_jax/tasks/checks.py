@@ -94,7 +94,7 @@ def checked(task: Task) -> Task:
 
 
 def warn_of_tools(tools: Sequence[Tool], tasks: Iterable[Task]) -> None:
-    """Logs a warning if the protocols of the tasks have no tag with which to call a tool.
+    """Logs a warning if the policy cannot call a tool, because no protocol of the tasks names it.
 
     Built-in tools are not checked.
 

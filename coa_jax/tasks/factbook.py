@@ -302,7 +302,7 @@ def _task(item: Item, template: int, split: str, protocol: str, source: str) -> 
 
 
 def take_turns(pool: Iterable[Item], *salt: object) -> list[Item]:
-    """Shuffles items so that successive items ask for different relations, each in turn.
+    """Orders items at random, but so that the relations for which they ask take turns.
 
     Args:
         pool: the items.

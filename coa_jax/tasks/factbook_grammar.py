@@ -7,7 +7,8 @@ earlier step by `Ref(index)`. The program expresses the meaning of a question:
   paraphrases.
 * `understand(question)` parses the question. It is the exact inverse of `render`:
   ``understand(render(p, t)) == p`` for every program and every paraphrase.
-* `bind(step, answers)` replaces the references of a step by the answers of earlier steps.
+* `resolve_references(step, answers)` replaces the references of a step by the answers of earlier
+  steps.
 * `query_for(step)` returns the search query of a step.
 * `read_value(step, title, text)` reads the answer of a step from a passage.
 * `source_for(step, answers)` returns the Python program of a step that needs no search.
@@ -17,11 +18,11 @@ This module contains no facts: a teacher that uses it works only with the questi
 that a search returns. Example::
 
     program = understand("What is the area of the country whose capital is Gaborone?")
-    # Program((Inverse("capital", "Gaborone"), Lookup("area", Ref(0))))
+    # QuestionProgram((Inverse("capital", "Gaborone"), Lookup("area", Ref(0))))
     query_for(program.steps[0])                      # "capital Gaborone"
     read_value(program.steps[0], "Botswana: Capital", "The capital of Botswana is Gaborone.")
     # "Botswana"
-    query_for(bind(program.steps[1], ("Botswana",)))  # "area of Botswana"
+    query_for(resolve_references(program.steps[1], ("Botswana",)))  # "area of Botswana"
 """
 
 from __future__ import annotations
@@ -283,7 +284,10 @@ def render(program: QuestionProgram, template: int = 0) -> str:
 
 
 def understand(question: str) -> QuestionProgram | None:
-    """Parses a question that `render` has written into its program; None for any other text."""
+    """Parses a question that `render` has written, and returns its program.
+
+    The result is None for any other text.
+    """
     text = question.strip()
     readers = (_read_arithmetic, _read_density, _read_simple)
     return next((program for reader in readers for program in reader(text)), None)

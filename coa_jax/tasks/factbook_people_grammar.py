@@ -5,8 +5,8 @@
 * `understand_people(question)` parses the question. It is the inverse of `render_people`, except
   that it ignores capital letters.
 
-A text may fit several templates, because a name may consist of any few words. The result is then
-the program for which names contain the fewest characters.
+A text may fit several templates, because the place of a name in a template accepts any few words.
+The result is then the program whose names have the fewest characters in total.
 """
 
 from __future__ import annotations

@@ -61,8 +61,8 @@ TAKEN = ("mean", "std", "min", "max", "ungraded", "masked_frac", "stop", "overlo
 class RewardConfig(Extension):
     """The settings of one reward in the weighted sum ``rewards``.
 
-    ``path`` may be empty if the key of this entry in ``rewards`` is ``grader`` or the short name of
-    a reward.
+    ``path`` names the reward, and ``options`` are arguments of its function. ``path`` may be empty
+    if the key of this entry in ``rewards`` is ``grader`` or the short name of a reward.
 
     Attributes:
         weight: factor by which the reward is multiplied in the sum. With 0, the reward is recorded
@@ -207,6 +207,8 @@ class Graders:
     async def grade(self, task: Task, trajectory: Trajectory) -> Reward:
         """Grades a finished trajectory by itself, without the rewards that compare samples.
 
+        The first call warns if the settings contain such rewards.
+
         Returns:
             The reward. ``value`` is None, with a reason, if a component of the system failed.
             ``parts`` is empty if a reward function raised an exception. Otherwise it has these
@@ -232,9 +234,10 @@ class Graders:
         return await self.grade_alone(task, trajectory)
 
     async def grade_alone(self, task: Task, trajectory: Trajectory) -> Reward:
-        """Grades a trajectory without the rewards that need all samples of its task.
+        """Grades a trajectory like `grade`, but without a warning about the rewards left out.
 
-        If grading fails by an unexpected error, the trajectory is masked.
+        The rewards that need all samples of the task are left out; `grade_together` adds them. If
+        grading fails by an unexpected error, the trajectory is masked.
 
         Raises:
             MisfitError: a user-defined reward function returned an invalid value.

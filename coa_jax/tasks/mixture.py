@@ -1,5 +1,8 @@
 r"""Loads the tasks of a run from one source, or from a weighted mixture of several sources.
 
+For example, these flags mix two sources, and training draws a question of the first source twice as
+often as a calculation task of the second:
+
     --config.tasks= --config.mixture.facts.tasks=factbook:hops=1 --config.mixture.facts.weight=2 \
         --config.mixture.sums.tasks=arithmetic
 """

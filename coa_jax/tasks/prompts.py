@@ -228,11 +228,11 @@ class Wording:
         number: number of tasks or records.
         protocols: names of their protocols, sorted.
         without: number of tasks or records for which the data set has no user message.
-        own: number of tasks or records for which the data set has instructions.
-        replaced: whether the prompt of the run replaces the instructions that the data set has, in
-            the first task or record for which the data set has instructions.
-        kinds: the first two different instructions that occur in the data set's prompts, if the
-            style is ``data``.
+        own: number of tasks or records for which the data set has a user message with instructions.
+        replaced: whether the prompt of the run replaces these instructions. Only the first task or
+            record with instructions is examined.
+        kinds: the first two different sets of instructions in the prompts, if the style is
+            ``data``; else ().
     """
 
     number: int = 0

@@ -38,8 +38,8 @@ def look(
 
     Args:
         seconds: time limit for the reply of each server. With 0 nothing is checked.
-        tasks: tasks to run or grade. If empty, a configured judge is checked in any case; else only
-            if the judge grades one of the tasks.
+        tasks: tasks to run or grade. A configured judge is checked if it grades one of these tasks,
+            or if there are no tasks.
         graders: settings of the graders; None if the run has no answer to grade.
         tools: settings of the tools; None if the run has no task to solve.
         answered: tool tags that the environment answers, so that no tool is necessary.

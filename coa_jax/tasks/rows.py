@@ -169,14 +169,15 @@ def add_tasks(
 ) -> None:
     """Converts the rows of a file to tasks, and appends them to the tasks of earlier files.
 
-    The first task with an id keeps the id. A later task with the same id gets its row number
-    appended, and also a counter if a row of another file has the same id and number.
+    If several tasks have the same id, the first task keeps it. The id of a later task becomes
+    ``ID#ROW``, with the row number of this task. If another file has led to the same ``ID#ROW``,
+    the id becomes ``ID#ROW.COUNT``.
 
     Args:
         tasks: tasks of earlier files; the function changes this list.
         rows: the rows.
-        make: function that converts a row to a task; None leaves the row out. Its second argument
-            is the number of the task, from 1, for rows without an id.
+        make: function that converts a row to a task. If the function returns None, the row is left
+            out. Its second argument is the number of the task, from 1, for rows without an id.
         where: name of the file, used in error messages.
 
     Raises:

@@ -197,22 +197,22 @@ def time_for(limit: float, context: ToolContext) -> float:
 
 
 class Wrapper:
-    """A base class of tools that call another tool.
+    """A base class of tools that call another tool, the wrapped tool.
 
     Attributes:
-        tool: the other tool.
-        name: name of the other tool.
+        tool: the wrapped tool.
+        name: name of the wrapped tool.
     """
 
     def __init__(self, tool: Tool):
         self.tool, self.name = tool, tool.name
 
     def begin(self) -> Self:
-        """Prepares the tool for one trajectory, by calling ``begin`` of the other tool.
+        """Prepares the tool for one trajectory, by calling ``begin`` of the wrapped tool.
 
         Returns:
-            A copy of this object with the tool that ``begin`` returned. If the other tool has no
-            ``begin``, this object itself is returned.
+            A copy of this object that wraps the tool that ``begin`` returned. If the wrapped tool
+            has no ``begin``, this object itself is returned.
         """
         begin = getattr(self.tool, "begin", None)
         inner = self.tool if begin is None else begin()
@@ -223,7 +223,7 @@ class Wrapper:
         return own
 
     async def close(self) -> None:
-        """Ends the trajectory for which `begin` created this tool, and closes the other tool."""
+        """Ends the trajectory for which `begin` created this tool, and closes the wrapped tool."""
         await self.tool.close()  # type: ignore[attr-defined]
 
 

@@ -169,12 +169,13 @@ def describe(
         result: result of the program.
         limits: limits of the program.
         max_output_chars: maximum number of characters of output in the text.
-        session: whether the result is that of all programs of a session. A program that was stopped
-            at a limit, or that a signal ended, for example after a stack overflow, is not run again
-            by later calls, and the text says so.
+        session: whether the program belongs to a session, whose calls run the earlier programs
+            again. If a program was stopped at a limit or ended by a signal (for example after a
+            stack overflow), later calls do not run it again, and the text says so.
 
     Returns:
-        (outcome of the call, text of the observation, result of the last program).
+        (outcome of the call, text of the observation, result). The result is ``result``, but with
+        the reason "wall" if the timer for the last program of a session ended this program.
     """
     if session and result.code == 128 + signal.SIGALRM:  # the timer of the last program
         result = dataclasses.replace(result, reason="wall", code=None)

@@ -160,7 +160,7 @@ class CrawlPage:
         return observe(start, "\n\n".join(texts), outcome, detail)
 
     def local_page(self, url: str) -> str:
-        """Returns the text of a page of the local index.
+        """Returns the text of a page of the local index, in which ``wiki_search`` searches.
 
         The text consists of all passages of the page. If the URL names a section, this section
         comes first, so that it is in the observation even if the text is truncated.

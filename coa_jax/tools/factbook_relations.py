@@ -1,7 +1,8 @@
 """Defines the relations of the World Factbook, with the words that state a fact.
 
-A relation, such as ``capital``, contains no facts about a country. The passages of the search tool
-are written with these words, and the grammar of the factbook tasks parses values from the passages.
+A relation is a kind of fact, such as ``capital``; this module contains no facts about countries.
+The passages of the search tool state facts with the words of a relation, and the grammar of the
+factbook tasks parses the values in the passages.
 """
 
 from __future__ import annotations

@@ -168,7 +168,7 @@ class ToolsConfig(Bounded):
 
     @property
     def tags(self) -> tuple[str, ...]:
-        """Tag with which the policy calls each tool in ``names``.
+        """Tags with which the policy calls the tools in ``names``, in the same order.
 
         Raises:
             UserError: there is no tool with one of the names.
@@ -200,8 +200,8 @@ def make_tools(config: ToolsConfig, described: Mapping[str, str] | None = None) 
 
     Args:
         config: settings of the tools.
-        described: tag -> description for the policy, for tags that an environment answers. The
-            created protocol also has these tags.
+        described: tag -> description for the policy, for each tag to which the environment responds
+            instead of a tool. The created protocol also has these tags.
 
     Raises:
         UserError: a name is unknown, a setting, package or key is missing, programs cannot be
@@ -305,7 +305,8 @@ def tools_for(
     """Creates those tools of a run for which a protocol has a tag.
 
     Args:
-        protocol: name of the protocol, with or without a level.
+        protocol: name of the protocol, with or without a suffix for its level or format, such as
+            ``web:paper``.
         config: settings of the tools. Tools for which the protocol has no tag are left out.
         described: see `make_tools`.
 
@@ -409,7 +410,12 @@ def _source(tool: Tool, name: str, config: ToolsConfig) -> str:
 
 
 def named_tools(tools: Tools) -> dict[str, Any]:
-    """Converts tools (names, objects, settings) to settings; objects become entries of ``own``."""
+    """Converts tools to a mapping of settings: a field of `ToolsConfig` -> its value.
+
+    Args:
+        tools: settings of tools, or a list of tools. In a list, each tool is a name or an object,
+            and the objects become entries of ``own``.
+    """
     if isinstance(tools, ToolsConfig):
         return dataclasses.asdict(tools)
     if not isinstance(tools, Sequence):

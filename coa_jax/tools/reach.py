@@ -60,9 +60,9 @@ async def findings(
 
     Args:
         config: settings of the tools.
-        seconds: time limit for the answer of a server; 0 for `SECONDS`.
+        seconds: time limit for the answer of a server; 0 for the default, `SECONDS`.
         made: whether the tools were created already. If True, only tools that call a server are
-            checked. Tools whose answers are replayed from a recording call no server.
+            checked. A tool whose answers are replayed from a recording calls no server.
 
     Returns:
         One finding per checked tool, in the order of the settings. If there is a store of answers

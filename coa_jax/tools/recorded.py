@@ -1,8 +1,9 @@
 """Stores answers of tools, as a cache that saves calls or as a recording that can be replayed.
 
 The key of a stored answer consists of the tool, the arguments, and whether the trajectory has
-already made the same call, because tools answer repeated calls differently. If the answers of a
-tool depend on earlier calls, the key also includes the earlier calls.
+already made the same call, because tools answer repeated calls differently. In the mode ``cache``
+the key also includes the settings of the tool. If the answers of a tool depend on earlier calls or
+on other texts of the trajectory, the key also includes these calls or texts.
 """
 
 from __future__ import annotations
@@ -48,7 +49,9 @@ class StoreConfig(Bounded):
     Attributes:
         path: path of an SQLite file, which several processes may share, or URL of a folder in a
             bucket, which several machines may share; "" stores no answers.
-        mode: ``cache``, ``record`` or ``replay``, see ``coa_jax.tools.recorded``.
+        mode: ``cache`` uses a stored answer if it succeeded completely and is recent enough, and
+            otherwise calls the tool. ``record`` always calls the tool, and stores every answer.
+            ``replay`` never calls the tool; a call without a stored answer is a fault.
         tools: tools whose answers are stored. () means all tools, but in the mode ``cache`` only
             ``web_search`` and ``crawl_page``.
         max_age_s: age in seconds after which a cached answer is not used; 0 for no limit.
@@ -72,7 +75,7 @@ class StoreConfig(Bounded):
 class Recorded(Wrapper):
     """A tool that stores the answers of another tool on disk, and uses stored answers.
 
-    `Mode` says when a stored answer takes the place of a call.
+    The mode of the store (`Mode`) says when a stored answer takes the place of a call.
 
     Attributes:
         name: name of the tool.

@@ -301,7 +301,7 @@ def hits_observation(
     Args:
         start: time at which the call began, on the clock of ``time.monotonic``.
         hits: search results; the text says so if there are none.
-        more: further details of a search with results.
+        more: entries to add to ``Observation.detail`` if there are results, such as the scores.
     """
     if not hits:
         return observe(start, "Nothing was found. Try other or fewer words.", "error", {"hits": 0})

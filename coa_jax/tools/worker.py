@@ -2,8 +2,10 @@
 
 Work on untrusted input, such as parsing and algebra, may never end. A worker starts once and
 answers many calls, because importing its modules takes a second. If a call takes too long or a
-library crashes, only the worker is lost. A worker ends by itself if its parent process has died,
-because its connection ends, or because the timer that is set with every call kills it.
+library crashes, only the worker is lost. If the parent process dies, its workers end by themselves:
+an idle worker because its connection ends, and a busy worker because one of its threads checks once
+a second whether the parent process is alive. If this thread cannot run, the timer that is set with
+every call kills the worker.
 """
 
 from __future__ import annotations
@@ -43,7 +45,7 @@ class WorkerTimeoutError(WorkerError):
 
 
 class WorkerBusyError(WorkerError):
-    """Raised if a call in a worker process has no result for a reason that is not its own.
+    """Raised if a call has no result because worker processes or the machine were too busy.
 
     No process was free, a process did not start, or the result did not arrive in time.
     """
@@ -73,10 +75,10 @@ class Workers:
 
         Args:
             arguments: arguments of the function.
-            timeout: time limit of the call in seconds. If ``wait`` is given, only the processor
-                time of the call counts, so the outcome does not depend on the load of the machine.
-            wait: maximum time in seconds to wait for a free process and for the result. If None,
-                ``timeout`` limits this time.
+            timeout: limit on the processor time of the call in seconds. This limit does not depend
+                on the load of the machine.
+            wait: maximum wall time in seconds to wait for a free process and for the result; None
+                for ``timeout``.
 
         Raises:
             WorkerBusyError: no process was free in time, no process can be started, or the result

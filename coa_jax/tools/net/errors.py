@@ -113,8 +113,8 @@ class Blame:
             error: the failure.
 
         Returns:
-            ``error`` for a mistake of the policy, ``fault`` for a fault of the service, or
-            ``timeout``.
+            ``timeout`` if the time limit passed, ``error`` for a mistake of the policy, or
+            ``fault`` for a fault of the service.
         """
         if error.kind == "timeout":
             return "timeout"

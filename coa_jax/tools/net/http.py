@@ -292,7 +292,8 @@ def error_status(
         headers: HTTP headers of the answer.
         words: body of the answer.
         said: text of the server without the API key, for messages to the user.
-        longest_s: longest wait before another attempt for which the server may ask, in seconds.
+        longest_s: maximum wait before another attempt, in seconds. If the server asks for a longer
+            wait, the error contains this maximum.
     """
     why, wait = f"the server answered with status {status}", _seconds_of(headers)
     account = status in REFUSED and speaks_of_account(words)

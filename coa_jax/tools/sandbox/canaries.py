@@ -243,7 +243,7 @@ class Canary:
     Attributes:
         name: what the program tries.
         source: Python source of the program.
-        endings: values of `Result.reason` with which a contained program may end.
+        endings: values of `ProgramResult.reason` with which a contained program may end.
         says: text with which the output must begin if the program ends by itself; "" for any text.
         hoards: "memory" or "disk" if the program tries to exceed the limit on memory or disk space,
             and reports how much it uses, see ``coa_jax.tools.sandbox.hoards``; else "". A program

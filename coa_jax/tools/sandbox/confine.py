@@ -26,7 +26,7 @@ def become_program(
 ) -> None:
     """Confines this process and replaces it by the program.
 
-    This function never returns; it raises an exception if a step fails.
+    If a step fails, the function raises an exception. Otherwise it never returns.
 
     Args:
         job: description of the job.

@@ -35,7 +35,7 @@ _DESCRIBE = (
 
 @dataclasses.dataclass(frozen=True)
 class Interpreter:
-    """A Python interpreter that the user who runs the programs can start.
+    """A Python interpreter that can be started under the user id of the sandboxed programs.
 
     Attributes:
         path: path of the executable.
@@ -151,7 +151,7 @@ def _why_not(backend: str) -> str | None:
 
 @functools.lru_cache
 def find_interpreter() -> Interpreter:
-    """Finds a Python interpreter that the user who runs the programs can start.
+    """Finds a Python interpreter that can be started under the user id of the sandboxed programs.
 
     If this process is root, programs run as an unprivileged user. This user cannot enter a private
     home directory, so the Python of a virtual environment in such a directory is not used.
@@ -181,9 +181,9 @@ def find_interpreter() -> Interpreter:
 
 
 def reachable(path: str) -> bool:
-    """Returns whether the user who runs the programs can read and enter a path.
+    """Returns whether sandboxed programs can read and enter a path, according to their user id.
 
-    This user is an unprivileged user if this process is root, else the current user.
+    Programs run as an unprivileged user if this process is root, else as the current user.
     """
     if os.geteuid() != 0:
         return os.access(path, os.R_OK | os.X_OK)

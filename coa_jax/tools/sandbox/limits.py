@@ -111,7 +111,8 @@ class Scratch:
 
     Attributes:
         path: path of the directory; "" if only the program can see the directory.
-        top: directory below which the program may write.
+        top: topmost directory in which the program may write. This is ``path``, or the directory
+            above it at which a separate file system is mounted.
         bounded: whether the directory is a separate file system, whose size the kernel limits.
         in_memory: whether the files of the directory are stored in memory.
     """

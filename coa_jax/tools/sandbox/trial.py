@@ -52,7 +52,8 @@ class Scene:
         Args:
             result: result of the program.
 
-        The result is empty if the program has changed nothing.
+        Returns:
+            One description per change; [] if the program has changed and reached nothing.
         """
         found = []
         for path, directory in zip(self.files, self._directories, strict=True):
@@ -92,7 +93,7 @@ def _remains(uid: int, marker: str) -> list[str]:
 
 @contextlib.contextmanager
 def scene() -> Iterator[Scene]:
-    """Creates a `Scene`, in which hostile programs can run; a context manager that removes it."""
+    """Creates a `Scene` for hostile programs, and removes it when the context ends."""
     with contextlib.ExitStack() as stack:
         directories = []
         for parent in (Path.home(), Path(tempfile.gettempdir())):
@@ -125,7 +126,8 @@ class Attempt:
     """The result of running a hostile program.
 
     Attributes:
-        wrong: descriptions of what the program achieved; () if the program was contained.
+        wrong: descriptions of everything that went wrong, such as an attack that succeeded; () if
+            the program was contained.
         seconds: time in seconds from the start of the program to its end.
         over_mb: MiB by which the program exceeded its limit; 0 if the program does not report how
             much it uses.

@@ -2,8 +2,9 @@
 
 If the kernel enforces a limit (by a memory control group, a separate file system, or the process
 limit of a user id), the watch only asks the kernel. Other resources are measured so often that a
-program is killed within a quarter of a second after it has exceeded a limit. A program that ends
-before it is measured is detected by totals that the kernel counts over all its processes.
+program is killed within a quarter of a second after it has exceeded a limit. If a program exceeds a
+limit and ends before the next measurement, totals that the kernel counts over all its processes
+show this.
 """
 
 from __future__ import annotations
