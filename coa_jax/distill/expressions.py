@@ -14,7 +14,7 @@ class Expression:
     """A Python expression that computes the answer to a question.
 
     Attributes:
-        what: description of the calculation in words, which plans contain.
+        what: description of the calculation in words, for plans.
         source: the expression.
         setup: a line of Python that must precede the expression; "" if none is necessary.
     """

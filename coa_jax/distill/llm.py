@@ -1,9 +1,10 @@
-"""Implements minds, which decide for agents, by a language model behind an endpoint.
+"""Implements the minds of agents by a language model behind an endpoint.
 
-A reply of the model is a JSON object that names the next message of the agent. The reply is
-validated before use: it must have the required form, the agent must be allowed to send this
-message, and grades and scores must be parseable. After an invalid reply, the model receives the
-error and tries again. If its replies stay invalid, only the run of this agent ends.
+A mind is a function that decides the next message of its agent. A reply of the model is a JSON
+object that names this message. The reply is validated before use: it must have the required form,
+the agent must be allowed to send this message, and grades and scores must be parseable. After an
+invalid reply, the model receives the error and tries again. If its replies stay invalid, this run
+ends; other runs continue.
 """
 
 from __future__ import annotations

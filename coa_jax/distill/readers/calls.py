@@ -51,7 +51,7 @@ _FIRST = {"page": (1, "1"), "language": ("python", "Python", "python3", "py")}
 
 
 def tag_of(name: str) -> str:
-    """Returns the tag of this project for a tool's name in another framework.
+    """Returns this project's tag for a tool, given the name of the tool in another framework.
 
     An unknown name is returned unchanged.
     """

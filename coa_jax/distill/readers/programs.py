@@ -3,8 +3,8 @@
 In smolagents and OAgents, the manager writes its actions as programs. A program that asks a managed
 agent is replaced by the calls of this agent. A program that only formulates and returns the answer
 is not a tool call. A program that is a single call of a tool becomes the call of this tool. Every
-other program becomes a call of the code tool, unless it uses something that existed only in the
-other framework: a tool, or a value that no program made.
+other program becomes a call of the code tool. If such a program uses a tool of the other framework,
+or a value that no program made, the record is rejected, because neither exists in the code tool.
 
 The interpreter of smolagents provides some functions of `math` without an import. Python does not,
 so the import is added to programs that use these functions.
@@ -173,7 +173,8 @@ def tell(talk: Conversation, step: Field, program: StepProgram, thought: str) ->
         thought: text before the program.
 
     Raises:
-        Malformed: the program uses something whose result cannot be separated from its output.
+        Malformed: the program uses a name that no program defined, such as a tool or an agent, and
+            it is not a single call of a known tool.
     """
     seen, error = outcome_of(step)
     tool = _tool_call(program, error, str(step))

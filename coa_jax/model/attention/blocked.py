@@ -1,6 +1,7 @@
 """Causal attention with ordinary matmuls, in blocks of queries, for every platform.
 
-Shape letters: those of `causal`, and t, the number of queries in a block.
+Shape letters: B batch, T tokens, N key/value heads, G query heads per key/value head, K head width,
+t queries of a block.
 
 A block of queries reads only the keys up to the block's own end. As in FlashAttention (Dao et al.,
 arXiv 2205.14135), the backward pass computes the scores of a block again, so no scores are stored.
