@@ -1,7 +1,7 @@
 """Converts the message log of the teacher to a chain-of-agents trajectory.
 
-The activation of an agent becomes a tag, the output of the agent becomes the body of the tag, and
-the result of a tool becomes an observation (paper §3.2.1). Other messages between agents, such as
+The activation of an agent becomes a tag, and the output of the agent becomes the body of the tag.
+The result of a tool becomes an observation (paper §3.2.1). Other messages between agents, such as
 requests, reports and rationales, are thoughts of the single policy: they become the `think` segment
 before the tag. The conversion does not depend on which system wrote the log.
 """

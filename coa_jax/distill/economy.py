@@ -113,8 +113,8 @@ def policy_economy(
     Returns:
         A dict that contains, among other values:
 
-        - ``team``, ``policy``: the success rate of each, and the tokens per solved task, which are
-          the tokens of all attempts, also failed ones, divided by the number of solved tasks;
+        - ``team``, ``policy``: success rate, and number of tokens per solved task. This number
+          includes the tokens of failed attempts;
         - ``both_solved``: mean numbers of tokens over pairs of a run and a trajectory that both
           solve the task;
         - ``saved``: shares of the team's tokens that the policy saves.

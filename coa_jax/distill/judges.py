@@ -45,8 +45,9 @@ class JudgesConfig(Bounded):
 
     Attributes:
         answer: model that judges answers. It is asked about answers that the grader of the task
-            finds wrong or cannot grade. It is not asked about wrong numbers, because graders
-            compare numbers by value, nor if a program grades the answers of the task.
+            finds wrong or cannot grade. It is not asked if a program grades the answers of the
+            task. It is not asked about wrong numbers either, because graders compare numbers by
+            value.
         instruction: model that judges whether a run followed its instructions. It is asked about
             runs that pass all other filters of single runs.
     """

@@ -189,8 +189,8 @@ def language_minds(endpoint: Endpoint, attempts: int = 3) -> Minds:
 
     The mind of an agent is the function that decides the agent's next message.
 
-    A mind raises `UnusableReplyError` if no reply names a valid message or the endpoint refuses the
-    request, and UserError if the budget is spent or the endpoint does not answer.
+    A mind raises `UnusableReplyError` if no reply names a valid message, or if the endpoint refuses
+    the request. It raises UserError if the budget is spent, or if the endpoint does not answer.
 
     Args:
         endpoint: the model.

@@ -381,8 +381,8 @@ def stock_prompt(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...],
         tokenizer: the tokenizer, which gives the template the names of its special tokens.
 
     Returns:
-        The id of the tokenizer's first token (``bos_token``) if the template writes this token,
-        otherwise no ids; and the default system message, "" if there is none.
+        A pair: the ids, which are the id of ``bos_token`` or none; and the default system message,
+        or "" if there is none.
 
     Raises:
         UserError: the template cannot be rendered, or its text does not begin like ChatML.

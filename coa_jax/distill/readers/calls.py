@@ -78,8 +78,8 @@ def body_of(tag: str, arguments: Any) -> str:
     as JSON.
 
     Raises:
-        Malformed: the arguments contain nothing that the tool of the tag can use, or they contain
-            an argument that would change the result but cannot be written in the tag's body.
+        Malformed: the arguments contain nothing that the tool of the tag can use; or an argument
+            would change the result, but cannot be written in the tag's body.
     """
     if isinstance(arguments, str):
         arguments = _maybe_json(arguments)

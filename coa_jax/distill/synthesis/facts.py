@@ -23,7 +23,7 @@ Fact = tuple[Relation, str, str]
 def fact_of(document: Document) -> Fact | None:
     """Parses the fact that a document states, such as the capital of a country.
 
-    The result is None unless the document is one sentence in a known wording.
+    The result is None if the document is not a single sentence in a known wording.
     """
     for relation in RELATIONS.values():
         if document.title.endswith(f": {relation.title}"):

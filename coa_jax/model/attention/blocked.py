@@ -33,8 +33,8 @@ def attend_causally(
     Args:
         q: queries, float32 ``[B, T, N, G, K]``.
         k, v: keys and values, float32 ``[B, T, N, K]``.
-        mask: bool ``[B, T, T]``, True where the query of a token (second axis) sees the key of a
-            token (third axis), which must be the same or an earlier token.
+        mask: bool ``[B, T, T]``; ``mask[b, i, j]`` says whether token i sees token j, and is False
+            for j > i.
         dtype: dtype of the matmul operands.
 
     Returns:
