@@ -183,6 +183,10 @@ def corrected_itself(log: MessageLog, protocol: str) -> bool:
     """Returns whether a run replaced a suggested answer whose verification gave a low score.
 
     The fourth stage of the paper's filtering (§3.2.1) uses this property.
+
+    Args:
+        log: messages of the run.
+        protocol: name of the protocol, which defines the lowest score that passes.
     """
     pass_score, suggested, low = get_protocol(protocol).pass_score, "", []
     for message in log.messages:
@@ -196,7 +200,12 @@ def corrected_itself(log: MessageLog, protocol: str) -> bool:
 
 
 def figures_of(log: MessageLog, protocol: str) -> dict[str, Any]:
-    """Returns statistics of a run by name, such as the number of tool calls, for its record."""
+    """Returns statistics of a run by name, such as the number of tool calls, for its record.
+
+    Args:
+        log: messages of the run.
+        protocol: name of the protocol, see `corrected_itself`.
+    """
     return {
         "messages": len(log.messages),
         "tool_calls": len(log.calls),

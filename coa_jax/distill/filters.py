@@ -93,7 +93,11 @@ def grade_of(task: Task, reward: Reward) -> bool | None:
     """Returns whether the grader of a task found an answer right; None if it could not decide.
 
     A grader cannot decide if the task has neither an accepted answer nor a program that scores
-    answers.
+    answers, or if the reward contains no grade of the answer.
+
+    Args:
+        task: the task.
+        reward: reward of the run, which the grader computed.
     """
     if not has_gold(task):
         return None

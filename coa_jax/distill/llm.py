@@ -94,7 +94,11 @@ def read_object(reply: str) -> dict[str, Any]:
 
 
 def read_action(reply: str, view: AgentView) -> Action:
-    """Parses a reply into the next message of the agent.
+    """Parses a reply of the model into the next message of an agent.
+
+    Args:
+        reply: text of the reply.
+        view: what the agent knows, which determines the messages that it may send.
 
     Raises:
         ValueError: the reply has no JSON object of the required form, or the agent may not send

@@ -56,7 +56,7 @@ class Slips:
         return uniform(self.seed, episode, "overlook") < self.unrecovered_rate
 
     def choose(self, episode: str, decision: str, options: Sequence[str]) -> str:
-        """Returns a pseudo-random option that depends on the seed, the run and the decision.
+        """Chooses an option; the choice depends only on the seed, the run and the decision.
 
         Args:
             episode: id of the run.

@@ -142,6 +142,10 @@ def remembers(endpoint: Endpoint, concurrency: int) -> ClosedBook:
 
     If a reply does not have the required form, the whole reply is the answer. If the endpoint
     refuses a request, the answer is "".
+
+    Args:
+        endpoint: the model.
+        concurrency: number of requests at the same time.
     """
 
     async def answer(task: Task, number: int, turns: asyncio.Semaphore) -> str:

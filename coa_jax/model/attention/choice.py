@@ -2,8 +2,8 @@
 
 There are two kinds of attention. ``causal`` attention works on whole sequences, in training and
 scoring (see `attention.causal`). ``paged`` attention computes new tokens over a paged cache (see
-`attention.paged`). Both kinds have a reference implementation, ``xla``, which runs everywhere and in
-every dtype. The other implementations are kernels. A kernel needs a certain platform, 16-bit
+`attention.paged`). Both kinds have a reference implementation, ``xla``, which runs everywhere and
+in every dtype. The other implementations are kernels. A kernel needs a certain platform, 16-bit
 operands, and shapes that it supports.
 """
 
