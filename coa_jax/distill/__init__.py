@@ -1,9 +1,10 @@
 """Distils the runs of a multi-agent system, the teacher, into trajectories of one policy.
 
 The teacher is a team of agents that solves tasks with real tools. A run is one attempt of the
-teacher at one task: a log of messages between agents (`messages`, `team`). A mind, which is a model
-or a set of scripted rules, decides for each agent (`minds`, `scripted`). Runs are converted to
-trajectories (`convert`), filtered (`filters`) and stored (`dataset`).
+teacher at one task: a log of messages between agents (`messages`, `team`). The mind of an agent
+decides the agent's next message; it is a language model or a set of scripted rules (`minds`, `llm`,
+`scripted`). Runs are converted to trajectories (`convert`), filtered (`filters`) and stored
+(`dataset`).
 """
 
 from coa_jax.distill.pipeline import DistillConfig as DistillConfig

@@ -5,9 +5,9 @@
 Filters select the runs that become training data. The command writes ``train.jsonl`` and
 ``validation.jsonl``, which ``python -m coa_jax.sft`` reads, the message logs of the teacher
 (``journal/``), a few runs that each filter dropped (``dropped/``), ``config.json`` and
-``summary.json``. After a kill, the same command continues.
+``summary.json``. If the command is killed, give it again to continue.
 
-With configs/distill/endpoint.py a language model decides for the agents, and ``calls/`` stores
+With configs/distill/endpoint.py a language model decides what the agents do, and ``calls/`` stores
 every call of the model. With configs/distill/smolagents.py the teacher consists of smolagents
 agents. With configs/distill/traces.py there is no teacher: the command reads logs of other systems.
 """
@@ -65,17 +65,20 @@ class Tasks(Bounded):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Command(Bounded):
-    """The settings of a distillation; the optional fields that are set determine its teacher.
+    """The settings of a distillation: its teacher, the tasks and the tools.
+
+    By default the teacher is a team of agents with scripted rules. The fields ``endpoint``,
+    ``smolagents`` and ``traces`` select another teacher, or logs in place of a teacher.
 
     Attributes:
         teacher: settings of the team of agents and of the filters.
         tokenizer: folder of a tokenizer, with which tokens are counted; "" to count no tokens.
         tasks, tools: tasks that the teacher solves, and the tools of its agents. Both are required
             unless the teacher's runs are read from logs.
-        endpoint: language model that decides for the agents; None if scripted rules decide.
+        endpoint: language model that decides what the agents do; None if scripted rules decide.
         smolagents: settings of two smolagents agents that solve the tasks in place of the team;
             None if the team solves them. ``smolagents`` requires ``endpoint`` and ``traces``.
-        traces: logs of another system, which are read instead of solving tasks. With
+        traces: logs of another system, which are read in place of runs of a teacher. With
             ``smolagents``, these settings say how to read the logs of the smolagents agents.
     """
 
@@ -120,7 +123,7 @@ def _counter(path: str) -> CountTokens | None:
 
 
 def read(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, Any]:
-    """Creates a data set from logs of another system, which the config names.
+    """Creates a data set from log files of another system; the config names the files.
 
     Returns:
         The content of ``summary.json``.

@@ -1,10 +1,16 @@
 """Reorders the messages of a run of any system so that a protocol allows them.
 
-Systems differ in what they write down. Most never verify an answer, some plan late, and a chat log
-has no plan at all. If the protocol has no tag for a message, the message becomes a thought. If the
-protocol requires a tag that the run did not write, the tag is added, provided that `Completion`
-allows this. Tool calls and their results are never changed. The automaton of the protocol checks
-the reordered run, and a run that cannot be reordered is refused with a reason.
+A protocol says which tags a trajectory contains, such as a plan or a tool call, and in which order.
+Systems differ in what they write down: most never verify an answer, some plan late, and a chat log
+has no plan at all. The rules of the conversion are:
+
+- If the protocol has no tag for a message, the message becomes a thought.
+- If the protocol requires a tag that the run lacks, the tag is added, provided that `Completion`
+  allows this.
+- Tool calls and their results are never changed.
+
+The automaton of the protocol checks the reordered run. A run that cannot be reordered is refused
+with a reason.
 """
 
 from __future__ import annotations
@@ -63,17 +69,19 @@ class Completion(Bounded):
 
     Attributes:
         plan: whether, in a run without a plan, the first thought becomes the plan.
-        verification: whether an answer that the run did not verify is written as a suggested answer
-            that is verified with the best score. The best score is justified because the agent that
-            gives an answer accepts the answer, and because the correctness filter drops wrong
-            answers.
-        review: whether the first sentence after an unreviewed result becomes the review, if the
-            protocol reviews every result. If this sentence has fewer than three words, the next
-            sentences are added to it. The remaining text is the thought before the next call.
-        good_from, average_from: lowest scores of a process judge, from 0 to 10, that count as good
-            and as average; a lower score counts as poor. All three criteria of a review get the
-            same grade. The protocol requires a new plan after the grade poor; if the run has no new
-            plan there, the grade becomes average.
+        verification: whether a suggested answer and a verification with the best score are added
+            before an answer that the run did not verify. The best score is justified because the
+            agent that gives an answer accepts the answer, and because the correctness filter drops
+            wrong answers.
+        review: whether the review of a tool result is added, if the protocol requires one and the
+            run has none. The review is the first sentence after the result. If this sentence has
+            fewer than three words, the next sentences are added to it. The remaining text is the
+            thought before the next call.
+        good_from, average_from: lowest scores, from 0 to 10, that count as good and as average; a
+            lower score counts as poor. The scores come from a process judge, a model that scored
+            each step of the run. All three criteria of a review get the same grade. The protocol
+            requires a new plan after the grade poor; if the run has no new plan there, the grade
+            becomes average.
     """
 
     plan: bool = True

@@ -131,7 +131,7 @@ class Contamination:
     questions: list[_Indexed]
 
     def in_text(self, text: str) -> bool:
-        """Returns whether a text reveals an evaluation question: enough n-grams are equal."""
+        """Returns whether a text contains enough n-grams of an evaluation question to reveal it."""
         said, lengths = words(text), {len(run) for run in self.shown}
         runs = (run for n in lengths for run in _ngrams(said, n))
         found = Counter(question for run in runs for question in self.shown.get(run, ()))

@@ -1,9 +1,9 @@
 """Converts the message log of the teacher to a chain-of-agents trajectory.
 
-An activated agent becomes a tag, its output becomes the body of the tag, and the result of a tool
-becomes an observation (paper §3.2.1). Other messages between agents, such as requests, reports and
-rationales, are thoughts of the single policy: they become the `think` segment before the tag. The
-conversion does not depend on which system wrote the log.
+The activation of an agent becomes a tag, and the output of the agent becomes the body of the tag.
+The result of a tool becomes an observation (paper §3.2.1). Other messages between agents, such as
+requests, reports and rationales, are thoughts of the single policy: they become the `think` segment
+before the tag. The conversion does not depend on which system wrote the log.
 """
 
 from __future__ import annotations
@@ -97,8 +97,11 @@ class _Writer:
 def verdict_score(content: str) -> int | None:
     """Parses the score of a verdict, an integer from 1 to 4, from free text.
 
-    The function finds the score in the body of a double check that has the form of the protocol, in
-    a text with ``3 of 4`` or ``3/4``, and in a text that begins or ends with its only number.
+    A verdict is the judgement of a suggested answer. The function finds the score in these texts:
+
+    - the body of a double check that has the form of the protocol;
+    - a text with ``3 of 4`` or ``3/4``;
+    - a text that begins or ends with its only number.
 
     In all other texts no number is clearly the score, so the result is None.
     """
@@ -180,6 +183,10 @@ def corrected_itself(log: MessageLog, protocol: str) -> bool:
     """Returns whether a run replaced a suggested answer whose verification gave a low score.
 
     The fourth stage of the paper's filtering (§3.2.1) uses this property.
+
+    Args:
+        log: messages of the run.
+        protocol: name of the protocol, which defines the lowest score that passes.
     """
     pass_score, suggested, low = get_protocol(protocol).pass_score, "", []
     for message in log.messages:
@@ -193,7 +200,12 @@ def corrected_itself(log: MessageLog, protocol: str) -> bool:
 
 
 def figures_of(log: MessageLog, protocol: str) -> dict[str, Any]:
-    """Returns statistics of a run by name, such as the number of tool calls, for its record."""
+    """Returns statistics of a run by name, such as the number of tool calls, for its record.
+
+    Args:
+        log: messages of the run.
+        protocol: name of the protocol, see `corrected_itself`.
+    """
     return {
         "messages": len(log.messages),
         "tool_calls": len(log.calls),

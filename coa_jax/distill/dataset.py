@@ -35,8 +35,8 @@ class DistilledSplit:
         runs: graded runs of the teacher, in the order of the tasks.
         records: records of the runs that passed the filters, in the order of the tasks.
         report: statistics of the filters.
-        resumed: number of ``runs`` that an earlier process finished, and this process read from
-            disk.
+        resumed: number of ``runs`` that this process read from disk, because an earlier process had
+            finished them.
     """
 
     runs: list[TeacherRun]
@@ -69,8 +69,8 @@ def distill_split(
         tool_settings: settings on which the results of the tools depend, as JSON values. If the
             journal in ``workdir`` was written with other settings, the function raises UserError.
         on_done: function to call whenever a run ends, with the number of finished runs.
-        count_tokens: function that counts the tokens of a text; needed for
-            ``selection.max_tokens``.
+        count_tokens: function that counts the tokens of a text; needed if
+            ``config.selection.max_tokens`` is set.
         endpoint: model that decides for the agents; None for scripted minds. Its connection is
             closed when all tasks are done.
 
@@ -114,8 +114,8 @@ def write_split(
         runs: graded runs of the teacher, in the order of the tasks.
         config: settings of the filters.
         workdir: work directory to which the files are written.
-        count_tokens: function that counts the tokens of a text; needed for
-            ``selection.max_tokens``.
+        count_tokens: function that counts the tokens of a text; needed if
+            ``config.selection.max_tokens`` is set.
 
     Returns:
         The kept records in the order of ``runs``, and statistics of the filters.
@@ -135,8 +135,9 @@ def policy_chars(record: DistilledRecord) -> int:
 def statistics_of(records: Sequence[DistilledRecord]) -> dict[str, Any]:
     """Returns statistics of a data set's records as a JSON object.
 
-    They are the number of records, the shares of records with reflections and with corrections, the
-    deliberate mistakes, and mean lengths by number of hops (searches per question).
+    They are the number of records, the shares of records with a reflection and with a corrected
+    answer, and the number of deliberate mistakes of each kind. For each number of hops (searches
+    per question), they also contain mean and maximum lengths and the mean number of tool calls.
     """
     by_hops: dict[str, list[DistilledRecord]] = defaultdict(list)
     for record in records:

@@ -31,9 +31,9 @@ def team_tokens(log: MessageLog, tools: Sequence[str], count: CountTokens) -> tu
     """Returns the number of prompt tokens and the number of reply tokens of a run of the team.
 
     The function assumes that a language model wrote every message of an agent in one call. The
-    prompt of the call is `chat_of` at this point of the run, and the reply contains the message. An
-    actual run costs more, because the function counts neither the tokens of chat templates nor
-    requests that are repeated after invalid replies.
+    prompt of the call is the result of `chat_of` at this point of the run, and the reply contains
+    the message. An actual run costs more, because the function counts neither the tokens of chat
+    templates nor requests that are repeated after invalid replies.
 
     Args:
         log: messages of the run.
@@ -61,11 +61,13 @@ def economy(runs: Iterable[TeacherRun], tools: Sequence[str], count: CountTokens
         count: function that counts the tokens of a text.
 
     Returns:
-        ``questions``, the number of solved questions; ``team_prompt`` and ``team_completion``, the
-        mean numbers of prompt and reply tokens of the team; ``trajectory``, the mean number of
-        tokens of the trajectory with its prompt and observations; ``trajectory_written``, the mean
-        number of tokens that the policy writes in the trajectory; ``saved``, the share of the
-        team's tokens that the trajectory saves.
+        A dict with these keys:
+
+        - ``questions``: number of solved questions;
+        - ``team_prompt``, ``team_completion``: mean numbers of prompt and reply tokens of the team;
+        - ``trajectory``: mean number of tokens of a trajectory, with its prompt and observations;
+        - ``trajectory_written``: mean number of tokens that the policy writes in a trajectory;
+        - ``saved``: share of the team's tokens that the trajectories save.
     """
     rows = []
     for run in filter(is_correct, runs):
@@ -109,10 +111,13 @@ def policy_economy(
         count: function that counts the tokens of a text, with the tokenizer of the trajectories.
 
     Returns:
-        ``team`` and ``policy``, each with the success rate and the tokens of all attempts,
-        including failed attempts, per solved task; ``both_solved``, the mean numbers of tokens over
-        pairs of a run and a trajectory that both solve the task; ``saved``, the shares of the
-        team's tokens that the policy saves.
+        A dict that contains, among other values:
+
+        - ``team``, ``policy``: success rate, and number of tokens per solved task. This number
+          includes the tokens of failed attempts;
+        - ``both_solved``: mean numbers of tokens over pairs of a run and a trajectory that both
+          solve the task;
+        - ``saved``: shares of the team's tokens that the policy saves.
     """
     spent = {name: sum(team_tokens(run.log, tools, count)) for name, run in runs.items()}
     rows, left_out = [], 0

@@ -45,7 +45,8 @@ It contains the word JSON because servers in JSON mode demand this.
 class EndpointConfig(ChatConfig):
     """The settings of the language model that decides for the teacher's agents.
 
-    The budget also covers the calls of earlier processes of the same distillation.
+    The budget in these settings also covers the calls of earlier processes of the same
+    distillation.
 
     Attributes:
         key_env: name of the environment variable with the API key. If the variable is not set, no
@@ -79,7 +80,7 @@ class EndpointConfig(ChatConfig):
 
     @property
     def label(self) -> str:
-        """Name of the model with the settings that affect its replies, as text for records."""
+        """Text for records, which names the model and the settings that affect its replies."""
         return f"{self.model}, temperature {self.temperature:g}, max_tokens {self.max_tokens}"
 
 

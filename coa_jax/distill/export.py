@@ -11,11 +11,11 @@ r"""Writes distilled records in the formats of other trainers.
     tfds       ``tfds/coa/1.0.0/`` of ArrayRecord            ``tfds.data_source``, grain
     ========== ============================================= ======================================
 
-Every form records the author of each part. So other trainers and the readers of `coa_jax.records`
-can rebuild the loss mask of `coa_jax.sft`; docs/data.md shows the fields. The user message is the
-one that `coa_jax.sft` writes with the same ``--prompt_style``. Several data sets can be exported to
-one folder. Each data set has its own files and a card ``NAME_card.md``, and ``README.md`` contains
-all cards.
+Every form records the author of each part (policy or environment). So other trainers and the
+readers of `coa_jax.records` can rebuild the loss mask of `coa_jax.sft`; docs/data.md shows the
+fields. The user message is the one that `coa_jax.sft` writes with the same ``--prompt_style``.
+Several data sets can be exported to one folder. Each data set has its own files and a card
+``NAME_card.md``, and ``README.md`` contains all cards.
 """
 
 from __future__ import annotations
@@ -115,7 +115,9 @@ def _columns_before(record: DistilledRecord) -> dict[str, Any]:
 def fits_alpaca(record: DistilledRecord) -> bool:
     """Returns whether a record can be exported in LLaMA-Factory's alpaca form.
 
-    In this form the environment's text must be masked correctly, see `masked_by_markers`.
+    The environment's text must be masked correctly, see `masked_by_markers`. The messages before
+    the question must be pairs of a user and an assistant message, which may follow a system
+    message.
     """
     try:
         _columns_before(record)
@@ -132,12 +134,14 @@ def masked_by_markers(record: DistilledRecord) -> bool:
     these marks. The fork also skips records in which the numbers of opening and closing tags
     differ.
 
-    The newline before ``<observation`` is not masked. It is necessary, because without it the two
-    brackets of ``><`` would become one token, and the fork would not find the beginning. Tokenizers
-    such as Qwen's have one token for ``>`` and a newline. With these tokenizers the newline belongs
-    to the token that closes the policy's call, and all other tokens of the environment are masked.
-    If a newline is a token of its own, as with the tokenizers of GPT-2 and SmolLM2, the policy is
-    trained on one token of each observation.
+    The fork does not mask the newline before ``<observation``. The newline is necessary: without
+    it, the two brackets of ``><`` would become one token, and the fork would not find the beginning
+    of the observation. The effect of the newline depends on the tokenizer:
+
+    - Tokenizers such as Qwen's have one token for ``>`` and a newline. The newline then belongs to
+      the token that closes the policy's call, and all other tokens of the environment are masked.
+    - In the tokenizers of GPT-2 and SmolLM2, a newline is a token of its own. The policy is then
+      trained on one token of each observation.
     """
     wanted = [(start + 1, end) for start, end in _spans(record, "environment")]
     found = [match.span() for match in _MARKED.finditer(record.text)]

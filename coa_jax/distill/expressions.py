@@ -14,7 +14,7 @@ class Expression:
     """A Python expression that computes the answer to a question.
 
     Attributes:
-        what: description of the calculation in words, which plans contain.
+        what: description of the calculation in words, for plans.
         source: the expression.
         setup: a line of Python that must precede the expression; "" if none is necessary.
     """
@@ -39,7 +39,7 @@ _EQUATION = re.compile(
 def read_expression(question: str) -> Expression | None:
     """Returns the expression that computes the answer to an arithmetic question.
 
-    The result is None unless the question is worded like those of the reasoning-gym generators in
+    The result is None if the question is not worded like those of the reasoning-gym generators in
     the task source ``arithmetic``.
     """
     question = question.strip()

@@ -47,7 +47,7 @@ class Filter:
     """A condition that a run of the teacher must satisfy to become training data.
 
     Attributes:
-        name: name of the condition in statistics; runs that do not satisfy it are counted by name.
+        name: name of the condition, under which statistics show the number of runs that fail it.
         keeps: function that returns whether a run satisfies the condition.
     """
 
@@ -93,7 +93,11 @@ def grade_of(task: Task, reward: Reward) -> bool | None:
     """Returns whether the grader of a task found an answer right; None if it could not decide.
 
     A grader cannot decide if the task has neither an accepted answer nor a program that scores
-    answers.
+    answers, or if the reward contains no grade of the answer.
+
+    Args:
+        task: the task.
+        reward: reward of the run, which the grader computed.
     """
     if not has_gold(task):
         return None
@@ -123,9 +127,9 @@ def has_no_fault(run: TeacherRun) -> bool:
 def repeats_no_call(run: TeacherRun) -> bool:
     """Returns whether a run never called a tool twice with the same arguments.
 
-    Arguments that differ only in white space count as the same. Model-written programs count as the
-    same only if they differ in white space at the ends of the program or of its lines, because a
-    program with corrected indentation is another call.
+    Arguments that differ only in white space count as the same. In a program, only white space at
+    the ends of the program and of its lines is disregarded, because a program with corrected
+    indentation is another call.
     """
     calls = [(tool, _without_blanks(tool, arguments)) for tool, arguments in run.log.calls]
     return len(set(calls)) == len(calls)
@@ -191,7 +195,7 @@ def plain_share(fraction: float, seed: int) -> Filter:
     stage of the paper's filtering (§3.2.1).
 
     Args:
-        fraction: share of the other runs that is kept.
+        fraction: share of the runs with neither reflection nor correction that is kept.
         seed: seed of the random choice.
     """
 
@@ -216,7 +220,8 @@ def failures_of(
     Args:
         runs: the runs. The first of several similar runs is kept.
         filters: conditions on single runs.
-        set_filters: conditions on all runs that pass ``filters``, applied one after the other.
+        set_filters: filters that compare runs with each other. They are applied one after the other
+            to the runs that pass ``filters``.
     """
     failures = [first_failure(run, filters) for run in runs]
     for each in set_filters:

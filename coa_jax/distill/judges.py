@@ -44,8 +44,10 @@ class JudgesConfig(Bounded):
     """Settings of the models that judge runs; a judge without ``chat.url`` is not used.
 
     Attributes:
-        answer: model that judges answers. It is asked about answers that do not literally equal an
-            accepted answer, and about answers that the grader of the task cannot grade.
+        answer: model that judges answers. It is asked about answers that the grader of the task
+            finds wrong or cannot grade. It is not asked if a program grades the answers of the
+            task. It is not asked about wrong numbers either, because graders compare numbers by
+            value.
         instruction: model that judges whether a run followed its instructions. It is asked about
             runs that pass all other filters of single runs.
     """
@@ -67,7 +69,7 @@ def _undecided(run: TeacherRun) -> bool:
 
 
 async def judge_answers(runs: Sequence[TeacherRun], config: JudgeConfig) -> list[TeacherRun]:
-    """Asks the judge about answers that rules cannot grade; returns all runs, with its verdicts.
+    """Asks a judge about answers that rules cannot grade; returns all runs, with the verdicts.
 
     Raises:
         UserError: the API key or the cache of the judge cannot be used.
@@ -86,7 +88,7 @@ async def judge_answers(runs: Sequence[TeacherRun], config: JudgeConfig) -> list
 async def judge_instructions(
     runs: Sequence[TeacherRun], filters: Sequence[Filter], config: JudgeConfig
 ) -> list[TeacherRun]:
-    """Asks the judge whether runs followed their instructions; returns all runs, with its verdicts.
+    """Asks a judge whether runs followed instructions; returns all runs, with the verdicts.
 
     Args:
         runs: the runs.

@@ -1,9 +1,10 @@
-"""Implements minds, which decide for agents, by a language model behind an endpoint.
+"""Implements the minds of agents by a language model behind an endpoint.
 
-A reply of the model is a JSON object that names the next message of the agent. The reply is
-validated before use: it must have the required form, the agent must be allowed to send this
-message, and grades and scores must be parseable. After an invalid reply, the model receives the
-error and tries again. If its replies stay invalid, only the run of this agent ends.
+A mind is a function that decides the next message of its agent. A reply of the model is a JSON
+object that names this message. The reply is validated before use: it must have the required form,
+the agent must be allowed to send this message, and grades and scores must be parseable. After an
+invalid reply, the model receives the error and tries again. If its replies stay invalid, this run
+ends; other runs continue.
 """
 
 from __future__ import annotations
@@ -93,7 +94,11 @@ def read_object(reply: str) -> dict[str, Any]:
 
 
 def read_action(reply: str, view: AgentView) -> Action:
-    """Parses a reply into the next message of the agent.
+    """Parses a reply of the model into the next message of an agent.
+
+    Args:
+        reply: text of the reply.
+        view: what the agent knows, which determines the messages that it may send.
 
     Raises:
         ValueError: the reply has no JSON object of the required form, or the agent may not send
@@ -188,8 +193,8 @@ def language_minds(endpoint: Endpoint, attempts: int = 3) -> Minds:
 
     The mind of an agent is the function that decides the agent's next message.
 
-    A mind raises `UnusableReplyError` if no reply names a valid message or the endpoint refuses the
-    request, and UserError if the budget is spent or the endpoint does not answer.
+    A mind raises `UnusableReplyError` if no reply names a valid message, or if the endpoint refuses
+    the request. It raises UserError if the budget is spent, or if the endpoint does not answer.
 
     Args:
         endpoint: the model.

@@ -73,7 +73,7 @@ class AgentView:
 
 @dataclasses.dataclass(frozen=True)
 class Action:
-    """The message that a mind decides to send for its agent; for the fields see `Message`."""
+    """The message that the mind of an agent decides to send; for the fields see `Message`."""
 
     recipient: str
     kind: Kind

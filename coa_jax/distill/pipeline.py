@@ -36,9 +36,9 @@ class DistillConfig(Bounded):
     """Settings of the teacher and of the filters.
 
     Attributes:
-        mistake_rate: probability that a scripted mind makes a deliberate mistake when it decides.
-        unrecovered_rate: probability that a scripted mind does not notice a wrong suggested answer.
-            The correctness filter drops the runs that end with this answer.
+        mistake_rate: probability that a decision of a scripted mind is a deliberate mistake.
+        unrecovered_rate: probability that the scripted double check overlooks a wrong suggested
+            answer. The correctness filter drops the runs that end with this answer.
         seed: seed of the deliberate mistakes and of the random selection of runs.
         concurrency: number of tasks that the teacher solves at the same time.
         max_messages: number of messages after which a run is abandoned.
@@ -46,8 +46,8 @@ class DistillConfig(Bounded):
         min_interactions: minimum number of messages, of any kind, of a kept run.
         keep_without_gold: whether to keep runs of tasks without an accepted answer, which cannot be
             graded. If False, the filter ``no_accepted_answer`` drops them.
-        plain_fraction: share that is kept of the runs without reflection. Runs with a reflection
-            and runs that corrected their answer are not affected.
+        plain_fraction: share of the runs without reflection that is kept. Runs with a reflection
+            and runs that corrected their answer are always kept.
         corrected_copies: number of equal records that are written for a run that corrected its
             answer.
         selection: thresholds of further filters.
@@ -69,15 +69,15 @@ class DistillConfig(Bounded):
     judges: JudgesConfig = dataclasses.field(default_factory=JudgesConfig)
 
     def minds(self) -> Minds:
-        """Returns the scripted minds (rules that decide for the agents) with these settings."""
+        """Returns the scripted minds, which decide the agents' messages by rules."""
         return scripted_minds(self.mistake_rate, self.unrecovered_rate, self.seed)
 
     def filters(self, count_tokens: Callable[[str], int] | None = None) -> tuple[Filter, ...]:
         """Returns the filters of single runs with these settings.
 
         Args:
-            count_tokens: function that counts the tokens of a text; needed for
-                ``selection.max_tokens``.
+            count_tokens: function that counts the tokens of a text; needed if
+                ``selection.max_tokens`` is set.
         """
         bounds = self.max_chars, self.min_interactions
         quality = filters.quality_filters(*bounds, keep_without_gold=self.keep_without_gold)
@@ -99,8 +99,8 @@ async def run_teacher(
         tasks: the tasks. Agents do not see their gold answers.
         tools: maps the name of each tool to the tool.
         config: settings of the teacher.
-        minds: for each agent its mind, the function that decides its next message; None for
-            scripted minds.
+        minds: maps the name of each agent to its mind, the function that decides the agent's next
+            message; None for scripted minds.
         journal: journal of finished runs, to which new runs are appended. A task whose run the
             journal contains is not solved again. None to store no runs.
         on_done: function to call whenever a new run ends, with the number of finished runs.
@@ -202,8 +202,8 @@ def select(
     Args:
         runs: runs from `graded_runs`.
         config: settings of the filters.
-        count_tokens: function that counts the tokens of a text; needed for
-            ``selection.max_tokens``.
+        count_tokens: function that counts the tokens of a text; needed if
+            ``config.selection.max_tokens`` is set.
         on_example: function to call with examples of the runs that each filter dropped, see
             `examples_of`.
 
@@ -270,8 +270,8 @@ def evaluate_teacher(
         tools: maps the name of each tool to the tool.
         config: settings of the teacher.
         count_tokens: function that counts the tokens of a text; None to count no tokens.
-        minds: for each agent its mind, the function that decides its next message; None for
-            scripted minds.
+        minds: maps the name of each agent to its mind, the function that decides the agent's next
+            message; None for scripted minds.
 
     Returns:
         Statistics of the runs, see `teacher_block`.

@@ -24,9 +24,10 @@ _ROLES = {
 
 
 def log_of(record: DistilledRecord) -> MessageLog:
-    """Reconstructs the messages of a run from its record; the inverse of `convert` as to tags.
+    """Reconstructs the messages of a run from its record, as the inverse of `convert`.
 
-    Thoughts in the record, and text outside tags, become the thought of the next message.
+    Each action in the record, such as a plan or a tool call, becomes a message again. Thoughts, and
+    text outside tags, become the field ``thought`` of the next message.
     """
     rules = get_protocol(record.protocol)
     messages = [Message(0, "user", "manager", Kind.QUESTION, record.question)]

@@ -101,6 +101,10 @@ def manage(slips: Slips, view: AgentView) -> Action:
     The manager first asks for a plan, then for each step in order. It then suggests an answer, has
     the answer verified, and finally gives it. If the result of a step is not as expected, the
     manager asks for a reflection.
+
+    Args:
+        slips: decides which decisions become deliberate mistakes.
+        view: what the agent knows about the run.
     """
     state = steps.run_progress(view.question, view.messages)
     if state is None:
@@ -133,6 +137,10 @@ def plan(slips: Slips, view: AgentView) -> Action:
     """Decides the message of the planner: the remaining steps, one per line.
 
     In the plan, "#k" stands for the answer of step k.
+
+    Args:
+        slips: not used, because the planner makes no mistakes.
+        view: what the agent knows about the run.
     """
     state = _state(view)
     if state.complete:
@@ -153,6 +161,10 @@ def search(slips: Slips, view: AgentView) -> Action:
 
     On the web, the agent opens the search result that fits the step before it reports what the page
     says.
+
+    Args:
+        slips: decides which decisions become deliberate mistakes.
+        view: what the agent knows about the run.
     """
     state = _state(view)
     if state.link:
@@ -169,7 +181,12 @@ def search(slips: Slips, view: AgentView) -> Action:
 
 
 def code(slips: Slips, view: AgentView) -> Action:
-    """Decides the next message of the code agent: a program, or a report of its output."""
+    """Decides the next message of the code agent: a program, or a report of its output.
+
+    Args:
+        slips: decides which decisions become deliberate mistakes.
+        view: what the agent knows about the run.
+    """
     state = _state(view)
     if view.last.kind is Kind.OBSERVATION:
         return _report(view, state)
@@ -183,8 +200,13 @@ def code(slips: Slips, view: AgentView) -> Action:
 def reflect(slips: Slips, view: AgentView) -> Action:
     """Decides the message of the reflection agent, which grades the last call by its result.
 
-    The grade is Poor, which requires a new plan, if the call did not ask what the step asks. The
-    grade is Fair if the call was vague, failed or found nothing. In all other cases it is Good.
+    The grade of ``tool_effectiveness`` is Poor, which requires a new plan, if the call did not ask
+    what the step asks. It is Fair if the call was vague, failed or found nothing. If the result is
+    as expected, all grades are Good.
+
+    Args:
+        slips: not used, because grades contain no mistakes.
+        view: what the agent knows about the run.
     """
     state = _state(view)
     if not state.problem:
@@ -212,6 +234,10 @@ def verify(slips: Slips, view: AgentView) -> Action:
     """Decides the message of the verification agent: whether the results support the answer.
 
     The message is a verdict on the suggested answer.
+
+    Args:
+        slips: decides whether a wrong suggested answer is overlooked.
+        view: what the agent knows about the run.
     """
     state, suggested = _state(view), view.last.content
     right = state.answers[-1]
@@ -239,7 +265,7 @@ def scripted_minds(
     The mind of an agent is the function that decides the agent's next message.
 
     Args:
-        mistake_rate: probability that a mind makes a deliberate mistake when it decides.
+        mistake_rate: probability that a decision of a mind is a deliberate mistake.
         unrecovered_rate: probability that a wrong suggested answer passes the double check.
         seed: seed of these random choices.
     """

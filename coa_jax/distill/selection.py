@@ -70,8 +70,8 @@ class SelectionConfig(Bounded):
             drops runs with an evasive answer, unless the answer equals an accepted answer.
         min_tool_calls: minimum number of tool calls in a run. The paper asks for 5 interactions of
             agents with tools (§3.2.1); most questions of the Factbook need fewer.
-        evaluation: names of task sources (see ``load_tasks``). Runs that reveal a question of their
-            split ``test`` are dropped.
+        evaluation: names of task sources (see ``load_tasks``). A run is dropped if it reveals a
+            question from the split ``test`` of one of these sources.
         evaluation_size: number of tasks that are read from each source in ``evaluation``.
         ngram, ngram_share, entity_share: settings that determine whether a run reveals an
             evaluation question, see `coa_jax.distill.contamination`.
@@ -110,7 +110,8 @@ def further_filters(
 
     Args:
         config: the thresholds.
-        count_tokens: function that counts the tokens of a text; needed for ``max_tokens``.
+        count_tokens: function that counts the tokens of a text; needed if ``config.max_tokens`` is
+            set.
 
     Raises:
         UserError: ``max_tokens`` is set without a tokenizer, or an evaluation set is unknown.

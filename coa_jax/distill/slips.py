@@ -1,4 +1,4 @@
-"""Makes deliberate mistakes of the scripted minds, so that runs contain corrections.
+"""Makes the deliberate mistakes of the scripted minds, so that runs contain corrections.
 
 Each mistake is one that tool results reveal: a query for another fact, a program that fails or
 prints an unexpected value, or a suggested answer that the documents contradict. Whether a decision
@@ -48,7 +48,7 @@ class Slips:
         return uniform(self.seed, episode, decision) < self.rate
 
     def stays_unseen(self, episode: str) -> bool:
-        """Returns whether, in a run, the double check overlooks a wrong suggested answer.
+        """Returns whether the double check of a run overlooks a wrong suggested answer.
 
         Args:
             episode: id of the run.
@@ -56,10 +56,10 @@ class Slips:
         return uniform(self.seed, episode, "overlook") < self.unrecovered_rate
 
     def choose(self, episode: str, decision: str, options: Sequence[str]) -> str:
-        """Returns a pseudo-random option that depends on the seed, the run and the decision.
+        """Chooses an option; the choice depends only on the seed, the run and the decision.
 
         Args:
-            episode: identity of the run.
+            episode: id of the run.
             decision: name of the decision.
             options: options to choose from.
         """
@@ -68,10 +68,13 @@ class Slips:
     def wrong_query(
         self, episode: str, decision: str, steps: Sequence[AnyStep], step: AnyStep
     ) -> str:
-        """Returns a wrong query, which names no relation or one that is not in the question.
+        """Returns a wrong search query for the subject of a step.
+
+        The query asks for a relation that the question does not name, such as the capital instead
+        of the population, or consists of the subject alone.
 
         Args:
-            episode: identity of the run.
+            episode: id of the run.
             decision: name of the decision.
             steps: all steps of the question.
             step: the current step, in which references are replaced by earlier answers.
@@ -96,7 +99,7 @@ class Slips:
         """Returns a wrong program, which fails or has an output that shows the mistake.
 
         Args:
-            episode: identity of the run.
+            episode: id of the run.
             decision: name of the decision.
             step: the current step.
             answers: answers of the earlier steps.

@@ -1,10 +1,10 @@
-"""Runs a teacher of smolagents agents in this process, like the paper's teacher.
+"""Runs a teacher that consists of two smolagents agents and resembles the paper's teacher.
 
-A manager (CodeAgent) writes programs and asks a managed ``search_agent`` (ToolCallingAgent), which
-has the tools of the run. The result of a run is the memory of the agents, in the form that
-`coa_jax.distill.readers.smolagents` reads. The programs of the manager run in the interpreter of
-smolagents, not in the sandbox of this project. With the tool ``code``, the search agent can run
-programs in the sandbox.
+The agents run in this process. A manager (CodeAgent) writes programs and asks a managed
+``search_agent`` (ToolCallingAgent), which has the tools of the run. The result of a run is the
+memory of the agents, in the form that `coa_jax.distill.readers.smolagents` reads. The programs of
+the manager run in the interpreter of smolagents, not in the sandbox of this project. With the tool
+``code``, the search agent can run programs in the sandbox.
 """
 
 from __future__ import annotations

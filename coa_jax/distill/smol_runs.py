@@ -1,4 +1,7 @@
-"""Lets the smolagents teacher solve many tasks in threads, within a budget; runs can resume."""
+"""Lets the smolagents teacher solve many tasks in threads, within a budget.
+
+Finished runs are stored, so a killed command can continue.
+"""
 
 from __future__ import annotations
 
@@ -100,14 +103,14 @@ def run_smolagents(
     """Solves the tasks that a file of runs does not contain yet, and appends each run to the file.
 
     If the endpoint refuses a request of a run, the run ends without an answer. If this happens
-    before any run of this process has finished normally, a setting may be wrong. In this case the
-    agents first take one step on a plain question. The cost of this step is included in the result.
+    before any run of this process has finished normally, a setting may be wrong. To find out, the
+    agents take one step on a plain question. The cost of this step is included in the result.
 
     Args:
         tasks: the tasks.
         tools: tools of the search agent, by name.
-        model_of: function that returns a model object of smolagents for a task and ``"manager"`` or
-            ``"search"``.
+        model_of: function that takes a task and the name of an agent, ``"manager"`` or
+            ``"search"``, and returns a model object of smolagents for this agent.
         path: file of runs, one per line, in the form that the reader ``smolagents`` reads.
         config: settings of the agents.
         limits: budget of tokens and money. It is checked before each task, so concurrent tasks can

@@ -151,7 +151,7 @@ def number_of(text: str) -> float | None:
 def printed(observation: str) -> str | None:
     """Returns the line that a program printed, from its observation.
 
-    The result is None unless the program printed exactly one line.
+    The result is None if the program did not print exactly one line.
     """
     lines = observation.removeprefix("[EXECUTED]").strip().split("\n")
     return lines[0].strip() if len(lines) == 1 else None

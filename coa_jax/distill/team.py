@@ -35,7 +35,8 @@ async def solve(
         question: the question. The team knows nothing else about the task.
         protocol: name of the protocol that the manager follows.
         episode: id of the run, from which scripted minds derive their random choices.
-        minds: for each agent its mind, the function that decides its next message.
+        minds: maps the name of each agent to its mind, the function that decides the agent's next
+            message.
         tools: maps the name of each tool to the tool.
         max_messages: number of messages after which the run ends without an answer.
 

@@ -39,11 +39,11 @@ class TraceFilesConfig(Bounded):
         files: paths of the files. For the format ``records``, folders and glob patterns are
             allowed, too.
         format: name of a log format, see `coa_jax.distill.readers.READERS`; or ``records`` if the
-            files contain trajectories in any format that `coa_jax.records` reads. Trajectories are
-            filtered, but not converted.
+            files contain trajectories in any format that `coa_jax.records` reads. Such trajectories
+            are filtered, but not converted.
         protocol: protocol of the trajectories. "" is allowed only with the format ``records``,
             because records name their protocol or show it by their tags.
-        completion: says which tags may be added if a run took a step but wrote no tag for the step.
+        completion: settings that say which tags may be added to a run that lacks them.
         options: options of a custom reader.
     """
 
@@ -99,8 +99,8 @@ def convert_files(config: TraceFilesConfig, tasks: Mapping[str, Task] | None = N
 
     Args:
         config: the files, and how to convert them.
-        tasks: maps ids to known tasks. A run gets the task with its id, and runs of other tasks are
-            left out. If ``tasks`` is None, the tasks are taken from the files.
+        tasks: maps ids to known tasks. A run gets the task whose id its log states; runs of other
+            tasks are left out. If ``tasks`` is None, the tasks are taken from the files.
 
     Raises:
         UserError: a file cannot be read, or the format or the protocol is unknown.
@@ -194,8 +194,8 @@ def distill_traces(
         config: the files, and how to convert them.
         filters: settings of the filters; settings of scripted minds are not used.
         workdir: directory to which the files are written.
-        count_tokens: function that counts the tokens of a text; needed for
-            ``selection.max_tokens``.
+        count_tokens: function that counts the tokens of a text; needed if
+            ``filters.selection.max_tokens`` is set.
         name: name of the data set and of its files.
         tasks: known tasks by id, see `convert_files`.
 

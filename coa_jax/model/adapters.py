@@ -126,7 +126,7 @@ def _weights(adapter: Adapter) -> Checkpoint:
 
 
 def write_sum(adapters: Sequence[Adapter], base: str, output: Path) -> None:
-    """Writes a single adapter with the effect of several adapters trained one after the other.
+    """Writes one adapter with the total effect of adapters that were trained one after the other.
 
     The rank of the written adapter is the sum of the ranks of the given adapters, because ``[B1 B2]
     [A1; A2] = B1 A1 + B2 A2``. The written tensors are bfloat16.

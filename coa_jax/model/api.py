@@ -54,11 +54,13 @@ def load_model(
     """Loads a Hugging Face directory (safetensors), a GGUF file, or a LoRA adapter.
 
     Args:
-        path: path of one of the following: a directory with ``config.json``, safetensors and (if
-            the tokenizer is used) the tokenizer files; a ``.gguf`` file, or a directory that
-            contains a single such file; or a directory with a PEFT LoRA adapter, which is merged
-            into its base model. Instead of a local path, a URL of a bucket or an id of the Hugging
-            Face Hub (``Org/Name`` or ``Org/Name@revision``) is possible.
+        path: a local path, a URL of a bucket, or an id of the Hugging Face Hub (``Org/Name`` or
+            ``Org/Name@revision``), which names one of the following:
+
+            - a directory with ``config.json``, safetensors and, if the tokenizer is used, the
+              tokenizer files;
+            - a ``.gguf`` file, or a directory that contains a single such file;
+            - a directory with a PEFT LoRA adapter, which is merged into its base model.
         dtype: dtype of the parameters, ``"float32"`` or ``"bfloat16"``. float32 represents
             bfloat16, float16 and dequantised weights without loss.
         mesh: mesh on which the parameters are placed, by the rules for training in

@@ -9,10 +9,11 @@ direction. The gradient of a kernel is a sum over all rows, and each device need
 sum that belongs to its part of the kernel.
 
 The strategy ``compiler`` states the shardings and leaves the collectives to XLA. The strategy
-``manual`` writes the collectives explicitly, because XLA for TPUs either computes the whole sum on
-every device and discards most of the result, or makes the next matmul wait. The collectives over
-``tensor`` follow "Reducing Activation Recomputation in Large Transformer Models" (arXiv 2205.05198,
-section 4.2.2), and the collectives over ``fsdp`` follow "ZeRO" (arXiv 1910.02054, stage 3).
+``manual`` writes the collectives explicitly, because XLA for TPUs schedules them badly: either
+every device computes the whole sum and discards most of it, or the next matmul waits. The
+collectives over ``tensor`` follow "Reducing Activation Recomputation in Large Transformer Models"
+(arXiv 2205.05198, section 4.2.2), and the collectives over ``fsdp`` follow "ZeRO" (arXiv
+1910.02054, stage 3).
 
 Shape letters: B rows, T tokens, D hidden size, K contracted size.
 """

@@ -1,7 +1,8 @@
 """How a model is computed, as one static value that replaces many arguments.
 
 A `Compute` is hashable, so compiled functions take it as a static argument. `ModelConfig` describes
-the architecture separately. Parameters and tree definitions contain neither.
+the architecture separately. Parameters and tree definitions contain neither a `Compute` nor a
+`ModelConfig`.
 """
 
 from __future__ import annotations
@@ -104,9 +105,10 @@ def backend_for(platform: str) -> str:
 
 
 def collectives_for(platform: str, wanted: str) -> Collectives:
-    """Returns the strategy for collectives that the setting ``wanted`` selects, see `collectives`.
+    """Returns the strategy for collectives that a setting selects, see `model.collectives`.
 
-    ``auto`` selects ``manual`` on TPUs and ``compiler`` on other platforms.
+    The setting ``wanted`` is ``compiler``, ``manual`` or ``auto``. ``auto`` selects ``manual`` on
+    TPUs and ``compiler`` on other platforms.
 
     On TPUs, ``manual`` leads to a better schedule: a fine-tuning step of a 32B model on v5p:4x4x8
     takes 70.4 s with ``manual`` and 77.1 s with ``compiler`` (docs/scaling.md).

@@ -6,13 +6,19 @@ includes only tokens with a loss:
 
     6 P T  +  6 L H K sum(t^2)  +  6 D V M
 
-P is the number of parameters in the layers' matrices, T the number of tokens, L the number of
-layers, H the number of query heads with K dimensions each, t the length of a sequence, D the hidden
-size, V the vocabulary size, and M the number of tokens with a loss. The forward pass costs 2 FLOPs
-per parameter and token. The backward pass costs twice as much. If only adapters are trained, the
-backward pass costs as much as the forward pass; the factors of P and D are then 4. Norms, biases,
-padding, recomputed activations, adapters and the optimiser are not counted, because they make a
-step slower but not more useful.
+The letters are:
+
+- P: number of parameters in the matrices of the layers
+- T: number of tokens; t: length of a sequence
+- L: number of layers
+- H: number of query heads; K: dimension of a head
+- D: hidden size; V: vocabulary size
+- M: number of tokens with a loss
+
+The forward pass costs 2 FLOPs per parameter and token. The backward pass costs twice as much. If
+only adapters are trained, the backward pass costs as much as the forward pass; the factors of the
+first and the last term are then 4. Norms, biases, padding, recomputed activations, adapters and the
+optimiser are not counted, because they make a step slower but not more useful.
 """
 
 from __future__ import annotations

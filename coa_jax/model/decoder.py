@@ -71,9 +71,9 @@ class RMSNorm(nnx.Module):
 class Attention(nnx.Module):
     """Grouped-query attention: projections, rotary embedding, attention and output projection.
 
-    Queries, keys and values share one kernel ``[D, N, G + 2, K]``, which holds, for each of the N
-    key/value heads, the G query heads, the key head and the value head. One matmul therefore
-    computes all of them, and tensor parallelism shards N without separating a query from its keys.
+    Queries, keys and values share one kernel ``[D, N, G + 2, K]``. For each of the N key/value
+    heads it holds G query heads, the key head and the value head. One matmul therefore computes all
+    of them, and tensor parallelism shards N without separating a query from its keys.
 
     Args:
         config: the architecture.

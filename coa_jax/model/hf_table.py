@@ -130,6 +130,10 @@ def writing_order(table: Table, specs: Specs) -> Iterator[tuple[Path, Row, int]]
     """Yields a triple (path, row, layer) for every entry of a checkpoint, in the order of writing.
 
     The embeddings come first, then the layers one after the other, then the remaining arrays.
+
+    Args:
+        table: maps the path of each array of the parameters to its row.
+        specs: shapes of the arrays by path.
     """
     rows = [(path, row) for path, row in table.items() if path in specs]
     for stacked, group in itertools.groupby(rows, key=lambda pair: pair[0][0] == "layers"):

@@ -65,7 +65,7 @@ class Lora(nnx.Module):
     """A low-rank adapter, ``alpha / rank * (x A) B`` (arXiv 2106.09685 eq 3).
 
     As in PEFT, the initial values of A are random with a variance of 1 / (3 n), where n is the
-    number of inputs, and B is zero. Training therefore starts from the unchanged model.
+    number of inputs. B is initially zero, so training starts from the unchanged model.
 
     Attributes:
         a: the matrix A, ``[*inputs, rank]``.

@@ -129,8 +129,10 @@ def inverse_cdf(weights: jax.Array, uniform: jax.Array) -> jax.Array:
 
 
 def over_rows(function: Callable[..., jax.Array], *rows: jax.Array) -> jax.Array:
-    """Applies a function to eight sequences at a time, and joins the results; see
-    `ops.over_rows`."""
+    """Applies a function to eight sequences at a time, and joins the results.
+
+    See `ops.over_rows` for the arguments.
+    """
     count = len(rows[0])
     if count <= _GROUP or count % _GROUP:
         return function(*rows)

@@ -28,8 +28,8 @@ from coa_jax.model.ops import swiglu as swiglu
 def matmul_sum(x: jax.Array) -> jax.Array:
     """Sums ``x [..., N]`` over the last axis in float32, by a matmul with ones.
 
-    On CPUs, the order of the additions then does not depend on the number of rows; with XLA's
-    reductions, the order would depend on this number.
+    `ops_cpu` also uses this function, for reproducible sums: on CPUs, the order of the additions
+    does not depend on the number of rows, as it would with XLA's reductions.
     """
     # Use four equal columns: one column would be a matrix-vector product, and with eight columns
     # XLA of jaxlib 0.12 on CPUs changes the order of the terms from 96 rows on.

@@ -1,7 +1,7 @@
 """Parameters as nested dicts of arrays, the form in which all code outside of jit sees them.
 
 Optimisers, checkpoints, weight publishing and files see keys such as ``layers/attn/qkv/kernel``,
-and no modules. `specs` derives the shapes, the logical axes and the set of adapters from the
+but no modules. `specs` derives the shapes, the logical axes and the set of adapters from the
 modules of `model.decoder`.
 """
 

@@ -374,7 +374,19 @@ def chat_template(tokenizer: Any) -> str | None:
 
 @functools.lru_cache(maxsize=64)
 def stock_prompt(template: str | None, tokenizer: Any) -> tuple[tuple[int, ...], str]:
-    """Returns the ids before the first turn of a chat template, and its default system message."""
+    """Returns the ids before the first turn of a chat template, and its default system message.
+
+    Args:
+        template: Jinja source of the chat template; None if the tokenizer has none.
+        tokenizer: the tokenizer, which gives the template the names of its special tokens.
+
+    Returns:
+        A pair: the ids, which are the id of ``bos_token`` or none; and the default system message,
+        or "" if there is none.
+
+    Raises:
+        UserError: the template cannot be rendered, or its text does not begin like ChatML.
+    """
     if not template or template == TEMPLATE:
         return (), ""
     marker = "stock-system-probe"

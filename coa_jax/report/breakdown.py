@@ -1,6 +1,7 @@
 """Renders the blocks ``{stage}_details`` of summary.json as one HTML table.
 
-Each column is a policy. Each row is a kind of question, a tool, a stop reason or another detail.
+A stage is the evaluation of one policy of the run. Each column is a stage. Each row is a kind of
+question, a tool, a stop reason or another detail.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Builds the HTML page of a run from the files of the run directory.
 
 Every part of the page is optional. For example, the page of a run without an evaluation has curves
-but no table of results, and the page of a run in progress shows the files that exist so far. The
-page is a single file that works offline.
+but no table of results. The page of a run in progress shows the files that exist so far. The page
+is a single file that works offline.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ class RoleStream:
         return pieces
 
     def observed(self) -> list[Piece]:
-        """Returns the pieces held back so far, because an observation follows the policy's text."""
+        """Returns the pieces that were held back; to be called when an observation follows."""
         form, pieces = self._protocol.format, list[Piece]()
         if form is not None:
             pieces = self._closed(self._parser.end_turn()) if form.turns else []
@@ -248,7 +248,10 @@ class Screen:
 
 
 class Show:
-    """Shows one trajectory on a terminal while it is sampled; pass `arrive` to the rollout."""
+    """Shows one trajectory on a terminal while the rollout samples it.
+
+    Pass the method `arrive` to the rollout as ``on_text``.
+    """
 
     def __init__(self, screen: Screen, protocol: Protocol):
         self._screen, self._roles = screen, RoleStream(protocol)

@@ -30,7 +30,7 @@ def spelling(run: Path, config: Mapping[str, Any]) -> Spell | None:
         config: content of the run's config.json; {} if the file does not exist.
 
     Returns:
-        A function that decodes token ids; None if no tokenizer can be found or read.
+        A function that decodes token ids one by one; None if no tokenizer can be found or read.
     """
     folders = [run / "model", *sorted((run / "models").glob("*"))]
     if isinstance(config.get("model"), str):
@@ -46,7 +46,12 @@ def spelling(run: Path, config: Mapping[str, Any]) -> Spell | None:
 
 
 def render_tokens(trajectory: Trajectory, spell: Spell) -> str:
-    """Renders a ``<details>`` element with all tokens, shaded by their probabilities."""
+    """Renders a ``<details>`` element with up to `MAX_TOKENS` tokens, shaded by probability.
+
+    Args:
+        trajectory: the trajectory.
+        spell: function that decodes token ids, see `spelling`.
+    """
     ids = trajectory.tokens[:MAX_TOKENS].tolist()
     spans = "".join(
         _span(text, token, author, logp)

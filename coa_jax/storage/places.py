@@ -176,6 +176,10 @@ def check_writable(url: str) -> None:
 def seconds_of(variable: str, default: float) -> float:
     """Reads a number of seconds from an environment variable.
 
+    Args:
+        variable: name of the variable.
+        default: result if the variable is not set.
+
     Raises:
         UserError: the value is not a number above 0 and below a day.
     """

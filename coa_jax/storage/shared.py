@@ -95,9 +95,9 @@ class SharedCache:
         atexit.register(_close_all)
 
     def add(self, entry: Mapping[str, Any]) -> None:
-        """Adds an entry to the bucket, with the next upload.
+        """Adds an entry, which the next upload copies to the bucket.
 
-        The entry is not added to the local file.
+        The entry is not added to the local file from which processes read entries.
 
         Raises:
             OSError: the entry cannot be written to the local mirror.

@@ -44,7 +44,11 @@ class JsonRoute:
         self._places, self._left = asyncio.Semaphore(running), running + waiting
 
     async def run(self, body: bytearray, threads: ThreadPoolExecutor) -> bytes:
-        """Waits for a place, parses a body in a thread, and answers.
+        """Waits until the request may run, parses its body in a thread, and returns the answer.
+
+        Args:
+            body: body of the request.
+            threads: threads in which bodies are parsed.
 
         Raises:
             Refused: too many requests are waiting (status 429), or the body is not valid.

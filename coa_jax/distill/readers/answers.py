@@ -46,8 +46,9 @@ def marked_answer(words: str) -> tuple[str, str] | None:
 
     Returns:
         The text before the answer, and the answer; None if no answer is marked. Text after the
-        answer is left out. If only a box marks the answer, the first text keeps the whole sentence
-        with the content of the box, because the box is a part of the sentence.
+        answer is left out. If only a box marks the answer, the box is usually part of a sentence.
+        In this case the first text is the whole text with the box replaced by its content, or "" if
+        there is no word besides the box.
     """
     tagged = _tagged(words)
     if tagged:

@@ -131,13 +131,13 @@ def each_line(read: Callable[[Any], Trace | None]) -> TraceReader:
 
 
 def decode_lines(data: bytes) -> list[Line]:
-    """Decodes the nonblank lines of a JSONL file; a `Malformed` marks an invalid line."""
+    """Decodes the nonblank lines of a JSONL file; the value of an invalid line is a `Malformed`."""
     lines = enumerate(data.split(b"\n"), start=1)
     return [decode_line(line, number) for number, line in lines if line.strip()]
 
 
 def decode_line(data: bytes, number: int = 1) -> Line:
-    """Decodes one line of a JSONL file; a `Malformed` marks an invalid line.
+    """Decodes one line of a JSONL file; the value of an invalid line is a `Malformed`.
 
     Args:
         data: bytes of the line.
@@ -164,7 +164,8 @@ def parse_json(data: bytes | str) -> Any:
     """Parses a JSON value; replaces halves of surrogate pairs in its strings, see `clean`.
 
     Raises:
-        ValueError, RecursionError: `reading.parse_json` fails, or an object has a key twice.
+        ValueError, RecursionError: `reading.parse_json` cannot parse the text, or an object has the
+            same key twice.
     """
     value = reading.parse_json(data, object_pairs_hook=_object)
     escape: Any = b"\\ud" if isinstance(data, bytes) else "\\ud"
@@ -316,7 +317,7 @@ class Conversation:
         self.messages.append(Message(index, sender, to, kind, content, thought, outcome))
 
     def say(self, words: str) -> None:
-        """Adds text of the system that belongs to no tag, as a report to the manager.
+        """Adds text of the other system that belongs to no tag, as a report to the manager.
 
         Blank text is ignored.
         """

@@ -51,7 +51,7 @@ _FIRST = {"page": (1, "1"), "language": ("python", "Python", "python3", "py")}
 
 
 def tag_of(name: str) -> str:
-    """Returns the tag of this project for a tool's name in another framework.
+    """Returns this project's tag for a tool, given the name of the tool in another framework.
 
     An unknown name is returned unchanged.
     """
@@ -78,8 +78,8 @@ def body_of(tag: str, arguments: Any) -> str:
     as JSON.
 
     Raises:
-        Malformed: the arguments contain nothing that the tool of the tag can use, or they contain
-            an argument that would change the result but cannot be written in the tag's body.
+        Malformed: the arguments contain nothing that the tool of the tag can use; or an argument
+            would change the result, but cannot be written in the tag's body.
     """
     if isinstance(arguments, str):
         arguments = _maybe_json(arguments)

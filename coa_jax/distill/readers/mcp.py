@@ -5,9 +5,11 @@ names the session of a message. Messages without this field belong to the only s
 
 The format lacks:
 
-- the question, the answer and every thought, unless additional lines give them, because the text of
-  the model is not part of the messages between a client and its tools;
-- results other than text, and structured content besides text.
+- the question, the answer and every thought, because the text of the model is not part of the
+  messages between a client and its tools. Additional lines give the question, which is required,
+  and the answer;
+- results other than text (the session is rejected);
+- structured content of a result that also has text.
 """
 
 from __future__ import annotations
@@ -142,12 +144,12 @@ def _whole(record: Field) -> Trace:
 
 
 def read(lines: Sequence[Line]) -> Iterator[tuple[Line, Found, bool]]:
-    """Reads the lines of a file, see `coa_jax.distill.readers.base.TraceReader`.
+    """Converts the sessions in the lines of a file to traces, see `readers.base.TraceReader`.
 
-    The reader refuses all of a session that has a malformed line, because the content of the line
-    is unknown. A line that is not JSON does not name its session, so the reader refuses every
-    session that has lines before and after this line. If the file names no sessions, all its lines
-    belong to one session.
+    If a line of a session is malformed, the reader refuses the whole session, because the content
+    of the line is unknown. A line that is not JSON does not name its session. Therefore the reader
+    refuses every session that has lines before and after this line. If the file names no sessions,
+    all its lines belong to one session.
     """
     sessions: dict[str, _Session] = {}
     taken = [(line, *_take(sessions, line)) for line in lines]

@@ -14,11 +14,11 @@ The format lacks:
 - thoughts of the search agent between its calls: only the calls are stored;
 - separate results of a program that asks the search agent and also computes or calls tools: one
   observation contains everything (such a record is rejected);
-- the first of two runs of the search agent on the same task, because the second run overwrote it
-  (the record is rejected if both steps exist);
-- a verification (see `coa_jax.distill.arrange` for the replacement);
-- the text of the tool if the observation is null, which becomes an empty observation with the
-  outcome ``error``;
+- the first of two runs of the search agent on the same task, because the second run overwrote it.
+  If two requests of the manager name the same task, the record is rejected;
+- a verification (`coa_jax.distill.arrange` can add one);
+- the text of the tool if the observation is null. Such an observation becomes an empty observation
+  with the outcome ``error``;
 - token counts.
 """
 

@@ -13,8 +13,8 @@ The format lacks:
 - text after a marked answer;
 - calls whose arguments are not valid JSON, for example because they are truncated (the record is
   rejected);
-- token counts of a run with several calls of the model, unless ``usage`` of the record counts all
-  of them, because ``usage`` of a response covers only one call;
+- token counts of a run with several calls of the model, because ``usage`` of a response covers only
+  one call. The counts are known if the record has a ``usage`` of its own;
 - images and sound in messages.
 """
 

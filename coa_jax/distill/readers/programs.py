@@ -3,8 +3,8 @@
 In smolagents and OAgents, the manager writes its actions as programs. A program that asks a managed
 agent is replaced by the calls of this agent. A program that only formulates and returns the answer
 is not a tool call. A program that is a single call of a tool becomes the call of this tool. Every
-other program becomes a call of the code tool, unless it uses something that existed only in the
-other framework: a tool, or a value that no program made.
+other program becomes a call of the code tool. The code tool has no tools of the other framework,
+and no values that no program made. If a program uses such a tool or value, the record is rejected.
 
 The interpreter of smolagents provides some functions of `math` without an import. Python does not,
 so the import is added to programs that use these functions.
@@ -63,9 +63,9 @@ class StepProgram:
             Operations that only formulate the answer are disregarded.
         adds: whether the program does more than ask agents, formulate their tasks and pass on their
             answers.
-        unknown: names that the program uses but that neither the program, nor an earlier program of
-            the run, nor the interpreter defines. They are names of tools, of agents whose runs are
-            not in the file, or of values given to the run.
+        unknown: names that the program uses without a definition in the program, in an earlier
+            program of the run or in the interpreter. They are names of tools, of agents whose runs
+            are not in the file, or of values given to the run.
         maths: functions of `math` that the program uses without an import.
         prints: whether the program calls `print`.
         call: tool and arguments if the program consists of a single call of an unknown name with
@@ -173,7 +173,8 @@ def tell(talk: Conversation, step: Field, program: StepProgram, thought: str) ->
         thought: text before the program.
 
     Raises:
-        Malformed: the program uses something whose result cannot be separated from its output.
+        Malformed: the program uses a name that no program defined, such as a tool or an agent, and
+            it is not a single call of a known tool.
     """
     seen, error = outcome_of(step)
     tool = _tool_call(program, error, str(step))

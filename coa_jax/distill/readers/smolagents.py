@@ -1,23 +1,23 @@
 """Reads the steps of smolagents agents, one run per file or per line.
 
-docs/data.md shows the three accepted forms.
+docs/data.md shows the three accepted forms. One of them has the field ``managed_runs``, which lists
+the runs of managed agents in the order in which they were made.
 
-``managed_runs`` lists the runs of managed agents in the order in which they were made.
+The format lacks white space around tool results, which smolagents strips, and images.
 
-The format lacks:
+A record is rejected if a source of the manager's knowledge is missing. This is so in these cases:
 
-- runs of several questions with one memory, by ``agent.run(..., reset=False)`` (the record is
-  rejected);
-- the steps of managed agents, unless ``managed_runs`` is present, because a manager does not store
-  them. A record without them is rejected, because the source of the manager's knowledge would be
-  missing. For the same reason a record is rejected if a program uses values that the run was given
-  (``additional_args``), or uses tools in another way than by a single call with literal arguments;
-- separate results of a program that asks a managed agent and also computes, because one observation
-  contains both (the record is rejected);
-- separate results of parallel calls in one step, because ``observations`` mixes them (the record is
-  rejected; ``max_tool_threads`` does not help, so ask the model for one call at a time);
-- white space around tool results, which smolagents strips;
-- images.
+- The manager asks managed agents, but the record has no ``managed_runs``. A manager does not store
+  the steps of its agents.
+- A program uses values that the run was given (``additional_args``).
+- A program uses a tool in another way than by a single call with literal arguments.
+
+A record is also rejected if its parts cannot be separated:
+
+- A run answered several questions with one memory (``agent.run(..., reset=False)``).
+- A program asks a managed agent and also computes, because one observation contains both results.
+- A step makes parallel calls, because ``observations`` mixes their results. ``max_tool_threads``
+  does not help, so ask the model for one call at a time.
 """
 
 from __future__ import annotations

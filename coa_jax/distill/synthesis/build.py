@@ -1,5 +1,8 @@
 """Creates verified tasks from a corpus: first atomic tasks, then deeper and wider tasks from these.
 
+A document alone answers an atomic task. A deeper task has one more hop, which asks about the answer
+of another task. A wider task joins two atomic tasks.
+
 Every decision depends only on the seed and on the replies of authors and solvers, not on time or
 concurrency. So a run that is started again after a kill repeats its steps with the recorded replies
 up to the point of the kill.
@@ -40,7 +43,7 @@ class SynthesisConfig(Bounded):
     """Number and kinds of the tasks to create.
 
     Attributes:
-        atomic: number of tasks with one hop.
+        atomic: number of tasks with one hop, which a single document answers.
         depth: numbers of tasks with two hops, with three hops, and so on. Each hop asks about the
             answer of the previous hop.
         width: number of tasks that join two atomic tasks.
@@ -49,8 +52,8 @@ class SynthesisConfig(Bounded):
         protocol: protocol of the tasks.
         seed: seed of the choice and order of documents.
         batch: number of drafts that are processed together.
-        candidates: number of documents that are tried as the next hop of one draft. Each of these
-            documents may lead to a new draft.
+        candidates: number of documents from which the author may write the next hop of a draft.
+            Each of these documents may lead to a new draft.
         text: rules for the texts of questions and answers.
     """
 

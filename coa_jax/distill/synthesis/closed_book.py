@@ -62,7 +62,7 @@ class ClosedBookConfig(Bounded):
         seed: seed of the prior's guesses and of the policy's sampling.
         temperature: sampling temperature of the policy; the temperature of an endpoint is one of
             the endpoint's settings.
-        engine, rollout: decoding shapes and budgets of the policy.
+        engine, rollout: settings of the engine that decodes the policy, and of its trajectories.
     """
 
     who: Literal["prior", "endpoint", "policy"] = "prior"
@@ -93,9 +93,10 @@ ClosedBook = Callable[[Sequence[Task], int], Awaitable[list[list[str]]]]
 class Prior:
     """A solver that guesses answers, knowing only which answers are usual for a relation.
 
-    For a question about the value of a relation, the guess is the value of this relation in a
-    random document of the corpus. For a question about an entity, the guess is the entity of a
-    random document. The answer to a question that the prior does not understand is "".
+    A relation is the kind of a fact, such as the capital of a country. For a question about the
+    value of a relation, the guess is the value of this relation in a random document of the corpus.
+    For a question about an entity, the guess is the entity of a random document. The answer to a
+    question that the prior does not understand is "".
     """
 
     def __init__(self, documents: Iterable[Document], seed: int) -> None:
@@ -141,6 +142,10 @@ def remembers(endpoint: Endpoint, concurrency: int) -> ClosedBook:
 
     If a reply does not have the required form, the whole reply is the answer. If the endpoint
     refuses a request, the answer is "".
+
+    Args:
+        endpoint: the model.
+        concurrency: number of requests at the same time.
     """
 
     async def answer(task: Task, number: int, turns: asyncio.Semaphore) -> str:
@@ -222,7 +227,7 @@ def closed_book(
     endpoint: Endpoint | None,
     concurrency: int,
 ) -> tuple[str, ClosedBook]:
-    """Returns the solver that the settings name, and a label for its recorded answers.
+    """Returns a label for recorded answers, and the solver without tools that the settings name.
 
     Args:
         config: settings of the check.

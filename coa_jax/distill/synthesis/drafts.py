@@ -44,7 +44,10 @@ class Document:
 
     @property
     def split(self) -> str:
-        """Name of the split of questions about the subject, as in the task source ``factbook``."""
+        """Name of the split, such as ``train``, to which questions about the subject belong.
+
+        The task source ``factbook`` divides its questions in the same way.
+        """
         return split_of(self.subject)
 
 
@@ -79,7 +82,7 @@ class Draft:
 
     @property
     def split(self) -> str:
-        """Name of the split of the documents from which the draft was written."""
+        """Name of the split to which the draft belongs, which is the split of its documents."""
         return self.documents[0].split
 
     @property

@@ -23,7 +23,7 @@ Fact = tuple[Relation, str, str]
 def fact_of(document: Document) -> Fact | None:
     """Parses the fact that a document states, such as the capital of a country.
 
-    The result is None unless the document is one sentence in a known wording.
+    The result is None if the document is not a single sentence in a known wording.
     """
     for relation in RELATIONS.values():
         if document.title.endswith(f": {relation.title}"):
@@ -33,7 +33,7 @@ def fact_of(document: Document) -> Fact | None:
 
 
 class FactsAuthor:
-    """An `Author` without a language model: writes questions about facts that documents state."""
+    """An author without a language model: writes questions about facts that documents state."""
 
     def __init__(self, documents: Iterable[Document], seed: int) -> None:
         """Reads all documents, to find values that belong to a single entity."""
@@ -54,9 +54,12 @@ class FactsAuthor:
         return fact is not None and fact[2] != "0"
 
     async def atomic(self, document: Document) -> list[Draft]:
-        """Returns a question about the value of the document's fact, and one about its entity.
+        """Returns up to two questions about the fact that a document states.
 
-        The second question is left out if several entities have the same value.
+        The first question asks for the value of the fact, for example for the capital of a country.
+        The second question asks for the entity, for example for the country with this capital. It
+        is left out if several entities have this value, or if values of this kind do not identify
+        an entity.
         """
         fact = fact_of(document)
         if fact is None or fact[2] == "0":

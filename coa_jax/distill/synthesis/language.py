@@ -56,7 +56,7 @@ def _text(value: dict[str, Any], name: str) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class LanguageAuthor:
-    """An `Author` that asks a language model to write questions.
+    """An author that asks a language model to write questions.
 
     Attributes:
         endpoint: the model.
@@ -77,7 +77,7 @@ class LanguageAuthor:
     async def atomic(self, document: Document) -> list[Draft]:
         """Returns drafts of questions about a document.
 
-        Unless the list is empty, at least one of its drafts obeys the rules for texts. The other
+        If the list is not empty, at least one of its drafts obeys the rules for texts. The other
         drafts may break rules.
         """
 

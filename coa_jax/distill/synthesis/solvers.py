@@ -26,7 +26,8 @@ Verdict = tuple[str | None, dict[str, Any]]
 class WithTools:
     """Checks which tasks can be solved with live tools, by letting the team try.
 
-    Unsolved tasks are dropped. The team is that of `coa_jax.distill.team`.
+    Tasks that the team does not solve, or solves without a tool call, are dropped. The team is that
+    of `coa_jax.distill.team`.
     """
 
     def __init__(
@@ -87,9 +88,9 @@ class WithTools:
 
 
 class WithoutTools:
-    """Checks which tasks are often solved without tools, and therefore dropped.
+    """Finds the tasks that are often solved without tools; such tasks are dropped.
 
-    The Chain-of-Agents paper drops such tasks (§3.3.1).
+    The Chain-of-Agents paper drops them too (§3.3.1).
     """
 
     def __init__(

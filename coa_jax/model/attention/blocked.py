@@ -1,6 +1,7 @@
 """Causal attention with ordinary matmuls, in blocks of queries, for every platform.
 
-Shape letters: those of `causal`, and t, the number of queries in a block.
+Shape letters: B batch, T tokens, N key/value heads, G query heads per key/value head, K head width,
+t queries of a block.
 
 A block of queries reads only the keys up to the block's own end. As in FlashAttention (Dao et al.,
 arXiv 2205.14135), the backward pass computes the scores of a block again, so no scores are stored.
@@ -32,8 +33,8 @@ def attend_causally(
     Args:
         q: queries, float32 ``[B, T, N, G, K]``.
         k, v: keys and values, float32 ``[B, T, N, K]``.
-        mask: bool ``[B, T, T]``, True where the query of a token (second axis) sees the key of a
-            token (third axis), which must be the same or an earlier token.
+        mask: bool ``[B, T, T]``; ``mask[b, i, j]`` says whether token i sees token j, and is False
+            for j > i.
         dtype: dtype of the matmul operands.
 
     Returns:

@@ -31,10 +31,10 @@ the attended values, float32 in the shape of q, and the layer's pages (None with
 class Unfolded(NamedTuple):
     """Layout of a row inside attention, where every sequence has its own copy of a shared prompt.
 
-    If several sequences of a row share a prompt, the row itself has a single copy of the prompt,
-    because all operations of a layer except attention treat tokens independently. For attention,
-    the row is unfolded: the unfolded row has a copy of the prompt's queries, keys and values for
-    each sequence. Every attention kernel accepts the unfolded row.
+    If several sequences of a row share a prompt, the row itself has a single copy of the prompt.
+    This is enough for all operations of a layer except attention, because they treat tokens
+    independently. For attention, the row is unfolded: the unfolded row has a copy of the prompt's
+    queries, keys and values for each sequence. Every attention kernel accepts the unfolded row.
 
     Attributes:
         places: int32 ``[B, E]``, index in the row of the token at each place of the unfolded row.

@@ -2,9 +2,9 @@
 
 There are two kinds of attention. ``causal`` attention works on whole sequences, in training and
 scoring (see `attention.causal`). ``paged`` attention computes new tokens over a paged cache (see
-`attention.paged`). For both kinds there is the reference implementation ``xla``, which runs
-everywhere in every dtype, and there are kernels that need a certain platform, 16-bit operands, and
-shapes that the kernel supports.
+`attention.paged`). Both kinds have a reference implementation, ``xla``, which runs everywhere and
+in every dtype. The other implementations are kernels. A kernel needs a certain platform, 16-bit
+operands, and shapes that it supports.
 """
 
 from __future__ import annotations

@@ -4,7 +4,8 @@ The kernel reads the pages where they are, through the page table, and computes 
 as in FlashAttention (Dao et al., arXiv 2205.14135). The queries of all heads that share a key/value
 head form the rows of one matmul, so the kernel reads a page once for many queries.
 
-Shape letters: those of `paged`.
+Shape letters: B sequences, T new tokens of each sequence, N key/value heads, G query heads per
+key/value head, K head width, P pages of the pool, S positions of a page, C pages of a sequence.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ def attend(
         q: scaled queries ``[B, T, N, G, K]``, in the dtype of the matmuls.
         table: page table, int32 ``[B, C]``.
         lengths: int32 ``[B]``, number of positions that the last new token of each sequence sees.
-            The token before the last one sees one position less.
+            Each earlier new token sees one position less than the token after it.
         keys, values: the pool, ``[N, P, S, K]``. K and S are powers of two, 16 or more.
         interpret: whether the kernel is interpreted, for tests on a CPU.
 
