@@ -248,7 +248,7 @@ class Algorithm(Bounded):
 
     @property
     def whitened(self) -> bool:
-        """Whether `gae` computes advantages from the rewards, which `whiten` then standardises."""
+        """Whether `gae` turns rewards into advantages, and `whiten` standardises the advantages."""
         return self.needs_critic or has_mark(self.advantage_call, "whitened")
 
     @property

@@ -54,7 +54,7 @@ class RecordReader:
         records: the rows of the files.
         tokenizer: tokenizer of the policy.
         prompt: prompt style in which the policy sees the records' questions.
-        level: level of the protocols, ``lenient`` or ``paper``, see `tasks.base.with_level`.
+        level: level of the protocol rules, ``lenient`` or ``paper``, see `tasks.base.with_level`.
         format: format of the conversations, such as ``tags``, see `tasks.base.with_level`.
     """
 
