@@ -64,7 +64,10 @@ class Scheduler:
         self.device_call: asyncio.Future[Any] | None = None
 
     async def admit(self) -> bool:
-        """Loads published weights and starts samples in free slots; returns whether any runs."""
+        """Loads published weights and starts samples; returns whether any sample is running.
+
+        Samples start only in free slots.
+        """
         self._count()
         self._cancel()
         await self._take_weights()
