@@ -172,7 +172,7 @@ def publish(
 
     The result holds only the copies for the device groups of this process. If there are several
     processes, all of them must call this function. On a single CPU device, the output axes of
-    kernels come first, see `DecodeParams`.
+    weight matrices come first, see `DecodeParams`.
 
     Args:
         params: training parameters without adapters, on one device or on a mesh.
@@ -255,7 +255,7 @@ def publish_program(
         model: the architecture.
         dtype: dtype of the copies.
         mesh: mesh of all device groups, see `decode_mesh`; None for one device.
-        outputs_first: whether the output axes of kernels are moved to the front, see
+        outputs_first: whether the output axes of weight matrices are moved to the front, see
             `DecodeParams`; must be False on a mesh.
     """
 

@@ -30,8 +30,8 @@ class AdmissionRules:
     Attributes:
         groups: number of groups that a step trains on.
         most: maximum number of groups that a step examines. A group has a signal if its rewards
-            differ. A step that has examined ``most`` groups trains on those of them that have a
-            signal, even if their number is below ``groups``.
+            differ. A step that has examined the maximum number of groups trains on those of them
+            that have a signal, even if their number is below ``groups``.
         max_staleness: maximum age of a group that a step trains on. The age is the number of steps
             between the oldest policy version that sampled the group and the version that the step
             updates.

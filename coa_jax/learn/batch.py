@@ -88,7 +88,7 @@ class Batch(NamedTuple):
 
 
 def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> Example:
-    """Tokenises a distilled record, one part after the other.
+    """Tokenises a distilled record (a trajectory of a teacher, as text), one part after the other.
 
     A part that the environment wrote is encoded as the agent loop encodes an observation, so that
     training and rollouts see the same token ids for the same text.

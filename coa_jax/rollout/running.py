@@ -200,9 +200,12 @@ def prefills_of(
         prompts: token ids of a prompt -> samples with this prompt.
 
     Returns:
-        Three values: the arguments of `Engine.extend` as (slot, start position, token ids); slot
-        that computes a prompt -> slots that copy it; slot that computes a prompt -> number of
-        tokens of the prompt.
+        Three values:
+
+        - the argument of `Engine.extend`: a tuple (slot, start position, token ids) for each prompt
+          to compute;
+        - a dictionary from each slot that computes a prompt to the slots that copy the prompt;
+        - a dictionary from each slot that computes a prompt to the prompt's number of tokens.
     """
     slots = {prompt: [run.slot for run in runs] for prompt, runs in prompts.items()}
     prefills: list[tuple[int, int, Sequence[int]]] = [

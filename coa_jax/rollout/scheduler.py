@@ -105,7 +105,7 @@ class Scheduler:
         return bool(self.running or self.ended)
 
     async def arrival(self) -> bool:
-        """Waits until the inbox changes; returns False at once if the inbox is closed."""
+        """Waits until the inbox changes, and returns True; returns False if the inbox is closed."""
         if self.inbox.closed:
             return False
         await self.reader.changed()
