@@ -127,7 +127,8 @@ def surrogate(
 ) -> tuple[jax.Array, Stats]:
     """Calls the algorithm's loss function (see `algorithms.LOSSES`) on a batch.
 
-    The loss function receives those of the following arguments that are among its parameters:
+    A loss function may have any of these parameters, and is called with the arguments of its
+    parameters:
 
     - ``logp`` and ``old_logp``: log-probabilities under the current and the old policy;
     - ``mask``: 1 for tokens that the policy wrote, 0 for all other tokens;
@@ -365,8 +366,8 @@ def policy_objective(
 
     Args:
         logp, entropy: log-probabilities and entropies of the current policy, float32 ``[R, T]``.
-        batch: packed rows, with those of ``weight``, ``old_logp`` and ``ref_logp`` that the
-            algorithm needs. If ``algorithm.old_logp`` is ``trainer`` and ``batch.old_logp`` is
+        batch: packed rows. ``weight``, ``old_logp`` and ``ref_logp`` may be None if the algorithm
+            does not need them. If ``algorithm.old_logp`` is ``trainer`` and ``batch.old_logp`` is
             None, the current policy is the old policy.
         algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
 
