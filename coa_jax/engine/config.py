@@ -109,9 +109,9 @@ class EngineConfig(Bounded):
 
         If the setting ``engines`` is not 0, the number is this setting. If ``engines`` is 0:
 
-        - on a CPU without a pool of pages (``pages`` is 0), the number is that of the cores, but no
-          more than leaves 16 slots to each engine, because matmuls on CPUs process 16 rows at a
-          time;
+        - on a CPU without a pool of pages (``pages`` is 0), the number is that of the cores. It is
+          lower if an engine would otherwise have fewer than 16 slots, because matmuls on CPUs
+          process 16 rows at a time;
         - in all other cases, the number is 1.
         """
         if self.engines or self.pages or platform != "cpu":

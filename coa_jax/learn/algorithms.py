@@ -263,9 +263,9 @@ class Algorithm(Bounded):
 
     @property
     def masks(self) -> bool:
-        """Whether the loss leaves out tokens whose ratio trainer / sampler is out of bounds.
+        """Whether the loss leaves out tokens because of ``mask_low`` or ``mask_high``.
 
-        The bounds are ``mask_low`` and ``mask_high``.
+        These settings bound the ratio of the trainer's to the sampler's probability of a token.
         """
         return self.mask_low > 0 or self.mask_high > 0
 

@@ -163,7 +163,7 @@ def examples_in_memory(examples: Sequence[Example]) -> Examples:
 def loss_tokens(example: Example) -> int:
     """Returns the number of tokens of an example that have a loss in a packed row.
 
-    Packing masks the first token of a sequence, which no token precedes.
+    Packing masks the first token of a sequence, because no token precedes it.
     """
     return int(np.sum(example.mask[1:], dtype=np.float64))
 

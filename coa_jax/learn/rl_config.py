@@ -148,7 +148,8 @@ class RLConfig(TrainingConfig):
     def budgets(self) -> RolloutConfig:
         """Limits of a trajectory; without time limits if ``max_staleness`` is 0.
 
-        Time limits would make the run depend on the speed of the machine.
+        With 0, the same seed must reproduce the run, and time limits would make the run depend on
+        the speed of the machine.
         """
         if self.max_staleness:
             return self.rollout

@@ -109,7 +109,7 @@ class Watch:
 
         Args:
             value: newest validation loss.
-            step: its step.
+            step: number of the step after which this loss was measured.
         """
         self._best = min(self._best, (value, step))
         return self._best
