@@ -107,9 +107,12 @@ class EngineConfig(Bounded):
     def num_engines(self, platform: str) -> int:
         """Returns the number of engines that share the slots of one device (or group of devices).
 
-        The number is the setting ``engines``, unless this is 0. With 0, the number is 1, except on
-        CPUs without a pool of pages: there the number is that of the cores, or less if an engine
-        would otherwise have fewer than 16 slots, because matmuls on CPUs process 16 rows at a time.
+        If the setting ``engines`` is not 0, the number is this setting. If ``engines`` is 0:
+
+        - on a CPU without a pool of pages (``pages`` is 0), the number is that of the cores. It is
+          lower if an engine would otherwise have fewer than 16 slots, because matmuls on CPUs
+          process 16 rows at a time;
+        - in all other cases, the number is 1.
         """
         if self.engines or self.pages or platform != "cpu":
             return self.engines or 1

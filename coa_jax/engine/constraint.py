@@ -35,10 +35,10 @@ class ConstraintTables(NamedTuple):
     Attributes:
         allowed: uint32 ``[S, ceil(V / 32)]``, for each state one bit per token, which is 1 if the
             token is allowed; the lowest bit of a word belongs to the word's first token.
-        next_state: int32 ``[S, K]``, state after a token of a kind was written in a state; `DEAD`
-            if tokens of this kind are not allowed there.
+        next_state: int32 ``[S, K]``, entry (s, k) is the state that follows state s when a token of
+            kind k is written; `DEAD` if tokens of kind k are not allowed in state s.
         kind: int32 ``[V]``, kind of each token.
-        ends: bool ``[S]``, whether the policy must not write a token in a state, because an
+        ends: bool ``[S]``, True for states in which the policy must not write a token, because an
             observation or the end of the trajectory follows.
     """
 

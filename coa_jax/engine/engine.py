@@ -243,9 +243,9 @@ class Engine:
         Args:
             feeds: tuples (slot, start, tokens). ``start`` is the position of the first of these
                 tokens, and is at most the current length of the sequence. For a sequence in
-                progress, ``start`` must be that length minus 1, and the first token must be the
-                newest one of the sequence, which is not in the cache yet. A slot without pages gets
-                pages for ``max_length`` positions.
+                progress, ``start`` must be the current length minus 1. The first token must then be
+                the newest token of the sequence, which is not in the cache yet. A slot without
+                pages gets pages for ``max_length`` positions.
         """
         size = self.config.extend_block
         blocks: list[tuple[int, int, Sequence[int]]] = []

@@ -39,7 +39,8 @@ def decode_mesh(mesh: Mesh, tensor: int = 0) -> Mesh:
     devices keep the order of the training mesh, because the program of `publish` uses both meshes,
     and JAX allows one device order per program. In this order, the devices of a process need not be
     consecutive: on TPUs the order follows the torus, in which a v5p host has, for example, 2 x 2
-    chips of a 4 x 4 x 8 slice. The returned mesh therefore has as many axes as the groups need.
+    chips of a 4 x 4 x 8 slice. The returned mesh therefore may need several axes to describe a
+    group.
 
     Args:
         mesh: training mesh.
@@ -171,7 +172,7 @@ def publish(
 
     The result holds only the copies for the device groups of this process. If there are several
     processes, all of them must call this function. On a single CPU device, the output axes of
-    kernels come first, see `DecodeParams`.
+    weight matrices come first, see `DecodeParams`.
 
     Args:
         params: training parameters without adapters, on one device or on a mesh.
@@ -212,7 +213,7 @@ def places_of(model: ModelConfig, mesh: Mesh) -> list[Sharding | DecodeParams]:
 
     Returns:
         One entry per group, as `move` expects: a single sharding for a group of one device, else a
-            tree of shardings.
+        tree of shardings.
     """
     return [
         decode_shardings(model, _group_mesh(group))
@@ -254,7 +255,7 @@ def publish_program(
         model: the architecture.
         dtype: dtype of the copies.
         mesh: mesh of all device groups, see `decode_mesh`; None for one device.
-        outputs_first: whether the output axes of kernels are moved to the front, see
+        outputs_first: whether the output axes of weight matrices are moved to the front, see
             `DecodeParams`; must be False on a mesh.
     """
 
@@ -368,7 +369,7 @@ def new_pages(
         params: parameters in the layout for decoding.
         model: the architecture.
         config: settings of the engine.
-        compute: the implementation, which determines the layout of the pages.
+        compute: settings of the computation; its attention determines the layout of the pages.
     """
     return in_turn(compute.mesh, _new_pages(model, config, compute), params)
 
@@ -381,7 +382,8 @@ def abstract_pages(
     Args:
         model: the architecture.
         config: settings of the engine.
-        compute: the implementation, which determines the layout of the pages, and the mesh.
+        compute: settings of the computation; its attention determines the layout of the pages, and
+            its mesh their shardings.
     """
     dtype, mesh = config.cache_dtype or config.dtype, compute.mesh
     shapes = jax.eval_shape(

@@ -35,7 +35,7 @@ class Meter:
     def rest(self) -> None:
         """Marks the beginning of idle time, because no slot is active.
 
-        The idle time ends at the next `clock`, and is added to ``idle_s``.
+        The idle time ends at the next call of `clock`, and is then added to ``idle_s``.
         """
         if self._idle_since is None:
             self._idle_since = time.perf_counter()

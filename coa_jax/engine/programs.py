@@ -207,7 +207,7 @@ def copy_pages(pages: Pages, sources: jax.Array, targets: jax.Array, compute: Co
         sources: numbers of the pages to copy, int32 ``[R]``.
         targets: numbers of the pages to write, int32 ``[R]``; a page whose target is outside the
             pool is not copied.
-        compute: the implementation, which determines the layout of the pages.
+        compute: settings of the computation; its attention determines the layout of the pages.
 
     Returns:
         The pages after the copy.

@@ -30,8 +30,8 @@ class AdmissionRules:
     Attributes:
         groups: number of groups that a step trains on.
         most: maximum number of groups that a step examines. A group has a signal if its rewards
-            differ. A step that has examined ``most`` groups trains on those of them that have a
-            signal, even if their number is below ``groups``.
+            differ. A step that has examined the maximum number of groups trains on those of them
+            that have a signal, even if their number is below ``groups``.
         max_staleness: maximum age of a group that a step trains on. The age is the number of steps
             between the oldest policy version that sampled the group and the version that the step
             updates.
@@ -130,7 +130,8 @@ class Ledger:
         Args:
             rules: the rules by which the run composes its steps.
             state: `Composition.state` of that step; {} for a new run.
-            pool: the pool in its state after that step; None without a pool.
+            pool: the run's task pool (`pool.Pool`), which decides which tasks are skipped, in its
+                state after that step; None without a pool.
         """
         ledger = cls(rules, pool)
         if state:
@@ -169,8 +170,8 @@ class Ledger:
             index: index of the group's task.
             signal: whether the rewards of the group differ.
             oldest: oldest policy version that sampled one of the group's tokens.
-            score: number of solved samples and number of graded samples of the group, which the
-                pool needs.
+            score: number of solved samples and number of graded samples of the group, from which
+                the task pool (`pool.Pool`) computes how often the policy solves the task.
         """
         if index in self._open:
             self._ended[index] = _Ended(signal, oldest, (score[0], score[1]))
@@ -178,7 +179,11 @@ class Ledger:
     def late(self, index: int) -> None:
         """Drops the group of a task because it is older than `AdmissionRules.max_staleness`.
 
-        The task is sampled again, unless its groups have now been dropped `ATTEMPTS` times.
+        The task is sampled again. Once its groups have been dropped `ATTEMPTS` times, the task is
+        given up instead.
+
+        Args:
+            index: index of the group's task.
         """
         if index not in self._open:
             return
@@ -258,10 +263,10 @@ class Ledger:
     def admit(self) -> list[int]:
         """Returns the indices of the tasks to sample now, and counts their groups as in flight.
 
-        A group that starts now can be used by all steps up to step ``version + max_staleness + 1``.
-        Unless `AdmissionRules.in_flight` sets the number of groups in flight, the number is the
-        number of groups that these steps still lack, divided by the estimated share of groups with
-        a signal.
+        `AdmissionRules.in_flight` sets the number of groups in flight. If this setting is 0, the
+        number is computed: a group that starts now can be used by all steps up to step ``version +
+        max_staleness + 1``. The number of groups that these steps still lack is divided by the
+        estimated share of groups with a signal, because groups without a signal are not used.
         """
         rules = self.rules
         last = min(self.version + rules.max_staleness + 1, rules.steps)

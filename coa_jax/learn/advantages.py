@@ -260,8 +260,8 @@ def distillation(old: ArrayLike, teacher: ArrayLike) -> jax.Array:
     """Returns the advantages ``log p_teacher - log p_old`` of tokens that the policy sampled.
 
     The expectation of the advantage at a token is the negative reverse KL divergence of the two
-    distributions at this token, ``-KL(old || teacher)``; later tokens do not enter. This is
-    on-policy distillation (Lu et al. 2025,
+    distributions at this token, ``-KL(old || teacher)``. The advantage of a token does not depend
+    on the tokens after it. This is on-policy distillation (Lu et al. 2025,
     https://thinkingmachines.ai/blog/on-policy-distillation; Agarwal et al., arXiv 2306.13649 §3; Gu
     et al., arXiv 2306.08543 eq 1).
 

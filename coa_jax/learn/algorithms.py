@@ -143,9 +143,9 @@ class Algorithm(Bounded):
         kl_coef: factor of the KL penalty. With 0 there is no penalty, so the run needs no frozen
             copy of the initial parameters.
         entropy_coef: factor of the entropy bonus; 0 for no bonus.
-        opd_coef: factor of the advantages that a teacher gives to tokens (on-policy distillation),
-            which are added to the advantages of ``advantage``; 0 for no teacher. See
-            `advantages.distillation`.
+        opd_coef: factor by which a teacher's advantages of tokens (on-policy distillation) are
+            multiplied before they are added to the advantages that ``advantage`` gives; 0 for no
+            teacher. See `advantages.distillation`.
         old_logp: source of the log-probabilities in the denominator of the loss's ratio. With
             ``sampler``, the log-probabilities are those that the engine recorded while sampling;
             with ``trainer``, the trainer computes the log-probabilities before the step's first
@@ -162,11 +162,11 @@ class Algorithm(Bounded):
             with a larger ratio has no loss. 0 for no bound.
         mask_level: level of the ratio that ``mask_low`` and ``mask_high`` bound: ``token``,
             ``sequence`` or ``geometric``, as in ``tis_level``.
-        overlong_buffer: number of tokens over which the reward falls with the length of the
-            trajectory. The fall begins this number of tokens before the token budget
-            ``rollout.max_tokens``. 0 for no length penalty. See `learn.shaping`.
+        overlong_buffer: size of the buffer, which is the last part of the token budget
+            ``rollout.max_tokens``, in tokens. A trajectory that reaches into the buffer gets a
+            lower reward. 0 for no length penalty. See `learn.shaping`.
         overlong_penalty: amount by which the reward is lowered if the trajectory uses up the token
-            budget ``rollout.max_tokens``. Over the buffer, the reduction grows linearly from 0 to
+            budget ``rollout.max_tokens``. Within the buffer, the reduction grows linearly from 0 to
             this amount.
         gamma: discount factor of generalised advantage estimation.
         lam: trace decay (lambda) of generalised advantage estimation.
@@ -248,7 +248,7 @@ class Algorithm(Bounded):
 
     @property
     def whitened(self) -> bool:
-        """Whether `gae` computes advantages from the rewards, which `whiten` then standardises."""
+        """Whether `gae` turns rewards into advantages, and `whiten` standardises the advantages."""
         return self.needs_critic or has_mark(self.advantage_call, "whitened")
 
     @property
@@ -263,9 +263,9 @@ class Algorithm(Bounded):
 
     @property
     def masks(self) -> bool:
-        """Whether the loss leaves out tokens whose ratio trainer / sampler is out of bounds.
+        """Whether the loss leaves out tokens because of ``mask_low`` or ``mask_high``.
 
-        The bounds are ``mask_low`` and ``mask_high``.
+        These settings bound the ratio of the trainer's to the sampler's probability of a token.
         """
         return self.mask_low > 0 or self.mask_high > 0
 

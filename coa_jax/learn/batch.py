@@ -66,8 +66,8 @@ class Batch(NamedTuple):
         age: int32 ``[R, T]``, number of steps between the policy version that sampled a token and
             the policy version that is trained on the token; None if the newest version sampled all
             tokens.
-        unfolded: layout of the rows inside attention, which reads a shared prompt as if each of the
-            sequences had a copy; None if no sequences share a prompt.
+        unfolded: layout of the rows inside attention, where each sequence has its own copy of a
+            prompt that the row stores only once; None if no sequences share a prompt.
     """
 
     tokens: np.ndarray
@@ -88,7 +88,7 @@ class Batch(NamedTuple):
 
 
 def record_example(tokenizer: Any, record: DistilledRecord, prompt: Prompt) -> Example:
-    """Tokenises a distilled record, one part after the other.
+    """Tokenises a distilled record (a trajectory of a teacher, as text), one part after the other.
 
     A part that the environment wrote is encoded as the agent loop encodes an observation, so that
     training and rollouts see the same token ids for the same text.
@@ -192,11 +192,10 @@ def token_versions(trajectory: Trajectory, version: int) -> np.ndarray:
 def pack(examples: Sequence[Example], length: int, unfolded: int = 0) -> Batch:
     """Packs sequences into rows: the longest first, each into the first row with enough space.
 
-    If ``unfolded`` is above 0, sequences with the same prompt share a row that stores the prompt
-    once, with the first of the sequences. Of every further sequence, the row stores the tokens
-    after the prompt, and the last token of the prompt, from which the first sampled token is
-    predicted. Inside attention, the row is expanded to ``unfolded`` positions, in which every
-    sequence begins with the whole prompt.
+    If ``unfolded`` is above 0, sequences with the same prompt share a row. The first of these
+    sequences is stored with the whole prompt. Every further sequence is stored with only the last
+    token of the prompt, from which its first sampled token is predicted. Inside attention, the row
+    is expanded to ``unfolded`` positions, where every sequence begins with the whole prompt.
 
     The result depends only on the examples and their order.
 

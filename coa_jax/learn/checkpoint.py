@@ -165,7 +165,10 @@ class Checkpoints:
         return sorted(self._manager.all_steps())
 
     def overdue(self, seconds: float) -> bool:
-        """Returns whether the last save (or else the creation) is at least ``seconds`` ago."""
+        """Returns whether at least ``seconds`` have passed since the last save.
+
+        Before the first save, the time counts from the creation of this object.
+        """
         return time.monotonic() - self._saved >= seconds
 
     def best(self) -> int | None:
@@ -234,7 +237,8 @@ class Checkpoints:
     def newest(self, like: TrainState, more: Mapping[str, Any] | None = None) -> Restored | None:
         """Reads the newest undamaged checkpoint; returns None if there is no checkpoint.
 
-        A damaged checkpoint that is newer is renamed to ``damaged-STEP``, and a warning names it.
+        Damaged checkpoints that are newer than the one that is read are renamed to
+        ``damaged-STEP``. A warning names each of them.
 
         Args:
             like: a state whose shapes, dtypes and shardings the result will have, see `restore`.

@@ -16,8 +16,8 @@ from coa_jax.errors import UserError
 class Clock:
     """Measures the wall-clock seconds that each named phase of a step takes.
 
-    A phase is a block ``with clock(name):``. The time outside all phases counts from the creation
-    of the clock.
+    A phase is a block ``with clock(name):``. `report` returns the seconds of each phase, and the
+    time outside all phases since the clock was created.
     """
 
     def __init__(self, *names: str) -> None:

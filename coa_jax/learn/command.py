@@ -37,9 +37,10 @@ def define_flags(config: str, *, workdir_required: bool = True) -> None:
 
 
 def check_flags() -> None:
-    """Defines the flags ``--check`` (check the run without starting it) and ``--topology``.
+    """Defines the flags ``--check`` and ``--topology``, which `coa_jax.check` reads.
 
-    `coa_jax.check` reads these flags.
+    With ``--check``, the command checks what the run needs, but does not start the run.
+    ``--topology`` names other chips for which to check, such as ``v5p:4x4x4``.
     """
     flags.DEFINE(
         flags.EnumParser(["false", "true", "compile"]),

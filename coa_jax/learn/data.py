@@ -54,7 +54,7 @@ class RecordReader:
         records: the rows of the files.
         tokenizer: tokenizer of the policy.
         prompt: prompt style in which the policy sees the records' questions.
-        level: level of the protocols, ``lenient`` or ``paper``, see `tasks.base.with_level`.
+        level: level of the protocol rules, ``lenient`` or ``paper``, see `tasks.base.with_level`.
         format: format of the conversations, such as ``tags``, see `tasks.base.with_level`.
     """
 
@@ -163,7 +163,7 @@ def examples_in_memory(examples: Sequence[Example]) -> Examples:
 def loss_tokens(example: Example) -> int:
     """Returns the number of tokens of an example that have a loss in a packed row.
 
-    Packing masks the first token of a sequence, which no token precedes.
+    Packing masks the first token of a sequence, because no token precedes it.
     """
     return int(np.sum(example.mask[1:], dtype=np.float64))
 

@@ -134,9 +134,9 @@ def complete_experience(
             without constrained decoding.
 
     Returns:
-        The batches, as arrays on the host, in which the function has set those of the fields
-        ``old_logp``, ``ref_logp``, ``value``, ``returns`` and ``advantage`` that the algorithm
-        needs; and a dictionary of metrics that summarise these fields.
+        The batches, as arrays on the host, and a dictionary of metrics that summarise the new
+        fields. The function sets ``old_logp``, ``ref_logp``, ``value``, ``returns`` and
+        ``advantage`` if the algorithm needs them.
     """
     in_reward = algorithm.needs_reference and algorithm.kl_in == "reward"
     filled = list(batches)

@@ -48,9 +48,9 @@ class FitConfig(TrainingConfig):
         validate_every: number of updates between two measurements of the validation loss, if the
             run has validation data.
         keep_best: metric that selects the best checkpoint, which is kept in addition to the newest
-            checkpoints; "" keeps no best checkpoint. A validation loss is computed with the
-            parameters of the checkpoint. The training loss (``loss``) is computed with the
-            parameters before the last update.
+            checkpoints; "" keeps no best checkpoint. A validation loss describes the parameters in
+            the checkpoint. The training loss (``loss``) describes the parameters before the last
+            update, and not those in the checkpoint.
     """
 
     batch_size: Size
@@ -93,8 +93,8 @@ def fit(
             checkpoint contains the frozen base parameters.
         loss: loss of an update.
         compute: dtype, operations and sharding; rows are split over the mesh of ``compute``.
-        updates: creates the updates of the run from the remaining fields of `UpdateSequence`, which
-            are ``batch_size``, ``rows``, ``length``, ``cursor`` and ``number``.
+        updates: function that creates the updates of the run. Its keyword arguments are the fields
+            ``batch_size``, ``rows``, ``length``, ``cursor`` and ``number`` of `UpdateSequence`.
         epoch: number of examples in one pass over the data.
         longest: number of tokens of the longest sequence; a warning is logged if the model supports
             fewer positions.

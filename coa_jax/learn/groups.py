@@ -109,8 +109,8 @@ async def graded(
 ) -> Trajectory:
     """Grades a trajectory by the graders that need no other samples of the same task.
 
-    The result is the trajectory with this reward. `completed` adds the rest when the whole group
-    has been graded.
+    The result is the trajectory with the reward that these graders give. When all samples of the
+    task have been graded in this way, `completed` applies the graders that compare samples.
 
     Args:
         config: settings of the run; ``config.stops`` may remove the reward because of the stop

@@ -3,9 +3,9 @@
 The logits of a batch would be the largest array of a training step, so they exist for one chunk of
 positions at a time, in the forward and the backward pass. Positions without a loss are sorted
 behind the others, and a chunk that consists of such positions alone is skipped. On several devices
-each row is sorted separately. On one device the rows of a batch are joined into a single row. The
-chunks of this row are full, however the loss is distributed over the rows, and XLA on a CPU
-computes the matmuls without copies.
+each row is sorted separately. On one device the rows of a batch are joined into a single row before
+sorting, for two reasons: the chunks are then full, even if the rows have different numbers of
+positions with a loss; and XLA computes the matmuls without copies on a CPU.
 """
 
 from __future__ import annotations

@@ -1,4 +1,7 @@
-"""Settings with which the web agent's models fit machines that are smaller than a pod."""
+"""Settings with which the models of the web agent can be trained on machines of 1 to 8 chips.
+
+The config files of the web agent (a policy that searches the web) are written for a TPU pod.
+"""
 
 from __future__ import annotations
 

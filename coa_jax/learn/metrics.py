@@ -273,7 +273,8 @@ def train_speed(
 def peak_memory() -> dict[str, float]:
     """Returns the peak memory of this process and, if known, of its devices, in GB.
 
-    The metric of the devices is the highest peak of a device.
+    ``mem/host_peak_gb`` is the peak of the process. ``mem/device_peak_gb`` is the peak of the
+    device with the highest peak.
     """
     kilobytes = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     figures = {"mem/host_peak_gb": kilobytes * (1 if sys.platform == "darwin" else 1024) / 1e9}

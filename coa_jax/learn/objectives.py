@@ -127,13 +127,14 @@ def surrogate(
 ) -> tuple[jax.Array, Stats]:
     """Calls the algorithm's loss function (see `algorithms.LOSSES`) on a batch.
 
-    The loss function receives those of the following arguments that are among its parameters:
+    A loss function may have any of these parameters, and is called with the arguments of its
+    parameters:
 
     - ``logp`` and ``old_logp``: log-probabilities under the current and the old policy;
-    - ``log_ratio``: ``logp - old_logp``, 0 for tokens of other authors;
+    - ``mask``: 1 for tokens that the policy wrote, 0 for all other tokens;
+    - ``log_ratio``: ``logp - old_logp``, and 0 for tokens with mask 0;
     - ``ratio``: r, the exponential of ``log_ratio``;
-    - ``advantages``: A, which is 0 for tokens of other authors;
-    - ``mask``: 1 for tokens that the policy wrote, 0 for tokens of other authors;
+    - ``advantages``: A, which is 0 for tokens with mask 0;
     - ``segment_ids``: index, within the row, of the sequence that contains the token, from 1;
     - ``entropy``: entropy of the current policy at each token;
     - ``clip_low``, ``clip_high`` and ``dual_clip``: settings of the algorithm.
@@ -315,9 +316,12 @@ def correction(algorithm: Algorithm, gap: jax.Array, batch: Batch) -> tuple[jax.
     - ``geometric``: the geometric mean of these ratios, which is GSPO's ratio. The geometric mean
       is biased, but has the same scale at any length.
 
-    A token whose rho is 0 still counts in the number of tokens by which the loss is divided. With
-    ``old_logp=trainer``, the loss is that of decoupled PPO (arXiv 2110.00641 §3, 2505.24298 eq 5):
-    Clipping r bounds the step from the proximal policy; rho corrects for sampling with another.
+    If ``tis_cap`` is 0, 1 takes the place of ``min(k, C)``; a bound that is 0 does not apply. A
+    token whose rho is 0 still counts in the number of tokens by which the loss is divided.
+
+    With ``old_logp=trainer``, the loss is that of decoupled PPO (arXiv 2110.00641 §3, 2505.24298 eq
+    5): clipping r bounds the step away from the proximal policy, which is the trainer's policy
+    before the step's updates; rho corrects for tokens that another policy sampled.
 
     Args:
         algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
@@ -362,8 +366,8 @@ def policy_objective(
 
     Args:
         logp, entropy: log-probabilities and entropies of the current policy, float32 ``[R, T]``.
-        batch: packed rows, with those of ``weight``, ``old_logp`` and ``ref_logp`` that the
-            algorithm needs. If ``algorithm.old_logp`` is ``trainer`` and ``batch.old_logp`` is
+        batch: packed rows. ``weight``, ``old_logp`` and ``ref_logp`` may be None if the algorithm
+            does not need them. If ``algorithm.old_logp`` is ``trainer`` and ``batch.old_logp`` is
             None, the current policy is the old policy.
         algorithm: an algorithm in which every setting has a value, see `Algorithm.resolve`.
 
@@ -414,14 +418,16 @@ def policy_objective(
 def value_objective(values: jax.Array, batch: Batch, bound: float) -> tuple[jax.Array, Stats]:
     """Computes half the squared error of a critic's values, summed over policy tokens.
 
-    With a bound, the error is the larger of those of V and ``V_old + clip(V - V_old, -bound,
-    bound)``. A value that has moved towards its target by more than the bound therefore has no
-    gradient (code of PPO, arXiv 1707.06347; Engstrom et al., arXiv 2005.12729 §3).
+    With a bound, two squared errors are computed: that of V, and that of the clipped value ``V_old
+    + clip(V - V_old, -bound, bound)``. The larger one counts. A value that has moved towards its
+    target by more than the bound therefore has no gradient (code of PPO, arXiv 1707.06347; Engstrom
+    et al., arXiv 2005.12729 §3).
 
     Args:
         values: values V of the critic, float32 ``[R, T]``.
         batch: packed rows, with the critic's old values ``value`` and the targets ``returns``.
-        bound: distance from the old value at which this gradient vanishes; 0 for no bound.
+        bound: maximum distance from the old value up to which the loss moves a value towards its
+            target; 0 for no bound.
 
     Returns:
         The loss summed over tokens, float32 ``[]``, and statistics by name, see `Stats`.

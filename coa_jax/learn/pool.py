@@ -1,8 +1,8 @@
 """Selects the tasks that a run samples, by how often the policy has solved each task.
 
-An index of the stream of tasks always has the same task; a pool only decides which indices are
-skipped. The pool learns only from steps that have been composed, so its state is a function of the
-steps of the run. All processes, a resumed run, and a replay therefore have the same state.
+The run's stream of tasks has a fixed task at each index; a pool only decides which indices are
+skipped. A pool changes only when the groups of a step have been chosen, so its state is a function
+of the steps of the run. All processes, a resumed run, and a replay therefore have the same state.
 """
 
 from __future__ import annotations
@@ -152,7 +152,8 @@ class Pool:
 
         Args:
             step: number of the step.
-            scores: maps the index of each group's task to its `Score`.
+            scores: maps the index of each group's task to the group's `Score`: the number of solved
+                and the number of graded samples.
         """
         config = self._config
         for index, (solved, graded) in scores.items():
@@ -178,7 +179,7 @@ class Pool:
 
         Args:
             first: index at which the search begins.
-            step: number of steps that have been composed so far.
+            step: number of steps so far whose groups have been chosen.
         """
         if self._all_rest[0] != step:
             self._all_rest = step, not any(self._awake(task, step) for task in self._tasks)
@@ -205,7 +206,7 @@ class Pool:
         return 1.0 - float(known.solved / known.graded if known else rate)
 
     def figures(self, step: int) -> dict[str, float]:
-        """Returns metrics of the pool after a step by name, such as the number of resting tasks."""
+        """Returns the pool's metrics after a step, such as the number of resting tasks."""
         rates = [known.solved / known.graded for known in self.known.values()]
         return {
             "pool/asked": float(len(rates)),

@@ -50,8 +50,8 @@ class DPOConfig(FitConfig):
 
     Attributes:
         traces: path of the ``traces.jsonl`` of a run that sampled and graded trajectories.
-        phase: phase, such as ``rl``, of that run whose trajectories are read; "" reads the
-            trajectories of all phases, including evaluations.
+        phase: phase of that run, such as ``rl``. Only trajectories of this phase are read; "" reads
+            the trajectories of all phases, including evaluations.
         beta: factor by which the difference of log-ratios is multiplied in the loss, see
             `dpo_objective`. With a smaller value, the policy moves farther from the reference.
         min_gap: minimum difference between the rewards of the two trajectories of a pair.

@@ -40,8 +40,8 @@ class RFTConfig(FitConfig):
     Attributes:
         traces: path of the ``traces.jsonl`` of a run that sampled and graded trajectories; "" to
             train only on the records of ``data``.
-        phase: phase, such as ``rl``, of that run whose trajectories are read; "" reads the
-            trajectories of all phases, including evaluations.
+        phase: phase of that run, such as ``rl``. Only trajectories of this phase are read; "" reads
+            the trajectories of all phases, including evaluations.
         min_reward: minimum reward of a trajectory that the policy is trained on.
         per_task: maximum number of trajectories of one task. The limit keeps tasks that are solved
             often from dominating the training data.

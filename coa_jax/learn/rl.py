@@ -277,7 +277,7 @@ class Source:
             self._learner.publish()
 
     def go_on(self) -> None:
-        """Lets rollouts continue that wait for the parameters of the newest step.
+        """Resumes the rollouts that wait for the parameters of the newest step.
 
         Rollouts wait only if ``max_staleness`` is 0.
         """

@@ -60,11 +60,11 @@ class RLConfig(TrainingConfig):
         admission: order in which steps take groups if ``max_staleness`` is above 0. ``completion``
             takes the groups that finish first, which favours short trajectories; ``task_order``
             waits for the oldest task.
-        late_samples: treatment of a group that still has unfinished samples when only one more step
-            may train on the group (because of ``max_staleness``). ``drop_group`` continues
-            sampling, and drops the group when its age exceeds ``max_staleness``. ``leave_out``
-            trains on the finished samples if there are two or more, which favours short
-            trajectories.
+        late_samples: treatment of a group that still has unfinished samples when the next step is
+            the last one for which the group is not too old (see ``max_staleness``).
+            ``drop_group`` continues sampling, and drops the group when its age exceeds
+            ``max_staleness``. ``leave_out`` trains on the finished samples if there are two or
+            more, which favours short trajectories.
         in_flight_weights: treatment of the KV cache of unfinished samples when the weights change.
             ``keep`` keeps the entries that the earlier weights computed; ``recompute`` computes
             these entries again with the new weights.
@@ -138,14 +138,18 @@ class RLConfig(TrainingConfig):
 
     @property
     def longest(self) -> int:
-        """Maximum number of tokens of a trajectory that budget and engine allow."""
+        """Maximum number of tokens of a trajectory.
+
+        This is the smaller of ``rollout.max_tokens`` and ``engine.max_length``.
+        """
         return min(self.rollout.max_tokens, self.engine.max_length)
 
     @property
     def budgets(self) -> RolloutConfig:
         """Limits of a trajectory; without time limits if ``max_staleness`` is 0.
 
-        Time limits would make the run depend on the speed of the machine.
+        With 0, the same seed must reproduce the run, and time limits would make the run depend on
+        the speed of the machine.
         """
         if self.max_staleness:
             return self.rollout
@@ -175,7 +179,7 @@ class RLConfig(TrainingConfig):
 
     @functools.cached_property
     def chosen(self) -> Algorithm:
-        """The algorithm in which the preset has filled in every unset setting."""
+        """The algorithm of the run, in which every unset setting has the preset's value."""
         return self.algorithm.resolve(self.longest)
 
     def __post_init__(self) -> None:

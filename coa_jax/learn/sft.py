@@ -101,7 +101,10 @@ class SFTConfig(FitConfig):
 
     @property
     def parts(self) -> list[str]:
-        """The parts of ``data`` to which ``weights`` applies; a single part without weights."""
+        """The paths in ``data``, one for each number in ``weights``.
+
+        If ``weights`` is (), the whole text of ``data`` is the only part.
+        """
         return self.data.split(",") if self.weights else [self.data]
 
     def __post_init__(self) -> None:

@@ -55,9 +55,9 @@ class TeacherConfig(ServedModel):
             constrained: whether the run samples tokens under a constraint.
 
         Raises:
-            UserError: the algorithm needs a teacher and the settings name none, or the other way
-                round; or tokens are sampled in a way for which a server cannot compute
-                log-probabilities.
+            UserError: the algorithm needs a teacher, but the settings name none; the settings name
+                a teacher, but the algorithm uses none; or the teacher is on a server, but sampling
+                has a temperature other than 1 or a constraint.
         """
         if opd_coef and not self.model:
             raise UserError(

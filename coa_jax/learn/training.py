@@ -31,8 +31,8 @@ class TrainingConfig(Bounded):
         optimizer: settings of AdamW and of its learning rate; ``total_steps`` is the number of
             updates of the run.
         checkpoint_every: number of steps between two checkpoints.
-        checkpoint_seconds: number of seconds after which a checkpoint is due. The first step that
-            ends at least this long after the last checkpoint is saved, in addition to the steps of
+        checkpoint_seconds: number of seconds after the last checkpoint at which the next one is
+            due. It is saved at the end of the step in progress, in addition to the checkpoints of
             ``checkpoint_every``. A run whose steps take longer than this therefore saves every
             step, and loses at most the step in progress if its machine is preempted. Training
             continues while a checkpoint is written.

@@ -14,9 +14,9 @@ For such returns-to-go see Williams 1992 (https://doi.org/10.1007/BF00992696) an
 A_ik equals A_i.
 
 A trajectory that ended before turn k stays in the mean b_k, with the part of its reward that
-belongs to no turn. The share of a sample's own return in the baseline is therefore the same for all
-turns, and a policy cannot change the weight of its turns by stopping early. For the same reason,
-all turns have the same scale s.
+belongs to no turn. The mean b_k is therefore taken over the same number of trajectories for every
+turn, and a policy cannot change the weight of its turns by stopping early. For the same reason, all
+turns have the same scale s.
 
 The advantages ``batch``, ``batch_baseline`` and ``gae`` need rewards of single tokens. For these
 advantages the last token of turn k has the reward A_ik - A_i(k+1), which is w r_ik minus a part of

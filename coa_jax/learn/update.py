@@ -103,7 +103,7 @@ def update(
         groups: trajectories of each group; trajectories without a reward are left out.
         compute: dtype, operations and sharding; rows are sharded over the mesh of ``compute``.
         constraint: constraint under which all trajectories were sampled; None without a constraint.
-        critic: state of the critic; donated.  None without a critic.
+        critic: state of the critic; donated. None without a critic.
         reference: parameters of the reference policy, see `reference_params`; None without a
             reference.
         teacher: local teacher, see `learn.teacher.load_teacher`; None without a local teacher.
@@ -256,11 +256,13 @@ def _merged(updates: Sequence[dict[str, float]], first_only: bool = True) -> dic
 def quotients(means: dict[str, float]) -> dict[str, float]:
     """Derives the metrics to report from the statistics of `policy_objective`.
 
-    Some metrics are quotients of two means over all tokens of the update.
+    Most statistics are reported unchanged. These metrics are quotients of two means over all tokens
+    of the update:
 
-    ``mismatch/ess`` is the effective sample size ``(sum rho)^2 / (n sum rho^2)`` as a share of the
-    tokens (Kong 1992). ``mismatch/age_N`` is the mean over the tokens of age N, and exists only if
-    there are such tokens.
+    - ``mismatch/ess``: the effective sample size as a share of the n tokens, ``(sum rho)^2 / (n sum
+      rho^2)`` (Kong 1992), where rho is the importance weight of `objectives.correction`;
+    - ``mismatch/age_N``: the mean of ``mismatch/abs_logp_mean`` over the tokens of age N, if there
+      are such tokens.
     """
     stats = {k: v for k, v in means.items() if not k.endswith(("_share", "_square"))}
     if "mismatch/weight" in means:

@@ -66,7 +66,7 @@ def parse_variants(argument: str | None, *groups: Sequence[str]) -> tuple[str, .
 
 
 def parse_variant(argument: str | None, sizes: Sequence[str] = ("",)) -> tuple[str, bool]:
-    """Parses the names after the colon, which may be a size and ``debug``.
+    """Parses the names after the colon of ``--config=FILE.py:SIZE,debug``; both are optional.
 
     Returns:
         The size, by default the first of ``sizes``; and whether the argument contains ``debug``.

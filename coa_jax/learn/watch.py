@@ -64,7 +64,7 @@ class Watch:
             name: name of the metric.
 
         Returns:
-            The mean; None for the rows from which the mean is computed.
+            The mean; None as long as the metric has had at most 5 values.
         """
         seen = self._first.setdefault(name, [])
         value = _value(row, name)
@@ -76,11 +76,10 @@ class Watch:
     def risen(self, row: Row, name: str) -> tuple[float, float] | None:
         """Returns the means of a metric's first 5 and newest 5 values, if the metric has risen.
 
-        The result is None if the metric has not risen.
-
-        The metric has risen if each of its 5 newest values is above all of its 5 first values. If
-        the distribution of the metric does not change, chance alone makes the metric rise in one of
-        ``C(10, 5) = 252`` cases (the extreme case of the rank-sum test).
+        The result is None if the metric has not risen. The metric has risen if each of its 5 newest
+        values is above all of its 5 first values. If the distribution of the metric does not
+        change, chance alone makes the metric rise in one of ``C(10, 5) = 252`` cases (the extreme
+        case of the rank-sum test).
         """
         first = self._first.setdefault(name, [])
         last = self._last.setdefault(name, deque(maxlen=_FIRST))
@@ -110,7 +109,7 @@ class Watch:
 
         Args:
             value: newest validation loss.
-            step: its step.
+            step: number of the step after which this loss was measured.
         """
         self._best = min(self._best, (value, step))
         return self._best
@@ -221,10 +220,12 @@ def no_tools(watch: Watch, row: Row) -> str | None:
 
 
 def masked_more(watch: Watch, row: Row) -> str | None:
-    """Returns a warning if masking for one of the reasons has become more frequent.
+    """Returns a warning if more trajectories are masked than in the first steps, or None.
 
-    A masked trajectory has no reward to train on. The result is None if there is nothing to warn
-    of. The rule exists because a policy may learn to cause failures that prevent a bad reward.
+    A masked trajectory has no reward to train on, for example because a tool failed. The rule looks
+    at each reason for masking separately. It warns if the share of masked trajectories has risen
+    (see `Watch.risen`) to more than 5 %. The rule exists because a policy may learn to cause
+    failures that prevent a bad reward.
     """
     found = None
     for name in sorted(name for name in row if name.startswith("masked/")):
@@ -251,7 +252,12 @@ def entropy_collapse(watch: Watch, row: Row) -> str | None:
 
 
 def mismatch(watch: Watch, row: Row) -> str | None:
-    """Returns a warning if the mismatch is three times that of the first steps, or None."""
+    """Returns a warning if sampler and trainer disagree more than in the first steps, or None.
+
+    The mismatch of a step is the mean absolute difference between the log-probabilities of sampler
+    and trainer. The rule warns if the mismatch is above 0.001, and above three times the mean of
+    its first 5 values.
+    """
     name = "mismatch/abs_logp_mean"
     start, now = watch.start(row, name), _value(row, name)
     if start is None or now is None or now <= max(3 * start, 1e-3):
@@ -264,7 +270,7 @@ def mismatch(watch: Watch, row: Row) -> str | None:
 
 
 def overfitting(watch: Watch, row: Row) -> str | None:
-    """Returns a warning if the validation loss is 10 % above its minimum, and None otherwise."""
+    """Returns a warning if the validation loss is over 10 % above its minimum, or None."""
     loss = _value(row, "validation/loss")
     if loss is None:
         return None
@@ -278,12 +284,10 @@ def overfitting(watch: Watch, row: Row) -> str | None:
 
 
 def starved(watch: Watch, row: Row) -> str | None:
-    """Returns a warning if the newest 5 steps spent too much of their time waiting for data.
+    """Returns a warning if the newest 5 steps waited for data over 5 % of their time, or None.
 
-    The result is None if there is nothing to warn of.
-
-    The rule divides the time spent waiting for data by the time of the steps, each summed over 5
-    steps, because a single slow read does not show that the input pipeline is slow.
+    The rule sums over 5 steps, because a single slow read does not show that the input pipeline is
+    slow.
     """
     waits, steps = watch.last(row, "time/data"), watch.last(row, "time/step")
     waited, total = sum(waits), sum(steps)

@@ -60,8 +60,8 @@ class Read(NamedTuple):
     Attributes:
         record: the record.
         row: the row.
-        tags: tags from which the protocol was inferred; () if the row or the setting names the
-            protocol.
+        tags: tags from which the protocol was inferred; () if the row itself or the
+            caller names the protocol.
         dropped: name of the filter that dropped the record, if the row comes from a ``dropped/``
             file of ``coa_jax.distill``; else "".
     """

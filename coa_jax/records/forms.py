@@ -47,8 +47,8 @@ class Made(NamedTuple):
 
     Attributes:
         record: the record.
-        tags: tags from which the protocol was inferred; () if the row or the setting names the
-            protocol.
+        tags: tags from which the protocol was inferred; () if the row itself or the
+            caller names the protocol.
     """
 
     record: DistilledRecord

@@ -178,15 +178,16 @@ def infer_protocol(text: str, instructions: str) -> tuple[str, tuple[str, ...]]:
     If the instructions name a registered protocol, this protocol is the result. Otherwise the
     result is the protocol with the fewest tags among those that contain every used tag.
 
-    The function first counts the tags in the text and the tags that the instructions name as used.
-    If these tags determine no protocol, the function counts only the tags in the text.
+    At first, the used tags are the tags in the text and the tags in the instructions. If these tags
+    do not determine a single protocol, the used tags are only the tags in the text.
 
     Args:
         text: text of the policy.
         instructions: the system message, and the user message without the question.
 
     Returns:
-        (name of the protocol, the used tags in sorted order).
+        (name of the protocol, the used tags in sorted order). If the instructions name the
+        protocol, the sentence that names it takes the place of the tags.
 
     Raises:
         Unusable: no protocol contains every used tag, or several such protocols have the same

@@ -1,10 +1,15 @@
 """Chooses which parts of a context to keep when the context has become too long for another turn.
 
-A step consists of the text of the policy up to a tool call, and the observation. Steps are dropped,
-the oldest first, until the context is short enough. The plans and reflections of all steps are
-dropped only if this is not enough. The remaining parts keep their order. The evaluator of the AFM
-release also keeps plans, reflections and the newest text, but moves plans and reflections to the
-front, and may cut in the middle of a tag.
+A step consists of the text of the policy up to a tool call, and the observation. The newest step is
+always kept. The parts of the other steps are dropped in this order, until the context is short
+enough:
+
+1. all parts except plans and reflections, beginning with the oldest step,
+2. plans and reflections, beginning with the oldest step.
+
+The remaining parts keep their order. The evaluator of the AFM release also keeps plans, reflections
+and the newest text, but moves plans and reflections to the front, and may cut in the middle of a
+tag.
 """
 
 from __future__ import annotations
@@ -22,8 +27,9 @@ def kept_spans(
 ) -> list[SegmentSpan]:
     """Returns the spans (segments) of a context that remain when the oldest steps are removed.
 
-    A step consists of the spans up to and including an observation. The newest step is always kept,
-    so the kept spans may have more than ``room`` tokens.
+    A step consists of the spans up to and including an observation. The plans and reflections of
+    the old steps are removed last. The newest step is always kept, so the kept spans may have more
+    than ``room`` tokens.
 
     Args:
         spans: spans of the context after the prompt. The last span must be an observation.

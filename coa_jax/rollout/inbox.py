@@ -104,7 +104,7 @@ class Inbox:
         return request or (self._queue.popleft() if self._queue else None)
 
     def drop(self, request: Request) -> bool:
-        """Removes a request that no engine has taken yet; returns whether this was the case."""
+        """Removes a request from the queue; returns False if an engine has already taken it."""
         left = deque(other for other in self._queue if other is not request)
         found, self._queue = len(left) < len(self._queue), left
         return found

@@ -17,8 +17,8 @@ The model must be the one that sampled the trajectories. In RL, each step sample
 parameters. Step 1 can be replayed with the model from which RL started (--phase=rl --step=1). Later
 steps cannot be replayed, because no model directory contains their parameters.
 
-If a clock (stop reasons deadline and tool_time) or a fault ended the recorded trajectory, the
-replay has no time limit, and the two are compared up to the recorded end.
+If a time limit (stop reasons deadline and tool_time) or a fault ended the recorded trajectory, the
+replay has no time limit, and the two trajectories are compared up to the recorded end.
 
 The exit code is 0 if all trajectories are identical, and 1 if some differ (the first differences
 are shown). It is 2 if the command line is invalid, or if a file lacks data that a replay needs.

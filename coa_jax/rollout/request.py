@@ -184,8 +184,8 @@ def tool_context(
 ) -> ToolContext:
     """Returns the context of the next tool call of a trajectory, including the call's deadline.
 
-    The deadline is the remaining time of ``max_seconds`` or of ``max_tool_seconds``, whichever is
-    shorter.
+    The deadline is the smaller of two numbers: the time that remains of ``max_seconds``, and the
+    time that remains of ``max_tool_seconds``. A limit of 0 does not count.
 
     Args:
         config: budgets of the trajectory.

@@ -139,8 +139,12 @@ class Running:
     def limit_now(self, version: int | None) -> int:
         """Returns the number of tokens up to which the sample can decode at present.
 
-        This is ``limit``, unless ``Request.plan`` requires a later policy version from an earlier
-        position on, or ``Request.ends`` ends the sample earlier.
+        The result is the smallest of these numbers:
+
+        - ``limit``,
+        - the first position from which ``Request.plan`` requires a policy version that is not
+          published yet,
+        - the number of tokens with which ``Request.ends`` ends the sample.
 
         Args:
             version: policy version of the present parameters; None counts as 0.
@@ -200,9 +204,12 @@ def prefills_of(
         prompts: token ids of a prompt -> samples with this prompt.
 
     Returns:
-        Three values: the arguments of `Engine.extend` as (slot, start position, token ids); slot
-        that computes a prompt -> slots that copy it; slot that computes a prompt -> number of
-        tokens of the prompt.
+        Three values:
+
+        - the argument of `Engine.extend`: a tuple (slot, start position, token ids) for each prompt
+          to compute;
+        - a dictionary from each slot that computes a prompt to the slots that copy the prompt;
+        - a dictionary from each slot that computes a prompt to the prompt's number of tokens.
     """
     slots = {prompt: [run.slot for run in runs] for prompt, runs in prompts.items()}
     prefills: list[tuple[int, int, Sequence[int]]] = [
@@ -217,17 +224,22 @@ def source_of(
 ) -> tuple[int | None, int]:
     """Finds a slot from whose KV cache the prompt of a new sample can be copied.
 
-    The result is the slot whose cache begins with the most tokens of the prompt, and the number of
-    these tokens. If another sample of the same request has a slot, this slot is returned, even if
-    it is in use. Otherwise the slot must be free, and its whole prompt must be the beginning of
-    this prompt, as in the turns of a conversation. If there is no such slot, the result is (None,
-    0). Only prefilled tokens are reused, so the cache has the same bits as after a prefill of the
-    whole prompt, whichever slots are free.
+    The first slot in this list is chosen:
+
+    1. a slot whose cache holds the prompt of the same request, even if the slot is in use,
+    2. the free slot with the longest prompt that is the beginning of the new prompt, as in the
+       turns of a conversation.
+
+    Only prefilled tokens are reused. The cache therefore has the same bits as after a prefill of
+    the whole prompt.
 
     Args:
         request: request of a sample without a slot.
         held: slot -> request whose prompt is in the slot's cache.
         free: slots without a sample.
+
+    Returns:
+        (slot, number of tokens that can be copied); (None, 0) if there is no such slot.
     """
     prompt, common, source = request.prompt, 0, None
     for slot, other in held.items():

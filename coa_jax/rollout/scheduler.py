@@ -64,7 +64,10 @@ class Scheduler:
         self.device_call: asyncio.Future[Any] | None = None
 
     async def admit(self) -> bool:
-        """Loads published weights and starts samples in free slots; returns whether any runs."""
+        """Loads published weights and starts samples; returns whether any sample is running.
+
+        Samples start only in free slots.
+        """
         self._count()
         self._cancel()
         await self._take_weights()
@@ -102,7 +105,7 @@ class Scheduler:
         return bool(self.running or self.ended)
 
     async def arrival(self) -> bool:
-        """Waits until the inbox changes; returns False at once if the inbox is closed."""
+        """Waits until the inbox changes, and returns True; returns False if the inbox is closed."""
         if self.inbox.closed:
             return False
         await self.reader.changed()

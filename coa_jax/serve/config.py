@@ -61,9 +61,9 @@ class ServeConfig(Bounded):
         """Maximum size of a request's body in bytes.
 
         This is ``max_body`` or, if ``max_body`` is 0, a size that suffices for the largest valid
-        request: 64 KiB plus 8 bytes per token, for the maximum number of prompts of the maximum
-        length. A token of English text has about 4 bytes, a token of Chinese
-        text in escaped JSON about 8.
+        request: 64 KiB plus 8 bytes for each token of the maximum number of prompts of the maximum
+        length. A token of English text has about 4 bytes, a token of Chinese text in escaped JSON
+        about 8.
         """
         prompts = max(2, self.max_samples)
         return self.max_body or (1 << 16) + 8 * self.engine.max_length * prompts

@@ -104,7 +104,7 @@ class Service:
 
     @property
     def loop(self) -> asyncio.Task[None]:
-        """Task that runs the rollout loop; if it ends before the server, it has failed."""
+        """Task that runs the rollout loop; if the task ends before the server, it has failed."""
         assert self._loop is not None
         return self._loop
 
