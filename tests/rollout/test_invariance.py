@@ -90,6 +90,7 @@ def test_the_reference_is_worth_comparing_with():
     assert sum(text.count("<observation>") for text in texts) > len(PAIRS) / 2
 
 
+@pytest.mark.usefixtures("cpu_ops")
 @pytest.mark.parametrize("slots", [4, 16])
 @settings(max_examples=8)
 @given(

@@ -191,6 +191,7 @@ def in_eight_slots(page_size: int) -> list[list[Trajectory]]:
     ],
 )
 @pytest.mark.parametrize("grouped", [True, False])
+@pytest.mark.usefixtures("cpu_ops")
 def test_trajectories_are_the_same_bits_under_all_shapes_orders_and_groups(shapes, grouped):
     """Rows, pages, chunks, mates: nothing of that is in the numbers of a sequence."""
     expected = in_eight_slots(shapes.get("page_size", SHAPES.page_size))

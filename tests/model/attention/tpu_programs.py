@@ -8,6 +8,7 @@ It runs on a CPU with ``libtpu`` installed, which contains the compiler for real
 from __future__ import annotations
 
 import json
+import os
 import re
 import sys
 
@@ -33,6 +34,8 @@ CASE = Case("tpu", "bfloat16", num_kv_heads=4, num_groups=2, head_dim=128, page_
 
 
 def mesh_of(topology: str, *sizes: int) -> Mesh:
+    # Without this variable only one process of a machine can load libtpu.
+    os.environ.setdefault("ALLOW_MULTIPLE_LIBTPU_LOAD", "1")
     devices = topologies.get_topology_desc(platform="tpu", topology_name=topology).devices
     chosen = np.asarray(devices[: int(np.prod(sizes))]).reshape(sizes)
     return Mesh(chosen, AXES, axis_types=(AxisType.Auto,) * 3)
