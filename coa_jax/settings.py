@@ -129,7 +129,7 @@ def complete(cls: type[Any], values: Mapping[str, Any]) -> ConfigDict:
         values: settings as in `build`; a setting that is left out has its default value.
 
     Raises:
-        UserError: a key is unknown or missing.
+        UserError: a key is unknown, or a field without a default value is missing.
     """
     return ConfigDict(_overridable(dataclasses.asdict(build(cls, values))))
 

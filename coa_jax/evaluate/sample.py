@@ -163,8 +163,8 @@ def sample_of(trajectory: Trajectory, exposure: Exposure | None = None) -> Sampl
 def by_last_suggestion(trajectory: Trajectory) -> Trajectory:
     """Returns the trajectory; the last suggested answer takes the place of a missing answer.
 
-    The code of the AFM release contains this rule but never applies it, because the requests of the
-    release do not stop at a suggested answer.
+    The code of the AFM release contains this rule too. The rule never takes effect there, because
+    the release never stops a generation at a suggested answer.
     """
     for span in reversed(trajectory.segments) if trajectory.answer is None else ():
         suggested = span.role == "suggested_answer" and span.author == Author.POLICY

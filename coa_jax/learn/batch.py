@@ -201,7 +201,7 @@ def pack(examples: Sequence[Example], length: int, unfolded: int = 0) -> Batch:
 
     Args:
         examples: the sequences. The prompt of a sequence consists of all tokens before the first
-            token with a loss. All sequences must have the same further arrays ``more``.
+            token with a loss. The field ``more`` of all sequences must have the same keys.
         length: number of tokens of a row, T.
         unfolded: number of positions of a row inside attention, E; 0 if sequences do not share
             prompts.

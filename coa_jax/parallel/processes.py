@@ -259,8 +259,8 @@ async def exchange(value: Any, what: str, seconds: float, place: str = "") -> li
         value: value of this process, which must be a short JSON value.
         what: name of the exchange, used in messages.
         seconds: interval at which a waiting process logs which processes are missing.
-        place: key of the exchange in JAX's coordination service, which no other thread may use; ""
-            for ``what``.
+        place: key of the exchange in JAX's coordination service. Exchanges of different threads
+            need different keys. If "", ``what`` is the key.
 
     Returns:
         The values of all processes, in the order of the processes' indices.

@@ -255,7 +255,7 @@ class Wording:
 
 
 def wording_of(one: Asked, prompt: Prompt) -> Wording:
-    """Returns the summary of the prompt of a single task or record.
+    """Summarises the prompt of a task or record, such as whether it has instructions of its own.
 
     The sum of two summaries (operator ``+``) is the summary of both together.
 

@@ -81,9 +81,9 @@ class ToolsConfig(Bounded):
     """The tools of a run, and their limits.
 
     Attributes:
-        names: names of the tools: ``wiki_search``, ``code``, ``web_search``, ``crawl_page``,
-            ``visual_inspector``, keys of ``mcp`` and ``own``, names of tools in installed packages,
-            or ``package.module:name``.
+        names: names of the tools. A name is a built-in tool (``wiki_search``, ``code``,
+            ``web_search``, ``crawl_page`` or ``visual_inspector``), a key of ``mcp`` or ``own``, the
+            name of a tool in an installed package, or ``package.module:name``.
         protocol: name of a new protocol with exactly these tools. Tasks can then name this protocol
             (``questions.jsonl:protocol=NAME``). "" creates no protocol.
         top_k: number of passages in an observation of ``wiki_search``.

@@ -52,9 +52,9 @@ class WorkerBusyError(WorkerError):
 
 
 class Workers:
-    """A pool of worker processes that run one function, each one call at a time.
+    """A pool of worker processes that all run the same function.
 
-    Several threads may use the same pool.
+    A worker process handles one call at a time. Several threads may use the same pool.
     """
 
     def __init__(self, function: str, count: int | None = None):
