@@ -82,8 +82,8 @@ class ToolsConfig(Bounded):
 
     Attributes:
         names: names of the tools. A name is a built-in tool (``wiki_search``, ``code``,
-            ``web_search``, ``crawl_page`` or ``visual_inspector``), a key of ``mcp`` or ``own``, the
-            name of a tool in an installed package, or ``package.module:name``.
+            ``web_search``, ``crawl_page`` or ``visual_inspector``), a key of ``mcp`` or ``own``,
+            the name of a tool in an installed package, or ``package.module:name``.
         protocol: name of a new protocol with exactly these tools. Tasks can then name this protocol
             (``questions.jsonl:protocol=NAME``). "" creates no protocol.
         top_k: number of passages in an observation of ``wiki_search``.
