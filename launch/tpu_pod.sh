@@ -73,8 +73,9 @@ run_once() {
   if [ "$detach" = yes ]; then
     on_all "${read_secrets}cd $dir && $begin(nohup env $command >run.log 2>&1 </dev/null & echo \$! >run.pid)"
   else
-    # The shell becomes the command: its pid is the one noted, its exit code is gcloud's.
-    on_all "${read_secrets}cd $dir && ${begin}bash -c 'echo \$\$ >run.pid; exec > >(tee run.log) 2>&1; \
+    # The shell becomes the command: its pid is the one noted, its exit code is gcloud's.  With -p, tee
+    # writes on, and so the command goes on, when nobody reads its output any more.
+    on_all "${read_secrets}cd $dir && ${begin}bash -c 'echo \$\$ >run.pid; exec > >(tee -p run.log) 2>&1; \
 exec env \"\$@\"' run $command"
   fi
 }
@@ -119,7 +120,8 @@ COA_JAX_VENV=$venv PYTHON=\$python bash $dir/launch/setup_env.sh tpu $extras"
       run_once || status=$?
       begin=""
       run_again "$status" || exit "$status"
-      on_all "[ ! -e $dir/run.stop ]" || exit 0 # `stop` has asked for it
+      # Whether `stop` has asked for it, as a word: a host that cannot be reached has said nothing.
+      [[ "$(on_all "[ ! -e $dir/run.stop ] || echo was-stopped")" != *was-stopped* ]] || exit 0
       # Its other processes may still wait for the one that is gone, and hold the chips.
       on_all "kill -9 \$(cat $dir/run.pid) 2>/dev/null || true" || true
       [ "$attempt" -lt "$retries" ] || exit "$status"
