@@ -28,7 +28,7 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint import checkpoint_managers
 
-from coa_jax.errors import UserError
+from coa_jax.errors import Outage, UserError
 from coa_jax.learn.fingerprints import digest, fingerprint
 from coa_jax.learn.step import TrainState
 from coa_jax.model.config import PROJECTIONS
@@ -230,9 +230,19 @@ class Checkpoints:
 
         Raises:
             OSError: the checkpoint could not be written.
+            Outage: the bucket could not be reached for several minutes.
         """
-        self._manager.wait_until_finished()
-        self._manager.check_for_errors()
+        try:
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
+        except Exception as error:
+            if is_bucket(self.directory) and any(state in str(error) for state in _UNREACHED):
+                reason = " ".join(str(error).split())[:160]
+                raise Outage(
+                    f"{self.directory}: the checkpoint could not be written ({reason}); run the "
+                    "same command again to continue from the checkpoint before it"
+                ) from error
+            raise
 
     def newest(self, like: TrainState, more: Mapping[str, Any] | None = None) -> Restored | None:
         """Reads the newest undamaged checkpoint; returns None if there is no checkpoint.
@@ -341,9 +351,11 @@ class Checkpoints:
             if fault is not None:
                 raise fault
             return
-        mine = [isinstance(fault, UserError), isinstance(fault, Damaged), str(fault)]
+        passes = isinstance(fault, Outage)
+        damaged = isinstance(fault, Damaged)
+        mine = [isinstance(fault, UserError) and not passes, passes, damaged, str(fault)]
         told = asyncio.run(processes.exchange(mine, "reading of a checkpoint", self._wait_seconds))
-        for at, kind in enumerate((UserError, Damaged)):
+        for at, kind in enumerate((UserError, Outage, Damaged)):
             for number, verdict in enumerate(told):
                 if verdict[at]:
                     raise kind(f"{verdict[-1]} (says process {number})") from fault
@@ -379,7 +391,7 @@ class Checkpoints:
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
             if _passing(error):
-                raise UserError(
+                raise (Outage if any(state in str(error) for state in _UNREACHED) else UserError)(
                     f"{path}: the checkpoint could not be read ({reason}); nothing was changed: "
                     "correct the cause, and start the command again"
                 ) from error
@@ -425,7 +437,10 @@ def _reader_alone() -> ocp.Checkpointer:
     return ocp.Checkpointer(handler, multiprocessing_options=options)
 
 
-_LACKING = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
+_UNREACHED = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
+"""Status codes in error messages of TensorStore for a store that does not answer."""
+
+_LACKING = (*_UNREACHED, "PERMISSION_DENIED", "RESOURCE_EXHAUSTED")
 """Status codes in error messages of TensorStore whose cause is not a damaged file."""
 
 
