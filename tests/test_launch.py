@@ -16,7 +16,7 @@ SCRIPTS = sorted([*(REPOSITORY / "launch").glob("*.sh"), REPOSITORY / ".ci" / "r
 
 TOOLS = [
     *("bash", "cat", "cp", "date", "dirname", "env", "flock", "git", "grep", "kill", "mkdir"),
-    *("mktemp", "mv", "nohup", "paste", "rm", "sed", "sleep", "sort", "tail", "tee"),
+    *("mktemp", "mv", "nohup", "paste", "rm", "sed", "sleep", "sort", "tail", "tee", "touch"),
 ]
 
 
@@ -60,7 +60,14 @@ def tree(tmp_path):
         environment = {"PATH": str(tools), "HOME": str(tmp_path), "TMPDIR": str(tmp_path), **env}
         return run("bash", str(root / "launch" / script), *arguments, env=environment, cwd=tmp_path)
 
-    call.root, call.tools = root, tools
+    def start(script: str, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", str(root / "launch" / script), *arguments], cwd=tmp_path, text=True,
+            env={"PATH": str(tools), "HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    call.root, call.tools, call.start = root, tools, start
     return call
 
 
@@ -419,6 +426,31 @@ def test_the_command_reaches_a_host_as_it_was_written(tree, tmp_path, detach):
     assert (log.parent / "run.pid").read_text().strip().isdigit()
     shown = tree("tpu_pod.sh", *flags, "logs")
     assert shown.stdout.strip() == expected
+
+
+def test_a_run_goes_on_when_nobody_reads_and_is_still_the_one_that_stop_ends(tree, tmp_path):
+    program(tree.tools, "gcloud", f'cd {tmp_path} && exec bash -c "${{!#}}"')
+    home = tmp_path / "coa_jax"
+    (home / ".venv" / "bin").mkdir(parents=True)
+    body = f"""[ "$4" = first ] || exit 2
+echo begun; while [ ! -e {tmp_path}/closed ]; do sleep 0.02; done
+echo 1; echo 2; touch {tmp_path}/unread; while :; do sleep 0.1; done"""
+    program(home / ".venv" / "bin", "python", body)
+    pod = ("--name", "pod", "--zone", "z")
+    first = tree.start("tpu_pod.sh", *pod, "run", "sft", "first")
+    try:
+        assert first.stdout.readline() == "begun\n"
+        first.stdout.close()  # as a machine that is gone does
+        (tmp_path / "closed").touch()
+        wait_for((tmp_path / "unread").exists)
+        assert (home / "run.log").read_text() == "begun\n1\n2\n"
+        pid = (home / "run.pid").read_text()
+        assert tree("tpu_pod.sh", *pod, "run", "sft", "second").returncode == 2
+        assert (home / "run.pid").read_text() == pid
+        assert tree("tpu_pod.sh", *pod, "stop").returncode == 0
+        assert first.wait(10) == 0
+    finally:
+        first.kill()
 
 
 def wait_for(condition, seconds: float = 10.0) -> None:
