@@ -48,6 +48,6 @@ def test_a_missing_key_is_told_before_the_run_has_loaded_anything(tmp_path, monk
     monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))  # where `wandb login` leaves the key
     with (
         RunDir(tmp_path / "run", wandb_project="tests") as run,
-        pytest.raises(UserError, match="W&B project tests: .*run `wandb login`, or set WANDB_"),
+        pytest.raises(UserError, match=r"W&B project tests: .*run `wandb login`, or set WANDB_"),
     ):
         run.write_config({"seed": 3})

@@ -34,7 +34,7 @@ from coa_jax.learn.step import TrainState
 from coa_jax.model.config import PROJECTIONS
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import MeshConfig
-from coa_jax.storage.arrays import is_bucket, prepared
+from coa_jax.storage.arrays import is_bucket, is_outage, is_passing, prepared, telling_outage
 
 _FINGERPRINT, _EXTRA, _STATE = "fingerprint", "extra", "state"
 
@@ -232,17 +232,9 @@ class Checkpoints:
             OSError: the checkpoint could not be written.
             Outage: the bucket could not be reached for several minutes.
         """
-        try:
+        with telling_outage(self.directory):
             self._manager.wait_until_finished()
             self._manager.check_for_errors()
-        except Exception as error:
-            if is_bucket(self.directory) and any(state in str(error) for state in _UNREACHED):
-                reason = " ".join(str(error).split())[:160]
-                raise Outage(
-                    f"{self.directory}: the checkpoint could not be written ({reason}); run the "
-                    "same command again to continue from the checkpoint before it"
-                ) from error
-            raise
 
     def newest(self, like: TrainState, more: Mapping[str, Any] | None = None) -> Restored | None:
         """Reads the newest undamaged checkpoint; returns None if there is no checkpoint.
@@ -390,8 +382,8 @@ class Checkpoints:
         # For a torn file, the readers of JSON, zarr and OCDBT raise exceptions of many types.
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-            if _passing(error):
-                raise (Outage if any(state in str(error) for state in _UNREACHED) else UserError)(
+            if is_passing(error):
+                raise (Outage if is_outage(error) else UserError)(
                     f"{path}: the checkpoint could not be read ({reason}); nothing was changed: "
                     "correct the cause, and start the command again"
                 ) from error
@@ -435,20 +427,6 @@ def _reader_alone() -> ocp.Checkpointer:
         composite_options=ocp.CompositeOptions(multiprocessing_options=options)
     )
     return ocp.Checkpointer(handler, multiprocessing_options=options)
-
-
-_UNREACHED = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
-"""Status codes in error messages of TensorStore for a store that does not answer."""
-
-_LACKING = (*_UNREACHED, "PERMISSION_DENIED", "RESOURCE_EXHAUSTED")
-"""Status codes in error messages of TensorStore whose cause is not a damaged file."""
-
-
-def _passing(error: Exception) -> bool:
-    """Returns whether a read error may be temporary, so that the checkpoint may be intact."""
-    absent = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-    refused = isinstance(error, OSError) and not isinstance(error, absent)
-    return refused or any(state in str(error) for state in _LACKING)
 
 
 def _plain(tree: Any) -> Any:

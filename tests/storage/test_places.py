@@ -192,6 +192,16 @@ def test_what_passes_by_itself_is_told_from_what_the_user_must_correct(error, pa
     assert isinstance(found.value, Outage) == passes
 
 
+def test_a_checkpoint_that_a_silent_store_did_not_take_is_told_from_a_damaged_one(tmp_path):
+    silent = ValueError("UNAVAILABLE: Error writing gs://b/c/0: connection refused")
+    told = "gs://b/c: the checkpoint could not be written"
+    with pytest.raises(Outage, match=told), arrays.telling_outage("gs://b/c"):
+        raise silent
+    for place, error in ((tmp_path, silent), ("gs://b/c", ValueError("DATA_LOSS: bad crc"))):
+        with pytest.raises(ValueError, match=str(error)), arrays.telling_outage(place):
+            raise error
+
+
 def test_faults_of_this_machine_are_not_blamed_on_the_store():
     with pytest.raises(OSError, match="No space left"), telling("gs://b/x"):
         raise OSError(28, "No space left on device", "/tmp/x")
