@@ -338,6 +338,16 @@ def test_without_a_python_the_packages_of_all_tools_are_installed():
 
 
 @pytest.mark.parametrize(
+    ("workdir", "cache"),
+    [("gs://b/runs/a", "gs://b/runs/compiled"), ("gs://b/a", "gs://b/compiled"), ("gs://b", "")],
+)
+def test_compiled_programs_are_kept_beside_the_work_directory(workdir, cache):
+    done = launch("slurm.sh", "--dry-run", *RUN, f"--workdir={workdir}")
+    kept = f"JAX_COMPILATION_CACHE_DIR={cache}" if cache else "JAX_COMPILATION_CACHE_DIR"
+    assert f"{kept} " in done.stdout if cache else kept not in done.stdout, done.stderr
+
+
+@pytest.mark.parametrize(
     ("script", "arguments", "said"),
     [
         ("tpu_pod.sh", ["--name", "a", "--zone", "z", "--env", "A", "run"], "--env A: give NAME="),
