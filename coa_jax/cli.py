@@ -38,7 +38,7 @@ from absl import app, flags, logging
 from ml_collections import config_flags
 from ml_collections.config_flags import config_path
 
-from coa_jax.errors import UserError, causes_of
+from coa_jax.errors import Outage, UserError, causes_of
 from coa_jax.extensions import importable
 from coa_jax.installed import ROOT, config_files
 from coa_jax.overrides import (
@@ -128,6 +128,7 @@ def run_main(
     except BrokenPipeError:
         # The reader of a pipe has closed it (`... | head`); no message can be printed.
         _silence_stdout()
+        _leave_processes(BrokenPipeError(), "the reader of its output is gone", 141)
         sys.exit(141)
     except Exception as error:
         line = explain(error)
@@ -138,11 +139,12 @@ def run_main(
             raise
         _silence_stdout()
         print(f"error: {line}", file=sys.stderr)
-        _leave_processes(error, line, 2)
+        code = int(os.environ.get("COA_JAX_STOP_CODE", "2")) if isinstance(error, Outage) else 2
+        _leave_processes(error, line, code)
         if line.startswith(_DISK_FULL):
             # TensorStore's threads print a traceback for each write that the exit interrupts.
             os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
-        sys.exit(2)
+        sys.exit(code)
     sys.exit(0)
 
 

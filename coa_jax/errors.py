@@ -1,4 +1,4 @@
-"""The exception for errors that the user can correct, and the causes of exceptions."""
+"""The exceptions for errors that the user can correct, and the causes of exceptions."""
 
 from __future__ import annotations
 
@@ -11,6 +11,14 @@ class UserError(Exception):
     The message is one line that says what is wrong, where, and what to do. Entry points print the
     message without a traceback and exit with code 2. Every other exception is a bug of coa_jax and
     keeps its traceback.
+    """
+
+
+class Outage(UserError):
+    """An error that probably passes without a correction, such as a store that does not answer.
+
+    The exit code is the value of ``$COA_JAX_STOP_CODE``, by default 2. Launch scripts set this
+    variable, and start a command that ends with this code again.
     """
 
 

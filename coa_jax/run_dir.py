@@ -147,6 +147,7 @@ class RunDir:
             logging.warning("%s: config differs from the earlier run: %s", path, change)
         files.write_json(path, _plain(config))
         write_protocols(self.path)
+        self._open_wandb()  # here, so that a missing key ends a run before its model is loaded
         return changes
 
     def keep_config(self, config: Any) -> None:
@@ -186,11 +187,14 @@ class RunDir:
             directory = self.path / "tensorboard" / phase
             self._events[phase] = EventFile(directory, self._purge_from.pop(phase, None))
         self._events[phase].scalars(int(step), values)
+        self._open_wandb()
+        if self._wandb is not None:
+            self._wandb.scalars(phase, int(step), values)
+
+    def _open_wandb(self) -> None:
         if self._wandb_project and self._wandb is None:
             known = _read_object(self.path / "config.json")
             self._wandb = WandbRun(self.path, self._wandb_project, known)
-        if self._wandb is not None:
-            self._wandb.scalars(phase, int(step), values)
 
     def rows(self, phase: str) -> list[dict[str, Any]]:
         """Reads the rows of metrics of a phase, such as ``rl``, from `metrics.jsonl`."""

@@ -26,9 +26,10 @@ needs() { [ "${dry_run:-no}" = yes ] || command -v "$1" >/dev/null || fail "$1 i
 
 # run_again CODE: whether a command that ended so is to be given again on the same machines.  3: a
 # process of the run is gone (coa_jax.parallel.processes), or the run was told to stop and has saved.
-# 137, 143: this is the process that was killed.  255: ssh has lost a host.
+# 137, 143: this is the process that was killed.  134, 139: it crashed in native code; JAX also ends a
+# process with 134 if the others do not come within 5 minutes.  255: ssh has lost a host.
 run_again() { [[ "$1" =~ ^($again|255)$ ]]; }
-again="3|137|143"
+again="3|134|137|139|143"
 
 # parse_flags VALUES SWITCHES ARG...: reads the flags at the head of the arguments into variables of
 # their names.  VALUES names those with a value, as `--name x` or `--name=x`, SWITCHES those that
@@ -154,7 +155,9 @@ presets() {
     *) fail "--preset $1: one of tpu, v6e, cuda, none" ;;
   esac
   workdir="$(flag_of workdir)"
-  [ -z "$workdir" ] || tuned+=("JAX_COMPILATION_CACHE_DIR=$(dirname "$workdir")/compiled")
+  # A whole bucket has no place beside it.
+  [[ -z "$workdir" || "${workdir%/}" =~ ^[a-z0-9]+://[^/]*$ ]] ||
+    tuned+=("JAX_COMPILATION_CACHE_DIR=$(dirname "$workdir")/compiled")
 }
 
 # kind_of TYPE: the argument of `presets` for a type of TPU slice, e.g. v5p-128 or v6e-256.
@@ -207,6 +210,8 @@ needed() {
   if [ ! -x "$python" ]; then
     echo "note: $python is not there to read the config: the packages of all tools are installed" >&2
     extras="endpoint gguf maths mcp tasks web"
+    case "${words[*]}" in *gs://*) extras+=" gcs" ;; esac
+    case "${words[*]}" in *s3://*) extras+=" s3" ;; esac
     return
   fi
   told="$(PYTHONPATH="$COA_ROOT" "$python" -m coa_jax.needs "${words[0]}" ${given[@]+"${given[@]}"})" ||

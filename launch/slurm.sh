@@ -54,15 +54,17 @@ case "$action" in
       "--signal=TERM@$notice" --export=ALL "--chdir=$COA_ROOT" "--output=$name-%j.log")
     [ -z "$partition" ] || submit+=("--partition=$partition")
     [ -z "$account" ] || submit+=("--account=$account")
+    # srun does not take the number of cores from sbatch: a process and its tools would have one.
+    srun="srun --kill-on-bad-exit=1 --cpus-per-task=$cpus"
     # JAX finds the other processes by SLURM's variables, but would give each task one GPU.
     job="$(
       cat <<JOB
 #!/usr/bin/env bash
 set -euo pipefail
 export JAX_LOCAL_DEVICE_IDS=$local_devices
-$([ -z "$checked" ] || printf 'srun --kill-on-bad-exit=1 env %s' "$checked")
+$([ -z "$checked" ] || printf '%s env %s' "$srun" "$checked")
 status=0
-srun --kill-on-bad-exit=1 env $command || status=\$?
+$srun env $command || status=\$?
 # See run_again in launch/common.sh.
 if [[ "\$status" =~ ^($again)$ && "\${SLURM_RESTART_COUNT:-0}" -lt $retries ]]; then
   scontrol requeue "\$SLURM_JOB_ID"

@@ -13,6 +13,7 @@
 #   --version VERSION  software of the hosts (default v2-alpha-tpuv5, for v5p)
 #   --project PROJECT  default: the one gcloud is configured for
 #   --spot             cheaper, may be taken away at any moment
+#   --delete           give the slice back when the command has ended, with whatever exit code
 #   --retries N        slices after the first (default 20)
 #   --poll SECONDS     between two looks at the request (default 60)
 #   --check            before the run: is all that it needs there, on every host?  --check=compile also
@@ -24,14 +25,15 @@
 #
 # The work directory must outlive the slice and be one that all hosts share (a mounted file share or
 # bucket).  A command that has lost a process while its slice is there (exit code 3, or 255 of ssh) is
-# given again; one that fails otherwise is not, its exit code is returned.
+# given again; one that fails otherwise is not, its exit code is returned.  Without --delete the slice
+# is there, and paid for, until it is given back.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 name="" zone="" type="" project="" version=v2-alpha-tpuv5 spot=no retries=20 poll=60 dry_run=no
-preset="" check=no
-parse_flags "name zone type version project retries poll preset env" "spot check" "$@"
+preset="" check=no delete=no
+parse_flags "name zone type version project retries poll preset env" "spot check delete" "$@"
 [ -n "$action" ] || fail "what to do? run or delete (--help explains)"
 [ -n "$name" ] || fail "--name is missing: the name of the request"
 [ -n "$zone" ] || fail "--zone is missing: the zone of the slice"
@@ -94,12 +96,31 @@ wait_for_slice() {
   done
 }
 
-# Checks before the first start: what is down for a moment later shall not end a run.
+# Checks before the first start: what is down for a moment later shall not end a run.  A host of many
+# whose installation fails, for example because it does not reach the index, tries again.
 start() {
-  local first=(${checks[@]+"${checks[@]}"})
-  do_it "${pod[@]}" setup "${words[@]}" || return
+  local first=(${checks[@]+"${checks[@]}"}) tries code
+  for tries in 1 2 3; do
+    code=0
+    do_it "${pod[@]}" setup "${words[@]}" || code=$?
+    [ "$code" != 0 ] || break
+    [ "$code" != 2 ] && [ "$tries" -lt 3 ] || return "$code" # 2: a fault of the command
+    echo "the installation on $name has failed; it is tried again ($tries of 2)" >&2
+    sleep "$poll"
+  done
   checks=()
   do_it "${pod[@]}" ${first[@]+"${first[@]}"} run "${words[@]}"
+}
+
+# ended CODE: what becomes of the slice when the command has ended.
+ended() {
+  if [ "$delete" = yes ]; then
+    give_back || echo "error: $name was not given back, and is still paid for" >&2
+  elif [ "$dry_run" = no ]; then
+    echo "$name is still there, and paid for; give it back: bash launch/tpu_queue.sh --name $name" \
+      "${where[@]} delete" >&2
+  fi
+  exit "$1"
 }
 
 case "$action" in
@@ -111,19 +132,19 @@ case "$action" in
       now=NONE
       [ "$dry_run" = yes ] || now="$(state)" || exit
       case "$now" in
-        NONE) ask ;;
+        NONE) ask || [ "$attempt" -gt 0 ] || exit ;; # later, gcloud's fault shall not end a run
         FAILED | SUSPENDED | SUSPENDING) give_back && ask ;;
       esac
       status=75
       if wait_for_slice; then
         status=0
         start || status=$?
-        [ "$dry_run" = no ] || exit "$status"
+        [ "$dry_run" = no ] || ended "$status"
         # 0 may be that of a run which was told to save because its slice is being taken away; one
         # that had come to its end does so at once when it is started again.
         now="$(state)" || exit
         if [ "$now" = ACTIVE ]; then
-          run_again "$status" && [ "$attempt" -lt "$retries" ] || exit "$status"
+          run_again "$status" && [ "$attempt" -lt "$retries" ] || ended "$status"
           echo "exit code $status: the run is started again on $name" >&2
           sleep "$poll"
           continue
@@ -131,6 +152,7 @@ case "$action" in
       fi
       echo "$name is gone; slice $((attempt + 1)) of $((retries + 1))" >&2
       give_back || true
+      sleep "$poll"
     done
     fail "$name was taken away $((retries + 1)) times; give the same command again to go on"
     ;;

@@ -1,5 +1,5 @@
 #!/usr/bin/env bash
-# Runs a command of coa_jax on one Cloud TPU VM: makes the VM, copies the code, runs, cleans up.
+# Runs a command of coa_jax on one Cloud TPU VM: makes the VM, copies the code, runs.
 #
 #   bash launch/tpu_vm.sh [FLAGS] run COMMAND ARG...   e.g. run sft --config=configs/sft/smollm2.py \
 #                                                           --workdir=/home/me/runs/a
@@ -13,6 +13,8 @@
 #   --version VERSION  software of the VM (default v2-alpha-tpuv5-lite; v5p: v2-alpha-tpuv5)
 #   --project PROJECT  default: the one gcloud is configured for
 #   --spot             cheaper, may be taken away at any moment
+#   --delete           delete the VM, with all on its disk, when the command has ended, with whatever exit
+#                      code; otherwise the VM is there, and paid for, until it is deleted
 #   --check            before the run: is all that it needs there, on every host?  --check=compile also
 #                      compiles its programs
 #   --retries N        how often a run that has lost its connection is started again (default 20)
@@ -30,8 +32,8 @@ set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
 
 name="" zone="" project="" type=v5litepod-8 version=v2-alpha-tpuv5-lite spot=no dry_run=no
-retries=20 poll=10 preset="" check=no
-parse_flags "name zone project type version retries poll preset env" "spot check" "$@"
+retries=20 poll=10 preset="" check=no delete=no
+parse_flags "name zone project type version retries poll preset env" "spot check delete" "$@"
 [ -n "$action" ] || fail "what to do? run, logs or delete (--help explains)"
 [ -n "$name" ] || fail "--name is missing: the name of the TPU VM"
 [ -n "$zone" ] || fail "--zone is missing: the zone of the TPU VM"
@@ -39,6 +41,8 @@ needs gcloud
 
 use_slice
 pod+=(--retries "$retries" --poll "$poll")
+
+remove() { do_it gcloud compute tpus tpu-vm delete "$name" "${where[@]}" --quiet; }
 
 case "$action" in
   run)
@@ -49,7 +53,7 @@ case "$action" in
     case "$now" in
       PREEMPTED | TERMINATED)
         echo "$name was taken away ($now): it is made anew" >&2
-        do_it gcloud compute tpus tpu-vm delete "$name" "${where[@]}" --quiet
+        remove
         now=NONE
         ;;
       STOPPED) do_it gcloud compute tpus tpu-vm start "$name" "${where[@]}" ;;
@@ -60,10 +64,18 @@ case "$action" in
       [ "$spot" = no ] || create+=(--spot)
       do_it "${create[@]}"
     fi
-    do_it "${pod[@]}" setup "${words[@]}"
-    do_it "${pod[@]}" ${checks[@]+"${checks[@]}"} run "${words[@]}"
+    status=0
+    { do_it "${pod[@]}" setup "${words[@]}" &&
+      do_it "${pod[@]}" ${checks[@]+"${checks[@]}"} run "${words[@]}"; } || status=$?
+    if [ "$delete" = yes ]; then
+      remove || echo "error: $name was not deleted, and is still paid for" >&2
+    elif [ "$dry_run" = no ]; then
+      echo "$name is still there, and paid for; delete it: bash launch/tpu_vm.sh --name $name" \
+        "${where[@]} delete" >&2
+    fi
+    exit "$status"
     ;;
   logs) do_it "${pod[@]}" logs ;;
-  delete) do_it gcloud compute tpus tpu-vm delete "$name" "${where[@]}" --quiet ;;
+  delete) remove ;;
   *) fail "unknown action $action; run, logs or delete" ;;
 esac

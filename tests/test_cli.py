@@ -26,20 +26,23 @@ COMMAND = '''
 import sys
 from absl import flags
 from coa_jax.cli import config_flag, run_main
-from coa_jax.errors import UserError
+from coa_jax.errors import Outage, UserError
 
 def define_flags():
     config_flag("CONFIG")
     flags.DEFINE_string("workdir", None, "where to write")
     flags.DEFINE_integer("seed", 0, "seed")
     flags.DEFINE_enum("then", "print", ["print", "user", "fault", "full", "forbidden", "wait",
-                                        "cause", "many", "root", "compile"], "what to do")
+                                        "cause", "many", "root", "compile", "outage"],
+                      "what to do")
 
 def main(argv):
     then = flags.FLAGS.then
     config = flags.FLAGS.config
     if then == "user":
         raise UserError("no such model 'x': give a directory")
+    if then == "outage":
+        raise Outage("gs://b: the store cannot be reached")
     if then == "fault":
         raise ZeroDivisionError("ours")
     if then == "full":
@@ -174,6 +177,11 @@ def test_a_wrong_command_line_is_one_line_that_names_the_remedy(command, argumen
 
 def test_a_user_error_is_one_line_without_a_traceback(command):
     assert refused(command("--then=user")) == "error: no such model 'x': give a directory"
+    assert refused(command("--then=outage")) == "error: gs://b: the store cannot be reached"
+    # Launch scripts start a command that ends with this code again.
+    for then, code in (("outage", 3), ("user", 2)):
+        result = command(f"--then={then}", env={"COA_JAX_STOP_CODE": "3"})
+        assert result.returncode == code, result.stderr
 
 
 def test_a_fault_of_ours_keeps_its_traceback(command):

@@ -6,7 +6,6 @@ import os
 import shutil
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import pytest
@@ -16,7 +15,7 @@ SCRIPTS = sorted([*(REPOSITORY / "launch").glob("*.sh"), REPOSITORY / ".ci" / "r
 
 TOOLS = [
     *("bash", "cat", "cp", "date", "dirname", "env", "flock", "git", "grep", "kill", "mkdir"),
-    *("mktemp", "mv", "nohup", "paste", "rm", "sed", "sleep", "sort", "tail", "tee"),
+    *("mktemp", "mv", "nohup", "paste", "rm", "sed", "sleep", "sort", "tail", "tee", "touch"),
 ]
 
 
@@ -60,7 +59,14 @@ def tree(tmp_path):
         environment = {"PATH": str(tools), "HOME": str(tmp_path), "TMPDIR": str(tmp_path), **env}
         return run("bash", str(root / "launch" / script), *arguments, env=environment, cwd=tmp_path)
 
-    call.root, call.tools = root, tools
+    def start(script: str, *arguments: str) -> subprocess.Popen[str]:
+        return subprocess.Popen(
+            ["bash", str(root / "launch" / script), *arguments], cwd=tmp_path, text=True,
+            env={"PATH": str(tools), "HOME": str(tmp_path), "TMPDIR": str(tmp_path)},
+            stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+
+    call.root, call.tools, call.start = root, tools, start
     return call
 
 
@@ -389,61 +395,3 @@ def test_a_wrong_argument_of_the_comparison_is_one_line(tree, wrong):
     result = tree("algorithms.sh", "--dry-run", wrong)
     assert (result.returncode, result.stderr.count("\n")) == (2, 1)
     assert wrong.replace("=", " ") in result.stderr
-
-
-# --- tpu_pod.sh ----------------------------------------------------------------------------
-
-
-def test_the_pod_script_prints_what_it_would_run(tree):
-    flags = ("--name", "pod", "--zone", "z", "--project", "p", "--dry-run")
-    result = tree("tpu_pod.sh", *flags, "run", "rl", "--config=configs/rl/factbook.py")
-    assert result.returncode == 0
-    (line,) = result.stdout.splitlines()
-    start = "gcloud compute tpus tpu-vm ssh pod --zone=z --worker=all --project=p --command "
-    assert line.startswith(start)
-    assert "-m\\ coa_jax.rl\\ --config=configs/rl/factbook.py" in line
-
-
-@pytest.mark.parametrize("detach", [[], ["--detach"]])
-def test_the_command_reaches_a_host_as_it_was_written(tree, tmp_path, detach):
-    # A gcloud that runs the remote command here, as the shell of a host would.
-    program(tree.tools, "gcloud", f'cd {tmp_path} && exec bash -c "${{!#}}"')
-    body = 'printf "[%s]" "$@"; echo "$COA_JAX_DISTRIBUTED"; exit 7'
-    program(tmp_path / "coa_jax" / ".venv" / "bin", "python", body)
-    log = tmp_path / "coa_jax" / "run.log"
-    flags = ("--name", "pod", "--zone", "z", *detach)
-    result = tree("tpu_pod.sh", *flags, "run", "sft", "--config.note=it's $HOME", "--x=a  b")
-    assert result.returncode == (0 if detach else 7), result.stderr
-    expected = "[-u][-m][coa_jax.sft][--config.note=it's $HOME][--x=a  b]1"
-    wait_for(lambda: log.exists() and log.read_text().strip() == expected)
-    assert (log.parent / "run.pid").read_text().strip().isdigit()
-    shown = tree("tpu_pod.sh", *flags, "logs")
-    assert shown.stdout.strip() == expected
-
-
-def wait_for(condition, seconds: float = 10.0) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.02)
-
-
-@pytest.mark.parametrize(
-    ("arguments", "said"),
-    [
-        ([], "what to do?"),
-        (["run", "rl"], "--name is missing"),
-        (["--name", "a", "run", "rl"], "--zone is missing"),
-        (["--name", "a", "--zone", "b", "--dry-run", "run"], "run what?"),
-        (["--name", "a", "--zone", "b", "--dry-run", "run", "rl; ls"], "not a command"),
-        (["--name", "a", "--zone", "b", "--dry-run", "dance"], "unknown action dance"),
-        (["--nam", "a"], "unknown flag --nam"),
-        (["--name"], "--name needs a value"),
-        (["--name", "a", "--zone", "b", "--dir", "a b", "logs"], "only letters"),
-        (["--name", "a", "--zone", "b", "logs"], "gcloud is not installed"),
-    ],
-)
-def test_a_wrong_pod_command_is_one_line(tree, arguments, said):
-    result = tree("tpu_pod.sh", *arguments)
-    assert (result.returncode, result.stdout, result.stderr.count("\n")) == (2, "", 1)
-    assert result.stderr.startswith("error: ") and said in result.stderr

@@ -87,7 +87,9 @@ def test_a_workload_of_a_cluster_sets_itself_up():
 
 def test_a_slurm_job_has_one_process_for_all_gpus_of_a_node():
     text, lines = dry("slurm.sh", "--gpus", "4", *RUN)
-    assert f"srun --kill-on-bad-exit=1 env {COMMAND} || status=$?\n" in text
+    # Since SLURM 22.05, srun takes no number of cores from sbatch.
+    start = "srun --kill-on-bad-exit=1 --cpus-per-task=64 env"
+    assert f"{start} {COMMAND} || status=$?\n" in text
     assert ["export", "JAX_LOCAL_DEVICE_IDS=0,1,2,3"] in lines
     submit = lines[-1]
     assert submit[0] == "sbatch"
@@ -99,7 +101,7 @@ def test_a_slurm_job_has_one_process_for_all_gpus_of_a_node():
 def test_a_slurm_job_is_submitted_and_its_command_arrives_as_it_was_written(tmp_path):
     tools = tmp_path / "tools"
     program(tools, "sbatch", f"cat >{tmp_path}/job; printf '%s\\n' \"$@\" >{tmp_path}/flags")
-    program(tools, "srun", 'shift; exec "$@"')
+    program(tools, "srun", 'shift 2; exec "$@"')
     program(tmp_path / ".venv" / "bin", "python", 'printf "[%s]" "$@" "$COA_JAX_DISTRIBUTED"')
     program(tools, "scontrol", f'echo "$@" >>{tmp_path}/queued')
     done = launch("slurm.sh", "--preset", "none", *RUN, path=tools)
@@ -110,7 +112,8 @@ def test_a_slurm_job_is_submitted_and_its_command_arrives_as_it_was_written(tmp_
         "[--config.note=it's a b][1]"  # fmt: skip
     # A job that has lost a process goes to the queue again, a few times; one that fails does not.
     program(tmp_path / ".venv" / "bin", "python", 'exit "$CODE"')
-    codes = [(3, "2", True), (137, "", True), (143, "", True), (3, "20", False), (2, "", False)]
+    codes = [(code, "", True) for code in (134, 137, 139, 143)]
+    codes += [(3, "2", True), (3, "20", False), (2, "", False)]
     for code, before, again in codes:
         (tmp_path / "queued").unlink(missing_ok=True)
         env = {"PATH": f"{tools}:/usr/bin:/bin", "CODE": str(code), "SLURM_JOB_ID": "7"}
@@ -128,7 +131,7 @@ def test_a_sky_task_mounts_the_bucket_and_names_the_other_machines():
     assert "COA_JAX_PROCESS_ID=$SKYPILOT_NODE_RANK " + COMMAND in text
     sky = ["sky", "jobs", "launch", "--yes", "--name=coa-jax"]
     assert lines[-1] == [*sky, "--secret", "SERPER_API_KEY", "task.yaml"]
-    assert ["recover_on_exit_codes:", "[3,", "137,", "143]"] in lines
+    assert ["recover_on_exit_codes:", "[3,", "134,", "137,", "139,", "143]"] in lines
     text, _ = dry("sky.sh", "--gpus", "tpu-v5p-64", *RUN)
     assert f"  exec env {COMMAND}\n" in text
     assert "setup_env.sh tpu gguf web" in text
@@ -151,15 +154,21 @@ case "$*" in
     echo "  $ gcloud components update" >&2 ;;
   *" start "*) echo READY >state ;;
   *" delete "*) rm -f state ;;
+  *" ssh "*"[ ! -e "*) exit "$(cat asked)" ;;
+  *" ssh "*setup_env*) if [ -s broken ]; then sed -i 1d broken; exit 1; fi ;;
   *" ssh "*coa_jax.rl*)
     left=$(cat losses); [ "$left" -eq 0 ] && exit "$(cat code)"
-    [ "$(cat lost)" = 3 ] || echo SUSPENDED >state
+    case "$(cat lost)" in 3 | 134) ;; *) cp after state ;; esac
     echo $((left - 1)) >losses; exit "$(cat lost)" ;;
 esac""",
     )
 
-    def start(losses, code, *flags, script="tpu_queue.sh", state="", silent=0, lost=255):
+    def start(losses, code, *flags, script="tpu_queue.sh", state="", silent=0, lost=255,
+              asked=0, broken=0, after="SUSPENDED"):  # fmt: skip
         (tmp_path / "lost").write_text(str(lost))
+        (tmp_path / "asked").write_text(str(asked))
+        (tmp_path / "after").write_text(f"{after}\n")
+        (tmp_path / "broken").write_text("x\n" * broken)
         (tmp_path / "losses").write_text(str(losses))
         (tmp_path / "code").write_text(str(code))
         (tmp_path / "silent").write_text("x\n" * silent)
@@ -180,16 +189,49 @@ def test_a_slice_that_was_taken_away_is_replaced(cloud, lost):
     assert log.count("coa_jax.rl") == 3
 
 
-def test_a_run_that_has_lost_a_process_goes_on_on_its_slice(cloud):
-    done, log = cloud(2, 0, lost=3)
+@pytest.mark.parametrize("lost", [3, 134], ids=["a process is gone", "a process has crashed"])
+def test_a_run_that_has_lost_a_process_goes_on_on_its_slice(cloud, lost):
+    done, log = cloud(2, 0, lost=lost)
     assert done.returncode == 0, done.stderr
     assert log.count("queued-resources create") == 1
     assert "queued-resources delete" not in log
     assert log.count("coa_jax.rl") == 3
     assert log.count("kill -9") == 2  # what is left of the run on other hosts
-    done, log = cloud(2, 0, lost=3, script="tpu_vm.sh")
+    done, log = cloud(2, 0, lost=lost, script="tpu_vm.sh")
     assert done.returncode == 0, done.stderr
     assert log.count("coa_jax.rl") - 3 == 3
+
+
+def test_a_connection_that_stays_away_for_a_moment_is_no_end_of_the_run(cloud):
+    # The hosts cannot be reached, but the slice is still named as active.
+    done, log = cloud(2, 0, asked=255, after="ACTIVE")
+    assert done.returncode == 0, done.stderr
+    assert log.count("coa_jax.rl") == 3
+    assert log.count("queued-resources create") == 1
+    done, _ = cloud(1, 0, "--retries", "0", asked=255, script="tpu_vm.sh", state="READY")
+    assert done.returncode == 255
+
+
+def test_an_installation_that_fails_on_a_host_is_tried_again(cloud):
+    done, log = cloud(0, 0, broken=2)
+    assert done.returncode == 0, done.stderr
+    assert (log.count("setup_env.sh"), log.count("coa_jax.rl")) == (3, 1)
+    done, log = cloud(0, 0, broken=9)
+    assert done.returncode == 1
+    assert (log.count("setup_env.sh"), log.count("coa_jax.rl")) == (6, 1)
+
+
+@pytest.mark.parametrize("script", ["tpu_queue.sh", "tpu_vm.sh"])
+@pytest.mark.parametrize("code", [0, 2])
+def test_machines_that_stay_after_the_command_are_named_or_given_back(cloud, script, code):
+    done, log = cloud(0, code, script=script)
+    assert done.returncode == code and " delete " not in log
+    left = done.stderr.strip().splitlines()[-1]
+    name = FLAGS[script][1]
+    assert left.startswith(f"{name} is still there, and paid for;")
+    done, log = cloud(0, code, "--delete", script=script)
+    assert done.returncode == code and log.count(f" delete {name} ") == 1
+    assert "paid for" not in done.stderr
 
 
 def test_a_request_that_still_waits_or_was_refused_is_gone_on_with(cloud):
@@ -279,7 +321,7 @@ def test_hosts_are_checked_before_the_run_on_demand(reader):
     asked = "-m coa_jax.needs rl --config=configs/rl/web.py:7b --config.note=it's a b"
     assert reader.read_text().strip() == asked
     text, _ = dry("slurm.sh", "--check", *RUN)
-    assert f"srun --kill-on-bad-exit=1 env {COMMAND} --check\n" in text
+    assert f"srun --kill-on-bad-exit=1 --cpus-per-task=64 env {COMMAND} --check\n" in text
     text, _ = dry("xpk.sh", "--check", *RUN)
     assert f"&& env {COMMAND} --check && exec env {COMMAND}" in shlex.split(text)[-1]
     text, _ = dry("sky.sh", "--check=compile", "--nodes", "2", *RUN)
@@ -290,6 +332,19 @@ def test_without_a_python_the_packages_of_all_tools_are_installed():
     done = launch("xpk.sh", *FLAGS["xpk.sh"], "--dry-run", *RUN, COA_JAX_PYTHON="/nowhere/python")
     assert "setup_env.sh tpu endpoint gguf maths mcp tasks web" in shlex.split(done.stdout)[-1]
     assert done.stderr.startswith("note: /nowhere/python is not there to read the config")
+    flags = (*FLAGS["xpk.sh"], "--dry-run", *RUN, "--workdir=gs://b/a")
+    done = launch("xpk.sh", *flags, COA_JAX_PYTHON="/nowhere/python")
+    assert "setup_env.sh tpu endpoint gguf maths mcp tasks web gcs " in shlex.split(done.stdout)[-1]
+
+
+@pytest.mark.parametrize(
+    ("workdir", "cache"),
+    [("gs://b/runs/a", "gs://b/runs/compiled"), ("gs://b/a", "gs://b/compiled"), ("gs://b", "")],
+)
+def test_compiled_programs_are_kept_beside_the_work_directory(workdir, cache):
+    done = launch("slurm.sh", "--dry-run", *RUN, f"--workdir={workdir}")
+    kept = f"JAX_COMPILATION_CACHE_DIR={cache}" if cache else "JAX_COMPILATION_CACHE_DIR"
+    assert f"{kept} " in done.stdout if cache else kept not in done.stdout, done.stderr
 
 
 @pytest.mark.parametrize(

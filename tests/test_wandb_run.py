@@ -39,3 +39,15 @@ def test_a_missing_package_is_named_with_its_extra(tmp_path, monkeypatch):
         pytest.raises(UserError, match="--wandb_project needs wandb; run: "),
     ):
         run.metrics(1, "rl", loss=0.5)
+
+
+def test_a_missing_key_is_told_before_the_run_has_loaded_anything(tmp_path, monkeypatch):
+    pytest.importorskip("wandb").teardown()  # forgets the mode of the runs before
+    for name in ("WANDB_API_KEY", "WANDB_MODE"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv("NETRC", str(tmp_path / "netrc"))  # where `wandb login` leaves the key
+    with (
+        RunDir(tmp_path / "run", wandb_project="tests") as run,
+        pytest.raises(UserError, match=r"W&B project tests: .*run `wandb login`, or set WANDB_"),
+    ):
+        run.write_config({"seed": 3})

@@ -28,13 +28,13 @@ import orbax.checkpoint as ocp
 from absl import logging
 from orbax.checkpoint import checkpoint_managers
 
-from coa_jax.errors import UserError
+from coa_jax.errors import Outage, UserError
 from coa_jax.learn.fingerprints import digest, fingerprint
 from coa_jax.learn.step import TrainState
 from coa_jax.model.config import PROJECTIONS
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import MeshConfig
-from coa_jax.storage.arrays import is_bucket, prepared
+from coa_jax.storage.arrays import is_bucket, is_outage, is_passing, prepared, telling_outage
 
 _FINGERPRINT, _EXTRA, _STATE = "fingerprint", "extra", "state"
 
@@ -230,9 +230,11 @@ class Checkpoints:
 
         Raises:
             OSError: the checkpoint could not be written.
+            Outage: the bucket could not be reached for several minutes.
         """
-        self._manager.wait_until_finished()
-        self._manager.check_for_errors()
+        with telling_outage(self.directory):
+            self._manager.wait_until_finished()
+            self._manager.check_for_errors()
 
     def newest(self, like: TrainState, more: Mapping[str, Any] | None = None) -> Restored | None:
         """Reads the newest undamaged checkpoint; returns None if there is no checkpoint.
@@ -341,9 +343,11 @@ class Checkpoints:
             if fault is not None:
                 raise fault
             return
-        mine = [isinstance(fault, UserError), isinstance(fault, Damaged), str(fault)]
+        passes = isinstance(fault, Outage)
+        damaged = isinstance(fault, Damaged)
+        mine = [isinstance(fault, UserError) and not passes, passes, damaged, str(fault)]
         told = asyncio.run(processes.exchange(mine, "reading of a checkpoint", self._wait_seconds))
-        for at, kind in enumerate((UserError, Damaged)):
+        for at, kind in enumerate((UserError, Outage, Damaged)):
             for number, verdict in enumerate(told):
                 if verdict[at]:
                     raise kind(f"{verdict[-1]} (says process {number})") from fault
@@ -378,8 +382,8 @@ class Checkpoints:
         # For a torn file, the readers of JSON, zarr and OCDBT raise exceptions of many types.
         except Exception as error:
             reason = f"{type(error).__name__}: {' '.join(str(error).split())[:160]}"
-            if _passing(error):
-                raise UserError(
+            if is_passing(error):
+                raise (Outage if is_outage(error) else UserError)(
                     f"{path}: the checkpoint could not be read ({reason}); nothing was changed: "
                     "correct the cause, and start the command again"
                 ) from error
@@ -423,17 +427,6 @@ def _reader_alone() -> ocp.Checkpointer:
         composite_options=ocp.CompositeOptions(multiprocessing_options=options)
     )
     return ocp.Checkpointer(handler, multiprocessing_options=options)
-
-
-_LACKING = ("PERMISSION_DENIED", "RESOURCE_EXHAUSTED", "UNAVAILABLE", "DEADLINE_EXCEEDED")
-"""Status codes in error messages of TensorStore whose cause is not a damaged file."""
-
-
-def _passing(error: Exception) -> bool:
-    """Returns whether a read error may be temporary, so that the checkpoint may be intact."""
-    absent = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
-    refused = isinstance(error, OSError) and not isinstance(error, absent)
-    return refused or any(state in str(error) for state in _LACKING)
 
 
 def _plain(tree: Any) -> Any:

@@ -75,6 +75,7 @@ class _Joined:
         beat: number of heartbeats so far.
         ending: event that is set when the interpreter shuts down, which waits for all processes.
         lock: held while a heartbeat is sent, because two threads send heartbeats.
+        failed: whether this process has called `fail`.
     """
 
     client: Any
@@ -87,6 +88,7 @@ class _Joined:
     beat: int = 0
     ending: threading.Event = dataclasses.field(default_factory=threading.Event)
     lock: threading.Lock = dataclasses.field(default_factory=threading.Lock)
+    failed: bool = False
 
     def tell(self) -> None:
         """Sends a heartbeat with the current activity."""
@@ -349,6 +351,7 @@ def fail(error: BaseException, reason: str, code: int) -> NoReturn:
             # The cause may be the loss of another process; in that case `_watch` ends this process.
             time.sleep(_joined.lost_seconds + 2 * _interval(_joined))
         name = f"process {_joined.index} ({socket.gethostname()}, pid {os.getpid()})"
+        _joined.failed = True
         _say(_joined, f"{name} has failed: {reason}", code)
         if _joined.index == 0:
             time.sleep(1.0)  # the service ends with this process: let the others read the message
@@ -399,7 +402,7 @@ def _watch(here: _Joined) -> None:
             # A lost connection interrupts this call at once.
             text = here.client.blocking_key_value_get(_VERDICT, int(_interval(here) * 1000))
             by, verdict, code = json.loads(text)
-            if by == here.index and code != EXIT_LOST:
+            if by == here.index and here.failed:
                 return  # this process has failed itself, and is about to end
             _end(here, verdict, code)
         except jax.errors.JaxRuntimeError:
@@ -428,7 +431,8 @@ def _watch(here: _Joined) -> None:
 
 def _end(here: _Joined, verdict: str, code: int = EXIT_LOST) -> NoReturn:
     again = "; run the same command again to continue" if code == EXIT_LOST else ""
-    os.write(2, f"error: {verdict}{again}\n".encode())
+    with contextlib.suppress(OSError):  # the reader of a pipe may be gone
+        os.write(2, f"error: {verdict}{again}\n".encode())
     if here.index == 0:
         time.sleep(min(1.0, here.lost_seconds))  # until the others have read the verdict too
     _exit(code)

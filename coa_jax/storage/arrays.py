@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import os
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from coa_jax.errors import Outage
 from coa_jax.storage.mirror import CHECKPOINTS, mirror_of
 from coa_jax.storage.places import file_system, is_url, join, scheme_of
 
@@ -61,6 +64,44 @@ def is_bucket(path: os.PathLike[str]) -> bool:
     folder = Path(path).resolve()
     found = next((kinds[str(p)] for p in (folder, *folder.parents) if str(p) in kinds), ["", ""])
     return found[0].startswith("fuse") and any(name in " ".join(found) for name in MOUNTS)
+
+
+_UNREACHED = ("UNAVAILABLE", "DEADLINE_EXCEEDED")
+"""Status codes in error messages of TensorStore for a store that does not answer."""
+
+_LACKING = (*_UNREACHED, "PERMISSION_DENIED", "RESOURCE_EXHAUSTED")
+"""Status codes in error messages of TensorStore whose cause is not a damaged file."""
+
+
+def is_outage(error: Exception) -> bool:
+    """Returns whether an error of Orbax or TensorStore shows that a store does not answer."""
+    return any(state in str(error) for state in _UNREACHED)
+
+
+def is_passing(error: Exception) -> bool:
+    """Returns whether a read error may be temporary, so that the checkpoint may be intact."""
+    absent = (FileNotFoundError, NotADirectoryError, IsADirectoryError)
+    refused = isinstance(error, OSError) and not isinstance(error, absent)
+    return refused or any(state in str(error) for state in _LACKING)
+
+
+@contextlib.contextmanager
+def telling_outage(folder: os.PathLike[str]) -> Iterator[None]:
+    """Converts errors of writing a checkpoint to `Outage` if the store does not answer.
+
+    Raises:
+        Outage: the folder is in a bucket, which did not answer for several minutes.
+    """
+    try:
+        yield
+    except Exception as error:
+        if not (is_bucket(folder) and is_outage(error)):
+            raise
+        reason = " ".join(str(error).split())[:160]
+        raise Outage(
+            f"{folder}: the checkpoint could not be written ({reason}); run the same "
+            "command again to continue from the checkpoint before it"
+        ) from error
 
 
 @functools.cache

@@ -61,4 +61,4 @@ def _check_place(name: str, place: str, ask: bool) -> None:
         if ask:
             check(whole["url"])
     except UserError as error:
-        raise UserError(f"{name}: {error}") from error
+        raise type(error)(f"{name}: {error}") from error

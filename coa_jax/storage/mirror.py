@@ -31,7 +31,7 @@ from typing import IO
 from coa_jax.errors import UserError
 from coa_jax.storage import lease as leases
 from coa_jax.storage.copies import PART, joined, own_folder, stands_for
-from coa_jax.storage.places import is_url, opened, seconds_of, telling
+from coa_jax.storage.places import check_writable, is_url, opened, seconds_of, telling
 from coa_jax.storage.repeat import Repeated
 
 WHOLE = 8 << 20
@@ -235,6 +235,8 @@ class Mirror:
         """
         seconds = seconds_of("COA_JAX_SYNC_SECONDS", 15.0)
         if active:
+            # A bucket with a retention policy lets a run create objects, but not change them.
+            check_writable(self.url)
             self.lease = leases.Lease(self.url)
         others = () if active else ("traces.jsonl",)
         self.fill((*NAMES_ONLY, *others), own=active)

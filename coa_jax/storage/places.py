@@ -15,13 +15,14 @@ import secrets
 from collections.abc import Iterator
 from typing import Any
 
-from coa_jax.errors import UserError, causes_of
+from coa_jax.errors import Outage, UserError, causes_of
 from coa_jax.installed import missing
 
 SCHEMES = {"gs": ("gcsfs", "gcs"), "s3": ("s3fs", "s3")}
 """Maps the scheme of a bucket to (package, extra of setup.py that installs the package)."""
 
 _URL = re.compile(r"([A-Za-z][A-Za-z0-9+.-]*)://")
+_OUT_OF_REACH, _REFUSED = "the store cannot be reached", "the store refuses the request"
 _CREDENTIALS = {
     "gs": "run `gcloud auth application-default login`, or set GOOGLE_APPLICATION_CREDENTIALS",
     "s3": "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, or AWS_PROFILE",
@@ -29,6 +30,12 @@ _CREDENTIALS = {
 # Parts of the names of exceptions of aiohttp, botocore and google-auth.
 _UNKNOWN = re.compile(r"CredentialsError|RefreshError|ProfileNotFound|Token\w*Error")
 _UNREACHED = re.compile(r"Connect\w*Error|Timeout\w*Error|TransportError|ServerDisconnectedError")
+# Answers that a store gives for a while: too many requests, or a fault of the store.
+_BUSY = re.compile(
+    r"\b(429|50[0234])\b|SlowDown|ServiceUnavailable|InternalError|Too ?Many ?Requests|backendError"
+    r"|reduce your request rate",
+    re.IGNORECASE,
+)
 
 
 def is_url(place: str | os.PathLike[str]) -> bool:
@@ -97,8 +104,10 @@ def telling(url: str) -> Iterator[None]:
         url: URL that the error message names.
 
     Raises:
-        UserError: the bucket or object does not exist, access is forbidden, there are no
-            credentials, or the store cannot be reached.
+        UserError: the bucket or object does not exist, access is forbidden, or there are no
+            credentials.
+        Outage: the store cannot be reached, or has refused the request for about a minute because
+            of a fault of its own or too many requests.
     """
     try:
         yield
@@ -107,7 +116,16 @@ def telling(url: str) -> Iterator[None]:
     except Exception as error:
         if (reason := _reason(url, error)) is None:
             raise
-        raise UserError(f"{url}: {reason}") from error
+        passes = reason.startswith((_OUT_OF_REACH, _REFUSED)) and _passes(error)
+        raise (Outage if passes else UserError)(f"{url}: {reason}") from error
+
+
+def _passes(error: Exception) -> bool:
+    """Returns whether the error of a request shows an outage of the store."""
+    causes = list(causes_of(error))
+    names = " ".join(kind.__name__ for cause in causes for kind in type(cause).__mro__)
+    codes = [str(getattr(cause, name, "")) for cause in causes for name in ("code", "status")]
+    return bool(_UNREACHED.search(names) or _BUSY.search(" ".join([str(error), *codes])))
 
 
 def _reason(url: str, error: Exception) -> str | None:
@@ -125,9 +143,9 @@ def _reason(url: str, error: Exception) -> str | None:
     if "FileNotFoundError" in kinds or re.search(r"\b404\b|NoSuchBucket", text):
         return "there is no such bucket or object; correct the address, or create the bucket"
     if _UNREACHED.search(names):
-        return f"the store cannot be reached ({text}); check the network, and run the command again"
+        return f"{_OUT_OF_REACH} ({text}); check the network, and run the command again"
     if isinstance(error, OSError) or kinds & {"HttpError", "ClientError", "BotoCoreError"}:
-        return f"the store refuses the request ({type(error).__name__}: {text})"
+        return f"{_REFUSED} ({type(error).__name__}: {text})"
     return None
 
 

@@ -39,6 +39,9 @@ def main(argv):
             os.kill(os.getpid(), signal.SIGKILL)
         if case.startswith("fail"):
             raise KeyError("no such thing")
+        if case.startswith("unread"):
+            silence(1)
+            print("rollouts", flush=True)
         if case.startswith("late"):
             time.sleep(6)
     if "kill" in case:
@@ -55,6 +58,14 @@ def main(argv):
         print("met", flush=True)
     if case.startswith("fail"):
         time.sleep(60)
+    if case.startswith("unread"):
+        silence(2)
+        processes.meet("the update of step 3", 60)
+
+def silence(stream):
+    reader, writer = os.pipe()
+    os.close(reader)
+    os.dup2(writer, stream)
 
 run_main(main)
 """
@@ -185,6 +196,13 @@ def test_a_process_that_fails_ends_the_others_at_once_and_says_why(tmp_path):
     assert "error: process 1 (" in line and "has failed: KeyError('no such thing')" in line
     # No launcher shall start it again, whichever process it asks.
     assert [f"process {n} ended with exit code 1" in done.stderr for n in (0, 1)] == [True, True]
+
+
+def test_a_process_whose_output_nobody_reads_ends_the_others_at_once(tmp_path):
+    done = run(tmp_path, "unread 0", grace=20)
+    assert done.returncode == 141
+    # Not that of a process that had to be killed, though nobody reads what process 1 says either.
+    assert "process 1 ended with exit code 141" in done.stderr
 
 
 STOPPING = """

@@ -15,6 +15,7 @@ from coa_jax import files, storage
 from coa_jax.errors import UserError
 from coa_jax.run_dir import RunDir
 from coa_jax.storage import mirror as mirrors
+from coa_jax.storage.places import opened
 
 URL = "gs://bucket/run"
 
@@ -235,6 +236,19 @@ def test_a_directory_belongs_to_one_run_at_a_time(bucket, monkeypatch):
         first.close()
     with RunDir(f"{bucket}/run"):
         pass
+
+
+def test_a_bucket_whose_objects_may_not_be_changed_is_refused_at_the_start(bucket, monkeypatch):
+    fs, _ = opened(bucket)
+
+    def refuse(path: str) -> None:
+        raise OSError(f"Forbidden: object {path} is subject to the bucket's retention policy")
+
+    monkeypatch.setattr(fs, "rm_file", refuse)
+    with pytest.raises(UserError, match=r"permission denied .*retention policy"):
+        storage.Mirror(f"{bucket}/run").open(active=True)
+    monkeypatch.undo()
+    assert not fs.exists(f"{bucket}/run/lease.json")
 
 
 def test_a_run_that_fell_silent_is_succeeded_and_ends(bucket, monkeypatch):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import io
 import secrets
 from pathlib import Path
@@ -12,7 +13,7 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 from coa_jax import check, jsonl, storage
-from coa_jax.errors import UserError
+from coa_jax.errors import Outage, UserError
 from coa_jax.model.safetensors_io import Checkpoint, local_checkpoint
 from coa_jax.needs import needs_of
 from coa_jax.records.rows import find_files
@@ -172,6 +173,33 @@ class NoCredentialsError(Exception):
 def test_what_a_store_answers_is_one_line(error, why):
     with pytest.raises(UserError, match=f"^gs://b/x: .*{why}"), telling("gs://b/x"):
         raise error
+
+
+@pytest.mark.parametrize(
+    ("error", "passes"),
+    [
+        (ConnectionError("Cannot connect to host"), True),
+        (HttpError("We encountered an internal error. Please try again., 503"), True),
+        (OSError(errno.EBUSY, "Please reduce your request rate"), True),
+        (HttpError("rate limit exceeded, 429"), True),
+        (HttpError("Invalid argument, 400"), False),
+        (OSError("Forbidden: https://storage.googleapis.com/b"), False),
+    ],
+)
+def test_what_passes_by_itself_is_told_from_what_the_user_must_correct(error, passes):
+    with pytest.raises(UserError) as found, telling("gs://b/x"):
+        raise error
+    assert isinstance(found.value, Outage) == passes
+
+
+def test_a_checkpoint_that_a_silent_store_did_not_take_is_told_from_a_damaged_one(tmp_path):
+    silent = ValueError("UNAVAILABLE: Error writing gs://b/c/0: connection refused")
+    told = "gs://b/c: the checkpoint could not be written"
+    with pytest.raises(Outage, match=told), arrays.telling_outage("gs://b/c"):
+        raise silent
+    for place, error in ((tmp_path, silent), ("gs://b/c", ValueError("DATA_LOSS: bad crc"))):
+        with pytest.raises(ValueError, match=str(error)), arrays.telling_outage(place):
+            raise error
 
 
 def test_faults_of_this_machine_are_not_blamed_on_the_store():
