@@ -209,21 +209,6 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: str = "float32") -> 
     return jax.tree.map(lambda x: x.astype(dtype), nnx.to_pure_dict(state))
 
 
-def init_adapters(config: ModelConfig, seed: int, mesh: Mesh | None = None) -> Params:
-    """Returns new adapters in float32, on the first device or sharded over a mesh.
-
-    Args:
-        config: the architecture, including its adapters.
-        seed: seed of the initial values.
-        mesh: mesh of the run; None for the first device.
-    """
-
-    def draw() -> Params:
-        return select(config, init_params(config, jax.random.key(seed)), adapter=True)
-
-    return jax.jit(draw, out_shardings=select(config, shardings(config, mesh), adapter=True))()
-
-
 def select(config: ModelConfig, params: Params, *, adapter: bool) -> Params:
     """Returns either the adapters among the parameters, or all other parameters.
 
@@ -260,9 +245,17 @@ def split_trained(
         mesh: mesh of the run; None for the first device.
 
     Returns:
-        The trained parameters, and the frozen parameters ({} without adapters).
+        The trained parameters, and the frozen parameters ({} without adapters). New adapters are
+        float32.
     """
-    return (init_adapters(config, seed, mesh), params) if config.lora.rank else (params, {})
+    if not config.lora.rank:
+        return params, {}
+
+    def adapters() -> Params:
+        return select(config, init_params(config, jax.random.key(seed)), adapter=True)
+
+    places = select(config, shardings(config, mesh), adapter=True)
+    return jax.jit(adapters, out_shardings=places)(), params
 
 
 @functools.partial(jax.jit, static_argnames="config")

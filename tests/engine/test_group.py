@@ -103,9 +103,7 @@ from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.group import apart, copies, make_engines, new_copies, publish_all, take_copies
 from coa_jax.model.config import LoraConfig, ModelConfig
-from coa_jax.model.params import (
-    init_adapters, merge_adapters, shardings, without_adapters,
-)
+from coa_jax.model.params import merge_adapters, shardings, split_trained, without_adapters
 from coa_jax.parallel.placement import MeshConfig, rollout_devices, training_mesh
 from tests.random_params import random_params
 
@@ -146,7 +144,7 @@ for where in ((), devices):
     old = [chunk(engine) for engine in engines]
     publish_all(engines, params(1))
     new = [chunk(engine) for engine in engines]
-    adapters = jax.tree.map(lambda x: x + 0.1, init_adapters(lora, 0, mesh))
+    adapters = jax.tree.map(lambda x: x + 0.1, split_trained({}, lora, 0, mesh)[0])
     flat = flatten_dict(params(1)) | flatten_dict(adapters)
     publish_all(engines, merge_adapters(lora, unflatten_dict(flat)))
     adapted = [chunk(engine) for engine in engines]
