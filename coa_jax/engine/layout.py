@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import math
 from collections.abc import Sequence
-from typing import Any, cast
+from typing import Any
 
 import jax
 import numpy as np
@@ -28,6 +28,7 @@ from coa_jax.model.cache import LayerPages, init_layers, layer_axes
 from coa_jax.model.compute import Compute, backend_for
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import DecodeParams, Params, decode_shardings, unstack
+from coa_jax.parallel import turns
 from coa_jax.parallel.mesh import AXES, DECODE_RULES, sharding_for
 from coa_jax.parallel.turns import in_turn
 
@@ -180,14 +181,18 @@ def publish(
         config: settings of the engines that will use the copies.
         tensor: number of devices of a device group, see `decode_mesh`.
     """
-    dtype = config.dtype
-    mesh = mesh_of(params)
+    dtype, mesh = config.dtype, mesh_of(params)
     if mesh is None:
         (device,) = jax.tree.leaves(params)[0].devices()
         outputs_first = backend_for(device.platform) == "cpu"
         return [publish_program(model, dtype, None, outputs_first)(params)]
-    program = publish_program(model, dtype, decode_mesh(mesh, tensor))
-    return cut(in_turn(mesh, program, params), model)
+    groups = decode_mesh(mesh, tensor)
+    everywhere = in_turn(mesh, publish_program(model, dtype, groups), params)
+    return [
+        jax.tree.map(_part, everywhere, decode_shardings(model, _group_mesh(group)))
+        for group in groups_of(groups, tensor_size(groups))
+        if group[0].process_index == jax.process_index()
+    ]
 
 
 def move(
@@ -220,27 +225,6 @@ def places_of(model: ModelConfig, mesh: Mesh) -> list[Sharding | DecodeParams]:
         if group.size > 1
         else jax.sharding.SingleDeviceSharding(group[0])
         for group in mesh.devices
-        if group[0].process_index == jax.process_index()
-    ]
-
-
-def cut(everywhere: DecodeParams, model: ModelConfig) -> list[DecodeParams]:
-    """Splits a tree with the copies of all device groups into one tree per group, without copying.
-
-    Args:
-        everywhere: the copies of all device groups in one tree, on one device or on a
-            `decode_mesh`.
-        model: the architecture.
-
-    Returns:
-        The parameters of each device group of this process.
-    """
-    mesh = mesh_of(everywhere)
-    if mesh is None:
-        return [everywhere]
-    return [
-        jax.tree.map(_part, everywhere, decode_shardings(model, _group_mesh(group)))
-        for group in groups_of(mesh, tensor_size(mesh))
         if group[0].process_index == jax.process_index()
     ]
 
@@ -419,7 +403,5 @@ def _new_pages(model: ModelConfig, config: EngineConfig, compute: Compute) -> An
 
 def mesh_of(params: Params | DecodeParams) -> Mesh | None:
     """Returns the mesh over which parameters are sharded; None if they are on one device."""
-    placed = jax.tree.leaves(params)[0].sharding
-    if not isinstance(placed, NamedSharding) or placed.num_devices == 1:
-        return None
-    return cast(Mesh, placed.mesh)
+    mesh = turns.mesh_of(jax.tree.leaves(params)[0])
+    return None if mesh is None or mesh.size == 1 else mesh

@@ -163,11 +163,10 @@ def free_memory(device: jax.Device) -> int | None:
 
     The result is None if the platform does not report the number.
     """
-    stats = None if device.platform == "cpu" else device.memory_stats()
-    if stats and "bytes_limit" in stats:
-        return int(stats["bytes_limit"]) - int(stats["bytes_in_use"])
     if device.platform != "cpu":
-        return None
+        stats = device.memory_stats() or {}
+        limit = stats.get("bytes_limit")
+        return None if limit is None else int(limit) - int(stats["bytes_in_use"])
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
         free = next(1024 * int(x.split()[1]) for x in lines if x.startswith("MemAvailable"))

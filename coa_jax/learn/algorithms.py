@@ -73,18 +73,29 @@ that the loss needs one advantage for all tokens of a sequence.
 """
 
 NORMALISATIONS = ("token", "sequence", "constant")
-NAMES = (
-    "grpo",
-    "dapo",
-    "dr_grpo",
-    "rloo",
-    "gspo",
-    "cispo",
-    "reinforce++",
-    "reinforce++_baseline",
-    "ppo",
-    "opd",
-)
+_DIFFERENCES: Mapping[str, Mapping[str, Any]] = {
+    "grpo": {"normalise": "sequence", "kl_coef": 0.04},
+    "dapo": {"learn_from": "signal", "clip_high": 0.28, "dual_clip": 3.0},
+    "dr_grpo": {"advantage": "mean", "normalise": "constant"},
+    "rloo": {"advantage": "leave_one_out", "normalise": "constant"},
+    "gspo": {
+        "loss": "sequence_clip",
+        "normalise": "sequence",
+        "clip_low": 3e-4,
+        "clip_high": 4e-4,
+        "old_logp": "trainer",
+        "tis_cap": 2.0,
+        "tis_level": "geometric",
+    },
+    "cispo": {"loss": "cispo", "learn_from": "signal", "clip_low": 1.0, "clip_high": 4.0},
+    "reinforce++": {"advantage": "batch", "kl": "k1", "kl_in": "reward", "kl_coef": 1e-3},
+    "reinforce++_baseline": {"advantage": "batch_baseline", "kl": "k2", "kl_coef": 1e-3},
+    "ppo": {"advantage": "gae", "dual_clip": 3.0, "kl_coef": 1e-3},
+    "opd": {"advantage": "none", "opd_coef": 1.0, "old_logp": "trainer", "tis_cap": 2.0},
+}
+"""The settings in which each preset differs from those that `presets` gives to all of them."""
+
+NAMES = tuple(_DIFFERENCES)
 """Names of the presets."""
 
 RATIO_LEVELS = ("token", "sequence", "geometric")
@@ -345,35 +356,11 @@ def presets(budget: int) -> dict[str, Algorithm]:
         critic_learning_rate=1e-5,
         critic_warmup_steps=0,
     )
-    differences: dict[str, dict[str, str | float]] = {
-        "grpo": {"normalise": "sequence", "kl_coef": 0.04},
-        "dapo": {
-            "learn_from": "signal",
-            "clip_high": 0.28,
-            "dual_clip": 3.0,
-            "overlong_buffer": budget // 5,
-        },
-        "dr_grpo": {"advantage": "mean", "normalise": "constant"},
-        "rloo": {"advantage": "leave_one_out", "normalise": "constant"},
-        "gspo": {
-            "loss": "sequence_clip",
-            "normalise": "sequence",
-            "clip_low": 3e-4,
-            "clip_high": 4e-4,
-            "old_logp": "trainer",
-            "tis_cap": 2.0,
-            "tis_level": "geometric",
-        },
-        "cispo": {"loss": "cispo", "learn_from": "signal", "clip_low": 1.0, "clip_high": 4.0},
-        "reinforce++": {"advantage": "batch", "kl": "k1", "kl_in": "reward", "kl_coef": 1e-3},
-        "reinforce++_baseline": {"advantage": "batch_baseline", "kl": "k2", "kl_coef": 1e-3},
-        "ppo": {"advantage": "gae", "dual_clip": 3.0, "kl_coef": 1e-3},
-        "opd": {"advantage": "none", "opd_coef": 1.0, "old_logp": "trainer", "tis_cap": 2.0},
+    known = {
+        name: dataclasses.replace(plain, name=name, **knobs) for name, knobs in _DIFFERENCES.items()
     }
-    return {
-        name: dataclasses.replace(plain, name=name, **knobs)  # type: ignore[arg-type]
-        for name, knobs in differences.items()
-    }
+    # The buffer of DAPO is the last fifth of the budget.
+    return {**known, "dapo": dataclasses.replace(known["dapo"], overlong_buffer=budget // 5)}
 
 
 def _check(a: Algorithm, budget: int, own_dual_clip: bool) -> None:

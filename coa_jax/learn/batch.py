@@ -418,8 +418,7 @@ def stack(batches: Sequence[Batch], capacity: int) -> Batch:
 
     def stacked(*arrays: Any) -> np.ndarray:
         out = np.zeros((capacity, *arrays[0].shape), arrays[0].dtype)
-        for i, array in enumerate(arrays):
-            out[i] = array
+        np.stack(arrays, out=out[: len(arrays)])
         return out
 
     return jax.tree.map(stacked, *batches)

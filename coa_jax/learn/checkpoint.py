@@ -256,9 +256,9 @@ class Checkpoints:
                 restored = self.restore(step, like, more)
             except Damaged as error:
                 faults[step] = str(error)
-                continue
-            self._set_aside(faults, step)
-            return restored
+            else:
+                self._set_aside(faults, step)
+                return restored
         if faults:
             newest, fault = next(iter(faults.items()))
             raise UserError(
@@ -357,10 +357,8 @@ class Checkpoints:
     ) -> tuple[Any, dict[str, Any]]:
         """Reads this process's part of a checkpoint; also returns the trees that set the shapes."""
         path = self.directory / str(step)
-        likes = {_STATE: like, **more}
-        likes = {
-            name: tree for name, tree in likes.items() if name == _STATE or (path / name).is_dir()
-        }
+        there = {name: tree for name, tree in more.items() if (path / name).is_dir()}
+        likes = {_STATE: like, **there}
         abstract = {
             name: jax.tree.map(ocp.utils.to_shape_dtype_struct, _plain(tree))
             for name, tree in likes.items()

@@ -65,22 +65,8 @@ def score(
     return logps
 
 
-@functools.partial(jax.jit, static_argnames=("model", "compute"))
-def score_values(
-    params: Params, batch: Batch, *, model: ModelConfig, compute: Compute
-) -> jax.Array:
-    """Computes the values that a critic gives to the tokens of a batch.
-
-    Args:
-        params: parameters of the critic.
-        batch: packed rows: R rows of T tokens.
-        model: architecture of the critic.
-        compute: dtype, operations and sharding of the computation.
-
-    Returns:
-        Values, float32 ``[R, T]``.
-    """
-    return token_values(params, model, batch, compute)
+score_values = jax.jit(token_values, static_argnames=("model", "compute"))
+"""The compiled program of `value.token_values`."""
 
 
 def scores_old(algorithm: Algorithm, updates: int) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from coa_jax.engine.config import SamplingParams
 from coa_jax.environments.session import Environments
@@ -12,6 +12,7 @@ from coa_jax.learn.advantages import has_signal
 from coa_jax.learn.pool import Score
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.shaping import shape_reward
+from coa_jax.learn.stream import LocalShare
 from coa_jax.model.api import Model
 from coa_jax.parallel import processes
 from coa_jax.protocol import Prompt
@@ -39,33 +40,22 @@ class Sampled:
     dropped: list[list[Trajectory]]
 
 
-def assemble(
-    composition: Composition,
-    groups: Mapping[int, list[Trajectory]],
-    dropped: Sequence[list[Trajectory]],
-    wait_seconds: float,
-) -> Sampled:
+def assemble(share: LocalShare, wait_seconds: float) -> Sampled:
     """Gathers the groups of a step from all processes; every process must call this function.
 
     Args:
-        composition: names the groups that the step uses.
-        groups: groups of this process that the step examined, by task index, see
-            `stream.LocalShare`.
-        dropped: groups of this process that were dropped because they were too old.
+        share: the groups of this process.
         wait_seconds: number of seconds to wait for the slowest process, see `processes.meet`.
     """
-    mine = (dict(groups), list(dropped))
+    mine = (share.groups, share.dropped)
     everything: dict[int, list[Trajectory]] = {}
     lost: list[list[Trajectory]] = []
     for part, too_old in processes.gather([mine], "gathering of groups", wait_seconds):
         everything.update(part)
         lost.extend(too_old)
-    return Sampled(
-        composition,
-        [everything[index] for index in composition.used],
-        [everything[index] for index in composition.examined],
-        lost,
-    )
+    used = [everything[index] for index in share.composition.used]
+    examined = [everything[index] for index in share.composition.examined]
+    return Sampled(share.composition, used, examined, lost)
 
 
 def request_of(

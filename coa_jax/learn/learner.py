@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
@@ -69,9 +68,7 @@ class Learner:
         """
         self._config, self._checkpoints = config, checkpoints
         self._mesh = training_mesh(config.mesh, config.rows, rollouts=True)
-        described = describe_model(config.model)
-        architecture = dataclasses.replace(described.config, lora=config.lora)
-        self.model = model = dataclasses.replace(described, config=architecture)
+        self.model = model = describe_model(config.model, config.lora)
         self.compute = config.compute(model.config, self._mesh)
         self.step = 0
         self.ledger: dict[str, Any] = {}

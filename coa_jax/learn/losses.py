@@ -118,7 +118,7 @@ class ValueLoss:
 
     def __call__(self, net: Net, batch: Batch) -> tuple[jax.Array, Stats]:
         """Computes the loss of a micro-batch; see `Loss`."""
-        values = token_values(net.params, net.model, batch, net.compute)
+        values = token_values(net.params, batch, model=net.model, compute=net.compute)
         return value_objective(values, batch, self.bound)
 
 

@@ -108,10 +108,8 @@ def kl_estimate(kind: str, logp: ArrayLike, other: ArrayLike) -> jax.Array:
         return d
     if kind == "k2":
         return 0.5 * d * d
-    if kind == "k3":
-        d = jnp.maximum(d, -_BOUND)
-        return jnp.expm1(-d) + d
-    raise ValueError(f"no estimator {kind!r}")
+    d = jnp.maximum(d, -_BOUND)
+    return jnp.expm1(-d) + d
 
 
 # --- losses of tokens ----------------------------------------------------------------------
@@ -286,9 +284,8 @@ def _beyond(ratio: jax.Array, advantages: jax.Array, low: float, high: float) ->
 def segment_sums(x: ArrayLike, segment_ids: ArrayLike) -> jax.Array:
     """Returns, for each token, the sum of ``x [R, T]`` over the token's sequence in its row."""
     x, ids = jnp.asarray(x), jnp.asarray(segment_ids)
-    rows, length = x.shape
-    sums = jnp.zeros((rows, length + 1), x.dtype)
-    sums = jax.vmap(lambda row, at, value: row.at[at].add(value))(sums, ids, x)
+    count = x.shape[1] + 1
+    sums = jax.vmap(lambda row, of: jax.ops.segment_sum(row, of, count))(x, ids)
     return jnp.take_along_axis(sums, ids, axis=1)
 
 
@@ -385,7 +382,8 @@ def policy_objective(
     advantage = jnp.where(on, batch.advantage, 0.0)
     weighted = advantage * jnp.where(advantage < 0, algorithm.negative_weight, 1.0)
     per_token, metrics = surrogate(algorithm, logp, old, weighted, entropy, batch)
-    gap = jnp.abs((trainer - sampler) * batch.mask)
+    difference = (trainer - sampler) * batch.mask
+    gap = jnp.abs(difference)
     stats = {
         "policy/entropy": entropy,
         **{f"policy/{name}": value for name, value in metrics.items()},
@@ -394,7 +392,7 @@ def policy_objective(
         "mismatch/abs_logp_mean": gap,
         "mismatch/kl": kl_estimate("k3", sampler, trainer),
     }
-    rho, of_correction = correction(algorithm, (trainer - sampler) * batch.mask, batch)
+    rho, of_correction = correction(algorithm, difference, batch)
     per_token = rho * per_token
     stats |= of_correction
     if batch.age is not None:

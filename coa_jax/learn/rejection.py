@@ -82,9 +82,7 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
     """
     mesh = training_mesh(config.mesh, config.rows)
     chosen = _chosen(config) if config.traces else []
-    described = describe_model(config.model)
-    architecture = dataclasses.replace(described.config, lora=config.lora)
-    model = dataclasses.replace(described, config=architecture)
+    model = describe_model(config.model, config.lora)
     parts = [examples_in_memory([trajectory_example(trajectory, 0.0) for trajectory in chosen])]
     if config.data:
         prompt = load_prompt(config.prompt_style, config.model)

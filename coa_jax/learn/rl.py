@@ -217,8 +217,7 @@ class Source:
     def _assembled(self, share: LocalShare) -> Sampled:
         if not self._config.max_staleness:  # no rollout is in flight: free memory for the update
             self._learner.give_back()
-        wait = self._config.mesh.wait_seconds
-        return groups.assemble(share.composition, share.groups, share.dropped, wait)
+        return groups.assemble(share, self._config.mesh.wait_seconds)
 
     def _start(self) -> None:
         config, learner = self._config, self._learner

@@ -159,7 +159,7 @@ def train(
         raise ValueError("rename_share needs an augmentation that renames")
     mesh = training_mesh(config.mesh, config.rows)
     prompt = load_prompt(config.prompt_style, config.model)
-    model = describe_model(config.model)
+    model = describe_model(config.model, config.lora)
 
     def reader(source: str) -> data.RecordReader:
         records = Records(source, config.protocol)
@@ -183,8 +183,7 @@ def train(
         longest = max(longest, int(validation.sizes.max()))
     card = make_card(prompt, wording)
     run.keep_json(f"sft-{CARD}", card)
-    architecture = dataclasses.replace(model.config, lora=config.lora)
-    model = dataclasses.replace(model, config=architecture, card=card)
+    model = dataclasses.replace(model, card=card)
     compute = config.compute(model.config, mesh)
     change = None
     if augmentation is not None:

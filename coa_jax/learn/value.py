@@ -50,15 +50,17 @@ def critic_config(model: ModelConfig) -> ModelConfig:
     return dataclasses.replace(model, tie_embeddings=True, lora=LoraConfig())
 
 
-def token_values(params: Params, model: ModelConfig, batch: Batch, compute: Compute) -> jax.Array:
+def token_values(
+    params: Params, batch: Batch, *, model: ModelConfig, compute: Compute
+) -> jax.Array:
     """Computes the value of the state before each token.
 
     The state before a token consists of all preceding tokens of the same sequence.
 
     Args:
         params: parameters of a critic.
-        model: architecture of the policy.
         batch: packed rows.
+        model: architecture of the policy.
         compute: dtype, operations and sharding of the computation.
 
     Returns:

@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +13,10 @@ import jax.numpy as jnp
 import numpy as np
 
 from coa_jax.errors import UserError
-from coa_jax.model.adapters import CONFIG_FILE, AdaptedTensors, Adapter, read_adapter
+from coa_jax.model.adapters import CONFIG_FILE, AdaptedTensors, read_adapter
 from coa_jax.model.card import read_card
 from coa_jax.model.compute import Compute, local_compute
-from coa_jax.model.config import DTYPES, ModelConfig
+from coa_jax.model.config import DTYPES, LoraConfig, ModelConfig
 from coa_jax.model.export import save_model as save_model
 from coa_jax.model.gguf_io import GgufFile, gguf_file
 from coa_jax.model.hf_config import read_config
@@ -75,13 +74,24 @@ def load_model(
     return dataclasses.replace(model, params=_load(source, model.config, dtype, mesh))
 
 
-def describe_model(path: str | Path) -> Model:
+def describe_model(path: str | Path, lora: LoraConfig | None = None) -> Model:
     """Loads the architecture, the tokenizer and the card of a model, but no weights.
 
-    Use this function if the weights are not needed, for example to encode text. The arguments and
-    errors are those of :func:`load_model`; the result is a `Model` whose ``params`` are empty.
+    Use this function if the weights are not needed, for example to encode text.
+
+    Args:
+        path: the model, see :func:`load_model`.
+        lora: adapters that a training run adds to the architecture; None for no adapters.
+
+    Returns:
+        A `Model` whose ``params`` are empty.
+
+    Raises:
+        UserError: the files cannot be used, see :func:`load_model`.
     """
-    return _open(path, weights=False)[0]
+    model = _open(path, weights=False)[0]
+    config = dataclasses.replace(model.config, lora=lora or LoraConfig())
+    return dataclasses.replace(model, config=config)
 
 
 def load_weights(path: str | Path, mesh: jax.sharding.Mesh | None = None) -> Params:
@@ -115,8 +125,15 @@ def _open(
         return find(place) if tokenizer else MissingTokenizer(f"{folder}: no tokenizer was read")
 
     if (adapter := read_adapter(folder)) is not None:
-        with _named_by(adapter):
+        try:
+            if read_adapter(model_folder(adapter.base, weights=False)) is not None:
+                raise UserError("that is an adapter too: merge the two with PEFT first")
             base, source = _open(adapter.base, weights=weights, tokenizer=tokenizer)
+        except UserError as error:
+            raise UserError(
+                f"{adapter.folder / CONFIG_FILE}: the base model {adapter.base} cannot be loaded: "
+                f"{error}"
+            ) from error
         own = read(find_tokenizer, folder)
         own = base.tokenizer if isinstance(own, MissingTokenizer) else own
         model = Model(base.config, {}, own, read_card(folder) or base.card)
@@ -143,20 +160,6 @@ def _open(
                 f"{model.config.vocab_size} embeddings: use the tokenizer that belongs to the model"
             )
     return model, source
-
-
-@contextlib.contextmanager
-def _named_by(adapter: Adapter) -> Iterator[None]:
-    """Adds to an error about the base model the name of the adapter that refers to that model."""
-    try:
-        if read_adapter(model_folder(adapter.base, weights=False)) is not None:
-            raise UserError("that is an adapter too: merge the two with PEFT first")
-        yield
-    except UserError as error:
-        raise UserError(
-            f"{adapter.folder / CONFIG_FILE}: the base model {adapter.base} cannot be loaded: "
-            f"{error}"
-        ) from error
 
 
 @functools.partial(jax.jit, static_argnames=("config", "compute"))

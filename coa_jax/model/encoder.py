@@ -17,6 +17,7 @@ from typing import Annotated, Any, Literal
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import unflatten_dict
 
 from coa_jax import reading
 from coa_jax.bounds import Bounded, Natural, OneOf, Positive, Size, Times, declared
@@ -27,7 +28,7 @@ from coa_jax.model.decoder import Embed, stack
 from coa_jax.model.hf_table import SAME, STACKED, STACKED_BIASES, TRANSPOSED, Row, Table
 from coa_jax.model.hf_weights import TensorSource, read_params
 from coa_jax.model.linear import Linear
-from coa_jax.model.params import Params, nest, specs_of
+from coa_jax.model.params import Params, specs_of
 
 _ACTIVATIONS: dict[str, Any] = {
     "gelu": functools.partial(jax.nn.gelu, approximate=False),
@@ -219,5 +220,5 @@ def load_params(source: TensorSource, config: BertConfig, device: jax.Device) ->
         for path, row in _TABLE.items()
     }
     specs = specs_of(_abstract(config))
-    places = nest(dict.fromkeys(specs, jax.sharding.SingleDeviceSharding(device)))
+    places = unflatten_dict(dict.fromkeys(specs, jax.sharding.SingleDeviceSharding(device)))
     return read_params(source, table, specs, "float32", places, ".*")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -134,15 +135,15 @@ def _write_weights(directory: Path | None, model: Model, dtype: str, max_shard_b
         return
     itemsize = jnp.dtype(dtype).itemsize
     shards = _plan_shards(tensors_of(TABLE, specs(model.config)), itemsize, max_shard_bytes)
-    if len(shards) == 1:
-        write_safetensors(directory / SINGLE_FILE, shards[0], dtype, tensors)
-        return
     weight_map: dict[str, str] = {}
     for i, shapes in enumerate(shards, 1):
-        name = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        several = f"model-{i:05d}-of-{len(shards):05d}.safetensors"
+        name = several if len(shards) > 1 else SINGLE_FILE
         weight_map |= dict.fromkeys(shapes, name)
-        part = (next(tensors) for _ in range(len(shapes)))
+        part = itertools.islice(tensors, len(shapes))
         write_safetensors(directory / name, shapes, dtype, part)
+    if len(shards) == 1:
+        return
     total = sum(math.prod(shape) * itemsize for shapes in shards for shape in shapes.values())
     index = {"metadata": {"total_size": total}, "weight_map": weight_map}
     (directory / INDEX_FILE).write_text(json.dumps(index, indent=2) + "\n", encoding="utf-8")

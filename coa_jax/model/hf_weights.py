@@ -11,6 +11,7 @@ from typing import Any, Protocol
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import NamedSharding, PartitionSpec
 
 from coa_jax import reading
@@ -28,7 +29,7 @@ from coa_jax.model.hf_table import (
     tensors_of,
     writing_order,
 )
-from coa_jax.model.params import Params, Specs, flatten, nest, specs
+from coa_jax.model.params import Params, Specs, specs
 from coa_jax.parallel.turns import mesh_of, turn
 
 
@@ -107,11 +108,11 @@ def read_params(
             f"has {reading.machine_memory() / 1e9:,.1f} GB: take a smaller model or another machine"
         )
     arrays = {}
-    for path, place in flatten(places):
+    for path, place in flatten_dict(places).items():
         read = _read_parts if isinstance(place, NamedSharding) else _read_whole
         array = read(source, table[path], wanted[path].shape, path[0] == "layers", dtype, place)
         arrays[path] = jax.block_until_ready(array)
-    return nest(arrays)
+    return unflatten_dict(arrays)
 
 
 def _check_tensors(source: TensorSource, table: Table, wanted: Specs, spare: str) -> None:
@@ -279,7 +280,7 @@ def export_tensors(params: Params, config: ModelConfig) -> Iterator[tuple[str, n
         params: parameters without adapters.
         config: the architecture.
     """
-    arrays = dict(flatten(params))
+    arrays = flatten_dict(params)
     for path, row, layer in writing_order(TABLE, specs(config)):
         array = arrays[path][layer] if path[0] == "layers" else arrays[path]
         yield from zip(names(row, layer), row.split(to_host(array)), strict=True)

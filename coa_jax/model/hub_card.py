@@ -15,6 +15,8 @@ _STAGES = {
     "rft": "rejection sampling fine-tuning",
     "dpo": "direct preference optimisation",
 }
+_SETTINGS = ("seed", "batch_size", "groups", "group_size", "row_length")
+_OF_OPTIMIZER = ("learning_rate", "total_steps", "warmup_steps")
 
 
 def hub_card(
@@ -39,17 +41,12 @@ def hub_card(
         head.append(f"base_model: {json.dumps(base)}")
     protocol = card.get("protocol") or "that of the task"
     rows = {"base model": base, "stage": _STAGES[phase], "checkpoint": step, "protocol": protocol}
-    rows |= {
-        name: config[name]
-        for name in ("seed", "batch_size", "groups", "group_size", "row_length")
-        if _is_plain(config.get(name))
-    }
     optimizer = config.get("optimizer", {})
-    rows |= {
-        f"optimizer: {name}": optimizer[name]
-        for name in ("learning_rate", "total_steps", "warmup_steps")
-        if _is_plain(optimizer.get(name))
+    settings = {
+        **{name: config.get(name) for name in _SETTINGS},
+        **{f"optimizer: {name}": optimizer.get(name) for name in _OF_OPTIMIZER},
     }
+    rows |= {k: v for k, v in settings.items() if isinstance(v, str | int | float) and v != ""}
     lines = "\n".join(head)
     table = "\n".join(f"| {name} | {_cell(value)} |" for name, value in rows.items())
     return f"""\
@@ -70,10 +67,6 @@ tools and checks its answer in one context ([paper](https://arxiv.org/abs/2508.1
 
 Trained with coa_jax {coa_jax.__version__}.
 """
-
-
-def _is_plain(value: Any) -> bool:
-    return isinstance(value, str | int | float) and value != ""
 
 
 def _cell(value: Any) -> str:

@@ -10,12 +10,13 @@ from __future__ import annotations
 import dataclasses
 import functools
 import math
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
 from coa_jax.model.config import LoraConfig, ModelConfig
@@ -79,40 +80,9 @@ def num_params(config: ModelConfig) -> int:
     return sum(math.prod(spec.shape) for spec in specs(config).values())
 
 
-# --- nested dicts --------------------------------------------------------------------------
-
-
-def nest(flat: Mapping[Path, Any]) -> Params:
-    """Builds a nested dict from a mapping of paths to values; the inverse of `flatten`.
-
-    A path is a tuple of keys, such as ``("layers", "attn", "qkv", "kernel")``.
-    """
-    params: Params = {}
-    for path, value in flat.items():
-        node = params
-        for key in path[:-1]:
-            node = node.setdefault(key, {})
-        node[path[-1]] = value
-    return params
-
-
-def flatten(params: Params, prefix: Path = ()) -> Iterator[tuple[Path, Any]]:
-    """Yields a pair (path, value) for every leaf of a nested dict; a path is a tuple of keys.
-
-    Args:
-        params: the nested dict.
-        prefix: keys that are put before every path.
-    """
-    for key, value in params.items():
-        if isinstance(value, dict):
-            yield from flatten(value, (*prefix, key))
-        else:
-            yield (*prefix, key), value
-
-
 def join(first: Params, second: Params) -> Params:
     """Merges two nested dicts of parameters that have no path in common."""
-    return nest({**dict(flatten(first)), **dict(flatten(second))})
+    return unflatten_dict({**flatten_dict(first), **flatten_dict(second)})
 
 
 def param_dtype(params: Params) -> jnp.dtype:
@@ -140,7 +110,7 @@ def bind(config: ModelConfig, params: Params) -> Decoder:
         ValueError: the parameters or adapters do not match the architecture.
     """
     # Flax assigns leaves by their order, so it would accept wrong names without an error.
-    if (found := {path for path, _ in flatten(params)}) != specs(config).keys():
+    if (found := flatten_dict(params).keys()) != specs(config).keys():
         wrong = sorted("/".join(path) for path in found ^ specs(config).keys())
         raise ValueError(f"parameters and architecture differ in {', '.join(wrong)}")
     return nnx.merge(_graphs(config)[0], params)
@@ -219,7 +189,7 @@ def _turn(params: Params, inputs: Mapping[Path, int]) -> Params:
         count = inputs.get(path, 0)
         return jnp.moveaxis(w, range(count), range(-count, 0)) if count else w
 
-    return nest({path: turned(path, w) for path, w in flatten(params)})
+    return unflatten_dict({path: turned(path, w) for path, w in flatten_dict(params).items()})
 
 
 # --- initial values ------------------------------------------------------------------------
@@ -239,21 +209,6 @@ def init_params(config: ModelConfig, key: jax.Array, dtype: str = "float32") -> 
     return jax.tree.map(lambda x: x.astype(dtype), nnx.to_pure_dict(state))
 
 
-def init_adapters(config: ModelConfig, seed: int, mesh: Mesh | None = None) -> Params:
-    """Returns new adapters in float32, on the first device or sharded over a mesh.
-
-    Args:
-        config: the architecture, including its adapters.
-        seed: seed of the initial values.
-        mesh: mesh of the run; None for the first device.
-    """
-
-    def draw() -> Params:
-        return select(config, init_params(config, jax.random.key(seed)), adapter=True)
-
-    return jax.jit(draw, out_shardings=select(config, shardings(config, mesh), adapter=True))()
-
-
 def select(config: ModelConfig, params: Params, *, adapter: bool) -> Params:
     """Returns either the adapters among the parameters, or all other parameters.
 
@@ -262,8 +217,8 @@ def select(config: ModelConfig, params: Params, *, adapter: bool) -> Params:
         params: parameters with adapters.
         adapter: True to return the adapters, False to return all other parameters.
     """
-    kinds = specs(config)
-    return nest({path: x for path, x in flatten(params) if kinds[path].adapter == adapter})
+    kinds, flat = specs(config), flatten_dict(params)
+    return unflatten_dict({path: x for path, x in flat.items() if kinds[path].adapter == adapter})
 
 
 def without_adapters(config: ModelConfig) -> ModelConfig:
@@ -290,9 +245,17 @@ def split_trained(
         mesh: mesh of the run; None for the first device.
 
     Returns:
-        The trained parameters, and the frozen parameters ({} without adapters).
+        The trained parameters, and the frozen parameters ({} without adapters). New adapters are
+        float32.
     """
-    return (init_adapters(config, seed, mesh), params) if config.lora.rank else (params, {})
+    if not config.lora.rank:
+        return params, {}
+
+    def adapters() -> Params:
+        return select(config, init_params(config, jax.random.key(seed)), adapter=True)
+
+    places = select(config, shardings(config, mesh), adapter=True)
+    return jax.jit(adapters, out_shardings=places)(), params
 
 
 @functools.partial(jax.jit, static_argnames="config")
@@ -319,7 +282,7 @@ def merge_program(config: ModelConfig, params: Params) -> Params:
         )
         return product.reshape(*a.shape[:-1], *b.shape[2:])
 
-    merged = dict(flatten(select(config, params, adapter=False)))
+    merged = flatten_dict(select(config, params, adapter=False))
 
     def add(kernel: Path, lora: Any, part: slice, axis: int) -> None:
         if lora is not None:
@@ -335,7 +298,7 @@ def merge_program(config: ModelConfig, params: Params) -> Params:
     add(("mlp", "gate_up"), mlp.gate_lora, slice(0, 1), 2)
     add(("mlp", "gate_up"), mlp.up_lora, slice(1, 2), 2)
     add(("mlp", "down"), mlp.down_lora, slice(None), 0)
-    return nest(merged)
+    return unflatten_dict(merged)
 
 
 def merge_adapters(config: ModelConfig, params: Params) -> Params:
@@ -362,8 +325,10 @@ def shardings(config: ModelConfig, mesh: Mesh | AbstractMesh | None, rules: Rule
     """
     if mesh is None:
         device = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-        return nest(dict.fromkeys(specs(config), device))
-    return nest({p: sharding_for(mesh, s.axes, rules, s.shape) for p, s in specs(config).items()})
+        return unflatten_dict(dict.fromkeys(specs(config), device))
+    return unflatten_dict(
+        {p: sharding_for(mesh, s.axes, rules, s.shape) for p, s in specs(config).items()}
+    )
 
 
 def decode_shardings(config: ModelConfig, mesh: Mesh | AbstractMesh) -> DecodeParams:
@@ -378,15 +343,16 @@ def decode_shardings(config: ModelConfig, mesh: Mesh | AbstractMesh) -> DecodePa
         return sharding_for(mesh, spec.axes[first:], DECODE_RULES, spec.shape[first:])
 
     found = specs(without_adapters(config))
-    shared = nest({path: place(s, 0) for path, s in found.items() if path[0] != "layers"})
-    layer = nest({path[1:]: place(s, 1) for path, s in found.items() if path[0] == "layers"})
-    return DecodeParams(shared, (layer,) * config.num_layers)
+    places = unflatten_dict({p: place(s, int(p[0] == "layers")) for p, s in found.items()})
+    layer = places.pop("layers")
+    return DecodeParams(places, (layer,) * config.num_layers)
 
 
 def abstract_params(config: ModelConfig, mesh: Mesh | None) -> Params:
     """Returns the shapes and shardings of float32 training parameters, without their values."""
-    found = {}
-    for path, place in flatten(shardings(config, mesh)):
-        shape = specs(config)[path].shape
-        found[path] = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place)
-    return nest(found)
+    shapes = unflatten_dict({path: spec.shape for path, spec in specs(config).items()})
+    return jax.tree.map(
+        lambda place, shape: jax.ShapeDtypeStruct(shape, jnp.float32, sharding=place),
+        shardings(config, mesh),
+        shapes,
+    )

@@ -33,12 +33,7 @@ _ALL_FILES = (
     *("merges.txt", "chat_template.json", "chat_template.jinja"),
 )
 """Files that transformers opens when it loads a tokenizer, without checking their size or kind."""
-_GGUF_ROLES = {
-    "bos_token": "bos",
-    "eos_token": "eos",
-    "unk_token": "unknown",
-    "pad_token": "padding",
-}
+_GGUF_ROLES = {"bos": "bos", "eos": "eos", "unk": "unknown", "pad": "padding"}
 
 # Pre-tokenisation in the published tokenizer.json of Qwen2 and of Llama 3; the two treat digits
 # differently.
@@ -110,12 +105,9 @@ def find_tokenizer(path: str | Path) -> Any:
             f"{path} has no tokenizer ({', '.join(_FILES[:-1])} or {_FILES[-1]}): copy the base "
             "model's tokenizer files there"
         )
-    for name in _ALL_FILES:
-        file = path / name
-        if file.exists() and file.suffix == ".json":
-            reading.read_json(file, _LARGEST)
-        elif file.exists():
-            reading.read_bytes(file, _LARGEST)
+    for file in filter(Path.exists, map(path.joinpath, _ALL_FILES)):
+        read = reading.read_json if file.suffix == ".json" else reading.read_bytes
+        read(file, _LARGEST)
     # The classes that AutoTokenizer chooses may use only the vocabulary of tokenizer.json, and
     # replace its normaliser and pre-tokeniser. PreTrainedTokenizerFast uses the whole file.
     kind = PreTrainedTokenizerFast if (path / "tokenizer.json").exists() else AutoTokenizer
@@ -152,13 +144,13 @@ def _checked(make: Callable[[], Any], path: Path) -> Any:
 def gguf_tokenizer(file: GgufFile) -> Any:
     """Loads the tokenizer in a GGUF file; a `MissingTokenizer` if the file has none."""
     path = Path(file.where)
-    if file.metadata("tokenizer.ggml.model") is None:
+    model, pre = (file.metadata(f"tokenizer.ggml.{key}") for key in ("model", "pre"))
+    if model is None:
         return MissingTokenizer(
             f"{path} has no tokenizer (field tokenizer.ggml.model): use a file that has one, or "
             "the safetensors model"
         )
-    pre = file.metadata("tokenizer.ggml.pre")
-    if file.metadata("tokenizer.ggml.model") == "gpt2" and pre in ("smollm", *_SPLITS):
+    if model == "gpt2" and pre in ("smollm", *_SPLITS):
         return _checked(lambda: _byte_level_gguf(file, pre), path)
     # transformers converts other kinds of tokenizers; its reader of GGUF files needs torch.
     from transformers import AutoTokenizer
@@ -192,11 +184,8 @@ def _byte_level_gguf(file: GgufFile, pre: str) -> Any:
     # If a text is an entry of the vocabulary, Llama 3 encodes the text as this entry, see its
     # tokenizer.json.
     backend = Tokenizer(models.BPE(vocab=vocab, merges=merges, ignore_merges=pre == "llama-bpe"))
-    cut: Any
-    if pre == "smollm":
-        cut, gpt2 = Digits(individual_digits=True), True
-    else:
-        cut, gpt2 = Split(Regex(_SPLITS[pre]), behavior="isolated"), False
+    gpt2, digits = pre == "smollm", Digits(individual_digits=True)
+    cut: Any = digits if gpt2 else Split(Regex(_SPLITS[pre]), behavior="isolated")
     backend.pre_tokenizer = Sequence([cut, ByteLevel(add_prefix_space=False, use_regex=gpt2)])
     if pre == "qwen2":
         backend.normalizer = normalizers.NFC()
@@ -204,7 +193,7 @@ def _byte_level_gguf(file: GgufFile, pre: str) -> Any:
     for kind, special in ((TokenType.CONTROL, True), (TokenType.USER_DEFINED, False)):
         added = [token for token, k in zip(tokens, kinds, strict=True) if k == kind]
         backend.add_tokens([AddedToken(t, special=special, normalized=False) for t in added])
-    ids = {name: get(f"{key}_token_id") for name, key in _GGUF_ROLES.items()}
+    ids = {f"{name}_token": get(f"{key}_token_id") for name, key in _GGUF_ROLES.items()}
     return PreTrainedTokenizerFast(
         tokenizer_object=backend,
         chat_template=file.metadata("tokenizer.chat_template"),

@@ -264,19 +264,6 @@ def sharding_for(
     return NamedSharding(mesh, PartitionSpec(*spec))
 
 
-def constrain(x: jax.Array, mesh: Mesh | None, *axes: str | None) -> jax.Array:
-    """Constrains the sharding of an array in a compiled function, by the rules for training.
-
-    Args:
-        x: the value.
-        mesh: training mesh; None returns the value unchanged.
-        *axes: logical axis of each dimension.
-    """
-    if mesh is None:
-        return x
-    return jax.lax.with_sharding_constraint(x, sharding_for(mesh, axes, shape=x.shape))
-
-
 def gather_axes(
     x: jax.Array, mesh: Mesh | None, axes: Sequence[str | None], whole: Sequence[str]
 ) -> jax.Array:

@@ -24,10 +24,11 @@ from __future__ import annotations
 
 import jax.numpy as jnp
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import Params, flatten, nest
+from coa_jax.model.params import Params
 from coa_jax.model.rope import frequencies
 
 _FAST = 12
@@ -89,7 +90,8 @@ def add_induction(params: Params, config: ModelConfig, seed: int) -> Params:
         ("layers", "attn", "qkv", "kernel"): qkv,
         ("layers", "attn", "out", "kernel"): out,
     }
-    return nest({path: jnp.asarray(replaced.get(path, x)) for path, x in flatten(params)})
+    flat = flatten_dict(params)
+    return unflatten_dict({path: jnp.asarray(replaced.get(path, x)) for path, x in flat.items()})
 
 
 def _previous_token_heads(

@@ -98,13 +98,12 @@ def test_an_engine_alone_takes_all_slots():
 
 APART = """
 import sys, threading, jax, numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from coa_jax.engine import programs
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.group import apart, copies, make_engines, new_copies, publish_all, take_copies
 from coa_jax.model.config import LoraConfig, ModelConfig
-from coa_jax.model.params import (
-    flatten, init_adapters, merge_adapters, nest, shardings, without_adapters,
-)
+from coa_jax.model.params import merge_adapters, shardings, split_trained, without_adapters
 from coa_jax.parallel.placement import MeshConfig, rollout_devices, training_mesh
 from tests.random_params import random_params
 
@@ -145,9 +144,9 @@ for where in ((), devices):
     old = [chunk(engine) for engine in engines]
     publish_all(engines, params(1))
     new = [chunk(engine) for engine in engines]
-    adapters = jax.tree.map(lambda x: x + 0.1, init_adapters(lora, 0, mesh))
-    flat = dict(flatten(params(1))) | dict(flatten(adapters))
-    publish_all(engines, merge_adapters(lora, nest(flat)))
+    adapters = jax.tree.map(lambda x: x + 0.1, split_trained({}, lora, 0, mesh)[0])
+    flat = flatten_dict(params(1)) | flatten_dict(adapters)
+    publish_all(engines, merge_adapters(lora, unflatten_dict(flat)))
     adapted = [chunk(engine) for engine in engines]
     expected.append([old[0], new[0], adapted[0]])
     assert all(found == every[0] for every in (old, new, adapted) for found in every)

@@ -6,6 +6,7 @@ import importlib.util
 
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 
 from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig
@@ -14,7 +15,6 @@ from coa_jax.errors import UserError
 from coa_jax.model.cache import layer_axes
 from coa_jax.model.compute import Compute
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import flatten
 from coa_jax.parallel.mesh import AXES, make_mesh
 from tests.devices import on_devices
 from tests.random_params import random_params
@@ -114,7 +114,7 @@ def test_weights_on_a_cpu_have_their_outputs_first(tied):
     params = random_params(config)
     (copies,) = layout.publish(params, config, EngineConfig())
     assert copies.outputs_first
-    kernels = dict(flatten(copies.layers[1]))
+    kernels = flatten_dict(copies.layers[1])
     assert {path: x.shape for path, x in kernels.items() if path[-1] == "kernel"} == {
         ("attn", "qkv", "kernel"): (2, 4, 8, 32),
         ("attn", "out", "kernel"): (32, 2, 2, 8),
@@ -234,7 +234,8 @@ import jax, numpy as np
 from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig
 from coa_jax.model.config import ModelConfig
-from coa_jax.model.params import flatten, shardings
+from flax.traverse_util import flatten_dict
+from coa_jax.model.params import shardings
 from coa_jax.parallel.mesh import make_mesh
 from tests.random_params import random_params
 
@@ -254,7 +255,7 @@ for sizes in ((1, 2, 4), (1, 8, 1), (2, 2, 2)):
             (("attn", "qkv", "kernel"), 1),
             (("attn_norm", "scale"), None),
         ):
-            whole, array = (dict(flatten(p.layers[1]))[path] for p in (expected, everywhere))
+            whole, array = (flatten_dict(p.layers[1])[path] for p in (expected, everywhere))
             whole = np.asarray(whole)
             pieces = {shard.device: shard.data for shard in array.addressable_shards}
             parts = [whole] * 4 if axis is None else np.split(whole, 4, axis)

@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import Mesh
 
 from coa_jax.engine.config import EngineConfig
@@ -29,9 +30,7 @@ from coa_jax.model.compute import local_compute
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.params import (
     Params,
-    flatten,
     merge_adapters,
-    nest,
     select,
     shardings,
     split_trained,
@@ -183,7 +182,9 @@ def begun(adapters: Params) -> Params:
     def one(b: jax.Array) -> jax.Array:
         return jax.device_put(rng.normal(0, 0.02, b.shape).astype(np.float32), b.sharding)
 
-    return nest({path: one(x) if path[-1] == "b" else x for path, x in flatten(adapters)})
+    return unflatten_dict(
+        {path: one(x) if path[-1] == "b" else x for path, x in flatten_dict(adapters).items()}
+    )
 
 
 def check_places(

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import unflatten_dict
 from hypothesis import given
 from hypothesis import strategies as st
 from orbax.checkpoint._src.futures import future
@@ -23,7 +24,7 @@ from coa_jax.errors import UserError
 from coa_jax.learn.checkpoint import Checkpoints, Damaged
 from coa_jax.learn.fingerprints import fingerprint
 from coa_jax.learn.step import OptimizerConfig, TrainState, init_state
-from coa_jax.model.params import DecodeParams, nest
+from coa_jax.model.params import DecodeParams
 from coa_jax.parallel import processes
 from coa_jax.parallel.mesh import make_mesh, sharding_for
 from tests.devices import on_devices
@@ -108,7 +109,7 @@ def test_further_trees_are_kept_and_a_missing_one_is_left_out(tmp_path):
 
 @pytest.mark.parametrize("names", [("embed",), ("q", "a")], ids=["model", "adapters"])
 def test_the_parameter_names_of_earlier_versions_are_refused_in_one_clear_line(tmp_path, names):
-    older = nest({names: jnp.ones((4, 2)), (*names[:-1], "b"): jnp.ones((2, 4))})
+    older = unflatten_dict({names: jnp.ones((4, 2)), (*names[:-1], "b"): jnp.ones((2, 4))})
     with opened(tmp_path / "c") as checkpoints:
         checkpoints.save(3, init_state(older, OPTIMIZER), {"cursor": 3})
         checkpoints.wait()

@@ -14,6 +14,7 @@ from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.groups import assemble, completed, graded, is_learned
 from coa_jax.learn.metrics import masked_by, rollout_metrics
 from coa_jax.learn.shaping import StopRewards, shape_reward
+from coa_jax.learn.stream import LocalShare
 from coa_jax.tasks import Graders, GradersConfig, Task
 from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
 from tests.learn.tiny_runs import rl_config
@@ -52,7 +53,7 @@ MIXED = group("mixed", [0.0, 1.0], [61, 99])
 
 def step_of(groups, used):
     composition = Composition(1, used, tuple(range(len(groups))), (), 0, 0, {})
-    return assemble(composition, dict(enumerate(groups)), [], wait_seconds=1.0)
+    return assemble(LocalShare(composition, dict(enumerate(groups)), [], {}), wait_seconds=1.0)
 
 
 @pytest.mark.parametrize(("name", "learned"), [("dapo", [MIXED]), ("grpo", [WRONG, RIGHT, MIXED])])

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 
 from coa_jax.learn import logps, step
 from coa_jax.learn.algorithms import Algorithm
@@ -20,7 +21,7 @@ from coa_jax.learn.losses import Net, PolicyLoss, SFTLoss
 from coa_jax.learn.step import OptimizerConfig, init_state, make_optimizer, schedule, train_step
 from coa_jax.model.compute import local_compute
 from coa_jax.model.config import LoraConfig, ModelConfig
-from coa_jax.model.params import bind, flatten, nest, specs
+from coa_jax.model.params import bind, specs
 from tests.random_params import random_params
 
 MODEL = ModelConfig("qwen2", 97, 32, 48, 2, 4, 2, 8, qkv_bias=True)
@@ -274,10 +275,13 @@ def test_the_rate_rises_linearly_and_falls_as_a_cosine(warmup, ratio, total):
 
 def test_matrices_decay_and_norms_and_biases_do_not():
     model = dataclasses.replace(MODEL, qk_norm=True, tie_embeddings=False, lora=LoraConfig(rank=2))
-    params = nest({path: jnp.ones(3) for path in specs(model)})
+    params = unflatten_dict({path: jnp.ones(3) for path in specs(model)})
     optimizer = make_optimizer(OptimizerConfig(1.0, 10, final_ratio=1.0, weight_decay=0.5))
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = optimizer.update(zeros, optimizer.init(params), params)
-    decayed = {path[-1] for path, update in flatten(updates) if update.any()}
+    decayed = {path[-1] for path, update in flatten_dict(updates).items() if update.any()}
     assert decayed == {"embedding", "kernel", "a", "b"}
-    assert {path[-1] for path, update in flatten(updates) if not update.any()} == {"scale", "bias"}
+    assert {path[-1] for path, update in flatten_dict(updates).items() if not update.any()} == {
+        "scale",
+        "bias",
+    }

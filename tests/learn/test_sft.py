@@ -10,6 +10,7 @@ from pathlib import Path
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict, unflatten_dict
 from safetensors.numpy import load_file
 
 from coa_jax.errors import UserError
@@ -18,7 +19,6 @@ from coa_jax.learn.batch import record_example
 from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.model.api import load_model
-from coa_jax.model.params import flatten, nest
 from coa_jax.model.tokenizer import load_tokenizer
 from coa_jax.protocol import Prompt
 from coa_jax.run_dir import RunDir
@@ -91,7 +91,7 @@ def test_a_finished_run_trains_no_further(finished, folder):
 def test_a_checkpoint_of_another_model_is_refused(finished, folder, change):
     config = sft_config(folder / "base", folder / "data.jsonl")
     state = init_state(load_model(folder / "base").params, config.optimizer)
-    params = dict(flatten(state.params))
+    params = flatten_dict(state.params)
     if change == "shape":
         params["embed", "embedding"] = params["embed", "embedding"][:, :-1]
     elif change == "more":
@@ -104,7 +104,7 @@ def test_a_checkpoint_of_another_model_is_refused(finished, folder, change):
         contextlib.closing(checkpoints),
         pytest.raises(UserError, match="does not fit this configuration"),
     ):
-        checkpoints.restore(SFT_STEPS, state._replace(params=nest(params)))
+        checkpoints.restore(SFT_STEPS, state._replace(params=unflatten_dict(params)))
 
 
 def test_records_that_are_too_long_are_said_to_be(folder):

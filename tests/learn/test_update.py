@@ -412,7 +412,9 @@ def test_a_value_reads_nothing_after_its_state():
     batch = pack([trajectory_example(groups()[0][0], 0.0)], LENGTH)
     changed = batch._replace(tokens=batch.tokens.copy())
     changed.tokens[0, 5] = (changed.tokens[0, 5] + 1) % 61
-    left, right = (np.asarray(token_values(critic, MODEL, b, COMPUTE)) for b in (batch, changed))
+    left, right = (
+        np.asarray(token_values(critic, b, model=MODEL, compute=COMPUTE)) for b in (batch, changed)
+    )
     np.testing.assert_array_equal(left[:, :6], right[:, :6])
     assert (left[0, 6:8] != right[0, 6:8]).all()
 

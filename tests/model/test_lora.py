@@ -8,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from flax.traverse_util import flatten_dict
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from coa_jax.errors import UserError
@@ -18,7 +19,6 @@ from coa_jax.model.compute import REFERENCE, Compute, local_compute
 from coa_jax.model.config import PROJECTIONS, LoraConfig
 from coa_jax.model.params import (
     bind,
-    flatten,
     join,
     merge_adapters,
     param_dtype,
@@ -205,7 +205,7 @@ def test_adapters_are_merged_into_weights_of_16_bits(base):
     exact = dataclasses.replace(
         model, params=jax.tree.map(lambda x: x.astype("float32"), model.params)
     )
-    found, expected = (dict(flatten(merged(m).params))[kernel] for m in (model, exact))
+    found, expected = (flatten_dict(merged(m).params)[kernel] for m in (model, exact))
     assert found.dtype == "bfloat16"
     # Rounded twice: the product, and the sum.
     np.testing.assert_allclose(

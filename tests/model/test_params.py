@@ -10,6 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AbstractMesh, AxisType
 from jax.sharding import PartitionSpec as P
 
@@ -21,11 +22,9 @@ from coa_jax.model.params import (
     abstract_params,
     bind,
     decode_shardings,
-    flatten,
     init_params,
     inputs_of,
     join,
-    nest,
     num_params,
     select,
     shardings,
@@ -51,7 +50,7 @@ def params(config=MODEL):
 
 
 def paths(tree):
-    return {path for path, _ in flatten(tree)}
+    return set(flatten_dict(tree))
 
 
 def test_names_shapes_and_axes_are_those_of_the_architecture():
@@ -92,7 +91,7 @@ def test_names_shapes_and_axes_are_those_of_the_architecture():
 @each_model
 def test_parameters_are_plain_nested_dicts_of_what_the_specs_say(config):
     tree = params(config)
-    assert [(path, x.shape) for path, x in flatten(tree)] == [
+    assert [(path, x.shape) for path, x in flatten_dict(tree).items()] == [
         (path, spec.shape) for path, spec in specs(config).items()
     ]
     leaves = jax.tree.leaves(tree)
@@ -137,7 +136,7 @@ def test_tree_definitions_name_no_class_of_a_model(config):
 def test_initial_values_have_the_deviations_that_are_said_and_follow_from_the_key():
     config = ModelConfig("llama", 512, 96, 256, 8, 8, 4, 16, qkv_bias=True, tie_embeddings=False)
     first, again, other = (
-        dict(flatten(jax.jit(init_params, static_argnums=0)(config, jax.random.key(seed))))
+        flatten_dict(jax.jit(init_params, static_argnums=0)(config, jax.random.key(seed)))
         for seed in (0, 0, 1)
     )
     residual = {("layers", "attn", "out", "kernel"), ("layers", "mlp", "down", "kernel")}
@@ -186,7 +185,7 @@ def test_parts_that_are_selected_join_to_the_whole():
     adapters, rest = (select(ADAPTED, whole, adapter=kind) for kind in (True, False))
     assert paths(rest) == {*specs(MODEL)}
     jax.tree.map(np.testing.assert_array_equal, join(adapters, rest), whole)
-    assert nest(dict(flatten(rest))).keys() == {"embed", "layers", "final_norm", "head"}
+    assert unflatten_dict(flatten_dict(rest)).keys() == {"embed", "layers", "final_norm", "head"}
 
 
 def test_a_run_trains_adapters_or_the_whole_model():
@@ -235,7 +234,7 @@ def test_plain_transformations_take_modules_that_are_bound_within():
     value, gradients = loss(params())
     assert value > 0
     assert jax.tree.structure(gradients) == jax.tree.structure(params())
-    assert all(np.abs(x).max() > 0 for _, x in flatten(gradients))
+    assert all(np.abs(x).max() > 0 for x in jax.tree.leaves(gradients))
 
 
 # --- the layout of decoding ----------------------------------------------------------------
@@ -247,9 +246,11 @@ def test_each_layer_has_arrays_of_its_own_for_decoding(config, outputs_first):
     tree = unstack(params(config), config, outputs_first)
     assert tree.outputs_first is outputs_first
     assert len(tree.layers) == 3
-    stacked = {path[1:]: x for path, x in flatten(params(config)) if path[0] == "layers"}
+    stacked = {
+        path[1:]: x for path, x in flatten_dict(params(config)).items() if path[0] == "layers"
+    }
     for i, layer in enumerate(tree.layers):
-        for path, x in flatten(layer):
+        for path, x in flatten_dict(layer).items():
             inputs = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}.get(path[-2], 0)
             if path[-1] == "kernel" and outputs_first:
                 x = jnp.moveaxis(x, range(-inputs, 0), range(inputs))

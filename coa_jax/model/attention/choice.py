@@ -103,10 +103,6 @@ def unmet(kind: Kind, implementation: str, case: Case) -> str:
         return f"it multiplies in bfloat16, dtype is {case.dtype}"
     if platform == "cuda" and 0 < case.capability < 8.0:
         return f"it needs compute capability 8.0, this device has {case.capability}"
-    return _shape_unmet(implementation, kind, case)
-
-
-def _shape_unmet(implementation: str, kind: Kind, case: Case) -> str:
     width = case.head_dim
     widest = 256 if case.capability >= 9.0 else 128
     if implementation == "cudnn" and (width % 8 or width > widest):
