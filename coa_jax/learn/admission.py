@@ -79,6 +79,12 @@ class Composition:
     state: dict[str, Any]
     scores: tuple[Score, ...] = ()
 
+    @property
+    def unused(self) -> tuple[int, ...]:
+        """The groups that the step examined, but does not train on."""
+        used = set(self.used)
+        return tuple(index for index in self.examined if index not in used)
+
 
 class _Ended(NamedTuple):
     """A group whose samples have all finished; `Ledger.end` describes the fields."""

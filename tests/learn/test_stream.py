@@ -8,6 +8,8 @@ import json
 import random
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
@@ -37,7 +39,7 @@ def folder(tmp_path_factory):
 def train(folder, name, seed=0, **changes):
     config = rl_config(folder / "model", folder / "tasks.jsonl", **{**STREAM, **changes})
     with RunDir(folder / name) as run:
-        hang_share = 0.1 if config.late_samples == "leave_out" else 0.0
+        hang_share = 0.1 if config.late_samples == "leave_out" and config.max_staleness else 0.0
         rl.train(config, run, folder / name / "model", slow_tools(seed, hang_share=hang_share))
     return config
 
@@ -92,7 +94,8 @@ def test_without_staleness_late_tools_and_other_slots_change_no_bit(folder):
 
     changes = {"max_staleness": 0, "optimizer": OptimizerConfig(1e-3, total_steps=2)}
     train(folder, "sync1", 1, **changes)
-    train(folder, "sync2", 2, **changes, engine=EngineConfig(6, 192, 16, (64,)))
+    changes |= {"engine": EngineConfig(6, 192, 16, (64,)), "late_samples": "leave_out"}
+    train(folder, "sync2", 2, **changes)
     one, two = (load_file(folder / name / "model/model.safetensors") for name in ("sync1", "sync2"))
     for key in one:
         np.testing.assert_array_equal(one[key], two[key])
@@ -243,3 +246,60 @@ def test_a_group_is_whole_however_its_endings_and_gradings_follow_each_other(
             stream.publish(None, step)
     finally:
         stream.close()
+
+
+@pytest.mark.timeout(20)
+def test_a_trajectory_whose_grading_is_slow_is_on_disk_and_is_not_sampled_again(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("coa_jax.learn.stream._UNGRADED_S", 0.01)
+    asked, answered = [], threading.Event()
+
+    class Counting(Bursts):
+        def submit(self, request):
+            asked.extend(request.samples)
+            super().submit(request)
+
+    async def grade(task, trajectory):
+        while trajectory.sample_id and not answered.is_set():  # the judge does not answer
+            await asyncio.sleep(0.01)
+        return dataclasses.replace(trajectory, reward=Reward(1.0))
+
+    async def complete(task, group):
+        return group
+
+    def stream(kept):
+        return Stream(
+            Ledger(AdmissionRules(1, 1, 1, False, 1, steps=1)),
+            Counting(random.Random(0)),
+            Spool(tmp_path),
+            ask=lambda index: Request(
+                Task("task", "?", "generalist", (), "tests"), (1,), 0, index, tuple(range(3))
+            ),
+            grade=grade,
+            complete=complete,
+            has_signal=lambda group: True,
+            wait_seconds=9.0,
+            kept=kept,
+        )
+
+    killed = stream({})
+    killed.start()
+    while len(Spool(tmp_path).read()) < 3:
+        time.sleep(0.01)
+    killed.close()
+    kept = Spool(tmp_path).read()
+    assert [kept[0, sample][-1].reward for sample in range(3)] == [Reward(1.0), None, None]
+    assert asked == [0, 1, 2]
+    resumed = stream(kept)
+    resumed.start()
+    time.sleep(0.1)  # long enough that the trajectories are written once more without grades
+    answered.set()
+    share = resumed.step()
+    resumed.close()
+    assert share is not None and asked == [0, 1, 2]
+    assert [t.reward for t in share.groups[0]] == [Reward(1.0)] * 3
+    found = Spool(tmp_path).read()
+    assert {key: [t.reward for t in known] for key, known in found.items()} == {
+        (0, sample): [Reward(1.0)] for sample in range(3)
+    }
