@@ -23,7 +23,7 @@ from typing import Any
 
 from coa_jax.learn.admission import Composition, Ledger
 from coa_jax.learn.pool import Score
-from coa_jax.learn.record import Spool, oldest_of, versions_of
+from coa_jax.learn.record import Spool, oldest_of
 from coa_jax.parallel import processes
 from coa_jax.rollout.request import Request
 from coa_jax.rollout.sampler import Sampler
@@ -328,7 +328,7 @@ class Stream:
         """Discards or completes groups in flight that later steps cannot train on."""
         oldest = self._ledger.oldest_useful
         for index, group in list(self._groups.items()):
-            versions = [versions_of(trajectory)[0][1] for trajectory in group.done.values()]
+            versions = [oldest_of([trajectory]) for trajectory in group.done.values()]
             running = self._sampler.oldest(group.request)
             versions += [] if running is None else [running]
             age = min(versions, default=oldest + 1) - oldest

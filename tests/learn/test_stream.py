@@ -303,3 +303,57 @@ def test_a_trajectory_whose_grading_is_slow_is_on_disk_and_is_not_sampled_again(
     assert {key: [t.reward for t in known] for key, known in found.items()} == {
         (0, sample): [Reward(1.0)] for sample in range(3)
     }
+
+
+@pytest.mark.timeout(20)
+def test_a_task_is_not_asked_again_of_a_policy_that_is_too_old_already(tmp_path):
+    """Steps are composed faster than they are made, and task 2 is too old for the next step."""
+    asked = []
+
+    class Endless(Bursts):
+        """The samples of the first two tasks end at once, all others only when cancelled."""
+
+        def submit(self, request):
+            asked.append((request.prompt_id, self.version))
+            self.running = {**getattr(self, "running", {}), id(request): self.version}
+            if request.prompt_id < 2:
+                super().submit(request)
+
+        def cancel(self, request):
+            if self.running.pop(id(request), None) is not None:
+                super().submit(request)
+                ended = self.ended._queue  # all samples that wait to be reported
+                for number, one in enumerate(ended):
+                    if one.metadata["prompt_id"] == request.prompt_id:
+                        ended[number] = dataclasses.replace(one, stop_reason=StopReason.CANCELLED)
+
+        def oldest(self, request):
+            return self.running.get(id(request))
+
+    async def grade(task, trajectory):
+        return dataclasses.replace(trajectory, reward=Reward(1.0))
+
+    async def complete(task, group):
+        return group
+
+    stream = Stream(
+        Ledger(AdmissionRules(1, 1, 1, False, 3, steps=9)),
+        Endless(random.Random(0)),
+        Spool(tmp_path),
+        ask=lambda index: Request(
+            Task("task", "?", "generalist", (), "tests"), (1,), 0, index, (0, 1)
+        ),
+        grade=grade,
+        complete=complete,
+        has_signal=lambda group: True,
+        wait_seconds=9.0,
+    )
+    stream.start()
+    try:
+        assert [stream.step().composition.used for _ in range(2)] == [(0,), (1,)]
+        for version in (0, 0, 0, 0, 1, 1):
+            stream.publish(None, version)
+            time.sleep(0.05)
+        assert [version for index, version in asked if index == 2] == [0, 1]
+    finally:
+        stream.close()
