@@ -117,6 +117,11 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             Source(config, learner, run, stream, pool, prompt, graders, tools, environments)
         ) as source:
             _loop(config, learner, run, source, held_out)
+        if learner.step == learner.total:
+            # Until the last checkpoint is complete, a resumed run needs the trajectories.
+            checkpoints.wait()
+            processes.meet("the last checkpoint", config.mesh.wait_seconds)
+            source.clear()
     if learner.step < learner.total:
         end_run(learner.step, learner.total)
     model = dataclasses.replace(learner.model, params=learner.state.model, card=card)
@@ -335,8 +340,10 @@ class Source:
         """Ends the rollouts, and waits until they have ended."""
         if self._stream is not None:
             self._stream.close()
-        if self._learner.step == self._learner.total:
-            self._spool.clear()
+
+    def clear(self) -> None:
+        """Deletes all stored trajectories of this process; the rollouts must have ended."""
+        self._spool.clear()
 
 
 def _loop(
