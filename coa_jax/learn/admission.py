@@ -79,6 +79,12 @@ class Composition:
     state: dict[str, Any]
     scores: tuple[Score, ...] = ()
 
+    @property
+    def unused(self) -> tuple[int, ...]:
+        """The groups that the step examined, but does not train on."""
+        used = set(self.used)
+        return tuple(index for index in self.examined if index not in used)
+
 
 class _Ended(NamedTuple):
     """A group whose samples have all finished; `Ledger.end` describes the fields."""
@@ -267,8 +273,14 @@ class Ledger:
         number is computed: a group that starts now can be used by all steps up to step ``version +
         max_staleness + 1``. The number of groups that these steps still lack is divided by the
         estimated share of groups with a signal, because groups without a signal are not used.
+
+        If steps are composed faster than the policy is trained, a group that starts now can be too
+        old for the next step already. Then no task is sampled until the samplers have received a
+        newer policy version.
         """
         rules = self.rules
+        if self.version < self.oldest_useful:
+            return []
         last = min(self.version + rules.max_staleness + 1, rules.steps)
         missing = rules.groups * (last - self.step)
         missing -= sum(ended.signal for ended in self._ended.values())

@@ -47,7 +47,7 @@ def rollout_metrics(sampled: Sampled) -> dict[str, float]:
     masked = Counter(cause for t in flat if (cause := masked_by(t)))
     return {
         **staleness(sampled.used, sampled.composition.step),
-        "drop/groups": float(len(sampled.dropped)),
+        "drop/groups": float(len(sampled.composition.dropped)),
         "drop/given_up": float(sampled.composition.given_up),
         "drop/len_mean": _mean(t.num_policy_tokens for t in lost),
         "rollout/tokens": float(sum(lengths)),

@@ -1,6 +1,6 @@
 """Files of a reinforcement-learning run that record its trajectories and steps.
 
-``spool/`` holds graded trajectories from the time that they finish until a checkpoint makes them
+``spool/`` holds trajectories from the time that they finish until a checkpoint makes them
 superfluous. For each step, ``steps.jsonl`` records which trajectories the step trained on, which
 policy version sampled each of their tokens, and the results of their tool calls. With
 ``steps.jsonl`` a run can be replayed. A run that was killed uses both to repeat the steps after its
@@ -13,7 +13,7 @@ import dataclasses
 import json
 import zlib
 from collections import defaultdict
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -41,6 +41,11 @@ def versions_of(trajectory: Trajectory) -> Versions:
 def oldest_of(group: Iterable[Trajectory]) -> int:
     """Returns the oldest policy version that sampled a token of a group."""
     return min(versions_of(one)[0][1] for trajectory in group for one in trajectory.sequences)
+
+
+def newest_of(trajectory: Trajectory) -> int:
+    """Returns the newest policy version that sampled a token of a trajectory."""
+    return max(versions_of(one)[-1][1] for one in trajectory.sequences)
 
 
 # --- finished trajectories -----------------------------------------------------------------
@@ -76,7 +81,8 @@ class Spool:
 
         Returns:
             Trajectories by (task index, sample index). Trajectories of the same sample are sorted
-            by the policy version under which they started, oldest version first.
+            by the policy version under which they started, oldest version first. A trajectory whose
+            grades are not in the folder has no reward.
         """
         found: dict[tuple[int, int], list[Trajectory]] = defaultdict(list)
         paths = sorted(self.folder.glob("*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
@@ -87,7 +93,10 @@ class Spool:
                 if self._is_mine(path):
                     self._tasks[path].add(index)
                 if index % processes.count() == processes.index():
-                    found[index, trajectory.sample_id].append(trajectory)
+                    known = found[index, trajectory.sample_id]
+                    if known and known[-1].reward is None:  # the same trajectory, now graded
+                        known.pop()
+                    known.append(trajectory)
         return found
 
     def add(self, trajectory: Trajectory) -> None:
@@ -102,21 +111,42 @@ class Spool:
         files.append(path, (jsonl.dumps(trajectory.to_json()) + "\n").encode())
         self._tasks[path].add(trajectory.metadata["prompt_id"])
 
-    def prune(self, step: int, still_open: Collection[int]) -> None:
+    def prune(self, state: Mapping[str, Any], max_staleness: int) -> None:
         """Removes files that are no longer needed, after the checkpoint of a step was written.
 
         A file is needed as long as a run that resumes from this checkpoint could use a trajectory
-        in it.
+        in it. The trajectory must not be too old, and no step up to the checkpoint may have used
+        its task.
 
         Args:
-            step: number of the step.
-            still_open: indices of the tasks that were requested, but that no step up to this step
-                has used.
+            state: `admission.Composition.state` of the step. The tasks from the index
+                ``state["next"]`` on were requested later, maybe before the step was trained on.
+            max_staleness: see `admission.AdmissionRules`.
         """
+        still_open = {index for index, _ in state["open"]}
         for path, indices in list(self._tasks.items()):
-            if int(path.stem.split("-")[1]) < step and indices.isdisjoint(still_open):
-                path.unlink(missing_ok=True)
-                del self._tasks[path]
+            too_old = int(path.stem.split("-")[1]) < state["step"] - max_staleness
+            if too_old or not any(i >= state["next"] or i in still_open for i in indices):
+                self._remove(path)
+
+    def clear(self) -> None:
+        """Removes all files of this process."""
+        for path in list(self._tasks):
+            self._remove(path)
+
+    def _remove(self, path: Path) -> None:
+        path.unlink(missing_ok=True)
+        del self._tasks[path]
+
+    def forget(self, version: int) -> None:
+        """Removes the trajectories that were sampled by a policy version after ``version``.
+
+        The run calls this if it samples recorded steps again, because the later policy versions
+        will then have other parameters.
+        """
+        for path in self._tasks:
+            rows = [Trajectory.from_json(row) for row in jsonl.read_objects(path)]
+            jsonl.write_lines(path, [t.to_json() for t in rows if newest_of(t) <= version])
 
 
 # --- steps ---------------------------------------------------------------------------------
@@ -129,24 +159,33 @@ class StepRecord:
     Attributes:
         composition: names the groups that the step uses.
         samples: for each used group, the records of its trajectories, see `sample_record`.
+        unused: for each group that the step examined but does not use, the numbers, checksums and
+            rewards of its trajectories, from which a resumed run computes the same metrics.
     """
 
     composition: Composition
     samples: list[list[dict[str, Any]]]
+    unused: list[list[dict[str, Any]]] = dataclasses.field(default_factory=list)
 
     @classmethod
-    def of(cls, composition: Composition, used: Iterable[Sequence[Trajectory]]) -> StepRecord:
-        """Creates the record of a step from the trajectories on which the step trains.
+    def of(cls, composition: Composition, examined: Iterable[Sequence[Trajectory]]) -> StepRecord:
+        """Creates the record of a step from the trajectories of its groups.
 
         Args:
             composition: names the groups that the step uses.
-            used: trajectories of each of these groups.
+            examined: trajectories of each group that the step examined.
         """
-        return cls(composition, [[sample_record(t) for t in group] for group in used])
+        groups = dict(zip(composition.examined, examined, strict=True))
+        return cls(
+            composition,
+            [[sample_record(t) for t in groups[index]] for index in composition.used],
+            [[_grade_record(t) for t in groups[index]] for index in composition.unused],
+        )
 
     def to_json(self) -> dict[str, Any]:
         """Returns the row of ``steps.jsonl`` for this record, as a JSON object."""
-        row = {**dataclasses.asdict(self.composition), "samples": self.samples}
+        row = dataclasses.asdict(self.composition)
+        row |= {"samples": self.samples, "unused": self.unused}
         return {**row, "counts": {name: row.pop(name) for name in ("discarded", "given_up")}}
 
     @classmethod
@@ -161,7 +200,7 @@ class StepRecord:
             scores=tuple((solved, graded) for solved, graded in row.get("scores", ())),
             **row["counts"],
         )
-        return cls(composition, row["samples"])
+        return cls(composition, row["samples"], row.get("unused", []))
 
 
 def sample_record(trajectory: Trajectory) -> dict[str, Any]:
@@ -171,14 +210,20 @@ def sample_record(trajectory: Trajectory) -> dict[str, Any]:
     """
     metadata = trajectory.metadata
     return {
-        "sample": trajectory.sample_id,
+        **_grade_record(trajectory),
         "versions": versions_of(trajectory),
         "length": len(trajectory.tokens),
-        "checksum": checksum(trajectory),
         "stop_reason": str(trajectory.stop_reason),
-        "reward": None if trajectory.reward is None else dataclasses.asdict(trajectory.reward),
         "calls": [call.to_json() for call in trajectory.tool_calls],
         **{key: metadata[key] for key in ("begun", "recorded_turns") if key in metadata},
+    }
+
+
+def _grade_record(trajectory: Trajectory) -> dict[str, Any]:
+    return {
+        "sample": trajectory.sample_id,
+        "checksum": checksum(trajectory),
+        "reward": None if trajectory.reward is None else dataclasses.asdict(trajectory.reward),
     }
 
 
@@ -275,12 +320,14 @@ def recorded_groups(
     """
     groups: dict[int, list[Trajectory]] = {}
     wanted = dict(zip(record.composition.used, record.samples, strict=True))
+    # Records of earlier versions lack the unused groups.
+    wanted |= dict(zip(record.composition.unused, record.unused, strict=False))
     for index in record.composition.examined:
         if index % processes.count() != processes.index():
             continue
         known = {sample["sample"]: sample for sample in wanted.get(index, ())}
         members = []
-        # A step may have trained on a group whose late samples were left out.
+        # Late samples of a group may have been left out.
         there = [number for number in range(size) if (index, number) in spool]
         for number in known or there or [0]:
             mark = known.get(number, {})

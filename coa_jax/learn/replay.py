@@ -18,11 +18,13 @@ import bisect
 import contextlib
 import dataclasses
 import tempfile
+from collections import Counter
 from collections.abc import Mapping, Sequence, Set
 from pathlib import Path
 from typing import Any
 
 from coa_jax.agents.replay import RecordedSession, replay_episodes
+from coa_jax.engine.group import copies, sharing
 from coa_jax.environments.base import RESET
 from coa_jax.errors import UserError
 from coa_jax.learn.checkpoint import Checkpoints
@@ -125,6 +127,9 @@ def replay_run(
         progress("replay", total=len(records)) as bar,
     ):
         learner = Learner(config, protocols, checkpoints)
+        needed = _slots_needed(records)
+        if sum(engine.config.slots for engine in learner.engines) < needed:
+            learner.engines = sharing(learner.engines, copies(learner.engines), needed)
         again = _Again(config, learner, records, tasks, prompt)
         for record in records:
             step = record.composition.step
@@ -146,6 +151,21 @@ def replay_run(
         runner.run(again.close())
     count = sum(len(samples) for record in records for samples in record.samples)
     return ReplayResult(len(records), count, different, diverged)
+
+
+def _slots_needed(records: Sequence[StepRecord]) -> int:
+    """Returns the number of slots that a replay needs.
+
+    Samples that several policy versions sampled wait in their slots for the next version. A run of
+    several processes can have more such samples than one process has slots. One more slot is needed
+    for the other samples.
+    """
+    waiting: Counter[int] = Counter()
+    for sample in (sample for record in records for group in record.samples for sample in group):
+        turns = sample.get("recorded_turns")  # of an agent program
+        for versions in [turn["versions"] for turn in turns] if turns else [sample["versions"]]:
+            waiting.update(range(versions[0][1], versions[-1][1]))
+    return max(waiting.values(), default=0) + 1
 
 
 def _asked(request: Request, sample: Mapping[str, Any], tokenizer: Any) -> Request:
@@ -229,7 +249,7 @@ class _Again:
             settled = self._sampler.settled(self._running)
             begun = self._ready[: bisect.bisect_right(self._ready, version, key=_first_version)]
             # Requests that finish under this version come first. Requests that wait for a later
-            # version keep their slots; there are never more of them than there were in the run.
+            # version keep their slots, see `_slots_needed`.
             chosen = [request for request in begun if request.plan[-1][1] <= version]
             if not chosen and settled:
                 chosen = begun

@@ -13,6 +13,7 @@ import functools
 from collections import Counter
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 from absl import logging
 
@@ -31,7 +32,7 @@ from coa_jax.learn.learner import Learner, group_rows
 from coa_jax.learn.losses import check_loss
 from coa_jax.learn.pool import Pool
 from coa_jax.learn.questions import questions
-from coa_jax.learn.record import Spool, StepLog, StepRecord, recorded_groups
+from coa_jax.learn.record import Spool, StepLog, StepRecord, newest_of, recorded_groups
 from coa_jax.learn.replay import ReplayResult, replay_run
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.step import check_updates
@@ -116,6 +117,11 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             Source(config, learner, run, stream, pool, prompt, graders, tools, environments)
         ) as source:
             _loop(config, learner, run, source, held_out)
+        if learner.step == learner.total:
+            # Until the last checkpoint is complete, a resumed run needs the trajectories.
+            checkpoints.wait()
+            processes.meet("the last checkpoint", config.mesh.wait_seconds)
+            source.clear()
     if learner.step < learner.total:
         end_run(learner.step, learner.total)
     model = dataclasses.replace(learner.model, params=learner.state.model, card=card)
@@ -174,7 +180,7 @@ class Source:
         self._stream: Stream | None = None
         # The newest weights of the engines, which `engines` shares for an evaluation.
         self._weights: list[DecodeParams] = []
-        self._saved: tuple[int, list[list[int]]] | None = None
+        self._saved: dict[str, Any] | None = None  # state of the ledger at the last checkpoint
         self._abandoned = False
 
     def step(self) -> tuple[Sampled, dict[str, float]] | None:
@@ -182,23 +188,25 @@ class Source:
 
         The result is None if the run was abandoned in any process, see `abandon`.
         """
-        if self._stream is None and (record := self._recorded()) is not None:
-            return record
+        wait = self._config.mesh.wait_seconds
+        if self._records:
+            # Signals reach the processes at different times.
+            if not _all_say(not self._abandoned, "repeating of steps", wait):
+                return None
+            if (record := self._recorded()) is not None:
+                return record
         if self._stream is None:
             self._start()
         assert self._stream is not None
         share = self._stream.step()
-        wait = self._config.mesh.wait_seconds
         if not _all_say(share is not None, "rollouts of a step", wait) or not share:
             return None
         sampled = self._assembled(share)
-        self.log.write(StepRecord.of(sampled.composition, sampled.used))
+        self.log.write(StepRecord.of(sampled.composition, sampled.everything))
         return sampled, metrics.sampling_metrics(sampled, share.figures)
 
     def _recorded(self) -> tuple[Sampled, dict[str, float]] | None:
-        """Returns the next recorded step; None if there is none, or if a trajectory is missing."""
-        if not self._records or self._abandoned:
-            return None
+        """Returns the next recorded step; None if a trajectory of the step is missing."""
         record = self._records.pop(0)
         found = recorded_groups(record, self._kept, self._config.group_size)
         wait = self._config.mesh.wait_seconds
@@ -206,7 +214,13 @@ class Source:
             step = record.composition.step
             logging.warning("step %d cannot be repeated and is sampled again", step)
             self.log.forget(step - 1)
+            self._spool.forget(step - 1)
             self._records = []
+            self._kept = {
+                key: known
+                for key, found in self._kept.items()
+                if (known := [t for t in found if newest_of(t) < step])
+            }
             return None
         assert found is not None
         for index in found:
@@ -247,10 +261,13 @@ class Source:
             complete=functools.partial(groups.completed, config, self._graders),
             has_signal=functools.partial(groups.is_learned, config),
             wait_seconds=config.mesh.wait_seconds,
-            leave_out=config.late_samples == "leave_out",
+            # Without staleness every group must be used by the next step, so this setting would
+            # make the groups depend on timing.
+            leave_out=config.late_samples == "leave_out" and config.max_staleness > 0,
             score=functools.partial(groups.score_group, config),
             kept=self._kept,
         )
+        self._kept = {}
         if self._abandoned:
             self._stream.abandon()
         self._stream.start()
@@ -308,10 +325,9 @@ class Source:
         A trajectory is needed until the steps that may use it are in a complete checkpoint.
         """
         # The newest checkpoint is still being written; the checkpoint before it is complete.
-        saved, self._saved = self._saved, (self._learner.step, self._learner.ledger["open"])
+        saved, self._saved = self._saved, self._learner.ledger
         if self._stream is not None and saved is not None:
-            step, still_open = saved
-            self._stream.prune(step, [index for index, _ in still_open])
+            self._stream.prune(saved)
 
     def abandon(self) -> None:
         """Asks the rollouts to end, and returns at once; signal handlers may call this method."""
@@ -323,8 +339,10 @@ class Source:
         """Ends the rollouts, and waits until they have ended."""
         if self._stream is not None:
             self._stream.close()
-        if self._learner.step == self._learner.total:
-            self._spool.prune(self._learner.total + 1, ())
+
+    def clear(self) -> None:
+        """Deletes all stored trajectories of this process; the rollouts must have ended."""
+        self._spool.clear()
 
 
 def _loop(

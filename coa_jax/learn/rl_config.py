@@ -64,7 +64,8 @@ class RLConfig(TrainingConfig):
             the last one for which the group is not too old (see ``max_staleness``).
             ``drop_group`` continues sampling, and drops the group when its age exceeds
             ``max_staleness``. ``leave_out`` trains on the finished samples if there are two or
-            more, which favours short trajectories.
+            more, which favours short trajectories. With ``max_staleness=0``, the step waits for all
+            samples.
         in_flight_weights: treatment of the KV cache of unfinished samples when the weights change.
             ``keep`` keeps the entries that the earlier weights computed; ``recompute`` computes
             these entries again with the new weights.

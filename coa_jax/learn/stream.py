@@ -1,8 +1,9 @@
 """Samples and grades groups continuously, in a background thread, while updates run.
 
 A free slot of an engine is refilled immediately. A trajectory is graded and written to disk as soon
-as it finishes; a group can enter a step when all of its samples are graded. `admission.Ledger`
-decides which tasks are sampled and which groups form a step.
+as it finishes; if grading takes more than a second, the trajectory is first written without its
+grades. A group can enter a step when all of its samples are graded. `admission.Ledger` decides
+which tasks are sampled and which groups form a step.
 
 With N processes, process i samples the tasks whose index is i modulo N. The processes tell each
 other which groups have finished, so all processes compose the same steps. The background thread
@@ -22,7 +23,7 @@ from typing import Any
 
 from coa_jax.learn.admission import Composition, Ledger
 from coa_jax.learn.pool import Score
-from coa_jax.learn.record import Spool, oldest_of, versions_of
+from coa_jax.learn.record import Spool, oldest_of
 from coa_jax.parallel import processes
 from coa_jax.rollout.request import Request
 from coa_jax.rollout.sampler import Sampler
@@ -31,6 +32,8 @@ from coa_jax.trajectory import StopReason, Trajectory
 
 _NEWS_S = 0.25
 """Number of seconds between two exchanges of processes that have no news."""
+_UNGRADED_S = 1.0
+"""Number of seconds of grading after which a trajectory is written to disk without its grades."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -169,9 +172,9 @@ class Stream:
 
         self._call(publish)
 
-    def prune(self, step: int, still_open: Sequence[int]) -> None:
+    def prune(self, state: Mapping[str, Any]) -> None:
         """Removes the files of trajectories that no resumed run would need; see `Spool.prune`."""
-        self._call(lambda: self._spool.prune(step, still_open))
+        self._call(lambda: self._spool.prune(state, self._ledger.rules.max_staleness))
 
     def abandon(self) -> None:
         """Asks the stream to end, and returns at once; signal handlers may call this method."""
@@ -241,7 +244,13 @@ class Stream:
 
     async def _finish(self, group: _Group, trajectory: Trajectory) -> None:
         began = self._clock()
-        graded = await self._grade(group.request.task, trajectory)
+        # If grading takes long, a run that is killed meanwhile must not lose the trajectory.
+        loop = asyncio.get_running_loop()
+        saving = loop.call_later(_UNGRADED_S, self._spool.add, trajectory)
+        try:
+            graded = await self._grade(group.request.task, trajectory)
+        finally:
+            saving.cancel()
         self._reward_s += self._clock() - began
         self._spool.add(graded)
         group.done[graded.sample_id] = graded
@@ -287,20 +296,24 @@ class Stream:
         request = self._request(index)
         attempt = self._attempts[index] = self._attempts.get(index, -1) + 1
         oldest = self._ledger.oldest_useful
-        done = {
+        kept = {
             sample: found[-1]
             for sample in request.samples
             if (found := self._kept.pop((index, sample), ())) and oldest_of(found[-1:]) >= oldest
         }
-        missing = tuple(sample for sample in request.samples if sample not in done)
+        done = {sample: one for sample, one in kept.items() if one.reward is not None}
+        missing = tuple(sample for sample in request.samples if sample not in kept)
         metadata = {**request.metadata, "attempt": attempt}
         size = len(request.samples)
         request = dataclasses.replace(request, samples=missing, metadata=metadata)
         group = self._groups[index] = _Group(request, size, done)
+        group.ended |= kept.keys()
+        for sample in kept.keys() - done.keys():
+            self._work(tasks, group, self._finish(group, kept[sample]))
         if missing:
             self._in_flight += len(missing)
             self._sampler.submit(request)
-        else:
+        elif len(done) == size:
             self._work(tasks, group, self._check_whole(group))
 
     def _discard(self, group: _Group) -> None:
@@ -315,7 +328,7 @@ class Stream:
         """Discards or completes groups in flight that later steps cannot train on."""
         oldest = self._ledger.oldest_useful
         for index, group in list(self._groups.items()):
-            versions = [versions_of(trajectory)[0][1] for trajectory in group.done.values()]
+            versions = [oldest_of([trajectory]) for trajectory in group.done.values()]
             running = self._sampler.oldest(group.request)
             versions += [] if running is None else [running]
             age = min(versions, default=oldest + 1) - oldest

@@ -105,7 +105,9 @@ def newest_trajectories(run: Path, count: int) -> list[Trajectory]:
             break
         for line in _last_lines(path, count - len(found)):
             with contextlib.suppress(*reading.MALFORMED):
-                found.append(Trajectory.from_json(json.loads(line)))
+                trajectory = Trajectory.from_json(json.loads(line))
+                if trajectory.reward is not None:  # else another row will have the grades
+                    found.append(trajectory)
     return found
 
 

@@ -12,6 +12,7 @@ from safetensors.numpy import load_file
 
 from coa_jax.errors import UserError
 from coa_jax.learn.algorithms import Algorithm, presets
+from coa_jax.learn.checkpoint import Checkpoints
 from coa_jax.learn.step import OptimizerConfig, init_state
 from coa_jax.learn.update import update
 from coa_jax.model.compute import local_compute
@@ -119,6 +120,27 @@ def assert_same_run(one, other):
 
 def test_an_interrupted_run_ends_with_bit_identical_parameters(finished, folder):
     assert_same_run(finished, interrupt(folder, "parts", 2, checkpoint_every=1))
+
+
+def test_trajectories_stay_on_disk_until_the_last_checkpoint_is_complete(folder, monkeypatch):
+    events = []
+
+    def note(owner, name):
+        original = getattr(owner, name)
+
+        def noted(*arguments, **options):
+            result = original(*arguments, **options)
+            events.append((name, len(list((folder / "ends" / "spool").iterdir()))))
+            return result
+
+        monkeypatch.setattr(owner, name, noted)
+
+    for name in ("save", "wait"):
+        note(Checkpoints, name)
+    train(folder, "ends", optimizer=OptimizerConfig(1e-3, total_steps=1))
+    last = max(at for at, (name, _) in enumerate(events) if name == "save")
+    assert events[last : last + 2] == [("save", 1), ("wait", 1)]
+    assert not list((folder / "ends" / "spool").iterdir())
 
 
 @pytest.mark.slow

@@ -8,11 +8,14 @@ import json
 import random
 import subprocess
 import sys
+import threading
+import time
 
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
+from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.learn import rl
 from coa_jax.learn.admission import AdmissionRules, Ledger
@@ -37,7 +40,7 @@ def folder(tmp_path_factory):
 def train(folder, name, seed=0, **changes):
     config = rl_config(folder / "model", folder / "tasks.jsonl", **{**STREAM, **changes})
     with RunDir(folder / name) as run:
-        hang_share = 0.1 if config.late_samples == "leave_out" else 0.0
+        hang_share = 0.1 if config.late_samples == "leave_out" and config.max_staleness else 0.0
         rl.train(config, run, folder / name / "model", slow_tools(seed, hang_share=hang_share))
     return config
 
@@ -65,6 +68,8 @@ def test_a_streaming_run_is_repeated_to_the_bit(folder, name, changes):
         assert positions[0] == 0 and list(versions) == sorted(set(versions))
         assert all(t.author[at - 1] != Author.PROMPT or at > 0 for at in positions[1:])
         assert t.metadata["step"] - 1 >= versions[-1]
+    if name == "keep":  # fewer slots than a run of several processes has
+        config = dataclasses.replace(config, engine=EngineConfig(1, 192, 8, (64,)))
     found = rl.repeat(config, folder / name)
     assert found.steps == 8 and found.trajectories > 8 and found.identical, str(found)
 
@@ -88,11 +93,10 @@ def test_a_run_without_a_record_cannot_be_repeated(folder, tmp_path):
 
 
 def test_without_staleness_late_tools_and_other_slots_change_no_bit(folder):
-    from coa_jax.engine.config import EngineConfig
-
     changes = {"max_staleness": 0, "optimizer": OptimizerConfig(1e-3, total_steps=2)}
     train(folder, "sync1", 1, **changes)
-    train(folder, "sync2", 2, **changes, engine=EngineConfig(6, 192, 16, (64,)))
+    changes |= {"engine": EngineConfig(6, 192, 16, (64,)), "late_samples": "leave_out"}
+    train(folder, "sync2", 2, **changes)
     one, two = (load_file(folder / name / "model/model.safetensors") for name in ("sync1", "sync2"))
     for key in one:
         np.testing.assert_array_equal(one[key], two[key])
@@ -241,5 +245,119 @@ def test_a_group_is_whole_however_its_endings_and_gradings_follow_each_other(
             sizes = {len(group) for group in share.groups.values()}
             assert sizes <= {2, 3, 4} if leave_out else sizes == {4}
             stream.publish(None, step)
+    finally:
+        stream.close()
+
+
+@pytest.mark.timeout(20)
+def test_a_trajectory_whose_grading_is_slow_is_on_disk_and_is_not_sampled_again(
+    tmp_path, monkeypatch
+):
+    monkeypatch.setattr("coa_jax.learn.stream._UNGRADED_S", 0.01)
+    asked, answered = [], threading.Event()
+
+    class Counting(Bursts):
+        def submit(self, request):
+            asked.extend(request.samples)
+            super().submit(request)
+
+    async def grade(task, trajectory):
+        while trajectory.sample_id and not answered.is_set():  # the judge does not answer
+            await asyncio.sleep(0.01)
+        return dataclasses.replace(trajectory, reward=Reward(1.0))
+
+    async def complete(task, group):
+        return group
+
+    def stream(kept):
+        return Stream(
+            Ledger(AdmissionRules(1, 1, 1, False, 1, steps=1)),
+            Counting(random.Random(0)),
+            Spool(tmp_path),
+            ask=lambda index: Request(
+                Task("task", "?", "generalist", (), "tests"), (1,), 0, index, tuple(range(3))
+            ),
+            grade=grade,
+            complete=complete,
+            has_signal=lambda group: True,
+            wait_seconds=9.0,
+            kept=kept,
+        )
+
+    killed = stream({})
+    killed.start()
+    while len(Spool(tmp_path).read()) < 3:
+        time.sleep(0.01)
+    killed.close()
+    kept = Spool(tmp_path).read()
+    assert [kept[0, sample][-1].reward for sample in range(3)] == [Reward(1.0), None, None]
+    assert asked == [0, 1, 2]
+    resumed = stream(kept)
+    resumed.start()
+    time.sleep(0.1)  # long enough that the trajectories are written once more without grades
+    answered.set()
+    share = resumed.step()
+    resumed.close()
+    assert share is not None and asked == [0, 1, 2]
+    assert [t.reward for t in share.groups[0]] == [Reward(1.0)] * 3
+    found = Spool(tmp_path).read()
+    assert {key: [t.reward for t in known] for key, known in found.items()} == {
+        (0, sample): [Reward(1.0)] for sample in range(3)
+    }
+
+
+@pytest.mark.timeout(20)
+def test_a_task_is_not_asked_again_of_a_policy_that_is_too_old_already(tmp_path):
+    """Steps are composed faster than they are made, and task 2 is too old for the next step."""
+    asked = []
+
+    class Endless(Bursts):
+        """The samples of the first two tasks end at once, all others only when cancelled."""
+
+        def submit(self, request):
+            asked.append((request.prompt_id, self.version))
+            self.running = {**getattr(self, "running", {}), id(request): self.version}
+            if request.prompt_id < 2:
+                super().submit(request)
+
+        def cancel(self, request):
+            if self.running.pop(id(request), None) is not None:
+                super().submit(request)
+                ended = self.ended._queue  # all samples that wait to be reported
+                for number, one in enumerate(ended):
+                    if one.metadata["prompt_id"] == request.prompt_id:
+                        ended[number] = dataclasses.replace(one, stop_reason=StopReason.CANCELLED)
+
+        def oldest(self, request):
+            return self.running.get(id(request))
+
+    async def grade(task, trajectory):
+        return dataclasses.replace(trajectory, reward=Reward(1.0))
+
+    async def complete(task, group):
+        return group
+
+    stream = Stream(
+        Ledger(AdmissionRules(1, 1, 1, False, 3, steps=9)),
+        Endless(random.Random(0)),
+        Spool(tmp_path),
+        ask=lambda index: Request(
+            Task("task", "?", "generalist", (), "tests"), (1,), 0, index, (0, 1)
+        ),
+        grade=grade,
+        complete=complete,
+        has_signal=lambda group: True,
+        wait_seconds=9.0,
+    )
+    stream.start()
+    try:
+        assert [stream.step().composition.used for _ in range(2)] == [(0,), (1,)]
+        for _ in range(4):
+            stream.publish(None, 0)
+            time.sleep(0.05)
+        while (2, 1) not in asked:
+            stream.publish(None, 1)
+            time.sleep(0.01)
+        assert [version for index, version in asked if index == 2] == [0, 1]
     finally:
         stream.close()
