@@ -26,8 +26,8 @@ needs() { [ "${dry_run:-no}" = yes ] || command -v "$1" >/dev/null || fail "$1 i
 
 # run_again CODE: whether a command that ended so is to be given again on the same machines.  3: a
 # process of the run is gone (coa_jax.parallel.processes), or the run was told to stop and has saved.
-# 137, 143: this is the process that was killed.  134, 139: it crashed in native code; JAX also ends a
-# process with 134 if the others do not come within 5 minutes.  255: ssh has lost a host.
+# 137, 143: the process was killed.  134, 139: the process crashed in native code; JAX also ends a
+# process with 134 if the other processes do not start within 5 minutes.  255: ssh has lost a host.
 run_again() { [[ "$1" =~ ^($again|255)$ ]]; }
 again="3|134|137|139|143"
 

@@ -54,7 +54,7 @@ case "$action" in
       "--signal=TERM@$notice" --export=ALL "--chdir=$COA_ROOT" "--output=$name-%j.log")
     [ -z "$partition" ] || submit+=("--partition=$partition")
     [ -z "$account" ] || submit+=("--account=$account")
-    # srun does not take the number of cores from sbatch: a process and its tools would have one.
+    # srun does not take the number of cores from sbatch; without the flag each process would have one.
     srun="srun --kill-on-bad-exit=1 --cpus-per-task=$cpus"
     # JAX finds the other processes by SLURM's variables, but would give each task one GPU.
     job="$(

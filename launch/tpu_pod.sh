@@ -69,7 +69,7 @@ send_secrets() {
 
 check_all() { on_all "${read_secrets}cd $dir && env $(check_command "${words[@]}")"; }
 
-# A run that is still there keeps its place in run.pid: `stop` shall find the one that has the chips.
+# If an earlier run still uses the chips, run.pid keeps its pid, so that `stop` finds that run.
 is_there="grep -qs coa_jax /proc/\$(cat run.pid 2>/dev/null)/cmdline"
 
 run_once() {
@@ -77,8 +77,8 @@ run_once() {
     on_all "${read_secrets}cd $dir && $begin(nohup env $command >run.log 2>&1 </dev/null & \
 $is_there || echo \$! >run.pid)"
   else
-    # The shell becomes the command: its pid is the one noted, its exit code is gcloud's.  With -p, tee
-    # writes on, and so the command goes on, when nobody reads its output any more.
+    # `exec` gives the command the pid in run.pid, and gcloud the command's exit code.  With -p, tee and
+    # the command continue when nobody reads their output any more.
     on_all "${read_secrets}cd $dir && ${begin}bash -c '$is_there || echo \$\$ >run.pid; exec > >(tee -p run.log) 2>&1; \
 exec env \"\$@\"' run $command"
   fi
@@ -89,7 +89,7 @@ case "$action" in
     needed
     archive="${TMPDIR:-/tmp}/coa_jax-$(git -C "$COA_ROOT" rev-parse --short HEAD).tar.gz"
     [ "$dry_run" = yes ] || [ -z "$(git -C "$COA_ROOT" status --porcelain)" ] ||
-      echo "note: $COA_ROOT has changes that are not committed: they stay here" >&2
+      echo "note: $COA_ROOT has uncommitted changes, which are not copied" >&2
     do_it git -C "$COA_ROOT" archive --format=tar.gz -o "$archive" HEAD
     do_it gcloud compute tpus tpu-vm scp "$archive" "$name:coa_jax.tar.gz" "${where[@]:1}"
     # Many images of TPU VMs have Python 3.10 only: there 3.12 comes from uv.
@@ -126,7 +126,7 @@ COA_JAX_VENV=$venv PYTHON=\$python bash $dir/launch/setup_env.sh tpu $extras"
       run_once || status=$?
       begin=""
       run_again "$status" || exit "$status"
-      # Whether `stop` has asked for it, as a word: a host that cannot be reached has said nothing.
+      # Ask for a word, because a host that cannot be reached must not count as stopped by `stop`.
       [[ "$(on_all "[ ! -e $dir/run.stop ] || echo was-stopped")" != *was-stopped* ]] || exit 0
       # Its other processes may still wait for the one that is gone, and hold the chips.
       on_all "kill -9 \$(cat $dir/run.pid) 2>/dev/null || true" || true

@@ -13,7 +13,7 @@
 #   --version VERSION  software of the hosts (default v2-alpha-tpuv5, for v5p)
 #   --project PROJECT  default: the one gcloud is configured for
 #   --spot             cheaper, may be taken away at any moment
-#   --delete           give the slice back when the command has ended, with whatever exit code
+#   --delete           give the slice back when the command has ended, whatever its exit code
 #   --retries N        slices after the first (default 20)
 #   --poll SECONDS     between two looks at the request (default 60)
 #   --check            before the run: is all that it needs there, on every host?  --check=compile also
@@ -26,7 +26,7 @@
 # The work directory must outlive the slice and be one that all hosts share (a mounted file share or
 # bucket).  A command that has lost a process while its slice is there (exit code 3, or 255 of ssh) is
 # given again; one that fails otherwise is not, its exit code is returned.  Without --delete the slice
-# is there, and paid for, until it is given back.
+# stays, and costs money, until you give it back.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"
@@ -96,8 +96,8 @@ wait_for_slice() {
   done
 }
 
-# Checks before the first start: what is down for a moment later shall not end a run.  A host of many
-# whose installation fails, for example because it does not reach the index, tries again.
+# Checks only before the first start: a service that is down for a moment later shall not end a run.
+# If the installation fails on a host, for example for lack of a connection, all hosts try again.
 start() {
   local first=(${checks[@]+"${checks[@]}"}) tries code
   for tries in 1 2 3; do
@@ -105,19 +105,19 @@ start() {
     do_it "${pod[@]}" setup "${words[@]}" || code=$?
     [ "$code" != 0 ] || break
     [ "$code" != 2 ] && [ "$tries" -lt 3 ] || return "$code" # 2: a fault of the command
-    echo "the installation on $name has failed; it is tried again ($tries of 2)" >&2
+    echo "the installation on $name has failed; trying again ($tries of 2)" >&2
     sleep "$poll"
   done
   checks=()
   do_it "${pod[@]}" ${first[@]+"${first[@]}"} run "${words[@]}"
 }
 
-# ended CODE: what becomes of the slice when the command has ended.
+# ended CODE: gives the slice back or says that it stays; ends this script with the exit code CODE.
 ended() {
   if [ "$delete" = yes ]; then
-    give_back || echo "error: $name was not given back, and is still paid for" >&2
+    give_back || echo "error: $name was not given back, and still costs money" >&2
   elif [ "$dry_run" = no ]; then
-    echo "$name is still there, and paid for; give it back: bash launch/tpu_queue.sh --name $name" \
+    echo "$name still exists, and costs money; to give it back: bash launch/tpu_queue.sh --name $name" \
       "${where[@]} delete" >&2
   fi
   exit "$1"
@@ -132,7 +132,7 @@ case "$action" in
       now=NONE
       [ "$dry_run" = yes ] || now="$(state)" || exit
       case "$now" in
-        NONE) ask || [ "$attempt" -gt 0 ] || exit ;; # later, gcloud's fault shall not end a run
+        NONE) ask || [ "$attempt" -gt 0 ] || exit ;; # a later failure of gcloud does not end the run
         FAILED | SUSPENDED | SUSPENDING) give_back && ask ;;
       esac
       status=75

@@ -13,8 +13,8 @@
 #   --version VERSION  software of the VM (default v2-alpha-tpuv5-lite; v5p: v2-alpha-tpuv5)
 #   --project PROJECT  default: the one gcloud is configured for
 #   --spot             cheaper, may be taken away at any moment
-#   --delete           delete the VM, with all on its disk, when the command has ended, with whatever exit
-#                      code; otherwise the VM is there, and paid for, until it is deleted
+#   --delete           delete the VM and its disk when the command has ended, whatever its exit code;
+#                      otherwise the VM stays, and costs money, until you delete it
 #   --check            before the run: is all that it needs there, on every host?  --check=compile also
 #                      compiles its programs
 #   --retries N        how often a run that has lost its connection is started again (default 20)
@@ -68,9 +68,9 @@ case "$action" in
     { do_it "${pod[@]}" setup "${words[@]}" &&
       do_it "${pod[@]}" ${checks[@]+"${checks[@]}"} run "${words[@]}"; } || status=$?
     if [ "$delete" = yes ]; then
-      remove || echo "error: $name was not deleted, and is still paid for" >&2
+      remove || echo "error: $name was not deleted, and still costs money" >&2
     elif [ "$dry_run" = no ]; then
-      echo "$name is still there, and paid for; delete it: bash launch/tpu_vm.sh --name $name" \
+      echo "$name still exists, and costs money; to delete it: bash launch/tpu_vm.sh --name $name" \
         "${where[@]} delete" >&2
     fi
     exit "$status"

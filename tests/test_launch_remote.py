@@ -228,10 +228,10 @@ def test_machines_that_stay_after_the_command_are_named_or_given_back(cloud, scr
     assert done.returncode == code and " delete " not in log
     left = done.stderr.strip().splitlines()[-1]
     name = FLAGS[script][1]
-    assert left.startswith(f"{name} is still there, and paid for;")
+    assert left.startswith(f"{name} still exists, and costs money;")
     done, log = cloud(0, code, "--delete", script=script)
     assert done.returncode == code and log.count(f" delete {name} ") == 1
-    assert "paid for" not in done.stderr
+    assert "costs money" not in done.stderr
 
 
 def test_a_request_that_still_waits_or_was_refused_is_gone_on_with(cloud):
