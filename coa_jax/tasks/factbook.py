@@ -28,7 +28,7 @@ from coa_jax.tasks.factbook_grammar import (
     Inverse,
     Lookup,
     Neighbour,
-    QuestionProgram,
+    Program,
     Ref,
     Step,
     Subject,
@@ -137,16 +137,14 @@ def _shifted(expression: _Expression, offset: int) -> _Expression:
     return _Expression(steps, shift(expression.subject), expression.entity)
 
 
-def _arithmetic(operation: str, relation: str, a: _Expression, b: _Expression) -> QuestionProgram:
+def _arithmetic(operation: str, relation: str, a: _Expression, b: _Expression) -> Program:
     first = (*a.steps, Lookup(relation, a.subject))
     b = _shifted(b, len(first))
     steps = (*first, *b.steps, Lookup(relation, b.subject))
-    return QuestionProgram(
-        (*steps, Arithmetic(operation, Ref(len(first) - 1), Ref(len(steps) - 1)))
-    )
+    return Program((*steps, Arithmetic(operation, Ref(len(first) - 1), Ref(len(steps) - 1))))
 
 
-def _pairs(expressions: Sequence[_Expression]) -> Iterator[QuestionProgram]:
+def _pairs(expressions: Sequence[_Expression]) -> Iterator[Program]:
     """Yields programs with arithmetic on a quantity of two entities, the larger value first."""
     by_entity = collections.defaultdict(list)
     for expression in expressions:
@@ -167,18 +165,18 @@ def _pairs(expressions: Sequence[_Expression]) -> Iterator[QuestionProgram]:
                 yield _arithmetic(operation, relation, a, b)
 
 
-def _all_programs(split: str) -> Iterator[QuestionProgram]:
+def _all_programs(split: str) -> Iterator[Program]:
     """Yields programs of 1 to 4 hops whose steps all have a result."""
     expressions = list(_expressions(split))
     for expression in expressions:
         steps, subject, entity = expression.steps, expression.subject, expression.entity
         if steps:
-            yield QuestionProgram(steps)
+            yield Program(steps)
         keys = [key for key in facts()[entity] if key != "neighbour"]
         if expression.hops < max(HOPS):
-            yield from (QuestionProgram((*steps, Lookup(key, subject))) for key in keys)
+            yield from (Program((*steps, Lookup(key, subject))) for key in keys)
         if expression.hops <= max(HOPS) - 2:
-            yield QuestionProgram((*steps, *density(subject, len(steps))))
+            yield Program((*steps, *density(subject, len(steps))))
     yield from _pairs(expressions)
 
 
@@ -195,7 +193,7 @@ class Item:
         entities: names of all entities on the way to the answer.
     """
 
-    program: QuestionProgram
+    program: Program
     gold: tuple[str, ...]
     entities: tuple[str, ...]
 
@@ -236,7 +234,7 @@ def items_of(split: str) -> tuple[Item, ...]:
     an entity belongs to another split. In splits other than ``train``, a program is also left out
     if a training question contains its answer.
     """
-    items: dict[QuestionProgram, Item] = {}
+    items: dict[Program, Item] = {}
     seen = frozenset() if split == "train" else _training_phrases()
     for program in _all_programs(split):
         solution = solve(program)
@@ -252,7 +250,7 @@ def items_of(split: str) -> tuple[Item, ...]:
     return tuple(items.values())
 
 
-def _distinct(program: QuestionProgram) -> int:
+def _distinct(program: Program) -> int:
     """Returns the number of entities that a program visits if it visits no entity twice."""
     subjects = {s.subject for s in program.steps if isinstance(s, Lookup | Neighbour)}
     named = sum(isinstance(subject, str) for subject in subjects)

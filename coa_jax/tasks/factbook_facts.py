@@ -20,7 +20,7 @@ from coa_jax.tasks.factbook_grammar import (
     Count,
     Inverse,
     Neighbour,
-    QuestionProgram,
+    Program,
     Ref,
     resolve_references,
 )
@@ -96,7 +96,7 @@ def to_decimal(text: str) -> decimal.Decimal:
     return decimal.Decimal(text.replace(",", ""))
 
 
-def solve(program: QuestionProgram) -> Solution | None:
+def solve(program: Program) -> Solution | None:
     """Executes a question program on the facts.
 
     The result is None if a fact is missing, if a value is 0 (such as the coastline of a landlocked
@@ -154,7 +154,7 @@ def compute(operation: str, a: str, b: str) -> str:
     return f"{value.normalize():f}"
 
 
-def accepted_answers(program: QuestionProgram, value: str) -> tuple[str, ...]:
+def accepted_answers(program: Program, value: str) -> tuple[str, ...]:
     """Returns the accepted answers (`Task.gold`) of a question program.
 
     Args:

@@ -1,6 +1,6 @@
 """Represents questions about the World Factbook as programs, and writes and parses the questions.
 
-A `QuestionProgram` is a tuple of steps in the order of execution. A step refers to the answer of an
+A `Program` is a tuple of steps in the order of execution. A step refers to the answer of an
 earlier step by `Ref(index)`. The program expresses the meaning of a question:
 
 * `render(program, template)` writes the program as an English question, in one of `TEMPLATES`
@@ -18,7 +18,7 @@ This module contains no facts: a teacher that uses it works only with the questi
 that a search returns. Example::
 
     program = understand("What is the area of the country whose capital is Gaborone?")
-    # QuestionProgram((Inverse("capital", "Gaborone"), Lookup("area", Ref(0))))
+    # Program((Inverse("capital", "Gaborone"), Lookup("area", Ref(0))))
     query_for(program.steps[0])                      # "capital Gaborone"
     read_value(program.steps[0], "Botswana: Capital", "The capital of Botswana is Gaborone.")
     # "Botswana"
@@ -113,10 +113,11 @@ Step = Lookup | Inverse | Neighbour | Computed
 
 
 @dataclasses.dataclass(frozen=True)
-class QuestionProgram:
+class Program:
     """The meaning of a question: steps in the order of execution.
 
-    The answer of the last step is the answer to the question.
+    The answer of the last step is the answer to the question. The names of this class and of the
+    steps determine which questions are drawn, because `factbook_facts.fraction` hashes them.
     """
 
     steps: tuple[Step, ...]
@@ -235,7 +236,7 @@ def describe(step: Step) -> str:
     return _phrase(wording.QUANTITY, step, subject)
 
 
-def kind_of(program: QuestionProgram) -> str:
+def kind_of(program: Program) -> str:
     """Returns the kinds of a program's steps in order, such as ``inverse>neighbour>lookup``.
 
     A program that divides population by area ends with ``density``.
@@ -247,7 +248,7 @@ def kind_of(program: QuestionProgram) -> str:
     return ">".join([*names[:-3], "density"] if is_density(program) else names)
 
 
-def render(program: QuestionProgram, template: int = 0) -> str:
+def render(program: Program, template: int = 0) -> str:
     """Writes a question program as an English question.
 
     Args:
@@ -283,7 +284,7 @@ def render(program: QuestionProgram, template: int = 0) -> str:
     )
 
 
-def understand(question: str) -> QuestionProgram | None:
+def understand(question: str) -> Program | None:
     """Parses a question that `render` has written, and returns its program.
 
     The result is None for any other text.
@@ -304,7 +305,7 @@ def density(subject: Subject, index: int) -> tuple[Step, ...]:
     return (*lookups, Arithmetic("ratio", Ref(index), Ref(index + 1)))
 
 
-def is_density(program: QuestionProgram) -> bool:
+def is_density(program: Program) -> bool:
     """Returns whether a program ends with the steps of `density`: population divided by area."""
     before, end = program.steps[:-3], program.steps[-3:]
     return isinstance(end[0], Lookup) and end == density(end[0].subject, len(before))
@@ -410,23 +411,23 @@ def _read_around(
             yield match, *inner
 
 
-def _read_simple(text: str) -> Iterator[QuestionProgram]:
+def _read_simple(text: str) -> Iterator[Program]:
     for _, steps, subject in _read_around(wording.ASK_NEIGHBOUR, text):
-        yield QuestionProgram((*steps, Neighbour(subject)))
+        yield Program((*steps, Neighbour(subject)))
     for _, steps, subject in _read_around(wording.ASK_BORDERS, text):
-        yield QuestionProgram((*steps, Lookup("borders", subject)))
+        yield Program((*steps, Lookup("borders", subject)))
     for match, steps, subject in _read_around(wording.ASK_LOOKUP, text):
         key = _relation(match)
         if key and key != "borders":
-            yield QuestionProgram((*steps, Lookup(key, subject)))
+            yield Program((*steps, Lookup(key, subject)))
     step = _read_inverse(wording.ASK_INVERSE, text)
     if step:
-        yield QuestionProgram((step,))
+        yield Program((step,))
 
 
-def _read_density(text: str) -> Iterator[QuestionProgram]:
+def _read_density(text: str) -> Iterator[Program]:
     for _, steps, subject in _read_around(wording.ASK_DENSITY, text):
-        yield QuestionProgram((*steps, *density(subject, len(steps))))
+        yield Program((*steps, *density(subject, len(steps))))
 
 
 def _read_quantity(text: str, offset: int) -> tuple[Step, ...] | None:
@@ -438,7 +439,7 @@ def _read_quantity(text: str, offset: int) -> tuple[Step, ...] | None:
     return (*inner[0], Lookup(key, inner[1])) if inner else None
 
 
-def _read_arithmetic(text: str) -> Iterator[QuestionProgram]:
+def _read_arithmetic(text: str) -> Iterator[Program]:
     for operation, templates in wording.ASK_ARITHMETIC.items():
         for template in templates:
             match = _regex(template).fullmatch(text)
@@ -446,4 +447,4 @@ def _read_arithmetic(text: str) -> Iterator[QuestionProgram]:
             b = _read_quantity(match["b"], len(a)) if match and a else None
             if a and b:
                 last = Arithmetic(operation, Ref(len(a) - 1), Ref(len(a) + len(b) - 1))
-                yield QuestionProgram((*a, *b, last))
+                yield Program((*a, *b, last))

@@ -29,7 +29,7 @@ from coa_jax.tasks.factbook_grammar import (
     Count,
     Lookup,
     Neighbour,
-    QuestionProgram,
+    Program,
     Ref,
 )
 from coa_jax.tasks.factbook_people_grammar import render_people, understand_people
@@ -113,7 +113,7 @@ def load_source(split: str, n: int | None, seed: int, source: str) -> list[Task]
     return sorted(tasks.values(), key=lambda task: fraction(seed, "order", task.id))
 
 
-def _topic(program: QuestionProgram) -> str:
+def _topic(program: Program) -> str:
     last = program.steps[-1]
     if isinstance(last, Comparison):
         return "comparison"
@@ -146,7 +146,7 @@ def _task(item: Item, split: str, seed: int, options: _Options, source: str) -> 
     return Task(id, question, options.protocol, item.gold, source, metadata)
 
 
-def _worded(program: QuestionProgram, split: str, seed: int, words: str) -> tuple[str, bool]:
+def _worded(program: Program, split: str, seed: int, words: str) -> tuple[str, bool]:
     """Returns (question of a program, whether its wording is held out)."""
     drawn = fraction(seed, "held out", program) < 0.5
     new = split != "train" and (words == "new" or (not words and drawn))
@@ -173,7 +173,7 @@ def _items(split: str) -> tuple[Item, ...]:
     return (*plain, *filter(None, (_item(program, split) for program in further)))
 
 
-def _is_asked(program: QuestionProgram) -> bool:
+def _is_asked(program: Program) -> bool:
     """Returns whether a person might ask the question: it has few descriptions of entities.
 
     Arithmetic must also use two values that belong together.
@@ -184,7 +184,7 @@ def _is_asked(program: QuestionProgram) -> bool:
     return neighbours <= 1 and program.hops <= 3
 
 
-def _is_worded(program: QuestionProgram) -> bool:
+def _is_worded(program: Program) -> bool:
     try:
         render_people(program, lambda templates: templates[0])
     except KeyError:
@@ -192,15 +192,15 @@ def _is_worded(program: QuestionProgram) -> bool:
     return True
 
 
-def _further(split: str) -> Iterator[QuestionProgram]:
+def _further(split: str) -> Iterator[Program]:
     """Yields programs that compare values or count border countries."""
     names = [name for name in facts() if split_of(name) == split]
     for name in names:
-        yield QuestionProgram((Lookup("borders", name), Count(Ref(0))))
+        yield Program((Lookup("borders", name), Count(Ref(0))))
         neighbour = facts()[name].get("neighbour", "")
         if neighbour in facts() and split_of(neighbour) == split:
             steps = (Neighbour(name), Lookup("borders", Ref(0)), Count(Ref(1)))
-            yield QuestionProgram(steps)
+            yield Program(steps)
         others = sorted(set(names) - {name}, key=lambda other: fraction("compare", name, other))
         for number, other in enumerate(others[:_PARTNERS]):
             relations = sorted(wording.COMPARE)
@@ -214,13 +214,13 @@ def _further(split: str) -> Iterator[QuestionProgram]:
                 yield _comparison(relation, "largest", (name, other, third))
 
 
-def _comparison(relation: str, operation: str, names: tuple[str, ...]) -> QuestionProgram:
+def _comparison(relation: str, operation: str, names: tuple[str, ...]) -> Program:
     lookups = tuple(Lookup(relation, name) for name in names)
     refs = tuple(Ref(index) for index in range(len(names)))
-    return QuestionProgram((*lookups, Comparison(operation, refs, names)))
+    return Program((*lookups, Comparison(operation, refs, names)))
 
 
-def _item(program: QuestionProgram, split: str) -> Item | None:
+def _item(program: Program, split: str) -> Item | None:
     """Returns the item of a comparison or a count.
 
     The result is None if the program has no answer, or uses an entity of another split.

@@ -24,7 +24,7 @@ from coa_jax.tasks.factbook_grammar import (
     Inverse,
     Lookup,
     Neighbour,
-    QuestionProgram,
+    Program,
     Ref,
     Step,
     Subject,
@@ -49,7 +49,7 @@ _NO_NAME = re.compile(
 # --- writing ---------------------------------------------------------------------------------
 
 
-def render_people(program: QuestionProgram, choose: Choose) -> str:
+def render_people(program: Program, choose: Choose) -> str:
     """Writes a question program as an English question, in a wording that ``choose`` selects.
 
     Args:
@@ -112,7 +112,7 @@ def _start(question: str) -> str:
 # --- reading ---------------------------------------------------------------------------------
 
 
-def understand_people(question: str) -> QuestionProgram | None:
+def understand_people(question: str) -> Program | None:
     """Parses a question that `render_people` has written; returns its program.
 
     The result is None for any other text.
@@ -121,10 +121,10 @@ def understand_people(question: str) -> QuestionProgram | None:
     return min(readings, key=lambda reading: reading[1])[0] if readings else None
 
 
-def _readings(text: str) -> Iterator[tuple[QuestionProgram, int]]:
+def _readings(text: str) -> Iterator[tuple[Program, int]]:
     """Yields (program, number of characters in names) for each way to parse a question."""
     for steps, _, size in _inverse(text, wording.ASK_INVERSE, 0):
-        yield QuestionProgram(steps), size
+        yield Program(steps), size
     yield from _about(text, wording.ASK_NEIGHBOUR, _neighbour)
     yield from _about(text, wording.ASK_COUNT, _count)
     yield from _about(text, wording.ASK_DENSITY, density)
@@ -147,7 +147,7 @@ def _count(subject: Subject, index: int) -> tuple[Step, ...]:
 
 def _about(
     text: str, templates: wording.Templates, last: Callable[[Subject, int], tuple[Step, ...]]
-) -> Iterator[tuple[QuestionProgram, int]]:
+) -> Iterator[tuple[Program, int]]:
     """Yields the ways to parse a question about a single entity.
 
     Args:
@@ -158,19 +158,19 @@ def _about(
     """
     for (entity,) in _slots(text, templates):
         for steps, subject, size in _entity(entity, 0):
-            yield QuestionProgram((*steps, *last(subject, len(steps)))), size
+            yield Program((*steps, *last(subject, len(steps)))), size
 
 
-def _of_several(text: str) -> Iterator[tuple[QuestionProgram, int]]:
+def _of_several(text: str) -> Iterator[tuple[Program, int]]:
     """Yields the ways to parse a question as a comparison, or as arithmetic on two values."""
     for relation, operations in (*wording.COMPARE.items(), *wording.COMPARE_THREE.items()):
         for operation, templates in operations.items():
             for steps, refs, subjects, size in _values(text, templates, relation):
-                yield QuestionProgram((*steps, Comparison(operation, refs, subjects))), size
+                yield Program((*steps, Comparison(operation, refs, subjects))), size
     for relation, operations in wording.ARITHMETIC.items():
         for operation, templates in operations.items():
             for steps, (a, b), _, size in _values(text, templates, relation):
-                yield QuestionProgram((*steps, Arithmetic(operation, a, b))), size
+                yield Program((*steps, Arithmetic(operation, a, b))), size
 
 
 def _values(

@@ -190,5 +190,5 @@ def test_a_reward_may_not_have_the_name_of_another_metric():
 
 def test_dropped_groups_count_even_if_none_of_their_samples_had_ended():
     composition = Composition(1, (0,), (0,), (7, 9), 0, 0, {})
-    step = assemble(composition, {0: MIXED}, [], wait_seconds=1.0)
+    step = assemble(LocalShare(composition, {0: MIXED}, [], {}), wait_seconds=1.0)
     assert rollout_metrics(step)["drop/groups"] == 2

@@ -13,7 +13,7 @@ from coa_jax.tasks.factbook_grammar import (
     Inverse,
     Lookup,
     Neighbour,
-    QuestionProgram,
+    Program,
     Ref,
     describe,
     kind_of,
@@ -58,20 +58,18 @@ def programs(draw):
     steps, subject = draw(expressions())
     shape = draw(st.integers(0, 3))
     if shape == 0 and steps:
-        return QuestionProgram(steps)
+        return Program(steps)
     if shape <= 1:
-        return QuestionProgram((*steps, Lookup(draw(st.sampled_from(OTHERS)), subject)))
+        return Program((*steps, Lookup(draw(st.sampled_from(OTHERS)), subject)))
     if shape == 2:
         n = len(steps)
         lookups = (Lookup("population", subject), Lookup("area", subject))
-        return QuestionProgram((*steps, *lookups, Arithmetic("ratio", Ref(n), Ref(n + 1))))
+        return Program((*steps, *lookups, Arithmetic("ratio", Ref(n), Ref(n + 1))))
     first = (*steps, Lookup(draw(st.sampled_from(NUMBERS)), subject))
     steps, subject = draw(expressions(offset=len(first)))
     steps = (*first, *steps, Lookup(draw(st.sampled_from(NUMBERS)), subject))
     operation = draw(st.sampled_from(["sum", "difference", "ratio"]))
-    return QuestionProgram(
-        (*steps, Arithmetic(operation, Ref(len(first) - 1), Ref(len(steps) - 1)))
-    )
+    return Program((*steps, Arithmetic(operation, Ref(len(first) - 1), Ref(len(steps) - 1))))
 
 
 @given(programs(), st.integers(0, TEMPLATES - 1))

@@ -18,7 +18,7 @@ from coa_jax.tasks.factbook_grammar import (
     Comparison,
     Count,
     Lookup,
-    QuestionProgram,
+    Program,
     Ref,
     understand,
 )
@@ -52,9 +52,9 @@ def test_a_question_is_read_back_in_every_wording():
     lookups = (Lookup("area", "Chad"), Lookup("area", "Trinidad and Tobago"))
     two = Comparison("largest", (Ref(0), Ref(1)), ("Chad", "Trinidad and Tobago"))
     programs = [
-        *(QuestionProgram((Lookup(relation, "The Gambia"),)) for relation in wording.ASK),
-        QuestionProgram((Lookup("borders", "Chad"), Count(Ref(0)))),
-        QuestionProgram((*lookups, two)),
+        *(Program((Lookup(relation, "The Gambia"),)) for relation in wording.ASK),
+        Program((Lookup("borders", "Chad"), Count(Ref(0)))),
+        Program((*lookups, two)),
     ]
     for program in programs:
         for number in range(8):
@@ -72,12 +72,12 @@ def test_comparisons_and_counts_are_computed_from_the_facts():
     names = ("Chad", "Niger")
     lookups = tuple(Lookup("area", name) for name in names)
     for operation, choose in (("largest", max), ("smallest", min)):
-        program = QuestionProgram((*lookups, Comparison(operation, (Ref(0), Ref(1)), names)))
+        program = Program((*lookups, Comparison(operation, (Ref(0), Ref(1)), names)))
         wanted = choose(names, key=lambda name: to_decimal(facts()[name]["area"]))
         assert solve(program).gold == (wanted,)
     same = Comparison("largest", (Ref(0), Ref(1)), ("Chad", "Chad"))
-    assert solve(QuestionProgram((lookups[0], lookups[0], same))) is None
-    count = solve(QuestionProgram((Lookup("borders", "Chad"), Count(Ref(0)))))
+    assert solve(Program((lookups[0], lookups[0], same))) is None
+    count = solve(Program((Lookup("borders", "Chad"), Count(Ref(0)))))
     assert count.gold == (str(len(facts()["Chad"]["borders"].split("; "))),)
 
 

@@ -90,7 +90,7 @@ class FactsAuthor:
         if not entity_is_answer or entity.casefold() != answer.casefold():
             return None
         steps = (*program.steps, _about(relation, grammar.Ref(len(program.steps) - 1)))
-        alone = grammar.render(grammar.QuestionProgram((_about(relation, entity),)))
+        alone = grammar.render(grammar.Program((_about(relation, entity),)))
         documents, parts = (*draft.documents, document), (*draft.steps, (alone, value))
         return self._draft("depth", steps, value, documents, parts, (*draft.hidden, answer))
 
@@ -123,7 +123,7 @@ class FactsAuthor:
         parts: tuple[tuple[str, str], ...] = (),
         hidden: tuple[str, ...] = (),
     ) -> Draft:
-        program, last = grammar.QuestionProgram(steps), steps[-1]
+        program, last = grammar.Program(steps), steps[-1]
         wording = int(fraction(self._seed, "wording", program) * grammar.TEMPLATES)
         question = grammar.render(program, wording)
         topic = None
