@@ -102,10 +102,10 @@ def test_an_rl_run_that_goes_on_holds_its_state_once_before_its_engines_are_made
         found = noting(monkeypatch, learner, "make_engines", most)
         run_rl(folder / "run", settings(2))
     assert len(rows(folder / "run", "rl")) == 2
-    # Policy and critic, each with two moments; the critic has no output head, but a value head.
-    policy = 3 * 4 * num_params(model.config)
-    critic = policy - 3 * model.params["head"]["kernel"].nbytes
-    assert 0.99 * (policy + critic) < found[0] < 1.15 * (policy + critic)
+    # Policy and critic, each with two moments. The output head is the embedding table.
+    assert model.config.tie_embeddings
+    state = 2 * 3 * 4 * num_params(model.config)
+    assert 0.99 * state < found[0] < 1.15 * state
 
 
 @pytest.mark.slow
