@@ -19,6 +19,7 @@ from coa_jax.distill.__main__ import distill
 from coa_jax.scratch import make_policy
 from coa_jax.storage import output
 from coa_jax.tasks.examples import write_examples
+from coa_jax.tools.turns import apart
 
 QUESTIONS = (
     ("What is the capital of Lesotho?", "Maseru"),
@@ -35,7 +36,8 @@ def make_debug_files(folder: Path) -> None:
         folder: folder to write to.
     """
     sizes = {"tasks.train": 40, "tasks.validation": 4}
-    distill(load_config("configs/distill/factbook.py", sizes), folder / "distill")
+    config = load_config("configs/distill/factbook.py", sizes)
+    apart(lambda: distill(config, folder / "distill"))  # a notebook has a running event loop
     policy = {
         "data": str(folder / "distill" / "train.jsonl"),
         "policy.hidden_size": 32,
