@@ -176,6 +176,18 @@ use_slice() {
   case "$check" in yes) checks=(--check) ;; compile) checks=(--check=compile) ;; esac
 }
 
+# end_run CODE REMOVE: ends this script with the exit code CODE of the run.  With --delete, the function
+# REMOVE deletes the machines; otherwise a line on stderr says that they still cost money.
+end_run() {
+  if [ "$delete" = yes ]; then
+    "$2" || echo "error: $name was not deleted, and still costs money" >&2
+  elif [ "$dry_run" = no ]; then
+    echo "$name still exists, and costs money; to delete it: bash launch/${0##*/} --name $name" \
+      "${where[@]} delete" >&2
+  fi
+  exit "$1"
+}
+
 # flag_of NAME: the value of a flag among `words`.
 flag_of() {
   local at

@@ -112,17 +112,6 @@ start() {
   do_it "${pod[@]}" ${first[@]+"${first[@]}"} run "${words[@]}"
 }
 
-# ended CODE: gives the slice back or says that it stays; ends this script with the exit code CODE.
-ended() {
-  if [ "$delete" = yes ]; then
-    give_back || echo "error: $name was not given back, and still costs money" >&2
-  elif [ "$dry_run" = no ]; then
-    echo "$name still exists, and costs money; to give it back: bash launch/tpu_queue.sh --name $name" \
-      "${where[@]} delete" >&2
-  fi
-  exit "$1"
-}
-
 case "$action" in
   run)
     [ -n "$type" ] || fail "--type is missing: the kind and size of the slice, e.g. v5p-128"
@@ -139,12 +128,12 @@ case "$action" in
       if wait_for_slice; then
         status=0
         start || status=$?
-        [ "$dry_run" = no ] || ended "$status"
+        [ "$dry_run" = no ] || end_run "$status" give_back
         # 0 may be that of a run which was told to save because its slice is being taken away; one
         # that had come to its end does so at once when it is started again.
         now="$(state)" || exit
         if [ "$now" = ACTIVE ]; then
-          run_again "$status" && [ "$attempt" -lt "$retries" ] || ended "$status"
+          run_again "$status" && [ "$attempt" -lt "$retries" ] || end_run "$status" give_back
           echo "exit code $status: the run is started again on $name" >&2
           sleep "$poll"
           continue

@@ -67,13 +67,7 @@ case "$action" in
     status=0
     { do_it "${pod[@]}" setup "${words[@]}" &&
       do_it "${pod[@]}" ${checks[@]+"${checks[@]}"} run "${words[@]}"; } || status=$?
-    if [ "$delete" = yes ]; then
-      remove || echo "error: $name was not deleted, and still costs money" >&2
-    elif [ "$dry_run" = no ]; then
-      echo "$name still exists, and costs money; to delete it: bash launch/tpu_vm.sh --name $name" \
-        "${where[@]} delete" >&2
-    fi
-    exit "$status"
+    end_run "$status" remove
     ;;
   logs) do_it "${pod[@]}" logs ;;
   delete) remove ;;

@@ -13,7 +13,7 @@ r"""Writes distilled records in the formats of other trainers.
 
 Every form records the author of each part (policy or environment). So other trainers and the
 readers of `coa_jax.records` can rebuild the loss mask of `coa_jax.sft`; docs/data.md shows the
-fields. The user message is the one that `coa_jax.sft` writes with the same ``--prompt_style``.
+fields. With the same ``--prompt_style``, `coa_jax.sft` writes the same user message.
 Several data sets can be exported to one folder. Each data set has its own files and a card
 ``NAME_card.md``, and ``README.md`` contains all cards.
 """

@@ -416,8 +416,8 @@ def policy_objective(
 def value_objective(values: jax.Array, batch: Batch, bound: float) -> tuple[jax.Array, Stats]:
     """Computes half the squared error of a critic's values, summed over policy tokens.
 
-    With a bound, two squared errors are computed: that of V, and that of the clipped value ``V_old
-    + clip(V - V_old, -bound, bound)``. The larger one counts. A value that has moved towards its
+    With a bound, the loss is the larger of two squared errors: the error of V, and the error of the
+    clipped value ``V_old + clip(V - V_old, -bound, bound)``. A value that has moved towards its
     target by more than the bound therefore has no gradient (code of PPO, arXiv 1707.06347; Engstrom
     et al., arXiv 2005.12729 §3).
 

@@ -201,7 +201,7 @@ def test_a_process_that_fails_ends_the_others_at_once_and_says_why(tmp_path):
 def test_a_process_whose_output_nobody_reads_ends_the_others_at_once(tmp_path):
     done = run(tmp_path, "unread 0", grace=20)
     assert done.returncode == 141
-    # Not that of a process that had to be killed, though nobody reads what process 1 says either.
+    # Process 1 ends by itself, although nobody reads its output: a killed process has another code.
     assert "process 1 ended with exit code 141" in done.stderr
 
 
