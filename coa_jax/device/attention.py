@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coa_jax.device.checks import Check, within
+from coa_jax.device.checks import Check, at_once, within
 from coa_jax.model.attention.causal import causal_attention
 from coa_jax.model.attention.choice import Case, Kind, implementations, platform_of, unmet
 from coa_jax.model.cache import attend_to, init_layers, write
@@ -141,14 +141,14 @@ def _causal(name: str, compute: Compute, length: int, packed: bool) -> Check:
         segments = np.sort(rng.integers(1, 5, shape[:2]), axis=1).astype(np.int32) % 4
     same = segments[:, :, None] == segments[:, None, :]
 
+    # All arrays are arguments, because XLA takes long to fold constants.
     @jax.jit
-    def run(q: jax.Array, k: jax.Array, v: jax.Array) -> Any:
-        ids = jnp.asarray(segments) if packed else None
+    def run(q: jax.Array, k: jax.Array, v: jax.Array, cotangent: jax.Array, ids: Any) -> Any:
         attend = causal_attention(compute, shape[:2], ids)
         out, pullback = jax.vjp(lambda *x: attend(*x)[0], q, k, v)
-        return out, pullback(jnp.asarray(cotangent))
+        return out, pullback(cotangent)
 
-    out, gradients = jax.device_get(run(q, k, v))
+    out, gradients = jax.device_get(run(q, k, v, cotangent, segments if packed else None))
     mask = np.tril(np.ones((length, length), bool)) & same
     expected, wanted = numpy_attention(q, k, v, mask, cotangent)
     limit = LIMITS[compute.dtype]
@@ -300,6 +300,11 @@ def all_checks() -> Iterator[Check]:
     block of the kernels.
     """
     lengths = (201,) if jax.default_backend() == "cpu" else (201, 1100)
+    checks: dict[str, Callable[[], Iterator[Check]]] = {}
     for length in lengths:
-        yield from causal_checks(length)
-    yield from paged_checks()
+        for name in implementations("causal"):
+            run = functools.partial(causal_checks, length, [name])
+            checks[f"causal {name}, {length} tokens"] = run
+    for name in implementations("paged"):
+        checks[f"paged {name}"] = functools.partial(paged_checks, [name])
+    return at_once(GROUP, checks)

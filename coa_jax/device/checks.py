@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Literal
 
 Verdict = Literal["pass", "FAIL", "look", "skip"]
@@ -28,6 +30,7 @@ class Check:
         text: one line of text with the measured values, the limits and, after a failure, the
             suspected fault.
         figures: the measured values and limits by name, for the JSON report.
+        traceback: traceback of the exception that stopped the check; "" if there was none.
     """
 
     group: str
@@ -35,6 +38,7 @@ class Check:
     verdict: Verdict
     text: str
     figures: Mapping[str, float | str] = dataclasses.field(default_factory=dict)
+    traceback: str = ""
 
 
 def within(
@@ -56,20 +60,38 @@ def within(
     return Check(group, name, "pass" if good else "FAIL", text, figures)
 
 
-def guarded(
-    group: str, name: str, checks: Callable[[], Iterable[Check]], show: Callable[[str], None]
-) -> Iterator[Check]:
+def guarded(group: str, name: str, checks: Callable[[], Iterable[Check]]) -> Iterator[Check]:
     """Yields the checks of a function and, if it raises an exception, a failed check.
 
     Args:
         group: group of the failed check.
         name: name of the failed check.
         checks: function that yields checks.
-        show: function that is called with the traceback as a text if there is an exception.
     """
     try:
         yield from checks()
     except Exception as error:
-        show("".join(traceback.format_exception(error)))
         first = (str(error).strip() or repr(error)).splitlines()[0][:300]
-        yield Check(group, name, "FAIL", f"stopped by {type(error).__name__}: {first}")
+        text, trace = f"stopped by {type(error).__name__}: {first}", traceback.format_exc()
+        yield Check(group, name, "FAIL", text, traceback=trace)
+
+
+def executor() -> ThreadPoolExecutor:
+    """Creates threads for checks that do not depend on each other.
+
+    The threads save time, because XLA compiles their programs at the same time.
+    """
+    return ThreadPoolExecutor(min(8, os.cpu_count() or 1))
+
+
+def at_once(group: str, checks: Mapping[str, Callable[[], Iterable[Check]]]) -> Iterator[Check]:
+    """Runs functions in threads, and yields their checks in the order of the functions.
+
+    Args:
+        group: group of the failed check that replaces the rest of a function's checks if the
+            function raises an exception.
+        checks: functions that yield checks, by the name of this failed check.
+    """
+    with executor() as threads:
+        for found in threads.map(lambda item: list(guarded(group, *item)), checks.items()):
+            yield from found

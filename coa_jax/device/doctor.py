@@ -69,7 +69,7 @@ def check_device(out: str) -> int:
         raise UserError(f"JAX finds no device: {str(error).splitlines()[0]}") from error
     for name, value in facts.items():
         print(f"{name:13} {value}", flush=True)
-    began, checks, traces = time.monotonic(), list[Check](), list[str]()
+    began, checks = time.monotonic(), list[Check]()
     parts = (
         (attention.GROUP, attention.all_checks),
         (policy.SAMPLING, policy.all_checks),
@@ -77,7 +77,7 @@ def check_device(out: str) -> int:
     )
     group = ""
     for first, run in parts:
-        for check in guarded(first, "the checks", run, traces.append):
+        for check in guarded(first, "the checks", run):
             if check.group != group:
                 print(group := check.group)
             checks.append(check)
@@ -91,7 +91,6 @@ def check_device(out: str) -> int:
         "seconds": round(seconds, 1),
         "ok": not failed,
         "checks": [dataclasses.asdict(check) for check in checks],
-        "tracebacks": traces,
     }
     write_json(path, report)
     print(f"{said} in {seconds:.0f} s; {path} has all figures", flush=True)

@@ -20,7 +20,7 @@ from coa_jax.bench.models import rl_settings
 from coa_jax.bench.rollout import run_workload
 from coa_jax.bench.workload import Call, Script, Workload
 from coa_jax.device.attention import runs_here
-from coa_jax.device.checks import Check, within
+from coa_jax.device.checks import Check, executor, within
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
 from coa_jax.learn.algorithms import Algorithm
@@ -294,14 +294,14 @@ def all_checks() -> Iterator[Check]:
         beside = jax.local_devices(backend="cpu")[0]
     except RuntimeError:  # JAX_PLATFORMS does not include the CPU
         beside = device
-    params = jax.device_put(host, device)
-    group: list[Trajectory] = []
-    pairs = tuple(computes())
-    for trainer, sampler in pairs:
-        check, its = gap(params, trainer, sampler)
-        yield check
-        group = group or its
-    # All trainers are trained on the samples of the first pair, whose sampler computes in float32.
-    right = steps(host, REFERENCE, group, beside)
-    for trainer, _ in pairs:
-        yield from learning(trainer, steps(host, trainer, group, device), right)
+    params, pairs = jax.device_put(host, device), tuple(computes())
+    with executor() as threads:
+        found = tuple(threads.map(lambda pair: gap(params, *pair), pairs))
+        yield from (check for check, _ in found)
+        # All trainers are trained on the samples of the first pair, whose sampler computes in
+        # float32.
+        group = found[0][1]
+        right = threads.submit(steps, host, REFERENCE, group, beside)
+        trained = [threads.submit(steps, host, trainer, group, device) for trainer, _ in pairs]
+        for (trainer, _), result in zip(pairs, trained, strict=True):
+            yield from learning(trainer, result.result(), right.result())

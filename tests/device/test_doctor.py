@@ -169,8 +169,21 @@ def test_an_exception_is_a_failed_check_and_the_report_goes_on(monkeypatch, tmp_
     report = json.loads(out.read_text())
     assert [check["verdict"] for check in report["checks"]] == ["pass", "FAIL", "pass"]
     assert report["ok"] is False
-    assert "for a long reason" in report["tracebacks"][0]
-    assert list(guarded("g", "n", lambda: [], print)) == []
+    assert "for a long reason" in report["checks"][1]["traceback"]
+    assert list(guarded("g", "n", lambda: [])) == []
+
+
+def test_a_kernel_that_cannot_be_compiled_does_not_stop_the_checks_of_the_others(monkeypatch):
+    def run(length, names):
+        if names == ["splash"]:
+            raise RuntimeError("Mosaic failed to compile")
+        yield Check("kernels", f"causal {names[0]}, {length} tokens", "pass", "fine")
+
+    monkeypatch.setattr(attention, "causal_checks", run)
+    monkeypatch.setattr(attention, "paged_checks", lambda names: iter(()))
+    found = {check.name: check.verdict for check in attention.all_checks()}
+    assert found.pop("causal splash, 201 tokens") == "FAIL"
+    assert found and set(found.values()) == {"pass"}
 
 
 def test_a_place_that_cannot_be_written_is_told_before_anything_runs(tmp_path, capsys):

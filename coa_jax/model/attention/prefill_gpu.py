@@ -17,10 +17,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-_BLOCK = 128
+_ROWS, _KEYS = 64, 128
 """Maximum number of queries, and number of keys, that the kernel multiplies at a time.
 
-The training kernel of JAX for Triton has blocks of this size too.
+The sizes, and the numbers of warps and stages, are the fastest that were tried on an H100 (see
+docs/kernels.md).
 """
 
 _MASKED = -1e30
@@ -56,10 +57,10 @@ def attend(
     b, t, n, g, width = q.shape
     count, size = keys.shape[1:3]
     rows = q.transpose(0, 2, 1, 3, 4).reshape(b, n, t * g, width)
-    block = min(_BLOCK, max(16, pl.next_power_of_2(t * g)))
+    block = min(_ROWS, max(16, pl.next_power_of_2(t * g)))
     rows = jnp.pad(rows, ((0, 0), (0, 0), (0, -(t * g) % block), (0, 0)))
     # Small pages are read several at a time.
-    together = max(1, _BLOCK // size)
+    together = max(1, _KEYS // size)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % together)))
 
     def pool() -> Any:
@@ -80,7 +81,7 @@ def attend(
             pool(),
         ],
         out_specs=queries,
-        compiler_params=triton.CompilerParams(num_warps=4 if width <= 64 else 8, num_stages=2),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
         interpret=interpret,
         name="paged_prefill",
     )(rows, table, lengths, keys, values)
