@@ -61,7 +61,7 @@ ON_ACCELERATOR = Work(
     "qwen2.5-0.5b",
     ARCHITECTURES["qwen2.5-0.5b"],
     sft.Work(16, 2048, 4, "bfloat16", "dots"),
-    (1, 32),
+    (32,),
     decode.Work(512, 128, 16, "bfloat16"),
 )
 

@@ -196,8 +196,8 @@ def _pallas_gpu(
     k, v = (jnp.repeat(_pad(x, 1, 128), g, axis=2) for x in (k, v))
     if segment_ids is not None:
         segment_ids = _pad(segment_ids, 1, 128)
-    # With blocks of 64 instead of 32 (the default), the backward pass takes half the time on an H100
-    # (docs/kernels.md).
+    # The default blocks of the backward pass have 32 positions; with 64 positions, this pass takes
+    # half the time on an H100 (docs/kernels.md).
     blocks = BlockSizes(128, 128, 64, 64, 64, 64)
     out = mha(
         q, k, v, segment_ids, sm_scale=1.0, causal=True, block_sizes=blocks, interpret=interpret
