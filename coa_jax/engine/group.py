@@ -79,7 +79,7 @@ def take_copies(engines: Sequence[Engine], parts: Sequence[DecodeParams]) -> Non
 
 
 def sharing(
-    engines: Sequence[Engine], parts: Sequence[DecodeParams], slots: int = 0
+    engines: Sequence[Engine], parts: Sequence[DecodeParams], slots: int = 0, full: bool = False
 ) -> list[Engine]:
     """Creates further engines that share parameters with given engines, but not the cache.
 
@@ -88,17 +88,25 @@ def sharing(
         parts: parameters in the layout for decoding, one copy per device group, see `take_copies`.
         slots: number of slots of all new engines together; 0 for the number of slots of the given
             engines.
+        full: whether the cache has room for a sequence of ``max_length`` tokens in every slot, even
+            if the given engines have fewer pages (`EngineConfig.pages`).
 
     Raises:
         UserError: there is no memory for another cache.
     """
     each = -(-slots // len(engines)) if slots else 0
     count = len(engines) // len(parts)
+
+    def config(given: EngineConfig) -> EngineConfig:
+        given = dataclasses.replace(given, slots=each or given.slots)
+        pages = given.slots * given.pages_per_slot if full and given.pages else given.pages
+        return dataclasses.replace(given, pages=pages)
+
     return [
         Engine(
             parts[index // count],
             engine.model,
-            dataclasses.replace(engine.config, slots=each or engine.config.slots),
+            config(engine.config),
             engine.stop_tokens,
             engine.constraint,
         )

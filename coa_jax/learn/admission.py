@@ -289,8 +289,12 @@ class Ledger:
             return again
         in_flight = len(self._open) - len(self._ended)
         room = (rules.in_flight or math.ceil(missing / self.share)) - in_flight
-        if rules.max_staleness == 0:
-            room = min(room, rules.most - len(self._open))
+        # Without this limit, a slow oldest group would let tasks be sampled without end while the
+        # others have no signal.
+        limit = rules.most * (last - self.step)
+        if rules.max_staleness > 0:
+            limit = max(limit, rules.in_flight)
+        room = min(room, limit - len(self._open))
         new = [self._take_next() for _ in range(room)]
         self._open.update(dict.fromkeys(new, 0))
         return [*again, *new]

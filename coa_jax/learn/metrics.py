@@ -220,7 +220,11 @@ def sampling_metrics(sampled: Sampled, figures: Mapping[str, float]) -> dict[str
     """
     seconds, slots = max(figures["seconds"], 1e-9), max(figures["slots"], 1)
     tokens = sum(t.num_policy_tokens for group in sampled.everything for t in group)
+    # If nothing was decoded, the samples are older than these seconds: they were kept on disk, or
+    # finished together with those of the previous step.
+    speed = {"perf/rollout_tok_s": tokens / seconds} if figures["decoded_tokens"] else {}
     return {
+        **speed,
         "time/rollout": figures["seconds"],
         "time/decode": figures["decode_s"],
         "time/extend": figures["extend_s"],
@@ -228,7 +232,6 @@ def sampling_metrics(sampled: Sampled, figures: Mapping[str, float]) -> dict[str
         "time/reward": figures["reward_s"],
         "time/tool_wait": figures["waiting_s"] / slots,
         "drop/left_out": figures["left_out"],
-        "perf/rollout_tok_s": tokens / seconds,
         "perf/occupancy": figures["occupied_s"] / (slots * seconds),
         "perf/slot_util": figures["decoded_tokens"] / max(figures["row_steps"], 1),
     }

@@ -51,6 +51,10 @@ def newest_of(trajectory: Trajectory) -> int:
 # --- finished trajectories -----------------------------------------------------------------
 
 
+GRADING = "grading"
+"""Entry of the metadata of a trajectory that was stored while it was still being graded."""
+
+
 class Spool:
     """Stores the finished trajectories of this process until a checkpoint makes them unnecessary.
 
@@ -82,7 +86,7 @@ class Spool:
         Returns:
             Trajectories by (task index, sample index). Trajectories of the same sample are sorted
             by the policy version under which they started, oldest version first. A trajectory whose
-            grades are not in the folder has no reward.
+            grades are not in the folder has `GRADING` in its metadata.
         """
         found: dict[tuple[int, int], list[Trajectory]] = defaultdict(list)
         paths = sorted(self.folder.glob("*.jsonl"), key=lambda path: int(path.stem.split("-")[1]))
@@ -94,7 +98,7 @@ class Spool:
                     self._tasks[path].add(index)
                 if index % processes.count() == processes.index():
                     known = found[index, trajectory.sample_id]
-                    if known and known[-1].reward is None:  # the same trajectory, now graded
+                    if known and GRADING in known[-1].metadata:  # the same trajectory, now graded
                         known.pop()
                     known.append(trajectory)
         return found

@@ -129,7 +129,7 @@ def replay_run(
         learner = Learner(config, protocols, checkpoints)
         needed = _slots_needed(records)
         if sum(engine.config.slots for engine in learner.engines) < needed:
-            learner.engines = sharing(learner.engines, copies(learner.engines), needed)
+            learner.engines = sharing(learner.engines, copies(learner.engines), needed, full=True)
         again = _Again(config, learner, records, tasks, prompt)
         for record in records:
             step = record.composition.step

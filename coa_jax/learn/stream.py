@@ -23,7 +23,7 @@ from typing import Any
 
 from coa_jax.learn.admission import Composition, Ledger
 from coa_jax.learn.pool import Score
-from coa_jax.learn.record import Spool, oldest_of
+from coa_jax.learn.record import GRADING, Spool, oldest_of
 from coa_jax.parallel import processes
 from coa_jax.rollout.request import Request
 from coa_jax.rollout.sampler import Sampler
@@ -246,7 +246,8 @@ class Stream:
         began = self._clock()
         # If grading takes long, a run that is killed meanwhile must not lose the trajectory.
         loop = asyncio.get_running_loop()
-        saving = loop.call_later(_UNGRADED_S, self._spool.add, trajectory)
+        waits = dataclasses.replace(trajectory, metadata={**trajectory.metadata, GRADING: True})
+        saving = loop.call_later(_UNGRADED_S, self._spool.add, waits)
         try:
             graded = await self._grade(group.request.task, trajectory)
         finally:
@@ -301,7 +302,7 @@ class Stream:
             for sample in request.samples
             if (found := self._kept.pop((index, sample), ())) and oldest_of(found[-1:]) >= oldest
         }
-        done = {sample: one for sample, one in kept.items() if one.reward is not None}
+        done = {sample: one for sample, one in kept.items() if GRADING not in one.metadata}
         missing = tuple(sample for sample in request.samples if sample not in kept)
         metadata = {**request.metadata, "attempt": attempt}
         size = len(request.samples)
@@ -309,6 +310,7 @@ class Stream:
         group = self._groups[index] = _Group(request, size, done)
         group.ended |= kept.keys()
         for sample in kept.keys() - done.keys():
+            del kept[sample].metadata[GRADING]
             self._work(tasks, group, self._finish(group, kept[sample]))
         if missing:
             self._in_flight += len(missing)

@@ -30,6 +30,7 @@ from rich.text import Text
 from coa_jax import files, reading
 from coa_jax.cli import run_main, workdir_flag
 from coa_jax.errors import UserError
+from coa_jax.learn.record import GRADING
 from coa_jax.learn.watch import warnings_of
 from coa_jax.report.charts import number
 from coa_jax.report.page import as_number, phase_of, phase_title, step_of
@@ -106,7 +107,7 @@ def newest_trajectories(run: Path, count: int) -> list[Trajectory]:
         for line in _last_lines(path, count - len(found)):
             with contextlib.suppress(*reading.MALFORMED):
                 trajectory = Trajectory.from_json(json.loads(line))
-                if trajectory.reward is not None:  # else another row will have the grades
+                if GRADING not in trajectory.metadata:  # else another row will have the grades
                     found.append(trajectory)
     return found
 

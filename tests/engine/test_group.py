@@ -12,7 +12,14 @@ import pytest
 from coa_jax.engine import layout
 from coa_jax.engine.config import EngineConfig, SamplingParams
 from coa_jax.engine.engine import Engine
-from coa_jax.engine.group import copies, give_back, make_engines, publish_all, take_copies
+from coa_jax.engine.group import (
+    copies,
+    give_back,
+    make_engines,
+    publish_all,
+    sharing,
+    take_copies,
+)
 from coa_jax.errors import UserError
 from coa_jax.model.config import ModelConfig
 from tests.devices import on_devices
@@ -38,6 +45,14 @@ def test_a_pool_of_pages_is_divided():
     assert [engine.config.num_pages for engine in engines] == [4, 4]
     assert EngineConfig(slots=4, pages=1).share(2).pages == 1
     assert EngineConfig(slots=4).share(2).pages == 0
+
+
+def test_engines_that_share_parameters_may_have_more_slots_and_pages_for_all_of_them():
+    engines = make_engines(params(), MODEL, EngineConfig(4, 64, page_size=16, pages=9, engines=2))
+    for full, pages in ((False, 4), (True, 16)):
+        more = sharing(engines, copies(engines), 7, full)
+        assert [engine.config.slots for engine in more] == [4, 4]
+        assert [engine.config.num_pages for engine in more] == [pages, pages]
 
 
 def test_new_parameters_reach_all_engines():

@@ -129,3 +129,19 @@ def test_groups_in_flight_serve_no_more_steps_than_the_bound_allows():
     assert ledger.admit() == []  # version 1 is not published
     ledger.version = 1
     assert len(ledger.admit()) == 4
+
+
+def test_a_slow_oldest_group_does_not_let_tasks_without_a_signal_be_sampled_without_end():
+    rules = AdmissionRules(2, 6, 1, True, 0, steps=9)
+    ledger, asked = Ledger(rules), []
+    for _ in range(50):
+        new = ledger.admit()
+        asked += new
+        for index in new:
+            if index > 0:  # the group of the first task does not end
+                ledger.end(index, False, 0)
+        assert ledger.take() is None
+    assert len(asked) == 12  # two steps may still train on what is sampled now
+    ledger.end(0, True, 0)
+    step = ledger.take()
+    assert step is not None and (step.used, step.examined) == ((0,), tuple(range(6)))

@@ -19,7 +19,7 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.learn import rl
 from coa_jax.learn.admission import AdmissionRules, Ledger
-from coa_jax.learn.record import Spool, checksum, versions_of
+from coa_jax.learn.record import GRADING, Spool, checksum, versions_of
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.learn.stream import Stream
 from coa_jax.rollout.request import Request
@@ -291,6 +291,7 @@ def test_a_trajectory_whose_grading_is_slow_is_on_disk_and_is_not_sampled_again(
     killed.close()
     kept = Spool(tmp_path).read()
     assert [kept[0, sample][-1].reward for sample in range(3)] == [Reward(1.0), None, None]
+    assert [GRADING in kept[0, sample][-1].metadata for sample in range(3)] == [False, True, True]
     assert asked == [0, 1, 2]
     resumed = stream(kept)
     resumed.start()
@@ -304,6 +305,15 @@ def test_a_trajectory_whose_grading_is_slow_is_on_disk_and_is_not_sampled_again(
     assert {key: [t.reward for t in known] for key, known in found.items()} == {
         (0, sample): [Reward(1.0)] for sample in range(3)
     }
+
+    # What was graded without a verdict is not graded again.
+    masked = {key: [dataclasses.replace(found[key][-1], reward=None)] for key in found}
+    without = stream(masked)
+    without.start()
+    share = without.step()
+    without.close()
+    assert share is not None and asked == [0, 1, 2]
+    assert [t.reward for t in share.groups[0]] == [None] * 3
 
 
 @pytest.mark.timeout(20)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import io
 import os
 import pty
@@ -17,6 +18,7 @@ from rich.console import Console
 
 from coa_jax import jsonl
 from coa_jax.errors import UserError
+from coa_jax.learn.record import GRADING
 from coa_jax.report import watch
 from coa_jax.report.watch import Tail, newest_trajectories, picture, sparkline
 from coa_jax.trajectory import append_trajectories
@@ -86,6 +88,17 @@ def test_the_newest_trajectories_come_first_wherever_they_stand(run):
     assert [t.task_id for t in found] == [t.task_id for t in [*new[::-1], *old[:0:-1]]]
     text = drawn(run, count=4)
     assert text.count("wrong") == 2 and text.count("correct") == 2
+
+
+def test_a_trajectory_without_a_verdict_is_shown_and_one_that_is_still_graded_is_not(run):
+    masked, waiting = (
+        dataclasses.replace(episode(place, "rl-train", True), reward=None) for place in PLACES[:2]
+    )
+    waiting.metadata[GRADING] = True
+    (run / "spool").mkdir()
+    append_trajectories(run / "spool" / "0-5.jsonl", [masked, waiting])
+    assert [t.task_id for t in newest_trajectories(run, 4)] == [masked.task_id]
+    drawn(run)
 
 
 def test_of_a_full_spool_only_the_newest_files_are_read(run, monkeypatch):
