@@ -92,7 +92,8 @@ case "$action" in
       echo "note: $COA_ROOT has uncommitted changes, which are not copied" >&2
     do_it git -C "$COA_ROOT" archive --format=tar.gz -o "$archive" HEAD
     do_it gcloud compute tpus tpu-vm scp "$archive" "$name:coa_jax.tar.gz" "${where[@]:1}"
-    # Many images of TPU VMs have Python 3.10 only: there 3.12 comes from uv.
+    # Many images of TPU VMs have Python 3.10 only, or a Python that cannot make environments: there
+    # Python 3.12 comes from uv.
     unpack="mkdir -p $dir && tar -xzf coa_jax.tar.gz -C $dir && "
     venv="$(environment)"
     if [[ "$venv" = /* ]]; then # is taken as it is
@@ -100,9 +101,10 @@ case "$action" in
       exit
     fi
     on_all "${unpack}\
-python=\$(command -v python3.12 || command -v python3.13 || \
-{ python3 -m pip install -q --user uv >&2 && ~/.local/bin/uv python install -q 3.12 >&2 && \
-~/.local/bin/uv python find 3.12; } || true) && \
+python=\$(for p in python3.12 python3.13; do \
+\$p -c 'import ensurepip' 2>/dev/null && command -v \$p && exit; done; \
+PIP_BREAK_SYSTEM_PACKAGES=1 python3 -m pip install -q --user uv >&2 && \
+~/.local/bin/uv python install -q 3.12 >&2 && ~/.local/bin/uv python find 3.12 || true) && \
 COA_JAX_VENV=$venv PYTHON=\$python bash $dir/launch/setup_env.sh tpu $extras"
     ;;
   check)
