@@ -159,9 +159,10 @@ def test_values_that_no_command_line_can_give_are_refused_in_one_line_too():
         assert str(refused.value) == " ".join(str(refused.value).split())
 
 
-def test_ten_thousand_overrides_are_within_their_bounds_or_refused_in_one_line():
+@pytest.mark.parametrize("count", [2_000, pytest.param(10_000, marks=pytest.mark.slow)])
+def test_overrides_are_within_their_bounds_or_refused_in_one_line(count):
     accepted = refused = 0
-    for spec, key, value in overrides(10_000, seed=33):
+    for spec, key, value in overrides(count, seed=33):
         stage = Path(spec).parts[1]
         try:
             command = build_all(stage, replaced(values_of(spec), key, value))
@@ -173,8 +174,8 @@ def test_ten_thousand_overrides_are_within_their_bounds_or_refused_in_one_line()
         else:
             accepted += 1
             assert not fault(command, COMMANDS[stage]), (spec, key, value)
-    assert accepted > 300
-    assert refused > 5000
+    assert accepted > 0.03 * count
+    assert refused > 0.5 * count
 
 
 ABSENT = [
