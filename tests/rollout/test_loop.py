@@ -194,7 +194,7 @@ def cases():
         yield pytest.param(shapes, False, marks=marks if alone else (*marks, pytest.mark.slow))
 
 
-@pytest.mark.parametrize(("shapes", "grouped"), cases())
+@pytest.mark.parametrize(("shapes", "grouped"), list(cases()))
 @pytest.mark.usefixtures("cpu_ops")
 def test_trajectories_are_the_same_bits_under_all_shapes_orders_and_groups(shapes, grouped):
     """Rows, pages, chunks, mates: nothing of that is in the numbers of a sequence."""
