@@ -18,7 +18,6 @@ CORE = [
     "numpy>=2.4",
     "scipy>=1.17",
     "ml_dtypes>=0.6",
-    "flax>=0.12.8",
     "optax>=0.2.8",
     "orbax-checkpoint>=0.12.8",
     "grain>=0.2.18",
@@ -51,7 +50,6 @@ EXTRAS = {
     "s3": ["s3fs>=2026.9"],
     # Data sets of the Hugging Face hub as sources of tasks.
     "hub": ["datasets>=5.2"],
-    # crawl_page: main content of pages, PDF files, what sites allow robots.
     # crawl_page: main content of pages, PDF files, what sites allow robots; summaries and
     # verdicts by a served model.
     # (trafilatura needs lxml_html_clean, which pip does not find behind an extra of lxml.)
