@@ -76,7 +76,10 @@ def main(_: list[str]) -> int:
     devices = devices_of(where)
     setup = set_up(config, model, where, devices)
     result = analyse(setup, values.reserve, values.kernel_efficiency, fraction)
-    if setup.aside or (values.rollout_ratio and setup.engine_chips):
+    refused = [row["name"] for row in result["programs"] if row["roofline"] is None]
+    if refused:
+        print(f"the compiler refused: {', '.join(refused)}", file=sys.stderr)
+    elif setup.aside or (values.rollout_ratio and setup.engine_chips):
         rows, result["splits"] = balance(setup, result, devices, values.rollout_ratio)
         print(table(rows, config.mesh.rollout_devices), file=sys.stderr)
         print(result["splits"]["assumes"], file=sys.stderr)

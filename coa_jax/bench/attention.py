@@ -14,9 +14,10 @@ The command prints one JSON object. ``implementations`` has, by name:
     gradients_us         time of the forward and the backward pass (causal only)
     forward_tflop_s      FLOP/s of the two matmuls, counting only pairs of positions in which the
                          key is not after the query; pairs of different segments are counted
-    gradients_tflop_s    the same for the forward and the backward pass, which have seven matmuls
+    gradients_tflop_s    the same for the forward and the backward pass. These have seven matmuls,
+                         one of which computes the scores again
     read_gb_s            bytes of the keys and values, read once, per second (paged only)
-    skipped              the reason, for an implementation that cannot run
+    skipped, failed      the reason, for an implementation that cannot run, or that stopped
 """
 
 from __future__ import annotations
@@ -39,8 +40,9 @@ from coa_jax.model.cache import attend_to, init_layers
 from coa_jax.model.compute import Compute, backend_for
 from coa_jax.model.config import ModelConfig
 
-_LAYERS = 4
-"""Paged attention is so fast that the measured program computes several layers."""
+_LAYERS = 16
+"""Number of layers of the measured program: one layer of paged attention takes less time than the
+start of a program."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,18 +82,19 @@ def _causal(work: Work, compute: Compute) -> dict[str, float]:
     keys = (work.rows, work.length, work.kv_heads, work.head_dim)
     q = _normal(*keys[:3], work.groups, work.head_dim)
     k, v, cotangent = _normal(*keys), _normal(*keys) + 1, q + 1
-    ids = jnp.arange(work.length) // (work.length // work.segments) + 1
-    ids = jnp.broadcast_to(ids, keys[:2]).astype(jnp.int32)
+    ids = None  # a row of one sequence
+    if work.segments > 1:
+        ids = jnp.arange(work.length) // (work.length // work.segments) + 1
+        ids = jnp.broadcast_to(ids, keys[:2]).astype(jnp.int32)
 
     @jax.jit
-    def forward(q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array) -> jax.Array:
+    def forward(q: jax.Array, k: jax.Array, v: jax.Array, ids: Any) -> jax.Array:
         return causal_attention(compute, keys[:2], ids)(q, k, v)[0]
 
     @jax.jit
-    def gradients(
-        q: jax.Array, k: jax.Array, v: jax.Array, ids: jax.Array, cotangent: jax.Array
-    ) -> Any:
-        return jax.vjp(lambda *x: forward(*x, ids), q, k, v)[1](cotangent)
+    def gradients(q: jax.Array, k: jax.Array, v: jax.Array, ids: Any, cotangent: jax.Array) -> Any:
+        out, pullback = jax.vjp(lambda *x: forward(*x, ids), q, k, v)
+        return out, pullback(cotangent)  # XLA would remove a forward pass that returns nothing
 
     once = best_seconds(lambda: forward(q, k, v, ids))
     both = best_seconds(lambda: gradients(q, k, v, ids, cotangent))
@@ -168,7 +171,10 @@ def measure(work: Work) -> dict[str, Any]:
             found[name] = {"skipped": why}
             continue
         compute = Compute(work.dtype, attention=name, backend=backend_for(platform))
-        found[name] = {key: float(f"{x:.4g}") for key, x in run(work, compute).items()}
+        try:
+            found[name] = {key: float(f"{x:.4g}") for key, x in run(work, compute).items()}
+        except jax.errors.JaxRuntimeError as error:  # such as too little memory
+            found[name] = {"failed": str(error).splitlines()[0]}
     return {"bench": "attention", **dataclasses.asdict(work), "implementations": found}
 
 

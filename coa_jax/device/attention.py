@@ -19,7 +19,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from coa_jax.device.checks import Check, at_once, within
+from coa_jax.device.checks import RUNNING, Check, at_once, within
 from coa_jax.model.attention.causal import causal_attention
 from coa_jax.model.attention.choice import Case, Kind, implementations, platform_of, unmet
 from coa_jax.model.cache import attend_to, init_layers, write
@@ -148,7 +148,10 @@ def _causal(name: str, compute: Compute, length: int, packed: bool) -> Check:
         out, pullback = jax.vjp(lambda *x: attend(*x)[0], q, k, v)
         return out, pullback(cotangent)
 
-    out, gradients = jax.device_get(run(q, k, v, cotangent, segments if packed else None))
+    arrays = (q, k, v, cotangent, segments if packed else None)
+    compiled = run.lower(*arrays).compile()
+    with RUNNING:
+        out, gradients = jax.device_get(compiled(*arrays))
     mask = np.tril(np.ones((length, length), bool)) & same
     expected, wanted = numpy_attention(q, k, v, mask, cotangent)
     limit = LIMITS[compute.dtype]
@@ -210,13 +213,15 @@ def _paged(name: str, compute: Compute, new: int) -> Check:
     positions = (start[:, None] + np.arange(new)).astype(np.int32)
     q = rng.normal(size=(rows, new, HEADS, GROUPS, width)).astype(np.float32)
     everywhere = jnp.broadcast_to(jnp.arange(length), (rows, length))
-    run: Callable[..., jax.Array] = functools.partial(attend_to, compute=compute)
+    attend: Callable[..., jax.Array] = functools.partial(attend_to, compute=compute)
     # JAX's reference of ragged_paged cannot be traced, because it is a Python loop over the
     # lengths.
-    if not (compute.attention == "ragged_paged" and compute.interpret):
-        run = jax.jit(run)
     pages = write(pages, jnp.asarray(table), jnp.asarray(k), jnp.asarray(v), everywhere, compute)
-    out = np.asarray(run(pages, jnp.asarray(q), jnp.asarray(table), jnp.asarray(positions)))
+    arrays = (pages, *map(jnp.asarray, (q, table, positions)))
+    if not (compute.attention == "ragged_paged" and compute.interpret):
+        attend = jax.jit(attend).lower(*arrays).compile()
+    with RUNNING:
+        out = np.asarray(attend(*arrays))
     steps = np.arange(length)
     mask = steps <= positions[..., None]
     expected, _ = numpy_attention(q[:3], k[:3], v[:3], mask[:3])

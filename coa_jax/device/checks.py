@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import threading
 import traceback
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -74,6 +75,10 @@ def guarded(group: str, name: str, checks: Callable[[], Iterable[Check]]) -> Ite
         first = (str(error).strip() or repr(error)).splitlines()[0][:300]
         text, trace = f"stopped by {type(error).__name__}: {first}", traceback.format_exc()
         yield Check(group, name, "FAIL", text, traceback=trace)
+
+
+RUNNING = threading.Lock()
+"""Held while the program of a kernel runs, so that a fault of the device belongs to one check."""
 
 
 def executor() -> ThreadPoolExecutor:

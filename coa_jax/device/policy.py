@@ -10,7 +10,9 @@ float32 on this machine's CPU, with the reference operations.
 from __future__ import annotations
 
 import dataclasses
+import functools
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future
 from typing import Any
 
 import jax
@@ -20,7 +22,7 @@ from coa_jax.bench.models import rl_settings
 from coa_jax.bench.rollout import run_workload
 from coa_jax.bench.workload import Call, Script, Workload
 from coa_jax.device.attention import runs_here
-from coa_jax.device.checks import Check, executor, within
+from coa_jax.device.checks import Check, executor, guarded, within
 from coa_jax.engine.config import EngineConfig
 from coa_jax.engine.engine import Engine
 from coa_jax.learn.algorithms import Algorithm
@@ -296,12 +298,22 @@ def all_checks() -> Iterator[Check]:
         beside = device
     params, pairs = jax.device_put(host, device), tuple(computes())
     with executor() as threads:
-        found = tuple(threads.map(lambda pair: gap(params, *pair), pairs))
-        yield from (check for check, _ in found)
+        samples = [threads.submit(gap, params, *pair) for pair in pairs]
+        for (trainer, _), sample in zip(pairs, samples, strict=True):
+            yield from guarded(SAMPLING, trainer.dtype, functools.partial(_gap_of, sample))
         # All trainers are trained on the samples of the first pair, whose sampler computes in
         # float32.
-        group = found[0][1]
+        group = samples[0].result()[1]
         right = threads.submit(steps, host, REFERENCE, group, beside)
         trained = [threads.submit(steps, host, trainer, group, device) for trainer, _ in pairs]
-        for (trainer, _), result in zip(pairs, trained, strict=True):
-            yield from learning(trainer, result.result(), right.result())
+        for (trainer, _), found in zip(pairs, trained, strict=True):
+            check = functools.partial(_learning_of, trainer, found, right)
+            yield from guarded(TRAINING, trainer.dtype, check)
+
+
+def _gap_of(sample: Future[tuple[Check, list[Trajectory]]]) -> list[Check]:
+    return [sample.result()[0]]
+
+
+def _learning_of(compute: Compute, found: Future[Steps], right: Future[Steps]) -> Iterator[Check]:
+    return learning(compute, found.result(), right.result())

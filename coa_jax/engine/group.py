@@ -79,7 +79,7 @@ def take_copies(engines: Sequence[Engine], parts: Sequence[DecodeParams]) -> Non
 
 
 def sharing(
-    engines: Sequence[Engine], parts: Sequence[DecodeParams], slots: int = 0, full: bool = False
+    engines: Sequence[Engine], parts: Sequence[DecodeParams], slots: int = 0, pages: int = 0
 ) -> list[Engine]:
     """Creates further engines that share parameters with given engines, but not the cache.
 
@@ -88,8 +88,8 @@ def sharing(
         parts: parameters in the layout for decoding, one copy per device group, see `take_copies`.
         slots: number of slots of all new engines together; 0 for the number of slots of the given
             engines.
-        full: whether the cache has room for a sequence of ``max_length`` tokens in every slot, even
-            if the given engines have fewer pages (`EngineConfig.pages`).
+        pages: minimum number of pages of all new engines together, if the slots of an engine share
+            its pages (`EngineConfig.pages`).
 
     Raises:
         UserError: there is no memory for another cache.
@@ -98,9 +98,8 @@ def sharing(
     count = len(engines) // len(parts)
 
     def config(given: EngineConfig) -> EngineConfig:
-        given = dataclasses.replace(given, slots=each or given.slots)
-        pages = given.slots * given.pages_per_slot if full and given.pages else given.pages
-        return dataclasses.replace(given, pages=pages)
+        more = max(given.pages, -(-pages // len(engines))) if given.pages else 0
+        return dataclasses.replace(given, slots=each or given.slots, pages=more)
 
     return [
         Engine(

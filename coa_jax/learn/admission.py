@@ -277,6 +277,10 @@ class Ledger:
         If steps are composed faster than the policy is trained, a group that starts now can be too
         old for the next step already. Then no task is sampled until the samplers have received a
         newer policy version.
+
+        The groups that are in flight, and the finished groups that are not in a step yet, are never
+        more than these steps can examine (or than ``in_flight``, if that is more). Otherwise a slow
+        oldest group would let tasks be sampled without end while the other groups have no signal.
         """
         rules = self.rules
         if self.version < self.oldest_useful:
@@ -289,10 +293,8 @@ class Ledger:
             return again
         in_flight = len(self._open) - len(self._ended)
         room = (rules.in_flight or math.ceil(missing / self.share)) - in_flight
-        # Without this limit, a slow oldest group would let tasks be sampled without end while the
-        # others have no signal.
         limit = rules.most * (last - self.step)
-        if rules.max_staleness > 0:
+        if rules.max_staleness > 0:  # surplus groups in flight: the steps take the quickest
             limit = max(limit, rules.in_flight)
         room = min(room, limit - len(self._open))
         new = [self._take_next() for _ in range(room)]

@@ -98,9 +98,13 @@ class Spool:
                     self._tasks[path].add(index)
                 if index % processes.count() == processes.index():
                     known = found[index, trajectory.sample_id]
-                    if known and GRADING in known[-1].metadata:  # the same trajectory, now graded
+                    # The same trajectory may stand there twice: while it was graded, and with its
+                    # grades, in files of different processes in either order.
+                    if known and GRADING in known[-1].metadata:
                         known.pop()
-                    known.append(trajectory)
+                    twice = known and oldest_of(known[-1:]) == oldest_of([trajectory])
+                    if not (twice and GRADING in trajectory.metadata):
+                        known.append(trajectory)
         return found
 
     def add(self, trajectory: Trajectory) -> None:

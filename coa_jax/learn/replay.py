@@ -128,8 +128,12 @@ def replay_run(
     ):
         learner = Learner(config, protocols, checkpoints)
         needed = _slots_needed(records)
-        if sum(engine.config.slots for engine in learner.engines) < needed:
-            learner.engines = sharing(learner.engines, copies(learner.engines), needed, full=True)
+        each = learner.engines[0].config
+        slots = sum(engine.config.slots for engine in learner.engines)
+        pages = sum(engine.config.num_pages for engine in learner.engines)
+        if slots < needed or pages < needed * each.pages_per_slot:
+            room = max(slots, needed), needed * each.pages_per_slot
+            learner.engines = sharing(learner.engines, copies(learner.engines), *room)
         again = _Again(config, learner, records, tasks, prompt)
         for record in records:
             step = record.composition.step

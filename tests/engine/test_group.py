@@ -49,8 +49,8 @@ def test_a_pool_of_pages_is_divided():
 
 def test_engines_that_share_parameters_may_have_more_slots_and_pages_for_all_of_them():
     engines = make_engines(params(), MODEL, EngineConfig(4, 64, page_size=16, pages=9, engines=2))
-    for full, pages in ((False, 4), (True, 16)):
-        more = sharing(engines, copies(engines), 7, full)
+    for wanted, pages in ((0, 4), (7, 4), (27, 14)):
+        more = sharing(engines, copies(engines), 7, wanted)
         assert [engine.config.slots for engine in more] == [4, 4]
         assert [engine.config.num_pages for engine in more] == [pages, pages]
 

@@ -7,9 +7,10 @@ import types
 
 import pytest
 
+from coa_jax import jsonl
 from coa_jax.learn import rl
 from coa_jax.learn.admission import AdmissionRules, Composition, Ledger
-from coa_jax.learn.record import Spool, StepLog, StepRecord, newest_of, recorded_groups
+from coa_jax.learn.record import GRADING, Spool, StepLog, StepRecord, newest_of, recorded_groups
 from coa_jax.trajectory import Author, Reward, StopReason, Trajectory
 
 
@@ -123,3 +124,15 @@ def test_processes_that_learn_of_a_stop_at_different_times_wait_for_nothing(monk
     source._records, source._stream, source._abandoned = [object()], None, here
     assert source.step() is None
     assert asked == [("repeating of steps", not here)]
+
+
+@pytest.mark.parametrize("names", [("0-0", "1-0"), ("1-0", "0-0")])
+def test_a_trajectory_that_stands_in_two_files_counts_once_and_with_its_grades(tmp_path, names):
+    """One process stored a sample while it was graded, another process stored its grades."""
+    graded = ended(0)
+    metadata = {**graded.metadata, GRADING: True}
+    waiting = dataclasses.replace(graded, metadata=metadata, reward=None)
+    for name, row in zip(names, (waiting, graded), strict=True):
+        jsonl.write_lines(tmp_path / f"{name}.jsonl", [row.to_json()])
+    ((found,),) = Spool(tmp_path).read().values()
+    assert found.reward == graded.reward and GRADING not in found.metadata

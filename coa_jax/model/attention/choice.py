@@ -84,6 +84,17 @@ def platform_of(device: jax.Device) -> tuple[str, float]:
     return "cuda", float(device.compute_capability)
 
 
+def shared_memory(capability: float) -> int:
+    """Returns the shared memory in bytes that a block of a CUDA kernel can use.
+
+    Source: CUDA C++ Programming Guide, technical specifications per compute capability. A
+    capability of 0 (unknown) gives the figure of an A100.
+    """
+    if capability >= 12 or (8.0 < capability < 9.0 and capability != 8.7):
+        return 99 << 10
+    return (227 if capability >= 9.0 else 163) << 10
+
+
 def unmet(kind: Kind, implementation: str, case: Case) -> str:
     """Returns the reason why an implementation cannot run a case; "" if it can run the case.
 
@@ -119,6 +130,9 @@ def unmet(kind: Kind, implementation: str, case: Case) -> str:
         for name, value in (("head_dim", width), ("page_size", case.page_size)):
             if value < 16 or value & (value - 1):
                 return f"{name} must be a power of two from 16 on, it is {value}"
+        # One buffer for the keys and one for the values of a page, in 16 bits.
+        if (needed := 4 * width * case.page_size) > shared_memory(case.capability) * 3 // 4:
+            return f"a page of {case.page_size} positions takes {needed >> 10} KiB of shared memory"
     return ""
 
 

@@ -17,11 +17,12 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from coa_jax.model.attention.choice import platform_of, shared_memory
+
 _ROWS, _KEYS = 64, 128
 """Maximum number of queries, and number of keys, that the kernel multiplies at a time.
 
-The sizes, and the numbers of warps and stages, are the fastest that were tried on an H100 (see
-docs/kernels.md).
+The sizes, and four warps, are the fastest that were tried on an H100 (see docs/kernels.md).
 """
 
 _MASKED = -1e30
@@ -62,6 +63,10 @@ def attend(
     # Small pages are read several at a time.
     together = max(1, _KEYS // size)
     table = jnp.pad(table, ((0, 0), (0, -table.shape[1] % together)))
+    # With three stages the kernel keeps two blocks of keys and values, with two stages one.
+    _, capability = platform_of(jax.devices()[0])
+    tiles = 2 * (block + 2 * 2 * together * size) * width
+    stages = 3 if tiles <= shared_memory(capability) else 2
 
     def pool() -> Any:
         return pl.BlockSpec((None, count, size, width), lambda i, head, row: (head, 0, 0, 0))
@@ -81,7 +86,7 @@ def attend(
             pool(),
         ],
         out_specs=queries,
-        compiler_params=triton.CompilerParams(num_warps=4, num_stages=3),
+        compiler_params=triton.CompilerParams(num_warps=4, num_stages=stages),
         interpret=interpret,
         name="paged_prefill",
     )(rows, table, lengths, keys, values)
