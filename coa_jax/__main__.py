@@ -17,8 +17,8 @@ from pathlib import Path
 from coa_jax.installed import first_line
 
 _BENCHES = (
-    *("decode", "input", "sft", "rl", "rollout", "pipeline", "pipeline-workload", "stalls"),
-    "workload",
+    *("attention", "decode", "input", "sft", "rl", "rollout", "pipeline", "pipeline-workload"),
+    *("stalls", "workload"),
 )
 
 

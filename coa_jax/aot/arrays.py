@@ -17,6 +17,7 @@ from coa_jax.engine.layout import (
     abstract_pages,
     decode_mesh,
     groups_of,
+    kernels_for,
     paged_case,
     rollout_mesh,
 )
@@ -330,14 +331,16 @@ def engine_compute(setup: Setup) -> Compute:
         backend=backend_for(setup.platform),
         mesh=engine_mesh(setup),
         collectives="none",
+        kernels=kernels_for("tpu" if tpu else "cuda"),
     )
 
 
 def decoding_params(setup: Setup) -> DecodeParams:
     """Returns the shapes and shardings of an engine's parameters, in the layout for decoding."""
     model, dtype = without_adapters(setup.model), setup.rl.engine.dtype
-    places = decode_shardings(model, engine_mesh(setup))
-    shapes = jax.eval_shape(lambda params: unstack(params, model), parameters(setup))
+    kernels = engine_compute(setup).kernels
+    places = decode_shardings(model, engine_mesh(setup), kernels)
+    shapes = jax.eval_shape(lambda params: unstack(params, model, kernels), parameters(setup))
     return jax.tree.map(
         lambda x, place: jax.ShapeDtypeStruct(x.shape, dtype, sharding=place), shapes, places
     )

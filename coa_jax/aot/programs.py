@@ -266,7 +266,8 @@ def _publish(setup: Setup) -> list[Program]:
     adapters are trained, the adapters are first added to a copy of their model.
     """
     mesh = decode_mesh(setup.mesh, setup.engine_chips)
-    program = publish_program(without_adapters(setup.model), setup.rl.engine.dtype, mesh)
+    model, dtype = without_adapters(setup.model), setup.rl.engine.dtype
+    program = publish_program(model, dtype, mesh, arrays.engine_compute(setup).kernels)
     publish = functools.partial(program.lower, arrays.parameters(setup))
     devices, policy, kept = tuple(mesh.devices.flat), arrays.policy(setup), arrays.kept_bytes(setup)
     if not policy.frozen:

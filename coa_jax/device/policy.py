@@ -76,7 +76,7 @@ def computes() -> Iterator[tuple[Compute, Compute | None]]:
         (sampler,), _ = runs_here("paged", "pallas_gpu", MODEL.head_dim)
         # These choices give the layout of an engine with several slots on a CPU, see
         # `engine.layout.publish`.
-        yield trainer, dataclasses.replace(sampler, collectives="none", outputs_first=True)
+        yield trainer, dataclasses.replace(sampler, collectives="none", kernels="outputs_first")
 
 
 # --- sampling ------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from coa_jax.engine.config import EngineConfig
 from coa_jax.errors import UserError
 from coa_jax.model.attention.choice import Case, platform_of, resolve
 from coa_jax.model.cache import LayerPages, init_layers, layer_axes
-from coa_jax.model.compute import Compute, backend_for
+from coa_jax.model.compute import Compute, KernelLayout, backend_for
 from coa_jax.model.config import ModelConfig
 from coa_jax.model.params import DecodeParams, Params, decode_shardings, unstack
 from coa_jax.parallel import turns
@@ -172,8 +172,8 @@ def publish(
     """Copies training parameters into the layout for decoding, one copy per device group.
 
     The result holds only the copies for the device groups of this process. If there are several
-    processes, all of them must call this function. On a single CPU device, the output axes of
-    weight matrices come first, see `DecodeParams`.
+    processes, all of them must call this function. The platform determines the order of the axes of
+    weight matrices, see `KernelLayout`.
 
     Args:
         params: training parameters without adapters, on one device or on a mesh.
@@ -184,15 +184,23 @@ def publish(
     dtype, mesh = config.dtype, mesh_of(params)
     if mesh is None:
         (device,) = jax.tree.leaves(params)[0].devices()
-        outputs_first = backend_for(device.platform) == "cpu"
-        return [publish_program(model, dtype, None, outputs_first)(params)]
+        kernels: KernelLayout = kernels_for(device.platform)
+        if backend_for(device.platform) == "cpu":
+            kernels = "outputs_first"
+        return [publish_program(model, dtype, None, kernels)(params)]
     groups = decode_mesh(mesh, tensor)
-    everywhere = in_turn(mesh, publish_program(model, dtype, groups), params)
+    kernels = kernels_for(mesh.devices.flat[0].platform)
+    everywhere = in_turn(mesh, publish_program(model, dtype, groups, kernels), params)
     return [
-        jax.tree.map(_part, everywhere, decode_shardings(model, _group_mesh(group)))
+        jax.tree.map(_part, everywhere, decode_shardings(model, _group_mesh(group), kernels))
         for group in groups_of(groups, tensor_size(groups))
         if group[0].process_index == jax.process_index()
     ]
+
+
+def kernels_for(platform: str) -> KernelLayout:
+    """Returns the order of the axes of weight matrices for engines on several devices."""
+    return "matrices" if platform == "tpu" else "inputs_first"
 
 
 def move(
@@ -221,7 +229,7 @@ def places_of(model: ModelConfig, mesh: Mesh) -> list[Sharding | DecodeParams]:
         tree of shardings.
     """
     return [
-        decode_shardings(model, _group_mesh(group))
+        decode_shardings(model, _group_mesh(group), kernels_for(group[0].platform))
         if group.size > 1
         else jax.sharding.SingleDeviceSharding(group[0])
         for group in mesh.devices
@@ -231,7 +239,7 @@ def places_of(model: ModelConfig, mesh: Mesh) -> list[Sharding | DecodeParams]:
 
 @functools.lru_cache
 def publish_program(
-    model: ModelConfig, dtype: str, mesh: Mesh | None, outputs_first: bool = False
+    model: ModelConfig, dtype: str, mesh: Mesh | None, kernels: KernelLayout = "inputs_first"
 ) -> Any:
     """Returns the compiled program that converts the training layout to the decoding layout.
 
@@ -239,20 +247,19 @@ def publish_program(
         model: the architecture.
         dtype: dtype of the copies.
         mesh: mesh of all device groups, see `decode_mesh`; None for one device.
-        outputs_first: whether the output axes of weight matrices are moved to the front, see
-            `DecodeParams`; must be False on a mesh.
+        kernels: order of the axes of weight matrices in the copies.
     """
 
     def program(params: Params) -> DecodeParams:
-        copies = unstack(params, model, outputs_first)
+        copies = unstack(params, model, kernels)
         return jax.tree.map(lambda x: x.astype(dtype), copies)
 
     if mesh is None:
         return jax.jit(program)
-    return jax.jit(program, out_shardings=_places(model, mesh))
+    return jax.jit(program, out_shardings=_places(model, mesh, kernels))
 
 
-def _places(model: ModelConfig, mesh: Mesh) -> DecodeParams:
+def _places(model: ModelConfig, mesh: Mesh, kernels: KernelLayout) -> DecodeParams:
     """Returns the shardings of the copies of all groups of a `decode_mesh`."""
     names, size = _split_axes(mesh), tensor_size(mesh)
 
@@ -261,7 +268,7 @@ def _places(model: ModelConfig, mesh: Mesh) -> DecodeParams:
         return NamedSharding(mesh, spec)
 
     group = AbstractMesh((1, 1, size), AXES, axis_types=(AxisType.Auto,) * 3)
-    return jax.tree.map(everywhere, decode_shardings(model, group))
+    return jax.tree.map(everywhere, decode_shardings(model, group, kernels))
 
 
 def tensor_size(mesh: Mesh) -> int:
@@ -319,7 +326,7 @@ def engine_compute(model: ModelConfig, config: EngineConfig, params: DecodeParam
         backend=backend_for(platform),
         mesh=mesh,
         collectives="none",
-        outputs_first=params.outputs_first,
+        kernels=params.kernels,
     )
 
 

@@ -34,6 +34,20 @@ BACKENDS = {
 }
 """Maps the name of a backend to the module with its operations."""
 
+KernelLayout = Literal["inputs_first", "outputs_first", "matrices"]
+"""The order of the axes of a kernel with the input axes I and the output axes O, o (o is the last).
+
+==================  ===============  ===========================================================
+name                axes             use
+==================  ===============  ===========================================================
+``inputs_first``    ``[*I, *O, o]``  training on all platforms, and decoding on GPUs
+``outputs_first``   ``[*O, o, *I]``  decoding on one CPU device, see `ops_cpu`
+``matrices``        ``[*O, *I, o]``  decoding on TPUs. If O has axes, the TPU compiler copies the
+                                     kernels of the other layouts into this layout, in each
+                                     decoding program
+==================  ===============  ===========================================================
+"""
+
 
 @dataclasses.dataclass(frozen=True)
 class Compute:
@@ -50,8 +64,7 @@ class Compute:
         collectives: how the matmuls of a layer are sharded over a mesh. ``compiler`` states
             shardings and lets XLA place the collectives. ``manual`` writes the collectives
             explicitly, see `model.collectives`. ``none``, for decoding, states no shardings.
-        outputs_first: whether the output axes of kernels precede their input axes, see
-            `params.DecodeParams.outputs_first`.
+        kernels: order of the axes of kernels, see `KernelLayout`.
         interpret: whether attention kernels are emulated on a CPU, for tests. Pallas kernels then
             run in interpret mode, and cuDNN and ``ragged_paged`` are replaced by JAX's reference
             functions with the same interface.
@@ -63,7 +76,7 @@ class Compute:
     backend: str = "reference"
     mesh: Mesh | None = None
     collectives: Collectives = "compiler"
-    outputs_first: bool = False
+    kernels: KernelLayout = "inputs_first"
     interpret: bool = False
 
     @property

@@ -76,24 +76,22 @@ def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Arr
 
     Args:
         x: activations, ``[..., *I]``.
-        w: kernel, ``[*I, *O]``; ``[*O, *I]`` if ``compute.outputs_first`` is set.
+        w: kernel; ``compute.kernels`` gives the order of the input axes I and the output axes O.
         inputs: number of axes of I.
-        compute: gives the dtype of the operands, and ``outputs_first``.
+        compute: gives the dtype of the operands, and the order of the axes.
 
     Returns:
         The products, float32 ``[..., *O]``.
     """
     x = x.reshape(*x.shape[: x.ndim - inputs], -1)
     kept = "abcdef"[: x.ndim - 1]
-    if compute.outputs_first:
-        w = w.reshape(*w.shape[: w.ndim - inputs], -1)
-        out = "uvwxyz"[: w.ndim - 1]
-        return einsum(f"{kept}k,{out}k->{kept}{out}", x, w, compute.dtype)
+    out = "uvwxyz"[: w.ndim - inputs]
+    before = {"inputs_first": 0, "outputs_first": len(out), "matrices": len(out) - 1}
+    at = before[compute.kernels]
     # Join the contracted axes to a single axis: with several axes, XLA may transpose the kernel
     # before each matmul.
-    w = w.reshape(-1, *w.shape[inputs:])
-    out = "uvwxyz"[: w.ndim - 1]
-    return einsum(f"{kept}k,k{out}->{kept}{out}", x, w, compute.dtype)
+    w = w.reshape(*w.shape[:at], -1, *w.shape[at + inputs :])
+    return einsum(f"{kept}k,{out[:at]}k{out[at:]}->{kept}{out}", x, w, compute.dtype)
 
 
 def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:

@@ -38,7 +38,7 @@ sequences have several new tokens.
 
 def linear(x: jax.Array, w: jax.Array, inputs: int, compute: Compute) -> jax.Array:
     """Multiplies ``x`` by the kernel ``w``; for arguments and result see `ops.linear`."""
-    if compute.outputs_first:
+    if compute.kernels == "outputs_first":
         batch = x.shape[: x.ndim - inputs]
         x = x.reshape(*batch, -1)
         outputs = w.shape[: w.ndim - inputs]
@@ -72,9 +72,9 @@ def attend(x: jax.Array, table: jax.Array, compute: Compute) -> jax.Array:
     """Computes logits with tied weights; for arguments and result see `ops.attend`.
 
     The output axis V of an embedding table ``[V, D]`` comes first, as in the kernels of a model
-    with ``outputs_first``.
+    with the layout ``outputs_first``.
     """
-    if compute.outputs_first:
+    if compute.kernels == "outputs_first":
         return _outputs_first(x, table, compute.dtype)
     return ops.attend(x, table, compute)
 

@@ -19,6 +19,7 @@ from flax import nnx
 from flax.traverse_util import flatten_dict, unflatten_dict
 from jax.sharding import AbstractMesh, Mesh, NamedSharding
 
+from coa_jax.model.compute import KernelLayout
 from coa_jax.model.config import LoraConfig, ModelConfig
 from coa_jax.model.decoder import Decoder, Layer
 from coa_jax.parallel.mesh import DECODE_RULES, RULES, Rules, sharding_for
@@ -119,7 +120,7 @@ def bind(config: ModelConfig, params: Params) -> Decoder:
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=("shared", "layers"),
-    meta_fields=("outputs_first",),
+    meta_fields=("kernels",),
 )
 @dataclasses.dataclass(frozen=True)
 class DecodeParams:
@@ -131,13 +132,12 @@ class DecodeParams:
     Attributes:
         shared: all parameters outside the layers.
         layers: parameters of each layer.
-        outputs_first: whether the output axes of kernels precede their input axes; static. XLA's
-            CPU backend multiplies faster by kernels in this layout (`ops_cpu`).
+        kernels: order of the axes of kernels, see `compute.KernelLayout`; static.
     """
 
     shared: Params
     layers: tuple[Params, ...]
-    outputs_first: bool = False
+    kernels: KernelLayout = "inputs_first"
 
     def bind(self, config: ModelConfig) -> tuple[Decoder, tuple[Layer, ...]]:
         """Returns the decoder and its layers with these parameters.
@@ -149,23 +149,46 @@ class DecodeParams:
         return nnx.merge(shared, self.shared), layers
 
 
-def unstack(params: Params, config: ModelConfig, outputs_first: bool = False) -> DecodeParams:
+def unstack(
+    params: Params, config: ModelConfig, kernels: KernelLayout = "inputs_first"
+) -> DecodeParams:
     """Converts training parameters, without adapters, to the layout for decoding.
 
     Args:
         params: parameters in the training layout, stacked over layers.
         config: the architecture.
-        outputs_first: whether the output axes of kernels are moved to the front, see
-            `DecodeParams`.
+        kernels: order of the axes of kernels in the result.
     """
     shared = {key: value for key, value in params.items() if key != "layers"}
     layers = tuple(
         jax.tree.map(lambda x, i=i: x[i], params["layers"]) for i in range(config.num_layers)
     )
-    if outputs_first:
-        shared, *turned = (_turn(tree, inputs_of(config)) for tree in (shared, *layers))
-        layers = tuple(turned)
-    return DecodeParams(shared, layers, outputs_first)
+    inputs = inputs_of(config)
+
+    def turned(params: Params) -> Params:
+        return unflatten_dict(
+            {
+                path: jnp.transpose(x, _order(inputs.get(path, 0), x.ndim, kernels))
+                for path, x in flatten_dict(params).items()
+            }
+        )
+
+    return DecodeParams(turned(shared), tuple(map(turned, layers)), kernels)
+
+
+def _order(inputs: int, axes: int, kernels: KernelLayout) -> tuple[int, ...]:
+    """Returns the order in which a layout has the axes of an array ``[*I, *O]``.
+
+    Args:
+        inputs: number of axes of I; 0 for an array that is no kernel, whose order does not change.
+        axes: number of axes of the array.
+        kernels: name of the layout.
+    """
+    places = tuple(range(axes))
+    if inputs == 0 or kernels == "inputs_first":
+        return places
+    last = axes if kernels == "outputs_first" else axes - 1
+    return places[inputs:last] + places[:inputs] + places[last:]
 
 
 def inputs_of(config: ModelConfig) -> Mapping[Path, int]:
@@ -180,16 +203,6 @@ def inputs_of(config: ModelConfig) -> Mapping[Path, int]:
             keys = tuple(map(str, path))
             found[(*keys[keys[:1] == ("layers",) :], "kernel")] = value.inputs
     return found
-
-
-def _turn(params: Params, inputs: Mapping[Path, int]) -> Params:
-    """Transposes kernels so that their output axes come first."""
-
-    def turned(path: Path, w: jax.Array) -> jax.Array:
-        count = inputs.get(path, 0)
-        return jnp.moveaxis(w, range(count), range(-count, 0)) if count else w
-
-    return unflatten_dict({path: turned(path, w) for path, w in flatten_dict(params).items()})
 
 
 # --- initial values ------------------------------------------------------------------------
@@ -331,21 +344,28 @@ def shardings(config: ModelConfig, mesh: Mesh | AbstractMesh | None, rules: Rule
     )
 
 
-def decode_shardings(config: ModelConfig, mesh: Mesh | AbstractMesh) -> DecodeParams:
+def decode_shardings(
+    config: ModelConfig, mesh: Mesh | AbstractMesh, kernels: KernelLayout = "inputs_first"
+) -> DecodeParams:
     """Returns the sharding of each parameter in the layout for decoding, by `DECODE_RULES`.
 
     Args:
         config: the architecture, without adapters.
         mesh: mesh of the devices that decode.
+        kernels: order of the axes of kernels.
     """
+    inputs = inputs_of(config)
 
-    def place(spec: Spec, first: int) -> NamedSharding:
-        return sharding_for(mesh, spec.axes[first:], DECODE_RULES, spec.shape[first:])
+    def place(path: Path, spec: Spec) -> NamedSharding:
+        first = int(path[0] == "layers")
+        axes, shape = spec.axes[first:], spec.shape[first:]
+        order = _order(inputs.get(path[first:], 0), len(axes), kernels)
+        return sharding_for(mesh, [axes[i] for i in order], DECODE_RULES, [shape[i] for i in order])
 
     found = specs(without_adapters(config))
-    places = unflatten_dict({p: place(s, int(p[0] == "layers")) for p, s in found.items()})
+    places = unflatten_dict({path: place(path, spec) for path, spec in found.items()})
     layer = places.pop("layers")
-    return DecodeParams(places, (layer,) * config.num_layers)
+    return DecodeParams(places, (layer,) * config.num_layers, kernels)
 
 
 def abstract_params(config: ModelConfig, mesh: Mesh | None) -> Params:

@@ -113,7 +113,7 @@ def test_weights_on_a_cpu_have_their_outputs_first(tied):
     config = ModelConfig("qwen2", 70, 32, 48, 2, 4, 2, 8, qkv_bias=True, tie_embeddings=tied)
     params = random_params(config)
     (copies,) = layout.publish(params, config, EngineConfig())
-    assert copies.outputs_first
+    assert copies.kernels == "outputs_first"
     kernels = flatten_dict(copies.layers[1])
     assert {path: x.shape for path, x in kernels.items() if path[-1] == "kernel"} == {
         ("attn", "qkv", "kernel"): (2, 4, 8, 32),
@@ -126,7 +126,7 @@ def test_weights_on_a_cpu_have_their_outputs_first(tied):
     found = []
     for weights in (copies, plain):
         compute = layout.engine_compute(config, EngineConfig(), weights)
-        assert compute.backend == "cpu" and compute.outputs_first == weights.outputs_first
+        assert compute.backend == "cpu" and compute.kernels == weights.kernels
         decoder, layers = weights.bind(config)
         hidden, _ = decoder(tokens, positions, compute, layers=layers)
         found.append(decoder.logits(hidden, compute))
@@ -142,7 +142,7 @@ def test_an_engine_computes_with_the_backend_of_its_platform_or_the_one_asked_fo
     shapes = EngineConfig(slots=2)
     (copies,) = layout.publish(params, config, shapes)
     compute = layout.engine_compute(config, shapes, copies)
-    assert not copies.outputs_first
+    assert copies.kernels == "inputs_first"
     assert compute == Compute(collectives="none")
     monkeypatch.setenv("COA_JAX_OPS", "fast")
     with pytest.raises(UserError, match="COA_JAX_OPS is 'fast'; give one of reference, cpu"):

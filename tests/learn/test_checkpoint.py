@@ -92,7 +92,7 @@ def test_a_checkpoint_whose_writing_began_a_day_ago_is_waited_for(tmp_path, monk
 def test_further_trees_are_kept_and_a_missing_one_is_left_out(tmp_path):
     layer = {"mlp": {"down": {"kernel": jnp.ones((4,), jnp.bfloat16)}}}
     shared = {"final_norm": {"scale": jnp.ones((2,), jnp.bfloat16)}}
-    critic, sampler = made(5), DecodeParams(shared, (layer, layer), outputs_first=True)
+    critic, sampler = made(5), DecodeParams(shared, (layer, layer), kernels="outputs_first")
     with opened(tmp_path / "c") as checkpoints:
         checkpoints.save(1, made(1), {}, more={"critic": critic})
         checkpoints.save(2, made(2), {}, more={"critic": critic, "sampler": sampler})

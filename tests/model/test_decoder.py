@@ -58,25 +58,25 @@ def step(params, config, tokens, positions, cache, compute):
 
 
 @pytest.mark.parametrize(
-    ("family", "outputs_first"),
+    ("family", "kernels"),
     [
-        ("qwen2", False),
-        ("qwen3-yarn", True),
-        ("llama-untied", True),
-        ("llama3-rope", False),
-        pytest.param("qwen2", True, marks=pytest.mark.slow),
-        pytest.param("qwen3-yarn", False, marks=pytest.mark.slow),
-        pytest.param("llama-untied", False, marks=pytest.mark.slow),
-        pytest.param("llama3-rope", True, marks=pytest.mark.slow),
+        ("qwen2", "matrices"),
+        ("qwen3-yarn", "outputs_first"),
+        ("llama-untied", "outputs_first"),
+        ("llama3-rope", "inputs_first"),
+        pytest.param("qwen2", "outputs_first", marks=pytest.mark.slow),
+        pytest.param("qwen3-yarn", "matrices", marks=pytest.mark.slow),
+        pytest.param("llama-untied", "inputs_first", marks=pytest.mark.slow),
+        pytest.param("llama3-rope", "outputs_first", marks=pytest.mark.slow),
     ],
 )
-def test_chunks_through_a_cache_equal_one_pass(references, family, backend, outputs_first):
+def test_chunks_through_a_cache_equal_one_pass(references, family, backend, kernels):
     """Rows are ragged: each has its own length before every chunk."""
     model = load_model(references[family].path)
     tokens = RNG.integers(0, 384, (2, 24))
     full = run(model, tokens, np.broadcast_to(np.arange(24), (2, 24)))
-    params = unstack(model.params, model.config, outputs_first)
-    compute = Compute(backend=backend, outputs_first=outputs_first)
+    params = unstack(model.params, model.config, kernels)
+    compute = Compute(backend=backend, kernels=kernels)
     # More cache than is needed, full of rubbish: what is not valid must not be read.
     layers = jax.tree.map(lambda c: c + 7.0, init_layers(model.config, 8, 8))
     cache = Cache(layers, jnp.arange(8).reshape(2, 4))

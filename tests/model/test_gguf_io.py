@@ -274,7 +274,7 @@ def reference_model(file):
 
 @functools.partial(jax.jit, static_argnames="config", donate_argnames="cache")
 def greedy_step(params, config, tokens, positions, last, cache):
-    compute = local_compute(outputs_first=params.outputs_first)
+    compute = local_compute(kernels=params.kernels)
     decoder, layers = params.bind(config)
     hidden, cache = decoder(tokens, positions, compute, layers=layers, cache=cache)
     return decoder.logits(hidden[:, last], compute).argmax(-1), cache
@@ -300,7 +300,7 @@ def greedy(model, params, prompt, count):
 def test_smollm2_answers_as_in_transformers(smollm2):
     model = load_model(smollm2)
     net = reference_model(smollm2)
-    params = unstack(model.params, model.config, outputs_first=True)
+    params = unstack(model.params, model.config, kernels="outputs_first")
     for prompt in PROMPTS:
         ids = chat_ids(model.tokenizer, prompt)
         answer = greedy(model, params, ids, 24)

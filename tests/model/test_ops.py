@@ -83,24 +83,25 @@ def test_rows_are_multiplied_with_a_kernel_whatever_its_axes(backend, kept, shap
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("outputs_first", [False, True])
+@pytest.mark.parametrize(
+    ("kernels", "order"),
+    [("inputs_first", "abcuv"), ("outputs_first", "uvabc"), ("matrices", "uabcv")],
+)
 @pytest.mark.parametrize("kept", [(1, 1), (1,), (19, 1), (2, 3), (70, 2)])
-def test_kernels_may_have_several_inputs_and_their_outputs_first(
-    backend, kept, outputs_first, dtype
-):
+def test_kernels_may_have_several_inputs_in_any_layout(backend, kept, kernels, order, dtype):
     x, w = normal(*kept, 3, 5, 4), normal(3, 5, 4, 7, 2)
-    compute = Compute(dtype, backend=backend, outputs_first=outputs_first)
-    kernel = jnp.moveaxis(w, (0, 1, 2), (2, 3, 4)) if outputs_first else w
+    compute = Compute(dtype, backend=backend, kernels=kernels)
+    kernel = jnp.einsum(f"abcuv->{order}", w)
     out = jax.jit(compute.ops.linear, static_argnums=(2, 3))(x, kernel, 3, compute)
     assert out.dtype == np.float32
     close(out, np.tensordot(x.astype(np.float64), w, 3), TOLERANCE[dtype])
 
 
-@pytest.mark.parametrize("outputs_first", [False, True])
+@pytest.mark.parametrize("kernels", ["inputs_first", "outputs_first"])
 @pytest.mark.parametrize("kept", [(1,), (2, 3)])
-def test_a_tied_head_multiplies_with_the_embeddings(backend, kept, outputs_first):
+def test_a_tied_head_multiplies_with_the_embeddings(backend, kept, kernels):
     x, table = normal(*kept, 24), normal(50, 24)
-    compute = Compute(backend=backend, outputs_first=outputs_first)
+    compute = Compute(backend=backend, kernels=kernels)
     out = jax.jit(compute.ops.attend, static_argnums=2)(x, table, compute)
     close(out, x.astype(np.float64) @ table.T)
 
@@ -258,7 +259,7 @@ def test_nothing_without_weight_is_found_however_sums_are_rounded(ops, seed):
 
 # --- bits on CPUs --------------------------------------------------------------------------
 
-CPU = Compute(backend="cpu", outputs_first=True)
+CPU = Compute(backend="cpu", kernels="outputs_first")
 
 
 @pytest.mark.usefixtures("cpu_ops")

@@ -241,10 +241,10 @@ def test_plain_transformations_take_modules_that_are_bound_within():
 
 
 @pytest.mark.parametrize("config", [MODEL, TIED], ids=["untied", "tied"])
-@pytest.mark.parametrize("outputs_first", [False, True])
-def test_each_layer_has_arrays_of_its_own_for_decoding(config, outputs_first):
-    tree = unstack(params(config), config, outputs_first)
-    assert tree.outputs_first is outputs_first
+@pytest.mark.parametrize("kernels", ["inputs_first", "outputs_first", "matrices"])
+def test_each_layer_has_arrays_of_its_own_for_decoding(config, kernels):
+    tree = unstack(params(config), config, kernels)
+    assert tree.kernels == kernels
     assert len(tree.layers) == 3
     stacked = {
         path[1:]: x for path, x in flatten_dict(params(config)).items() if path[0] == "layers"
@@ -252,13 +252,15 @@ def test_each_layer_has_arrays_of_its_own_for_decoding(config, outputs_first):
     for i, layer in enumerate(tree.layers):
         for path, x in flatten_dict(layer).items():
             inputs = {"qkv": 1, "out": 3, "gate_up": 1, "down": 1}.get(path[-2], 0)
-            if path[-1] == "kernel" and outputs_first:
+            if path[-1] == "kernel" and kernels == "outputs_first":
                 x = jnp.moveaxis(x, range(-inputs, 0), range(inputs))
+            if path[-2:] in (("qkv", "kernel"), ("gate_up", "kernel")) and kernels == "matrices":
+                x = jnp.moveaxis(x, -2, 0)
             np.testing.assert_array_equal(x, stacked[path][i])
     head = tree.shared.get("head", {}).get("kernel")
     assert (head is None) == config.tie_embeddings
     if head is not None:
-        assert head.shape == ((70, 24) if outputs_first else (24, 70))
+        assert head.shape == ((70, 24) if kernels == "outputs_first" else (24, 70))
     assert tree.shared["embed"]["embedding"].shape == (70, 24)
     decoder, layers = tree.bind(config)
     assert len(layers) == 3 and not hasattr(decoder, "layers")

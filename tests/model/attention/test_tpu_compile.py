@@ -62,7 +62,7 @@ def test_cached_steps_compile_with_ragged_paged_attention_and_copy_no_page(topol
 
 
 @pytest.mark.parametrize("topology", TOPOLOGIES)
-def test_the_programs_of_the_engine_compile_and_copy_no_cache(topology):
+def test_the_programs_of_the_engine_compile_and_copy_neither_cache_nor_weights(topology):
     programs = compiled("engine", topology)
     for name in ("decode", "extend"):
         assert programs[name]["kernels"] == ["ragged_paged_attention_kernel"]

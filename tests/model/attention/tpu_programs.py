@@ -7,6 +7,7 @@ It runs on a CPU with ``libtpu`` installed, which contains the compiler for real
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from jax.experimental import topologies
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 
 from coa_jax.engine import programs
+from coa_jax.engine.layout import kernels_for
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.losses import Net, SFTLoss
 from coa_jax.learn.step import gradient_sums
@@ -44,7 +46,8 @@ def mesh_of(topology: str, *sizes: int) -> Mesh:
 def decode_compute(mesh: Mesh) -> Compute:
     """As of an engine on these chips."""
     name = resolve("paged", "auto", CASE)
-    return Compute("bfloat16", attention=name, mesh=mesh, collectives="none")
+    kernels = kernels_for("tpu")
+    return Compute("bfloat16", attention=name, mesh=mesh, collectives="none", kernels=kernels)
 
 
 def report(name: str, compiled: jax.stages.Compiled) -> None:
@@ -132,14 +135,16 @@ def engine(topology: str) -> None:
     def int32(*shape: int) -> jax.ShapeDtypeStruct:
         return jax.ShapeDtypeStruct(shape, "int32", sharding=whole)
 
+    # A copy of one of the kernels would be larger than the cache.
+    model = dataclasses.replace(MODEL, hidden_size=2048, intermediate_size=8192)
     rows, pages_each, size = 8, 16, CASE.page_size
     params = placed(
         lambda: jax.tree.map(
             lambda x: x.astype("bfloat16"),
-            unstack(init_params(MODEL, jax.random.key(0)), MODEL),
+            unstack(init_params(model, jax.random.key(0)), model, compute.kernels),
         )
     )
-    layers = placed(lambda: cache.init_layers(MODEL, rows * pages_each, size, "bfloat16", compute))
+    layers = placed(lambda: cache.init_layers(model, rows * pages_each, size, "bfloat16", compute))
     state = placed(
         lambda: programs.DecodeState(
             *(jnp.zeros(rows, dtype) for dtype in ("int32", "int32", "int32", "bool")),
@@ -147,7 +152,7 @@ def engine(topology: str) -> None:
             *(jnp.zeros(rows, dtype) for dtype in ("float32", "float32", "int32")),
         )
     )
-    options = {"config": MODEL, "compute": compute}
+    options = {"config": model, "compute": compute}
     decode = programs.decode_chunk.lower(
         params, layers, int32(rows, pages_each), state, int32(1), int32(), capacity=32, **options
     )
