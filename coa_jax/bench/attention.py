@@ -4,9 +4,10 @@
     python -m coa_jax.bench.attention --kind=paged --rows=32 --length=4096 --new=1
 
 With ``--kind=causal``, each row consists of ``--segments`` packed sequences of equal length, and
-the gradients with respect to queries, keys and values are measured too. With ``--kind=paged``, each
-row is a sequence whose last ``--new`` tokens attend to a cache of ``--length`` positions, whose
-pages are in random order; ``--new=1`` measures decoding, larger numbers measure prefill.
+the gradients with respect to queries, keys and values are measured too. With ``--kind=paged``, the
+last ``--new`` tokens of each of ``--rows`` sequences attend to a cache of ``--length`` positions.
+The pages of the cache are in random order. ``--new=1`` measures decoding, and larger numbers
+measure prefill.
 
 The command prints one JSON object. ``implementations`` has, by name:
 
@@ -23,7 +24,6 @@ The command prints one JSON object. ``implementations`` has, by name:
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -41,8 +41,10 @@ from coa_jax.model.compute import Compute, backend_for
 from coa_jax.model.config import ModelConfig
 
 _LAYERS = 16
-"""Number of layers of the measured program: one layer of paged attention takes less time than the
-start of a program."""
+"""Number of layers of the measured program for paged attention.
+
+The start of a program takes longer than one layer.
+"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -152,19 +154,10 @@ def measure(work: Work) -> dict[str, Any]:
             f"--length={work.length}: give a multiple of --page_size={work.page_size} that is not "
             f"less than --new={work.new}"
         )
-    run: Callable[[Work, Compute], dict[str, float]] = {"causal": _causal, "paged": _paged}[
-        work.kind
-    ]
+    run = _causal if work.kind == "causal" else _paged
     platform, capability = platform_of(jax.devices()[0])
-    case = Case(
-        platform,
-        work.dtype,
-        work.kv_heads,
-        work.groups,
-        work.head_dim,
-        work.page_size,
-        capability,
-    )
+    shape = (work.kv_heads, work.groups, work.head_dim, work.page_size)
+    case = Case(platform, work.dtype, *shape, capability)
     found: dict[str, dict[str, Any]] = {}
     for name in implementations(work.kind):  # type: ignore[arg-type]
         if why := unmet(work.kind, name, case):  # type: ignore[arg-type]

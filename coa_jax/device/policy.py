@@ -301,8 +301,7 @@ def all_checks() -> Iterator[Check]:
         samples = [threads.submit(gap, params, *pair) for pair in pairs]
         for (trainer, _), sample in zip(pairs, samples, strict=True):
             yield from guarded(SAMPLING, trainer.dtype, functools.partial(_gap_of, sample))
-        # All trainers are trained on the samples of the first pair, whose sampler computes in
-        # float32.
+        # All trainers train on the samples of the first pair. Its sampler computes in float32.
         group = samples[0].result()[1]
         right = threads.submit(steps, host, REFERENCE, group, beside)
         trained = [threads.submit(steps, host, trainer, group, device) for trainer, _ in pairs]

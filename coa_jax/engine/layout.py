@@ -184,9 +184,7 @@ def publish(
     dtype, mesh = config.dtype, mesh_of(params)
     if mesh is None:
         (device,) = jax.tree.leaves(params)[0].devices()
-        kernels: KernelLayout = kernels_for(device.platform)
-        if backend_for(device.platform) == "cpu":
-            kernels = "outputs_first"
+        kernels = kernels_for(device.platform, alone=True)
         return [publish_program(model, dtype, None, kernels)(params)]
     groups = decode_mesh(mesh, tensor)
     kernels = kernels_for(mesh.devices.flat[0].platform)
@@ -198,8 +196,15 @@ def publish(
     ]
 
 
-def kernels_for(platform: str) -> KernelLayout:
-    """Returns the order of the axes of weight matrices for engines on several devices."""
+def kernels_for(platform: str, alone: bool = False) -> KernelLayout:
+    """Returns the order of the axes of an engine's weight matrices.
+
+    Args:
+        platform: platform of the engine's devices.
+        alone: whether the parameters are on a single device, and not on a mesh.
+    """
+    if alone and backend_for(platform) == "cpu":
+        return "outputs_first"
     return "matrices" if platform == "tpu" else "inputs_first"
 
 

@@ -220,8 +220,8 @@ def sampling_metrics(sampled: Sampled, figures: Mapping[str, float]) -> dict[str
     """
     seconds, slots = max(figures["seconds"], 1e-9), max(figures["slots"], 1)
     tokens = sum(t.num_policy_tokens for group in sampled.everything for t in group)
-    # If nothing was decoded, the samples are older than these seconds: they were kept on disk, or
-    # finished together with those of the previous step.
+    # If nothing was decoded in these seconds, all samples are older: a resumed run read them from
+    # disk, or they finished together with the samples of the previous step.
     speed = {"perf/rollout_tok_s": tokens / seconds} if figures["decoded_tokens"] else {}
     return {
         **speed,

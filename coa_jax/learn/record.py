@@ -98,8 +98,8 @@ class Spool:
                     self._tasks[path].add(index)
                 if index % processes.count() == processes.index():
                     known = found[index, trajectory.sample_id]
-                    # The same trajectory may stand there twice: while it was graded, and with its
-                    # grades, in files of different processes in either order.
+                    # The folder may have a trajectory twice: with `GRADING`, and with its grades.
+                    # In files of different processes, either row may come first.
                     if known and GRADING in known[-1].metadata:
                         known.pop()
                     twice = known and oldest_of(known[-1:]) == oldest_of([trajectory])

@@ -132,8 +132,9 @@ def replay_run(
         slots = sum(engine.config.slots for engine in learner.engines)
         pages = sum(engine.config.num_pages for engine in learner.engines)
         if slots < needed or pages < needed * each.pages_per_slot:
-            room = max(slots, needed), needed * each.pages_per_slot
-            learner.engines = sharing(learner.engines, copies(learner.engines), *room)
+            pages = needed * each.pages_per_slot
+            parts = copies(learner.engines)
+            learner.engines = sharing(learner.engines, parts, max(slots, needed), pages)
         again = _Again(config, learner, records, tasks, prompt)
         for record in records:
             step = record.composition.step

@@ -1,4 +1,4 @@
-"""The benchmark of attention: what it measures, what it skips, and lengths that do not fit."""
+"""The benchmark of attention: its rates, kernels that it skips, and lengths that do not fit."""
 
 from __future__ import annotations
 
