@@ -8,17 +8,19 @@ calls tools without a chain of agents. The command prints the table; with ``--ou
 the table to a Markdown file. All figures come from the result files in the folders, and each row
 names the command that creates these files.
 
-Intervals are 95 % confidence intervals over tasks, pooled over seeds. The interval of a rate is
-computed as in `evaluate.metrics`, the interval of a difference by a paired bootstrap. The intervals
-do not include the variation between seeds, so the table also lists the figure of each seed.
+Intervals are 95 % confidence intervals over the tasks of all seeds. A task that several seeds share
+counts once, with the samples of these seeds. The interval of a rate is computed as in
+`evaluate.metrics`, the interval of a difference by a paired bootstrap. The p-value of a difference
+comes from the paired permutation test of `evaluate.compare`. Neither includes the variation between
+seeds, so the table also lists the figure of each seed.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 from collections.abc import Callable, Mapping, Sequence
+from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +30,7 @@ from absl import flags
 from coa_jax import files, markdown
 from coa_jax.cli import run_main
 from coa_jax.errors import UserError
-from coa_jax.evaluate.compare import bootstrap_interval
+from coa_jax.evaluate.compare import bootstrap_interval, permutation_test
 from coa_jax.evaluate.metrics import mean, mean_interval, pass_at_k
 
 Outcomes = Sequence[Mapping[str, Any]]
@@ -49,6 +51,7 @@ class Figure:
             there are none, for example if the policy never called the tool in question.
         seeds: values of the single seeds; seeds in which ``n`` would be 0 are left out.
         signed: whether the value is a difference and is shown with its sign.
+        p: two-sided p-value of the hypothesis that a difference is 0; None if it is not computed.
     """
 
     value: float
@@ -56,6 +59,7 @@ class Figure:
     n: int
     seeds: tuple[float, ...]
     signed: bool = False
+    p: float | None = None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,28 +75,21 @@ class Folders:
     plain: Sequence[Path] = ()
 
     def outcomes(self, stage: str, plain: bool = False) -> Outcomes:
-        """Reads the result files of a stage, one for each seed.
+        """Reads the result files of a stage, one for each seed; [] if any file is missing.
 
         Args:
             stage: name of the stage.
-            plain: whether to read the folders of plain tool calling instead of those with chains of
-                agents.
-
-        Returns:
-            The contents of the files, or [] if the file of any seed is missing.
+            plain: whether to read the folders of plain tool calling.
         """
         folders = self.plain if plain else self.runs
         paths = [folder / "evaluate" / stage / "results.json" for folder in folders]
         return [files.read_json_object(path) for path in paths if all(p.is_file() for p in paths)]
 
     def summaries(self, block: str) -> list[Mapping[str, Any]]:
-        """Reads one block of ``summary.json`` for each seed.
+        """Reads one block of ``summary.json`` for each seed; [] if any block is missing.
 
         Args:
             block: key of the block, such as ``economy``.
-
-        Returns:
-            The blocks, or [] if the block of any seed is missing.
         """
         found = [
             files.read_json_object(path).get(block)
@@ -128,31 +125,37 @@ class Claim:
 # --- figures ---------------------------------------------------------------------------------
 
 
-def solved_of(outcome: Mapping[str, Any], **where: Any) -> dict[str, list[bool]]:
+def solved_of(
+    outcome: Mapping[str, Any], calling: Sequence[str] = (), **where: Any
+) -> dict[str, list[bool]]:
     """Returns the grades of the tasks in a result file.
 
     Args:
         outcome: content of a result file.
+        calling: tags of tools; if given, only a sample that called one of them counts as right.
         **where: values that fields of a task must have; tasks with other values are left out.
 
     Returns:
         Maps the id of each task to a list that says for each graded sample whether it is right.
+        Tasks without graded samples are left out.
     """
     return {
-        task["id"]: [s["value"] == 1.0 for s in task["samples"] if s["value"] is not None]
+        task["id"]: [
+            sample["value"] == 1.0
+            and (not calling or not sample["calls"].keys().isdisjoint(calling))
+            for sample in graded
+        ]
         for task in outcome["tasks"]
         if all(task.get(key) == value for key, value in where.items())
+        if (graded := [sample for sample in task["samples"] if sample["value"] is not None])
     }
 
 
 def measure(compute: Callable[..., Figure | None]) -> Callable[..., Measure]:
-    """Decorates a function of run folders, so that the folders can be given in a later call.
+    """Lets a function of run folders take the folders, its first argument, in a later call.
 
-    A call of the decorated function takes all arguments except the folders. It returns a function
-    of the folders alone, as `Claim.figure` needs.
-
-    Args:
-        compute: function that computes a figure, and whose first argument is the `Folders`.
+    A call of the decorated function takes the other arguments, and returns a function of the
+    folders alone, as `Claim.figure` needs.
     """
 
     @functools.wraps(compute)
@@ -162,30 +165,36 @@ def measure(compute: Callable[..., Figure | None]) -> Callable[..., Measure]:
     return given
 
 
-def _pooled(
-    seeds: Sequence[Sequence[float]],
-    interval: Callable[[Sequence[float]], tuple[float, float] | None],
-    signed: bool = False,
+def _merged(seeds: Sequence[Mapping[str, Sequence[Any]]]) -> list[list[Any]]:
+    """Returns the values of each task, which are given for each seed, in one list for each task."""
+    found: dict[str, list[Any]] = {}
+    for seed in seeds:
+        for name, values in seed.items():
+            found.setdefault(name, []).extend(values)
+    return list(found.values())
+
+
+def _of_tasks(
+    seeds: Sequence[Mapping[str, Sequence[Any]]],
+    interval: Callable[[list[list[Any]]], tuple[float, float] | None] = mean_interval,
 ) -> Figure | None:
-    """Combines the values of all tasks, given for each seed; None if there are no seeds."""
-    every = list(itertools.chain(*seeds))
-    values = tuple(_mean(seed) for seed in seeds if seed)
-    found = interval(every) if every else None
-    return Figure(_mean(every), found, len(every), values, signed) if seeds else None
+    """Computes the mean over tasks; None if there are no seeds.
+
+    Args:
+        seeds: for each seed, the values of each task, by task id.
+        interval: computes the interval from the values of each task.
+    """
+    groups = _merged(seeds)
+    values = tuple(_mean([_mean(group) for group in seed.values()]) for seed in seeds if seed)
+    found = interval(groups) if groups else None
+    return Figure(_mean([*map(_mean, groups)]), found, len(groups), values) if seeds else None
 
 
-def _of_groups(seeds: Sequence[Sequence[Sequence[bool]]]) -> Figure | None:
-    """Combines the grades of the samples of all tasks, given for each seed."""
-    groups = list(itertools.chain(*seeds))
-    means = [[_mean(group) for group in seed] for seed in seeds]
-    return _pooled(means, lambda _: mean_interval(groups))
-
-
-def _by_bootstrap(seeds: Sequence[Sequence[float]], signed: bool = False) -> Figure | None:
-    """Combines the values of all tasks by a bootstrap; None if a seed has no tasks."""
+def _by_bootstrap(seeds: Sequence[Mapping[str, Sequence[Any]]]) -> Figure | None:
+    """Computes a mean over tasks with a bootstrap interval; None if a seed has no tasks."""
     if not all(seeds):
         return None
-    return _pooled(seeds, lambda every: bootstrap_interval(np.array(every)), signed)
+    return _of_tasks(seeds, lambda groups: bootstrap_interval(np.array([*map(_mean, groups)])))
 
 
 def _of_seeds(values: Sequence[float | None], n: int) -> Figure | None:
@@ -195,7 +204,7 @@ def _of_seeds(values: Sequence[float | None], n: int) -> Figure | None:
     return Figure(_mean(known), None, n, known) if whole else None
 
 
-def _mean(values: Sequence[float]) -> float:
+def _mean(values: Sequence[Any]) -> float:
     return float(mean(values) or 0)
 
 
@@ -206,12 +215,10 @@ def rate(folders: Folders, stage: str, plain: bool = False, **where: Any) -> Fig
     Args:
         folders: the run folders.
         stage: name of the stage.
-        plain: whether to read the folders of plain tool calling (policies without chains of
-            agents).
+        plain: whether to read the folders of plain tool calling.
         **where: values that fields of a task must have; tasks with other values are left out.
     """
-    outcomes = folders.outcomes(stage, plain)
-    return _of_groups([[g for g in solved_of(one, **where).values() if g] for one in outcomes])
+    return _of_tasks([solved_of(one, **where) for one in folders.outcomes(stage, plain)])
 
 
 @measure
@@ -226,16 +233,20 @@ def difference(
         folders: the run folders.
         stage: name of the stage, which is read from the folders with chains of agents.
         other: name of the other stage.
-        plain: whether ``other`` is read from the folders of plain tool calling (policies without
-            chains of agents).
+        plain: whether ``other`` is read from the folders of plain tool calling.
         **where: values that fields of a task must have; tasks with other values are left out.
     """
     by_seed = []
     for pair in zip(folders.outcomes(stage), folders.outcomes(other, plain), strict=False):
-        a, b = (solved_of(outcome, **where) for outcome in pair)
-        common = [name for name in a if a[name] and b.get(name)]
-        by_seed.append([_mean(a[name]) - _mean(b[name]) for name in common])
-    return _by_bootstrap(by_seed, signed=True)
+        a, b = (
+            {name: Fraction(sum(right), len(right)) for name, right in solved.items()}
+            for solved in (solved_of(outcome, **where) for outcome in pair)
+        )
+        by_seed.append({name: [a[name] - b[name]] for name in a if name in b})
+    if (figure := _by_bootstrap(by_seed)) is None:
+        return None
+    p, _ = permutation_test([sum(values) / len(values) for values in _merged(by_seed)])
+    return dataclasses.replace(figure, signed=True, p=p)
 
 
 @measure
@@ -247,9 +258,9 @@ def at_k(folders: Folders, stage: str, k: int) -> Figure | None:
         stage: name of the stage.
         k: number of samples.
     """
-    seeds = [solved_of(outcome).values() for outcome in folders.outcomes(stage)]
+    seeds = [solved_of(outcome).items() for outcome in folders.outcomes(stage)]
     return _by_bootstrap(
-        [[pass_at_k(len(g), sum(g), k) for g in groups if len(g) >= k] for groups in seeds]
+        [{t: [pass_at_k(len(g), sum(g), k)] for t, g in tasks if len(g) >= k} for tasks in seeds]
     )
 
 
@@ -262,12 +273,9 @@ def scaled(folders: Folders, stage: str, prefix: str) -> Figure | None:
         stage: name of the stage.
         prefix: beginning of the method's name in the result file, such as ``majority``.
     """
-    entries = [
-        entry
-        for outcome in folders.outcomes(stage)
-        for name, entry in outcome["figures"]["scaling"].items()
-        if name.startswith(prefix) and entry["pass_at_1"] is not None
-    ]
+    blocks = [outcome["figures"]["scaling"] for outcome in folders.outcomes(stage)]
+    found = [e for block in blocks for name, e in block.items() if name.startswith(prefix)]
+    entries = [entry for entry in found if entry["pass_at_1"] is not None]
     n = sum(entry["n"] for entry in entries)
     figure = _of_seeds([entry["pass_at_1"] for entry in entries], n)
     if figure is not None and len(entries) == 1:
@@ -285,12 +293,13 @@ def well_formed(folders: Folders, stage: str, *tools: str) -> Figure | None:
         *tools: tags of the tools whose calls are counted.
     """
     seeds = []
-    for outcome in folders.outcomes(stage):
+    for seed, outcome in enumerate(folders.outcomes(stage)):
         entries = outcome["figures"]["costs"]["tools"].items()
-        counts = [entry["outcomes"].items() for name, entry in entries if name in tools]
-        kinds = itertools.chain(*counts)
-        seeds.append([[kind == "ok"] for kind, count in kinds for _ in range(count)])
-    return _of_groups(seeds)
+        counts = [entry["outcomes"] for name, entry in entries if name in tools]
+        kinds = [kind for count in counts for kind, n in count.items() for _ in range(n)]
+        # Each call counts as a task of its own.
+        seeds.append({f"{seed}/{i}": [kind == "ok"] for i, kind in enumerate(kinds)})
+    return _of_tasks(seeds)
 
 
 @measure
@@ -302,15 +311,8 @@ def helped(folders: Folders, stage: str, *tools: str) -> Figure | None:
         stage: name of the stage that drew the samples.
         *tools: tags of the tools, of which a sample must have called at least one.
     """
-    seeds = [
-        [
-            [s["value"] == 1.0 and not set(tools).isdisjoint(s["calls"]) for s in graded]
-            for task in outcome["tasks"]
-            if (graded := [s for s in task["samples"] if s["value"] is not None])
-        ]
-        for outcome in folders.outcomes(stage)
-    ]
-    return _of_groups(seeds)
+    outcomes = folders.outcomes(stage)
+    return _of_tasks([solved_of(outcome, calling=tools) for outcome in outcomes])
 
 
 @measure
@@ -336,10 +338,7 @@ def calls_per_solved(folders: Folders, stage: str) -> Figure | None:
 
 
 def team_calls_per_solved(folders: Folders) -> Figure | None:
-    """Computes the number of the teacher's tool calls per solved task.
-
-    The result is None if the runs have no statistics of the teacher.
-    """
+    """Computes the number of the teacher's tool calls per solved task; None if it is unknown."""
     blocks = [block for block in folders.summaries("teacher") if block["pass_at_1"]]
     values = [block["tool_calls_per_task"] / block["pass_at_1"] for block in blocks]
     return _of_seeds(values, sum(block["n"] for block in blocks))
@@ -391,12 +390,10 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "unseen tools", "calls that the tools understood", well_formed("unseen", *_UNSEEN),
-        "qualitative (§5.2)",
+        "no share (§5.2)",
     ),
-    Claim("unseen tools", "pass@1", rate("unseen"), "qualitative (§5.2)"),
-    Claim(
-        "unseen tools", "solved with such a call", helped("unseen", *_UNSEEN), "qualitative (§5.2)"
-    ),
+    Claim("unseen tools", "pass@1", rate("unseen"), "no share (§5.2)"),
+    Claim("unseen tools", "solved with such a call", helped("unseen", *_UNSEEN), "no share (§5.2)"),
 )  # fmt: skip
 
 
@@ -423,6 +420,8 @@ def _shown(figure: Figure | None) -> tuple[str, str, str]:
     if figure.interval is not None:
         low, high = figure.interval
         text += f" ({low:{sign}.3f} to {high:{sign}.3f})"
+    if figure.p is not None:
+        text += f", p = {figure.p:.2g}"
     return text, str(figure.n), ", ".join(f"{value:{sign}.3f}" for value in figure.seeds)
 
 

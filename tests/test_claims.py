@@ -54,15 +54,33 @@ def folders(tmp_path):
 def test_rates_are_means_over_tasks_and_seeds(folders):
     figure = claims.rate("rl")(folders)
     assert figure.value == pytest.approx(26 / 40) and figure.seeds == (0.6, 0.7)
-    assert figure.n == 40 and figure.interval[0] < 0.65 < figure.interval[1]
     new = claims.rate("rl", wording="new")(folders)
-    assert new.n == 20 and new.seeds == (0.6, 0.7)
+    assert new.n == 10 and new.seeds == (0.6, 0.7)
+
+
+def test_a_task_of_several_seeds_counts_once(folders, tmp_path):
+    """More seeds on the same tasks do not make an interval over tasks narrower."""
+    shared = claims.rate("rl")(folders)
+    assert shared.n == 20
+    other = tmp_path / "other"
+    tasks = [(f"u{i}", {}, [(float(i < 14), {})]) for i in range(20)]
+    write_stage(other, "rl", tasks)
+    apart = claims.rate("rl")(Folders([folders.runs[0], other]))
+    assert apart.n == 40 and apart.value == pytest.approx(shared.value) == 26 / 40
+    # Wilson's interval of 26 of 40, from scipy.stats.binomtest.
+    assert apart.interval == pytest.approx((0.4951, 0.7787), abs=1e-4)
+    assert shared.interval[0] < apart.interval[0] < apart.interval[1] < shared.interval[1]
 
 
 def test_differences_are_paired_by_task(folders):
     figure = claims.difference("rl", "sft")(folders)
     assert figure.value == pytest.approx(0.2) and figure.seeds == (0.2, 0.2)
     assert figure.signed and 0 < figure.interval[0] < 0.2 < figure.interval[1]
+    # RL is better at six tasks, in one or both seeds, and worse at none: 2 of the 2^6 choices of
+    # signs have a sum at least as far from zero.
+    assert figure.p == pytest.approx(2 / 2**6)
+    [line] = [line for line in claims.table(folders).splitlines() if "| RL minus SFT |" in line]
+    assert ", p = 0.031 |" in line
 
 
 def test_savings_are_read_from_the_summary(folders):
