@@ -1,9 +1,10 @@
-r"""Measures the value of the distillation filters by SFT on differently filtered training sets.
+r"""Measures the value of distillation filters and roles by SFT on different training sets.
 
     python -m coa_jax.ablation --config=configs/ablation/factbook.py --workdir=runs/ablation
 
 For each seed, the teacher solves the training tasks once. Each arm (one setting of the filters)
-selects its training set from these runs of the teacher. Then every arm fine-tunes the same initial
+selects its training set from these runs of the teacher, and may remove the text of some roles, such
+as all reflections. Then every arm fine-tunes the same initial
 policy on its training set for the same number of updates, and the fine-tuned policies answer the
 same held-out tasks with live tools.
 
@@ -15,6 +16,7 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import re
 import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -36,6 +38,7 @@ from coa_jax.evaluate.run import EvaluateConfig, evaluate_model, load
 from coa_jax.learn import sft
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.markdown import table
+from coa_jax.model.api import load_model, save_model
 from coa_jax.progress import progress
 from coa_jax.records import read_records
 from coa_jax.run_dir import RunDir
@@ -43,7 +46,8 @@ from coa_jax.settings import build, merged
 from coa_jax.small.augment import renaming
 from coa_jax.small.scratch import ScratchConfig, write_policy
 from coa_jax.storage import run_folder
-from coa_jax.tasks import Task, load_tasks
+from coa_jax.tasks import Task
+from coa_jax.tasks.mixture import load_shares
 from coa_jax.tasks.prompts import load_prompt
 from coa_jax.tools.base import Tool
 from coa_jax.tools.make import ToolsConfig, make_tools
@@ -61,12 +65,17 @@ class Tasks(Bounded):
     """The tasks that the teacher solves.
 
     Attributes:
-        tasks: task source, see `tasks.load_tasks`.
+        tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` names the sources.
         train: number of tasks that are taken from the training split.
+        task_options: options of the task source ``tasks``.
+        mixture: maps names to task sources, see `tasks.mixture.Part`. The number of tasks from each
+            source is in proportion to its weight.
     """
 
     tasks: Place
     train: Count
+    task_options: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    mixture: Mapping[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +92,9 @@ class Command(Bounded):
         distill: tasks that the teacher solves.
         teacher: settings of the teacher and the default settings of the filters.
         policy: sizes of the untrained policy from which every arm starts.
+        model: pretrained policy from which every arm starts instead, a Hugging Face directory or a
+            GGUF file; "" for an untrained one.
+        without_roles: maps the name of an arm to the roles whose text its records lack.
         sft: settings of SFT, except the paths of its model and data, which the command sets.
         evaluate: settings of the evaluation of each trained policy on the held-out tasks.
     """
@@ -97,6 +109,8 @@ class Command(Bounded):
     policy: ScratchConfig
     sft: Mapping[str, Any]
     evaluate: EvaluateConfig
+    model: Place = ""
+    without_roles: Mapping[str, tuple[Name, ...]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -106,6 +120,7 @@ class Command(Bounded):
             raise UserError(f"arms.{UNFILTERED} is the arm without filters; choose another name")
         known = tuple[Annotated[str, OneOf(UNFILTERED, *self.arms)], ...]
         check(self.references, known, "references")
+        check(tuple(self.without_roles), known, "without_roles")
         twice = [seed for seed, n in collections.Counter(self.seeds).items() if n > 1]
         if twice:
             raise UserError(f"seeds contains {twice[0]} twice; give each seed once")
@@ -140,10 +155,7 @@ class Command(Bounded):
 
 
 class Ablation:
-    """The stages of an ablation (distillation, SFT, evaluation), for any seed and arm.
-
-    All stages write to the same work directory.
-    """
+    """The stages of an ablation (distillation, SFT, evaluation), in the same work directory."""
 
     def __init__(self, config: ml_collections.ConfigDict, workdir: Path):
         """Reads the settings and creates the tools.
@@ -168,7 +180,7 @@ class Ablation:
         """
         folder, source = self.workdir / f"seed{seed}", self.command.distill
         teacher = dataclasses.replace(self.teacher, seed=seed)
-        tasks = load_tasks(source.tasks, "train", source.train, seed)
+        tasks = load_shares(source, "train", source.train, seed)
         named = {tool.name: tool for tool in self.tools}
         with progress(f"distil seed {seed}", total=len(tasks)) as bar:
             split = distill_split(
@@ -190,13 +202,19 @@ class Ablation:
             if arm.judges.answer != self.teacher.judges.answer:
                 runs = graded_runs(tasks, [run.log for run in runs], arm.judges)
             records, report = select(runs, dataclasses.replace(arm, seed=seed))
+            if roles := self.command.without_roles.get(name):
+                records = [without(record, roles) for record in records]
             sets.append((name, records, {k: n for k, n in report.dropped.items() if n}))
         return sets
 
     def base(self, seed: int) -> Path:
         """Returns the folder of a seed's initial policy; the first call creates the policy."""
         path = self.workdir / f"seed{seed}" / "base"
-        if not (path / "config.json").is_file():
+        if (path / "config.json").is_file():
+            return path
+        if self.command.model:
+            save_model(load_model(self.command.model), path, overwrite=True)
+        else:
             records = read_records(self.workdir / f"seed{seed}" / UNFILTERED / "train.jsonl")
             policy, prompt = self.command.policy, load_prompt(self.command.prompt_style)
             write_policy(dataclasses.replace(policy, seed=seed), records, prompt, path)
@@ -237,6 +255,19 @@ def _arm(teacher: Mapping[str, Any], arm: Any, where: str) -> dict[str, Any]:
     if fixed is not None:
         raise UserError(f"{where}.{fixed}: all arms select from the same runs; set config.teacher")
     return merged(teacher, arm)
+
+
+def without(record: DistilledRecord, roles: Sequence[str]) -> DistilledRecord:
+    """Returns a record without the text that the policy writes in some roles.
+
+    Args:
+        record: a record.
+        roles: tags of one or more roles, such as ``reflection``.
+    """
+    text = re.compile(rf"<({'|'.join(roles)})>.*?</\1>\n?", re.DOTALL)
+    parts = [(who, text.sub("", part) if who == "policy" else part) for who, part in record.parts]
+    metadata = record.metadata | {f"{role}s": 0 for role in roles}
+    return dataclasses.replace(record, parts=tuple(parts), metadata=metadata)
 
 
 def _grades(outcome: Mapping[str, Any]) -> list[float | None]:

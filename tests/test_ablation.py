@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import re
 import types
 
 import numpy as np
@@ -88,6 +89,45 @@ def test_each_stage_has_an_arm_of_its_own(sets):
     assert {name for name in more if not name.endswith("#2")} == set(full)
     assert told["filtered"]["with_correction"] == pytest.approx(len(twice) / len(full))
     assert twice
+
+
+def test_an_arm_without_roles_lacks_their_text_and_nothing_else(tmp_path):
+    changed = config(**{"distill.train": 40})
+    with changed.unlocked():
+        changed.arms = {"full": {}, "bare": {}}
+        changed.references = ()
+        changed.without_roles = {"bare": ("double_check", "reflection")}
+    told = Ablation(changed, tmp_path).data(3)
+    assert told["full"]["with_reflection"] > 0 == told["bare"]["with_reflection"]
+    full, bare = (read_records(tmp_path / f"seed3/{name}/train.jsonl") for name in ("full", "bare"))
+    assert [record.id for record in full] == [record.id for record in bare]
+    assert sum("<reflection>" in record.text for record in full) > 0
+    for one, other in zip(full, bare, strict=True):
+        kept = [found for found in roles_of(one) if found[0] not in ("double_check", "reflection")]
+        assert roles_of(other) == kept != roles_of(one)
+        for author in ("policy", "environment"):
+            assert len(texts(one, author)) == len(texts(other, author))
+        assert texts(one, "environment") == texts(other, "environment")
+
+
+def texts(record, author):
+    return [text for who, text in record.parts if who == author]
+
+
+def roles_of(record):
+    """(tag, text) of everything that the policy wrote."""
+    return re.findall(r"<(\w+)>(.*?)</\1>", "".join(texts(record, "policy")), re.DOTALL)
+
+
+def test_every_arm_starts_from_the_pretrained_policy(tmp_path):
+    scratch = Ablation(config(), tmp_path / "scratch")
+    scratch.data(3)
+    model = scratch.base(3)
+    changed = config()
+    with changed.unlocked():
+        changed.model = str(model)
+    found = Ablation(changed, tmp_path / "run").base(4)
+    assert (found / "model.safetensors").read_bytes() == (model / "model.safetensors").read_bytes()
 
 
 # --- the statistics --------------------------------------------------------------------------
@@ -207,6 +247,12 @@ def test_mistakes_of_the_user_are_explained(tmp_path):
         Ablation(config(seeds=()), tmp_path)
     with pytest.raises(UserError, match=r"config\.seeds contains 3 twice"):
         Ablation(config(seeds=(3, 4, 3)), tmp_path)
+    with changed.unlocked():
+        changed.arms = {"bare": {}}
+        changed.references = ()
+        changed.without_roles = {"bear": ("reflection",)}
+    with pytest.raises(UserError, match=r"without_roles\[0\] is 'bear'; give one of unfiltered"):
+        Ablation(changed, tmp_path)
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,61 @@
+r"""Compares filters and roles: SFT of SmolLM2-135M-Instruct on different sets of Factbook runs.
+
+    coa-jax fetch smollm2
+    python -m coa_jax.ablation --config=configs/ablation/pretrained.py --workdir=runs/roles
+
+Needs: 2 CPU cores, 12 GiB of memory, and the requirements of configs/pretrained/factbook.py.
+Takes: for each of five arms, the time of the stages ``sft`` and ``evaluate_sft`` of
+configs/pretrained/factbook.py.
+Gives: runs/roles/report.md, in the form of configs/ablation/factbook.py.
+
+The tasks, the settings of SFT and the evaluation are those of configs/pretrained/factbook.py. The
+teacher makes as many mistakes as in configs/ablation/factbook.py. The arms are:
+
+- ``unfiltered``: all runs;
+- ``filtered``: the runs that pass the quality filters (paper §3.2.1);
+- ``correction``: as ``filtered``, but each run that corrected its answer is included twice;
+- ``no_reflection``: as ``filtered``, but without the text of the role ``reflection``;
+- ``no_double_check``: as ``filtered``, but without the text of the role ``double_check``.
+
+The evaluation does not require a trajectory to obey the protocol, so a policy without a role can
+answer correctly. Arms, seed and number of updates were fixed before the first of these policies was
+trained.
+"""
+
+from __future__ import annotations
+
+import ml_collections
+from ml_collections import ConfigDict
+
+from coa_jax.cli import load_config
+
+
+def get_config() -> ml_collections.ConfigDict:
+    """Returns the configuration."""
+    pretrained = load_config("configs/pretrained/factbook.py")
+    config = ConfigDict()
+    config.seeds = (0,)
+    config.references = ("unfiltered", "filtered")
+    config.prompt_style = pretrained.prompt_style
+    config.tools = pretrained.tools.to_dict()
+    config.distill = {
+        "tasks": "",
+        "mixture": pretrained.distill.mixture.to_dict(),
+        "train": pretrained.distill.train,
+    }
+    config.teacher = {"mistake_rate": 0.2, "unrecovered_rate": 0.7}
+    config.arms = {
+        "filtered": {"corrected_copies": 1},
+        "correction": {"corrected_copies": 2},
+        "no_reflection": {"corrected_copies": 1},
+        "no_double_check": {"corrected_copies": 1},
+    }
+    config.without_roles = {
+        "no_reflection": ("reflection",),
+        "no_double_check": ("double_check",),
+    }
+    config.policy = pretrained.policy.to_dict()
+    config.model = pretrained.model
+    config.sft = pretrained.sft.to_dict()
+    config.evaluate = pretrained.evaluate.to_dict()
+    return config
