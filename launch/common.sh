@@ -151,7 +151,7 @@ presets() {
     tpu) tuned+=("LIBTPU_INIT_ARGS=$tpu") ;;
     v6e) tuned+=("LIBTPU_INIT_ARGS=$tpu --xla_tpu_scoped_vmem_limit_kib=98304") ;;
     cuda) tuned+=("XLA_FLAGS=$cuda" XLA_PYTHON_CLIENT_MEM_FRACTION=0.92) ;;
-    none) ;;
+    none) return ;;
     *) fail "--preset $1: one of tpu, v6e, cuda, none" ;;
   esac
   workdir="$(flag_of workdir)"
@@ -214,10 +214,17 @@ needed() {
   esac
   for word in "${words[@]:1}"; do
     case "$follows$word" in
-      no--config* | no--workdir* | no--wandb_project*) given+=("$word") ;;
+      # A word that begins with -- is no value: the flag before it is a switch.
+      no--config* | no--noconfig.* | no--workdir* | no--wandb_project*) given+=("$word") ;;
+      yes--config* | yes--noconfig.* | yes--workdir* | yes--wandb_project*)
+        given+=("$word"); follows=no ;;
+      yes--*) follows=no ;;
       yes*) given+=("$word"); follows=no; continue ;;
     esac
-    case "$word" in --config | --workdir | --wandb_project) follows=yes ;; esac
+    case "$word" in
+      *=*) ;;
+      --config* | --workdir | --wandb_project) follows=yes ;;
+    esac
   done
   if [ ! -x "$python" ]; then
     echo "note: $python is not there to read the config: the packages of all tools are installed" >&2
@@ -253,16 +260,4 @@ use_python() {
 keep_buffers() {
   export MALLOC_ARENA_MAX=1 MALLOC_MMAP_MAX_=0
   export MALLOC_TRIM_THRESHOLD_=100000000000 MALLOC_TOP_PAD_=268435456
-}
-
-# fetch NAME FOLDER EXTRAS [DIR]: runs `coa-jax fetch NAME` in an environment with these extras; the
-# files go to DIR, or else to weights/FOLDER.
-fetch() {
-  help_or_go_on "${4:-}"
-  local name="$1" folder="$COA_ROOT/weights/$2"
-  [ -z "${4:-}" ] || folder="$(absolute "$4")"
-  # shellcheck disable=SC2086  # a list of words
-  set -- $3 # what the next line takes for extras
-  source "$COA_ROOT/launch/setup_env.sh"
-  exec python -m coa_jax.fetch "$name" "$folder"
 }

@@ -26,6 +26,9 @@ while [ $# -gt 0 ]; do
   esac
   shift
 done
-[ -z "$fetch" ] || bash "$COA_ROOT/launch/fetch_smollm2.sh" >&2
+if [ -n "$fetch" ]; then
+  source "$COA_ROOT/launch/setup_env.sh" gguf tasks web
+  python -m coa_jax.fetch smollm2 "$COA_ROOT/weights/SmolLM2-135M-Instruct" >&2
+fi
 exec bash "$COA_ROOT/launch/quickstart.sh" --workdir="$COA_ROOT/runs/pretrained" \
   --config=configs/pretrained/factbook.py ${rest[@]+"${rest[@]}"}

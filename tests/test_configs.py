@@ -312,7 +312,7 @@ def debug_files(tmp_path_factory):
     """What the script makes for them, and a compile cache that they share."""
     folder = tmp_path_factory.mktemp("debug")
     done = subprocess.run(
-        ["bash", "launch/debug_files.sh", str(folder)],
+        [sys.executable, "-m", "coa_jax.debug_files", f"--workdir={folder}"],
         cwd=REPOSITORY, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
     assert done.returncode == 0, done.stderr

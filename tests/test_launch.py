@@ -250,7 +250,7 @@ def test_an_environment_is_made_with_the_python_that_is_asked_for(tree):
     assert log.read_text().split() == ["-m", "venv", "--clear", str(tree.root / ".venv")]
 
 
-# --- quickstart.sh, fetch_smollm2.sh, test.sh ----------------------------------------------
+# --- quickstart.sh, test.sh ----------------------------------------------------------------
 
 
 @pytest.fixture
@@ -315,25 +315,11 @@ def test_test_sh_runs_all_parts_and_fails_if_one_does(echoing):
         assert f"error: failed: {part}" in result.stderr
 
 
-@pytest.mark.parametrize(
-    ("name", "default"),
-    [("smollm2", "SmolLM2-135M-Instruct"), ("minilm", "all-MiniLM-L6-v2")],
-)
-def test_weights_go_where_the_user_says(echoing, tmp_path, name, default):
-    for given, folder in ((["a b"], tmp_path / "a b"), ([], echoing.root / "weights" / default)):
-        told = echoing(f"fetch_{name}.sh", *given)
-        assert told.stdout == f"[-m][coa_jax.fetch][{name}][{folder}]\n", told.stderr
-
-
 REMOTE = ["tpu_pod.sh", "tpu_vm.sh", "tpu_queue.sh", "xpk.sh", "slurm.sh", "sky.sh"]
 
 
 @pytest.mark.parametrize(
-    "script",
-    [
-        *("quickstart.sh", "test.sh", "fetch_smollm2.sh", "fetch_minilm.sh", "debug_files.sh"),
-        *("algorithms.sh", "pretrained.sh", *REMOTE),
-    ],
+    "script", ["quickstart.sh", "test.sh", "algorithms.sh", "pretrained.sh", *REMOTE]
 )
 def test_help_is_the_head_of_the_script(tree, script):
     result = tree(script, "--help")
@@ -366,13 +352,6 @@ def test_directories_of_the_comparison_are_meant_from_where_the_user_stands(tree
     lines = tree("algorithms.sh", "--dry-run", "--workdir=out", "--model=mine").stdout.splitlines()
     assert f"--config.model={tmp_path}/mine " in lines[0]
     assert all(f"--workdir={tmp_path}/out" in line for line in lines)
-
-
-def test_debug_files_go_where_the_user_says(tree, tmp_path):
-    program(tree.root / ".venv" / "bin", "python", 'printf "[%s]" "$PWD" "$@"')
-    for given, folder in ((["a b"], f"{tmp_path}/a b"), ([], "runs/debug")):
-        told = tree("debug_files.sh", *given).stdout
-        assert told == f"[{tree.root}][-m][coa_jax.debug_files][--workdir={folder}]"
 
 
 def test_what_has_been_measured_is_not_repeated(tree, tmp_path):

@@ -328,6 +328,23 @@ def test_hosts_are_checked_before_the_run_on_demand(reader):
     assert f"COA_JAX_PROCESS_ID=$SKYPILOT_NODE_RANK {COMMAND} --check=compile || exit\n" in text
 
 
+def test_what_a_run_needs_is_asked_with_all_flags_of_its_config(reader):
+    known = (
+        *("--config", "configs/rl/web.py:7b", "--config.engine.slots", "8"),
+        *("--config.temperature", "-1", "--config.format_reward", "--noconfig.graders.judge_all"),
+        *("--config.note=a --b", "--config.tasks", "a=b", "--workdir", "gs://b/a"),
+    )
+    dry("slurm.sh", "run", "rl", "--verbosity", "0", *known, "--check", "--topology", "v5e:2x2")
+    assert reader.read_text().strip() == f"-m coa_jax.needs rl {' '.join(known)}"
+
+
+def test_the_preset_none_sets_no_variable():
+    done = launch("slurm.sh", "--preset", "none", "--dry-run", *RUN, "--workdir=/mnt/runs/a")
+    assert done.returncode == 0, done.stderr
+    assert f"env {COMMAND} --workdir=/mnt/runs/a" in done.stdout
+    assert "JAX_COMPILATION_CACHE_DIR" not in done.stdout
+
+
 def test_without_a_python_the_packages_of_all_tools_are_installed():
     done = launch("xpk.sh", *FLAGS["xpk.sh"], "--dry-run", *RUN, COA_JAX_PYTHON="/nowhere/python")
     assert "setup_env.sh tpu endpoint gguf maths mcp tasks web" in shlex.split(done.stdout)[-1]

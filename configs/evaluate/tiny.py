@@ -2,7 +2,7 @@ r"""Evaluates a policy with one layer on four questions: the smallest possible e
 
     python -m coa_jax.evaluate --config=configs/evaluate/tiny.py --workdir=runs/debug/evaluate
 
-Needs: ``bash launch/debug_files.sh``.
+Needs: ``coa-jax debug-files``.
 Takes: less than a minute on a CPU core, most of which is compilation.
 Gives: all files of a large evaluation, with a meaningless pass@1. The debug variants of the other
 configs in this folder, such as ``configs/evaluate/web.py:gaia,debug``, combine the sizes of this
