@@ -56,6 +56,7 @@ from coa_jax.trajectory import DistilledRecord, write_records
 UNFILTERED = "unfiltered"
 """Name of the arm that trains on all runs of the teacher, without a filter."""
 
+_Role = Annotated[str, OneOf("think", "plan", "reflection", "suggested_answer", "double_check")]
 _OF_RUNS = ("mistake_rate", "unrecovered_rate", "seed", "concurrency", "max_messages")
 """Settings of the teacher that affect its runs. All arms share the runs, so no arm may set them."""
 
@@ -92,8 +93,7 @@ class Command(Bounded):
         distill: tasks that the teacher solves.
         teacher: settings of the teacher and the default settings of the filters.
         policy: sizes of the untrained policy from which every arm starts.
-        model: pretrained policy from which every arm starts instead, a Hugging Face directory or a
-            GGUF file; "" for an untrained one.
+        model: pretrained policy to start from instead, as a directory or GGUF file; "" for none.
         without_roles: maps the name of an arm to the roles whose text its records lack.
         sft: settings of SFT, except the paths of its model and data, which the command sets.
         evaluate: settings of the evaluation of each trained policy on the held-out tasks.
@@ -110,7 +110,7 @@ class Command(Bounded):
     sft: Mapping[str, Any]
     evaluate: EvaluateConfig
     model: Place = ""
-    without_roles: Mapping[str, tuple[Name, ...]] = dataclasses.field(default_factory=dict)
+    without_roles: Mapping[str, tuple[_Role, ...]] = dataclasses.field(default_factory=dict)
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -120,7 +120,9 @@ class Command(Bounded):
             raise UserError(f"arms.{UNFILTERED} is the arm without filters; choose another name")
         known = tuple[Annotated[str, OneOf(UNFILTERED, *self.arms)], ...]
         check(self.references, known, "references")
-        check(tuple(self.without_roles), known, "without_roles")
+        for name, roles in self.without_roles.items():
+            check(name, Annotated[str, OneOf(*self.arms)], "without_roles")
+            check(roles, tuple[_Role, ...], f"without_roles.{name}")
         twice = [seed for seed, n in collections.Counter(self.seeds).items() if n > 1]
         if twice:
             raise UserError(f"seeds contains {twice[0]} twice; give each seed once")

@@ -1,11 +1,11 @@
 r"""Compares claims of the Chain-of-Agents paper with results of our own runs, in a table.
 
-    python -m coa_jax.claims runs/pretrained-0 runs/pretrained-1 --plain=runs/pretrained-hermes
+    python -m coa_jax.claims runs/pretrained-0 runs/pretrained-1 --plain=runs/plain-0,runs/plain-1
 
 The arguments are run folders of ``configs/pretrained/factbook.py``, one folder for each seed.
-``--plain`` names run folders of the variant ``hermes`` of this config. The policy of this variant
-calls tools without a chain of agents. The command prints the table; with ``--out`` it also writes
-the table to a Markdown file. All figures come from the result files in the folders, and each row
+``--plain`` names as many folders of the variant ``hermes`` of this config. The policy of this
+variant calls tools without a chain of agents. The command prints the table, and with ``--out`` also
+writes it to a Markdown file. All figures come from the result files in the folders, and each row
 names the command that creates these files.
 
 Intervals are 95 % confidence intervals over the tasks of all seeds. A task that several seeds share
@@ -225,9 +225,7 @@ def rate(folders: Folders, stage: str, plain: bool = False, **where: Any) -> Fig
 def difference(
     folders: Folders, stage: str, other: str, plain: bool = False, **where: Any
 ) -> Figure | None:
-    """Computes pass@1 of a stage minus pass@1 of another stage.
-
-    Only tasks with graded samples in both stages are compared.
+    """Computes pass@1 of a stage minus pass@1 of another, over the tasks that both have graded.
 
     Args:
         folders: the run folders.
@@ -311,8 +309,7 @@ def helped(folders: Folders, stage: str, *tools: str) -> Figure | None:
         stage: name of the stage that drew the samples.
         *tools: tags of the tools, of which a sample must have called at least one.
     """
-    outcomes = folders.outcomes(stage)
-    return _of_tasks([solved_of(outcome, calling=tools) for outcome in outcomes])
+    return _of_tasks([solved_of(one, calling=tools) for one in folders.outcomes(stage)])
 
 
 @measure
@@ -384,7 +381,7 @@ CLAIMS: tuple[Claim, ...] = (
     Claim("scaling", "pass@3", at_k("scaling", 3), "GAIA 69.9 (Tab 13)"),
     Claim("scaling", "majority of four", scaled("scaling", "majority")),
     Claim(
-        "scaling", "best of 3, picked by a judge", scaled("scaling", "best_of"),
+        "scaling", "best of 3, picked by a judge", scaled("scaling", "best-of-3"),
         "GAIA 57.3 (Tab 13)",
         f"{MAIN} --config.measures.scaling.evaluate.best_of.n=3 with best_of.chat.url of a judge",
     ),
@@ -436,13 +433,17 @@ def main(argv: list[str]) -> None:
     runs, plain = [Path(name) for name in argv[1:]], [Path(name) for name in flags.FLAGS.plain]
     if not runs:
         raise UserError("give the folders of one or more runs of configs/pretrained/factbook.py")
+    if plain and len(plain) != len(runs):
+        raise UserError(f"--plain has {len(plain)} folders for {len(runs)} runs; give one for each")
+    if (out := flags.FLAGS.out) and not Path(out).parent.is_dir():
+        raise UserError(f"--out={out}: give a file in a directory that exists")
     for folder in (*runs, *plain):
         if not (folder / "summary.json").is_file():
             raise UserError(f"{folder}: there is no summary.json; give the folder of a run")
     text = table(Folders(runs, plain))
     print(text)
-    if flags.FLAGS.out:
-        files.replace(Path(flags.FLAGS.out), text.encode())
+    if out:
+        files.replace(Path(out), text.encode())
 
 
 if __name__ == "__main__":

@@ -248,11 +248,13 @@ class Pipeline:
     def evaluate_teacher(self) -> None:
         """Evaluates the teacher on the held-out tasks, without filters on its runs."""
         tokenizer = load_model(self.models / "base").tokenizer
-        tasks = self.held_out
-        if self.config.format:  # the teacher always writes chains of agents
-            tasks = with_level(tasks, "", TAGS)
-        block = evaluate_teacher(tasks, self.named, self.teacher, token_counter(tokenizer))
+        counter = token_counter(tokenizer)
+        block = evaluate_teacher(self._of_teacher(), self.named, self.teacher, counter)
         self.run.summary({"teacher": block})
+
+    def _of_teacher(self) -> list[Task]:
+        """Returns the held-out tasks in the format of the teacher, for chains of agents."""
+        return with_level(self.held_out, "", TAGS)
 
     def sft(self) -> None:
         """Fine-tunes the base policy, untrained or pretrained, on the distilled trajectories."""
@@ -313,10 +315,9 @@ class Pipeline:
         """Counts the tokens that the teacher and RL's policy need for the held-out tasks."""
         tokenizer = load_tokenizer(self.models / "rl")
         traces = read_phase(str(self.run.path / "traces.jsonl"), "evaluate-rl")
-        logs = asyncio.run(
-            run_teacher(self.held_out, self.named, self.teacher, self.teacher.minds())
-        )
-        runs = graded_runs(self.held_out, logs, self.teacher.judges)
+        tasks = self._of_teacher()
+        logs = asyncio.run(run_teacher(tasks, self.named, self.teacher, self.teacher.minds()))
+        runs = graded_runs(tasks, logs, self.teacher.judges)
         by_task = {run.task.id: run for run in runs}
         told = policy_economy(by_task, traces, list(self.named), token_counter(tokenizer))
         self.run.summary({"economy": told}, anew=True)

@@ -9,7 +9,8 @@ The directory holds the following files:
 - ``data/``: the distilled records and their card;
 - ``traces/``: the trajectories of the evaluations after SFT and after RL;
 - ``config.json``, ``summary.json``, ``metrics.jsonl``, ``evaluate/``: files of the run, with which
-  ``coa-jax report``, ``coa-jax claims`` and the notebooks can read the directory like a run.
+  ``coa-jax report``, ``coa-jax claims`` and the notebooks can read the directory like a run;
+- ``protocols.json``: the protocols that the settings of the run create; only if there are any.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from coa_jax.jsonl import dumps
 from coa_jax.model.adapters import Adapter, read_adapter, write_sum
 from coa_jax.model.card import CARD, read_card
 from coa_jax.model.hub_card import hub_card
+from coa_jax.protocol.made import FILE as PROTOCOLS
 from coa_jax.records import read_records
 from coa_jax.trajectory import iterate_trajectories
 
@@ -45,7 +47,8 @@ def release(run: Path, output: Path) -> int:
         output: directory to create.
 
     Raises:
-        UserError: the run has not finished RL or trained no adapters, or ``output`` exists.
+        UserError: the run has not evaluated the policies of SFT and RL, or trained no adapters, or
+            ``output`` exists.
     """
     if output.exists():
         raise UserError(f"--output={output} exists already: choose another directory")
@@ -53,6 +56,10 @@ def release(run: Path, output: Path) -> int:
     if missing:
         raise UserError(f"{run} has no {missing[0]}: give the directory of a finished pipeline")
     adapters = [_adapter(run, stage) for stage in _STAGES]
+    results = files.read_json_object(run / "summary.json")
+    for stage in _STAGES:
+        if results.get(stage, {}).get("pass_at_1") is None:
+            raise UserError(f"{run} has no graded evaluation of {stage}: finish the pipeline")
     config = files.read_json_object(run / "config.json")
     output.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
@@ -60,7 +67,8 @@ def release(run: Path, output: Path) -> int:
         new.mkdir()
         _write_adapter(run, adapters, config, new / "adapter")
         _write_data(run, new)
-        for name in _COPIED:
+        # Only runs with protocols of their own have a file of protocols.
+        for name in (*_COPIED, *([PROTOCOLS] if (run / PROTOCOLS).is_file() else ())):
             shutil.copy(run / name, new / name)
         for path in sorted((run / "evaluate").glob("*/results.json")):
             (new / "evaluate" / path.parent.name).mkdir(parents=True)

@@ -251,7 +251,11 @@ def test_mistakes_of_the_user_are_explained(tmp_path):
         changed.arms = {"bare": {}}
         changed.references = ()
         changed.without_roles = {"bear": ("reflection",)}
-    with pytest.raises(UserError, match=r"without_roles\[0\] is 'bear'; give one of unfiltered"):
+    with pytest.raises(UserError, match="without_roles is 'bear'; give one of bare"):
+        Ablation(changed, tmp_path)
+    with changed.unlocked():
+        changed.without_roles = {"bare": ("reflexion",)}
+    with pytest.raises(UserError, match=r"without_roles\.bare\[0\] is 'reflexion'; give one of"):
         Ablation(changed, tmp_path)
 
 

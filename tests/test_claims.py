@@ -13,18 +13,21 @@ import pytest
 from coa_jax import claims
 from coa_jax.claims import Folders
 from coa_jax.cli import load_config
+from coa_jax.evaluate.sample import Measured
+from coa_jax.evaluate.scaling import scaling
+from coa_jax.tasks import Task
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 
 
-def write_stage(folder, stage, tasks, tools=None, scaling=None):
+def write_stage(folder, stage, tasks, tools=None, methods=None):
     """A result file; tasks are (id, fields, grades)."""
     rows = [
         {"id": name, **fields, "samples": [{"value": v, "calls": calls} for v, calls in samples]}
         for name, fields, samples in tasks
     ]
     costs = {"tools": tools or {}, "calls_per_solved": 2.5}
-    figures = {"costs": costs, "scaling": scaling or {}, "n": len(tasks)}
+    figures = {"costs": costs, "scaling": methods or {}, "n": len(tasks)}
     path = folder / "evaluate" / stage / "results.json"
     path.parent.mkdir(parents=True)
     path.write_text(json.dumps({"tasks": rows, "figures": figures}))
@@ -112,6 +115,17 @@ def entry(value):
     return {"pass_at_1": value, "ci95": [0.0, 1.0], "n": 2}
 
 
+def test_the_rows_of_test_time_scaling_read_what_an_evaluation_writes(folders):
+    groups = [Measured(Task("a", "Q?", "web", ("x",), "test"), ())]
+    methods = dict.fromkeys(scaling(groups, 4, 3, {}, {}), entry(0.25))
+    assert len(methods) == 2
+    for run in folders.runs:
+        write_stage(run, "scaling", [("a", {}, [(1.0, {})])], methods=methods)
+    lines = claims.table(folders).splitlines()
+    rows = [line for line in lines if "| majority of four |" in line or "| best of 3," in line]
+    assert len(rows) == 2 and all("| 0.250 |" in row for row in rows)
+
+
 def test_a_row_without_its_files_is_not_measured(folders):
     lines = claims.table(folders).splitlines()
     assert len(lines) == len(claims.CLAIMS) + 2
@@ -147,8 +161,13 @@ def test_every_stage_of_the_claims_is_one_of_the_pipeline():
     assert used and used <= stages
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path):
-    command = [sys.executable, "-m", "coa_jax.claims"]
-    for arguments, part in (((), "give the folders"), ((str(tmp_path),), "no summary.json")):
+def test_mistakes_of_the_user_are_explained(tmp_path):
+    command, folder = [sys.executable, "-m", "coa_jax.claims"], str(tmp_path)
+    for arguments, part in (
+        ((), "give the folders"),
+        ((folder,), "no summary.json"),
+        ((folder, folder, f"--plain={folder}"), "--plain has 1 folders for 2 runs"),
+        ((folder, f"--out={folder}/none/claims.md"), "in a directory that exists"),
+    ):
         done = subprocess.run([*command, *arguments], capture_output=True, text=True)
         assert done.returncode == 2 and part in done.stderr and "Traceback" not in done.stderr

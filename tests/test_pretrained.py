@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import dataclasses
 import json
 from collections import Counter
 
@@ -14,14 +15,17 @@ from ml_collections import ConfigDict
 from coa_jax.cli import load_config
 from coa_jax.errors import UserError
 from coa_jax.model.api import load_model
-from coa_jax.quickstart import Tasks, left_minutes, run_pipeline
+from coa_jax.quickstart import Pipeline, Tasks, left_minutes, run_pipeline
 from coa_jax.records import read_records
 from coa_jax.release import release as write_release
 from coa_jax.report import build_report
+from coa_jax.run_dir import RunDir
+from coa_jax.small.bpe import train_bpe
 from coa_jax.tasks.mixture import load_shares
-from coa_jax.trajectory import read_trajectories
+from coa_jax.trajectory import Reward, read_trajectories, write_trajectories
 from examples.unseen_tools.questions import load
 from examples.unseen_tools.tools import Calendar, Units
+from tests.tasks.finished import finished
 
 CONFIG = "configs/pretrained/factbook.py:debug"
 MEASURES = ("natural_sft", "natural_rl", "scaling", "unseen")
@@ -95,6 +99,26 @@ def test_a_pretrained_model_is_taken_as_the_base(tmp_path):
     run_pipeline(config, tmp_path / "second")
     base, given = (load_model(p) for p in (tmp_path / "second/models/base", config.model))
     assert base.config == given.config and len(base.tokenizer) == len(given.tokenizer)
+
+
+def test_the_team_writes_chains_of_agents_whatever_the_format_of_the_policy(tmp_path):
+    config = load_config("configs/pretrained/factbook.py:hermes,debug")
+    with RunDir(tmp_path) as run:
+        pipeline = Pipeline(config, run)
+        tasks = pipeline.held_out
+        assert {task.protocol.partition(":")[2] for task in tasks} == {"hermes"}
+        tokenizer = train_bpe([task.question for task in tasks], 300)
+        tokenizer.save_pretrained(pipeline.models / "rl")
+        wrong = dataclasses.replace(
+            finished("x"), reward=Reward(0.0), metadata={"phase": "evaluate-rl"}
+        )
+        write_trajectories(
+            tmp_path / "traces.jsonl", (dataclasses.replace(wrong, task_id=t.id) for t in tasks)
+        )
+        pipeline.economy()
+        told = run.blocks()["economy"]
+    assert told["samples"] == len(tasks) and told["policy"]["success"] == 0
+    assert told["team"]["success"] > 0.5
 
 
 def test_a_measure_of_an_unknown_policy_is_refused(tmp_path):

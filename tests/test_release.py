@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections import Counter
 from pathlib import Path
@@ -14,6 +15,7 @@ from coa_jax.claims import Folders, table
 from coa_jax.errors import UserError
 from coa_jax.model.adapters import read_adapter
 from coa_jax.model.card import read_card
+from coa_jax.protocol import spec
 from coa_jax.records import read_records
 from coa_jax.release import release
 from coa_jax.report import build_report
@@ -56,4 +58,36 @@ def test_a_run_without_adapters_is_refused(tmp_path):
         release(tmp_path, tmp_path / "out")
     with pytest.raises(UserError, match=r"has no config\.json: give the directory of a finished"):
         release(tmp_path / "none", tmp_path / "out")
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.fixture
+def run(tmp_path):
+    """The directory of a pipeline, made of the released files."""
+    run = tmp_path / "run"
+    shutil.copytree(RELEASED, run)
+    for name in ("sft-adapters", "rl-adapters", "rl"):
+        shutil.copytree(run / "adapter", run / "models" / name)
+    return run
+
+
+def test_protocols_of_the_run_are_released(run, monkeypatch, tmp_path):
+    monkeypatch.setattr(spec, "_PROTOCOLS", dict(spec._PROTOCOLS))
+    release(run, tmp_path / "plain")
+    assert not (tmp_path / "plain" / "protocols.json").exists()
+    protocols = {"gambling": {"tools": ["dice"], "described": {"dice": "Throws dice."}}}
+    (run / "protocols.json").write_text(json.dumps(protocols))
+    release(run, tmp_path / "out")
+    assert json.loads((tmp_path / "out" / "protocols.json").read_text()) == protocols
+
+
+@pytest.mark.parametrize("stage", ["sft", "rl"])
+def test_a_run_without_a_finished_evaluation_is_refused(run, tmp_path, stage):
+    summary = json.loads((run / "summary.json").read_text())
+    ungraded = {**summary, stage: {**summary[stage], "pass_at_1": None}}
+    missing = {name: block for name, block in summary.items() if name != stage}
+    for changed in (ungraded, missing):
+        (run / "summary.json").write_text(json.dumps(changed))
+        with pytest.raises(UserError, match=f"has no graded evaluation of {stage}: finish"):
+            release(run, tmp_path / "out")
     assert not (tmp_path / "out").exists()

@@ -13,12 +13,26 @@ from collections.abc import Iterable, Mapping
 from coa_jax.distill.messages import Ending, Kind, Message, MessageLog, agent_of
 from coa_jax.distill.minds import MOVES, AgentView, Minds
 from coa_jax.errors import UserError
+from coa_jax.protocol import get_protocol
 from coa_jax.tools.base import Tool, ToolContext, call
 
 
-def tools_of(role: str, tools: Iterable[str]) -> tuple[str, ...]:
-    """Returns those of the team's tools that the agent ``role`` may call."""
-    return tuple(name for name in tools if agent_of(name) == role)
+def tools_of(role: str, protocol: str, tools: Iterable[str]) -> tuple[str, ...]:
+    """Returns those of the team's tools that an agent may call.
+
+    An agent may call only tools that the protocol has a tag for, because a run with another call
+    could not be converted to a trajectory.
+
+    Args:
+        role: name of the agent.
+        protocol: name of the protocol that the manager follows.
+        tools: names of the tools of the team.
+
+    Raises:
+        UserError: the protocol is unknown.
+    """
+    known = get_protocol(protocol).tools
+    return tuple(name for name in tools if name in known and agent_of(name) == role)
 
 
 async def solve(
@@ -37,7 +51,8 @@ async def solve(
         episode: id of the run, from which scripted minds derive their random choices.
         minds: maps the name of each agent to its mind, the function that decides the agent's next
             message.
-        tools: maps the name of each tool to the tool.
+        tools: maps the name of each tool to the tool. Agents are offered those for which the
+            protocol has a tag.
         max_messages: number of messages after which the run ends without an answer.
 
     Returns:
@@ -45,7 +60,7 @@ async def solve(
         UserError, or sends a message that its agent may not send.
 
     Raises:
-        UserError: a mind raised UserError, so the run is unfinished.
+        UserError: the protocol is unknown, or a mind raised UserError, so the run is unfinished.
     """
     messages = [Message(0, "user", "manager", Kind.QUESTION, question)]
 
@@ -54,7 +69,7 @@ async def solve(
 
     while len(messages) < max_messages:
         role = messages[-1].recipient
-        held = tools_of(role, tools)
+        held = tools_of(role, protocol, tools)
         view = AgentView(role, question, protocol, episode, tuple(messages), held)
         try:
             action = await minds[role](view)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import re
 from collections import Counter
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any
 
@@ -136,7 +136,9 @@ def convert_files(config: TraceFilesConfig, tasks: Mapping[str, Task] | None = N
                 continue
             about = {"trace": {**trace.metadata, "file": Path(path).name, "line": trace.line}}
             task = Task(name, log.question, config.protocol, trace.gold, config.format)
-            if known is not None:
+            if known is None:
+                about |= _grader(config.protocol, trace.gold)
+            else:
                 task = dataclasses.replace(known, id=name, protocol=config.protocol)
                 about = {**known.metadata, **about}
             made.tasks.append(dataclasses.replace(task, metadata=about))
@@ -144,6 +146,14 @@ def convert_files(config: TraceFilesConfig, tasks: Mapping[str, Task] | None = N
             if trace.usage:
                 made.tokens.append(sum(trace.usage.values()))
     return made
+
+
+def _grader(protocol: str, gold: Sequence[str]) -> dict[str, Any]:
+    """Returns the metadata that names the grader of a task; {} for the default grader."""
+    if split_level(protocol)[0] != "code":
+        return {}
+    # The answers of the protocol ``code`` are programs, which tests grade, or boxed values.
+    return {"grader": "code" if any(one.lstrip().startswith("{") for one in gold) else "math"}
 
 
 def _read_records(config: TraceFilesConfig) -> Converted:
@@ -161,10 +171,8 @@ def _read_records(config: TraceFilesConfig) -> Converted:
             names.add(name)
             record = dataclasses.replace(found.record, id=name)
             log = log_of(record)
-            about: dict[str, Any] = {"trace": {"file": path.name, "line": line}}
-            if split_level(record.protocol)[0] == "code":  # answers are programs or boxed values
-                tests = any(answer.lstrip().startswith("{") for answer in record.gold)
-                about["grader"] = "code" if tests else "math"
+            about = {"trace": {"file": path.name, "line": line}}
+            about |= _grader(record.protocol, record.gold)
             task = Task(name, record.question, record.protocol, record.gold, RECORDS, about)
             made.tasks.append(task)
             made.logs.append(log)

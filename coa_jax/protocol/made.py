@@ -27,10 +27,11 @@ _AROUND = 3
 
 
 def write_protocols(folder: str | os.PathLike[str]) -> None:
-    """Writes a file ``protocols.json`` with the protocols that this process has created.
+    """Adds the protocols that this process has created to the file ``protocols.json``.
 
-    Only protocols that `protocol_with_tools` created are written. If there are none, no file is
-    written.
+    Only protocols that `protocol_with_tools` created are added. If there are none, no file is
+    written. Protocols that another process has added stay in the file, because other data sets or
+    evaluations in the same folder need them.
 
     Args:
         folder: folder in which the file is written.
@@ -44,8 +45,9 @@ def write_protocols(folder: str | os.PathLike[str]) -> None:
             made[protocol.name] = {"tools": list(protocol.tools), "described": described}
             if schemas:
                 made[protocol.name]["schemas"] = schemas
-    if made and (not path.exists() or files.read_json_object(path) != made):
-        files.write_json(path, made)
+    known = files.read_json_object(path) if path.exists() else {}
+    if known | made != known:
+        files.write_json(path, known | made)
 
 
 def find_protocols(path: str | os.PathLike[str]) -> None:

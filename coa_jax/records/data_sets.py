@@ -10,6 +10,7 @@ TFDS has prepared.
 
 from __future__ import annotations
 
+import re
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -78,9 +79,9 @@ def open_tfds(source: str, split: str, data_dir: str = "", setting: str = "") ->
     """
     where = f"{setting}={source}" if setting else source
     name, part = source.partition(":")[2], ""
-    folder, _, last = name.rpartition(":")
-    if folder and not last.startswith("//"):  # the colon is not that of a URL
-        name, part = folder, last
+    # The colon before the split is neither that of a URL nor that of a slice.
+    if found := re.fullmatch(r"(.+):([^:/\[\]]*(?:\[.*\])?)", name):
+        name, part = found.groups()
     if not name:
         raise UserError(f"{where}: give tfds:NAME:SPLIT")
     try:

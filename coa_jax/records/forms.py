@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 from coa_jax import jsonl
-from coa_jax.protocol import Protocol, format_code, get_protocol
+from coa_jax.protocol import Protocol, format_code, get_protocol, parse_code
 from coa_jax.records.split import (
     ENVIRONMENT,
     POLICY,
@@ -275,7 +275,8 @@ def _tagged(rules: Protocol, call: Any) -> str:
             f"a call of {str(name)[:40]!r} has no tag with one body; coa_jax.distill with "
             "configs/distill/traces.py converts logs of function calls"
         )
-    body = format_code(arguments) if rules.form(name) == "code" else arguments
+    bare = rules.form(name) == "code" and parse_code(arguments) is None
+    body = format_code(arguments) if bare else arguments
     return f"<{name}>{body}</{name}>"
 
 

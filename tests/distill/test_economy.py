@@ -31,6 +31,13 @@ def test_every_agent_pays_for_what_was_said_before_it():
     assert team_tokens(observed, TOOLS, words)[1] == team_tokens(empty, TOOLS, words)[1]
 
 
+def test_the_team_pays_only_for_tools_that_the_protocol_has_a_tag_for():
+    rows = ("plan", "w"), ("call", "q"), ("observation", "w"), ("answer", "w")
+    log = log_of(*rows, protocol="mhqa")
+    more = team_tokens(log, ("web_search", "wiki_search"), words)
+    assert more == team_tokens(log, ("wiki_search",), words)
+
+
 def test_only_solved_questions_count():
     task = Task("e", "Q?", "generalist", ("Lima",), "test")
     wrong = as_run(task, log_of(("plan", "w"), ("answer", "Quito")))

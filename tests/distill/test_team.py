@@ -1,9 +1,10 @@
 import asyncio
 import dataclasses
 
+from coa_jax.distill.convert import convert
 from coa_jax.distill.messages import AGENTS, Ending, Kind
 from coa_jax.distill.minds import Action
-from coa_jax.distill.team import solve
+from coa_jax.distill.team import solve, tools_of
 from coa_jax.tools.base import Observation
 
 
@@ -20,9 +21,9 @@ class Playback:
         return action
 
 
-def run(tools, limit=80, **actions):
+def run(tools, limit=80, protocol="generalist", **actions):
     minds = {role: Playback(list(actions.get(role, []))) for role in AGENTS}
-    return asyncio.run(solve("Q?", "generalist", "e", minds, tools, limit))
+    return asyncio.run(solve("Q?", protocol, "e", minds, tools, limit))
 
 
 ASK = Action("search", Kind.REQUEST, "Look.")
@@ -63,6 +64,19 @@ def test_an_agent_may_not_leave_its_role(tools):
 def test_an_agent_may_only_call_its_own_tool(tools):
     log = run(tools, manager=[ASK], search=[Action("code", Kind.CALL, "```py\nprint(1)\n```")])
     assert log.ending is Ending.ILLEGAL
+
+
+def test_an_agent_may_only_call_a_tool_that_the_protocol_has_a_tag_for(tools):
+    program = Action("code", Kind.CALL, "```py\nprint(1)\n```")
+    actions = {
+        "manager": [Action("code", Kind.REQUEST, "Compute."), ANSWER],
+        "code": [program, REPORT],
+    }
+    assert run(tools, **actions).ending is Ending.ANSWER
+    log = run(tools, protocol="web_wiki", **actions)
+    assert (log.ending, log.calls) == (Ending.ILLEGAL, ())
+    assert convert(log, "web_wiki").answer == ""  # a run with an untagged call has no trajectory
+    assert tools_of("search", "mhqa", ("web_search", "wiki_search", "code")) == ("wiki_search",)
 
 
 def test_a_mind_that_raises_ends_only_its_run(tools):

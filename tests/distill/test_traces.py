@@ -84,6 +84,32 @@ def test_runs_of_one_task_in_files_of_one_name_keep_names_of_their_own(tmp_path)
     assert made.tokens == [1, 2, 3]
 
 
+DOUBLER = "```py\nprint(2 * int(input()))\n```"
+DOUBLED = '{"stdin": ["4"], "expected_output": ["8"]}'
+
+
+@pytest.mark.parametrize(
+    ("gold", "answer", "grader"),
+    [("\\frac{1}{2}", "0.5", "math"), (DOUBLED, DOUBLER, "code")],
+    ids=["a formula", "tests of a program"],
+)
+def test_answers_of_the_protocol_code_are_graded_as_formulas_or_programs(
+    tmp_path, gold, answer, grader
+):
+    path = tmp_path / "chat.jsonl"
+    said = {"role": "assistant", "content": "Done.", "reasoning_content": "I need no tool."}
+    row = {"messages": [{"role": "user", "content": "Q?"}, said], "gold": gold, "answer": answer}
+    path.write_bytes(file_of(row))
+    config = TraceFilesConfig((str(path),), "openai", "code")
+    (task,) = convert_files(config).tasks
+    assert task.metadata["grader"] == grader
+    records, _ = distill_traces(config, DistillConfig(min_interactions=0), tmp_path / "out")
+    assert [record.gold for record in records] == [(gold,)]
+    path.write_bytes(file_of({**row, "answer": answer.replace("2", "3").replace("5", "6")}))
+    _, told = distill_traces(config, DistillConfig(min_interactions=0), tmp_path / "wrong")
+    assert {k: v for k, v in told["filters"]["dropped"].items() if v} == {"wrong_answer": 1}
+
+
 def test_what_is_known_of_the_tasks_is_kept_and_other_runs_are_left_out(logs):
     config = TraceFilesConfig(logs, "oagents", "web")
     free = {task.id: task for task in convert_files(config).tasks}

@@ -82,6 +82,22 @@ def test_a_run_without_tools_of_its_own_leaves_nothing(monkeypatch, tmp_path):
     assert not (tmp_path / "run" / "protocols.json").exists()
 
 
+def test_protocols_of_another_process_stay_in_the_file(made, monkeypatch, tmp_path):
+    write_protocols(tmp_path)
+    forget(monkeypatch)
+    add_protocol(protocol_with_tools("weather", ("forecast",), {"forecast": "Tells rain."}))
+    write_protocols(tmp_path)
+    held = json.loads((tmp_path / "protocols.json").read_text())
+    assert {name: entry["tools"] for name, entry in held.items()} == {
+        "gambling": ["dice", "code"],
+        "weather": ["forecast"],
+    }
+    add_protocol(protocol_with_tools("weather", ("forecast", "code"), {"forecast": "Tells rain."}))
+    write_protocols(tmp_path)
+    held = json.loads((tmp_path / "protocols.json").read_text())
+    assert held["weather"]["tools"] == ["forecast", "code"] and "gambling" in held
+
+
 def test_the_tools_of_a_process_go_before_what_another_has_left(made, monkeypatch, tmp_path):
     write_protocols(tmp_path)
     other = protocol_with_tools("gambling", ("wiki_search",))

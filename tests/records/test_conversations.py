@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 
+from coa_jax.protocol import parse_code
 from coa_jax.records.forms import made_of
 from coa_jax.records.split import Unusable
-from tests.records.published import HOPS, RIVER, alpaca, message, sharegpt
+from coa_jax.trajectory import part_violations
+from tests.records.published import HOPS, RIVER, SUMS, alpaca, message, sharegpt
 from tests.records.test_forms import assert_same, wanted
 
 
@@ -46,3 +50,22 @@ def test_an_empty_column_of_a_table_does_not_hide_the_form_of_a_row():
     assert_same(made_of(row, "x").record, wanted(RIVER))
     row = {**empty, "messages": sharegpt(RIVER)}
     assert_same(made_of(row, "x").record, wanted(RIVER))
+
+
+@pytest.mark.parametrize("fences", ["{}", "```py\n{}\n```", "```python\n{}\n```\n"])
+def test_a_program_in_a_function_call_is_fenced_once(fences):
+    program = 'print("<observation>", 6 * 7)'
+    called = {"name": "code", "arguments": json.dumps({"code": fences.format(program)})}
+    chat = [
+        {"role": "user", "content": message(SUMS)},
+        {
+            **{"role": "assistant", "content": SUMS.said[0].partition("\n<code>")[0]},
+            "tool_calls": [{"id": "1", "function": called}],
+        },
+        {"role": "tool", "tool_call_id": "1", "content": SUMS.seen[0]},
+        {"role": "assistant", "content": SUMS.said[1]},
+    ]
+    record = made_of({"messages": chat}, "x", "code").record
+    assert part_violations("code", record.parts) == []
+    body = record.parts[0][1].partition("<code>")[2].removesuffix("</code>")
+    assert parse_code(body) == (program, None)

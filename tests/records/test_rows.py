@@ -12,8 +12,9 @@ import pyarrow.parquet
 import pytest
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from coa_jax.distill.export import write_tfds
 from coa_jax.errors import UserError
-from coa_jax.records import LeftOut, Read, Records, iterate_records
+from coa_jax.records import LeftOut, Read, Records, iterate_records, read_records
 from coa_jax.records import rows as rows_module
 from coa_jax.records.rows import open_rows
 from coa_jax.trajectory import write_records
@@ -170,3 +171,15 @@ def test_no_file_is_opened_before_the_rows_of_earlier_files_are_read(tmp_path):
     assert next(rows).record == record
     with pytest.raises(UserError, match=r"b\.jsonl: is compressed"):
         next(rows)
+
+
+@pytest.mark.parametrize("source", ["{}/train", "tfds:{}:train"])
+def test_a_slice_of_a_tfds_split_is_read(tmp_path, source):
+    records = tiny_policy.records()
+    named = source.format(write_tfds(records, tmp_path, "train"))
+    assert len(records) == 3
+    for part, found in (("", records), ("[:2]", records[:2]), ("[1:]", records[1:])):
+        assert read_records(named + part) == list(found)
+    assert read_records(f"{named}[-1:],{named}[:34%]") == [records[2], records[0]]
+    with pytest.raises(UserError, match=r"there is no split 'dev\[:2\]'; there are train"):
+        read_records(named.replace("train", "dev") + "[:2]")
