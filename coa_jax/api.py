@@ -13,7 +13,7 @@ from typing import Any, TypeAlias
 
 from ml_collections import ConfigDict
 
-from coa_jax import jsonl
+from coa_jax import files, jsonl
 from coa_jax.bounds import Name, Place
 from coa_jax.cli import load_config
 from coa_jax.environments.base import ENVIRONMENTS, tags_of
@@ -24,13 +24,14 @@ from coa_jax.evaluate.run import EvaluateConfig, evaluate, evaluate_model, load,
 from coa_jax.learn import rl, sft
 from coa_jax.learn.command import run_at
 from coa_jax.learn.rl_config import RLConfig
+from coa_jax.protocol import write_protocols
 from coa_jax.report.benchmark import write_page
 from coa_jax.rollout.agent import Agent, load_policy
 from coa_jax.run_dir import RunDir
 from coa_jax.settings import build
 from coa_jax.small.augment import renaming
 from coa_jax.small.scratch import ScratchConfig, write_policy
-from coa_jax.storage import model_folder, run_folder
+from coa_jax.storage import is_url, local, model_folder, run_folder
 from coa_jax.tasks import SOURCES, Task
 from coa_jax.tasks.checks import REWARDS
 from coa_jax.tasks.prompts import load_prompt
@@ -344,7 +345,11 @@ def evaluate_policy(
 
     def measure() -> Evaluation:
         with RunDir(path) as run, spending(path / "spent"):
-            run.write_config(values)
+            known = path / "config.json"
+            if known.exists() and "stage" not in files.read_json_object(known):
+                write_protocols(path)  # the config of a training run is not replaced
+            else:
+                run.write_config(values)
             evaluation = Evaluation(path, _measured(found, run, fresh))
             write_page(evaluation.outcome, evaluation.page)
             return evaluation
@@ -363,7 +368,8 @@ def _measured(config: EvaluateRun, run: RunDir, fresh: bool) -> dict[str, Any]:
         described.pop(setting)
     again: dict[str, Any] = {"servers": None if config.agent else config.tools, "fresh": fresh}
     if not config.endpoint:
-        path = model_folder(config.model)
+        # The policy is named by a hash of its weights, which `model_folder` leaves in the bucket.
+        path = Path(local(config.model)) if is_url(config.model) else model_folder(config.model)
         return evaluate_model(path, tasks, config, run, config.stage, live, described, **again)
     policy = endpoint_policy(config.endpoint, config.sampling, config.seed, config.rollout, live)
     about = settings(config, f"{config.endpoint.model} (endpoint)", described)

@@ -101,7 +101,7 @@ def _lines(command: str, values: dict[str, Any], workdir: str | None) -> Iterato
     """Yields a line for each check and continues after a failed check."""
     config, line = _tried("settings", lambda: (build(SETTINGS[command], values), "can be read"))
     yield line
-    wandb = bool(flags.FLAGS["wandb_project"].value)
+    wandb = bool(getattr(flags.FLAGS, "wandb_project", ""))  # `evaluate` has no such flag
     wanted = needs.needs_of(command, values, wandb, workdir or "")
     yield from _here(wanted)
     if config is None:  # a missing judge must hide no other fault
@@ -160,8 +160,7 @@ def _run(command: str, config: Any) -> Iterator[Line]:
             for path in filter(None, getattr(config, name).split(",")):
                 yield _tried(name, functools.partial(_records, path, config.protocol))[1]
     elif isinstance(config, RFTConfig | DPOConfig) and config.traces:
-        there = Path(config.traces).exists()
-        yield "traces", there, f"{config.traces}{'' if there else ' does not exist'}"
+        yield _tried("traces", lambda: (None, _traces(config.traces)))[1]
     asked, line = _tried("tasks", lambda: _tasks(config))
     if line[2]:
         yield line
@@ -194,6 +193,13 @@ def _records(path: str, protocol: str) -> tuple[None, str]:
     if not fit:
         raise UserError(f"{path}: none of the first {len(read)} records can be read")
     return None, f"{path}: {fit} of the first {len(read)} records can be read"
+
+
+def _traces(place: str) -> str:
+    there = storage.exists(place) if storage.is_url(place) else Path(place).exists()
+    if not there:
+        raise UserError(f"{place} does not exist")
+    return place
 
 
 def _tasks(config: Any) -> tuple[Any, str]:

@@ -60,7 +60,7 @@ _OVERRIDE = re.compile(r"--?(?:no)?config\.([^=]+)")
 _FULL = {errno.ENOSPC: "No space left on device", errno.EDQUOT: "Disk quota exceeded"}
 _DISK_FULL = "disk full: "
 _FORBIDDEN = {errno.EACCES, errno.EPERM, errno.EROFS} | {
-    *(errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
+    *(errno.EEXIST, errno.EISDIR, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG),
     errno.ENXIO,  # a pipe without a reader
 }
 

@@ -115,6 +115,9 @@ def _extras(
 ) -> set[str]:
     tools, read = config.get("tools", {}), " ".join(sources.values())
     names, maths = set(tools.get("names", ())), str(config.get("stage", ""))
+    agent = config.get("agent") or {}
+    environment = (config.get("environment") or {}).get("path", "")
+    groups = list(_groups(config))
     wanted = {
         "gguf": True,
         "web": bool(names & {"web_search", "crawl_page"}),
@@ -123,8 +126,12 @@ def _extras(
         # In the paper, the code agent also solves mathematical problems.
         "maths": "protocol=code" in read or "math" in read or "aime" in read + maths,
         "tfds": "tfds" in read,
-        "endpoint": command in ("evaluate", "distill", "synthesize")
-        and any(path.split(".")[0] in ("endpoint", "teacher") for path, _ in _groups(config)),
+        # The extra `web` contains the client of served models, too.
+        "endpoint": not names & {"web_search", "crawl_page"}
+        and any("model" in group and _is_used(path, group, tools) for path, group in groups),
+        "serve": bool(agent.get("command") or agent.get("function")),
+        "openenv": environment == "openenv",
+        "textarena": environment == "textarena",
         "distill": command == "distill" and "smolagents" in str(config.get("teacher", "")),
         "wandb": wandb,
     }
@@ -156,17 +163,22 @@ def worst_case(config: Mapping[str, Any]) -> str:
 
     The estimate assumes that each sample makes the maximum number of calls, and that each call goes
     to the most expensive tool that has a budget left. The number of tokens in a prompt is estimated
-    from the maximum number of characters of the prompt.
+    from the maximum number of characters of the prompt. If an evaluation reads all tasks of a
+    source, the numbers are those of one task, and the cost is left out.
     """
     samples, how = _most_samples(config)
     if not samples:
         return "no calls of tools"
     each = int(config["rollout"]["max_tool_calls"])
     tools, judge = config.get("tools", {}), config.get("graders", {}).get("judge", {})
-    verdicts = samples * bool(config["graders"].get("judge_all")) if judge else 0
+    judged = judge and config["graders"].get("judge_all")
+    # Only the last attempt of a sample is graded.
+    verdicts = samples // int(config.get("attempts", 1)) if judged else 0
     names = ", ".join(tools.get("names", ())) or "no tool"
     told = f"at most {samples * each:,} calls of {names} ({how} x {each} calls)"
     told += f" and {verdicts:,} verdicts" if verdicts else ""
+    if "groups" not in config and not _num_tasks(config):
+        return f"for each task {told}"
     money, priced = _money_of_tools(tools, samples * each)
     if verdicts:
         price = _price_of_chat(judge["chat"], judge["answer_chars"])
@@ -179,14 +191,29 @@ def worst_case(config: Mapping[str, Any]) -> str:
 
 
 def _most_samples(config: Mapping[str, Any]) -> tuple[int, str]:
-    """Returns the maximum number of samples of a run, and how this number is computed, in words."""
+    """Returns the maximum number of samples of a run, and how this number is computed, in words.
+
+    If an evaluation reads all tasks of a source, the number is that of one task.
+    """
     if "groups" in config:
         mini_batches = math.ceil(config["groups"] / (config["mini_batch"] or config["groups"]))
         steps = config["optimizer"]["total_steps"] // (config["epochs"] * mini_batches)
         groups, size = int(config["groups"] * config["max_sampled"]), config["group_size"]
         return steps * groups * size, f"{steps} steps x {groups} groups x {size} samples"
-    tasks, samples = int(config.get("num_tasks", 0)), int(config.get("samples", 0) or 0)
-    return tasks * samples, f"{tasks} tasks x {samples} samples"
+    tasks, samples = _num_tasks(config), int(config.get("samples", 0) or 0)
+    attempts = int(config.get("attempts", 1))
+    how = f"{tasks} tasks x {samples} samples" if tasks else f"{samples} samples"
+    how += f" x {attempts} attempts" if attempts > 1 else ""
+    return (tasks or 1) * samples * attempts, how
+
+
+def _num_tasks(config: Mapping[str, Any]) -> int:
+    """Returns the number of tasks of an evaluation; 0 if a source gives all of its tasks."""
+    n = int(config.get("num_tasks", 0))
+    # `--check` reports a part that is no group of settings.
+    parts = [part for part in config.get("mixture", {}).values() if isinstance(part, Mapping)]
+    counts = [int(part.get("num_tasks", 0)) or n for part in parts] or [n]
+    return sum(counts) if all(counts) else 0
 
 
 def _money_of_tools(tools: Mapping[str, Any], calls: int) -> tuple[float, bool]:

@@ -22,6 +22,7 @@ from coa_jax.errors import UserError
 from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.api import Model, save_model
 from coa_jax.rollout.request import RolloutConfig
+from coa_jax.run_dir import RunDir
 from coa_jax.tasks.checks import REWARDS
 from coa_jax.tools.base import Observation
 from coa_jax.trajectory import Author, read_trajectories, write_records
@@ -232,6 +233,21 @@ def test_an_evaluation_gives_figures_and_a_row_for_each_sample(tmp_path, saved):
     kept = found.trajectories()
     assert len(kept) == 6 and {one.answer for one in kept} == {task.gold[0] for task in TASKS}
     assert measure().outcome == found.outcome and len(found.trajectories()) == 6
+
+
+def test_an_evaluation_keeps_the_config_of_the_training_run_in_its_directory(tmp_path, saved):
+    kept = sft_config(saved, tmp_path / "data.jsonl")
+    with RunDir(tmp_path / "run") as run:
+        run.write_config(kept)
+    before = (tmp_path / "run" / "config.json").read_bytes()
+    tools = list(tiny_policy.tools().values())
+    given = {"policy": saved, "tasks": TASKS[:1], "tools": tools, "rollout": BUDGET, "samples": 1}
+    for stage in ("first", "second"):
+        for folder in ("run", "own"):
+            coa_jax.evaluate_policy(CONFIG, tmp_path / folder, stage=stage, **given)
+    assert (tmp_path / "run" / "config.json").read_bytes() == before
+    # In a directory of its own, the config is that of the last evaluation.
+    assert json.loads((tmp_path / "own" / "config.json").read_text())["stage"] == "second"
 
 
 # --- the documentation ---------------------------------------------------------------------

@@ -5,10 +5,12 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import io
+import json
 import os
 import pty
 import re
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -119,6 +121,18 @@ def test_the_chain_is_shown_as_it_was_learnt(learnt):
     assert f"{trajectory.num_policy_tokens} tokens, 1 tool call (0." in shown
     assert "stop: answer" in shown
     assert "breaks the protocol" not in shown
+
+
+def test_the_directory_of_a_run_is_asked_as_its_model_was_trained(learnt, tmp_path):
+    tools = ToolsConfig(("wiki_search",), top_k=1)
+    trained = dataclasses.replace(BUDGET, prompt_style="model")
+    agent = Agent(learnt.path.parent, tools, rollout=trained)
+    assert agent.ask(learnt.question).text == learnt.text
+    # The protocol is that of the training too, although another one has a tag for the tool.
+    shutil.copytree(learnt.path, tmp_path / "model")
+    card = json.loads((tmp_path / "model" / "agent.json").read_text())
+    (tmp_path / "model" / "agent.json").write_text(json.dumps({**card, "protocol": "mhqa"}))
+    assert Agent(tmp_path, tools, rollout=trained).protocol.name == "mhqa"
 
 
 def test_a_pipe_gets_plain_text_and_several_answers(learnt):

@@ -37,7 +37,9 @@ def looked(monkeypatch):
 
     def look(command, config, workdir, **given):
         values = flags.FlagValues()
-        for name, value in {"check": "true", "topology": "", "wandb_project": "", **given}.items():
+        given = {"check": "true", "topology": "", **given}
+        given |= {} if command == "evaluate" else {"wandb_project": ""}  # as the commands do
+        for name, value in given.items():
             flags.DEFINE_string(name, value, "", flag_values=values)
         values.mark_as_parsed()
         monkeypatch.setattr(flags, "FLAGS", values)
@@ -60,6 +62,25 @@ def test_a_run_that_has_everything_is_ready(folder, looked, tmp_path):
     gigabytes = float(re.match(r"at least 0.0 of (\S+) GB per device", found["memory"][1])[1])
     assert 0 < gigabytes <= psutil.virtual_memory().total / 1e9
     assert list((tmp_path / "run").iterdir()) == []
+
+
+def test_an_evaluation_that_has_everything_is_ready(folder, looked, tmp_path):
+    given = {"model": str(folder / "model"), "tasks": str(folder / "tasks.jsonl"), "num_tasks": 3}
+    shapes = {name: size for name, size in SMALL.items() if name != "row_length"}
+    config = load_config("configs/evaluate/tiny.py", {**shapes, **given})
+    found = looked("evaluate", config, tmp_path / "run")
+    assert [name for name, (ok, _) in found.items() if not ok] == []
+    assert found["tasks"][1] == "3 can be read and graded"
+    assert "(3 tasks x 2 samples x 2 calls)" in found["cost"][1]
+
+
+def test_a_part_of_a_mixture_that_is_no_group_hides_no_other_fault(folder, looked, tmp_path):
+    config = load_config("configs/evaluate/tiny.py", {"tasks": "", "model": "/nowhere"})
+    with config.unlocked():
+        config.mixture = {"facts": "tasks.jsonl"}
+    found = looked("evaluate", config, tmp_path / "run")
+    assert "mixture.facts is 'tasks.jsonl'; it is a group of settings" in found["settings"][1]
+    assert "workdir" in found
 
 
 def test_every_fault_is_told_and_not_only_the_first(folder, looked, tmp_path, monkeypatch):
@@ -112,6 +133,15 @@ def test_data_that_cannot_be_read_are_named_by_file(folder, looked, tmp_path):
     assert found["data"][0] is False and "bad.jsonl" in found["data"][1]
     assert found["validation"][0] is False
     assert "web_search" not in found and "code" not in found  # SFT calls no tools
+
+
+def test_traces_that_are_not_there_are_named(folder, looked, tmp_path):
+    traces = tmp_path / "traces.jsonl"
+    given = {"model": str(folder / "model"), "traces": str(traces)}
+    config = load_config("configs/rft/factbook.py", given)
+    assert looked("rft", config, tmp_path / "run")["traces"] == (False, f"{traces} does not exist")
+    traces.touch()
+    assert looked("rft", config, tmp_path / "run")["traces"] == (True, str(traces))
 
 
 def command(folder, workdir, *more):

@@ -365,6 +365,15 @@ def test_explain_finds_a_full_disk_behind_the_error_that_it_caused():
     assert cli.explain(error).startswith("disk full: /data/x")
 
 
+def test_explain_names_a_file_in_the_place_of_a_folder(tmp_path):
+    path = tmp_path / "run"
+    path.touch()
+    with pytest.raises(FileExistsError) as raised:
+        path.mkdir(exist_ok=True)
+    wanted = f"cannot use {path}: File exists; choose a path you may use"
+    assert cli.explain(raised.value) == wanted
+
+
 def test_explain_leaves_a_fault_that_struck_while_a_refusal_was_handled():
     fault = KeyError("ours")
     fault.__context__ = PermissionError(errno.EACCES, "Permission denied", "/x")

@@ -90,6 +90,64 @@ def test_updates_of_a_step_make_no_further_samples():
     assert needs("sft", "web.py").cost == "no calls of tools"
 
 
+def test_an_evaluation_of_all_tasks_counts_the_calls_and_verdicts_of_one_task():
+    assert needs("evaluate", "mhqa.py").cost.startswith(
+        "for each task at most 7 calls of wiki_search (1 samples x 7 calls)"
+    )
+    # Each attempt may call tools; the judge sees one of them.
+    judge = {"graders.judge.chat.url": "http://judge:8000/v1", "attempts": 3}
+    config = load_config("configs/evaluate/web.py", judge).to_dict()
+    assert needs_of("evaluate", config).cost == (
+        "for each task at most 525 calls of web_search, crawl_page "
+        "(5 samples x 3 attempts x 35 calls) and 5 verdicts"
+    )
+    config["num_tasks"] = 10
+    assert needs_of("evaluate", config).cost.startswith(
+        "at most 5,250 calls of web_search, crawl_page "
+        "(10 tasks x 5 samples x 3 attempts x 35 calls) and 50 verdicts; "
+    )
+
+
+@pytest.mark.parametrize(
+    ("num_tasks", "cost"),
+    [
+        (4, "at most 56 calls of wiki_search, code (14 tasks x 2 samples x 2 calls)"),
+        (0, "for each task at most 4 calls of wiki_search, code (2 samples x 2 calls)"),
+    ],
+)
+def test_each_source_of_a_mixture_has_its_own_number_of_tasks(num_tasks, cost):
+    config = load_config("configs/evaluate/tiny.py").to_dict()
+    parts = {"a": {"tasks": "a.jsonl"}, "b": {"tasks": "b.jsonl", "num_tasks": 10}}
+    config |= {"tasks": "", "mixture": parts, "num_tasks": num_tasks}
+    assert worst_case(config).startswith(cost)
+
+
+URL = "http://10.0.0.2:8000/v1"
+
+
+@pytest.mark.parametrize(
+    ("command", "changes", "extra"),
+    [
+        ("rl", {"graders.judge.chat.url": URL}, {"endpoint"}),
+        ("rl", {"teacher.url": URL}, {"endpoint"}),
+        ("evaluate", {"endpoint.url": URL}, {"endpoint"}),
+        ("evaluate", {"best_of.chat.url": URL}, {"endpoint"}),
+        ("rl", {"tools.visual_inspector.chat.url": URL}, set()),  # not among the tools
+        ("rl", {"tools.names": ("visual_inspector",), "tools.visual_inspector.chat.url": URL},
+         {"endpoint"}),
+        ("rl", {"agent.command": "python agent.py"}, {"serve"}),
+        ("evaluate", {"agent.function": "mine:solve"}, {"serve"}),
+        ("rl", {"environment.path": "openenv", "environment.options": {"url": URL}}, {"openenv"}),
+        ("evaluate", {"environment.path": "textarena"}, {"textarena"}),
+    ],
+)  # fmt: skip
+def test_models_agents_and_environments_bring_their_packages(command, changes, extra):
+    plain = load_config(f"configs/{command}/tiny.py").to_dict()
+    config = load_config(f"configs/{command}/tiny.py", changes).to_dict()
+    found = {*needs_of(command, config).extras}
+    assert found - {*needs_of(command, plain).extras} == extra
+
+
 @pytest.mark.parametrize(("settings", "command"), [(RLRun, "rl"), (EvaluateRun, "evaluate")])
 def test_a_web_run_without_a_judge_is_refused_in_one_line(settings, command):
     config = load_config(f"configs/{command}/web.py")

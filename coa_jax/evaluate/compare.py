@@ -33,7 +33,7 @@ _MOST_CELLS = 20_000_000  # size of the exact distribution above which signs are
 _DRAWS = 100_000
 _SETTINGS = (
     "tasks", "split", "protocol", "prompt", "opening", "attempts", "rollout", "sampling", "tools",
-    "grading",
+    "grading", "dtype", "cache_dtype", "observation_chars",
 )  # fmt: skip
 
 

@@ -118,6 +118,8 @@ class Journal:
             sample = self._sample(trajectory, exposure).graded(None)
             if sample.broken and retry_faults:
                 continue
+            # A kill during `finish` leaves samples in the file without their rewards.
+            self._changed |= trajectory.reward is None
             self.samples[sample.key] = sample
             self._places[sample.key] = offset, length
         files.write_json(known, dict(self.settings))

@@ -161,8 +161,23 @@ def settings(
         "prompt": digest(dataclasses.asdict(prompt)) if prompt.is_template else prompt.style,
         **({"agent": _of_agent(config.agent)} if config.agent else {}),
         "opening": config.endpoint.opening if config.endpoint else "",
+        **_other_than_default(config),
         "tools": digest(dict(tools)),
     }
+
+
+def _other_than_default(config: EvaluateConfig) -> dict[str, Any]:
+    """Returns the settings of the engine or the endpoint on which samples depend.
+
+    Settings with their default values are left out. Evaluations with the default values can
+    therefore continue although their earlier samples were stored without these settings.
+    """
+    values: PolicyEndpoint | EngineConfig = config.engine
+    names = ["dtype", "cache_dtype"]
+    if config.endpoint:
+        values, names = config.endpoint, ["observation_chars"]
+    found = {name: getattr(values, name) for name in names}
+    return {name: value for name, value in found.items() if value != getattr(type(values), name)}
 
 
 def _weightless(config: EvaluateConfig) -> dict[str, Any]:

@@ -12,6 +12,9 @@ from coa_jax.cli import run_main, workdir_flag
 from coa_jax.report.build import TRACES_PER_STAGE, build_report
 from coa_jax.storage import visited, with_urls
 
+_NOT_READ = ("model", "model-adapters", "profile", "spool", "steps.jsonl", "tensorboard")
+"""Names in a work directory that the page does not show; they are not downloaded from a bucket."""
+
 
 def define_flags() -> None:
     """Defines the command-line flags of ``python -m coa_jax.report``."""
@@ -23,7 +26,7 @@ def define_flags() -> None:
 
 def main(argv: list[str]) -> None:
     """Writes the page of a run and prints its path."""
-    with visited(flags.FLAGS.workdir, names_only=("model", "model-adapters")) as folder:
+    with visited(flags.FLAGS.workdir, names_only=_NOT_READ) as folder:
         page = build_report(folder, flags.FLAGS.traces_per_stage)
     print(with_urls(page))
 

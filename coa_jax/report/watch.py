@@ -11,7 +11,6 @@ upload, without trajectories.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import functools
 import itertools
 import json
@@ -27,9 +26,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from coa_jax import files, reading
+from coa_jax import jsonl, reading
 from coa_jax.cli import run_main, workdir_flag
-from coa_jax.errors import UserError
 from coa_jax.learn.record import GRADING
 from coa_jax.learn.watch import warnings_of
 from coa_jax.report.charts import number
@@ -56,41 +54,6 @@ _WARNINGS = 3
 _TAIL = 1 << 21  # number of bytes that are read from the end of a file of trajectories
 _COLOUR = {"correct": COLOURS["answer"], "partial": COLOURS["reflection"],
            "wrong": COLOURS["fault"], "ungraded": COLOURS["think"]}  # fmt: skip
-
-
-@dataclasses.dataclass
-class Tail:
-    """Reads the complete lines of a growing file, each line once.
-
-    Attributes:
-        path: a file with one JSON object per line.
-        rows: the objects that were read so far. If a resumed run has truncated the file, the list
-            is emptied and the file is read again from its beginning.
-    """
-
-    path: Path
-    rows: list[dict[str, Any]] = dataclasses.field(default_factory=list)
-    _offset: int = 0
-
-    def read(self) -> None:
-        """Reads the lines that were added since the last call.
-
-        Raises:
-            UserError: the file cannot be read, or a line is not a JSON object.
-        """
-        try:
-            with self.path.open("rb") as file:
-                if file.seek(0, 2) < self._offset:
-                    self._offset, self.rows = 0, []
-                file.seek(self._offset)
-                *lines, _ = file.read().split(b"\n")
-        except FileNotFoundError:
-            self._offset, self.rows = 0, []
-            return
-        except OSError as error:
-            raise UserError(f"{self.path}: cannot be read: {error.strerror}") from error
-        self.rows += [files.parse_row(line, f"{self.path}: a line") for line in lines]
-        self._offset += sum(len(line) + 1 for line in lines)
 
 
 def newest_trajectories(run: Path, count: int) -> list[Trajectory]:
@@ -148,23 +111,23 @@ def sparkline(values: Sequence[float]) -> str:
     return "".join(_BARS[round((value - low) / step)] for value in shown)
 
 
-def picture(tail: Tail, trajectories: int) -> RenderableType:
-    """Reads new rows and trajectories of a run, and draws the state of the run.
+def picture(run: Path, trajectories: int) -> RenderableType:
+    """Draws the state of a run.
 
     Args:
-        tail: reader of the run's metrics.jsonl.
+        run: directory of the run.
         trajectories: number of newest trajectories to show.
 
     Raises:
         UserError: a file cannot be read.
     """
-    run = tail.path.parent
-    tail.read()
-    if not tail.rows:
+    metrics = run / "metrics.jsonl"
+    every = jsonl.read_objects(metrics)
+    if not every:
         return Text(f"{run}: no step yet", style=COLOURS["think"])
-    phase = phase_of(tail.rows[-1])
-    rows = [row for row in tail.rows if phase_of(row) == phase]
-    parts: list[RenderableType] = [_head(tail.path, phase, rows), _curves(rows), *_warnings(rows)]
+    phase = phase_of(every[-1])
+    rows = [row for row in every if phase_of(row) == phase]
+    parts: list[RenderableType] = [_head(metrics, phase, rows), _curves(rows), *_warnings(rows)]
     if newest := newest_trajectories(run, trajectories):
         parts.append(_trajectories(newest))
     return Group(*parts)
@@ -261,7 +224,7 @@ def main(argv: list[str]) -> None:
     place = flags.FLAGS.workdir
     run = fetched(place)
     check_run(run)
-    draw = functools.partial(picture, Tail(run / "metrics.jsonl"), flags.FLAGS.trajectories)
+    draw = functools.partial(picture, run, flags.FLAGS.trajectories)
     console = Console()
     if flags.FLAGS.once or not console.is_terminal:
         console.print(draw())

@@ -40,10 +40,15 @@ def load_policy(path: str | Path, dtype: str = "float32") -> Model:
     Raises:
         UserError: there is no model at the path, or the model is not supported.
     """
+    return load_model(_model_of(path), dtype)
+
+
+def _model_of(path: str | Path) -> str | Path:
+    """Returns the model of a work directory, or the given path if it is no work directory."""
     trained = storage.join(str(path), "model")
     config = storage.join(trained, "config.json")
     there = storage.exists(config) if storage.is_url(path) else Path(config).is_file()
-    return load_model(trained if there else path, dtype)
+    return trained if there else path
 
 
 class Agent:
@@ -91,6 +96,8 @@ class Agent:
         config = build(ToolsConfig, named_tools(tools), "tools")
         self._config = rollout or RolloutConfig(prompt_style="model")
         self._sampling, self._seed = sampling or SamplingParams(temperature=0.0), seed
+        if not isinstance(policy, Model):
+            policy = _model_of(policy)  # this folder also has the prompt and the protocol
         source = policy.card if isinstance(policy, Model) else policy
         self._prompt = load_prompt(self._config.prompt_style, source)
         environment = environment or EnvironmentConfig()
@@ -102,7 +109,7 @@ class Agent:
         self.tools = tools_for(protocol, config, tags_of(environment))
         self._environments = Environments(environment, self._prompt) if environment else None
         self.protocol = get_protocol(at_level(protocol, self._config.level, self._config.format))
-        self.model = model = policy if isinstance(policy, Model) else load_policy(policy)
+        self.model = model = policy if isinstance(policy, Model) else load_model(policy)
         length = self._config.max_tokens
         buckets = tuple(size for size in (64, 256, 1024) if size < length) or (64,)
         self._engine = Engine(

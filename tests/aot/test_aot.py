@@ -8,16 +8,21 @@ import json
 import os
 import subprocess
 import sys
+import types
 from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import pytest
+from absl import flags
 
+from coa_jax.aot import __main__ as command
+from coa_jax.aot import estimate
 from coa_jax.aot.costs import Costs
 from coa_jax.aot.estimate import _add_plans, _compiled, advice, exceeded, roofline
 from coa_jax.aot.programs import Program
 from coa_jax.aot.slices import default_fraction, devices_of, parse_slice
+from coa_jax.cli import load_config
 from coa_jax.errors import UserError
 from coa_jax.parallel.chips import CHIPS
 from tests.learn.tiny_runs import rl_config
@@ -363,6 +368,59 @@ def test_who_runs_out_of_memory_is_told_to_keep_less_where_that_helps(program, r
 )
 def test_the_refusal_of_the_compiler_is_read(text, gib):
     assert exceeded(f"RESOURCE_EXHAUSTED: {text}") == int(gib * 1024**3)
+
+
+class Refusing:
+    """A lowered program for which the compiler reports a fault."""
+
+    def __init__(self, fault: str):
+        self.fault = fault
+
+    def compile(self) -> None:
+        raise jax.errors.JaxRuntimeError(self.fault)
+
+
+TOO_LARGE = "RESOURCE_EXHAUSTED: Ran out of memory in memory space hbm. Used 20.50G of 15.75G hbm."
+
+
+def test_a_program_that_the_compiler_refused_has_the_memory_that_it_needs():
+    where = parse_slice("gpu:1xh100")
+    program = Program("train", lambda: Refusing(TOO_LARGE), 1, 10**9, jax.devices()[:1])
+    row = _compiled(program, where)
+    needed = int(20.5 * 1024**3) + 10**9
+    assert (row["refused"], row["roofline"]) == (True, None)
+    assert row["bytes_per_chip"] == {"total": needed, "lying": 10**9}
+    other = dataclasses.replace(program, lower=lambda: Refusing("INTERNAL: something else"))
+    with pytest.raises(jax.errors.JaxRuntimeError, match="something else"):
+        _compiled(other, where)
+
+
+def test_the_programs_that_the_compiler_refused_are_named_in_place_of_the_splits(
+    monkeypatch, capsys
+):
+    def compiled(program, where, kernels):
+        lower = (lambda: Refusing(TOO_LARGE)) if program.name == "train" else small
+        return _compiled(dataclasses.replace(program, lower=lower, lying=70 * 10**9), where)
+
+    def small():
+        return jax.jit(jnp.sin).lower(jax.ShapeDtypeStruct((8,), "float32"))
+
+    monkeypatch.setattr(estimate, "_compiled", compiled)
+    monkeypatch.setattr(command, "devices_of", lambda where: jax.devices()[:1])
+    config = load_config("configs/rl/tiny.py")
+    values = types.SimpleNamespace(
+        topology="gpu:1xh100", config=config, model="tiny", reserve=0.1, kernel_efficiency=0.5,
+        memory_fraction=1.0, rollout_ratio=1.5,
+    )  # fmt: skip
+    monkeypatch.setattr(flags, "FLAGS", values)
+    assert command.main(["aot"]) == 1
+    out, err = capsys.readouterr()
+    first, second = err.splitlines()[-2:]
+    assert first == "the compiler refused: train"
+    assert second.startswith("does not fit: train needs at least 92.0 GB per chip")
+    result = json.loads(out)
+    assert [row["name"] for row in result["programs"] if row.get("refused")] == ["train"]
+    assert "splits" not in result
 
 
 def test_other_faults_of_the_compiler_are_not_taken_for_refusals():

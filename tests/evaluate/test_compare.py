@@ -97,6 +97,8 @@ def test_only_tasks_that_both_have_grades_of_are_compared():
     [
         ({"prompt": "1f"}, ["prompt"]),
         ({"opening": "<think>"}, ["opening"]),
+        ({"dtype": "bfloat16", "cache_dtype": "int8"}, ["dtype", "cache_dtype"]),
+        ({"observation_chars": 9}, ["observation_chars"]),
         ({"grading": {"answer": "f1", "pick": {"chat": 1}}}, ["grading"]),
         ({"grading": {"answer": "exact_match", "pick": {"chat": 2}}}, []),
         ({"policy": "new", "seed": 1}, []),

@@ -10,6 +10,7 @@ import re
 import pytest
 
 from coa_jax.errors import UserError
+from coa_jax.evaluate.endpoint import PolicyEndpoint
 from coa_jax.evaluate.figures import blocks, figures, table
 from coa_jax.evaluate.run import load, settings
 from coa_jax.evaluate.sample import Measured, sample_of
@@ -130,6 +131,23 @@ def test_samples_of_something_else_are_not_mixed_in(tmp_path):
     outcome = run(tmp_path, hot, fresh=True)
     assert outcome["settings"]["sampling"]["temperature"] == 0.5
     assert len(read_trajectories(tmp_path / "traces.jsonl")) == 3
+
+
+def test_samples_depend_on_dtypes_and_on_how_much_of_an_observation_is_shown(tmp_path):
+    def more(**changes):
+        found = settings(dataclasses.replace(CONFIG, **changes), "p", {})
+        return {name: value for name, value in found.items() if name not in plain}
+
+    plain = settings(CONFIG, "p", {})
+    assert not {"dtype", "cache_dtype", "observation_chars"} & {*plain}  # the defaults
+    engine = dataclasses.replace(CONFIG.engine, dtype="bfloat16", cache_dtype="int8")
+    assert more(engine=engine) == {"dtype": "bfloat16", "cache_dtype": "int8"}
+    served = PolicyEndpoint("http://127.0.0.1:9/v1", "m", observation_chars=9)
+    assert more(engine=engine, endpoint=served) == {"observation_chars": 9}
+    one = dataclasses.replace(CONFIG, samples=1)
+    run(tmp_path, one)
+    with pytest.raises(UserError, match="another cache_dtype and dtype: give the same"):
+        run(tmp_path, dataclasses.replace(one, engine=engine), refuse)
 
 
 def test_samples_in_which_a_part_of_ours_broke_are_run_again_when_wanted(tmp_path):

@@ -3,16 +3,19 @@
 from __future__ import annotations
 
 import os
+import types
 from pathlib import Path
 from typing import Any
 
 import fsspec
 import hypothesis
 import pytest
+from absl import flags
 from hypothesis import strategies as st
 
 from coa_jax import files, storage
 from coa_jax.errors import UserError
+from coa_jax.report import __main__ as report
 from coa_jax.run_dir import RunDir
 from coa_jax.storage import mirror as mirrors
 from coa_jax.storage.places import opened
@@ -204,6 +207,34 @@ def test_a_kill_while_rows_are_taken_back_leaves_rows_of_one_moment(memory, writ
     successor = storage.Mirror(URL)
     successor.fill(own=True)
     assert (successor.path / "metrics.jsonl").read_bytes() == found
+
+
+def test_a_report_downloads_only_what_its_page_shows(memory, monkeypatch, capsys):
+    url = "gs://bucket/reported"
+    mirror = storage.Mirror(url)
+    kept = {"config.json": b"{}", "metrics.jsonl": b'{"step": 1, "phase": "rl", "loss": 1.0}\n'}
+    large = ("model/x.safetensors", "model-adapters/x.safetensors", "profile/a.pb", "steps.jsonl",
+             "spool/0.jsonl", "tensorboard/rl/events")  # fmt: skip
+    for name, data in {**kept, **dict.fromkeys(large, b"large")}.items():
+        (mirror.path / name).parent.mkdir(parents=True, exist_ok=True)
+        (mirror.path / name).write_bytes(data)
+    mirror.sync()
+    fetched = []
+    fetch = storage.Mirror._fetch
+
+    def counted(self, file, path):
+        fetched.append(path.relative_to(self.path).as_posix())
+        fetch(self, file, path)
+
+    monkeypatch.setattr(storage.Mirror, "_fetch", counted)
+    values = types.SimpleNamespace(workdir=url, traces_per_stage=1)
+    monkeypatch.setattr(flags, "FLAGS", values)
+    report.main(["report"])
+    assert sorted(fetched) == sorted(kept)
+    assert capsys.readouterr().out == f"{url}/report/index.html\n"
+    found = read(url)
+    assert b"<html" in found["report/index.html"]
+    assert {found[name] for name in large} == {b"large"}  # the empty copies are not uploaded
 
 
 # --- against the emulated clouds -----------------------------------------------------------

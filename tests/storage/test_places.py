@@ -13,11 +13,14 @@ from rich.console import Console
 from safetensors.numpy import save_file
 
 from coa_jax import check, jsonl, storage
+from coa_jax.cli import load_config
 from coa_jax.errors import Outage, UserError
+from coa_jax.learn.rejection import RFTConfig
 from coa_jax.model.safetensors_io import Checkpoint, local_checkpoint
 from coa_jax.needs import needs_of
 from coa_jax.records.rows import find_files
 from coa_jax.report import watch
+from coa_jax.settings import build
 from coa_jax.storage import arrays
 from coa_jax.storage.places import opened, telling
 from tests.buckets import free_port
@@ -238,14 +241,25 @@ def test_a_check_looks_into_buckets(bucket):
     assert check._writable(f"{bucket}/run") == f"{bucket}/run can be written"
 
 
+def test_a_check_looks_for_traces_in_buckets(bucket):
+    put(f"{bucket}/run/traces.jsonl", "{}\n")
+    for traces, found in (
+        (f"{bucket}/run/traces.jsonl", True),
+        (f"{bucket}/other/traces.jsonl", False),
+        (f"{bucket.replace('bucket', 'nobucket', 1)}/traces.jsonl", False),
+    ):
+        config = build(RFTConfig, load_config("configs/rft/factbook.py", {"traces": traces}))
+        lines = {name: (ok, text) for name, ok, text in check._run("rft", config)}
+        assert lines["traces"][0] is found and traces in lines["traces"][1]
+
+
 def test_a_run_in_a_bucket_is_watched_as_it_was_uploaded(bucket):
     place = f"{bucket}/run"
     for count in (1, 3):
         rows = [{"step": i, "phase": "rl", "reward/mean": 0.5} for i in range(1, count + 1)]
         put(f"{place}/metrics.jsonl", "".join(jsonl.dumps(row) + "\n" for row in rows))
         console = Console(file=io.StringIO(), width=100)
-        tail = watch.Tail(watch.fetched(place) / "metrics.jsonl")
-        console.print(watch.picture(tail, 8))
+        console.print(watch.picture(watch.fetched(place), 8))
         text = console.file.getvalue()
         assert f"RL step {count}" in text and "reward/mean" in text
 

@@ -15,11 +15,13 @@ import pytest
 from safetensors.numpy import load_file
 
 from coa_jax import files, jsonl, storage
-from coa_jax.api import load_policy
+from coa_jax.api import evaluate_policy, load_policy
 from coa_jax.export import export
 from coa_jax.storage.places import opened
 from coa_jax.trajectory import read_trajectories
+from tests import tiny_policy
 from tests.buckets import BUCKET, SCHEMES, free_port
+from tests.evaluate.tiny_evaluation import CONFIG
 from tests.killing import assert_same_run, copy_compiled, kill, started
 from tests.storage.bucket_runs import STEPS, prepare, run_kind
 
@@ -95,6 +97,22 @@ def test_a_run_whose_places_are_all_urls(root_of, kind, tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
     check_everything_is_in_the_bucket(root, kind, f"{kind}-plain", run)
     check_readers(root, kind, f"{kind}-plain", tmp_path / "exported")
+
+
+def test_a_model_in_a_bucket_is_evaluated_as_its_local_copy_is(bucket, tmp_path):
+    tiny_policy.write_rl_inputs(tmp_path)
+    storage.upload(tmp_path / "model", f"{bucket}/model")
+    tools = list(tiny_policy.tools().values())
+    found = [
+        evaluate_policy(CONFIG, run, policy=place, tasks=tiny_policy.TASKS, tools=tools, stage="a")
+        for run, place in (
+            (tmp_path / "run", tmp_path / "model"),
+            (f"{bucket}/run", f"{bucket}/model"),
+        )
+    ]
+    assert found[1].pass_at_1 == 1.0
+    # The policy is named by a hash of its weights, wherever they are.
+    assert found[0].outcome["settings"]["policy"] == found[1].outcome["settings"]["policy"]
 
 
 # --- runs that are killed ------------------------------------------------------------------

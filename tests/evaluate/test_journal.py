@@ -1,0 +1,47 @@
+"""What an evaluation stores, and how a later process takes it up."""
+
+from __future__ import annotations
+
+import dataclasses
+
+import pytest
+
+from coa_jax import files
+from coa_jax.trajectory import read_trajectories
+from tests.evaluate.tiny_evaluation import CONFIG, results, run
+from tests.tiny_policy import TASKS
+
+ONE = dataclasses.replace(CONFIG, samples=1)
+
+
+def refuse(*arguments):
+    raise AssertionError("there is nothing to run")
+
+
+def rewards(folder):
+    return [trace.reward for trace in read_trajectories(folder / "traces.jsonl")]
+
+
+def test_rewards_that_a_kill_kept_from_the_traces_are_added_by_the_next_start(
+    tmp_path, monkeypatch
+):
+    run(tmp_path / "whole", ONE)
+    replace = files.replace_with
+
+    def killed(path, *given, **named):
+        if path.name == "traces.jsonl":
+            raise KeyboardInterrupt
+        replace(path, *given, **named)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(files, "replace_with", killed)
+        run(tmp_path / "killed", ONE)
+    assert rewards(tmp_path / "killed") == [None] * len(TASKS)
+    run(tmp_path / "killed", ONE, refuse)
+    assert rewards(tmp_path / "killed") == rewards(tmp_path / "whole")
+    assert None not in rewards(tmp_path / "killed")
+    assert results(tmp_path / "killed") == results(tmp_path / "whole")
+    # Then nothing is left to add.
+    before = (tmp_path / "killed" / "traces.jsonl").stat()
+    run(tmp_path / "killed", ONE, refuse)
+    assert (tmp_path / "killed" / "traces.jsonl").stat().st_ino == before.st_ino
