@@ -43,7 +43,10 @@ def load(split: str, n: int | None, seed: int, question: str = "") -> list[Task]
         seed: seed of the source, which becomes part of the task ids.
         question: text that precedes the first observation of each episode; "" for no text.
     """
-    return [Task(f"{split}-{seed}-{i}", question, "turns", (), "openenv") for i in range(n or 100)]
+    return [
+        Task(f"{split}-{seed}-{i}", question, "turns", (), "openenv")
+        for i in range(100 if n is None else n)
+    ]
 
 
 class ServerError(Exception):
@@ -194,6 +197,9 @@ class OpenEnv:
                     close_timeout=2.0,
                     proxy=None if self._here else True,
                 )
+                if self._closed:
+                    self._socket.close()
+                    raise ConnectionError("the trajectory has ended")
                 return self._ask("reset", arguments)
             except ServerError as error:
                 if error.code != "CAPACITY_REACHED" or self._closed:

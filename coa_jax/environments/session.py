@@ -235,11 +235,15 @@ class Session(ToolLoop):
         async def begin() -> Observation:
             make = self._all.make
             in_loop = inspect.iscoroutinefunction(getattr(make.found, "reset", None))
-            made = make(**self._offered) if in_loop else await self._run(make, **self._offered)
+
+            def create() -> Any:  # at once known to `close`, even if nobody waits for it any longer
+                self._environment = make(**self._offered)
+                return self._environment
+
+            made = create() if in_loop else await self._run(create)
             path, task = self._all.config.path, self._offered["task"]
             if not all(callable(getattr(made, method, None)) for method in ("reset", "step")):
                 raise refuse_result(ENVIRONMENTS, path, made, _WANTED, "config.environment")
-            self._environment = made
             found = read_reset(await self._run(made.reset, task), path)
             if isinstance(found, str):
                 self.question = found
@@ -279,11 +283,20 @@ class Session(ToolLoop):
         """Closes the environment and the tools of the trajectory, like `ToolLoop.close`."""
         await super().close()
         seconds = min(self._all.config.deadline_s, CLOSE_S)
+        late = self._environment is None and self._thread.started  # its creation may still run
+
+        def close() -> Any:
+            method = getattr(self._environment, "close", None)
+            if late and inspect.iscoroutinefunction(method):
+                return asyncio.run(method())  # perhaps nobody waits for the result any longer
+            return method() if callable(method) else None
 
         async def end() -> Observation:
-            close = getattr(self._environment, "close", None)
-            if callable(close):
-                await self._run(close)
+            method = getattr(self._environment, "close", None)
+            if inspect.iscoroutinefunction(method):
+                await method()
+            elif callable(method) or late:
+                await self._run(close)  # after the creation, in the same thread
             return Observation("", True, "ok", 0.0)
 
         seen = await call(_Job("close", seconds, end), "", ToolContext())
@@ -345,14 +358,14 @@ class _Thread:
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[tuple[Future[Any], Callable[[], Any]] | None]
         self._jobs = queue.SimpleQueue()
-        self._started = False
+        self.started = False
 
     async def run(self, function: Callable[[], Any]) -> Any:
         result: Future[Any] = Future()
         # A call whose caller no longer waits still runs: a close must release the resources.
         result.set_running_or_notify_cancel()
-        if not self._started:
-            self._started = True
+        if not self.started:
+            self.started = True
             threading.Thread(target=self._work, name="environment", daemon=True).start()
         self._jobs.put((result, function))
         return await asyncio.wrap_future(result)

@@ -45,7 +45,7 @@ def load(split: str, n: int | None, seed: int, games: str = "GuessTheNumber-v0")
         seed: seed of the source, which becomes part of the task ids.
         games: ids of textarena games, joined by ``+``.
     """
-    names = itertools.islice(itertools.cycle(games.split("+")), n or 100)
+    names = itertools.islice(itertools.cycle(games.split("+")), 100 if n is None else n)
     return [
         Task(f"{split}-{seed}-{i}", name, "turns", (), "textarena", {"game": name})
         for i, name in enumerate(names)

@@ -274,13 +274,14 @@ async def run_tests(program: str, tests: Tests, limits: CodeLimits) -> str:
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return "error"
     budget = min((limits.test_s + 1) * len(tests.cases) + 5, limits.total_s)
-    end = time.monotonic() + budget
     for case in tests.cases:
-        left = end - time.monotonic()
-        if left <= 0:
+        if budget <= 0:
             return "time"
-        if why := await _run_case(program, tests, case, min(limits.test_s, left), limits):
+        start, seconds = time.monotonic(), min(limits.test_s, budget)
+        if why := await _run_case(program, tests, case, seconds, limits):
             return why
+        # A passed test used at most its limit; the rest of the time it waited for a busy machine.
+        budget -= min(time.monotonic() - start, limits.test_s + 1)
     return ""
 
 
@@ -298,7 +299,13 @@ async def _run_case(
         source, stdin = f"{source}\n{case.given}{end}", f"{mark}\n"
     keep = 2 * len(case.expected) + (1 << 16)
     # Time in which the program waits for a busy machine does not count.
-    within = Limits(wall_s=seconds, cpu_s=seconds, memory_mb=limits.memory_mb, starved_s=seconds)
+    within = Limits(
+        wall_s=seconds,
+        cpu_s=seconds,
+        memory_mb=limits.memory_mb,
+        output_bytes=max(Limits.output_bytes, 8 * len(case.expected)),  # 4 bytes per character
+        starved_s=seconds,
+    )
     job = _isolation().job(within, _directories(limits.libraries))
     result = await run(job, source, stdin, keep)
     if result.reason == "wall":

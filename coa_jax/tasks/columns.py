@@ -19,7 +19,7 @@ from coa_jax.errors import UserError
 from coa_jax.overrides import suggest
 from coa_jax.protocol import Messages, get_protocol
 from coa_jax.records.data_sets import open_hub, open_tfds
-from coa_jax.tasks.base import Task
+from coa_jax.tasks.base import SPLITS, Task
 from coa_jax.tasks.checks import checked
 from coa_jax.tasks.prompts import read_messages
 from coa_jax.tasks.question_file import load_question_file
@@ -102,22 +102,31 @@ class Columns:
                 )
         return {part: column for part, column in found.items() if column}
 
-    def tasks(self, rows: Iterable[Row]) -> list[Task]:
+    def tasks(self, rows: Iterable[Row], split: str = "") -> list[Task]:
         """Converts rows to tasks, in the order of the rows.
 
+        Args:
+            rows: the rows.
+            split: split to read. A row whose field ``split`` names another split is left out; ""
+                reads all rows.
+
         Raises:
-            UserError: a row cannot become a task (the message says why), or there are no rows.
+            UserError: a row cannot become a task (the message says why), or no row is left.
         """
         tasks: list[Task] = []
         names: dict[str, str] = {}
+        others = [name for name in SPLITS if name != split]
 
-        def make(row: Row, number: int) -> Task:
+        def make(row: Row, number: int) -> Task | None:
+            if split and row.get("split") in others:
+                return None
             names.update(names or self.resolved(row))
             return checked(self._task(row, names, number))
 
         add_tasks(tasks, rows, make, self.where)
         if not tasks:
-            raise UserError(f"{self.where}: it has no rows")
+            of = f" of the split {split!r}" if split else ""
+            raise UserError(f"{self.where}: it has no rows{of}")
         return tasks
 
     def _task(self, row: Row, names: Mapping[str, str], number: int) -> Task:
@@ -209,4 +218,4 @@ def load_rows(
         rows = (plain(examples[number]) for number in range(len(examples)))
     else:
         rows = (row for file in find_files(path) for row in read_rows(file))
-    return draw(mapped.tasks(rows), n, seed)
+    return draw(mapped.tasks(rows, split if path else ""), n, seed)

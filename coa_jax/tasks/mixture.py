@@ -126,7 +126,7 @@ def load_shares(sources: Sources, split: str, n: int, seed: int) -> list[Task]:
     """Loads about ``n`` tasks in total, divided among the sources in proportion to their weights.
 
     A source that sets ``num_tasks`` gives this number of tasks instead of its share. Shares are
-    rounded, so the total may differ from ``n``.
+    rounded, so the total may differ from ``n``. If the number is 0, the source is not read.
 
     Args:
         sources: the settings of the sources.
@@ -145,7 +145,8 @@ def load_shares(sources: Sources, split: str, n: int, seed: int) -> list[Task]:
     return [
         task
         for name, part in parts.items()
-        for task in _load(name, part, split, round(n * part.weight / total), seed)
+        if (share := round(n * part.weight / total)) or (n and part.num_tasks)
+        for task in _load(name, part, split, share, seed)
     ]
 
 

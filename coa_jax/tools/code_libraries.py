@@ -125,6 +125,11 @@ def find_libraries(wanted: Sequence[str], interpreter: Interpreter | None = None
     if missing:
         directories.append(_installed(sorted(missing), interpreter))
         there |= {_normal(package.name): package for package in _packages(directories[-1:])}
+    if empty := [text for name, text in requirements.items() if name not in there]:
+        raise UserError(
+            f"tools.code_libraries: {empty[0]!r} contains no module that programs can import; name "
+            "the package that contains the module"
+        )
     packages = [there[name] for name in requirements] if requirements else list(there.values())
     return Libraries(tuple(directories), tuple(packages))
 

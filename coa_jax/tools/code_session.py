@@ -30,9 +30,9 @@ program takes precedence.
 _DRIVER = """\
 import sys
 
-def run(programs, cpu_s, wall_s):
-    import atexit, builtins, fcntl, linecache, os, random, resource, signal, tempfile, traceback
-    import types
+def run(programs, cpu_s, wall_s, starved_s):
+    import atexit, builtins, fcntl, linecache, os, random, resource, signal, tempfile, time
+    import traceback, types
 
     module = types.ModuleType("__main__")
     module.__builtins__ = builtins
@@ -96,6 +96,25 @@ def run(programs, cpu_s, wall_s):
             except Exception:
                 pass
 
+    def waited():
+        try:
+            with read("/proc/self/schedstat") as file:
+                return int(file.read().split()[1]) / 1e9
+        except (OSError, ValueError, IndexError):
+            return 0.0  # the sandbox hides this file
+
+    def end_late(number, frame):
+        # Time in which the program waits for a processor does not count.
+        left = end + min(waited() - before, starved_s) - now()
+        if left > 0:
+            wait(signal.ITIMER_REAL, left)
+        else:
+            handle(number, signal.SIG_DFL)
+            send(number)
+
+    # The programs may replace these functions.
+    read, now, wait = open, time.monotonic, signal.setitimer
+    handle, send = signal.signal, signal.raise_signal
     globals_here, here, leave = globals(), os.getpid(), os._exit
     os._exit = stay  # it would end later programs too
     sys.excepthook = report
@@ -126,7 +145,10 @@ def run(programs, cpu_s, wall_s):
     wanted = int(used.ru_utime + used.ru_stime + cpu_s + 0.999)
     if soft == resource.RLIM_INFINITY or wanted < soft:
         resource.setrlimit(resource.RLIMIT_CPU, (wanted, hard))
-    signal.setitimer(signal.ITIMER_REAL, wall_s)
+    before, end = waited(), now() + wall_s
+    if starved_s and before and signal.getsignal(signal.SIGALRM) == signal.SIG_DFL:
+        handle(signal.SIGALRM, end_late)
+    wait(signal.ITIMER_REAL, wall_s)
     execute(len(programs) - 1, "program.py")
 """
 
@@ -167,7 +189,7 @@ def continued(source: str, name: str, context: ToolContext, limits: Limits) -> C
     wall_s = min(number * limits.wall_s, longest_s(limits.wall_s))
     whole = dataclasses.replace(limits, wall_s=wall_s, cpu_s=number * limits.cpu_s)
     programs = [*earlier, (source, "")]
-    data = json.dumps([programs, limits.cpu_s, limits.wall_s])
+    data = json.dumps([programs, limits.cpu_s, limits.wall_s, limits.starved_s])
     driver = f"{_DRIVER}\nimport json\nrun(*json.loads({data!r}))\n"
     return Continued(driver, whole, len(earlier))
 

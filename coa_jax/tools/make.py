@@ -49,8 +49,7 @@ from coa_jax.tools.encoder import EncoderConfig
 from coa_jax.tools.mcp_tool import McpConfig, McpTool
 from coa_jax.tools.net.budget import CallBudget
 from coa_jax.tools.net.chat import trusting
-from coa_jax.tools.net.store import Store
-from coa_jax.tools.recorded import Recorded, StoreConfig
+from coa_jax.tools.recorded import Recorded, StoreConfig, open_store
 from coa_jax.tools.remote import RemoteCode, RemoteSearch
 from coa_jax.tools.turns import run_blocking
 from coa_jax.tools.visual_inspector import VisualConfig, VisualInspector
@@ -352,7 +351,10 @@ def make_wiki_search(config: ToolsConfig, search: WikiSearch) -> Tool:
 
 def make_web_search(config: ToolsConfig, search: WikiSearch) -> Tool:
     """Creates ``web_search``. Its provider ``local`` searches the local index of the run."""
-    return WebSearch(config.web_search, search.warm_up)
+    tool = WebSearch(config.web_search, search.warm_up)
+    if tool.provider == "local":  # otherwise the first call would build the index
+        search.warm_up()
+    return tool
 
 
 def make_crawl_page(config: ToolsConfig, search: WikiSearch) -> Tool:
@@ -437,7 +439,7 @@ def _stored(tools: list[Tool], config: ToolsConfig) -> list[Tool]:
     kept = config.store
     if not kept.path:
         return tools
-    store = Store(kept.path, kept.max_entries, writes=kept.mode != "replay")
+    store = open_store(kept, config.names)
     age = kept.max_age_s or None
     return [
         Recorded(tool, store, kept.mode, age, _source(tool, name, config))

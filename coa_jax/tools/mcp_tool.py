@@ -15,12 +15,13 @@ import asyncio
 import contextlib
 import copy
 import dataclasses
+import functools
 import json
 import math
 import os
 import threading
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
 from coa_jax import reading
@@ -29,6 +30,7 @@ from coa_jax.errors import UserError
 from coa_jax.installed import missing
 from coa_jax.protocol.bodies import without_fence
 from coa_jax.tools.base import Observation, ToolContext, observe, time_for
+from coa_jax.tools.last_words import LastWords
 from coa_jax.tools.net.chat import trusting
 from coa_jax.tools.net.secrets import Secret, quieten, redact_variables
 from coa_jax.tools.net.text import clip_text
@@ -37,7 +39,7 @@ T = TypeVar("T")
 
 _PING_S = 2.0
 _MOST_NESTED = 64
-_STDERR_BYTES, _STDERR_LINES, _STDERR_CHARS = 8192, 3, 600
+_STDERR_CHARS = 600
 
 
 @dataclasses.dataclass(frozen=True)
@@ -86,48 +88,18 @@ class McpConfig(Bounded):
             raise UserError(f'schema is {shown(self.schema)}; give a JSON object, or ""')
 
 
-class _LastWords:
-    """Keeps the end of a program's stderr. A thread reads it continuously, so that no file grows.
-
-    Attributes:
-        file: file object that the program gets as its stderr.
-    """
-
-    def __init__(self) -> None:
-        reader, writer = os.pipe()
-        self.file = open(writer, "w")  # noqa: SIM115 - the caller that starts the program closes it
-        self._kept = b""
-        self._thread = threading.Thread(target=self._read, args=(reader,), daemon=True)
-        self._thread.start()
-
-    def _read(self, reader: int) -> None:
-        with open(reader, "rb", buffering=0) as stream:
-            while piece := stream.read(1 << 16):
-                self._kept = (self._kept + piece)[-_STDERR_BYTES:]
-
-    def text(self) -> str:
-        """Returns the last lines of stderr, joined into one line.
-
-        If the program has ended, this method first waits for the end of stderr.
-        """
-        self._thread.join(1.0 if self.file.closed else 0.0)
-        kept = self._kept
-        if len(kept) == _STDERR_BYTES:  # the first line may begin in the middle of an API key
-            kept = kept.partition(b"\n")[2]
-        lines = kept.decode("utf-8", "replace").strip().splitlines()
-        return " ".join(" ".join(lines[-_STDERR_LINES:]).split())
-
-
 class _Session:
     """A session with a server, in an event loop of its own."""
 
     def __init__(self, config: McpConfig):
         self._config = config
-        self._words: _LastWords | None = None
+        self._words: LastWords | None = None
         self._lock = threading.Lock()
         self._loop: asyncio.AbstractEventLoop | None = None
         self._client: asyncio.Future[Any] | None = None  # accessed only in the event loop
         self._close: asyncio.Event | None = None
+        self._task: asyncio.Task[None] | None = None  # holds the session open
+        self._tasks: set[asyncio.Task[None]] = set()  # event loops hold only weak references
 
     def last_words(self) -> str:
         """Returns the last lines of the server program's stderr; "" if there are none."""
@@ -148,7 +120,9 @@ class _Session:
         async def end() -> None:
             if self._client is not None:
                 self._end(self._client)
-                await asyncio.wait({self._task})
+            tasks, self._tasks = self._tasks, set()
+            if tasks:
+                await asyncio.wait(tasks)
 
         try:
             await asyncio.wrap_future(asyncio.run_coroutine_threadsafe(end(), loop))
@@ -159,20 +133,28 @@ class _Session:
         with self._lock:
             if self._loop is None:
                 self._loop = asyncio.new_event_loop()
-                threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True).start()
+                work = functools.partial(_run_loop, self._loop)
+                threading.Thread(target=work, name="mcp", daemon=True).start()
             return self._loop
+
+    def _start(self, work: Coroutine[Any, Any, None]) -> asyncio.Task[None]:
+        """Starts a task for which `close` waits."""
+        task = asyncio.ensure_future(work)
+        self._tasks.add(task)
+        task.add_done_callback(self._tasks.discard)
+        return task
 
     async def _run(self, call: Any, seconds: float) -> Any:
         async with asyncio.timeout(seconds):
             if self._client is None:
                 self._client = asyncio.get_running_loop().create_future()
                 self._close = asyncio.Event()
-                self._task = asyncio.ensure_future(self._hold(self._client, self._close))
+                self._task = self._start(self._hold(self._client, self._close))
             opening = self._client
             try:
                 return await call(await asyncio.shield(opening))
             except asyncio.CancelledError:
-                self._checking = asyncio.ensure_future(self._check(opening))
+                self._start(self._check(opening))
                 raise
             except Exception as error:
                 if not _is_answer(error):
@@ -193,6 +175,8 @@ class _Session:
         if self._client is opening and self._close is not None:
             self._close.set()
             self._client, self._close = None, None
+            if not opening.done() and self._task is not None:  # the server has not answered yet
+                self._task.cancel()
 
     async def _hold(self, client: asyncio.Future[Any], close: asyncio.Event) -> None:
         """Opens the session and keeps it open until ``close`` is set, all in the same task."""
@@ -222,7 +206,7 @@ class _Session:
             given = {name: os.environ[name] for name in names if name in os.environ}
             program, *arguments = config.command
             parameters = StdioServerParameters(command=program, args=arguments, env=given)
-            self._words = _LastWords()
+            self._words = LastWords()
             return stdio_client(parameters, errlog=stack.enter_context(self._words.file))
         quieten("mcp")
         headers = {}
@@ -231,6 +215,13 @@ class _Session:
         client = httpx2.AsyncClient(headers=headers, timeout=config.timeout_s, trust_env=False)
         await stack.enter_async_context(client)
         return streamable_http_client(config.url, http_client=client)
+
+
+def _run_loop(loop: asyncio.AbstractEventLoop) -> None:
+    try:
+        loop.run_forever()
+    finally:
+        loop.close()
 
 
 def _is_answer(error: BaseException) -> bool:
@@ -247,6 +238,8 @@ class McpTool:
         name: tag of the tool.
         deadline: time limit of a call in seconds.
         settings: settings on which the answer to a call depends; part of the key of stored answers.
+        remembers: whether answers may depend on earlier calls of the trajectory, because each
+            trajectory has its own session.
         schema: JSON schema of the arguments; None until `describe` has read the server's schema.
     """
 
@@ -268,6 +261,7 @@ class McpTool:
         self.name, self._config, self._remote = tag, config, config.tool or tag
         self._description = config.description
         self._session = _Session(config)
+        self.remembers = not config.shared
         self.deadline = config.timeout_s + 1.0
         self.settings = json.dumps([config.command, config.url, self._remote])
 

@@ -26,7 +26,7 @@ from coa_jax.tools.net.http import RequestLimits
 from coa_jax.tools.net.secrets import Secret
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.remote import RemoteCode, RemoteSearch
-from coa_jax.tools.sandbox.isolation import find_isolation
+from coa_jax.tools.sandbox.isolation import find_isolation, without_isolation
 from coa_jax.tools.sandbox.limits import Limits as ProgramLimits
 from coa_jax.tools.web_search import choose, searxng, serper
 
@@ -182,8 +182,9 @@ async def _code(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
         key, program = config.remote_key_env, "```py\nprint(1)\n```"
         remote = RemoteCode(config.code_url, seconds, key_env=key)
         return await _called(remote, config.code_url, program, key, seconds)
-    isolation = find_isolation()
-    text = f"programs run here, isolated by {isolation.backend}"
+    isolation = without_isolation() if config.code_unsafe else find_isolation()
+    how = "WITHOUT isolation" if config.code_unsafe else f"isolated by {isolation.backend}"
+    text = f"programs run here, {how}"
     libraries = find_libraries(config.code_libraries, isolation.interpreter)
     limits = ProgramLimits(config.code_timeout_s, config.code_cpu_s, config.code_memory_mb)
     tried = await try_imports(isolation, limits, libraries)
@@ -238,8 +239,11 @@ async def _visual(config: ToolsConfig, seconds: float) -> tuple[bool, str]:
 async def _mcp(tag: str, config: ToolsConfig, seconds: float) -> tuple[bool, str]:
     tool = McpTool(tag, build(McpConfig, config.mcp[tag], f"config.tools.mcp.{tag}"))
     # `describe` calls the server only if the settings have no description, so `find` is called too.
-    await tool.find(seconds)
-    return True, await tool.describe()
+    try:
+        await tool.find(seconds)
+        return True, await tool.describe()
+    finally:
+        await tool.close()
 
 
 async def _own(config: ToolsConfig, seconds: float) -> tuple[bool, str]:

@@ -13,9 +13,13 @@ import dataclasses
 import logging
 import sqlite3
 import time
+from collections.abc import Sequence
+from pathlib import Path
 from typing import Literal
 
+from coa_jax import storage
 from coa_jax.bounds import Bounded, Natural, NotNegative, Place
+from coa_jax.errors import UserError
 from coa_jax.tools.base import (
     Observation,
     Tool,
@@ -70,6 +74,30 @@ class StoreConfig(Bounded):
         if not self.tools:
             return self.mode != "cache" or name in ("web_search", "crawl_page")
         return name in self.tools
+
+
+def open_store(config: StoreConfig, names: Sequence[str]) -> Store:
+    """Opens the store of a run; ``config.path`` must not be "".
+
+    Args:
+        config: settings of the store.
+        names: names of the tools of the run.
+
+    Raises:
+        UserError: the store cannot be opened, or its answers must be replayed and it has none.
+    """
+    replays = config.mode == "replay" and any(map(config.keeps, names))
+    # Opening a store creates its file. A file that is missing is not created only to be empty.
+    there = storage.is_url(config.path) or Path(config.path).expanduser().exists()
+    store = None
+    if there or not replays:
+        store = Store(config.path, config.max_entries, writes=config.mode != "replay")
+    if store is None or (replays and not len(store)):
+        raise UserError(
+            f"config.tools.store.path={config.path} has no answers to replay; give the path of a "
+            "store that a run with config.tools.store.mode=record has filled"
+        )
+    return store
 
 
 class Recorded(Wrapper):

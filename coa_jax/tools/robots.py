@@ -32,13 +32,16 @@ class Robots:
 
         If robots.txt cannot be read because of a server error (5xx), no page may be read. If the
         site has no robots.txt (4xx), all pages may be read. If the connection fails, the result is
-        None, because the request for the page itself will fail too.
+        None, because the request for the page itself will fail too. Rules that could not be read
+        for a reason that may pass are read again for the next page.
         """
         site = str(url.copy_with(path="/", query=None)).rstrip("/")
         known = self._rules.get(site)
         if known is None or time.monotonic() - known[0] > _KEPT_S:
-            known = (time.monotonic(), await self._read(f"{site}/robots.txt"))
-            self._rules[site] = known
+            rules, lasting = await self._read(f"{site}/robots.txt")
+            known = (time.monotonic(), rules)
+            if lasting:
+                self._rules[site] = known
             if len(self._rules) > _KEPT:
                 self._rules.popitem(last=False)
         rules = known[1]
@@ -47,16 +50,17 @@ class Robots:
         allowed = await asyncio.to_thread(rules.can_fetch, str(url), AGENT)
         return None if allowed else "the site does not allow robots to read this page"
 
-    async def _read(self, url: str) -> Any:
+    async def _read(self, url: str) -> tuple[Any, bool]:
+        """Returns the rules at a URL, and whether another request would give the same rules."""
         from protego import Protego
 
         try:
             response = await fetch(HttpRequest(url), self._limits, self._guard)
         except FetchError as error:
             if error.kind == "status" and (error.status or 0) >= 500:
-                return "the site's rules for robots cannot be read"
-            return None
+                return "the site's rules for robots cannot be read", not error.transient
+            return None, not error.transient
         text = decode(response.body, response.headers)
         # Some encodings can contain surrogate halves, which the parser does not accept.
         text = text.encode("utf-8", "replace").decode()
-        return await asyncio.to_thread(Protego.parse, text)
+        return await asyncio.to_thread(Protego.parse, text), True

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+import asyncio
+import http
+import json
+import threading
+
 import pytest
 
 from coa_jax.environments.openenv import OpenEnv, ServerError
 from coa_jax.environments.openenv_text import Actions, UnreadableError, read_observation
 from coa_jax.errors import UserError
+from coa_jax.tasks import Task
 
 # Schemas as the servers of openenv 0.3 give them.
 META = {"metadata": {"type": "object", "additionalProperties": True}}
@@ -103,3 +109,38 @@ def test_a_wrong_address_is_one_line(url, message):
     pytest.importorskip("websockets")
     with pytest.raises(UserError, match=message):
         OpenEnv(1, url).reset(None)  # type: ignore[arg-type]
+
+
+def test_a_session_that_opens_after_the_end_of_the_trajectory_is_closed():
+    server = pytest.importorskip("websockets.sync.server")
+    asked, answer, ended = threading.Event(), threading.Event(), threading.Event()
+    messages, errors = [], []
+
+    def greet(connection, request):
+        if request.path == "/schema":
+            return connection.respond(http.HTTPStatus.OK, json.dumps({"action": TEXT}))
+        asked.set()
+        answer.wait(20)
+        return None
+
+    def session(connection):
+        messages.extend(connection)  # until the client closes the connection
+        ended.set()
+
+    def begin():
+        try:
+            environment.reset(Task("t", "", "turns", (), "openenv"))
+        except Exception as error:
+            errors.append(error)
+
+    with server.serve(session, "127.0.0.1", 0, process_request=greet) as running:
+        threading.Thread(target=running.serve_forever, daemon=True).start()
+        environment = OpenEnv(1, f"http://127.0.0.1:{running.socket.getsockname()[1]}")
+        opening = threading.Thread(target=begin, daemon=True)
+        opening.start()
+        assert asked.wait(20)
+        asyncio.run(environment.close())
+        answer.set()
+        assert ended.wait(20)
+        opening.join(20)
+    assert messages == [] and "the trajectory has ended" in str(errors)

@@ -21,6 +21,7 @@ from coa_jax.rollout.collect import collect
 from coa_jax.rollout.replay import recording, replay
 from coa_jax.rollout.request import RolloutConfig
 from coa_jax.tasks import grade
+from coa_jax.tools.base import ToolContext
 from coa_jax.trajectory import Author, StopReason, Trajectory, format_valid
 from tests.environments import guesser
 from tests.environments.guesser import TASK, environments, request
@@ -223,6 +224,61 @@ def test_every_environment_is_closed():
         kind.closed = 0
         run(request(environments(f"{__name__}:{kind.__name__}"), 3), config=BUDGET)
         assert kind.closed == 3
+
+
+class BeginsLate(Base):
+    may_begin, was_closed = threading.Event(), threading.Event()
+
+    def __init__(self):
+        self.may_begin.wait(60)
+
+    def close(self):
+        self.was_closed.set()
+
+
+class BeginsLateAndClosesAsync(BeginsLate):
+    may_begin, was_closed = threading.Event(), threading.Event()
+
+    async def close(self):
+        self.was_closed.set()
+
+
+@pytest.mark.parametrize("waits", [True, False])
+@pytest.mark.parametrize("kind", [BeginsLate, BeginsLateAndClosesAsync])
+def test_an_environment_that_is_made_after_its_deadline_is_closed(kind, waits):
+    kind.may_begin.clear()
+    kind.was_closed.clear()
+    made = environments(f"{__name__}:{kind.__name__}", deadline_s=0.5)
+
+    async def episode():
+        session = made.opener(TASK, 7, 0, (0,))(0, {})
+        seen = await session.reset(ToolContext())
+        if waits:  # the creation ends while the session is being closed
+            asyncio.get_running_loop().call_later(0.1, kind.may_begin.set)
+        await session.close()
+        return seen
+
+    assert asyncio.run(episode()).outcome == "fault"
+    kind.may_begin.set()
+    assert kind.was_closed.wait(20)
+
+
+class HangsWithoutClose:
+    over = threading.Event()
+
+    def reset(self, task):
+        return MESSAGES
+
+    def step(self, turn):
+        self.over.wait(600)
+
+
+def test_an_environment_without_close_is_not_waited_for(caplog):
+    engine()
+    HangsWithoutClose.over.clear()
+    assert one(HangsWithoutClose, deadline_s=0.5).stop_reason == StopReason.FAULT
+    HangsWithoutClose.over.set()
+    assert "its step failed" in caplog.text and "its close failed" not in caplog.text
 
 
 def test_turns_end_at_their_number():

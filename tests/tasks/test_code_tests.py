@@ -8,6 +8,7 @@ import dataclasses
 import enum
 import json
 import pickle
+import types
 import zlib
 from pathlib import Path
 
@@ -16,6 +17,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from coa_jax.errors import UserError
+from coa_jax.tasks import code_tests
 from coa_jax.tasks.code_tests import (
     CodeLimits,
     program_of,
@@ -142,6 +144,30 @@ def test_the_time_of_all_tests_together_is_limited():
     slow = "import time; time.sleep(0.4); print('x')"
     assert failure(slow, gold, CodeLimits(5.0, 4.0)) == "time"
     assert 3.5 < seconds() < 15
+
+
+@pytest.mark.parametrize(("total_s", "why"), [(50.0, ""), (20.0, "time")])
+def test_a_busy_machine_does_not_use_up_the_time_of_all_tests(monkeypatch, total_s, why):
+    now, given_s = [0.0], []
+
+    async def slow_case(program, tests, case, seconds, limits):
+        now[0] += 11.0  # of which the program waits 5.5 s for a processor
+        given_s.append(seconds)
+        return ""
+
+    monkeypatch.setattr(code_tests, "time", types.SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(code_tests, "_run_case", slow_case)
+    gold = {"stdin": ["x"] * 7, "expected_output": ["x"] * 7}
+    # Each test counts 7 s, so that 50 s are enough for 7 tests and 20 s for 3.
+    assert failure("print('x')", gold, CodeLimits(6.0, total_s)) == why
+    assert len(given_s) == (7 if not why else 3) and given_s[:2] == [6.0, 6.0]
+
+
+def test_a_long_expected_output_may_be_printed():
+    gold = {"stdin": ["5000000\n"], "expected_output": ["x" * 5_000_000 + "\n"]}
+    assert failure("print('x' * int(input()))", gold, CodeLimits(20.0, 40.0)) == ""
+    endless = "while True:\n    print('x' * 1_000_000)"
+    assert failure(endless, SUM, CodeLimits(20.0, 40.0)) == "limit"
 
 
 @pytest.mark.parametrize(

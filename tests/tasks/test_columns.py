@@ -48,6 +48,17 @@ def test_a_mapping_reads_a_file(tmp_path, suffix):
     assert len(drawn) == 2 and drawn[0].protocol == "code"
 
 
+def test_rows_of_another_split_are_left_out(tmp_path):
+    splits = ["train", "test", None, "easy", "test"]
+    rows = [{**ROWS[0], "unique_id": f"n{i}", "split": s} for i, s in enumerate(splits)]
+    path, options = write(tmp_path, rows, ".jsonl"), {"columns": MAPPING}
+    found = {s: [t.id for t in load_tasks(path, s, options=options)] for s in ("train", "test")}
+    assert found == {"train": ["n0", "n2", "n3"], "test": ["n1", "n2", "n3", "n4"]}
+    path = write(tmp_path, rows[:2], ".jsonl")
+    with pytest.raises(UserError, match="it has no rows of the split 'validation'"):
+        load_tasks(path, "validation", options=options)
+
+
 def test_usual_columns_need_no_entry(tmp_path):
     path = write(tmp_path, [{"problem": "Who?", "answer": 3}], ".jsonl")
     (task,) = load_tasks(path, "train", options={"grader": "exact_match"})

@@ -50,6 +50,11 @@ def test_a_split_of_which_nothing_is_wanted_need_not_exist(tmp_path):
     assert parts == {k: load_tasks("factbook:hops=1", k, n, 1) for k, n in built_in.items()}
 
 
+@pytest.mark.parametrize("source", ["openenv", "textarena:games=Nim-v0+TicTacToe-v0"])
+def test_an_environment_has_as_many_tasks_as_are_wanted(source):
+    assert [len(load_tasks(source, "train", n)) for n in (0, 3, None)] == [0, 3, 100]
+
+
 def test_question_files_are_read(tmp_path):
     path = write(
         tmp_path / "q.jsonl",

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 import pytest
 
 from coa_jax.errors import UserError
-from coa_jax.tasks.mixture import load_parts, parts_of, stream_of
+from coa_jax.tasks.mixture import load_parts, load_shares, parts_of, stream_of
 
 
 @dataclasses.dataclass
@@ -78,6 +78,16 @@ def test_a_part_has_its_own_number_split_and_options(files, tmp_path):
     task = parts["own"][0]
     assert task.metadata["hops"] == int(task.question[0]) and task.protocol == "web"
     assert (task.source, task.id.partition("/")[0]) == ("own", "own")
+
+
+def test_a_source_whose_share_is_no_task_is_not_read(files):
+    parts = {"long": {"tasks": files["long"]}, "gone": {"tasks": "gone.jsonl", "weight": 0.01}}
+    tasks = load_shares(Settings(mixture=parts), "validation", 10, 0)
+    assert [task.source for task in tasks] == ["long"] * 10
+    parts["few"] = {"tasks": files["short"], "weight": 0.01, "num_tasks": 2}
+    tasks = load_shares(Settings(mixture=parts), "validation", 10, 0)
+    assert [task.source for task in tasks] == ["long"] * 10 + ["few"] * 2
+    assert load_shares(Settings(mixture=parts), "validation", 0, 0) == []
 
 
 def test_one_source_is_left_as_it_is(files):

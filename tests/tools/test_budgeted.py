@@ -53,6 +53,14 @@ def test_a_tool_is_called_until_its_budget_is_spent(tmp_path):
             assert calls_until_spent(CallBudget(**limits)) == calls
 
 
+@pytest.mark.parametrize(
+    ("price", "max_money", "calls"),
+    [(0.1, 0.3, 3), (0.1, 0.7, 7), (0.1, 0.39, 3), (1e-6, 1.1, 1_100_000), (0.1, 1e8, 10**9)],
+)
+def test_money_for_a_whole_number_of_calls_pays_for_all_of_them(price, max_money, calls):
+    assert CallBudget(price=price, max_money=max_money).as_budget.max_calls == calls
+
+
 def test_processes_spend_a_budget_together_and_exactly(tmp_path):
     spent = []
     for process in range(4):  # one after the other, each as if the others were there

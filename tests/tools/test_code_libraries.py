@@ -104,6 +104,20 @@ def test_an_entry_that_is_no_package_is_refused(entry):
         find_libraries((entry,))
 
 
+def test_a_package_without_a_module_is_refused(offline, wheels):
+    with zipfile.ZipFile(wheels / "tiny_bundle-1.0-py3-none-any.whl", "w") as wheel:
+        about = "tiny_bundle-1.0.dist-info"
+        wheel.writestr(
+            f"{about}/METADATA", "Metadata-Version: 2.1\nName: tiny-bundle\nVersion: 1.0\n"
+        )
+        wheel.writestr(
+            f"{about}/WHEEL", "Wheel-Version: 1.0\nRoot-Is-Purelib: true\nTag: py3-none-any\n"
+        )
+        wheel.writestr(f"{about}/RECORD", "")
+    with pytest.raises(UserError, match=r"'tiny-bundle==1\.0' contains no module"):
+        find_libraries(("tiny-sums==2.0", "tiny-bundle==1.0"))
+
+
 def test_a_directory_stands_in_place_of_pip(offline, shared, monkeypatch):
     made = find_libraries(("tiny-sums==2.0",)).directories[0]
     monkeypatch.setattr(code_libraries, "_pip", lambda *_: pytest.fail("not installed from a path"))

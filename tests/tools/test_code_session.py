@@ -100,6 +100,40 @@ def test_a_program_has_the_time_of_one_and_not_that_of_those_before_it(session):
     assert late.outcome == "timeout" and late.seconds < 6.0
 
 
+def test_a_program_sleeps_no_longer_because_others_ran_before_it(session):
+    for _ in range(2):  # the time of a program is 3 s
+        assert session.run("import time\ntime.sleep(4.5)").outcome == "timeout"
+        session.run("x = 1")
+
+
+RIVAL = """
+import os, time
+def waited():
+    return int(open("/proc/self/schedstat").read().split()[1]) / 1e9
+os.sched_setaffinity(0, {min(os.sched_getaffinity(0))})
+start, before = time.monotonic(), waited()
+if os.fork() == 0:
+    while True: pass
+while True:
+    print(time.monotonic() - start, waited() - before, flush=True)
+    end = time.monotonic() + 0.02
+    while time.monotonic() < end: pass
+"""
+
+
+def test_the_time_in_which_a_program_waits_for_a_processor_does_not_count():
+    tool = CodeTool(session=True, timeout_s=2.0, cpu_s=20.0, backend="bubblewrap",
+                    max_output_chars=40_000)  # fmt: skip
+    run = Trajectory(tool)
+    for _ in range(4):
+        run.run("x = 1")
+    seen = run.run(RIVAL)
+    assert seen.outcome == "timeout"
+    lines = seen.text.partition("STDOUT:\n")[2].splitlines()
+    ran, waited = next(map(float, line.split()) for line in reversed(lines) if line.count(".") == 2)
+    assert waited > 0.5 and ran > 2.0 + min(waited, 2.0) - 0.4
+
+
 def test_failures_read_as_those_of_a_program_alone(session):
     session.run("def f(x):\n    return 1 / x")
     text = session.run("y = 1\nf(0)").text

@@ -167,6 +167,22 @@ def test_robots_are_respected_unless_told_otherwise(server, index):
         server.pages["/robots.txt"] = fault_server.missing
 
 
+def test_rules_for_robots_are_read_again_only_after_a_failure_that_may_pass(server, index):
+    rules = lambda h: h.answer(b"User-agent: *", content_type="text/plain")  # noqa: E731
+    found = []
+    try:
+        for failure in (lambda h: h.answer(b"", 503), fault_server.missing):
+            polite = tool(index)
+            server.hits.clear()
+            for page in (failure, rules, rules):
+                server.pages["/robots.txt"] = page
+                seen = ask(polite, server.url("/plain"))
+                found.append((FACT in seen.text, server.hits["/robots.txt"]))
+    finally:
+        server.pages["/robots.txt"] = fault_server.missing
+    assert found == [(False, 1), (True, 2), (True, 2), (True, 1), (True, 1), (True, 1)]
+
+
 def test_links_of_the_local_search_can_be_opened(reader):
     seen = ask(reader, "http://wiki.local/Aland | http://wiki.local/Atlantis")
     assert "Aland: Capital\nMariehamn.\n\nAland: Area\n1,580 sq km." in seen.text

@@ -184,11 +184,11 @@ def test_what_is_missing_is_said(tmp_path, encoder, capsys):
 
 @pytest.mark.slow
 def test_a_trained_encoder_finds_what_shares_no_word_with_the_query(tmp_path):
-    """all-MiniLM-L6-v2, see launch/fetch_minilm.sh."""
+    """all-MiniLM-L6-v2, which `coa-jax fetch minilm` downloads."""
     default = Path(__file__).parents[2] / "weights" / "all-MiniLM-L6-v2"
     path = Path(os.environ.get("COA_JAX_MINILM", default))
     if not path.is_dir():
-        pytest.skip("all-MiniLM-L6-v2 is not here: run launch/fetch_minilm.sh")
+        pytest.skip("all-MiniLM-L6-v2 is not here: run coa-jax fetch minilm")
     model = EncoderConfig(str(path), query_prefix="", passage_prefix="")
     passages = (
         Passage("Feline", "The cat slept on the warm sofa all afternoon."),

@@ -8,8 +8,10 @@ import pytest
 
 from coa_jax.errors import UserError
 from coa_jax.settings import build, complete
-from coa_jax.tools.base import Tool, ToolContext, call
+from coa_jax.tools import make
+from coa_jax.tools.base import Observation, Tool, ToolContext, call
 from coa_jax.tools.make import ToolsConfig, make_tools
+from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded, StoreConfig
 
 
@@ -81,8 +83,34 @@ def test_the_web_tools_work_without_a_network_or_a_key(monkeypatch, tmp_path):
 def test_recordings_hold_all_tools_and_caches_the_web(monkeypatch, tmp_path, mode, named, kept):
     monkeypatch.delenv("SERPER_API_KEY", raising=False)
     store = StoreConfig(path=str(tmp_path / "calls.sqlite"), mode=mode, **named)
+    Store(store.path).put("key", "wiki_search", "x", Observation("x", True, "ok", 0.0))
     made = make_tools(ToolsConfig(names=("wiki_search", "web_search"), store=store))
     assert [tool.name for tool in made if isinstance(tool, Recorded)] == kept
+
+
+@pytest.mark.parametrize("exists", [False, True])
+def test_a_store_without_answers_cannot_be_replayed(tmp_path, exists):
+    path = tmp_path / "deep" / "calls.sqlite"
+    if exists:
+        Store(path)
+    store = StoreConfig(path=str(path), mode="replay")
+    with pytest.raises(UserError, match=r"calls\.sqlite has no answers to replay; give") as told:
+        make_tools(ToolsConfig(names=("code",), store=store))
+    assert "\n" not in str(told.value) and path.exists() == exists
+    # Nothing of the store is needed by tools that it does not hold.
+    assert make_tools(ToolsConfig(names=(), store=store)) == []
+
+
+@pytest.mark.parametrize(("provider", "built"), [("local", 1), ("serper", 0)])
+def test_the_index_of_a_local_web_search_is_built_before_the_first_call(
+    monkeypatch, provider, built
+):
+    monkeypatch.setenv("SERPER_API_KEY", "web-key-0123456789")
+    calls = []
+    monkeypatch.setattr(make.WikiSearch, "warm_up", lambda search: calls.append(search))
+    settings = {"names": ("web_search",), "web_search": {"provider": provider}}
+    make_tools(build(ToolsConfig, settings))
+    assert len(calls) == built
 
 
 CHAT = {"url": "http://127.0.0.1:9/v1", "model": "eyes"}

@@ -27,6 +27,8 @@ from coa_jax.tools import doctor, reach
 from coa_jax.tools.base import Tool, ToolContext, call
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.mcp_tool import McpConfig, McpTool, parse_arguments
+from coa_jax.tools.net.store import Store
+from coa_jax.tools.recorded import Recorded
 from tests.tools.fault_server import stopwatch
 
 pytest.importorskip("mcp")
@@ -106,6 +108,56 @@ def test_each_trajectory_has_a_session_of_its_own_that_ends_with_it():
         assert not psutil.pid_exists(process)
     shared = dataclasses.replace(tool._config, shared=True)
     assert not ToolLoop({"act": McpTool("act", shared)}).holds
+
+
+def wait_until(condition, seconds=20.0):
+    end = time.monotonic() + seconds
+    while not (found := condition()) and time.monotonic() < end:
+        time.sleep(0.05)
+    return found
+
+
+@pytest.mark.parametrize("closed_first", [True, False])
+def test_a_server_that_never_begins_is_ended(tmp_path, closed_first):
+    pid = tmp_path / "pid"
+    program = (
+        f"import os, time; open({str(pid)!r}, 'w').write(f'{{os.getpid()}} '); time.sleep(600)"
+    )
+    tool = McpTool("tide", McpConfig((sys.executable, "-c", program), schema="{}"))
+    seen = ask(tool, "{}", deadline=3.0)
+    assert seen.outcome == "timeout"
+    assert wait_until(lambda: pid.exists() and pid.read_text().endswith(" "))
+    process = int(pid.read_text())
+    if closed_first:
+        asyncio.run(tool.close())
+        assert not psutil.pid_exists(process)
+    else:  # the failed call is enough
+        assert wait_until(lambda: not psutil.pid_exists(process))
+        asyncio.run(tool.close())
+
+
+def test_a_closed_session_leaves_no_event_loop_and_no_thread():
+    tool = McpTool("tide", McpConfig(COMMAND, timeout_s=30.0))
+    assert ask(tool, '{"port": "Brest"}').ok
+    loop = tool._session._loop
+    asyncio.run(tool.close())
+    assert wait_until(loop.is_closed)
+    assert ask(tool, '{"port": "Brest"}').ok  # a later call begins anew
+    asyncio.run(tool.close())
+
+
+def test_a_recording_tells_calls_of_a_server_with_state_apart_by_what_came_before(tmp_path):
+    store = Store(tmp_path / "calls.sqlite")
+    earlier = [(("act", "open a"),), (("act", "open b"),), (("tide", "open b"),), ()]
+
+    def keys(**settings):
+        tool = Recorded(McpTool("act", McpConfig(COMMAND, **settings)), store, "record")
+        calls = [ToolContext(history=before, outcomes=("ok",) * len(before)) for before in earlier]
+        return [tool.key("read", context) for context in calls]
+
+    first, second, other, none = keys()
+    assert len({first, second, none}) == 3 and other == none
+    assert len(set(keys(shared=True))) == 1
 
 
 def test_calls_run_at_the_same_time(tide):

@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+import asyncio
 import sys
 from pathlib import Path
 
+import psutil
 import pytest
 
 from coa_jax.tools import doctor, reach
+from coa_jax.tools.make import ToolsConfig
 from tests.tools import fault_server
 from tests.tools.echo_services import body_of
 
@@ -88,6 +91,29 @@ def test_servers_that_answer_are_ready(tmp_path, capsys, server, monkeypatch):
     assert "robots IGNORED" in lines["crawl_page"] and "summaries by m at" in lines["crawl_page"]
     assert "Height of the tide" in lines["tide"]
     assert "record of 0 answers" in lines["store"]
+
+
+def test_a_program_that_was_started_for_the_check_is_ended():
+    pytest.importorskip("mcp")
+    command = (sys.executable, str(ROOT / "tests/tools/mcp_server.py"))
+    here = psutil.Process()
+    before = set(here.children(recursive=True))
+    for tag, ok in (("tide", True), ("ebb", False)):
+        config = ToolsConfig(names=(tag,), mcp={tag: {"command": command}})
+        (found,) = asyncio.run(reach.findings(config, 60.0))
+        assert found.ok == ok and "tide" in found.text
+        assert not set(here.children(recursive=True)) - before
+
+
+def test_programs_without_isolation_need_none_and_say_so(monkeypatch):
+    config = ToolsConfig(names=("code",), code_unsafe=True)
+    monkeypatch.setenv("COA_JAX_ALLOW_UNSAFE_CODE", "1")
+    monkeypatch.setattr(reach, "find_isolation", lambda: pytest.fail("isolation is looked for"))
+    (found,) = asyncio.run(reach.findings(config))
+    assert found == reach.Finding("code", True, "programs run here, WITHOUT isolation")
+    monkeypatch.delenv("COA_JAX_ALLOW_UNSAFE_CODE")
+    (found,) = asyncio.run(reach.findings(config))
+    assert not found.ok and "COA_JAX_ALLOW_UNSAFE_CODE=1" in found.text
 
 
 def test_servers_that_do_not_answer_are_named(tmp_path, capsys, server, monkeypatch):

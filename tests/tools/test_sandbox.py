@@ -18,10 +18,10 @@ from pathlib import Path
 
 import pytest
 
-from coa_jax.tools.sandbox import supervise, trial
+from coa_jax.tools.sandbox import supervise, trial, watch
 from coa_jax.tools.sandbox.canaries import TRIAL_LIMITS, canaries
 from coa_jax.tools.sandbox.isolation import find_isolation
-from coa_jax.tools.sandbox.limits import Job, Limits
+from coa_jax.tools.sandbox.limits import Job, Limits, Scratch
 from coa_jax.tools.sandbox.run import SERVER, Captured, ProgramResult, SandboxError, run
 from coa_jax.tools.sandbox.watch import descendants
 
@@ -380,3 +380,41 @@ def test_what_bubblewrap_refuses_is_not_taken_for_the_end_of_the_program():
     broken = dataclasses.replace(job, readable=(*job.readable, "/nonexistent/file"))
     with pytest.raises(SandboxError, match=r"did not start the program.*nonexistent"):
         outcome(broken, "print('ran')")
+
+
+@pytest.fixture
+def rivals():
+    """Three processes that compete for one processor; each uses about a third of its time."""
+    processes = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+    processor = min(os.sched_getaffinity(0))
+    for process in processes:
+        os.sched_setaffinity(process.pid, {processor})
+    yield [process.pid for process in processes]
+    for process in processes:
+        process.kill()
+        process.wait()
+
+
+def ran_and_waited(process: int) -> tuple[float, float]:
+    """The seconds for which the kernel let a process run, and let it wait for a processor."""
+    ran, waited = Path(f"/proc/{process}/schedstat").read_text().split()[:2]
+    return int(ran) / 1e9, int(waited) / 1e9
+
+
+def test_the_time_in_which_a_program_waits_for_others_is_credited_in_full(rivals, monkeypatch):
+    assert wait_until(lambda: ran_and_waited(rivals[0])[0] > 0.5, 60)
+    watching = watch.ProcessWatch(TRIAL_LIMITS, Scratch("", "", True, True), None)
+    monkeypatch.setattr(watch, "descendants", lambda root: rivals[:1])  # the others are not its own
+    before = ran_and_waited(rivals[0])[1]
+    credited = watching._starved_s()
+    assert before - 0.1 <= credited <= ran_and_waited(rivals[0])[1] + 0.1
+
+
+def test_the_time_of_the_programs_own_processes_is_not_credited(rivals, monkeypatch):
+    assert wait_until(lambda: ran_and_waited(rivals[0])[0] > 0.5, 60)
+    watching = watch.ProcessWatch(TRIAL_LIMITS, Scratch("", "", True, True), None)
+    monkeypatch.setattr(watch, "descendants", lambda root: rivals[:2])
+    waits = [ran_and_waited(process)[1] for process in rivals]
+    credited = watching._starved_s()
+    ran = [ran_and_waited(process)[0] for process in rivals[:2]]
+    assert min(waits[:2]) - max(ran) - 0.1 <= credited <= max(waits) - min(ran) + 0.1

@@ -148,7 +148,7 @@ async def resolve(host: str, port: int, guard: AddressGuard) -> list[str]:
     except (OSError, UnicodeError) as error:
         raise FetchError("unreachable", "the host name is not known") from error
     addresses = list(dict.fromkeys(str(entry[4][0]) for entry in found))
-    if host in guard.allow or f"{host}:{port}" in guard.allow:
+    if not {host, f"{host}:{port}"}.isdisjoint(map(str.lower, guard.allow)):
         return addresses
     networks = [ipaddress.ip_network(entry) for entry in guard.allow if "/" in entry]
     for text in addresses:

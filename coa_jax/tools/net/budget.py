@@ -153,7 +153,8 @@ class CallBudget(Bounded):
     def as_budget(self) -> Budget:
         """The same limits as a `Budget`, with ``max_money`` converted to a number of calls."""
         most = [self.max_calls] if self.max_calls else []
-        most += [int(self.max_money / self.price)] if self.max_money else []
+        # The factor is needed because the quotient may be rounded to less than a whole number.
+        most += [int(self.max_money / self.price * (1 + 1e-12))] if self.max_money else []
         if 0 in most:
             raise UserError(f"max_money is {self.max_money:g}, less than the price of one call")
         return Budget(max_calls=min(most, default=0), max_per_second=self.max_per_second)

@@ -133,11 +133,14 @@ class ProcessWatch:
 
         Only the time for which processes outside the program occupied the processors counts.
         """
-        waited = used = 0.0
+        waited = own = used = 0.0
         for process in descendants(os.getpid()):
-            waited = max(waited, _numbers(process, "schedstat", (1,))[0] / 1e9)
+            ran, delay = (number / 1e9 for number in _numbers(process, "schedstat", (0, 1)))
             used += sum(_numbers(process, "stat", (11, 12, 13, 14))) / _TICKS
-        return max(0.0, waited - used)  # subtracts the time of the program's own processes
+            if delay > waited:
+                waited, own = delay, ran
+        # While a process waits, only the other processes of the program can occupy processors.
+        return max(0.0, waited - max(0.0, used - own))
 
 
 def process_ids() -> list[int]:

@@ -158,6 +158,13 @@ def test_other_things_that_are_allowed_do_not_help(server, allow):
     assert refused(server.url("/page"), AddressGuard(allow=(allow,))) == "refused"
 
 
+@pytest.mark.parametrize("allow", ["LocalHost", "LOCALHOST:8000"])
+def test_the_case_of_an_allowed_host_does_not_matter(allow):
+    assert asyncio.run(resolve("localhost", 8000, AddressGuard(allow=(allow,))))
+    with pytest.raises(FetchError):
+        asyncio.run(resolve("localhost", 8000, AddressGuard(allow=(f"x.{allow}",))))
+
+
 def test_blocked_hosts_and_paths_are_refused_even_when_redirected_to(server):
     guard = AddressGuard(allow=("127.0.0.1",), block=("127.0.0.1/page",))
     assert refused(server.url("/page?a=1"), guard) == "refused"
