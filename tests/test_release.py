@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file
 
-from coa_jax.claims import Folders, table
+from coa_jax.claims import Folders, at_k, difference, rate, scaled, table
 from coa_jax.errors import UserError
 from coa_jax.model.adapters import read_adapter
 from coa_jax.model.card import read_card
@@ -49,6 +49,27 @@ def test_the_released_directory_is_a_run_for_the_report_and_the_claims(tmp_path)
     assert f"| {sum(right) / 200:.3f} (" in table(Folders([run]))
     page = build_report(run).read_text()
     assert sampled[0].question.split("?")[0][:20] in page
+
+
+def test_the_page_of_claims_has_the_figures_of_the_released_results():
+    page = (RELEASED.parents[1] / "docs" / "reproduction.md").read_text()
+    rows = {line.split(" | ")[0].lstrip("| "): line for line in page.splitlines()}
+    measured = Folders([RELEASED.parent / "seeds" / "1"])
+    for quantity, measure in {
+        "SFT for the time of RL: pass@1": rate("sft_more"),
+        "RL minus SFT for the time of RL": difference("rl", "sft_more"),
+        "RFT: pass@1": rate("rft"),
+        "RL minus RFT": difference("rl", "rft"),
+        "four samples per task, after RL: pass@1": rate("scaling"),
+        "the same samples: pass@3": at_k("scaling", 3),
+        "the same samples: majority of four": scaled("scaling", "majority"),
+    }.items():
+        figure = measure(measured)
+        to = " to " if figure.signed else "-"
+        sign = "+" if figure.signed else ""
+        span = to.join(f"{end:{sign}.3f}" for end in figure.interval)
+        assert f"| {figure.value:{sign}.3f} ({span})" in rows[quantity], quantity
+        assert figure.p is None or f", p = {figure.p:.2g} |" in rows[quantity], quantity
 
 
 def test_a_run_without_adapters_is_refused(tmp_path):

@@ -4,7 +4,8 @@ r"""Runs the whole pipeline on SmolLM2-135M-Instruct: the paper's claims at smal
 
 Needs: 2 CPU cores, 12 GiB of memory, the sandbox for programs (bubblewrap, or Landlock), and
 ``coa-jax fetch smollm2``, which the script runs.
-Takes: about 2 hours 40 minutes on 2 cores, at most 10.8 GB of memory (docs/reproduction.md).
+Takes: 1 hour 30 minutes to 2 hours 40 minutes on 2 cores, depending on the processor, and at most
+10.8 GB of memory (docs/reproduction.md).
 Gives: ``summary.json``, ``report/index.html`` and a result file for each evaluation. ``python -m
 coa_jax.claims`` makes a table of the result files.
 
