@@ -5,14 +5,14 @@ r"""Compares claims of the Chain-of-Agents paper with results of our own runs, i
 The arguments are run folders of ``configs/pretrained/factbook.py``, one folder for each seed.
 ``--plain`` names as many folders of the variant ``hermes`` of this config. The policy of this
 variant calls tools without a chain of agents. The command prints the table, and with ``--out`` also
-writes it to a Markdown file. All figures come from the result files in the folders, and each row
-names the command that creates these files.
+writes it to a Markdown file. Each row names the command that creates the result files it needs.
 
 Intervals are 95 % confidence intervals over the tasks of all seeds. A task that several seeds share
 counts once, with the samples of these seeds. The interval of a rate is computed as in
 `evaluate.metrics`, the interval of a difference by a paired bootstrap. The p-value of a difference
 comes from the paired permutation test of `evaluate.compare`. Neither includes the variation between
-seeds, so the table also lists the figure of each seed.
+seeds, so the table also lists the figure of each seed. Figures without an interval, such as token
+savings, are means over seeds, and their n is the sum over seeds.
 """
 
 from __future__ import annotations
@@ -387,10 +387,10 @@ CLAIMS: tuple[Claim, ...] = (
     ),
     Claim(
         "unseen tools", "calls that the tools understood", well_formed("unseen", *_UNSEEN),
-        "no share (§5.2)",
+        "examples (§5.2)",
     ),
-    Claim("unseen tools", "pass@1", rate("unseen"), "no share (§5.2)"),
-    Claim("unseen tools", "solved with such a call", helped("unseen", *_UNSEEN), "no share (§5.2)"),
+    Claim("unseen tools", "pass@1", rate("unseen"), "examples (§5.2)"),
+    Claim("unseen tools", "solved with such a call", helped("unseen", *_UNSEEN), "examples (§5.2)"),
 )  # fmt: skip
 
 

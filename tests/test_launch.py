@@ -285,6 +285,7 @@ def test_quickstart_passes_its_arguments_on(echoing, arguments, passed):
     ("arguments", "fetched", "workdir", "rest"),
     [
         ([], True, "{root}/runs/pretrained", ""),
+        (["--workdir=there"], True, "{cwd}/there", ""),
         (["--workdir=there", "--model", "a b"], False, "{cwd}/there", "[--model={cwd}/a b]"),
     ],
 )

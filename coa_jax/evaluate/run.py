@@ -170,7 +170,8 @@ def _other_than_default(config: EvaluateConfig) -> dict[str, Any]:
     """Returns the settings of the engine or the endpoint on which samples depend.
 
     Settings with their default values are left out. Evaluations with the default values can
-    therefore continue although their earlier samples were stored without these settings.
+    therefore continue although their earlier samples were stored without these settings; others
+    must start anew.
     """
     values: PolicyEndpoint | EngineConfig = config.engine
     names = ["dtype", "cache_dtype"]

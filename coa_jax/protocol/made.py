@@ -30,8 +30,8 @@ def write_protocols(folder: str | os.PathLike[str]) -> None:
     """Adds the protocols that this process has created to the file ``protocols.json``.
 
     Only protocols that `protocol_with_tools` created are added. If there are none, no file is
-    written. Protocols that another process has added stay in the file, because other data sets or
-    evaluations in the same folder need them.
+    written. Protocols that an earlier process has added stay in the file, because other data sets
+    or evaluations in the same folder need them.
 
     Args:
         folder: folder in which the file is written.

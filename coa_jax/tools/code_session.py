@@ -104,7 +104,9 @@ def run(programs, cpu_s, wall_s, starved_s):
             return 0.0  # the sandbox hides this file
 
     def end_late(number, frame):
-        # Time in which the program waits for a processor does not count.
+        # Time in which the program waits for a processor does not count.  Python runs this handler
+        # only between bytecodes: during a long call of C code, the limit on processor time and the
+        # limit of all programs together apply instead.
         left = end + min(waited() - before, starved_s) - now()
         if left > 0:
             wait(signal.ITIMER_REAL, left)

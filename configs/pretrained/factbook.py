@@ -4,8 +4,8 @@ r"""Runs the whole pipeline on SmolLM2-135M-Instruct: the paper's claims at smal
 
 Needs: 2 CPU cores, 12 GiB of memory, the sandbox for programs (bubblewrap, or Landlock), and
 ``coa-jax fetch smollm2``, which the script runs.
-Takes: 1 hour 30 minutes to 2 hours 40 minutes on 2 cores, depending on the processor, and at most
-10.8 GB of memory (docs/reproduction.md).
+Takes: 1 hour 43 minutes in one run on 2 cores, and longer on slower or busier cores; at most 10.8 GB
+of memory (docs/reproduction.md).
 Gives: ``summary.json``, ``report/index.html`` and a result file for each evaluation. ``python -m
 coa_jax.claims`` makes a table of the result files.
 
@@ -107,25 +107,25 @@ def get_config(arg: str | None = None) -> ml_collections.ConfigDict:
     return _in_small(config) if debug else config
 
 
-# Measured on 2 cores while other programs ran. The times of the controls and of `scaling` are
-# estimates.
+# Measured on 2 cores of an AMD EPYC processor. The times of the controls and of their evaluations are
+# estimates, because other programs ran at the same time.
 _MINUTES = {
-    "distill": 0.3,
-    "base": 0.2,
-    "evaluate_base": 4,
-    "sft": 28,
-    "evaluate_sft": 5,
-    "rl": 41,
-    "evaluate_rl": 5,
-    "sft_more": 41,
-    "evaluate_sft_more": 5,
-    "rft": 8,
-    "evaluate_rft": 5,
+    "distill": 0.1,
+    "base": 0.1,
+    "evaluate_base": 1.3,
+    "sft": 13,
+    "evaluate_sft": 2.8,
+    "rl": 21,
+    "evaluate_rl": 2.5,
+    "sft_more": 21,
+    "evaluate_sft_more": 2.5,
+    "rft": 4,
+    "evaluate_rft": 2.5,
     "economy": 0.1,
-    "evaluate_natural_sft": 2,
-    "evaluate_natural_rl": 2,
-    "evaluate_scaling": 9,
-    "evaluate_unseen": 3,
+    "evaluate_natural_sft": 1,
+    "evaluate_natural_rl": 1,
+    "evaluate_scaling": 3,
+    "evaluate_unseen": 1.5,
 }
 
 
