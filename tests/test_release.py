@@ -54,12 +54,17 @@ def test_the_released_directory_is_a_run_for_the_report_and_the_claims(tmp_path)
 def test_the_page_of_claims_has_the_figures_of_the_released_results():
     page = (RELEASED.parents[1] / "docs" / "reproduction.md").read_text()
     rows = {line.split(" | ")[0].lstrip("| "): line for line in page.splitlines()}
-    measured = Folders([RELEASED.parent / "seeds" / "1"])
+    seeds = RELEASED.parent / "seeds"
+    measured = Folders([seeds / "1"], [seeds / "plain-1"])
     for quantity, measure in {
         "SFT for the time of RL: pass@1": rate("sft_more"),
         "RL minus SFT for the time of RL": difference("rl", "sft_more"),
         "RFT: pass@1": rate("rft"),
         "RL minus RFT": difference("rl", "rft"),
+        "plain tool calling, SFT: pass@1": rate("sft", plain=True),
+        "plain tool calling, SFT + RL: pass@1": rate("rl", plain=True),
+        "chain of agents minus plain tool calling, after SFT": difference("sft", "sft", plain=True),
+        "chain of agents minus plain tool calling, after RL": difference("rl", "rl", plain=True),
         "four samples per task, after RL: pass@1": rate("scaling"),
         "the same samples: pass@3": at_k("scaling", 3),
         "the same samples: majority of four": scaled("scaling", "majority"),

@@ -84,6 +84,11 @@ class PoolConfig(Bounded):
                 f"rest_below is {self.rest_below} and rest_above {self.rest_above}: every task "
                 "would rest; give a lower rest_below"
             )
+        if not self.rest_steps and (self.rest_most or self.rest_below > 0 or self.rest_above < 1):
+            raise UserError(
+                "rest_most, rest_below and rest_above have no effect while rest_steps is 0; give "
+                "rest_steps"
+            )
         if bool(self.curriculum) != bool(self.curriculum_steps):
             raise UserError(
                 f"curriculum is {shown(self.curriculum)} and curriculum_steps is "

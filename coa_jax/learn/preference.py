@@ -146,7 +146,7 @@ def make_pairs(
     """Pairs the trajectories of each task.
 
     The best trajectory of a task is paired with the worst one, the second best with the second
-    worst, and so on.
+    worst, and so on. Samples with branches are left out, because a pair compares two sequences.
 
     Args:
         trajectories: graded trajectories.
@@ -156,7 +156,10 @@ def make_pairs(
             how many.
     """
     by_task: dict[str, list[Trajectory]] = defaultdict(list)
-    for trajectory in trajectories:
+    whole = [trajectory for trajectory in trajectories if not trajectory.branches]
+    if left := len(trajectories) - len(whole):
+        logging.warning("%d samples with several token sequences are left out", left)
+    for trajectory in whole:
         by_task[trajectory.task_id].append(trajectory)
     pairs: list[Pair] = []
     long = 0

@@ -30,7 +30,7 @@ from coa_jax.parallel.placement import own_rows, training_mesh
 from coa_jax.records import ProtocolName, Records, iterate_records
 from coa_jax.run_dir import RunDir
 from coa_jax.tasks.prompts import load_prompt, warn_of_prompts
-from coa_jax.trajectory import Trajectory, read_trajectories
+from coa_jax.trajectory import Author, Trajectory, read_trajectories
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -83,7 +83,9 @@ def train(config: RFTConfig, run: RunDir, output: Path) -> None:
     mesh = training_mesh(config.mesh, config.rows)
     chosen = _chosen(config) if config.traces else []
     model = describe_model(config.model, config.lora)
-    parts = [examples_in_memory([trajectory_example(trajectory, 0.0) for trajectory in chosen])]
+    sequences = [one for trajectory in chosen for one in trajectory.sequences]
+    learned = [one for one in sequences if (one.author == Author.POLICY).any()]
+    parts = [examples_in_memory([trajectory_example(one, 0.0) for one in learned])]
     if config.data:
         prompt = load_prompt(config.prompt_style, config.model)
         reader = RecordReader(Records(config.data, config.protocol), model.tokenizer, prompt)
@@ -187,20 +189,21 @@ def select(
         trajectories: graded trajectories.
         min_reward: minimum reward of a trajectory.
         per_task: maximum number of trajectories of one task.
-        length: maximum number of tokens of a trajectory. Longer trajectories are left out, and a
-            warning states how many.
+        length: maximum number of tokens of a trajectory and of each of its branches. Longer
+            trajectories are left out, and a warning states how many.
     """
     kept: dict[str, dict[bytes, Trajectory]] = defaultdict(dict)
     long = 0
     for trajectory in trajectories:
         if value(trajectory) < min_reward:
             continue
-        if len(trajectory.tokens) > length:
+        if max(len(one.tokens) for one in trajectory.sequences) > length:
             long += 1
             continue
         same_task = kept[trajectory.task_id]
         if len(same_task) < per_task:
-            same_task.setdefault(trajectory.tokens.tobytes(), trajectory)
+            key = b"|".join(one.tokens.tobytes() for one in trajectory.sequences)
+            same_task.setdefault(key, trajectory)
     if long:
         logging.warning("%d trajectories have more than %d tokens and are left out", long, length)
     return [trajectory for members in kept.values() for trajectory in members.values()]

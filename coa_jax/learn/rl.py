@@ -405,7 +405,7 @@ def _loop(
                 **metrics.rollout_metrics(sampled),
                 **metrics.train_speed(
                     learner.model.config,
-                    groups.learned_lengths(sampled.used),
+                    groups.learned_lengths(sampled.used) * config.epochs,
                     stats.get("tokens", 0.0),
                     clock.seconds["update"],
                 ),

@@ -26,6 +26,7 @@ generalised advantage estimation over turns (arXiv 1506.02438 eq 16).
 
 from __future__ import annotations
 
+import bisect
 from collections.abc import Sequence
 
 import numpy as np
@@ -53,12 +54,17 @@ def weight_of_turns(graders: GradersConfig) -> float:
 def turn_rewards(trajectory: Trajectory) -> np.ndarray:
     """Returns the rewards r_ij of the turns of a trajectory, float64 ``[turns]``.
 
-    A turn is a sequence of consecutive policy tokens. A call to the environment ends each turn,
-    except possibly the last one.
+    A turn is a sequence of consecutive policy tokens. One or more calls to the environment end each
+    turn, except possibly the last one. The reward of a turn is the sum of the rewards of its calls.
     """
-    of_calls = [call.reward or 0.0 for call in trajectory.tool_calls]
-    rewards = np.zeros(max(len(_runs(trajectory.author == Author.POLICY)), len(of_calls)))
-    rewards[: len(of_calls)] = of_calls
+    ends = [end for _, end in _runs(trajectory.author == Author.POLICY)]
+    rewards = np.zeros(max(len(ends), 1))
+    spans = (span for span in trajectory.segments if span.author == Author.ENVIRONMENT)
+    replies = [span.start for span in spans if ends and span.start >= ends[0]]
+    # Only the call that ends the episode has no reply.
+    replies += [len(trajectory.tokens)] * (len(trajectory.tool_calls) - len(replies))
+    for call, reply in zip(trajectory.tool_calls, replies, strict=False):
+        rewards[max(bisect.bisect_right(ends, reply) - 1, 0)] += call.reward or 0.0
     return rewards
 
 
@@ -88,11 +94,18 @@ def credited(
     if weight is None or not given or any(a.ndim for _, a in learned):
         return None
     alone = algorithm.alone and algorithm.whitened
-    return turn_advantages(group, [float(a) for _, a in learned], weight, alone)
+    n = len(group)
+    scales = {"mean": 1.0, "batch_baseline": 1.0, "leave_one_out": n / max(n - 1, 1)}
+    scale = 1.0 if alone else scales.get(algorithm.advantage)
+    return turn_advantages(group, [float(a) for _, a in learned], weight, alone, scale)
 
 
 def turn_advantages(
-    group: Sequence[Trajectory], advantages: Sequence[float], weight: float, alone: bool
+    group: Sequence[Trajectory],
+    advantages: Sequence[float],
+    weight: float,
+    alone: bool,
+    scale: float | None = None,
 ) -> list[np.ndarray]:
     """Computes the advantage A_ik of each turn k of each trajectory i of a group.
 
@@ -104,15 +117,18 @@ def turn_advantages(
         group: graded trajectories of one task.
         advantages: advantage A_i of each trajectory.
         weight: weight w of the turn rewards in the reward of a trajectory.
-        alone: whether A_i is R_i itself, without a baseline; in that case s is 1 and b_k is 0.
+        alone: whether A_i is R_i itself, without a baseline; in that case b_k is 0.
+        scale: scale s; None to compute it from the rewards and the advantages, which gives 0 if all
+            rewards are equal.
 
     Returns:
         For each trajectory i the advantages A_ik of its turns k, float64 ``[turns]``.
     """
     values = np.array([t.reward.value if t.reward else 0.0 for t in group], np.float64)
     whole = np.asarray(advantages, np.float64)
-    spread = np.ptp(values)
-    scale = 1.0 if alone else (np.ptp(whole) / spread if spread else 0.0)
+    if scale is None:
+        spread = np.ptp(values)
+        scale = float(np.ptp(whole) / spread) if spread else 0.0
     rewards = [
         turn_rewards(t) * (weight if t.reward and ENVIRONMENT in t.reward.parts else 0.0)
         for t in group

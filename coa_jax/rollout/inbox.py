@@ -140,14 +140,25 @@ class InboxReader:
 
         1. a sample in ``waiting``,
         2. the first sample of a request from the inbox, whose other samples also join ``waiting``,
-        3. a sample in ``waiting`` of the reader with the most waiting samples.
+        3. a sample in ``waiting`` of the reader with the most waiting samples, without cancelled
+           samples.
         """
         while not self.waiting and (request := self._inbox.take()):
             self.waiting.extend((request, sample) for sample in request.samples)
-        longest = max((reader.waiting for reader in self._inbox.readers), key=len)
-        if not self.waiting and longest:
-            self.waiting.append(longest.pop())
+        if not self.waiting:
+            longest = max(self._inbox.readers, key=lambda reader: len(reader._spare()))
+            if spare := longest._spare():
+                self.waiting.append(longest.waiting[spare[-1]])
+                del longest.waiting[spare[-1]]
         return self.waiting[0] if self.waiting else None
+
+    def _spare(self) -> list[int]:
+        """Returns the positions in ``waiting`` of the samples that other readers may take.
+
+        A cancelled sample is left to its reader, which ends the sample without an engine.
+        """
+        gone = {id(request) for request in self.cancelled}
+        return [at for at, (request, _) in enumerate(self.waiting) if id(request) not in gone]
 
     def take_cancelled(self) -> list[Request]:
         """Returns the requests that were cancelled since the last call of this method.

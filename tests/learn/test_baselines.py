@@ -52,6 +52,19 @@ def test_right_trajectories_are_learnt_at_most_so_many_of_a_task_and_none_twice(
     assert select(members, 0.3, 9, len(members[0].tokens) - 1) == []
 
 
+def test_branches_of_a_sample_count_in_fine_tuning_and_are_left_out_of_pairs():
+    one, other = graded([1.0, 1.0])
+    branched = dataclasses.replace(one, branches=(other,))
+    assert len(select([one, branched], 1.0, 2, 100)) == 2  # different samples
+    none = np.zeros(101, np.int32)
+    branch = dataclasses.replace(other, tokens=none, author=none, logp=none, segments=())
+    long = dataclasses.replace(one, branches=(branch,))
+    assert select([long], 1.0, 2, 100) == []
+    worse = graded([1.0, 0.0])[1]
+    assert len(make_pairs([one, worse], 0.5, 9, 100)) == 1
+    assert make_pairs([branched, worse], 0.5, 9, 100) == []
+
+
 def test_the_best_are_preferred_to_the_worst():
     pairs = make_pairs(graded([0.2, 1.0, 0.0, 0.6, 1.0]), 0.5, 9, 100)
     assert [(a.sample_id, b.sample_id) for a, b in pairs] == [(1, 2), (4, 0)]

@@ -59,15 +59,18 @@ def solver(seed):
     return lambda index: random.Random(f"{seed}/{index}").choice([0, 0, 1, 2, 4, 4])
 
 
-configs = st.builds(
+others = {
+    "memory": st.sampled_from([0.0, 0.5, 1.0]),
+    "curriculum": st.just("hops"),
+    "curriculum_steps": st.integers(1, 6),
+}
+configs = st.builds(PoolConfig, **others) | st.builds(
     PoolConfig,
-    rest_steps=st.integers(0, 4),
+    rest_steps=st.integers(1, 4),
     rest_most=st.sampled_from([0, 9]),
-    memory=st.sampled_from([0.0, 0.5, 1.0]),
     rest_below=st.sampled_from([0.0, 0.2]),
     rest_above=st.sampled_from([0.8, 1.0]),
-    curriculum=st.just("hops"),
-    curriculum_steps=st.integers(1, 6),
+    **others,
 )
 
 
@@ -208,6 +211,7 @@ def test_the_pass_rates_of_an_evaluation_choose_the_tasks(tmp_path, capsys):
     ("changes", "message"),
     [
         ({"rest_below": 0.5, "rest_above": 0.5}, "every task would rest"),
+        ({"rest_below": 0.1}, "have no effect while rest_steps is 0"),
         ({"curriculum": "hops"}, "give both or none"),
         ({"curriculum_steps": 5}, "give both or none"),
     ],

@@ -8,10 +8,22 @@ import numpy as np
 import pytest
 
 from coa_jax.learn.algorithms import Algorithm
-from coa_jax.learn.turns import spread_over_tokens, turn_advantages, weight_of_turns
+from coa_jax.learn.turns import (
+    spread_over_tokens,
+    turn_advantages,
+    turn_rewards,
+    weight_of_turns,
+)
 from coa_jax.learn.update import group_examples
 from coa_jax.tasks import GradersConfig
-from coa_jax.trajectory import Author, Reward, StopReason, ToolCall, Trajectory
+from coa_jax.trajectory import (
+    Author,
+    Reward,
+    SegmentSpan,
+    StopReason,
+    ToolCall,
+    Trajectory,
+)
 
 TURNS = ((0.1, -0.1, 1.0), (1.0,), (0.1, 0.1), (0.0, 0.5, 0.1))
 """Rewards of the turns of a group."""
@@ -20,9 +32,11 @@ KINDS = ("group", "mean", "leave_one_out", "batch", "batch_baseline", "gae", "no
 
 def trajectory(rewards, rest: float = 0.0, given: bool = True) -> Trajectory:
     """Turns of two tokens and replies of three, after a prompt of four tokens."""
-    author = [Author.PROMPT] * 4
+    author, spans = [Author.PROMPT] * 4, []
     for _ in rewards:
-        author += [Author.POLICY] * 2 + [Author.ENVIRONMENT] * 3
+        for who, count in ((Author.POLICY, 2), (Author.ENVIRONMENT, 3)):
+            spans.append(SegmentSpan(None, who, "", len(author), len(author) + count))
+            author += [who] * count
     calls = [
         ToolCall("turn", "x", "y", "ok", True, 0.0, 0.0, {}, reward if given else None)
         for reward in rewards
@@ -31,7 +45,8 @@ def trajectory(rewards, rest: float = 0.0, given: bool = True) -> Trajectory:
     parts = {"environment": float(sum(rewards))}
     size = len(author)
     return Trajectory(
-        "t", 0, "q", "turns", np.arange(size), author, np.zeros(size), "", (), tuple(calls),
+        "t", 0, "q", "turns", np.arange(size), author, np.zeros(size), "", tuple(spans),
+        tuple(calls),
         StopReason.ENVIRONMENT, Reward(value, parts), (), {},
     )  # fmt: skip
 
@@ -84,6 +99,33 @@ def test_without_rewards_of_turns_nothing_changes(kind):
     credited = group_examples(algorithm(kind), group(given=False), None, weight=1.0)
     for one, other in zip(plain, credited, strict=True):
         np.testing.assert_array_equal(one.advantage, other.advantage)
+
+
+def test_a_turn_with_several_calls_has_the_sum_of_their_rewards():
+    """The first turn makes two calls; the call that ends the episode has no reply."""
+    one = trajectory((0.25, 0.5, 1.0))
+    first, reply, _, second, last, _ = one.segments
+    second = dataclasses.replace(second, start=9, end=12)
+    author = np.array(one.author)
+    author = np.concatenate([author[:9], [Author.ENVIRONMENT] * 3, [Author.POLICY] * 2])
+    last = dataclasses.replace(last, start=12, end=14)
+    one = dataclasses.replace(
+        one,
+        author=author,
+        tokens=np.arange(14),
+        logp=np.zeros(14),
+        segments=(first, reply, second, last),
+    )
+    assert turn_rewards(one).tolist() == [0.75, 1.0]
+
+
+def test_groups_with_equal_rewards_learn_from_turns_where_the_scale_is_fixed():
+    members = [trajectory((1.0, 0.0)), trajectory((0.0, 1.0))]
+    for kind, scale in (("mean", 1.0), ("leave_one_out", 2.0)):
+        first, second = group_examples(algorithm(kind), members, None, weight=1.0)
+        wanted = np.repeat([0.0, -0.5 * scale], 2)
+        np.testing.assert_allclose(first.advantage[first.mask > 0], wanted, atol=1e-6)
+        np.testing.assert_allclose(second.advantage[second.mask > 0], -wanted, atol=1e-6)
 
 
 def test_rewards_at_the_end_alone_leave_the_first_turn_as_it_is():

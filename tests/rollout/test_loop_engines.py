@@ -97,6 +97,18 @@ def test_cancelling_the_reader_ends_the_tools_of_both():
     assert not any(one.any_active for one in two())
 
 
+def test_a_cancelled_sample_that_waits_for_one_engine_is_not_taken_by_the_other():
+    request = requests(3)[0]
+    inbox = Inbox([request])
+    busy, idle = inbox.reader(), inbox.reader()
+    assert busy.sample()[0] is request and len(busy.waiting) == 3
+    assert idle.sample()[0] is request and len(busy.waiting) == 2  # an idle engine takes a sample
+    idle.waiting.clear()
+    inbox.cancel(request)
+    assert idle.take_cancelled() == [request]
+    assert idle.sample() is None and len(busy.waiting) == 2
+
+
 def test_a_request_is_taken_back_from_whichever_has_it():
     searching = Hangs("wiki_search", deadline=3600.0)
     first, second, late = requests(2)[0], requests(2)[1], requests(1)[2]
