@@ -4,9 +4,8 @@ r"""Measures the value of distillation filters and roles by SFT on different tra
 
 For each seed, the teacher solves the training tasks once. Each arm (one setting of the filters)
 selects its training set from these runs of the teacher, and may remove the text of some roles, such
-as all reflections. Then every arm fine-tunes the same initial
-policy on its training set for the same number of updates, and the fine-tuned policies answer the
-same held-out tasks with live tools.
+as all reflections. Then every arm fine-tunes the same initial policy on its training set for the
+same number of updates, and the fine-tuned policies answer the same held-out tasks with live tools.
 
 The command writes ``report.md`` and ``summary.json`` to the work directory. Each arm of each seed
 also has its own run directory. After a kill, the same command continues the ablation.
@@ -93,7 +92,7 @@ class Command(Bounded):
         distill: tasks that the teacher solves.
         teacher: settings of the teacher and the default settings of the filters.
         policy: sizes of the untrained policy from which every arm starts.
-        model: pretrained policy to start from instead, as a directory or GGUF file; "" for none.
+        model: pretrained initial policy, a model directory or a GGUF file; "" for an untrained one.
         without_roles: maps the name of an arm to the roles whose text its records lack.
         sft: settings of SFT, except the paths of its model and data, which the command sets.
         evaluate: settings of the evaluation of each trained policy on the held-out tasks.

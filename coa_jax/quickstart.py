@@ -253,7 +253,7 @@ class Pipeline:
         self.run.summary({"teacher": block})
 
     def _of_teacher(self) -> list[Task]:
-        """Returns the held-out tasks in the format of the teacher, for chains of agents."""
+        """Returns the held-out tasks in the format ``tags``, which the teacher writes."""
         return with_level(self.held_out, "", TAGS)
 
     def sft(self) -> None:

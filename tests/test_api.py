@@ -246,7 +246,7 @@ def test_an_evaluation_keeps_the_config_of_the_training_run_in_its_directory(tmp
         for folder in ("run", "own"):
             coa_jax.evaluate_policy(CONFIG, tmp_path / folder, stage=stage, **given)
     assert (tmp_path / "run" / "config.json").read_bytes() == before
-    # In a directory of its own, the config is that of the last evaluation.
+    # In a directory without a training run, the last evaluation writes its config.
     assert json.loads((tmp_path / "own" / "config.json").read_text())["stage"] == "second"
 
 

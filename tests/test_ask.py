@@ -128,7 +128,7 @@ def test_the_directory_of_a_run_is_asked_as_its_model_was_trained(learnt, tmp_pa
     trained = dataclasses.replace(BUDGET, prompt_style="model")
     agent = Agent(learnt.path.parent, tools, rollout=trained)
     assert agent.ask(learnt.question).text == learnt.text
-    # The protocol is that of the training too, although another one has a tag for the tool.
+    # The agent uses the protocol of the training, although another protocol has a tag for the tool.
     shutil.copytree(learnt.path, tmp_path / "model")
     card = json.loads((tmp_path / "model" / "agent.json").read_text())
     (tmp_path / "model" / "agent.json").write_text(json.dumps({**card, "protocol": "mhqa"}))

@@ -18,7 +18,7 @@ from coa_jax.tools.base import Tool, ToolContext, call
 
 
 def tools_of(role: str, protocol: str, tools: Iterable[str]) -> tuple[str, ...]:
-    """Returns those of the team's tools that an agent may call.
+    """Returns the team's tools that an agent may call.
 
     An agent may call only tools that the protocol has a tag for, because a run with another call
     could not be converted to a trajectory.
@@ -51,7 +51,7 @@ async def solve(
         episode: id of the run, from which scripted minds derive their random choices.
         minds: maps the name of each agent to its mind, the function that decides the agent's next
             message.
-        tools: maps the name of each tool to the tool. Agents are offered those for which the
+        tools: maps the name of each tool to the tool. Agents may call the tools for which the
             protocol has a tag.
         max_messages: number of messages after which the run ends without an answer.
 

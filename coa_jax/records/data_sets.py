@@ -79,7 +79,7 @@ def open_tfds(source: str, split: str, data_dir: str = "", setting: str = "") ->
     """
     where = f"{setting}={source}" if setting else source
     name, part = source.partition(":")[2], ""
-    # The colon before the split is neither that of a URL nor that of a slice.
+    # URLs and slices contain colons too, which do not begin a split.
     if found := re.fullmatch(r"(.+):([^:/\[\]]*(?:\[.*\])?)", name):
         name, part = found.groups()
     if not name:

@@ -8,7 +8,7 @@ Takes: for each of five arms, the time of the stages ``sft`` and ``evaluate_sft`
 configs/pretrained/factbook.py.
 Gives: runs/roles/report.md, in the form of configs/ablation/factbook.py.
 
-The tasks, the settings of SFT and the evaluation are those of configs/pretrained/factbook.py. The
+The tasks, the settings of SFT and the evaluation come from configs/pretrained/factbook.py. The
 teacher makes as many mistakes as in configs/ablation/factbook.py. The arms are:
 
 - ``unfiltered``: all runs;

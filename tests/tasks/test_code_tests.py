@@ -151,7 +151,7 @@ def test_a_busy_machine_does_not_use_up_the_time_of_all_tests(monkeypatch, total
     now, given_s = [0.0], []
 
     async def slow_case(program, tests, case, seconds, limits):
-        now[0] += 11.0  # of which the program waits 5.5 s for a processor
+        now[0] += 11.0  # the program waits for a processor for half of this time
         given_s.append(seconds)
         return ""
 
