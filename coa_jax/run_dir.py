@@ -191,6 +191,29 @@ class RunDir:
         if self._wandb is not None:
             self._wandb.scalars(phase, int(step), values)
 
+    def add_metrics(self, step: int, phase: str, **scalars: Any) -> None:
+        """Adds metrics to the row of a step, which must be the newest row of its phase.
+
+        Args:
+            step: step of the row.
+            phase: phase of the row.
+            **scalars: further metrics, see `metrics`.
+        """
+        if not self.active:
+            return
+        known = {name: math.nan if v is None else v for name, v in self.rows(phase)[-1].items()}
+        self.metrics(**{**known, **scalars, "step": step, "phase": phase})
+        newer: list[Mapping[str, Any]] = []
+
+        def goes(row: Mapping[str, Any]) -> bool | None:
+            if row.get("phase") != phase:
+                return False
+            newer.append(row)
+            return len(newer) > 1 if row["step"] == step else None
+
+        # The complete row is appended first, so that a kill in between loses nothing.
+        files.drop_last_rows(self.path / "metrics.jsonl", goes)
+
     def _open_wandb(self) -> None:
         if self._wandb_project and self._wandb is None:
             known = _read_object(self.path / "config.json")

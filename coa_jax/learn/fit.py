@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Any
 
 import jax
 from absl import logging
@@ -74,13 +74,14 @@ def fit(
     phase: str = "sft",
     complete: Callable[[Update], Update] | None = None,
     validate: Callable[[TrainState], float] | None = None,
-    evaluate: Callable[[TrainState, int], dict[str, float]] | None = None,
+    evaluate: Callable[[TrainState, int], dict[str, float] | None] | None = None,
     hurry: Callable[[], None] = lambda: None,
 ) -> None:
     """Trains a model, writes metrics and checkpoints, and exports the model at the end.
 
     An interrupted run resumes from its newest checkpoint. On SIGTERM, the process completes the
-    current update, saves a checkpoint, and exits with code 0.
+    current update, saves a checkpoint, and exits with code 0. A resumed run repeats an evaluation
+    that SIGTERM ended.
 
     Args:
         config: settings of the run.
@@ -103,7 +104,8 @@ def fit(
             of a reference; None if nothing is added.
         validate: function that computes the validation loss; None for no validation.
         evaluate: function that is called with the state and the number of the update. It returns
-            the metrics of an evaluation, or {} if no evaluation is due. None for no evaluations.
+            the metrics of an evaluation, {} if no evaluation is due, or None if ``hurry`` ended the
+            evaluation. A resumed run repeats the call in the last case. None for no evaluations.
         hurry: function that ends an evaluation in progress when the run must stop. A signal handler
             calls the function.
 
@@ -112,7 +114,8 @@ def fit(
             several updates in a row was not finite.
     """
     warn_of_positions(model.config, longest, "row_length")
-    state, cursor, checkpoints = _resume(config, run, model, weights, compute.mesh, phase)
+    state, extra, checkpoints = _resume(config, run, model, weights, compute.mesh, phase)
+    cursor, unmeasured = int(extra["cursor"]), bool(extra.get("unmeasured"))
     check_rows(model.config, config.rows, config.row_length, config.dtype, compute.mesh)
     total, step = config.optimizer.total_steps, int(state.step)
     watch = Watch(run.rows(phase))
@@ -130,7 +133,11 @@ def fit(
         read_ahead(planned, config.data_workers) as ahead,
         progress(phase.upper(), total=total, initial=step) as bar,
     ):
-        clock, stopping = Clock(*_PARTS), False
+        if unmeasured:  # a signal ended the evaluation of the newest checkpoint
+            figures = evaluate(state, step) if evaluate is not None else {}
+            unmeasured = figures is None
+            run.add_metrics(step, phase, **(figures or {}))
+        clock, stopping = Clock(*_PARTS), unmeasured
         while step < total and not stopping:
             profile.before(step + 1)
             processes.doing(f"data of update {step + 1}")
@@ -164,7 +171,9 @@ def fit(
             if evaluate is not None:
                 processes.doing(f"evaluation after update {step}")
                 with clock("evaluation"):
-                    stats |= evaluate(state, step)
+                    figures = evaluate(state, step)
+                unmeasured = figures is None
+                stats |= figures or {}
             run.metrics(step, phase, **stats, **peak_memory(), **clock.report())
             profile.after(step)
             for text in watch.see({**stats, "step": step}):
@@ -176,10 +185,11 @@ def fit(
             due |= step % config.checkpoint_every == 0 or step == total
             if due or stopping or error:
                 with clock("checkpoint"):
-                    checkpoints.save(step, state, {"cursor": cursor}, metrics=stats)
+                    extra = {"cursor": cursor, "unmeasured": unmeasured}
+                    checkpoints.save(step, state, extra, metrics=stats)
             if error:
                 raise error
-    if step < total:
+    if step < total or unmeasured:
         end_run(step, total)
     model = dataclasses.replace(model, params=state.model)
     save_trained(model, config.model, output, config.export_dtype)
@@ -192,7 +202,7 @@ def _resume(
     weights: Callable[[], Params],
     mesh: jax.sharding.Mesh | None,
     phase: str,
-) -> tuple[TrainState, int, Checkpoints]:
+) -> tuple[TrainState, dict[str, Any], Checkpoints]:
     checkpoints = Checkpoints(
         run.checkpoints / phase,
         config.keep_last,
@@ -208,6 +218,6 @@ def _resume(
         restored = checkpoints.newest(like)
     run.rewind(phase, 0 if restored is None else restored.step)
     if restored is not None:
-        return restored.state, int(restored.extra["cursor"]), checkpoints
+        return restored.state, restored.extra, checkpoints
     trained, frozen = split_trained(weights(), model.config, config.seed, mesh)
-    return init_state(trained, config.optimizer, frozen), 0, checkpoints
+    return init_state(trained, config.optimizer, frozen), {"cursor": 0}, checkpoints

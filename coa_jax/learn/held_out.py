@@ -210,7 +210,7 @@ class HeldOut:
         parameters: int,
         tokenizer: Any,
         engines: Callable[[], Sequence[Engine]],
-    ) -> dict[str, float]:
+    ) -> dict[str, float] | None:
         """Evaluates the policy after a step, and returns the same metrics in every process.
 
         Every process must call this method.
@@ -224,7 +224,7 @@ class HeldOut:
                 processes call the function if any process still has samples to produce.
 
         Returns:
-            The metrics ``eval/...``; {} if the evaluation was abandoned.
+            The metrics ``eval/...``; None if the evaluation was abandoned.
         """
         path = self._folder / f"{self._phase}-{step:08d}-{processes.index()}.jsonl"
         path.parent.mkdir(parents=True, exist_ok=True)
@@ -233,7 +233,7 @@ class HeldOut:
         requests = list(self._requests(done, {**mark, "step": step}, tokenizer))
         found = self._gather((bool(requests), self._abandoned))
         if any(abandoned for _, abandoned in found):
-            return {}
+            return None
         whole = True
         if any(missing for missing, _ in found):
             # All processes help to create the engines, even processes that have nothing to sample.
@@ -242,7 +242,7 @@ class HeldOut:
         mine = [_row(key, trajectory) for key, trajectory in done.items()]
         parts = self._gather((mine, whole))
         if not all(whole for _, whole in parts):
-            return {}
+            return None
         rows = [row for part, _ in parts for row in part]
         return self._figures(sorted(rows, key=lambda row: (row[0], row[1])))
 

@@ -51,6 +51,8 @@ class Learner:
         step: number of steps completed so far.
         ledger: `admission.Composition.state` after ``step`` steps.
         pool: state of the task pool (`pool.Pool`) after ``step`` steps; {} without a pool.
+        unmeasured: whether a signal ended the evaluation after ``step``, so that the metrics of the
+            step lack its results.
         total: number of steps of the run.
     """
 
@@ -70,7 +72,7 @@ class Learner:
         self._mesh = training_mesh(config.mesh, config.rows, rollouts=True)
         self.model = model = describe_model(config.model, config.lora)
         self.compute = config.compute(model.config, self._mesh)
-        self.step = 0
+        self.step, self.unmeasured = 0, False
         self.ledger: dict[str, Any] = {}
         self.pool: Mapping[str, Sequence[Any]] = {}
         self.state, self.critic, self.reference = self._resumed() or self._begun()
@@ -128,6 +130,7 @@ class Learner:
             )
         self.step, self.ledger = restored.step, restored.extra["ledger"]
         self.pool = restored.extra.get("pool", {})
+        self.unmeasured = restored.extra.get("unmeasured", False)
         critic = restored.more.get("critic")
         if critic is None and config.chosen.needs_critic:  # saved under another algorithm
             critic = critic_state(config, load_weights(config.model, self._mesh))
@@ -199,7 +202,7 @@ class Learner:
                 decides whether the checkpoint is the best checkpoint.
         """
         more: dict[str, Any] = {} if self.critic is None else {"critic": self.critic}
-        extra = {"ledger": self.ledger}
+        extra = {"ledger": self.ledger, "unmeasured": self.unmeasured}
         if self.pool:
             extra["pool"] = {id: list(known) for id, known in self.pool.items()}
         self._checkpoints.save(self.step, self.state, extra, metrics=metrics, more=more)

@@ -65,7 +65,8 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
     trajectories in ``spool/``, and then samples new groups. With ``max_staleness=0``, each sample
     is a function of (seed, task index, sample index, parameters), so a seed determines the run.
 
-    On SIGTERM the process abandons the rollouts in flight, saves a checkpoint, and exits with 0.
+    On SIGTERM the process abandons the rollouts and the evaluation in flight, saves a checkpoint,
+    and exits with 0. The resumed run repeats the evaluation.
 
     Args:
         config: settings of the run.
@@ -122,7 +123,7 @@ def train(config: RLConfig, run: RunDir, output: Path, tools: Sequence[Tool]) ->
             checkpoints.wait()
             processes.meet("the last checkpoint", config.mesh.wait_seconds)
             source.clear()
-    if learner.step < learner.total:
+    if learner.step < learner.total or learner.unmeasured:
         end_run(learner.step, learner.total)
     model = dataclasses.replace(learner.model, params=learner.state.model, card=card)
     save_trained(model, config.model, output, config.export_dtype)
@@ -357,11 +358,25 @@ def _loop(
         if held_out is not None:
             held_out.abandon()
 
+    def measure() -> dict[str, float]:
+        processes.doing(f"evaluation after step {learner.step}")
+        figures = held_out and held_out.measure(
+            learner.step,
+            digest(fingerprint(learner.state.model)),
+            learner.model.tokenizer,
+            functools.partial(source.engines, config.held_out.slots),
+        )
+        learner.unmeasured = held_out is not None and figures is None
+        return figures or {}
+
     with (
         contextlib.closing(Profile(config.profile_steps, run.path / "profile")) as profile,
         stop_on_sigterm(abandon) as stop,
         progress("RL", total=learner.total, initial=learner.step) as bar,
     ):
+        if learner.unmeasured:
+            run.add_metrics(learner.step, "rl", **measure())
+            stopping = learner.unmeasured
         while learner.step < learner.total and not stopping:
             profile.before(learner.step + 1)
             processes.doing(f"rollouts of step {learner.step + 1}")
@@ -382,15 +397,9 @@ def _loop(
             if (learner.step < learner.total or due) and not error:
                 with clock("publish"):
                     source.publish()
-            if held_out is not None and due:
-                processes.doing(f"evaluation after step {learner.step}")
+            if due:
                 with clock("evaluation"):
-                    figures |= held_out.measure(
-                        learner.step,
-                        parameters,
-                        learner.model.tokenizer,
-                        functools.partial(source.engines, config.held_out.slots),
-                    )
+                    figures |= measure()
             if learner.step < learner.total and not error:
                 with clock("publish"):
                     source.go_on()

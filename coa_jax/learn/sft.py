@@ -197,7 +197,7 @@ def train(
 
     evaluation = _held_out(config, run, prompt, tools) if config.evaluate_every else None
 
-    def evaluate(state: TrainState, step: int) -> dict[str, float]:
+    def evaluate(state: TrainState, step: int) -> dict[str, float] | None:
         if evaluation is None or not evaluation.due(step):
             return {}
         return evaluation.measure(

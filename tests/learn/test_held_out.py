@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import os
+import signal
 
 import numpy as np
 import pytest
@@ -118,6 +120,41 @@ def test_a_resumed_run_measures_only_what_is_missing(folder, evaluated, monkeypa
     assert samples[4:] == []
 
 
+def stop_at(monkeypatch, step):
+    """Makes the next evaluation after ``step`` receive SIGTERM before its first sample."""
+    original, sent = HeldOut._sample, []
+
+    async def stopped(self, requests, *rest):
+        if requests[0].metadata["step"] == step and not sent:
+            sent.append(step)
+            os.kill(os.getpid(), signal.SIGTERM)
+        return await original(self, requests, *rest)
+
+    monkeypatch.setattr(HeldOut, "_sample", stopped)
+
+
+def evaluations(run, phase):
+    return [
+        {name: value for name, value in row.items() if name.startswith(("step", "eval/"))}
+        for row in rows(run, phase)
+    ]
+
+
+@pytest.mark.parametrize("step", [2, 3])  # 3 is the last step
+def test_a_resumed_run_completes_an_evaluation_that_sigterm_ended(
+    folder, evaluated, monkeypatch, step
+):
+    stop_at(monkeypatch, step)
+    name = f"stopped-{step}"
+    with pytest.raises(SystemExit):
+        train(folder, name, **EVALUATED)
+    assert evaluations(folder / name, "rl")[-1] == {"step": step}
+    assert not (folder / name / "model").exists()
+    train(folder, name, **EVALUATED)
+    assert_same(evaluated, folder / name)
+    assert evaluations(folder / name, "rl") == evaluations(evaluated, "rl")
+
+
 @pytest.mark.slow
 def test_an_evaluation_beside_a_stream_leaves_its_record_exact(folder):
     from coa_jax.learn.rl import repeat
@@ -136,7 +173,7 @@ def test_an_evaluation_beside_a_stream_leaves_its_record_exact(folder):
     assert repeat(config, run).identical
 
 
-def test_sft_is_measured_too_and_keeps_the_best_checkpoint(folder):
+def test_sft_is_measured_too_and_keeps_the_best_checkpoint(folder, monkeypatch):
     write_records(folder / "data.jsonl", tiny_policy.records())
     values = {
         "optimizer": OptimizerConfig(learning_rate=1e-2, total_steps=4, warmup_steps=2),
@@ -164,6 +201,12 @@ def test_sft_is_measured_too_and_keeps_the_best_checkpoint(folder):
     assert row["eval/one/tasks"] == 1 and row["eval/all/tasks"] == len(tiny_policy.TASKS)
     whole = row["eval/one/pass_at_1"] + row["eval/all/pass_at_1"] * row["eval/all/tasks"]
     assert row["eval/pass_at_1"] == pytest.approx(whole / row["eval/tasks"])
+    stop_at(monkeypatch, 4)
+    with pytest.raises(SystemExit):
+        run_sft(folder / "sft-stopped", config)
+    assert not (folder / "sft-stopped" / "model").exists()
+    run_sft(folder / "sft-stopped", config)
+    assert evaluations(folder / "sft-stopped", "sft") == evaluations(folder / "sft", "sft")
 
 
 def test_tasks_that_are_trained_on_are_counted(folder, tmp_path, caplog):
