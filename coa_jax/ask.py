@@ -3,12 +3,12 @@
     python -m coa_jax.ask "What is the capital of Lesotho?" --model=runs/quickstart/models/rl
 
 Without a question on the command line, the command reads one question per line, either from a
-prompt on the terminal (Ctrl-D ends the session) or from a pipe. The limits (``--max_tokens`` and
-the other flags that begin with ``--max_``) and ``--top_k`` should equal the settings with which the
-policy was trained; their defaults are those of the quickstart.
+prompt on the terminal (Ctrl-D ends the session) or from a pipe.
 
-The tools come from a config file with a group ``tools``, which ``--config=FILE.py`` names.
-``--config.tools.X=...`` changes one setting of this group, and ``--tools`` selects other tools.
+``--config=FILE.py`` names a config that evaluates, serves or trains a policy of this kind. The
+config gives the tools and the limits of a trajectory; the default is a config of the quickstart's
+policy. ``--tools``, ``--top_k`` and the flags that begin with ``--max_`` override the config, and
+``--config.tools.X=...`` changes one setting of a tool.
 """
 
 from __future__ import annotations
@@ -36,11 +36,8 @@ from coa_jax.rollout.request import RolloutConfig
 from coa_jax.settings import build
 from coa_jax.tools.make import ToolsConfig, with_names
 
-_ROLLOUT = (
-    *("max_tokens", "max_turn_tokens", "max_tool_calls", "max_observation_tokens"),
-    *("prompt_style", "constrain", "level", "format"),
-)
-"""Flags that are settings of `RolloutConfig`."""
+_LIMITS = ("max_tokens", "max_turn_tokens", "max_tool_calls", "max_observation_tokens")
+"""Flags that override settings of the same name in the config's group ``rollout``."""
 
 
 def questions(arguments: Sequence[str], stream: IO[str]) -> Iterator[tuple[str, bool]]:
@@ -92,10 +89,10 @@ def define_flags() -> None:
     flags.DEFINE_float("temperature", 0.0, "sampling temperature; 0 is greedy", lower_bound=0.0)
     flags.DEFINE_float("top_p", 1.0, "probability of the nucleus", lower_bound=0.0, upper_bound=1.0)
     flags.DEFINE_integer("seed", 0, "of sampling", lower_bound=0, upper_bound=MAX_INT)
-    flags.DEFINE_integer("max_tokens", 416, "tokens of prompt and answer together", lower_bound=2)
-    flags.DEFINE_integer("max_turn_tokens", 160, "tokens in a row; 0 for no limit", lower_bound=0)
-    flags.DEFINE_integer("max_tool_calls", 8, "maximum number of tool calls", lower_bound=0)
-    flags.DEFINE_integer("max_observation_tokens", 160, "tokens of an observation", lower_bound=1)
+    flags.DEFINE_integer("max_tokens", None, "tokens of prompt and answer together", lower_bound=2)
+    flags.DEFINE_integer("max_turn_tokens", None, "tokens per turn; 0 for no limit", lower_bound=0)
+    flags.DEFINE_integer("max_tool_calls", None, "maximum number of tool calls", lower_bound=0)
+    flags.DEFINE_integer("max_observation_tokens", None, "tokens of an observation", lower_bound=1)
     flags.DEFINE_bool("constrain", False, "sample only text that the protocol allows")
     flags.DEFINE_list("tools", None, "tools of the policy, in place of the config's")
     flags.DEFINE_integer("top_k", None, "passages in an observation of wiki_search", lower_bound=1)
@@ -126,6 +123,17 @@ def tools_of(config: ConfigDict, names: Sequence[str] | None, top_k: int | None)
         raise UserError(f"--{flag}: {error}") from None
 
 
+def limits_of(config: ConfigDict) -> dict[str, int]:
+    """Returns the limits of a trajectory in a config.
+
+    The limits are in the group ``rollout``, or in ``evaluate.rollout`` in the config of a pipeline.
+    A config without these groups gives the default limits.
+    """
+    part = config if "rollout" in config else config.get("evaluate", {})
+    rollout = part.get("rollout", {})
+    return {name: rollout[name] for name in _LIMITS if name in rollout}
+
+
 def main(argv: list[str]) -> None:
     """Runs ``python -m coa_jax.ask``: answers questions of the user with a policy."""
     values = flags.FLAGS
@@ -146,14 +154,17 @@ def main(argv: list[str]) -> None:
     if sys.stderr.isatty():
         print(f"loading {values.model} ...", file=sys.stderr)
     environment = values.config.get("environment", {})
-    budgets: dict[str, Any] = {name: values[name].value for name in _ROLLOUT}
+    rollout: dict[str, Any] = limits_of(values.config)
+    rollout |= {name: values[name].value for name in _LIMITS if values[name].value is not None}
+    for name in ("prompt_style", "constrain", "level", "format"):
+        rollout[name] = values[name].value
     agent = Agent(
         values.model,
         tools,
         protocol=protocol,
         sampling=SamplingParams(values.temperature, values.top_p),
         seed=values.seed,
-        rollout=RolloutConfig(**budgets),
+        rollout=RolloutConfig(**rollout),
         environment=build(EnvironmentConfig, environment, "config.environment"),
     )
     screen = Screen(sys.stdout)

@@ -18,8 +18,9 @@ import time
 from pathlib import Path
 
 import pytest
+from ml_collections import ConfigDict
 
-from coa_jax.ask import define_flags, questions, tools_of
+from coa_jax.ask import define_flags, limits_of, questions, tools_of
 from coa_jax.cli import load_config
 from coa_jax.distill import DistillConfig
 from coa_jax.engine.config import SamplingParams
@@ -213,7 +214,20 @@ def test_a_question_without_room_for_an_answer_is_refused(learnt):
         agent.ask("why? " * 50)
 
 
-def test_the_budgets_and_passages_are_by_default_those_of_the_quickstart(monkeypatch):
+@pytest.mark.parametrize(
+    ("config", "limits"),
+    [
+        ("configs/serve/pretrained.py", (768, 192, 8, 160)),
+        ("configs/pretrained/factbook.py", (768, 192, 8, 160)),
+        ("configs/evaluate/web.py:gaia", (32768, 4096, 35, 8192)),
+    ],
+)
+def test_the_limits_are_those_of_a_config(config, limits):
+    assert tuple(limits_of(load_config(config)).values()) == limits
+    assert limits_of(ConfigDict({"tools": {}})) == {}
+
+
+def test_the_limits_and_passages_are_by_default_those_of_the_quickstart(monkeypatch):
     defaults = {}
     for kind in ("string", "enum", "float", "integer", "bool", "list"):
         keep = lambda name, default, *_, **__: defaults.update({name: default})  # noqa: E731
@@ -222,8 +236,8 @@ def test_the_budgets_and_passages_are_by_default_those_of_the_quickstart(monkeyp
     define_flags()
     quickstart = load_config("configs/quickstart/factbook.py")
     rollout = quickstart.evaluate.rollout
-    for name in ("max_tokens", "max_turn_tokens", "max_tool_calls", "max_observation_tokens"):
-        assert defaults[name] == rollout[name], name
+    for name, limit in limits_of(load_config(defaults["config"])).items():
+        assert limit == rollout[name] and defaults[name] is None, name
     assert defaults["prompt_style"] == "model" and rollout.prompt_style == "brief"
     tools = tools_of(load_config(defaults["config"]), defaults["tools"], defaults["top_k"])
     assert (tools.top_k, tools.names) == (quickstart.tools.top_k, quickstart.tools.names)
