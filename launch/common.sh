@@ -9,6 +9,8 @@ usage() { sed -n '2,/^[^#]/s/^# \{0,1\}//p' "$0"; }
 help_or_go_on() { case "${1:-}" in -h | --help) usage; exit 0 ;; esac; }
 # A path from the root of the file system.
 absolute() { case "$1" in /* | *://*) echo "$1" ;; *) echo "$PWD/$1" ;; esac; }
+# The absolute path of a file or folder (also as FILE:VARIANT) that exists here; other names unchanged.
+if_here() { if [ -e "${1%%:*}" ]; then absolute "$1"; else echo "$1"; fi; }
 fail() { echo "error: $*" >&2; exit 2; }
 
 # do_it COMMAND...: prints a command as it could be typed, and runs it unless dry_run is yes.

@@ -17,12 +17,13 @@ while [ $# -gt 0 ]; do
   case "$1" in
     --workdir=*) workdir="${1#*=}" ;;
     --workdir) workdir="${2:-}"; shift $(($# > 1)) ;;
+    --config=* | --model=*) rest+=("${1%%=*}=$(if_here "${1#*=}")") ;;
     *) rest+=("$1") ;;
   esac
   shift
 done
 [ -n "${workdir-runs/quickstart}" ] || fail "--workdir needs a directory"
-# The command runs in the repository; a directory that is named is meant from where the user stands.
+# The command runs in the repository, but relative paths are relative to the caller's directory.
 workdir="${workdir+$(absolute "$workdir")}"
 
 source "$COA_ROOT/launch/setup_env.sh" gguf tasks web

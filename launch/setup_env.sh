@@ -188,10 +188,11 @@ coa_known() {
   done
 }
 
-coa_setup_env() {
-  local coa_fresh=no extra file=""
-  [ -z "${CONSTRAINTS:-}" ] || file="$(coa_constraints)" || return 1
-  cd "$COA_ROOT" || return 1
+# coa_complete FILE EXTRA...: installs what is missing.  A subshell runs it, so that a failure or Ctrl-C
+# also ends the lock.
+coa_complete() {
+  local coa_fresh=no extra file="$1"
+  shift
   # Two scripts that start together must not install into .venv at the same time.
   if command -v flock >/dev/null 2>&1; then
     exec 9<"$COA_ROOT/launch" || return 1
@@ -216,7 +217,13 @@ coa_setup_env() {
         "tests that open the report in a browser are skipped"
     fi
   done
-  exec 9<&-
+}
+
+coa_setup_env() {
+  local file=""
+  [ -z "${CONSTRAINTS:-}" ] || file="$(coa_constraints)" || return 1
+  cd "$COA_ROOT" || return 1
+  (coa_complete "$file" "$@") || return 1
   export PATH="$COA_VENV/bin:$PATH"
   # A training step on a CPU allocates and frees gigabytes.  Touching 3 GiB for the first time takes
   # seconds in pages of 4 KiB and 0.3 s in pages of 2 MiB, so ask malloc for large pages.

@@ -60,7 +60,7 @@ file_mounts:
     source: $bucket
     mode: MOUNT
 setup: |
-  bash launch/setup_env.sh $extra $extras
+  COA_JAX_VENV=$(environment) bash launch/setup_env.sh $extra $extras
 run: |
 $([ -z "$checked" ] || printf '  env %s || exit' "$checked")
   exec env $command

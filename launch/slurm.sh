@@ -43,7 +43,7 @@ case "$action" in
   setup)
     needed
     # shellcheck disable=SC2086  # a list of words
-    do_it bash "$COA_ROOT/launch/setup_env.sh" cuda $extras
+    do_it env "COA_JAX_VENV=$(environment)" bash "$COA_ROOT/launch/setup_env.sh" cuda $extras
     ;;
   run)
     needs sbatch

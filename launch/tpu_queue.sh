@@ -121,10 +121,10 @@ case "$action" in
       now=NONE
       [ "$dry_run" = yes ] || now="$(state)" || exit
       case "$now" in
-        NONE) ask || [ "$attempt" -gt 0 ] || exit ;; # a later failure of gcloud does not end the run
-        FAILED | SUSPENDED | SUSPENDING) give_back && ask ;;
+        # A later failure of gcloud does not end the run.
+        NONE) ask || [ "$attempt" -gt 0 ] || exit ;;
+        FAILED | SUSPENDED | SUSPENDING) { give_back && ask; } || [ "$attempt" -gt 0 ] || exit ;;
       esac
-      status=75
       if wait_for_slice; then
         status=0
         start || status=$?

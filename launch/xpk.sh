@@ -45,7 +45,7 @@ case "$action" in
     [ -n "$type" ] || fail "--type is missing: the kind and size of the slice, e.g. v5p-128"
     [ -n "$preset" ] || preset="$(kind_of "$type")"
     prepare
-    command="bash launch/setup_env.sh tpu $extras && ${checked:+env $checked && }exec env $command"
+    command="COA_JAX_VENV=$(environment) bash launch/setup_env.sh tpu $extras && ${checked:+env $checked && }exec env $command"
     create=(xpk workload create "--workload=$name" "${where[@]}" "--tpu-type=$type" --num-slices=1
       "--base-docker-image=$image" "--script-dir=$COA_ROOT" "--max-restarts=$restarts"
       # Else a workload starts again only after faults of the cluster.

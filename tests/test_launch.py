@@ -166,6 +166,15 @@ def test_root_gets_the_missing_venv_package_installed(tree):
     assert "install -y -q --no-install-recommends python3." in flag.read_text()
 
 
+def test_a_failed_installation_leaves_no_lock_in_the_calling_shell(tree):
+    fake_venv(tree.root, pip="exit 1")
+    setup = f"{tree.root}/launch/setup_env.sh"
+    command = f"source {setup} gguf; echo $?; flock -n {tree.root}/launch echo free"
+    environment = {"PATH": str(tree.tools), "HOME": str(tree.root), "TMPDIR": str(tree.root)}
+    result = run("bash", "-c", command, env=environment)
+    assert result.stdout.split() == ["1", "free"], result.stderr
+
+
 def test_the_second_run_installs_nothing(tree):
     fake_venv(tree.root)
     assert tree("setup_env.sh", "gguf").returncode == 0
@@ -273,9 +282,14 @@ def echoing(tree):
         (["--workdir", "/a b/c", "--seed", "3"], "[--workdir][/a b/c][--seed][3]"),
         (["--config.x=a b", "--workdir=there"], "[--workdir][{cwd}/there][--config.x=a b]"),
         (["--workdir=runs/quickstart"], "[--workdir][{cwd}/runs/quickstart]"),
+        (
+            ["--config=my.py:a", "--config=configs/x.py"],
+            "[--workdir][runs/quickstart][--config={cwd}/my.py:a][--config=configs/x.py]",
+        ),
     ],
 )
 def test_quickstart_passes_its_arguments_on(echoing, arguments, passed):
+    (echoing.root.parent / "my.py").touch()
     result = echoing("quickstart.sh", *arguments)
     expected = passed.format(cwd=echoing.root.parent)
     assert result.stdout.strip() == f"[-m][coa_jax.quickstart]{expected}", result.stderr

@@ -81,8 +81,14 @@ def test_a_workload_of_a_cluster_sets_itself_up():
     assert "--restart-on-user-code-failure" in create and f"--env-file={note[1][:-1]}" in create
     assert create[:3] == ["xpk", "workload", "create"]
     assert {"--cluster=c", "--workload=w", "--tpu-type=v5p-128", "--zone=z"} <= set(create)
-    setup = "bash launch/setup_env.sh tpu gguf web && exec env "
+    setup = "COA_JAX_VENV=.venv bash launch/setup_env.sh tpu gguf web && exec env "
     assert create[-1] == f"--command={setup}{COMMAND}"
+
+
+@pytest.mark.parametrize("script", ["xpk.sh", "sky.sh"])
+def test_an_environment_of_the_image_is_not_installed_again(script):
+    text, _ = dry(script, "--env", "COA_JAX_VENV=/opt/venv", *RUN)
+    assert "COA_JAX_VENV=/opt/venv bash launch/setup_env.sh" in text.replace("\\", "")
 
 
 def test_a_slurm_job_has_one_process_for_all_gpus_of_a_node():
@@ -145,15 +151,16 @@ def cloud(tmp_path):
         tools,
         "gcloud",
         f"""cd {tmp_path}; printf '%s ' "$@" >>log; echo >>log
+next() {{ code=$(head -n 1 "$1"); sed -i 1d "$1"; return "${{code:-0}}"; }}
 case "$*" in
-  *" create "*) [ ! -e state ] || {{ echo "ALREADY_EXISTS" >&2; exit 1; }}; echo ACTIVE >state ;;
+  *" create "*) next creates || exit; [ ! -e state ] || {{ echo "ALREADY_EXISTS" >&2; exit 1; }}; echo ACTIVE >state ;;
   *" describe "*)
     if [ -s silent ]; then sed -i 1d silent; echo "connection reset" >&2; exit 1; fi
     [ -e state ] || {{ echo "NOT_FOUND: no such request" >&2; exit 1; }}
     cat state; sed -i s/WAITING_FOR_RESOURCES/ACTIVE/ state
     echo "  $ gcloud components update" >&2 ;;
   *" start "*) echo READY >state ;;
-  *" delete "*) rm -f state ;;
+  *" delete "*) next deletes || exit; rm -f state ;;
   *" ssh "*"[ ! -e "*) exit "$(cat asked)" ;;
   *" ssh "*setup_env*) if [ -s broken ]; then sed -i 1d broken; exit 1; fi ;;
   *" ssh "*coa_jax.rl*)
@@ -164,7 +171,9 @@ esac""",
     )
 
     def start(losses, code, *flags, script="tpu_queue.sh", state="", silent=0, lost=255,
-              asked=0, broken=0, after="SUSPENDED"):  # fmt: skip
+              asked=0, broken=0, after="SUSPENDED", creates="", deletes=""):  # fmt: skip
+        for name, codes in (("creates", creates), ("deletes", deletes)):  # of the calls in turn
+            (tmp_path / name).write_text("".join(f"{code}\n" for code in codes.split()))
         (tmp_path / "lost").write_text(str(lost))
         (tmp_path / "asked").write_text(str(asked))
         (tmp_path / "after").write_text(f"{after}\n")
@@ -240,6 +249,13 @@ def test_a_request_that_still_waits_or_was_refused_is_gone_on_with(cloud):
     done, log = cloud(0, 0, state="FAILED")
     assert done.returncode == 0, done.stderr
     assert log.count("queued-resources delete") == log.count("queued-resources create") == 1
+
+
+def test_a_slice_is_requested_again_although_gcloud_fails_in_between(cloud):
+    # The lost slice cannot be deleted at first. Its deletion succeeds, and the next request fails.
+    done, log = cloud(1, 0, creates="0 7", deletes="7")
+    assert done.returncode == 0, done.stderr
+    assert log.count("queued-resources create") == 3
 
 
 def test_a_slice_is_not_given_back_because_gcloud_did_not_answer(cloud):
