@@ -35,7 +35,7 @@ class ServeConfig(Bounded):
         engine: shapes of decoding. ``max_length`` limits the number of tokens of prompt and
             completion together.
         rollout: budgets of an agent's trajectory.
-        allow_no_key: whether to serve other machines, and web pages of other sites, without a key.
+        allow_no_key: whether to serve other machines without a key.
             Set ``allow_no_key`` only behind a proxy that authenticates clients.
         limits: maximum number of connections, and maximum seconds for each phase of a connection.
     """

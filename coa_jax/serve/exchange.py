@@ -147,7 +147,7 @@ async def gather_completions(service: Service, visit: Visit) -> list[Choice]:
     """Runs a request and returns all its completions when they are finished.
 
     Raises:
-        Refused: the server has no room for the request, or is shutting down.
+        Refused: the server has no room for the request, is shutting down, or has a broken model.
     """
     choices = [Choice(visit) for _ in visit.samples]
     async for event in service.events(visit):

@@ -66,7 +66,9 @@ def split(text: str) -> tuple[str, tuple[FunctionCall, ...]]:
         arguments = value.get("arguments", {})
         if not isinstance(arguments, dict):
             return text, ()
-        calls.append(FunctionCall(value["name"], json.dumps(arguments, ensure_ascii=False)))
+        written = (value["name"], json.dumps(arguments, ensure_ascii=False))
+        # JSON may escape a lone surrogate, which a response in UTF-8 cannot contain.
+        calls.append(FunctionCall(*(part.encode("utf-8", "replace").decode() for part in written)))
     return (_CALL.sub("", text).strip(), tuple(calls)) if calls else (text, ())
 
 
@@ -158,8 +160,9 @@ def message_of(text: str, name: str) -> dict[str, Any]:
         name: name of the completion, which becomes part of the ids of its calls.
     """
     content, calls = split(text)
-    message: dict[str, Any] = {"role": "assistant", "content": content or None, "refusal": None}
+    message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if calls:
+        message["content"] = content or None
         message["tool_calls"] = [
             {"id": f"call_{name}_{index}", "type": "function", "function": call._asdict()}
             for index, call in enumerate(calls)

@@ -184,7 +184,11 @@ class ServedEpisodes(TextEpisodes):
 
 
 def finish_reason(reason: StopReason) -> str:
-    """Converts the stop reason of a sample to OpenAI's finish reason."""
-    if reason is StopReason.CANCELLED:
-        return "cancelled"
+    """Converts the stop reason of a sample to OpenAI's finish reason.
+
+    OpenAI has no finish reason for cancelled samples and for samples of a broken model; clients do
+    not receive these two.
+    """
+    if reason in (StopReason.CANCELLED, StopReason.FAULT):
+        return str(reason)
     return "stop" if reason in (StopReason.EOS, StopReason.ANSWER) else "length"

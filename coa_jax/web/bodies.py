@@ -8,11 +8,11 @@ from typing import Any, TypeVar
 
 from pydantic import BaseModel, ValidationError
 
+from coa_jax import reading
 from coa_jax.web.errors import Refused
 
 M = TypeVar("M", bound=BaseModel)
 
-_MOST_DIGITS = 1000
 _NOT_JSON = "the body is not valid JSON"
 # Matches a string, closed or not, or a character that is counted. The quantifiers are possessive,
 # so that no text takes quadratic time.
@@ -70,21 +70,12 @@ def parse_json(body: bytes | bytearray, values: int, containers: int) -> Any:
     if opened > containers or opened + text.count(",") > values:
         _count(text, values, containers)
     try:
-        return json.loads(text, parse_int=_whole_number)
+        return reading.parse_json(text)
     except json.JSONDecodeError as error:
         why = f" (line {error.lineno}, column {error.colno})"
-    except RecursionError:
-        why = " that this server reads: it is nested too deeply"
-    except ValueError:  # raised by `_whole_number`
-        why = " that this server reads: a number is too long"
+    except (ValueError, RecursionError) as error:
+        why = f" that this server reads: {reading.reason(error)}"
     raise Refused(400, f"{_NOT_JSON}{why}")
-
-
-def _whole_number(digits: str) -> int:
-    """Converts an integer; refuses long integers, whose conversion takes quadratic time."""
-    if len(digits) > _MOST_DIGITS:
-        raise ValueError
-    return int(digits)
 
 
 def _count(text: str, values: int, containers: int) -> None:

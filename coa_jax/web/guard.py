@@ -161,8 +161,8 @@ class Guard:
             raise Refused(403, told, reason="the request names another host")
         if rules.local and origin and origin.partition("://")[2] != host:
             told = (
-                f"the page at {origin!r} is of another site; this server answers its own page and "
-                "programs, other pages with an API key"
+                f"the page at {origin!r} is of another site; this server answers only its own page "
+                "and programs"
             )
             raise Refused(403, told, reason="the request comes from the page of another site")
         if rules.api_key and scope["path"] not in rules.open:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 
+import jax
+import jax.numpy as jnp
 import numpy as np
 import openai
 import pytest
@@ -133,6 +135,18 @@ def test_a_seed_makes_a_request_come_out_again_and_none_makes_it_differ(client):
     assert text(seed=5) != text(seed=6)
     assert text() != text()
     assert text(seed=5, temperature=0.0) == text(temperature=0.0)
+
+
+def test_a_model_whose_logits_are_not_finite_is_a_fault_of_the_server():
+    model = tiny_policy.policy()
+    params = jax.tree.map(lambda x: x * jnp.nan, model.params)
+    broken = Engine(params, model.config, SHAPES, eos_ids(model.tokenizer))
+    with server(on=[broken]) as address:
+        client = openai.OpenAI(base_url=f"{address}/v1", api_key="any", max_retries=0)
+        with pytest.raises(openai.InternalServerError, match="logits are not finite"):
+            chat(client, QUESTIONS[0])
+        with pytest.raises(openai.InternalServerError, match="logits are not finite"):
+            list(chat(client, QUESTIONS[0], stream=True))
 
 
 def test_a_completion_without_a_stop_ends_with_the_budget_or_the_turn(client):

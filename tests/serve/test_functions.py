@@ -66,6 +66,13 @@ def test_calls_come_in_the_fields_of_openai():
         {"id": f"call_a_0_{i}", "type": "function", "function": function} for i in range(2)
     ]
     assert message_of(CALL, "a_0")["content"] is None
+    assert message_of("", "a_0")["content"] == ""  # which a request may contain, unlike null
+
+
+def test_a_lone_surrogate_in_a_call_can_be_sent():
+    text = CALL.replace('"1"', '"\\ud83d"')
+    assert text != CALL
+    json.dumps(message_of(text, "a_0"), ensure_ascii=False).encode()
 
 
 def test_a_conversation_with_calls_is_that_of_transformers(qwen):  # noqa: F811
