@@ -40,6 +40,7 @@ from coa_jax.environments.base import EnvironmentConfig, tags_of
 from coa_jax.errors import UserError
 from coa_jax.evaluate.run import load
 from coa_jax.installed import install_hint
+from coa_jax.learn.fit import FitConfig
 from coa_jax.learn.preference import DPOConfig
 from coa_jax.learn.questions import questions
 from coa_jax.learn.rejection import RFTConfig
@@ -224,7 +225,7 @@ def _places(workdir: str, config: Any) -> Iterator[Line]:
     cache = os.environ.get("JAX_COMPILATION_CACHE_DIR", "")
     if cache and "://" not in cache:
         yield _tried("compiled programs", lambda: (None, _written(Path(cache))))[1]
-    if not isinstance(config, SFTConfig | RLRun):
+    if not isinstance(config, FitConfig | RLRun):
         return
     setup, line = _tried("mesh", lambda: _setup(config))
     yield line
@@ -234,7 +235,7 @@ def _places(workdir: str, config: Any) -> Iterator[Line]:
     if not storage.is_url(workdir):
         yield _tried("disk", lambda: (None, _disk(Path(workdir), setup)))[1]
     if flags.FLAGS.check == "compile" and processes.index() == 0:
-        yield _tried("programs", lambda: (None, _compiled(setup.where)))[1]
+        yield _tried("programs", lambda: (None, _compiled(setup)))[1]
 
 
 def _written(folder: Path) -> str:
@@ -299,7 +300,7 @@ def _slice_here() -> tuple[Slice, list[Any]]:
     return Slice(name, kind, shape, chip), devices
 
 
-def _setup(config: SFTConfig | RLRun) -> tuple[arrays.Setup, str]:
+def _setup(config: FitConfig | RLRun) -> tuple[arrays.Setup, str]:
     """Places the run on its devices or on those of ``--topology``; also describes them in words."""
     if topology := flags.FLAGS.topology:
         where = parse_slice(topology)
@@ -348,15 +349,21 @@ def _disk(workdir: Path, setup: arrays.Setup) -> str:
     return text
 
 
-def _compiled(where: Slice) -> str:
+def _compiled(setup: arrays.Setup) -> str:
     """Compiles the programs with `coa_jax.aot` in a process without a chip; returns its result."""
+    where = setup.where
+    if not isinstance(setup.config, SFTConfig | RLRun):
+        return "not compiled: coa_jax.aot compiles the programs of sft and rl only"
+    if not where.kind:
+        return f"not compiled: coa_jax.aot does not know the device {where.name!r}"
     given, words = [], iter(sys.argv[1:])
     for word in words:
-        if word.lstrip("-").startswith("config"):
-            given += [word] if "=" in word else [word, next(words, "")]
-    alone = {key: value for key, value in os.environ.items() if not key.startswith("COA_JAX_")}
+        if word.lstrip("-").startswith(("config", "noconfig.")):
+            alone = "=" in word or word.lstrip("-").startswith("noconfig.")
+            given += [word] if alone else [word, next(words, "")]
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("COA_JAX_")}
     command = [sys.executable, "-m", "coa_jax.aot", f"--topology={where.name}", *given]
-    done = subprocess.run(command, capture_output=True, text=True, env=alone)
+    done = subprocess.run(command, capture_output=True, text=True, env=environment)
     last = (done.stderr.strip().splitlines() or [""])[-1]
     if done.returncode:
         raise UserError(last.removeprefix("error: "))

@@ -244,7 +244,7 @@ def _load(kind: ExtensionKind, path: str, where: str) -> Any:
     module, _, name = path.partition(":")
     try:
         found: Any = importlib.import_module(module)
-    except Exception as error:  # foreign code may raise anything
+    except (Exception, SystemExit) as error:  # foreign code may raise anything
         absent = isinstance(error, ModuleNotFoundError) and error.name
         if absent and f"{module}.".startswith(f"{absent}."):
             raise UserError(
@@ -262,7 +262,7 @@ def _load(kind: ExtensionKind, path: str, where: str) -> Any:
     return found
 
 
-def _reason(error: Exception) -> str:
+def _reason(error: BaseException) -> str:
     """Formats an exception that importing a module raised, with the line that raised it."""
     frames = traceback.extract_tb(error.__traceback__)
     inside = [frame for frame in frames if "importlib" not in frame.filename]
@@ -288,7 +288,7 @@ def tried(call: BoundFunction, name: str, where: str, advice: str = "", **offere
         return call(**offered)
     except UserError:
         raise
-    except Exception as error:  # foreign code may raise anything
+    except (Exception, SystemExit) as error:  # foreign code may raise anything
         file = getattr(getattr(call.found, "__code__", None), "co_filename", "")
         frames = traceback.extract_tb(error.__traceback__)
         lines = [str(frame.lineno) for frame in frames if frame.filename == file]
@@ -297,7 +297,7 @@ def tried(call: BoundFunction, name: str, where: str, advice: str = "", **offere
         raise UserError(f"{where}: {name} failed: {told}") from error
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Returns the type of an exception and the first line of its message, as one line of text."""
     return f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
 

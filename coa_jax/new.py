@@ -8,9 +8,11 @@ in coa_jax/templates. docs/extending.md describes which parameters an extension 
 
 from __future__ import annotations
 
+import io
 import keyword
 import re
 import sys
+import tokenize
 from pathlib import Path
 
 from coa_jax.cli import run_main
@@ -43,17 +45,21 @@ def write_new(kind: str, name: str) -> list[Path]:
     """
     if kind not in kinds():
         raise UserError(f"there is no kind {kind!r}{suggest(kind, kinds())}")
-    if not re.fullmatch(r"[A-Za-z][A-Za-z0-9_]{0,60}", name) or keyword.iskeyword(name):
-        raise UserError(f"{name!r} cannot name a module; give a letter, then letters, digits and _")
+    if not re.fullmatch(r"[a-z][a-z0-9_]{0,60}", name) or keyword.iskeyword(name):
+        raise UserError(
+            f"{name!r} cannot name a module; give a small letter, then small letters, digits and _"
+        )
     if name in sys.stdlib_module_names or name in ("coa_jax", "jax", "numpy", "NAME"):
         raise UserError(f"{name} is the name of another module; choose another")
     target = Path(name)
     if target.exists() or target.is_symlink():
         raise UserError(f"{target} exists; choose another name, or remove it")
-    texts = {
-        path.name: path.read_text(encoding="utf-8").replace("NAME", name)
-        for path in sorted((TEMPLATES / kind).iterdir())
+    templates = {
+        path.name: path.read_text(encoding="utf-8") for path in sorted((TEMPLATES / kind).iterdir())
     }
+    if any(name in _names(text) for file, text in templates.items() if ".py" in file):
+        raise UserError(f"the new module uses the name {name} for something else; choose another")
+    texts = {file: text.replace("NAME", name) for file, text in templates.items()}
     options = " \\\n    ".join(texts.pop("options.txt").splitlines())
     what = texts["NAME.py.txt"].partition('"""')[2].partition('"""')[0]
     readme = (TEMPLATES / "extension.md").read_text(encoding="utf-8")
@@ -64,6 +70,11 @@ def write_new(kind: str, name: str) -> list[Path]:
         written.append(target / file.removesuffix(".txt").replace("NAME", name))
         written[-1].write_text(text, encoding="utf-8")
     return written
+
+
+def _names(code: str) -> set[str]:
+    tokens = tokenize.generate_tokens(io.StringIO(code).readline)
+    return {token.string for token in tokens if token.type == tokenize.NAME}
 
 
 def main(argv: list[str]) -> None:

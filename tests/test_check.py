@@ -74,6 +74,17 @@ def test_an_evaluation_that_has_everything_is_ready(folder, looked, tmp_path):
     assert "(3 tasks x 2 samples x 2 calls)" in found["cost"][1]
 
 
+def test_training_on_a_fixed_set_is_checked_like_sft(folder, looked, tmp_path):
+    overrides = {"model": str(folder / "model"), "mesh.fsdp": 3}
+    found = looked("dpo", load_config("configs/dpo/factbook.py", overrides), tmp_path / "run")
+    assert not found["mesh"][0] and "3" in found["mesh"][1]
+    overrides["mesh.fsdp"] = 1
+    config = load_config("configs/dpo/factbook.py", overrides)
+    found = looked("dpo", config, tmp_path / "run", check="compile")
+    assert found["mesh"][0] and found["memory"][0] and found["disk"][0]
+    assert found["programs"] == (True, "not compiled: coa_jax.aot compiles the programs of sft and rl only")
+
+
 def test_a_part_of_a_mixture_that_is_no_group_hides_no_other_fault(folder, looked, tmp_path):
     config = load_config("configs/evaluate/tiny.py", {"tasks": "", "model": "/nowhere"})
     with config.unlocked():

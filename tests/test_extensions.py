@@ -263,6 +263,7 @@ TOOL = ExtensionKind("tool", "coa_jax.tools", {}, offers=("config",))
         ("my_tools:Shout", {"time": 2}, r"has no option 'time'; did you mean 'times'\?"),
         ("my_tools:Shout", {"times": "two"}, "the option times .* is 'two'; give a whole number"),
         ("my_broken:f", {}, r"cannot be imported: ZeroDivisionError: .*my_broken\.py:1\)"),
+        ("my_broken3:f", {}, r"cannot be imported: SystemExit: 0 .*my_broken3\.py:2\)"),
         ("my_broken2:f", {}, "there is no module 'nowhere'|cannot be imported: ModuleNotFound"),
         ("shuot", {}, "there is no tool 'shuot'"),
     ],
@@ -270,6 +271,7 @@ TOOL = ExtensionKind("tool", "coa_jax.tools", {}, offers=("config",))
 def test_what_is_wrong_with_a_name_is_one_line(folder, path, options, message):
     (folder / "my_broken.py").write_text("1 / 0\n")
     (folder / "my_broken2.py").write_text("import nowhere\n")
+    (folder / "my_broken3.py").write_text("import sys\nsys.exit(0)\n")
     with pytest.raises(UserError, match=f"^config.x: .*({message})") as told:
         bind(TOOL, path, options, "config.x")
     assert "\n" not in str(told.value)

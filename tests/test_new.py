@@ -58,10 +58,13 @@ def test_the_tests_of_new_folders_pass_and_what_is_in_them_fits_its_kind(here, m
     ("kind", "name", "message"),
     [
         ("rewards", "mine", "there is no kind 'rewards'; did you mean 'reward'?"),
-        ("reward", "a/b", "'a/b' cannot name a module; give a letter, then letters"),
+        ("reward", "a/b", "'a/b' cannot name a module; give a small letter, then small"),
         ("reward", "class", "'class' cannot name a module"),
         ("reward", "", "'' cannot name a module"),
         ("reward", "json", "json is the name of another module"),
+        ("tool", "Dice", "'Dice' cannot name a module; give a small letter"),
+        ("environment", "load", "the new module uses the name load for something else"),
+        ("loss", "jnp", "the new module uses the name jnp for something else"),
         ("reward", "there", "there exists; choose another name, or remove it"),
     ],
 )

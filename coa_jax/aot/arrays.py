@@ -71,7 +71,7 @@ class Setup:
         hosts: number of hosts of the slice.
     """
 
-    config: SFTConfig | RLConfig
+    config: FitConfig | RLConfig
     model: ModelConfig
     where: Slice
     mesh: Mesh
@@ -101,7 +101,7 @@ class Setup:
 
 
 def set_up(
-    config: SFTConfig | RLConfig, model: ModelConfig, where: Slice, devices: Sequence[Any]
+    config: FitConfig | RLConfig, model: ModelConfig, where: Slice, devices: Sequence[Any]
 ) -> Setup:
     """Places a configuration on a slice.
 

@@ -70,6 +70,23 @@ def check_device(out: str) -> int:
     for name, value in facts.items():
         print(f"{name:13} {value}", flush=True)
     began, checks = time.monotonic(), list[Check]()
+
+    def write() -> list[str]:
+        """Writes the checks made so far, so that a kill loses none; returns the failed checks."""
+        failed = [check.name for check in checks if check.verdict == "FAIL"]
+        report = {
+            **facts,
+            "seconds": round(time.monotonic() - began, 1),
+            "ok": not failed,
+            "checks": [dataclasses.asdict(check) for check in checks],
+        }
+        try:
+            write_json(path, report)
+        except OSError as error:
+            raise UserError(f"--out={out} cannot be written: {error.strerror or error}") from error
+        return failed
+
+    write()
     parts = (
         (attention.GROUP, attention.all_checks),
         (policy.SAMPLING, policy.all_checks),
@@ -82,17 +99,10 @@ def check_device(out: str) -> int:
                 print(group := check.group)
             checks.append(check)
             print(f"  {check.verdict}  {check.name}: {check.text}", flush=True)
+            write()
     number = collections.Counter(check.verdict for check in checks)
-    failed = [check.name for check in checks if check.verdict == "FAIL"]
-    seconds = time.monotonic() - began
+    seconds, failed = time.monotonic() - began, write()
     said = ", ".join(f"{count} {verdict}" for verdict, count in number.items())
-    report = {
-        **facts,
-        "seconds": round(seconds, 1),
-        "ok": not failed,
-        "checks": [dataclasses.asdict(check) for check in checks],
-    }
-    write_json(path, report)
     print(f"{said} in {seconds:.0f} s; {path} has all figures", flush=True)
     if failed:
         print("FAILED: " + "; ".join(failed))
