@@ -361,7 +361,9 @@ def _compiled(setup: arrays.Setup) -> str:
         if word.lstrip("-").startswith(("config", "noconfig.")):
             alone = "=" in word or word.lstrip("-").startswith("noconfig.")
             given += [word] if alone else [word, next(words, "")]
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("COA_JAX_")}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith("COA_JAX_")
+    }
     command = [sys.executable, "-m", "coa_jax.aot", f"--topology={where.name}", *given]
     done = subprocess.run(command, capture_output=True, text=True, env=environment)
     last = (done.stderr.strip().splitlines() or [""])[-1]

@@ -82,7 +82,10 @@ def test_training_on_a_fixed_set_is_checked_like_sft(folder, looked, tmp_path):
     config = load_config("configs/dpo/factbook.py", overrides)
     found = looked("dpo", config, tmp_path / "run", check="compile")
     assert found["mesh"][0] and found["memory"][0] and found["disk"][0]
-    assert found["programs"] == (True, "not compiled: coa_jax.aot compiles the programs of sft and rl only")
+    assert found["programs"] == (
+        True,
+        "not compiled: coa_jax.aot compiles the programs of sft and rl only",
+    )
 
 
 def test_a_part_of_a_mixture_that_is_no_group_hides_no_other_fault(folder, looked, tmp_path):

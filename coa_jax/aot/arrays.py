@@ -24,6 +24,7 @@ from coa_jax.engine.layout import (
 from coa_jax.errors import UserError
 from coa_jax.learn.batch import Batch
 from coa_jax.learn.experience import scores_old
+from coa_jax.learn.fit import FitConfig
 from coa_jax.learn.rl_config import RLConfig
 from coa_jax.learn.sft import SFTConfig
 from coa_jax.learn.step import TrainState, run_state

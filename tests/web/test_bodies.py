@@ -48,7 +48,15 @@ def test_whatever_is_sent_is_parsed_or_refused_in_a_line(body):
 
 
 @pytest.mark.parametrize(
-    "body", [b"9" * 5000, b"[" * 5000, b'{"a":' * 5000, b"[" * 500 + b"]" * 500, "[1]".encode("utf-16"), b'"\\"' * 400_000]
+    "body",
+    [
+        b"9" * 5000,
+        b"[" * 5000,
+        b'{"a":' * 5000,
+        b"[" * 500 + b"]" * 500,
+        "[1]".encode("utf-16"),
+        b'"\\"' * 400_000,
+    ],
 )
 def test_long_numbers_deep_texts_and_other_encodings_are_refused(body):
     with pytest.raises(Refused, match="JSON"):
