@@ -80,18 +80,18 @@ def replace_folder(new: Path, path: Path) -> None:
     Raises:
         OSError: the folder cannot be moved; an older folder is unchanged.
     """
-    old = None
-    if path.exists():
-        old = Path(tempfile.mkdtemp(prefix=f".{path.name}.old.", dir=path.parent))
+    # The fixed name lets the next call remove the folder that a killed call left.
+    old = path.with_name(f".{path.name}.old")
+    if replaced := path.exists():
+        shutil.rmtree(old, ignore_errors=True)
         os.replace(path, old)
     try:
         os.replace(new, path)
     except OSError:
-        if old is not None:
+        if replaced:
             os.replace(old, path)
         raise
-    if old is not None:
-        shutil.rmtree(old, ignore_errors=True)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def make_folder(path: Path, fill: Callable[[Path], None]) -> None:

@@ -101,7 +101,7 @@ def _adapter(run: Path, stage: str) -> Adapter:
 def _write_adapter(
     run: Path, adapters: list[Adapter], config: dict[str, Any], output: Path
 ) -> None:
-    write_sum(adapters, str(config["model"] or run / "models" / "base"), output)
+    write_sum(adapters, storage.with_urls(config["model"] or run / "models" / "base"), output)
     agent = read_card(run / "models" / "rl")
     files.write_json(output / CARD, agent)
     settings = config["rl"]

@@ -153,7 +153,8 @@ def cloud(tmp_path):
         f"""cd {tmp_path}; printf '%s ' "$@" >>log; echo >>log
 next() {{ code=$(head -n 1 "$1"); sed -i 1d "$1"; return "${{code:-0}}"; }}
 case "$*" in
-  *" create "*) next creates || exit; [ ! -e state ] || {{ echo "ALREADY_EXISTS" >&2; exit 1; }}; echo ACTIVE >state ;;
+  *" create "*) next creates || exit
+    [ ! -e state ] || {{ echo "ALREADY_EXISTS" >&2; exit 1; }}; echo ACTIVE >state ;;
   *" describe "*)
     if [ -s silent ]; then sed -i 1d silent; echo "connection reset" >&2; exit 1; fi
     [ -e state ] || {{ echo "NOT_FOUND: no such request" >&2; exit 1; }}

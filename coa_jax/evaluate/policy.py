@@ -7,6 +7,7 @@ import dataclasses
 import functools
 import hashlib
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import jax
@@ -25,7 +26,7 @@ from coa_jax.protocol import Messages
 from coa_jax.rollout.constrain import constraint_for
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Request, RolloutConfig, message_ids
-from coa_jax.storage import model_folder
+from coa_jax.storage import is_url, local, model_folder
 from coa_jax.tasks import Task
 from coa_jax.tools.base import Tool
 from coa_jax.trajectory import Trajectory
@@ -183,7 +184,8 @@ def weights_name(path: str) -> str:
     Raises:
         UserError: the model does not exist.
     """
-    root = model_folder(path).expanduser()
+    # `model_folder` would leave the weights in the bucket.
+    root = Path(local(path)) if is_url(path) else model_folder(path).expanduser()
     if not root.exists():
         raise UserError(f"{path}: there is no model; give a directory or a GGUF file")
     named = hashlib.blake2b(digest_size=8)

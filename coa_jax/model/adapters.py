@@ -20,6 +20,7 @@ from coa_jax.bounds import Count, Positive, check
 from coa_jax.errors import UserError
 from coa_jax.model.hf_weights import TensorSource
 from coa_jax.model.safetensors_io import Checkpoint, LocalFiles, write_safetensors
+from coa_jax.storage import hub_id
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 _PREFIX, _A, _B = "base_model.model.", ".lora_A.weight", ".lora_B.weight"
@@ -31,7 +32,10 @@ _UNSUPPORTED = (
     "alpha_pattern",
     "lora_bias",
     "trainable_token_indices",
+    "alora_invocation_tokens",
 )
+_KEEPS_BASE = (None, True, False, "gaussian", "eva", "orthogonal")
+"""Values of ``init_lora_weights`` with which PEFT does not change the base model."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,9 +71,17 @@ def read_adapter(folder: Path) -> Adapter | None:
             raise UserError(f"{path}: {name} is not supported: merge the adapter with PEFT first")
     if config.get("bias", "none") != "none":
         raise UserError(f"{path}: bias={config['bias']!r} is not supported: use 'none'")
+    if (start := config.get("init_lora_weights")) not in _KEEPS_BASE:
+        raise UserError(
+            f"{path}: init_lora_weights={start!r} changes the base model: convert the adapter with "
+            "PEFT first (path_initial_model_for_weight_conversion)"
+        )
     base = config.get("base_model_name_or_path")
     if not isinstance(base, str) or not base:
         raise UserError(f"{path}: base_model_name_or_path is missing: name the base model there")
+    revision = config.get("revision")
+    if isinstance(revision, str) and revision and hub_id(base) == (base, None, None):
+        base = f"{base}@{revision}"
     rank: Any = check(config.get("r"), Count, f"{path}: r")
     alpha: Any = check(config.get("lora_alpha"), Positive, f"{path}: lora_alpha")
     return Adapter(folder, base, alpha / (math.sqrt(rank) if config.get("use_rslora") else rank))

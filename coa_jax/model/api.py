@@ -22,7 +22,7 @@ from coa_jax.model.gguf_io import GgufFile, gguf_file
 from coa_jax.model.hf_config import read_config
 from coa_jax.model.hf_weights import TensorSource, load_params
 from coa_jax.model.params import Params, bind, param_dtype, shardings
-from coa_jax.model.safetensors_io import Checkpoint, local_checkpoint
+from coa_jax.model.safetensors_io import Checkpoint, local_checkpoint, read_index
 from coa_jax.model.tokenizer import MissingTokenizer, find_tokenizer, gguf_tokenizer
 from coa_jax.storage import is_url, local, model_folder, weights_apart
 
@@ -151,6 +151,9 @@ def _open(
         model = Model(read_config(folder), {}, read(find_tokenizer, folder), read_card(folder))
         if weights:
             apart = weights_apart(path)
+            # The folder may also contain shards of an earlier save.
+            if apart is not None and (named := set(read_index(folder).values())):
+                apart = dataclasses.replace(apart, names=tuple(sorted(named)))
             source = local_checkpoint(folder) if apart is None else Checkpoint(str(path), apart)
     if not isinstance(model.tokenizer, MissingTokenizer):
         largest = max(model.tokenizer.get_vocab().values())

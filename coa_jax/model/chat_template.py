@@ -44,7 +44,8 @@ def render(template: str, messages: Sequence[Mapping[str, Any]], **names: Any) -
         ChatTemplateError: the template is not valid Jinja, fails, or needs too much time or memory.
     """
     names = {**names, "messages": list(messages)}
-    asked = {"template": template, "names": names, "seconds": _SECONDS}
+    # `-I` hides packages that only the user's folder or PYTHONPATH contains, such as Jinja2.
+    asked = {"template": template, "names": names, "seconds": _SECONDS, "path": sys.path}
     command, stdin = [sys.executable, "-I", __file__], json.dumps(asked, default=str).encode()
     try:
         done = subprocess.run(command, input=stdin, capture_output=True, timeout=_WAIT_S)
@@ -107,6 +108,7 @@ def _answer(asked: Mapping[str, Any]) -> dict[str, str]:
 def _main() -> None:
     """Runs in the process: sets limits, reads a request from stdin, writes the answer to stdout."""
     asked = json.loads(sys.stdin.read())
+    sys.path[:] = asked["path"]
     resource.setrlimit(resource.RLIMIT_CPU, (asked["seconds"], asked["seconds"] + 1))
     resource.setrlimit(resource.RLIMIT_AS, (_MEMORY, _MEMORY))
     print(json.dumps(_answer(asked)))

@@ -7,7 +7,6 @@ import json
 import math
 import re
 import shutil
-import tempfile
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -74,8 +73,10 @@ def save_model(
     try:
         if writes:
             path.parent.mkdir(parents=True, exist_ok=True)
-            temporary = Path(tempfile.mkdtemp(prefix=f".{path.name}.", dir=path.parent))
-            temporary.chmod(0o755)
+            # The fixed name lets the next call remove the files of a killed call.
+            temporary = path.with_name(f".{path.name}.partial")
+            shutil.rmtree(temporary, ignore_errors=True)
+            temporary.mkdir()
             _write_configs(temporary, model, dtype)
             if model.card:
                 files.write_json(temporary / CARD, dict(model.card))

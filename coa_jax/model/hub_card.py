@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import json
-import re
 from collections.abc import Mapping
 from typing import Any
 
 import coa_jax
+from coa_jax.storage import hub_id
 
 _STAGES = {
     "sft": "supervised fine-tuning on distilled trajectories",
@@ -34,10 +34,10 @@ def hub_card(
         card: content of the policy's ``agent.json``, which says how the policy was prompted in
             training.
     """
-    on_hub = re.fullmatch(r"[\w-][\w.-]*/[\w-][\w.-]*([@:].*)?", base) is not None
-    base = re.split("[@:]", base)[0] if on_hub else base.rstrip("/").rpartition("/")[2]
+    named = hub_id(base)  # None for a local path
+    base = named[0] if named else base.rstrip("/").rpartition("/")[2]
     head = ["library_name: transformers", "tags:", "- coa_jax", "- chain-of-agents", f"- {phase}"]
-    if on_hub:
+    if named:
         head.append(f"base_model: {json.dumps(base)}")
     protocol = card.get("protocol") or "that of the task"
     rows = {"base model": base, "stage": _STAGES[phase], "checkpoint": step, "protocol": protocol}

@@ -15,6 +15,7 @@ from coa_jax.model.config import LoraConfig
 from coa_jax.model.hf_weights import to_host
 from coa_jax.model.params import Params, merge_adapters, select, without_adapters
 from coa_jax.model.safetensors_io import write_safetensors
+from coa_jax.storage import with_urls
 
 _PEFT = {
     **{name: ("attn", f"{name}_lora", f"self_attn.{name}_proj") for name in "qkvo"},
@@ -66,7 +67,7 @@ def write_adapters(directory: Path, adapters: Params, lora: LoraConfig, source: 
     config = {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM",
-        "base_model_name_or_path": source,
+        "base_model_name_or_path": with_urls(source),  # the mirror of a bucket is temporary
         "r": lora.rank,
         "lora_alpha": lora.alpha,
         "lora_dropout": 0.0,

@@ -178,22 +178,33 @@ def local_checkpoint(directory: str | Path) -> Checkpoint:
 
 def _weight_map(directory: Path) -> dict[str, str]:
     """Returns the file of each tensor from the directory's index; {} if there is a single file."""
-    index = directory / INDEX_FILE
-    if not index.exists():
-        if (directory / SINGLE_FILE).exists():
-            return {}
+    weight_map = read_index(directory)
+    if not weight_map and not (directory / SINGLE_FILE).exists():
         raise UserError(
             f"{directory} has no {SINGLE_FILE} and no {INDEX_FILE}: "
             "give a directory with safetensors weights"
         )
+    for shard in weight_map.values():
+        if not (directory / shard).exists():
+            raise UserError(f"{directory / shard} is missing, though {INDEX_FILE} names it")
+    return weight_map
+
+
+def read_index(directory: Path) -> dict[str, str]:
+    """Returns the file of each tensor from the directory's index; {} if there is no index.
+
+    Raises:
+        UserError: the index is damaged.
+    """
+    index = directory / INDEX_FILE
+    if not index.exists():
+        return {}
     weight_map = files.read_json_object(index).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise UserError(f"{index} has no object 'weight_map' with tensors: fetch it again")
     for shard in weight_map.values():
         if not _is_file_name(shard):
             raise UserError(f"{index} names the file {reprlib.repr(shard)}: give plain file names")
-        if not (directory / shard).exists():
-            raise UserError(f"{directory / shard} is missing, though {INDEX_FILE} names it")
     return weight_map
 
 

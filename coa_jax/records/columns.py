@@ -34,14 +34,20 @@ def renamed(row: Any, info: Mapping[str, Any]) -> Any:
     Args:
         row: a row of a data file.
         info: entry of the data file in ``dataset_info.json``. Its mapping ``columns`` gives the
-            name in the file for each standard column name. Its mapping ``tags`` does the same for
-            the keys and roles of messages.
+            name in the file for each standard column name; other columns with standard names are
+            ignored, as in LLaMA-Factory. Its mapping ``tags`` does the same for the keys and roles
+            of messages.
     """
     if not isinstance(row, dict) or not info:
         return row
     named = _texts(info, "columns").items()
     columns = {old: _COLUMNS[key] for key, old in named if key in _COLUMNS}
-    row = {columns.get(key, key): value for key, value in row.items()}
+    ignored = STANDARD_NAMES if columns else ()
+    row = {
+        columns.get(key, key): value
+        for key, value in row.items()
+        if key in columns or key not in ignored
+    }
     tags = _texts(info, "tags")
     turns = row.get("conversations")
     if tags and isinstance(turns, list):
@@ -51,6 +57,10 @@ def renamed(row: Any, info: Mapping[str, Any]) -> Any:
 
 _COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "system": "system"}
 _COLUMNS |= {"history": "history", "messages": "conversations"}
+STANDARD_NAMES = frozenset(
+    [*_COLUMNS.values(), "messages", "conversation", "prompt", "query", "response", "completion"]
+)
+"""Names of columns from which `records.forms` reads the text of a row."""
 _ROLES = {f"{name}_tag": name for name in ("user", "assistant", "observation", "system")}
 _ROLES["function_tag"] = "function_call"
 

@@ -7,7 +7,7 @@ docs/storage.md describes when files are uploaded.
 """
 
 from coa_jax.storage.copies import exists, local, output, upload, version, with_urls
-from coa_jax.storage.hub import RemoteFiles, check_push, model_folder, push_model, weights_apart
+from coa_jax.storage.hub import check_push, hub_id, model_folder, push_model, weights_apart
 from coa_jax.storage.mirror import Mirror, mirror_of, run_folder, visited
 from coa_jax.storage.places import SCHEMES, check, check_writable, is_url, join
 from coa_jax.storage.shared import SharedCache, closing_caches
@@ -15,13 +15,13 @@ from coa_jax.storage.shared import SharedCache, closing_caches
 __all__ = [
     "SCHEMES",
     "Mirror",
-    "RemoteFiles",
     "SharedCache",
     "check",
     "check_push",
     "check_writable",
     "closing_caches",
     "exists",
+    "hub_id",
     "is_url",
     "join",
     "local",

@@ -21,6 +21,12 @@ from coa_jax.storage.places import is_url, join, opened, scheme_of, telling
 PART = ".part-"
 """In names of objects, separates the name of a file from the offset of a later part of it."""
 
+SIDECARS = ("protocols.json", "dataset_info.json")
+"""Files that say how to read the other files in their folder."""
+
+CHECKPOINTS = "checkpoints"
+"""Name of the folder of checkpoints in a work directory."""
+
 _shown: dict[str, str] = {}
 """Maps each local folder of a copy or mirror to the URL that messages show instead."""
 
@@ -60,7 +66,8 @@ def local(place: str, leave_out: str = "") -> str:
 
     Args:
         place: local path or URL of a file or a folder, or a pattern with ``*``. A folder is copied
-            with everything in it.
+            with everything in it except checkpoints. The `SIDECARS` in the folder of ``place`` are
+            copied too.
         leave_out: pattern of names of files that are not copied; "" to copy all files.
 
     Raises:
@@ -75,6 +82,9 @@ def local(place: str, leave_out: str = "") -> str:
         found = {n: info for n, info in below.items() if not fnmatch.fnmatch(n, leave_out)}
         if not found:
             raise UserError(f"{place}: there is no such file or folder; correct the address")
+        for side in (join(root, name) for name in SIDECARS):
+            with contextlib.suppress(FileNotFoundError, PermissionError):
+                found[side] = fs.info(side)
         gone = functools.partial(_is_gone, inside, below)
         folder = _copy(fs, found, root, f"{scheme_of(place)}://{root}", gone)
     return str(folder / inside.removeprefix(root).lstrip("/"))
@@ -90,7 +100,11 @@ def _objects(fs: Any, inside: str) -> dict[str, Any]:
         if info["type"] == "file":
             return {inside: info, **fs.glob(f"{inside}{PART}*", detail=True)}
     below = fs.find(inside, detail=True)
-    return {name: info for name, info in below.items() if not name.endswith("/")}
+    return {
+        name: info
+        for name, info in below.items()
+        if not name.endswith("/") and CHECKPOINTS not in name.removeprefix(inside).split("/")
+    }
 
 
 def _is_gone(inside: str, below: Collection[str], name: str) -> bool:

@@ -30,13 +30,12 @@ from typing import IO
 
 from coa_jax.errors import UserError
 from coa_jax.storage import lease as leases
-from coa_jax.storage.copies import PART, joined, own_folder, stands_for
+from coa_jax.storage.copies import CHECKPOINTS, PART, joined, own_folder, stands_for
 from coa_jax.storage.places import check_writable, is_url, opened, seconds_of, telling
 from coa_jax.storage.repeat import Repeated
 
 WHOLE = 8 << 20
 """Size in bytes at which a part of a growing file is complete and no longer rewritten."""
-CHECKPOINTS = "checkpoints"
 ENTRIES = "entries-"
 """Prefix of the names of objects of `coa_jax.storage.shared`, which are not mirrored."""
 NAMES_ONLY = ("traces", "tensorboard", "profile", "model", "model-adapters")
@@ -130,10 +129,13 @@ class Mirror:
         below = self._fs.find(self._root, detail=True)
         for name, info in below.items():
             relative = name.removeprefix(self._root).lstrip("/")
-            *folders, last = relative.split("/")
-            if relative in ("", leases.NAME) or CHECKPOINTS in (*folders, last):
+            parts = relative.split("/")
+            # `sync` uploads no name that begins with a dot, and would remove such an object. A name
+            # that ends in "/" marks an empty folder.
+            foreign = not parts[-1] or any(part.startswith(".") for part in parts)
+            if foreign or relative == leases.NAME or CHECKPOINTS in parts:
                 continue
-            if not last.startswith(ENTRIES):
+            if not parts[-1].startswith(ENTRIES):
                 yield relative, int(info.get("size") or 0)
 
     def _fetch(self, file: _File, path: Path) -> None:
@@ -169,7 +171,8 @@ class Mirror:
                 for relative, path in here.items():
                     self._put(relative, path)
                 for relative in [name for name in self._files if name not in here]:
-                    self._remove(self._files.pop(relative).chunks)
+                    self._remove(self._files[relative].chunks)
+                    del self._files[relative]  # only now, so that a failed removal is repeated
 
     def _local(self) -> Iterator[tuple[str, Path]]:
         for folder, folders, names in os.walk(self.path):

@@ -7,6 +7,7 @@ it cannot read ranges of bytes, and cannot create an object only if it does not 
 from __future__ import annotations
 
 import contextlib
+import errno
 import functools
 import logging
 import os
@@ -130,8 +131,9 @@ def _passes(error: Exception) -> bool:
 
 def _reason(url: str, error: Exception) -> str | None:
     """Explains an error and its remedy; returns None if a store did not cause the error."""
-    if isinstance(error, OSError) and error.filename is not None:
-        return None  # an error of a local file, for example of a full disk
+    full = isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT)
+    if full or (isinstance(error, OSError) and error.filename is not None):
+        return None  # an error of a local file; errors of `write` have no name
     kinds = {kind.__name__ for cause in causes_of(error) for kind in type(cause).__mro__}
     names = " ".join(kinds)
     text = " ".join(str(error).split())[:200]

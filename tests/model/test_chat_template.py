@@ -35,6 +35,13 @@ def test_templates_are_rendered_as_transformers_renders_them():
     assert chat_ids(tokenizer, "Who?") == ids
 
 
+def test_jinja_is_imported_from_where_this_process_would(monkeypatch, tmp_path):
+    (tmp_path / "jinja2.py").write_text("raise ImportError('the one of the user')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(ChatTemplateError, match="the one of the user"):
+        render(LIKE_QWEN, TURNS)
+
+
 @pytest.mark.parametrize(
     ("template", "why"),
     [

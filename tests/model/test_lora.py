@@ -253,6 +253,8 @@ def test_an_adapter_directory_is_a_model(base, tmp_path):
         ({"r": 0}, "r is 0; give a whole number from 1"),
         ({"lora_alpha": 0}, "lora_alpha is 0; give a number above 0"),
         ({"r": True}, "r is True; give a whole number"),
+        ({"init_lora_weights": "pissa"}, "init_lora_weights='pissa' changes the base model"),
+        ({"alora_invocation_tokens": [1]}, "alora_invocation_tokens is not supported"),
     ],
 )
 def test_an_adapter_that_cannot_be_applied_is_refused(base, tmp_path, changes, message):

@@ -271,7 +271,8 @@ def test_other_names_of_columns_and_roles_are_read_from_dataset_info(tmp_path):
         )
     )
     row = alpaca(RIVER)
-    renamed = {"ask": row["instruction"], "say": row["output"]}
+    other = {"input": "not", "messages": [], "output": "the", "instruction": "record"}
+    renamed = {"ask": row["instruction"], "say": row["output"], **other}
     (tmp_path / "a.json").write_text(json.dumps([renamed]))
     turns = sharegpt(RIVER, "who", "what", ("me", "you", "world"))
     (tmp_path / "b.json").write_text(json.dumps([{"talk": turns}]))

@@ -100,6 +100,32 @@ def test_what_was_written_is_what_a_reader_finds(memory):
     assert read() == {"a.json": b"22"}
 
 
+def test_a_reader_leaves_objects_of_others_in_the_bucket(memory):
+    (storage.Mirror(URL).path / "a.json").write_bytes(b"1")
+    storage.Mirror(URL).sync()
+    others = {".gitattributes": b"x", ".model.XY/config.json": b"{}", "models/": b""}
+    for name, content in others.items():
+        memory.pipe_file(f"bucket/run/{name}", content)
+    mirror = storage.Mirror(URL)
+    mirror.fill()
+    mirror.sync()
+    for name, content in others.items():
+        assert memory.cat_file(f"bucket/run/{name}") == content
+
+
+def test_a_removal_that_fails_is_repeated(memory):
+    mirror = storage.Mirror(URL)
+    (mirror.path / "a.json").write_bytes(b"1")
+    mirror.sync()
+    (mirror.path / "a.json").unlink()
+    memory.left = 0
+    with pytest.raises(Killed):
+        mirror.sync()
+    memory.left = 9
+    mirror.sync()
+    assert read() == {}
+
+
 def test_a_growing_file_is_sent_in_parts_and_not_again_and_again(memory):
     mirror = storage.Mirror(URL)
     path, sent = mirror.path / "traces.jsonl", 0

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import errno
 import io
+import json
 import secrets
 from pathlib import Path
 
+import jax
 import numpy as np
 import pytest
 from rich.console import Console
@@ -16,13 +18,15 @@ from coa_jax import check, jsonl, storage
 from coa_jax.cli import load_config
 from coa_jax.errors import Outage, UserError
 from coa_jax.learn.rejection import RFTConfig
-from coa_jax.model.safetensors_io import Checkpoint, local_checkpoint
+from coa_jax.model.api import load_model, save_model
+from coa_jax.model.safetensors_io import INDEX_FILE, SINGLE_FILE, Checkpoint, local_checkpoint
 from coa_jax.needs import needs_of
 from coa_jax.records.rows import find_files
 from coa_jax.report import watch
 from coa_jax.settings import build
 from coa_jax.storage import arrays
 from coa_jax.storage.places import opened, telling
+from tests import tiny_policy
 from tests.buckets import free_port
 
 
@@ -53,6 +57,14 @@ def test_patterns_folders_and_lists_name_files_as_they_do_locally(bucket):
         (f"{bucket}/x/b.jsonl, {bucket}/y/c.json", ["b.jsonl", "c.json"]),
     ):
         assert [path.name for path in find_files(source)] == names
+
+
+def test_a_copy_has_the_files_that_describe_it_and_no_checkpoints(bucket):
+    for name in ("run/traces.jsonl", "run/protocols.json", "run/checkpoints/rl/1/state"):
+        put(f"{bucket}/{name}", "{}\n")
+    assert (Path(storage.local(f"{bucket}/run/traces.jsonl")).parent / "protocols.json").is_file()
+    names = {path.name for path in Path(storage.local(f"{bucket}/run")).rglob("*")}
+    assert names == {"traces.jsonl", "protocols.json"}
 
 
 def test_an_object_that_was_removed_from_the_bucket_is_no_input(bucket):
@@ -116,6 +128,20 @@ def test_rows_of_a_tensor_are_fetched_alone(bucket, tmp_path):
             left, right = there.read(name, rows), here.read(name, rows)
             np.testing.assert_array_equal(left, right)
             assert left.dtype == right.dtype and left.shape == right.shape
+
+
+def test_only_shards_of_the_index_are_read_from_a_bucket(bucket, tmp_path):
+    model = tiny_policy.policy()
+    save_model(model, tmp_path / "m")
+    storage.upload(tmp_path / "m", f"{bucket}/m")
+    # Shards of an earlier save, whose names sort after those of the index.
+    stale = {"model.embed_tokens.weight": np.zeros((4, 4), np.float32)}
+    save_file(stale, tmp_path / "m" / "z.safetensors")
+    index = {"weight_map": dict.fromkeys(local_checkpoint(tmp_path / "m").shapes, SINGLE_FILE)}
+    (tmp_path / "m" / INDEX_FILE).write_text(json.dumps(index))
+    storage.upload(tmp_path / "m", f"{bucket}/m")
+    there, here = load_model(f"{bucket}/m").params, load_model(tmp_path / "m").params
+    jax.tree.map(np.testing.assert_array_equal, there, here)
 
 
 @pytest.mark.parametrize(
@@ -208,6 +234,8 @@ def test_a_checkpoint_that_a_silent_store_did_not_take_is_told_from_a_damaged_on
 def test_faults_of_this_machine_are_not_blamed_on_the_store():
     with pytest.raises(OSError, match="No space left"), telling("gs://b/x"):
         raise OSError(28, "No space left on device", "/tmp/x")
+    with pytest.raises(OSError, match="No space left"), telling("gs://b/x"):
+        raise OSError(28, "No space left on device")  # of `write`, which names no file
     with pytest.raises(KeyError), telling("gs://b/x"):
         raise KeyError("a fault of ours")
 
