@@ -9,12 +9,14 @@ The directory holds the following files:
 - ``data/``: the distilled records and their card;
 - ``traces/``: the trajectories of the evaluations after SFT and after RL;
 - ``config.json``, ``summary.json``, ``metrics.jsonl``, ``evaluate/``: files of the run, with which
-  ``coa-jax report``, ``coa-jax claims`` and the notebooks can read the directory like a run;
+  ``coa-jax report``, ``coa-jax claims`` and the notebooks can read the directory like a run. The
+  evaluations of the controls are left out, because their policies are not in the directory;
 - ``protocols.json``: the protocols that the settings of the run create; only if there are any.
 """
 
 from __future__ import annotations
 
+import json
 import shutil
 import tempfile
 from pathlib import Path
@@ -35,6 +37,7 @@ from coa_jax.records import read_records
 from coa_jax.trajectory import iterate_trajectories
 
 _STAGES = ("sft", "rl")
+_CONTROLS = ("sft_more", "rft")
 _README = Path(__file__).parent / "templates" / "release.md"
 _COPIED = ("config.json", "summary.json", "metrics.jsonl")
 
@@ -62,8 +65,8 @@ def release(run: Path, output: Path) -> int:
             raise UserError(f"{run} has no graded evaluation of {stage}: finish the pipeline")
     config = files.read_json_object(run / "config.json")
     output.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as folder:
-        new = Path(folder) / output.name
+    with tempfile.TemporaryDirectory(prefix=f".{output.name}.", dir=output.parent) as temporary:
+        new = Path(temporary) / output.name
         new.mkdir()
         _write_adapter(run, adapters, config, new / "adapter")
         _write_data(run, new)
@@ -71,8 +74,12 @@ def release(run: Path, output: Path) -> int:
         for name in (*_COPIED, *([PROTOCOLS] if (run / PROTOCOLS).is_file() else ())):
             shutil.copy(run / name, new / name)
         for path in sorted((run / "evaluate").glob("*/results.json")):
-            (new / "evaluate" / path.parent.name).mkdir(parents=True)
-            shutil.copy(path, new / "evaluate" / path.parent.name)
+            name = path.parent.name
+            if config.get("measures", {}).get(name, {}).get("policy", name) not in _CONTROLS:
+                folder = new / "evaluate" / name
+                folder.mkdir(parents=True)
+                text = json.dumps(files.read_json_object(path), separators=(",", ":"))
+                (folder / path.name).write_text(text + "\n", encoding="utf-8")
         (new / "README.md").write_text(_readme(output, config, new), encoding="utf-8")
         files.replace_folder(new, output)
     return sum(path.stat().st_size for path in output.rglob("*") if path.is_file())

@@ -6,9 +6,9 @@
 #                             [--config.KEY=VALUE ...]
 #
 # Default: six algorithms, three seeds, 16 steps of 192 samples, 400 held-out questions each, from
-# the policy that configs/sft/factbook.py leaves in runs/sft/model, into runs/algorithms.  The same
-# command goes on where it was interrupted; a run that has been measured is not repeated.  Ends with
-# the table of coa_jax.report.sweep, which can be asked for at any time.
+# the policy that configs/sft/factbook.py leaves in runs/sft/model, into runs/algorithms.  To resume,
+# give the same command again; finished runs are skipped.  At the end the script prints a table, which
+# `coa-jax sweep --workdir=DIR` prints at any time.
 #
 # To compare settings instead of algorithms, call the script once for each setting, with one
 # algorithm, with the setting as --config.KEY=VALUE, and with --name, which names the row of the

@@ -9,12 +9,12 @@
 # Flags:
 #   --devices K   devices of each process (default 1)
 #   --port PORT   of the coordinator (default: one that is free)
-#   --grace S     seconds that the others have to notice when one has failed (default 90)
+#   --grace S     seconds between the failure of a process and the kill of the others (default 90)
 #   --dry-run     print the commands, run nothing
 #
-# Each line of output begins with the number of its process.  SIGTERM and Ctrl-C go to all of them,
-# as SIGTERM.  When a process fails, its number and exit code are named, and the others are ended
-# if they do not end by themselves.  The exit code is that of the first process that failed.
+# Each line of output begins with the number of its process.  The script forwards SIGTERM and Ctrl-C to
+# all processes as SIGTERM.  If a process fails, the script prints its number and exit code, and kills the
+# other processes after --grace seconds.  The exit code is that of the first process that failed.
 set -uo pipefail
 
 # shellcheck source=launch/common.sh

@@ -1,19 +1,19 @@
 # Makes or completes the environment in .venv; sourced by the other scripts.
 #
 #   source launch/setup_env.sh [EXTRA ...]     extras of setup.py: gguf tasks web maths mcp serve
-#                                               endpoint distill hub gcs s3 tfds notebook wandb docs test testjax
-#                                               dev cuda tpu
+#                                               endpoint distill hub gcs s3 tfds textarena openenv notebook
+#                                               wandb docs test testjax dev cuda tpu
 #   bash launch/setup_env.sh [EXTRA ...]       the same, without changing the calling shell
 #
 # Afterwards COA_ROOT is the repository and the programs of .venv come first in PATH.
-# PYTHON=/path/of/python chooses the interpreter of a new environment (3.11 or later); where none is
-# found, uv installs one if it is there.
+# PYTHON=/path/of/python chooses the interpreter of a new environment (3.11 or later).  If there is no
+# such interpreter, uv (if it is installed) installs Python 3.12.
 # CONSTRAINTS=jax-0.12 installs the tested versions of coa_jax/constraints/jax-0.12.txt; a path names
 # a file of your own.  Later runs keep to that file.
-# COA_JAX_VENV=.venv-other makes or completes an environment of that name beside .venv.  A path from
-# the root names an environment of an image or a shared disk: it is taken as it is.
-# The second run is instant: .venv/.coa_jax names what was installed for which setup.py, and it
-# is written last, so an interrupted installation is completed by the next run.
+# COA_JAX_VENV=.venv-other makes or completes an environment of that name beside .venv.  An absolute path
+# names an environment of an image or a shared disk, into which the script installs nothing.
+# The second run is instant: .venv/.coa_jax lists the installed extras and a hash of setup.py.  The script
+# writes this file last, so the next run completes an interrupted installation.
 # shellcheck shell=bash
 
 COA_ROOT="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"

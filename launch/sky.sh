@@ -9,17 +9,17 @@
 #   --gpus KIND:N      of a node, e.g. H100:8 (default), or a TPU such as tpu-v5p-64
 #   --nodes N          default 1
 #   --bucket URL       s3://... or gs://..., mounted at /runs, where the work directory is (required)
-#   --spot             cheaper, may be taken away at any moment
-#   --retries N        how often a run that fails is started again (default 20)
-#   --check            before the run: is all that it needs there, on every host?  --check=compile also
-#                      compiles its programs
+#   --spot             cheaper machines, which the cloud may preempt at any time
+#   --retries N        number of restarts of a run that fails (default 20)
+#   --check            before the run, check on every host everything that the run needs;
+#                      --check=compile also compiles the programs of the run
 #   --preset KIND      variables for the compiler: cuda, tpu, v6e or none (default: by --gpus)
 #   --env NAME=VALUE   a variable of the run; may be repeated
-#   --secret-env NAME  the same, with its value here; keys that the config names need no flag
+#   --secret-env NAME  the same, with the value that NAME has in this shell; keys that the config names need no flag
 #   --dry-run          print the task and the commands, run nothing
 #
-# A managed job: SkyPilot finds new machines when they are taken away, and the run continues from its
-# work directory.  The code of this checkout is copied, uncommitted changes included.
+# The job is a managed job: if the machines are preempted, SkyPilot finds new machines, and the run resumes
+# from its work directory.  The code of this checkout is copied, uncommitted changes included.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

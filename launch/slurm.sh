@@ -14,19 +14,19 @@
 #   --name NAME        of the job (default coa_jax)
 #   --partition NAME   default: the cluster's
 #   --account NAME     default: yours
-#   --notice SECONDS   before the limit of the job, when it is told to save (default 600): longer than an
-#                      update and a checkpoint take
-#   --retries N        how often a job that has lost a process is queued again (default 20)
-#   --check            before the run: is all that it needs there, on every host?  --check=compile also
-#                      compiles its programs
+#   --notice SECONDS   time between SIGTERM, after which the run saves, and the time limit of the job
+#                      (default 600); give more than the time of an update and a checkpoint
+#   --retries N        how often a job that lost a process is queued again (default 20)
+#   --check            before the run, check on every host everything that the run needs;
+#                      --check=compile also compiles the programs of the run
 #   --preset KIND      variables for the compiler: cuda (default) or none
 #   --env NAME=VALUE   a variable of the run; may be repeated
-#   --secret-env NAME  the same, with its value here; keys that the config names need no flag
+#   --secret-env NAME  the same, with the value that NAME has in this shell; keys that the config names need no flag
 #   --dry-run          print the job and the commands, run nothing
 #
-# A node has one process for all of its GPUs.  A job that a node failure or a preemption ends, or that
-# has lost a process, is queued again and continues; so is one that comes to its limit, before which it
-# is told to save (SIGTERM).  sbatch hands on the variables that are set here, and so the keys.
+# A node has one process for all of its GPUs.  After a node failure, a preemption, a lost process or the
+# time limit, the job is queued again, and the run resumes.  sbatch passes all variables of this shell to
+# the job, including keys.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

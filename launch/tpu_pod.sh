@@ -3,8 +3,8 @@
 #
 #   bash launch/tpu_pod.sh [FLAGS] setup [COMMAND ARG...]  copy this commit to all hosts, install it
 #                                                      with the packages that the command needs
-#   bash launch/tpu_pod.sh [FLAGS] check COMMAND ARG...    is all that the command needs there, on every
-#                                                      host?
+#   bash launch/tpu_pod.sh [FLAGS] check COMMAND ARG...    check on every host everything that the command
+#                                                      needs
 #   bash launch/tpu_pod.sh [FLAGS] run COMMAND ARG...  e.g. run sft --config=configs/sft/web.py:7b \
 #                                                           --workdir=/mnt/runs/a
 #   bash launch/tpu_pod.sh [FLAGS] logs                the end of each host's log
@@ -14,15 +14,15 @@
 #   --name NAME        the TPU VM (required)
 #   --zone ZONE        its zone (required)
 #   --project PROJECT  default: the one gcloud is configured for
-#   --dir DIR          where the code lives on the hosts (default coa_jax, in the home directory)
+#   --dir DIR          folder of the code on the hosts (default coa_jax, in the home directory)
 #   --check            run: check before; --check=compile also compiles the programs of the run
-#   --retries N        how often a run that has lost a process is started again (default 20)
-#   --poll SECONDS     before that (default 10)
+#   --retries N        number of restarts of a run that lost a process (default 20)
+#   --poll SECONDS     wait before a restart (default 10)
 #   --preset KIND      variables for the compiler: tpu (default), v6e or none
 #   --env NAME=VALUE   a variable of the run; may be repeated
-#   --secret-env NAME  the same, with its value here; keys that the config names need no flag
-#   --detach           run: return at once, the command goes on after this shell ends; nobody starts it
-#                      again then
+#   --secret-env NAME  the same, with the value that NAME has in this shell; keys that the config names need no flag
+#   --detach           run: return at once; the command continues after this shell ends, but is not
+#                      restarted
 #   --dry-run          print the commands, run nothing
 #
 # The work directory must be one that all hosts share (a mounted file share or bucket): the first

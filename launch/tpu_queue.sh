@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Runs a command of coa_jax on a TPU pod slice that Cloud TPU grants when it has one, and again on
-# a new one when the slice is taken away.
+# Runs a command of coa_jax on a TPU slice of Cloud TPU's queue.  If the slice is preempted, the script
+# requests a new slice and runs the command again.
 #
 #   bash launch/tpu_queue.sh [FLAGS] run COMMAND ARG...  e.g. run rl --config=configs/rl/web.py:7b \
 #                                                             --workdir=/mnt/runs/a
@@ -12,20 +12,20 @@
 #   --type TYPE        e.g. v5p-128, which is 64 chips, a v5p:4x4x4 (required)
 #   --version VERSION  software of the hosts (default v2-alpha-tpuv5, for v5p)
 #   --project PROJECT  default: the one gcloud is configured for
-#   --spot             cheaper, may be taken away at any moment
-#   --delete           give the slice back when the command has ended, whatever its exit code
-#   --retries N        slices after the first (default 20)
-#   --poll SECONDS     between two looks at the request (default 60)
-#   --check            before the run: is all that it needs there, on every host?  --check=compile also
-#                      compiles its programs
+#   --spot             a cheaper slice, which Cloud TPU may preempt at any time
+#   --delete           give the slice back at the end of the command, whatever the exit code is
+#   --retries N        number of further slices after the first (default 20)
+#   --poll SECONDS     time between two queries of the request's state (default 60)
+#   --check            before the run, check on every host everything that the run needs;
+#                      --check=compile also compiles the programs of the run
 #   --preset KIND      variables for the compiler: tpu, v6e or none (default: by --type)
 #   --env NAME=VALUE   a variable of the run; may be repeated
-#   --secret-env NAME  the same, with its value here; keys that the config names need no flag
+#   --secret-env NAME  the same, with the value that NAME has in this shell; keys that the config names need no flag
 #   --dry-run          print the commands, run nothing
 #
-# The work directory must outlive the slice and be one that all hosts share (a mounted file share or
-# bucket).  A command that has lost a process while its slice is there (exit code 3, or 255 of ssh) is
-# given again; one that fails otherwise is not, its exit code is returned.  Without --delete the slice
+# The work directory must be on a file share or bucket that all hosts mount and that outlives the slice.
+# The script runs the command again on the same slice after the exit codes 3, 134, 137, 139, 143 and 255
+# (docs/launch.md); after another exit code the script ends with this code.  Without --delete the slice
 # stays, and costs money, until you give it back.
 set -euo pipefail
 # shellcheck source=launch/common.sh

@@ -7,26 +7,26 @@
 #   bash launch/tpu_vm.sh [FLAGS] delete               deletes the VM and all on its disk
 #
 # Flags:
-#   --name NAME        the TPU VM (required); one that is there is used
+#   --name NAME        name of the TPU VM (required); an existing VM of this name is used
 #   --zone ZONE        its zone (required)
 #   --type TYPE        default v5litepod-8
 #   --version VERSION  software of the VM (default v2-alpha-tpuv5-lite; v5p: v2-alpha-tpuv5)
 #   --project PROJECT  default: the one gcloud is configured for
-#   --spot             cheaper, may be taken away at any moment
-#   --delete           delete the VM and its disk when the command has ended, whatever its exit code;
+#   --spot             a cheaper VM, which Cloud TPU may preempt at any time
+#   --delete           delete the VM and its disk at the end of the command, whatever the exit code is;
 #                      otherwise the VM stays, and costs money, until you delete it
-#   --check            before the run: is all that it needs there, on every host?  --check=compile also
-#                      compiles its programs
-#   --retries N        how often a run that has lost its connection is started again (default 20)
-#   --poll SECONDS     before that (default 10)
+#   --check            before the run, check on every host everything that the run needs;
+#                      --check=compile also compiles the programs of the run
+#   --retries N        number of restarts of a run that lost a process or its connection (default 20)
+#   --poll SECONDS     wait before a restart (default 10)
 #   --preset KIND      variables for the compiler: tpu, v6e or none (default: by --type)
 #   --env NAME=VALUE   a variable of the run; may be repeated
-#   --secret-env NAME  the same, with its value here; keys that the config names need no flag
+#   --secret-env NAME  the same, with the value that NAME has in this shell; keys that the config names need no flag
 #   --dry-run          print the commands, run nothing
 #
-# Give the same `run` again to continue: a VM that was stopped is started, one that was taken away is
-# made anew.  Its disk is gone then, so with --spot the work directory belongs on a mounted file share
-# or bucket.  What is committed is what runs.
+# To resume, give the same `run` again: the script starts a stopped VM, and creates a preempted VM again,
+# with an empty disk.  With --spot, keep the work directory on a mounted file share or bucket.  The script
+# copies the last commit, without uncommitted changes.
 set -euo pipefail
 # shellcheck source=launch/common.sh
 source "$(dirname "${BASH_SOURCE[0]}")/common.sh"

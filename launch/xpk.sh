@@ -12,14 +12,14 @@
 #   --name NAME        of the workload (required, but not to list)
 #   --type TYPE        e.g. v5p-128 (required to run)
 #   --project PROJECT  default: the one gcloud is configured for
-#   --image IMAGE      that the code is put into (default python:3.12)
+#   --image IMAGE      base image, to which the code is added (default python:3.12)
 #   --storage NAME     storage attached with `xpk storage create`, where the work directory is
-#   --restarts N       after a failure or a preemption (default 20)
-#   --check            before the run: is all that it needs there, on every host?  --check=compile also
-#                      compiles its programs
+#   --restarts N       number of restarts after a failure or a preemption (default 20)
+#   --check            before the run, check on every host everything that the run needs;
+#                      --check=compile also compiles the programs of the run
 #   --preset KIND      variables for the compiler: tpu, v6e or none (default: by --type)
 #   --env NAME=VALUE   a variable of the run; may be repeated
-#   --secret-env NAME  the same, with its value here; keys that the config names need no flag.  Whoever
+#   --secret-env NAME  the same, with the value that NAME has in this shell; keys that the config names need no flag.  Whoever
 #                      may read the cluster's workloads can read them.
 #   --dry-run          print the commands, run nothing
 #

@@ -48,7 +48,7 @@ class EvaluateConfig(Bounded):
         tasks: task source, see `tasks.load_tasks`; "" if ``mixture`` names the sources.
         task_options: options of the task source.
         mixture: maps names to task sources, see `tasks.mixture.Part`; weights have no effect.
-        split: split of the task source, ``validation`` or ``test``.
+        split: split of the task source: ``train``, ``validation`` or ``test``.
         num_tasks: number of tasks from each source; 0 for all tasks, in the order of the source.
         samples: number of samples per task. pass@1 is the mean over all samples; pass@k is computed
             if there are at least k samples per task.

@@ -18,7 +18,7 @@ from typing import Any
 from coa_jax import reading
 from coa_jax.errors import UserError
 from coa_jax.installed import missing
-from coa_jax.storage import local
+from coa_jax.storage import is_url, local
 
 
 def open_hub(source: str, split: str, revision: str = "", setting: str = "") -> Any:
@@ -78,10 +78,7 @@ def open_tfds(source: str, split: str, data_dir: str = "", setting: str = "") ->
         UserError: the library is not installed, or the data set or its split does not exist.
     """
     where = f"{setting}={source}" if setting else source
-    name, part = source.partition(":")[2], ""
-    # URLs and slices contain colons too, which do not begin a split.
-    if found := re.fullmatch(r"(.+):([^:/\[\]]*(?:\[.*\])?)", name):
-        name, part = found.groups()
+    name, part = _name_and_split(source)
     if not name:
         raise UserError(f"{where}: give tfds:NAME:SPLIT")
     try:
@@ -103,6 +100,23 @@ def open_tfds(source: str, split: str, data_dir: str = "", setting: str = "") ->
     if rows is None:
         raise UserError(f"{where}: there is no split {part!r}; there are {', '.join(known)}")
     return rows
+
+
+def local_tfds(source: str) -> str:
+    """Returns ``tfds:NAME:SPLIT`` with the path of a local copy if NAME is the URL of a folder.
+
+    Raises:
+        UserError: the folder cannot be read.
+    """
+    name, part = _name_and_split(source)
+    return f"tfds:{local(name)}" + (f":{part}" if part else "") if is_url(name) else source
+
+
+def _name_and_split(source: str) -> tuple[str, str]:
+    name = source.partition(":")[2]
+    # URLs and slices contain colons too, which do not begin a split.
+    found = re.fullmatch(r"(.+):([^:/\[\]]*(?:\[.*\])?)", name)
+    return (found[1], found[2]) if found else (name, "")
 
 
 def _refused(where: str, error: Exception) -> UserError:

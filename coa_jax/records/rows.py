@@ -24,6 +24,7 @@ import numpy as np
 from coa_jax import jsonl, reading
 from coa_jax.errors import UserError
 from coa_jax.records import tables
+from coa_jax.records.data_sets import local_tfds
 from coa_jax.storage import local
 
 LONGEST = 16 << 20
@@ -109,7 +110,9 @@ def find_files(source: str | os.PathLike[str]) -> list[Path]:
     text = os.fspath(source)
     names = [text] if os.path.exists(text) else [name.strip() for name in text.split(",")]
     files: list[Path] = []
-    for name in map(local, filter(None, names)):
+    for name in filter(None, names):
+        # `Path` would turn the "//" of a URL into "/".
+        name = local_tfds(name) if name.startswith("tfds:") else local(name)
         path = Path(name)
         if is_data_set(path) or (is_tfds(path.parent) and not path.exists()):
             files.append(path)

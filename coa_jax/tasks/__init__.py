@@ -99,8 +99,9 @@ def load_tasks(
         protocol: protocol of a question in a file, if neither its row nor ``source`` determines the
             protocol; "" for the default of the file format.
         options: option name -> value, in addition to the options in ``source``. A custom source
-            takes the options that its function defines. Files and data sets take the mapping of
-            their columns, see `tasks.columns.Columns`.
+            takes the options that its function defines. Files and data sets take ``protocol``,
+            which replaces the argument ``protocol``, and the mapping of their columns, see
+            `tasks.columns.Columns`.
 
     Raises:
         UserError: the source, split, option or protocol is unknown, ``n`` is negative, or a file
@@ -109,13 +110,15 @@ def load_tasks(
     check_split(split)
     if n is not None and n < 0:
         raise UserError(f"tasks={source}: n is {n}; give 0 or more, or None for all")
-    if protocol:
-        get_protocol(protocol)
     name, rest = _name_of(source)
     where = f"tasks={source}"
     given: dict[str, Any] = dict(options or {})
     if "source" not in parameters_of(find(SOURCES, name, where), name, where):
         given = {**read_options(rest, where), **given}
+    else:
+        protocol = given.pop("protocol", "") or protocol
+    if protocol:
+        get_protocol(protocol)
     load = bind(SOURCES, name, given, where, text=True)
     found = load(split=split, n=n, seed=seed, protocol=protocol, source=source)
     if name in SOURCES.built_in:

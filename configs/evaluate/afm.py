@@ -14,7 +14,7 @@ RL data (``PersonalAILab/AFM-WebAgent-RL-Dataset``, ``AFM-MHQA-RL-Dataset``), wh
 ``--config.rollout.prompt_style=FILE.parquet`` names. The benchmark files of the code agent contain
 their instructions.
 Takes: unknown: nobody has run this size yet.
-Gives: figures that docs/benchmarks.md lists together with those of the paper.
+Gives: figures to compare with the paper's (docs/benchmarks.md).
 
 Taken from the release: the prompts word for word, the stop strings (the closing tags of the tools
 and ``</answer>``), and the budgets and sampling settings. For web questions, also three behaviours

@@ -12,7 +12,7 @@ Gives: runs/rl/model. Metrics to watch in metrics.jsonl:
 - ``format/valid``: share of samples that obey the protocol, which should rise; if it falls, the
   learning rate is too high;
 - ``mismatch/abs_logp_max``: largest difference between log-probabilities of sampler and trainer,
-  which should be below 1e-4 with float32 on a CPU.
+  which should be below 1e-4 in most steps with float32 on a CPU.
 
 The debug variant mixes two sources and evaluates the policy on both (``eval/*``).
 """

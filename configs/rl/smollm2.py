@@ -8,7 +8,7 @@ sampling took 355 s for its 64 rollouts and 170 s for its update.
 Gives: runs/smollm2-rl/model; configs/rl/factbook.py names the metrics to watch.
 
 Choices: 4 groups of 8 samples keep a step to minutes on 2 cores; with so few groups the reward of a
-step is noisy, so average it over ten steps. All 32 samples decode concurrently.
+step is noisy, so average it over all 8 steps. All 32 samples decode concurrently.
 """
 
 from __future__ import annotations

@@ -16,11 +16,13 @@ from safetensors.numpy import save_file
 
 from coa_jax import check, jsonl, storage
 from coa_jax.cli import load_config
+from coa_jax.distill.export import write_tfds
 from coa_jax.errors import Outage, UserError
 from coa_jax.learn.rejection import RFTConfig
 from coa_jax.model.api import load_model, save_model
 from coa_jax.model.safetensors_io import INDEX_FILE, SINGLE_FILE, Checkpoint, local_checkpoint
 from coa_jax.needs import needs_of
+from coa_jax.records import read_records
 from coa_jax.records.rows import find_files
 from coa_jax.report import watch
 from coa_jax.settings import build
@@ -65,6 +67,13 @@ def test_a_copy_has_the_files_that_describe_it_and_no_checkpoints(bucket):
     assert (Path(storage.local(f"{bucket}/run/traces.jsonl")).parent / "protocols.json").is_file()
     names = {path.name for path in Path(storage.local(f"{bucket}/run")).rglob("*")}
     assert names == {"traces.jsonl", "protocols.json"}
+
+
+def test_a_tfds_export_in_a_bucket_is_read(bucket, tmp_path):
+    folder = write_tfds(tiny_policy.records(), tmp_path, "train")
+    storage.upload(folder, f"{bucket}/coa/1.0.0")
+    found = read_records(f"tfds:{bucket}/coa/1.0.0:train[1:]")
+    assert found == list(tiny_policy.records()[1:])
 
 
 def test_an_object_that_was_removed_from_the_bucket_is_no_input(bucket):

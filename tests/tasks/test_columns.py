@@ -46,6 +46,8 @@ def test_a_mapping_reads_a_file(tmp_path, suffix):
     assert (task.gold, task.protocol) == (("x", "y"), "web")
     drawn = load_tasks(path + ":protocol=code", "train", 2, 5, options=options)
     assert len(drawn) == 2 and drawn[0].protocol == "code"
+    named = load_tasks(path, "train", options={**options, "protocol": "code"})
+    assert [task.protocol for task in named] == ["code"] * 4
 
 
 def test_rows_of_another_split_are_left_out(tmp_path):
