@@ -54,7 +54,7 @@ class Visit(Request):
             loop has ended.
         agent: whether tags that the policy writes call tools. If False, the samples are completions
             without tools, to which the budgets of agents do not apply.
-        stops: stop strings, which end a completion.
+        stops: stop strings, which end a completion; the agent has none.
         keep_stop: whether the text of a completion includes the stop string that ended it.
         calls: whether a completion may call functions of the client.
     """
@@ -70,19 +70,12 @@ class Visit(Request):
     __hash__ = object.__hash__
 
 
-class _Served(Episode):
-    """A sample that sends its progress to the client."""
+class ServedSample(Episode):
+    """A sample that sends its progress to the client.
 
-    def __init__(self, visit: Visit, **options: Any):
-        super().__init__(**options)
-        self._visit = visit
-
-    def _send(self, text: str = "", **fields: Any) -> None:
-        self._visit.events.put_nowait(Event(self.sample_id, text, **fields))
-
-
-class CompletionSample(_Served):
-    """A sample without tools; it ends at a stop string, an end token or its maximum length."""
+    A sample of the agent writes tags, and the server runs the tools of these tags. Any other sample
+    is a completion without tools. It ends at a stop string, an end token or its maximum length.
+    """
 
     def __init__(self, visit: Visit, **options: Any):
         """Starts a sample.
@@ -91,47 +84,27 @@ class CompletionSample(_Served):
             visit: the request in the rollout loop.
             options: arguments of `Episode`.
         """
-        super().__init__(visit, **options)
+        super().__init__(**options)
+        self._visit = visit
         self._stops = StopStrings(visit.stops, keep=visit.keep_stop)
 
-    def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
-        """Adds a sampled token, like `Episode.feed`; tags of a protocol have no effect."""
-        event = super().feed(token, logp)
-        if event is StopReason.EOS:
-            return event  # the end token is not part of the text
-        text = self._stops.feed(self.take_text())
-        self._send(text, tokens=(Scored(token, logp),))
-        return None if self._stops.found is None else StopReason.EOS
-
-    def finish(
-        self, stop_reason: StopReason, gold: tuple[str, ...], metadata: dict[str, Any]
-    ) -> Trajectory:
-        """Ends the sample, and sends the last part of the streamed answer to the client.
-
-        Arguments and result are those of `Episode.finish`.
-        """
-        trajectory = super().finish(stop_reason, gold, metadata)
-        rest = self._stops.feed(self.take_text()) + self._stops.flush()
-        finish, stop = finish_reason(stop_reason), self._stops.found
-        self._send(rest, finish=finish, stop=stop, trajectory=trajectory)
-        return trajectory
-
-
-class AgentSample(_Served):
-    """A sample of the agent: the policy writes tags, and the server runs the tools of these tags.
-
-    The server streams the text of the sample to the client.
-    """
+    def _send(self, text: str = "", **fields: Any) -> None:
+        self._visit.events.put_nowait(Event(self.sample_id, text, **fields))
 
     def feed(self, token: int, logp: float) -> ToolRequest | StopReason | None:
         """Adds a sampled token, and sends new text to the client.
 
-        Arguments and result are those of `Episode.feed`.
+        Arguments and result are those of `Episode.feed`, but tags have no effect in a completion.
         """
         event = super().feed(token, logp)
-        if text := self.take_text():
-            self._send(text)
-        return event
+        if self._visit.agent:
+            if text := self.take_text():
+                self._send(text)
+            return event
+        if event is StopReason.EOS:
+            return event  # the end token is not part of the text
+        self._send(self._stops.feed(self.take_text()), tokens=(Scored(token, logp),))
+        return None if self._stops.found is None else StopReason.EOS
 
     def observe(self, tokens: Sequence[int], text: str, call: ToolCall) -> None:
         """Adds an observation, and sends its text to the client.
@@ -149,27 +122,25 @@ class AgentSample(_Served):
         Arguments and result are those of `Episode.finish`.
         """
         trajectory = super().finish(stop_reason, gold, metadata)
-        self._send(self.take_text(), finish=finish_reason(stop_reason), trajectory=trajectory)
+        rest = self._stops.feed(self.take_text()) + self._stops.flush()
+        finish, stop = finish_reason(stop_reason), self._stops.found
+        self._send(rest, finish=finish, stop=stop, trajectory=trajectory)
         return trajectory
 
 
 @dataclasses.dataclass(frozen=True)
 class ServedEpisodes(TextEpisodes):
-    """Creates the samples of a server, see `rollout.episodes.Episodes`.
+    """Creates the samples of a server, see `rollout.episodes.Episodes`."""
 
-    Each sample is an `AgentSample` or a `CompletionSample`.
-    """
-
-    def begin(self, request: Request, sample: int) -> Episode:
-        """Starts a sample of a request, which is an `AgentSample` or a `CompletionSample`."""
+    def begin(self, request: Request, sample: int) -> ServedSample:
+        """Starts a sample of a request."""
         assert isinstance(request, Visit)
         agent, task = request.agent, request.task
         protocol = get_protocol(task.protocol)
         if not agent:
             # Without a conversation format, a token that ends a turn always ends the text.
             protocol = dataclasses.replace(protocol, format=None)
-        kind: type[_Served] = AgentSample if agent else CompletionSample
-        return kind(
+        return ServedSample(
             request,
             task_id=task.id,
             sample_id=sample,
