@@ -22,7 +22,6 @@ from coa_jax.tasks import Task
 from coa_jax.web.bodies import parse_json, validated
 from coa_jax.web.errors import Refused
 from coa_jax.web.guard import body_of, while_connected
-from coa_jax.web.json_app import dumps
 
 _PIECE = 1 << 14
 B = TypeVar("B", bound=Sampling)
@@ -167,7 +166,9 @@ async def respond(service: Service, write: Callable[[], Any], *, large: bool) ->
     """
     if not large:
         return JSONResponse(write())
-    text = await service.render(lambda: dumps(write()))
+    # `json.dumps` would hold Python's GIL until the whole body is serialised.
+    encoder = json.JSONEncoder()
+    text = await service.render(lambda: "".join(encoder.iterencode(write())))
     return Response(text, media_type="application/json")
 
 

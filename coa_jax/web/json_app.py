@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import functools
-import json
 from collections.abc import Awaitable, Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -129,20 +128,3 @@ def handle_errors(app: Starlette, answer: Callable[[Refused], Response]) -> None
 def error_response(error: Refused) -> Response:
     """Returns the HTTP response to a refused request, with the body ``{"error": "..."}``."""
     return JSONResponse({"error": error.message}, error.status)
-
-
-def dumps(value: Any, depth: int = 4) -> str:
-    """Serialises a large value to JSON part by part, so that other threads can run in between.
-
-    A single call of `json.dumps` would hold Python's GIL until the whole value is serialised.
-
-    Args:
-        value: the value to serialise.
-        depth: depth of nesting down to which containers are split into parts.
-    """
-    if depth and isinstance(value, dict):
-        parts = (f"{json.dumps(key)}: {dumps(item, depth - 1)}" for key, item in value.items())
-        return f"{{{', '.join(parts)}}}"
-    if depth and isinstance(value, list | tuple):
-        return f"[{', '.join([dumps(item, depth - 1) for item in value])}]"
-    return json.dumps(value)

@@ -12,7 +12,6 @@ from pydantic import BaseModel, ConfigDict, Field
 
 from coa_jax.web.bodies import parse_json, validated
 from coa_jax.web.errors import Refused
-from coa_jax.web.json_app import dumps
 
 VALUES = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | st.text('ab",[{\\\n'),
@@ -61,11 +60,6 @@ def test_whatever_is_sent_is_parsed_or_refused_in_a_line(body):
 def test_long_numbers_deep_texts_and_other_encodings_are_refused(body):
     with pytest.raises(Refused, match="JSON"):
         parse_json(body, 10_000, 10_000)
-
-
-@given(VALUES, st.integers(0, 5))
-def test_a_value_that_is_written_part_by_part_is_the_same(value, depth):
-    assert json.loads(dumps(value, depth)) == value
 
 
 class Request(BaseModel):
