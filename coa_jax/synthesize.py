@@ -109,7 +109,7 @@ def synthesize(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, An
     with RunDir(workdir) as run:
         run.write_config(config)
         passages = read_corpus(tools.corpus) if tools.corpus else None
-        index = load_index(None, tools.passage_chars, passages)
+        index = load_index(tools.passage_chars, passages)
         source = Path(tools.corpus).name if tools.corpus else "factbook"
         summary = asyncio.run(_work(config, command, index, source, workdir))
         run.summary(summary, anew=True)

@@ -32,7 +32,7 @@ from coa_jax.tasks import Task
 from coa_jax.tools.base import ToolContext, call
 from coa_jax.tools.code import CodeTool
 from coa_jax.tools.factbook_pages import Passage
-from coa_jax.tools.wiki_search import WikiSearch
+from coa_jax.tools.wiki_search import WikiIndex, WikiSearch
 from coa_jax.trajectory import DistilledRecord, part_violations, write_records
 
 ROW_LENGTH = 192
@@ -61,9 +61,8 @@ TASKS = tuple(
 @functools.cache
 def tools() -> dict[str, Any]:
     """The real tools, over a corpus of two passages."""
-    with tempfile.TemporaryDirectory() as cache:
-        search = WikiSearch(top_k=1, passages=PASSAGES, cache_dir=cache)
-        search.warm_up()
+    search = WikiSearch(top_k=1, load=lambda *_: WikiIndex.build(PASSAGES))
+    search.warm_up()
     return {"wiki_search": search, "code": CodeTool(concurrency=2)}
 
 

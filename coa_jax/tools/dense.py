@@ -24,7 +24,7 @@ from coa_jax.progress import progress
 from coa_jax.tools import factbook_pages
 from coa_jax.tools.encoder import EncoderConfig, TextEncoder
 from coa_jax.tools.factbook_pages import Passage
-from coa_jax.tools.wiki_search import Index, best_rows, index_folder, load_index
+from coa_jax.tools.wiki_search import Index, best_rows, load_index
 
 _log = logging.getLogger(__name__)
 
@@ -126,7 +126,6 @@ def fuse(rankings: Sequence[Sequence[tuple[int, float]]]) -> list[tuple[int, flo
 def load_retriever(
     retrieval: Retrieval,
     encoder: EncoderConfig,
-    cache_dir: Path | str | None = None,
     passage_chars: int = 300,
     passages: Sequence[Passage] | None = None,
 ) -> Index:
@@ -135,7 +134,7 @@ def load_retriever(
     Args:
         retrieval: kind of retrieval.
         encoder: model that computes the vectors for dense and hybrid retrieval.
-        cache_dir, passage_chars, passages: see `coa_jax.tools.wiki_search.load_index`.
+        passage_chars, passages: see `coa_jax.tools.wiki_search.load_index`.
 
     Raises:
         UserError: the encoder is missing or cannot be read, or
@@ -143,8 +142,8 @@ def load_retriever(
     """
     check_retrieval(retrieval, encoder)
     if retrieval == "bm25":
-        return load_index(cache_dir, passage_chars, passages)
-    words = load_index(cache_dir, passage_chars, passages) if retrieval == "hybrid" else None
+        return load_index(passage_chars, passages)
+    words = load_index(passage_chars, passages) if retrieval == "hybrid" else None
     if words is not None:
         corpus = words.passages
     else:
@@ -152,7 +151,7 @@ def load_retriever(
         if not corpus:
             raise UserError("wiki_search has no text to index; give it passages with words")
     model = TextEncoder(encoder)
-    dense = DenseIndex(corpus, _load_vectors(model, corpus, cache_dir), model)
+    dense = DenseIndex(corpus, _load_vectors(model, corpus), model)
     return dense if words is None else HybridIndex((words, dense))
 
 
@@ -169,10 +168,8 @@ def check_retrieval(retrieval: str, encoder: EncoderConfig) -> None:
         )
 
 
-def _load_vectors(
-    encoder: TextEncoder, corpus: Sequence[Passage], cache_dir: Path | str | None
-) -> np.ndarray:
-    folder = index_folder(cache_dir) / _name(encoder, corpus)
+def _load_vectors(encoder: TextEncoder, corpus: Sequence[Passage]) -> np.ndarray:
+    folder = files.cache_folder("wiki") / _name(encoder, corpus)
     shape = (len(corpus), encoder.width)
     if folder.is_dir():
         try:

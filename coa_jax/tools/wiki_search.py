@@ -180,15 +180,6 @@ def _checksum(file: Path) -> str:
     return hashlib.sha256(file.read_bytes()).hexdigest()
 
 
-def index_folder(cache_dir: Path | str | None) -> Path:
-    """Returns the folder in which indexes are stored.
-
-    If ``cache_dir`` is None, this is ``$XDG_CACHE_HOME/coa_jax/wiki``, or ``~/.cache/coa_jax/wiki``
-    if the environment variable is not set.
-    """
-    return files.cache_folder("wiki") if cache_dir is None else Path(cache_dir).expanduser()
-
-
 def _key(passage_chars: int, passages: Sequence[Passage] | None) -> str:
     """Returns the file name of an index, which is a hash of its text, settings and code."""
     import bm25s
@@ -206,24 +197,20 @@ def _key(passage_chars: int, passages: Sequence[Passage] | None) -> str:
     return digest.hexdigest()[:24]
 
 
-def load_index(
-    cache_dir: Path | str | None = None,
-    passage_chars: int = 300,
-    passages: Sequence[Passage] | None = None,
-) -> WikiIndex:
+def load_index(passage_chars: int = 300, passages: Sequence[Passage] | None = None) -> WikiIndex:
     """Loads an index from the cache. If the index is missing or damaged, it is built and stored.
 
-    If the cache folder cannot be written, the index is built in every call.
+    If the folder of the cache, see `files.cache_folder`, cannot be written, the index is built in
+    every call.
 
     Args:
-        cache_dir: folder of stored indexes; None for the default, see `index_folder`.
         passage_chars: maximum length of a passage of the World Factbook, in characters.
         passages: passages of the corpus; None for the World Factbook.
 
     Raises:
         UserError: the World Factbook is not installed, or the corpus contains no words.
     """
-    folder = index_folder(cache_dir) / _key(passage_chars, passages)
+    folder = files.cache_folder("wiki") / _key(passage_chars, passages)
     if folder.is_dir():
         try:
             return WikiIndex.load(folder)
@@ -254,7 +241,6 @@ class WikiSearch:
         self,
         top_k: int = 3,
         passage_chars: int = 300,
-        cache_dir: Path | str | None = None,
         passages: Sequence[Passage] | None = None,
         load: Callable[..., Index] = load_index,
     ):
@@ -263,13 +249,12 @@ class WikiSearch:
         Args:
             top_k: number of passages in an observation.
             passage_chars: maximum length of a passage of the World Factbook, in characters.
-            cache_dir: folder of stored indexes; None for the default, see `index_folder`.
             passages: passages of the corpus; None for the World Factbook.
-            load: function that loads or builds the index. Its arguments are ``cache_dir``,
-                ``passage_chars`` and ``passages``.
+            load: function that loads or builds the index. Its arguments are ``passage_chars`` and
+                ``passages``.
         """
         self.top_k = top_k
-        self._load = functools.partial(load, cache_dir, passage_chars, passages)
+        self._load = functools.partial(load, passage_chars, passages)
         self._index: Index | None = None
         self._lock = threading.Lock()
 

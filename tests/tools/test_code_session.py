@@ -13,7 +13,7 @@ from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.recorded import StoreConfig
 from coa_jax.tools.remote import RemoteCode
 from coa_jax.tools.sandbox.isolation import find_isolation
-from coa_jax.tools.wiki_search import load_index
+from coa_jax.tools.wiki_search import WikiIndex
 from tests.tools.live import serving
 from tests.tools.test_remote import PASSAGES
 
@@ -210,9 +210,8 @@ def test_the_calls_of_other_tools_are_none_of_its_own(session):
     assert "NameError" in session.run("print(x)").text
 
 
-def test_a_server_elsewhere_needs_to_know_nothing_of_it(tmp_path):
-    index = load_index(tmp_path, passages=PASSAGES)
-    with serving(index, find_isolation()) as address:
+def test_a_server_elsewhere_needs_to_know_nothing_of_it():
+    with serving(WikiIndex.build(PASSAGES), find_isolation()) as address:
         url = f"{address}/run_code"
         run = Trajectory(RemoteCode(url, timeout_s=2.0, session=True))
         run.run("x = 41")

@@ -18,7 +18,7 @@ from coa_jax.tools.net.chat import ChatConfig
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded
 from coa_jax.tools.web_search import local_link
-from coa_jax.tools.wiki_search import load_index
+from coa_jax.tools.wiki_search import WikiIndex
 from coa_jax.tools.worker import Workers
 from tests.tools import fault_server
 
@@ -75,9 +75,9 @@ def server():
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory):
+def index():
     passages = (Passage("Aland: Capital", "Mariehamn."), Passage("Aland: Area", "1,580 sq km."))
-    return load_index(tmp_path_factory.mktemp("wiki"), passages=passages)
+    return WikiIndex.build(passages)
 
 
 @pytest.fixture(scope="module")

@@ -42,6 +42,13 @@ def encoder(tmp_path_factory):
     return EncoderConfig(str(folder), query_prefix="", passage_prefix="")
 
 
+@pytest.fixture(autouse=True)
+def cache(tmp_path, monkeypatch):
+    """The folder of the stored indexes of a test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "coa_jax" / "wiki"
+
+
 def ask(tool, query):
     return asyncio.run(call(tool, query, ToolContext()))
 
@@ -71,8 +78,8 @@ def test_ranks_are_fused_by_the_sum_of_their_reciprocals():
 
 
 @pytest.mark.parametrize("retrieval", ["dense", "hybrid"])
-def test_a_passage_is_found_by_its_own_words(tmp_path, encoder, retrieval):
-    index = load_retriever(retrieval, encoder, tmp_path, passages=PASSAGES)
+def test_a_passage_is_found_by_its_own_words(encoder, retrieval):
+    index = load_retriever(retrieval, encoder, passages=PASSAGES)
     assert tuple(index.passages) == PASSAGES
     for passage in PASSAGES:
         best, *_ = hits = index.search(f"{passage.title}\n{passage.text}", 4)
@@ -82,10 +89,9 @@ def test_a_passage_is_found_by_its_own_words(tmp_path, encoder, retrieval):
             assert best.score == pytest.approx(1.0, abs=1e-5)
 
 
-def test_a_hybrid_ranks_what_words_and_vectors_rank(tmp_path, encoder):
-    index = load_retriever("hybrid", encoder, tmp_path, passages=PASSAGES)
-    parts = [load_retriever(name, encoder, tmp_path, passages=PASSAGES)
-             for name in ("bm25", "dense")]  # fmt: skip
+def test_a_hybrid_ranks_what_words_and_vectors_rank(encoder):
+    index = load_retriever("hybrid", encoder, passages=PASSAGES)
+    parts = [load_retriever(name, encoder, passages=PASSAGES) for name in ("bm25", "dense")]
     query = "capital of Bland"
     assert index.rank(query, 3) == fuse([part.rank(query, 100) for part in parts])[:3]
     # No word of the corpus: the vectors decide alone, where BM25 finds nothing.
@@ -93,10 +99,10 @@ def test_a_hybrid_ranks_what_words_and_vectors_rank(tmp_path, encoder):
     assert [i for i, _ in index.rank("xyzzy", 3)] == [i for i, _ in parts[1].rank("xyzzy", 3)]
 
 
-def test_vectors_are_computed_once_for_each_model_and_corpus(tmp_path, encoder, monkeypatch):
+def test_vectors_are_computed_once_for_each_model_and_corpus(cache, encoder, monkeypatch):
     query = "lake of Dull"
-    want = load_retriever("dense", encoder, tmp_path, passages=PASSAGES).search(query, 4)
-    (folder,) = tmp_path.iterdir()
+    want = load_retriever("dense", encoder, passages=PASSAGES).search(query, 4)
+    (folder,) = cache.iterdir()
     computed, original = [], TextEncoder.passages
 
     def passages(self, texts):
@@ -106,7 +112,7 @@ def test_vectors_are_computed_once_for_each_model_and_corpus(tmp_path, encoder, 
     monkeypatch.setattr(TextEncoder, "passages", passages)
 
     def load(config=encoder, passages=PASSAGES):
-        return load_retriever("dense", config, tmp_path, passages=passages).search(query, 4)
+        return load_retriever("dense", config, passages=passages).search(query, 4)
 
     assert load() == want and computed == []
     file = folder / "vectors.npy"
@@ -118,16 +124,15 @@ def test_vectors_are_computed_once_for_each_model_and_corpus(tmp_path, encoder, 
     load(passages=PASSAGES[:3])
     load(EncoderConfig(encoder.path, "", "other: "))
     assert computed[3:] == [3, 4]
-    assert len(list(tmp_path.iterdir())) == 3
+    assert len(list(cache.iterdir())) == 3
 
 
-def test_the_vectors_are_mapped_and_not_read(tmp_path, encoder):
-    index = load_retriever("dense", encoder, tmp_path, passages=PASSAGES)
+def test_the_vectors_are_mapped_and_not_read(encoder):
+    index = load_retriever("dense", encoder, passages=PASSAGES)
     assert isinstance(index, DenseIndex) and isinstance(index._vectors, np.memmap)
 
 
 def test_a_configuration_searches_any_corpus_by_vectors(tmp_path, encoder, monkeypatch):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     corpus = tmp_path / "corpus.jsonl"
     rows = [{"title": p.title, "text": p.text} for p in PASSAGES]
     corpus.write_text("".join(json.dumps(row) + "\n" for row in rows))
@@ -143,10 +148,7 @@ def test_a_configuration_searches_any_corpus_by_vectors(tmp_path, encoder, monke
     assert found.ok and "dense index" in found.text
 
 
-def test_kept_answers_are_those_of_the_corpus_and_of_how_it_was_searched(
-    tmp_path, encoder, monkeypatch
-):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+def test_kept_answers_are_those_of_the_corpus_and_of_how_it_was_searched(tmp_path, encoder):
     corpus = tmp_path / "corpus.jsonl"
     store = StoreConfig(path=str(tmp_path / "s.sqlite"), tools=("wiki_search",))
 
@@ -163,8 +165,8 @@ def test_kept_answers_are_those_of_the_corpus_and_of_how_it_was_searched(
     assert "Another" in answer().text
 
 
-def test_a_server_shows_what_its_dense_index_shows(tmp_path, encoder):
-    index = load_retriever("hybrid", encoder, tmp_path, passages=PASSAGES)
+def test_a_server_shows_what_its_dense_index_shows(encoder):
+    index = load_retriever("hybrid", encoder, passages=PASSAGES)
     with serving(index) as address:
         url = f"{address}/retrieve"
         local = WikiSearch(2, passages=PASSAGES, load=lambda *settings: index)
@@ -176,14 +178,14 @@ def test_what_is_missing_is_said(tmp_path, encoder, capsys):
     with pytest.raises(UserError, match=r"hybrid retrieval needs an encoder.*encoder\.path"):
         make_tools(ToolsConfig(retrieval="hybrid"))
     with pytest.raises(UserError, match="no text to index"):
-        load_retriever("dense", encoder, tmp_path, passages=[])
+        load_retriever("dense", encoder, passages=[])
     arguments = ["--retrieval", "dense", "--encoder", str(tmp_path / "none"), "--no_code"]
     assert tool_server.main(arguments) == 2
     assert "config.json: cannot be read" in capsys.readouterr().err
 
 
 @pytest.mark.slow
-def test_a_trained_encoder_finds_what_shares_no_word_with_the_query(tmp_path):
+def test_a_trained_encoder_finds_what_shares_no_word_with_the_query():
     """all-MiniLM-L6-v2, which `coa-jax fetch minilm` downloads."""
     default = Path(__file__).parents[2] / "weights" / "all-MiniLM-L6-v2"
     path = Path(os.environ.get("COA_JAX_MINILM", default))
@@ -199,8 +201,8 @@ def test_a_trained_encoder_finds_what_shares_no_word_with_the_query(tmp_path):
     queries = {"why did my car break down in winter": "Vehicle", "kitten napping": "Feline",
                "storm forecast": "Sky", "what borrowers pay": "Money"}  # fmt: skip
     for retrieval in ("dense", "hybrid"):
-        index = load_retriever(retrieval, model, tmp_path, passages=passages)
+        index = load_retriever(retrieval, model, passages=passages)
         found = {query: index.search(query, 1)[0].passage.title for query in queries}
         assert found == queries
-    words = load_index(tmp_path, passages=passages)
+    words = load_index(passages=passages)
     assert any(not words.search(query, 1) for query in queries)

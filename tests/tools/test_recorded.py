@@ -13,7 +13,7 @@ from coa_jax.tools.code import CodeTool
 from coa_jax.tools.factbook_pages import Passage
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded, StoreConfig
-from coa_jax.tools.wiki_search import WikiSearch
+from coa_jax.tools.wiki_search import WikiIndex, WikiSearch
 
 NO_HISTORY = ToolContext()
 
@@ -85,9 +85,9 @@ def test_what_is_not_in_a_recording_is_a_fault(store):
     assert "not in the recording" in missing.detail["exception"]
 
 
-def test_a_call_that_a_trajectory_repeats_has_its_own_entry(store, tmp_path):
+def test_a_call_that_a_trajectory_repeats_has_its_own_entry(store):
     pages = (Passage("Chad: Capital", "The capital of Chad is N'Djamena."),)
-    search = WikiSearch(top_k=1, cache_dir=tmp_path, passages=pages)
+    search = WikiSearch(top_k=1, load=lambda *_: WikiIndex.build(pages))
     for mode in ("record", "replay"):
         tool = Recorded(search, store, mode)
         first = ask(tool, "capital of Chad")

@@ -25,7 +25,7 @@ from coa_jax.tools.factbook_pages import Passage
 from coa_jax.tools.make import ToolsConfig, make_tools
 from coa_jax.tools.remote import RemoteCode, RemoteSearch
 from coa_jax.tools.sandbox.isolation import find_isolation
-from coa_jax.tools.wiki_search import WikiSearch, load_index
+from coa_jax.tools.wiki_search import WikiIndex, WikiSearch
 from tests.tools import fault_server
 from tests.tools.live import serving
 
@@ -37,10 +37,9 @@ PASSAGES = (
 
 
 @pytest.fixture(scope="module")
-def url(tmp_path_factory):
+def url():
     os.environ["TOOL_TOKEN"] = TOKEN
-    index = load_index(tmp_path_factory.mktemp("wiki"), passages=PASSAGES)
-    with serving(index, find_isolation(), TOKEN) as address:
+    with serving(WikiIndex.build(PASSAGES), find_isolation(), TOKEN) as address:
         yield address
     del os.environ["TOOL_TOKEN"]
 
@@ -55,9 +54,9 @@ def ask(tool, body, **context):
     return asyncio.run(call(tool, body, ToolContext(**context)))
 
 
-def test_a_remote_search_shows_what_the_index_shows(url, tmp_path):
+def test_a_remote_search_shows_what_the_index_shows(url):
     remote = RemoteSearch(f"{url}/retrieve", top_k=2, key_env="TOOL_TOKEN")
-    local = WikiSearch(top_k=2, cache_dir=tmp_path, passages=PASSAGES)
+    local = WikiSearch(top_k=2, load=lambda *_: WikiIndex.build(PASSAGES))
     assert isinstance(remote, Tool)
     seen = ask(remote, " area of\nAland ")
     assert seen.text.startswith('Doc 1 (Title: A "quoted" title)\nThe area of Aland is 1,580')

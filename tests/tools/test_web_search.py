@@ -15,7 +15,7 @@ from coa_jax.tools.factbook_pages import Passage
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded
 from coa_jax.tools.web_search import Result, WebSearch, WebSearchConfig, format_results
-from coa_jax.tools.wiki_search import load_index
+from coa_jax.tools.wiki_search import WikiIndex
 from tests.tools import fault_server
 
 KEY = "serper-key-0123456789"
@@ -54,8 +54,8 @@ def key(monkeypatch):
 
 
 @pytest.fixture(scope="module")
-def index(tmp_path_factory):
-    return load_index(tmp_path_factory.mktemp("wiki"), passages=PASSAGES)
+def index():
+    return WikiIndex.build(PASSAGES)
 
 
 def tool(server, path="/search", **options):

@@ -15,7 +15,7 @@ from coa_jax.tools.base import Tool, ToolContext, call
 from coa_jax.tools.factbook_pages import Passage, clean, load_entities, passages, split_text
 from coa_jax.tools.factbook_relations import RELATIONS
 from coa_jax.tools.make import ToolsConfig
-from coa_jax.tools.wiki_search import WikiSearch, load_index, tokenize
+from coa_jax.tools.wiki_search import WikiIndex, WikiSearch, load_index, tokenize
 
 SMALL = (
     Passage("Aland: Capital", "The capital of Aland is Mariehamn."),
@@ -24,16 +24,20 @@ SMALL = (
 )
 
 
-@pytest.fixture(scope="module")
-def cache(tmp_path_factory):
-    return tmp_path_factory.mktemp("wiki")
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """The folder of the stored indexes of a test."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    return tmp_path / "coa_jax" / "wiki"
 
 
 @pytest.fixture(scope="module")
-def tool(cache):
-    tool = WikiSearch(cache_dir=cache)
-    tool.warm_up()
-    return tool
+def tool(tmp_path_factory):
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.mktemp("cache")))
+        tool = WikiSearch()
+        tool.warm_up()
+        yield tool
 
 
 def run(tool, query, history=()):
@@ -103,7 +107,7 @@ def test_marks_are_dropped_only_where_they_are_accents():
     assert tokenize("हिन्दी") == ["हिन्दी"]
 
 
-def test_corpora_of_any_script_are_searched(tmp_path):
+def test_corpora_of_any_script_are_searched():
     assert tokenize("Straße in Côte-d'Azur_2") == ["strasse", "cote", "d", "azur", "2"]
     assert tokenize("東京は日本のAI") == ["東", "京", "は", "日", "本", "の", "ai"]
     passages = (
@@ -115,7 +119,7 @@ def test_corpora_of_any_script_are_searched(tmp_path):
         Passage("दिल्ली", "भारत की राजधानी है।"),
         Passage("กรุงเทพ", "เป็นเมืองหลวงของประเทศไทย"),
     )
-    index = load_index(tmp_path, passages=passages)
+    index = WikiIndex.build(passages)
     for query, title in (
         ("столица РОССИИ", "Москва"), ("πρωτευουσα", "Αθήνα"), ("日本首都", "東京"),
         ("عاصمة", "القاهرة"), ("수도이다", "서울"), ("राजधानी", "दिल्ली"), ("เมืองหลวง", "กรุงเทพ"),
@@ -155,24 +159,24 @@ def test_searches_leave_the_event_loop_free_and_agree(tool):
     assert ticks > 50 and texts == [run(tool, query).text for query in queries]
 
 
-def test_ties_keep_the_order_of_the_corpus(tmp_path):
+def test_ties_keep_the_order_of_the_corpus():
     copies = tuple(Passage(f"T{i}", "same words") for i in range(9))
-    hits = load_index(tmp_path, passages=copies).search("same", 4)
+    hits = WikiIndex.build(copies).search("same", 4)
     assert [hit.passage.title for hit in hits] == ["T0", "T1", "T2", "T3"]
 
 
-def test_the_index_comes_back_from_the_cache_quickly(cache, tool):
+def test_the_index_comes_back_from_the_cache_quickly(tool):
     start = time.perf_counter()
-    index = load_index(cache)
+    index = load_index()
     assert time.perf_counter() - start < 10  # about 0.3 s on an idle core
     query = "longest border of Peru"
     assert index.search(query, 5) == tool.warm_up().search(query, 5)
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut", "remove", "manifest"])
-def test_a_damaged_cache_is_rebuilt(tmp_path, damage):
-    want = load_index(tmp_path, passages=SMALL).search("capital Dull", 3)
-    (folder,) = tmp_path.iterdir()
+def test_a_damaged_cache_is_rebuilt(cache, damage):
+    want = load_index(passages=SMALL).search("capital Dull", 3)
+    (folder,) = cache.iterdir()
     victim = folder / ("manifest.json" if damage == "manifest" else "passages.jsonl")
     content = victim.read_bytes()
     if damage == "flip":
@@ -181,25 +185,25 @@ def test_a_damaged_cache_is_rebuilt(tmp_path, damage):
         victim.unlink()
     else:
         victim.write_bytes(content[: len(content) // 2])
-    assert load_index(tmp_path, passages=SMALL).search("capital Dull", 3) == want
-    assert [p.name for p in tmp_path.iterdir()] == [folder.name]
+    assert load_index(passages=SMALL).search("capital Dull", 3) == want
+    assert [p.name for p in cache.iterdir()] == [folder.name]
     assert (folder / "passages.jsonl").read_bytes().count(b"Dull") == 1
 
 
-def test_corpora_and_settings_have_their_own_cache(tmp_path):
-    load_index(tmp_path, passages=SMALL)
-    load_index(tmp_path, passages=SMALL[:2])
-    assert len(list(tmp_path.iterdir())) == 2
-    assert not load_index(tmp_path, passages=SMALL[:2]).search("area", 1)
+def test_corpora_and_settings_have_their_own_cache(cache):
+    load_index(passages=SMALL)
+    load_index(passages=SMALL[:2])
+    assert len(list(cache.iterdir())) == 2
+    assert not load_index(passages=SMALL[:2]).search("area", 1)
 
 
-def test_a_cache_that_cannot_be_written_costs_nothing_else(tmp_path):
-    (tmp_path / "file").write_text("")
-    assert load_index(tmp_path / "file" / "below", passages=SMALL).search("area", 1)
+def test_a_cache_that_cannot_be_written_costs_nothing_else(cache):
+    cache.parent.write_text("")
+    assert load_index(passages=SMALL).search("area", 1)
 
 
-def test_wrong_settings_are_explained(tmp_path):
+def test_wrong_settings_are_explained():
     with pytest.raises(UserError, match="passage_chars is 3; give a whole number from 40"):
         ToolsConfig(passage_chars=3)
     with pytest.raises(UserError, match="no text"):
-        load_index(tmp_path, passages=[])
+        load_index(passages=[])
