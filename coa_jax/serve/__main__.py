@@ -46,7 +46,7 @@ def define_flags() -> None:
 def main(argv: list[str]) -> None:
     """Runs the server until Ctrl-C or SIGTERM."""
     try:
-        from coa_jax.serve.run import make_service, open_listener, serve_until_signal
+        from coa_jax.serve.run import make_service, open_listener, serve
     except ModuleNotFoundError as error:
         raise missing("serve", str(error.name), "serve") from error
     config = build(Command, flags.FLAGS.config)
@@ -54,7 +54,7 @@ def main(argv: list[str]) -> None:
     key = os.environ.get(config.api_key_env, "").strip() or None
     listener = open_listener(config, key)  # opened first, because loading may take minutes
     service = make_service(config, config.tools)
-    asyncio.run(serve_until_signal(service, listener, key))
+    asyncio.run(serve(service, listener, key))
 
 
 if __name__ == "__main__":

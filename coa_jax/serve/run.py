@@ -66,7 +66,10 @@ def make_service(config: ServeConfig, tools: ToolsConfig) -> Service:
 
 
 async def serve(
-    service: Service, listener: socket.socket, api_key: str | None, asked: asyncio.Event
+    service: Service,
+    listener: socket.socket,
+    api_key: str | None,
+    asked: asyncio.Event | None = None,
 ) -> None:
     """Serves until a shutdown is requested, then lets the requests in progress finish.
 
@@ -74,13 +77,14 @@ async def serve(
         service: a service whose context has not been entered.
         listener: socket that clients connect to.
         api_key: bearer token that clients must send; None to serve everybody.
-        asked: event that requests the shutdown when it is set.
+        asked: event that requests the shutdown when it is set; None for the event of `on_signals`.
 
     Raises:
         Exception: the exception that ended the rollout loop. It is raised after the requests in
             progress have been answered.
     """
     config, log = service.config, RefusalLog()
+    asked = asked or on_signals()
     # The objects that are loaded by now are never freed. Without freezing them, each full garbage
     # collection would traverse them for half a second.
     gc.collect()
@@ -101,16 +105,3 @@ async def serve(
     server.should_exit = True
     await running
     await service.loop  # raises the exception that ended the loop
-
-
-async def serve_until_signal(
-    service: Service, listener: socket.socket, api_key: str | None
-) -> None:
-    """Serves until SIGINT or SIGTERM; a second signal ends the process immediately.
-
-    Args:
-        service, listener, api_key: as in `serve`.
-    """
-    asked = asyncio.Event()
-    on_signals(asked)
-    await serve(service, listener, api_key, asked)

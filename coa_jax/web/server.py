@@ -87,15 +87,12 @@ class Server(uvicorn.Server):
         yield
 
 
-def on_signals(asked: asyncio.Event) -> None:
-    """Sets an event at SIGINT or SIGTERM; a second signal ends the process immediately.
-
-    Args:
-        asked: event that requests the shutdown.
-    """
-    loop = asyncio.get_running_loop()
+def on_signals() -> asyncio.Event:
+    """Returns an event that SIGINT or SIGTERM sets; a second signal ends the process at once."""
+    asked, loop = asyncio.Event(), asyncio.get_running_loop()
     for number in (signal.SIGINT, signal.SIGTERM):
         loop.add_signal_handler(number, _ask, asked, number)
+    return asked
 
 
 def _ask(asked: asyncio.Event, number: int) -> None:
@@ -114,8 +111,7 @@ async def run_until_signal(server: Server, listener: socket.socket) -> None:
         server: the server.
         listener: socket that clients connect to.
     """
-    asked = asyncio.Event()
-    on_signals(asked)
+    asked = on_signals()
     running = asyncio.create_task(server.serve([listener]))
     print(f"serving on {address_of(listener)}", flush=True)
     waiting = asyncio.create_task(asked.wait())
