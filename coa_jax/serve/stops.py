@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 
 
@@ -20,7 +19,6 @@ class StopStrings:
             keep: whether the returned text includes the stop string that was found.
         """
         self._stops = tuple(stops)
-        self._begins = _beginnings(self._stops)
         self._longest = max(map(len, stops), default=1)
         self._keep = keep
         self._held = ""
@@ -53,12 +51,6 @@ class StopStrings:
     def _prefix(self) -> int:
         """Returns the number of characters at the end of the text that may begin a stop string."""
         for size in range(min(self._longest - 1, len(self._held)), 0, -1):
-            if self._held[-size:] in self._begins:
+            if any(stop.startswith(self._held[-size:]) for stop in self._stops):
                 return size
         return 0
-
-
-@functools.lru_cache(maxsize=16)
-def _beginnings(stops: tuple[str, ...]) -> frozenset[str]:
-    """Returns all prefixes of the stop strings, because a look-up is faster than testing each."""
-    return frozenset(stop[:size] for stop in stops for size in range(1, len(stop)))
