@@ -19,13 +19,13 @@ Gives: a policy in WORKDIR/model; configs/rl/factbook.py names the metrics to wa
 From the paper (§3.2, §4.1) and its scripts: 64 prompts of 8 samples at temperature 1, one update
 per step, 60 steps, learning rate 1e-6 after 3 steps of warm-up, weight decay 0.1, clip 0.2 and
 0.28, dual clip 10, no KL term, 2,048 tokens of prompt and 30,720 of answer, at most 24 tool calls,
-an hour per trajectory (a limit that counts only with ``max_staleness`` above 0). The reward is the judge's verdict on the answer alone (eq 10). The judge is
-the model that the paper names for evaluation. The release uses gpt-4.1-mini as the judge, and the
-reward is 0 if the judge gives no verdict. In this config, a trajectory without a verdict is masked.
-The release samples until 64 groups have a signal; in this config, a step samples at most
-``max_sampled`` times its number of groups. Neither the paper nor the release has a 3B agent; 3B
-uses the same values. The debug variant uses the protocol ``web_wiki``, whose search needs no
-network, and exact match instead of a judge.
+an hour per trajectory (a limit that counts only with ``max_staleness`` above 0). The reward is the
+judge's verdict on the answer alone (eq 10). The judge is the model that the paper names for
+evaluation. The release uses gpt-4.1-mini as the judge, and the reward is 0 if the judge gives no
+verdict. In this config, a trajectory without a verdict is masked. The release samples until 64
+groups have a signal; in this config, a step samples at most ``max_sampled`` times its number of
+groups. Neither the paper nor the release has a 3B agent; 3B uses the same values. The debug variant
+uses the protocol ``web_wiki``, whose search needs no network, and exact match instead of a judge.
 """
 
 from __future__ import annotations

@@ -7,11 +7,11 @@ Sizes: ``1.5b``, ``3b``, ``4b`` (Qwen3), ``7b`` (default), ``32b``.
 ``:7b,v5e-8`` changes rows, mesh and adapters so that the run fits a small machine: ``h100``,
 ``8xh100``, ``v5e-8`` or ``v6e-8``, see docs/scaling.md.
 Needs: a directory that all hosts share (here /mnt) with Qwen2.5-7B-Instruct (or the model of
-another size) in Hugging Face format and distilled data of the protocol ``web``, or the published SFT file, with
-``--config.prompt_style=data`` to keep its instructions (docs/data.md). 7b is sized for the 64 chips
-of a v5p:4x4x4, 32b for the 128 chips of a v5p:4x4x8. ``python -m coa_jax.aot --topology=...``
-checks whether the run fits another slice; ``launch/`` has the scripts that start the run on a
-slice.
+another size) in Hugging Face format and distilled data of the protocol ``web``, or the published
+SFT file, with ``--config.prompt_style=data`` to keep its instructions (docs/data.md). 7b is sized
+for the 64 chips of a v5p:4x4x4, 32b for the 128 chips of a v5p:4x4x8. ``python -m coa_jax.aot
+--topology=...`` checks whether the run fits another slice; ``launch/`` has the scripts that start
+the run on a slice.
 Takes: unknown: nobody has run this size yet; docs/scaling.md has the compiler's estimates.
 Gives: the policy that configs/rl/web.py starts from.
 
