@@ -124,7 +124,7 @@ def collectives_for(platform: str, wanted: str) -> Collectives:
     TPUs and ``compiler`` on other platforms.
 
     On TPUs, ``manual`` leads to a better schedule: a fine-tuning step of a 32B model on v5p:4x4x8
-    takes 70.4 s with ``manual`` and 77.1 s with ``compiler`` (docs/scaling.md).
+    takes 70.6 s with ``manual`` and 77.1 s with ``compiler`` (docs/lab_notes.md).
     """
     if wanted == "auto":
         return "manual" if platform == "tpu" else "compiler"
