@@ -47,7 +47,7 @@ from coa_jax.settings import build, merged
 from coa_jax.small.augment import renaming
 from coa_jax.small.scratch import ScratchConfig, write_policy
 from coa_jax.storage import run_folder
-from coa_jax.tasks import Task, load_splits
+from coa_jax.tasks import Task, disjoint, load_splits
 from coa_jax.tasks.base import with_level
 from coa_jax.tasks.mixture import load_shares
 from coa_jax.tasks.prompts import load_prompt
@@ -83,7 +83,8 @@ class Tasks(Bounded):
         sizes = {"train": self.train, "validation": self.validation}
         if not self.mixture and not self.task_options:
             return load_splits(self.tasks, sizes, self.seed)
-        return {name: load_shares(self, name, size, self.seed) for name, size in sizes.items()}
+        shares = {name: load_shares(self, name, size, self.seed) for name, size in sizes.items()}
+        return disjoint(shares, "config.distill")
 
 
 @dataclasses.dataclass(frozen=True)

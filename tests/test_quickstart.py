@@ -9,7 +9,7 @@ import pytest
 
 from coa_jax.cli import load_config
 from coa_jax.errors import UserError
-from coa_jax.quickstart import run_pipeline
+from coa_jax.quickstart import Tasks, run_pipeline
 
 SMALL = {
     "distill.train": 30,
@@ -64,6 +64,16 @@ def test_the_pipeline_writes_its_blocks_and_goes_on_where_it_was(tmp_path, capsy
     assert capsys.readouterr().out.count("done before") == 8
     with pytest.raises(UserError, match="another config"):
         run_pipeline(small_config(**{"sft.seed": 5}), tmp_path)
+
+
+def test_no_training_task_of_a_mixture_is_a_validation_task(tmp_path):
+    # A file without splits, from which both splits are drawn.
+    rows = [{"id": str(i), "question": f"{i}+1?", "answer": str(i + 1)} for i in range(12)]
+    (tmp_path / "tasks.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    mixture = {"sums": {"tasks": str(tmp_path / "tasks.jsonl")}}
+    splits = Tasks("", 12, 4, mixture=mixture).load()
+    assert len(splits["validation"]) == 4 and len(splits["train"]) == 8
+    assert not {t.id for t in splits["validation"]} & {t.id for t in splits["train"]}
 
 
 @pytest.mark.slow

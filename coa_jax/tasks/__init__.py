@@ -36,6 +36,7 @@ __all__ = [
     "GradersConfig",
     "Split",
     "Task",
+    "disjoint",
     "grade",
     "grade_answer",
     "load_splits",
@@ -195,6 +196,19 @@ def load_splits(
         name: [] if size == 0 else load_tasks(source, name, size, seed)
         for name, size in sizes.items()
     }
+    return disjoint(splits, source)
+
+
+def disjoint(splits: Mapping[str, list[Task]], source: str) -> dict[str, list[Task]]:
+    """Removes the tasks of all other splits from the split ``train``.
+
+    Args:
+        splits: split -> its tasks.
+        source: name of the source, used in messages.
+
+    Raises:
+        UserError: no training task is left.
+    """
     held_out = {task.id for name, tasks in splits.items() if name != "train" for task in tasks}
     train = splits.get("train", [])
     left = [task for task in train if task.id not in held_out]
