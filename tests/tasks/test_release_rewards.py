@@ -16,7 +16,6 @@ QA = {
     name: getattr(release_rewards, name)
     for name in ("mhqa_train", "mhqa_eval", "qa_em", "qa_subem")
 }
-SHAPES = ("no_penalty", "overlong_buffer", "overlong_buffer_toolstar", "overlong_buffer_codetag")
 
 
 def said(answer):
@@ -120,19 +119,6 @@ CODE = (
 def test_code_formats_score_as_the_release_does(text, correct, quarters):
     assert release_rewards.check_code_format_correctness(text) is correct
     assert release_rewards.calculate_reward(text) == quarters / 4
-
-
-def test_length_is_punished_from_seven_eighths_on_and_without_a_bound():
-    penalty = release_rewards.overlong_penalty
-    assert [penalty(n, 800) for n in (0, 700, 750, 800, 1000)] == [0, 0, -0.5, -1, -3]
-    shaped = {name: getattr(release_rewards, name)(1.0, WEB, 750, 800) for name in SHAPES}
-    assert shaped == {
-        "no_penalty": 1.0,
-        "overlong_buffer": 0.5,
-        "overlong_buffer_toolstar": 0.5,
-        "overlong_buffer_codetag": 0.0,
-    }
-    assert release_rewards.overlong_buffer_toolstar(1.0, "<b>", 0, 800) == -1.0
 
 
 @pytest.mark.parametrize("unit", ["<a>", "<answer>", "</code><code>", "<code>", "<a></b>"])
