@@ -421,8 +421,7 @@ def run_ablation(config: ml_collections.ConfigDict, workdir: Path) -> dict[str, 
                 done = work.arm(seed, name)
                 sets[name].append(figures[name])
                 rows[name].append(done["grades"])
-                # A run directory that an older version wrote may lack the timings.
-                took[f"seed{seed}/{name}"] = sum(done.get("timings_s", {}).values())
+                took[f"seed{seed}/{name}"] = sum(done["timings_s"].values())
                 rate = shown_rate(done["policy"]["pass_at_1"])
                 print(f"  pass@1 {rate}, {figures[name]['records']} records")
         grades = {name: np.array(values, float) for name, values in rows.items()}

@@ -191,7 +191,7 @@ def test_an_arm_is_finished_with_its_timings_or_not_at_all(tmp_path, monkeypatch
     assert [names for names in written if "grades" in names] == [{"grades", "timings_s"}]
 
 
-def test_an_arm_without_timings_does_not_stop_the_report(tmp_path, monkeypatch):
+def test_finished_arms_are_reported_without_making_them_again(tmp_path, monkeypatch):
     figures = {"records": 5, "with_reflection": 0.5, "with_correction": 0.1, "dropped": {}}
     names = (UNFILTERED, *Ablation(config(), tmp_path).arms)
     monkeypatch.setattr(Ablation, "data", lambda work, seed: dict.fromkeys(names, figures))
@@ -199,10 +199,11 @@ def test_an_arm_without_timings_does_not_stop_the_report(tmp_path, monkeypatch):
         for name in names:
             folder = tmp_path / f"seed{seed}" / name
             folder.mkdir(parents=True)
-            done = {"grades": [1.0, 0.0, 1.0, 0.0], "policy": {"pass_at_1": 0.5}}
+            grades, took = [1.0, 0.0, 1.0, 0.0], {"sft": 2.0, "evaluate": 1.0}
+            done = {"grades": grades, "policy": {"pass_at_1": 0.5}, "timings_s": took}
             (folder / "summary.json").write_text(json.dumps(done))
     summary = run_ablation(config(), tmp_path)
-    assert summary["timings_s"] == {f"seed{s}/{n}": 0 for s in TINY["seeds"] for n in names}
+    assert summary["timings_s"] == {f"seed{s}/{n}": 3.0 for s in TINY["seeds"] for n in names}
 
 
 @pytest.mark.slow

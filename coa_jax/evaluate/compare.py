@@ -23,7 +23,7 @@ import numpy as np
 
 from coa_jax import files
 from coa_jax.errors import UserError
-from coa_jax.evaluate.figures import COMPARABLE
+from coa_jax.evaluate.figures import FORMAT
 from coa_jax.evaluate.metrics import standard_error
 from coa_jax.storage import local
 
@@ -181,7 +181,7 @@ def load(path: str) -> dict[str, Any]:
         UserError: the file cannot be read or is not a valid result file.
     """
     outcome = files.read_json_object(Path(local(path)), limit=None)
-    if outcome.get("format") not in COMPARABLE:
+    if outcome.get("format") != FORMAT:
         raise UserError(f"{path}: not a result file of coa_jax.evaluate")
     try:
         rates(outcome)

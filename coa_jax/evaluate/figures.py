@@ -15,8 +15,6 @@ from coa_jax.evaluate import metrics
 from coa_jax.evaluate.sample import Measured, Sample
 
 FORMAT = 2
-COMPARABLE = (1, 2)
-"""Versions of the file format that `compare` accepts: they store samples in the same way."""
 FIELDS = (
     *("level", "topic", "hops", "kind", "lang", "answer_type", "platform", "data_source"),
     *("source", "wording"),

@@ -31,7 +31,6 @@ from orbax.checkpoint import checkpoint_managers
 from coa_jax.errors import Outage, UserError
 from coa_jax.learn.fingerprints import digest, fingerprint
 from coa_jax.learn.step import TrainState
-from coa_jax.model.config import PROJECTIONS
 from coa_jax.parallel import processes
 from coa_jax.parallel.placement import MeshConfig
 from coa_jax.storage.arrays import is_bucket, is_outage, is_passing, prepared, telling_outage
@@ -42,9 +41,6 @@ _Mode = ocp.options.AtomicityMode
 
 _WRITE_S = 7 * 24 * 3600
 """Seconds after which Orbax gives up writing; a slow disk is no fault, so the number is large."""
-
-_EARLIER = ("params.embed", *(f"params.{projection}.a" for projection in PROJECTIONS))
-"""Names of arrays that only checkpoints of earlier versions have."""
 
 
 class Damaged(Exception):
@@ -321,8 +317,7 @@ class Checkpoints:
             for name, tree in likes.items()
             if fingerprint(_plain(read[name])) != read[_FINGERPRINT][name]
         ]
-        # Checkpoints of earlier versions have no fingerprint of the JSON values.
-        if read[_FINGERPRINT].get(_EXTRA, [digest(read[_EXTRA])]) != [digest(read[_EXTRA])]:
+        if read[_FINGERPRINT].get(_EXTRA) != [digest(read[_EXTRA])]:
             fault = Damaged("its cursor or trajectories are not those that were saved")
         if torn:
             fault = Damaged(f"the arrays of its {torn[0]} are not those that were saved")
@@ -392,11 +387,6 @@ class Checkpoints:
         """Compares the names, shapes and dtypes of the arrays, without reading the arrays."""
         there = _leaves(ocp.StandardCheckpointHandler().metadata(self.directory / str(step) / name))
         here = _leaves(abstract)
-        if any(key in there for key in _EARLIER):
-            raise UserError(
-                f"{self.directory}: checkpoint {step} has the parameters of an earlier version of "
-                "coa_jax: export them with that version, or start in another workdir"
-            )
         for key in sorted(there.keys() | here.keys()):
             old, new = there.get(key, "nothing"), here.get(key, "nothing")
             if old != new:

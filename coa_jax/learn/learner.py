@@ -7,7 +7,6 @@ from typing import Any
 
 from coa_jax.engine.group import apart, give_back, make_engines, new_copies, publish_all
 from coa_jax.engine.memory import engine_memory
-from coa_jax.errors import UserError
 from coa_jax.learn.advantages import advantages_of
 from coa_jax.learn.algorithms import Algorithm
 from coa_jax.learn.checkpoint import Checkpoints
@@ -123,11 +122,6 @@ class Learner:
         critic = critic_run_state(config, model, self._mesh)
         restored = self._checkpoints.newest(like, {} if critic is None else {"critic": critic})
         assert restored is not None
-        if "ledger" not in restored.extra:
-            raise UserError(
-                f"{self._checkpoints.directory}: an earlier version wrote these checkpoints; start "
-                "the run in another --workdir"
-            )
         self.step, self.ledger = restored.step, restored.extra["ledger"]
         self.pool = restored.extra.get("pool", {})
         self.unmeasured = restored.extra.get("unmeasured", False)

@@ -205,10 +205,10 @@ class StepRecord:
             examined=tuple(row["examined"]),
             dropped=tuple(row["dropped"]),
             state=row["state"],
-            scores=tuple((solved, graded) for solved, graded in row.get("scores", ())),
+            scores=tuple((solved, graded) for solved, graded in row["scores"]),
             **row["counts"],
         )
-        return cls(composition, row["samples"], row.get("unused", []))
+        return cls(composition, row["samples"], row["unused"])
 
 
 def sample_record(trajectory: Trajectory) -> dict[str, Any]:
@@ -313,14 +313,13 @@ class StepLog:
 
 
 def recorded_groups(
-    record: StepRecord, spool: Mapping[tuple[int, int], Sequence[Trajectory]], size: int
+    record: StepRecord, spool: Mapping[tuple[int, int], Sequence[Trajectory]]
 ) -> dict[int, list[Trajectory]] | None:
     """Returns the groups of a recorded step that belong to this process.
 
     Args:
         record: record of the step.
         spool: saved trajectories, see `Spool.read`.
-        size: number of samples of a full group.
 
     Returns:
         The trajectories of each group, by task index; None if the spool lacks a trajectory of the
@@ -328,25 +327,20 @@ def recorded_groups(
     """
     groups: dict[int, list[Trajectory]] = {}
     wanted = dict(zip(record.composition.used, record.samples, strict=True))
-    # Records of earlier versions lack the unused groups.
-    wanted |= dict(zip(record.composition.unused, record.unused, strict=False))
+    wanted |= dict(zip(record.composition.unused, record.unused, strict=True))
     for index in record.composition.examined:
         if index % processes.count() != processes.index():
             continue
-        known = {sample["sample"]: sample for sample in wanted.get(index, ())}
         members = []
-        # Late samples of a group may have been left out.
-        there = [number for number in range(size) if (index, number) in spool]
-        for number in known or there or [0]:
-            mark = known.get(number, {})
+        for sample in wanted[index]:
             found = [
                 trajectory
-                for trajectory in spool.get((index, number), ())
-                if mark.get("checksum") in (None, checksum(trajectory))
+                for trajectory in spool.get((index, sample["sample"]), ())
+                if checksum(trajectory) == sample["checksum"]
             ]
             if not found:
                 return None
-            reward = Reward(**mark["reward"]) if mark.get("reward") else found[-1].reward
+            reward = Reward(**sample["reward"]) if sample["reward"] else found[-1].reward
             members.append(dataclasses.replace(found[-1], reward=reward))
         groups[index] = members
     return groups

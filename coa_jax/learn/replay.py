@@ -103,19 +103,12 @@ def replay_run(
         prompt: prompt style in which the policy sees the tasks.
 
     Raises:
-        UserError: the run has no record of its steps, or the record lacks the requests of an agent
-            program.
+        UserError: the run has no record of its steps.
     """
     log = StepLog(run / "steps.jsonl", active=False)
     records = log.read()
     if not records:
         raise UserError(f"{run / 'steps.jsonl'} has no record of step 1: nothing can be replayed")
-    every = [sample for record in records for group in record.samples for sample in group]
-    if config.agent and not all("recorded_turns" in sample for sample in every):
-        raise UserError(
-            f"{run / 'steps.jsonl'} lacks the requests of the agent program, because an earlier "
-            "version of coa_jax wrote the file: the run cannot be replayed"
-        )
     known = log.parameters()
     records = [r for r in records if r.composition.step in known]  # steps that were updated
     different: list[tuple[int, int, int]] = []

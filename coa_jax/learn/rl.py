@@ -133,7 +133,7 @@ def repeat(config: RLConfig, run: Path) -> ReplayResult:
     """Repeats the recorded steps of a run, and compares the results; see `learn.replay`.
 
     Raises:
-        UserError: the run has no record of its steps, or the record lacks data.
+        UserError: the run has no record of its steps.
     """
     parts, prompt, _ = questions(config)
     protocols = {task.protocol for tasks in parts.values() for task in tasks}
@@ -209,7 +209,7 @@ class Source:
     def _recorded(self) -> tuple[Sampled, dict[str, float]] | None:
         """Returns the next recorded step; None if a trajectory of the step is missing."""
         record = self._records.pop(0)
-        found = recorded_groups(record, self._kept, self._config.group_size)
+        found = recorded_groups(record, self._kept)
         wait = self._config.mesh.wait_seconds
         if not _all_say(found is not None, "recorded groups", wait):
             step = record.composition.step
@@ -277,8 +277,7 @@ class Source:
         """Updates the task pool with the scores of a step, and returns the pool's metrics."""
         if self._pool is None:
             return {}
-        # A record that an earlier version wrote without a pool has no scores.
-        scores = dict(zip(composition.examined, composition.scores, strict=False))
+        scores = dict(zip(composition.examined, composition.scores, strict=True))
         self._pool.learn(composition.step, scores)
         self._learner.pool = self._pool.known
         return self._pool.figures(composition.step)

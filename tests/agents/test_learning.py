@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import json
 import shutil
 import signal
 import subprocess
@@ -85,15 +84,6 @@ def test_a_replay_repeats_every_token_without_the_program(finished, folder, name
     kept = read_trajectories(folder / name / "traces.jsonl")
     assert found.trajectories == len([t for t in kept if t.metadata["step"]])
     assert any(t.branches for t in kept) == (name == "stream")
-
-
-def test_a_record_without_the_requests_of_the_program_is_refused(finished, folder, tmp_path):
-    rows_ = [json.loads(line) for line in (finished / "steps.jsonl").read_text().splitlines()]
-    del rows_[0]["samples"][0][0]["recorded_turns"]
-    (tmp_path / "steps.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows_))
-    config = rl_config(folder / "model", folder / "tasks.jsonl", agent=AGENT, **CHANGES)
-    with pytest.raises(UserError, match="lacks the requests of the agent program"):
-        repeat(config, tmp_path)
 
 
 @pytest.mark.slow

@@ -14,7 +14,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from flax.traverse_util import unflatten_dict
 from hypothesis import given
 from hypothesis import strategies as st
 from orbax.checkpoint._src.futures import future
@@ -105,20 +104,6 @@ def test_further_trees_are_kept_and_a_missing_one_is_left_out(tmp_path):
     same(second.more["sampler"], sampler)
     assert isinstance(second.more["sampler"], DecodeParams)
     assert all(x.dtype == jnp.bfloat16 for x in jax.tree.leaves(second.more["sampler"]))
-
-
-@pytest.mark.parametrize("names", [("embed",), ("q", "a")], ids=["model", "adapters"])
-def test_the_parameter_names_of_earlier_versions_are_refused_in_one_clear_line(tmp_path, names):
-    older = unflatten_dict({names: jnp.ones((4, 2)), (*names[:-1], "b"): jnp.ones((2, 4))})
-    with opened(tmp_path / "c") as checkpoints:
-        checkpoints.save(3, init_state(older, OPTIMIZER), {"cursor": 3})
-        checkpoints.wait()
-        with pytest.raises(UserError) as raised:
-            checkpoints.newest(made(0))
-    (line,) = str(raised.value).splitlines()
-    assert "checkpoint 3 has the parameters of an earlier version of coa_jax" in line
-    assert "export them with that version, or start in another workdir" in line
-    assert numbers(tmp_path / "c") == {"3"}  # nothing is set aside
 
 
 def test_frozen_parameters_are_not_saved_and_those_of_the_run_stay(tmp_path):

@@ -98,15 +98,14 @@ def test_a_repeated_step_has_the_rewards_of_the_groups_that_it_did_not_use():
     record = StepRecord.of(composition, shaped.values())
     record = StepRecord.from_json(record.to_json())
     spool = {(index, t.sample_id): [t] for index, group in graded.items() for t in group}
-    found = recorded_groups(record, spool, 2)
+    spool[4, 2] = [ended(4, 2)]  # a late sample, which was left out
+    found = recorded_groups(record, spool)
     assert found is not None
     assert {i: [t.reward for t in g] for i, g in found.items()} == {
         i: [t.reward for t in g] for i, g in shaped.items()
     }
-    row = record.to_json()
-    del row["unused"]  # as earlier versions wrote it
-    found = recorded_groups(StepRecord.from_json(row), spool, 2)
-    assert found is not None and [t.reward.value for t in found[4]] == [1.0, 1.0]
+    spool[4, 1] = [ended(4, 1)]  # other tokens than those of the record
+    assert recorded_groups(record, spool) is None
 
 
 @pytest.mark.parametrize("here", [True, False])
