@@ -140,19 +140,14 @@ def test_a_reward_of_the_group_sees_all_samples_that_have_a_value(folder):
     rewards = {"grader": {}, "short": {"path": "my_rewards:shortest", "weight": 2.0}}
     graders = Graders(GradersConfig(rewards=rewards))
     group = [finished("Ume"), finished("U", outcome="fault"), finished("Umeaelv"), finished("Ivo")]
-    graded = asyncio.run(graders.grade_group(task, group))
+
+    async def grade():
+        alone = [await graders.grade_alone(task, sample) for sample in group]
+        return await graders.grade_together(task, group, alone)
+
+    graded = asyncio.run(grade())
     assert [reward.value for reward in graded] == [3.0, None, 0.0, 2.0]
     assert [reward.parts.get("short") for reward in graded] == [1.0, None, 0.0, 1.0]
-
-
-def test_many_are_graded_by_their_groups(folder):
-    first, second = load_tasks("my_tasks:load", "test")
-    rewards = {"short": {"path": "my_rewards:shortest"}}
-    graders = Graders(GradersConfig(rewards=rewards))
-    answers = [(first, "Ume"), (first, "the Ume"), (second, "the Ivo"), (first, "a Ume")]
-    pairs = [(task, finished(answer)) for task, answer in answers]
-    graded = asyncio.run(graders.grade_many(pairs))
-    assert [reward.parts["short"] for reward in graded] == [1.0, 0.0, 1.0, 1.0]
 
 
 def test_a_reward_of_the_group_is_missed_where_a_sample_is_graded_alone(folder, caplog):

@@ -23,7 +23,6 @@ import asyncio
 import dataclasses
 import functools
 import inspect
-import itertools
 import math
 import traceback
 from collections.abc import Iterable, Mapping, Sequence
@@ -299,19 +298,6 @@ class Graders:
         return {"task": task, "trajectory": trajectory, "question": task.question, "answer": answer,
                 "gold": task.gold, "text": trajectory.text, "graders": self}  # fmt: skip
 
-    async def grade_group(self, task: Task, trajectories: Sequence[Trajectory]) -> list[Reward]:
-        """Grades all samples of a task, also with the rewards that compare the samples.
-
-        Args:
-            task: the task.
-            trajectories: the samples of the task.
-
-        Returns:
-            The reward of each sample, in the same order.
-        """
-        graded = await asyncio.gather(*(self.grade_alone(task, t) for t in trajectories))
-        return await self.grade_together(task, trajectories, graded)
-
     async def grade_together(
         self, task: Task, trajectories: Sequence[Trajectory], alone: Sequence[Reward]
     ) -> list[Reward]:
@@ -347,20 +333,6 @@ class Graders:
             for number, score in zip(there, scores, strict=True):
                 graded[number] = _with_part(graded[number], each, score)
         return graded
-
-    async def grade_many(self, pairs: Iterable[tuple[Task, Trajectory]]) -> list[Reward]:
-        """Grades many trajectories concurrently.
-
-        Adjacent trajectories of the same task and the same prompt form a group for `grade_group`.
-        The rewards are returned in the order of the pairs.
-        """
-
-        def group_of(pair: tuple[Task, Trajectory]) -> tuple[int, Any]:
-            return id(pair[0]), pair[1].metadata.get("prompt_id")
-
-        groups = [list(group) for _, group in itertools.groupby(pairs, group_of)]
-        graded = (self.grade_group(group[0][0], [t for _, t in group]) for group in groups)
-        return [reward for rewards in await asyncio.gather(*graded) for reward in rewards]
 
     def __call__(self, task: Task, trajectory: Trajectory) -> Reward:
         """Grades like `grade`, for synchronous code. An event loop may run in the same thread."""

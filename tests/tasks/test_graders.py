@@ -128,12 +128,16 @@ def test_private_tests_come_before_those_of_the_file(tmp_path):
     assert private(TASKS["code"], finished(ADD, "code")).value == 1.0
 
 
+async def grade_all(every, pairs):
+    return await asyncio.gather(*(every.grade(*pair) for pair in pairs))
+
+
 def test_many_are_graded_at_a_time_and_inside_of_a_loop():
     every = Graders(GradersConfig())
     pairs = [(TASKS["code"], finished(ADD, "code")), (TASKS["math"], finished("0.5", "code"))] * 3
 
     async def both():
-        return await every.grade_many(pairs), [every(*pair) for pair in pairs]
+        return await grade_all(every, pairs), [every(*pair) for pair in pairs]
 
     many, single = asyncio.run(both())
     assert many == single and {reward.value for reward in many} == {1.0}
@@ -172,7 +176,7 @@ def test_a_grader_that_fails_masks_the_sample_with_its_reason(task, config, reas
     every = Graders(GradersConfig(**config))
     answered = finished(ADD if task.protocol == "code" else "x", task.protocol)
     pairs = [(task, answered), (TASKS["exact_match"], finished("Oslo")), (task, answered)]
-    bad, good, again = asyncio.run(every.grade_many(pairs))
+    bad, good, again = asyncio.run(grade_all(every, pairs))
     assert bad == again and bad.value is None and bad.parts == {} and reason in bad.reason
     assert good.value == 1.0 and good.reason == ""
     assert sum("cannot be graded" in record.message for record in caplog.records) == 1
