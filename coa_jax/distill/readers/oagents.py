@@ -29,14 +29,7 @@ from typing import Any
 
 from coa_jax.distill.messages import Kind, clean
 from coa_jax.distill.readers import programs
-from coa_jax.distill.readers.base import (
-    Conversation,
-    Field,
-    Malformed,
-    Trace,
-    TraceReader,
-    each_line,
-)
+from coa_jax.distill.readers.base import Conversation, Field, Malformed, Trace
 from coa_jax.distill.readers.calls import body_of, tag_of
 from coa_jax.distill.readers.programs import StepProgram
 
@@ -48,33 +41,33 @@ _KNOWN_STEPS = ("task", "planning", "action", "unknown")
 _KEPT = ("agent_name", "parsing_error", "iteration_limit_exceeded", "task")
 
 
-def read_result(value: Any) -> Trace:
+def read_result(record: Any) -> Trace:
     """Converts a result of OAgents (the JSON object of one line) to a trace.
 
     Raises:
         Malformed: the record cannot be converted; the message says why.
     """
-    record = Field(value)
-    question, steps = record["question"].text(), record["intermediate_steps"].items("step")
+    fields = Field(record)
+    question, steps = fields["question"].text(), fields["intermediate_steps"].items("step")
     for step in steps:
         kind = step["step_type"].value
         if kind not in _KNOWN_STEPS:
             raise Malformed(f"{step} has the unknown type {str(kind)[:40]!r}")
     talk = Conversation(question)
     analyses = programs.examine_all(map(_source, steps), (AGENT,))
-    runs = _join(record.get("search_agent_actions"), steps, analyses)
+    runs = _join(fields.get("search_agent_actions"), steps, analyses)
     for number, (step, program) in enumerate(zip(steps, analyses, strict=True)):
         match step["step_type"].value:
             case "planning":
                 _planning(talk, step)
             case "action":
                 _action(talk, step, program, runs.get(number, ()))
-    talk.answer(record["prediction"].optional_scalar().strip())
-    error = record.get("agent_error").value
-    metadata = {key: value[key] for key in _KEPT if isinstance(value.get(key), str | int | bool)}
+    talk.answer(fields["prediction"].optional_scalar().strip())
+    error = fields.get("agent_error").value
+    metadata = {key: record[key] for key in _KEPT if isinstance(record.get(key), str | int | bool)}
     return Trace(
-        talk.finish(record.get("task_id").optional_scalar(), str(error) if error else ""),
-        record.get("true_answer").answers(),
+        talk.finish(fields.get("task_id").optional_scalar(), str(error) if error else ""),
+        fields.get("true_answer").answers(),
         metadata,
     )
 
@@ -178,6 +171,3 @@ def _join(
     for found in joined.values():
         found.sort(key=lambda run: order.get(run[0], len(order)))
     return joined
-
-
-read: TraceReader = each_line(read_result)

@@ -30,8 +30,6 @@ from coa_jax.distill.readers.base import (
     Field,
     Malformed,
     Trace,
-    TraceReader,
-    each_line,
     parse_json,
     total_usage,
 )
@@ -44,15 +42,15 @@ _Call = tuple[str, str, Any]
 """The id of a call, the name of its tool, and its arguments."""
 
 
-def read_chat(value: Any) -> Trace:
+def read_chat(record: Any) -> Trace:
     """Converts a conversation of chat completions (the JSON object of one line) to a trace.
 
     Raises:
         Malformed: the record cannot be converted; the message says why.
     """
-    record = Field(value)
-    response = record["response"] if "response" in record.mapping() else Field({})
-    messages = _messages(record, response)
+    fields = Field(record)
+    response = fields["response"] if "response" in fields.mapping() else Field({})
+    messages = _messages(fields, response)
     roles = [message["role"].text() for message in messages]
     if "user" not in roles:
         raise Malformed("no message of the role 'user', so no question")
@@ -79,20 +77,20 @@ def read_chat(value: Any) -> Trace:
             talk.call(tag, body_of(tag, arguments), seen, True, thought)
             thought = ""
         if final is not None:
-            _close(talk, record, thought, final)
+            _close(talk, fields, thought, final)
         elif not calls and number == len(messages) - 1:
             before, answer = marked_answer(words) or ("", words.strip())
-            if record.get("answer"):
+            if fields.get("answer"):
                 before = words
-            _close(talk, record, "\n".join(filter(None, (reasoning, before))), answer)
+            _close(talk, fields, "\n".join(filter(None, (reasoning, before))), answer)
         elif not calls:
             talk.say(thought)
-    episode = (record.get("id") or response.get("id")).optional_scalar()
-    counts = record.get("usage")
+    episode = (fields.get("id") or response.get("id")).optional_scalar()
+    counts = fields.get("usage")
     if not counts and "assistant" not in roles[asked:-1]:
         counts = response.get("usage")  # counts the last call of the model only
     usage = total_usage([counts.value], "prompt_tokens", "completion_tokens")
-    return Trace(talk.finish(episode), record.get("gold").answers(), usage=usage)
+    return Trace(talk.finish(episode), fields.get("gold").answers(), usage=usage)
 
 
 def _messages(record: Field, response: Field) -> list[Field]:
@@ -189,6 +187,3 @@ def _close(talk: Conversation, record: Field, thought: str, answer: str) -> None
         answer = record["answer"].scalar().strip()
     talk.say(thought)
     talk.answer(answer)
-
-
-read: TraceReader = each_line(read_chat)

@@ -12,24 +12,21 @@ from typing import Any
 
 from coa_jax import reading
 from coa_jax.distill.messages import Kind, from_json
-from coa_jax.distill.readers.base import Field, Malformed, Trace, TraceReader, each_line
+from coa_jax.distill.readers.base import Field, Malformed, Trace
 
 
-def read_log(value: Any) -> Trace | None:
+def read_log(record: Any) -> Trace | None:
     """Converts a message log of this project (the JSON object of one line) to a trace.
 
     The result is None for the first line of a journal, which holds settings instead of a run.
     """
-    record = Field(value)
-    if record.mapping().keys() == {"journal"}:
+    fields = Field(record)
+    if fields.mapping().keys() == {"journal"}:
         return None
     try:
-        log = from_json(value)
+        log = from_json(record)
     except reading.MALFORMED as error:
         raise Malformed(reading.reason(error)) from error
     if log.messages[0].kind is not Kind.QUESTION:
         raise Malformed("the first message is not the question")
-    return Trace(log, record.get("gold").answers())
-
-
-read: TraceReader = each_line(read_log)
+    return Trace(log, fields.get("gold").answers())

@@ -26,15 +26,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from coa_jax.distill.readers import programs
-from coa_jax.distill.readers.base import (
-    Conversation,
-    Field,
-    Malformed,
-    Trace,
-    TraceReader,
-    each_line,
-    total_usage,
-)
+from coa_jax.distill.readers.base import Conversation, Field, Malformed, Trace, total_usage
 from coa_jax.distill.readers.calls import body_of, tag_of
 from coa_jax.distill.readers.programs import StepProgram
 
@@ -42,15 +34,15 @@ _Call = tuple[str, Field]
 """The name of a tool, and the arguments of its call."""
 
 
-def read_run(value: Any) -> Trace:
+def read_run(record: Any) -> Trace:
     """Converts a run of smolagents agents (a JSON value) to a trace.
 
     Raises:
         Malformed: the record cannot be converted; the message says why.
     """
-    record = Field({"steps": value} if isinstance(value, list) else value)
-    steps = _steps(record["steps"])
-    managed = record.get("managed_runs")
+    fields = Field({"steps": record} if isinstance(record, list) else record)
+    steps = _steps(fields["steps"])
+    managed = fields.get("managed_runs")
     runs: dict[int, list[Field]] = {}
     every = list(steps)
     for run in managed.items("managed run") if managed.value else ():
@@ -62,20 +54,20 @@ def read_run(value: Any) -> Trace:
     agents = {str(run.get("agent").value) for group in runs.values() for run in group}
     tasks = [step["task"].value for step in steps if "task" in step.mapping()]
     talk = Conversation(
-        Field(record.get("question").value or (tasks or [None])[0], "the task").text()
+        Field(fields.get("question").value or (tasks or [None])[0], "the task").text()
     )
     answer = _write(talk, steps, runs, agents)
     if runs:
         raise Malformed(f"a managed run belongs to step {next(iter(runs))}, which is not there")
-    given = next(filter(None, (record.get("answer"), record.get("output"), answer)), Field(None))
+    given = next(filter(None, (fields.get("answer"), fields.get("output"), answer)), Field(None))
     talk.answer(given.optional_scalar().strip())
     usage = total_usage(
         (step.get("token_usage").value for step in every), "input_tokens", "output_tokens"
     )
-    state = record.get("state").value
-    log = talk.finish(record.get("task_id").optional_scalar(), record.get("error").optional_text())
+    state = fields.get("state").value
+    log = talk.finish(fields.get("task_id").optional_scalar(), fields.get("error").optional_text())
     metadata = {"state": state} if isinstance(state, str) else {}
-    return Trace(log, record.get("gold").answers(), metadata, usage=usage)
+    return Trace(log, fields.get("gold").answers(), metadata, usage=usage)
 
 
 def is_run(value: Sequence[Any]) -> bool:
@@ -201,6 +193,3 @@ def _thought(step: Field) -> str:
         return programs.thought_of(output.optional_text())
     parts = [part.get("text").value for part in output.items(f"{step}, part")]
     return programs.thought_of("\n".join(part for part in parts if isinstance(part, str)))
-
-
-read: TraceReader = each_line(read_run)
