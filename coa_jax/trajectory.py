@@ -406,30 +406,10 @@ def read_trajectories(path: str | os.PathLike[str]) -> list[Trajectory]:
     return list(iterate_trajectories(path, Trajectory.from_json))
 
 
-def write_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
-    """Writes trajectories to a file, which replaces an older file atomically.
-
-    Raises:
-        OSError: the file cannot be written, for example because the disk is full. An older file at
-            ``path`` is unchanged.
-    """
-    jsonl.write_lines(path, (trajectory.to_json() for trajectory in trajectories))
-
-
-def append_trajectories(path: str | os.PathLike[str], trajectories: Iterable[Trajectory]) -> None:
-    """Appends trajectories to a file, after removing an incomplete last line.
-
-    Raises:
-        OSError: the file cannot be written, for example because the disk is full. No trajectory was
-            appended.
-    """
-    jsonl.append_lines(path, (trajectory.to_json() for trajectory in trajectories))
-
-
 def write_records(path: str | os.PathLike[str], records: Iterable[DistilledRecord]) -> None:
     """Writes distilled records to a file, which replaces an older file atomically.
 
     Raises:
-        OSError: as in ``write_trajectories``.
+        OSError: as in `jsonl.write_lines`.
     """
     jsonl.write_lines(path, (record.to_json() for record in records))

@@ -22,10 +22,11 @@ from coa_jax.report import build_report
 from coa_jax.run_dir import RunDir
 from coa_jax.small.bpe import train_bpe
 from coa_jax.tasks.mixture import load_shares
-from coa_jax.trajectory import Reward, read_trajectories, write_trajectories
+from coa_jax.trajectory import Reward, read_trajectories
 from examples.unseen_tools.questions import load
 from examples.unseen_tools.tools import Calendar, Units
 from tests.tasks.finished import finished
+from tests.trajectory_files import write_trajectories
 
 CONFIG = "configs/pretrained/factbook.py:debug"
 MEASURES = ("natural_sft", "natural_rl", "scaling", "unseen")

@@ -27,14 +27,13 @@ from coa_jax.trajectory import (
     StopReason,
     ToolCall,
     Trajectory,
-    append_trajectories,
     format_valid,
     part_violations,
     read_trajectories,
     trajectory_violations,
     write_records,
-    write_trajectories,
 )
+from tests.trajectory_files import append_trajectories, write_trajectories
 
 ANY_TEXT = st.text(st.characters(), max_size=20)  # lone surrogates and \u2028 included
 JSON = st.recursive(

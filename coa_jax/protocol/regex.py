@@ -174,11 +174,6 @@ def derivative(regex: Regex, byte: int) -> Regex:
             return functools.reduce(Regex.__and__, (derivative(part, byte) for part in parts))
 
 
-def matches(regex: Regex, text: bytes) -> bool:
-    """Returns whether the byte string ``text`` belongs to the language ``regex``."""
-    return functools.reduce(derivative, text, regex).nullable
-
-
 def byte_groups(regexes: Iterable[Regex]) -> list[list[int]]:
     """Divides the 256 byte values into groups that the given languages do not distinguish.
 

@@ -43,15 +43,11 @@ from coa_jax.tools.base import Observation, ToolContext
 from coa_jax.tools.corpus import read_corpus
 from coa_jax.tools.net.store import Store
 from coa_jax.tools.recorded import Recorded
-from coa_jax.trajectory import (
-    Reward,
-    read_trajectories,
-    trajectory_violations,
-    write_trajectories,
-)
+from coa_jax.trajectory import Reward, read_trajectories, trajectory_violations
 from tests.chats import chat_ids
 from tests.evaluate.made import outcome, task, trajectory
 from tests.report.run_files import write_run
+from tests.trajectory_files import write_trajectories
 
 _TEMPLATE = (
     "{% for m in messages %}<|im_start|>{{ m['role'] }}\n{{ m['content'] }}<|im_end|>\n{% endfor %}"

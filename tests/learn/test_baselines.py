@@ -22,10 +22,11 @@ from coa_jax.learn.step import OptimizerConfig
 from coa_jax.model.api import Model, save_model
 from coa_jax.parallel.placement import MeshConfig
 from coa_jax.run_dir import RunDir
-from coa_jax.trajectory import Reward, write_trajectories
+from coa_jax.trajectory import Reward
 from tests import tiny_policy
 from tests.learn.test_update import groups
 from tests.learn.tiny_runs import rows
+from tests.trajectory_files import write_trajectories
 
 
 def graded(rewards, task="t0"):

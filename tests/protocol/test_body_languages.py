@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from coa_jax.protocol import bodies
 from coa_jax.protocol.body_languages import outcomes
-from coa_jax.protocol.regex import NOTHING, byte_groups, derivative, matches
+from coa_jax.protocol.regex import NOTHING, byte_groups, derivative
+from tests.protocol.test_regex import matches
 
 READERS = {
     "text": lambda body: body.strip() or None,

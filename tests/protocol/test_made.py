@@ -21,8 +21,9 @@ from coa_jax.protocol import (
     write_protocols,
 )
 from coa_jax.run_dir import RunDir
-from coa_jax.trajectory import DistilledRecord, write_records, write_trajectories
+from coa_jax.trajectory import DistilledRecord, write_records
 from tests.tasks.finished import finished
+from tests.trajectory_files import write_trajectories
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 SAYS = {"dice": "Throws dice."}

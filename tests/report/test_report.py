@@ -22,7 +22,8 @@ from coa_jax.learn.watch import QUIET
 from coa_jax.report import build_report
 from coa_jax.report.page import escape
 from coa_jax.report.traces import render_trace, sample_traces, verdict_of
-from coa_jax.trajectory import Author, Reward, SegmentSpan, append_trajectories
+from coa_jax.trajectory import Author, Reward, SegmentSpan
+from tests.trajectory_files import append_trajectories
 
 _SPEC = importlib.util.spec_from_file_location(
     "report_run_files", Path(__file__).with_name("run_files.py")

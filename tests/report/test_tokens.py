@@ -11,8 +11,9 @@ import pytest
 from coa_jax.report import build_report
 from coa_jax.report.tokens import MAX_TOKENS, render_tokens, spelling
 from coa_jax.small.bpe import train_bpe
-from coa_jax.trajectory import Author, append_trajectories
+from coa_jax.trajectory import Author
 from tests.report.run_files import episode
+from tests.trajectory_files import append_trajectories
 
 TEXTS = ["<b>prompt", "policy & co", "\n", "tool"]
 AUTHORS = [Author.PROMPT, Author.POLICY, Author.POLICY, Author.ENVIRONMENT]

@@ -21,8 +21,8 @@ from coa_jax.errors import UserError
 from coa_jax.learn.record import GRADING
 from coa_jax.report import watch
 from coa_jax.report.watch import newest_trajectories, picture, sparkline
-from coa_jax.trajectory import append_trajectories
 from tests.report.run_files import PLACES, episode
+from tests.trajectory_files import append_trajectories
 
 
 def row(step, **metrics):

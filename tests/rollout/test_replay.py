@@ -17,9 +17,10 @@ from coa_jax.rollout import replay as command
 from coa_jax.rollout.compare import describe_difference
 from coa_jax.rollout.replay import read_recordings, recording, replay
 from coa_jax.tools.base import Observation
-from coa_jax.trajectory import Author, StopReason, Trajectory, write_trajectories
+from coa_jax.trajectory import Author, StopReason, Trajectory
 from tests import tiny_policy
 from tests.rollout.small_loop import BUDGET, requests, run
+from tests.trajectory_files import write_trajectories
 
 HOT = SamplingParams(temperature=1.3, top_p=0.95, top_k=50)
 

@@ -22,8 +22,9 @@ from coa_jax.protocol import Prompt
 from coa_jax.rollout.loop import rollout
 from coa_jax.rollout.request import Request, RolloutConfig, prompt_ids
 from coa_jax.tools.base import Observation
-from coa_jax.trajectory import StopReason, Trajectory, read_trajectories, write_trajectories
+from coa_jax.trajectory import StopReason, Trajectory, read_trajectories
 from tests import tiny_policy
+from tests.trajectory_files import write_trajectories
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 ROLLOUTS = 200
