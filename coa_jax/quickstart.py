@@ -22,10 +22,11 @@ from absl import flags
 
 from coa_jax.bounds import MAX_INT, Bounded, Name, Natural, Place, Seed
 from coa_jax.cli import config_flag, run_main, workdir_flag
-from coa_jax.distill import DistillConfig, evaluate_teacher
+from coa_jax.distill import DistillConfig
 from coa_jax.distill.dataset import distill_split
 from coa_jax.distill.economy import policy_economy
-from coa_jax.distill.pipeline import graded_runs, run_teacher
+from coa_jax.distill.filters import TeacherRun
+from coa_jax.distill.pipeline import graded_runs, run_teacher, teacher_block
 from coa_jax.economy import read_phase, token_counter
 from coa_jax.errors import UserError
 from coa_jax.evaluate.figures import shown_rate, table
@@ -248,14 +249,15 @@ class Pipeline:
 
     def evaluate_teacher(self) -> None:
         """Evaluates the teacher on the held-out tasks, without filters on its runs."""
-        tokenizer = load_model(self.models / "base").tokenizer
-        counter = token_counter(tokenizer)
-        block = evaluate_teacher(self._of_teacher(), self.named, self.teacher, counter)
-        self.run.summary({"teacher": block})
+        counter = token_counter(load_model(self.models / "base").tokenizer)
+        self.run.summary({"teacher": teacher_block(self._teacher_runs, counter)})
 
-    def _of_teacher(self) -> list[Task]:
-        """Returns the held-out tasks in the format ``tags``, which the teacher writes."""
-        return with_level(self.held_out, "", TAGS)
+    @functools.cached_property
+    def _teacher_runs(self) -> list[TeacherRun]:
+        """The teacher's graded runs of the held-out tasks, written in the format ``tags``."""
+        tasks = with_level(self.held_out, "", TAGS)
+        logs = asyncio.run(run_teacher(tasks, self.named, self.teacher))
+        return graded_runs(tasks, logs, self.teacher.judges)
 
     def sft(self) -> None:
         """Fine-tunes the base policy, untrained or pretrained, on the distilled trajectories."""
@@ -316,10 +318,7 @@ class Pipeline:
         """Counts the tokens that the teacher and RL's policy need for the held-out tasks."""
         tokenizer = load_tokenizer(self.models / "rl")
         traces = read_phase(str(self.run.path / "traces.jsonl"), "evaluate-rl")
-        tasks = self._of_teacher()
-        logs = asyncio.run(run_teacher(tasks, self.named, self.teacher, self.teacher.minds()))
-        runs = graded_runs(tasks, logs, self.teacher.judges)
-        by_task = {run.task.id: run for run in runs}
+        by_task = {run.task.id: run for run in self._teacher_runs}
         told = policy_economy(by_task, traces, list(self.named), token_counter(tokenizer))
         self.run.summary({"economy": told}, anew=True)
 

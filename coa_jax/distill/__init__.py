@@ -8,4 +8,3 @@ decides the agent's next message; it is a language model or a set of scripted ru
 """
 
 from coa_jax.distill.pipeline import DistillConfig as DistillConfig
-from coa_jax.distill.pipeline import evaluate_teacher as evaluate_teacher

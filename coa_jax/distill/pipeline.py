@@ -5,7 +5,6 @@ A run depends on its task, the tools and the seed, but not on the order of tasks
 
 from __future__ import annotations
 
-import asyncio
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -254,27 +253,3 @@ def teacher_block(
         "format_valid": sum(map(filters.obeys_protocol, graded)) / n if n else None,
         "faults": len(runs) - n,
     }
-
-
-def evaluate_teacher(
-    tasks: Sequence[Task],
-    tools: Mapping[str, Tool],
-    config: DistillConfig,
-    count_tokens: Callable[[str], int] | None = None,
-    minds: Minds | None = None,
-) -> dict[str, Any]:
-    """Lets the teacher solve tasks, and computes statistics of all its runs before any filter.
-
-    Args:
-        tasks: tasks to solve.
-        tools: maps the name of each tool to the tool.
-        config: settings of the teacher.
-        count_tokens: function that counts the tokens of a text; None to count no tokens.
-        minds: maps the name of each agent to its mind, the function that decides the agent's next
-            message; None for scripted minds.
-
-    Returns:
-        Statistics of the runs, see `teacher_block`.
-    """
-    logs = asyncio.run(run_teacher(tasks, tools, config, minds))
-    return teacher_block(graded_runs(tasks, logs, config.judges), count_tokens)

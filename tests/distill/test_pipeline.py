@@ -4,7 +4,7 @@ import random
 
 import pytest
 
-from coa_jax.distill import DistillConfig, evaluate_teacher
+from coa_jax.distill import DistillConfig
 from coa_jax.distill.journal import open_journal
 from coa_jax.distill.messages import AGENTS
 from coa_jax.distill.pipeline import graded_runs, run_teacher, teacher_block
@@ -20,6 +20,11 @@ def config():
 @pytest.fixture(scope="module")
 def distilled(tools, factbook_tasks, config):
     return distill_tasks(factbook_tasks, tools, config)
+
+
+def graded(tasks, tools, config):
+    logs = asyncio.run(run_teacher(tasks, tools, config))
+    return graded_runs(tasks, logs, config.judges)
 
 
 def test_records_and_report_add_up(distilled, factbook_tasks):
@@ -57,7 +62,8 @@ def test_results_depend_neither_on_order_nor_on_concurrency(tools, factbook_task
 
 
 def test_the_teacher_is_measured_without_filters(tools, factbook_tasks, config, distilled):
-    block = evaluate_teacher(factbook_tasks, tools, config, count_tokens=lambda t: len(t.split()))
+    runs = graded(factbook_tasks, tools, config)
+    block = teacher_block(runs, count_tokens=lambda text: len(text.split()))
     wrong = distilled[1].dropped["wrong_answer"] + distilled[1].dropped["unanswered"]
     assert block["n"] == len(factbook_tasks)
     assert block["pass_at_1"] == pytest.approx(1 - wrong / block["n"])
@@ -79,13 +85,12 @@ def test_runs_on_a_broken_tool_are_counted_and_not_graded(factbook_tasks, config
     records, report = distill_tasks(tasks, {"wiki_search": Broken()}, config)
     assert records == []
     assert report.dropped["tool_fault"] == 5
-    block = evaluate_teacher(tasks, {"wiki_search": Broken()}, config)
+    block = teacher_block(graded(tasks, {"wiki_search": Broken()}, config))
     assert (block["n"], block["faults"], block["pass_at_1"]) == (0, 5, None)
 
 
 def test_token_counts_are_left_open_without_a_counter(tools, factbook_tasks, config):
-    logs = asyncio.run(run_teacher(factbook_tasks[:3], tools, config))
-    runs = graded_runs(factbook_tasks[:3], logs, config.judges)
+    runs = graded(factbook_tasks[:3], tools, config)
     assert teacher_block(runs)["tokens_per_task"] is None
 
 
