@@ -33,7 +33,7 @@ from coa_jax.distill.pipeline import DistillConfig
 from coa_jax.distill.scripted import scripted_minds
 from coa_jax.distill.synthesis.build import Item, Synthesis, SynthesisConfig
 from coa_jax.distill.synthesis.closed_book import ClosedBookConfig, closed_book
-from coa_jax.distill.synthesis.drafts import QuestionWriter, document_of
+from coa_jax.distill.synthesis.drafts import document_of
 from coa_jax.distill.synthesis.facts import FactsAuthor
 from coa_jax.distill.synthesis.language import LanguageAuthor
 from coa_jax.distill.synthesis.solvers import WithoutTools, WithTools
@@ -130,7 +130,7 @@ async def _work(
     }
     model = endpoints.get("endpoint")
     documents = [document_of(passage) for passage in index.passages]
-    author: QuestionWriter = (
+    author: FactsAuthor | LanguageAuthor = (
         FactsAuthor(documents, how.seed) if model is None else LanguageAuthor(model, how.text)
     )
     with_tools = _with_tools(config, command, model, workdir)

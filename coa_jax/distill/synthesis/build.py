@@ -22,12 +22,13 @@ from coa_jax.distill.synthesis.drafts import (
     Document,
     Draft,
     Duplicates,
-    QuestionWriter,
     TextRules,
     document_of,
     screen,
     told,
 )
+from coa_jax.distill.synthesis.facts import FactsAuthor
+from coa_jax.distill.synthesis.language import LanguageAuthor
 from coa_jax.distill.synthesis.solvers import Verdict
 from coa_jax.distill.together import gather
 from coa_jax.tasks.base import SPLITS, Task
@@ -137,7 +138,7 @@ class Synthesis:
         self,
         config: SynthesisConfig,
         index: WikiIndex,
-        author: QuestionWriter,
+        author: FactsAuthor | LanguageAuthor,
         with_tools: Solver,
         without_tools: Solver,
         source: str,

@@ -6,7 +6,7 @@ import dataclasses
 import hashlib
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any, Literal, Protocol
+from typing import Any, Literal
 
 from coa_jax.bounds import Bounded, Count, Natural, Share
 from coa_jax.distill.contamination import ngrams
@@ -104,31 +104,6 @@ class Draft:
             "steps": [{"question": q, "answer": a} for q, a in self.steps],
             "documents": [document.title for document in self.documents],
         }
-
-
-class QuestionWriter(Protocol):
-    """The interface of authors, which write questions.
-
-    The async methods raise `llm.UnusableReplyError` if the author gives no usable reply.
-    """
-
-    def reads(self, document: Document) -> bool:
-        """Returns, without asking a model, whether the author can write about a document."""
-
-    async def atomic(self, document: Document) -> list[Draft]:
-        """Returns drafts of questions that the document alone answers."""
-
-    async def deepen(self, draft: Draft, document: Document) -> Draft | None:
-        """Returns a draft with one more hop; None if the author writes no such draft.
-
-        The new question asks what ``document`` says about the answer of ``draft``.
-        """
-
-    async def widen(self, one: Draft, other: Draft) -> Draft | None:
-        """Returns a draft of a question that needs the answers of both drafts.
-
-        The result is None if the author writes no such draft.
-        """
 
 
 def told(answers: Iterable[str], text: str) -> bool:

@@ -62,7 +62,8 @@ class LanguageAuthor:
         endpoint: the model.
         rules: rules for texts. If a reply breaks a rule, the model is asked again.
         per_document: maximum number of atomic questions per document.
-        attempts: maximum number of replies. After this many invalid replies the draft is abandoned.
+        attempts: maximum number of replies. After this many invalid replies the draft is abandoned
+            by a `llm.UnusableReplyError`.
     """
 
     endpoint: Endpoint
